@@ -1,0 +1,44 @@
+"""groupax: GRPO post-training in JAX.
+
+The public names. Each is loaded when it is first used, so that `import groupax` is quick and pulls no jax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from groupax.config import GRPOConfig as GRPOConfig
+    from groupax.engine.engine import Engine as Engine
+    from groupax.engine.params import SamplingParams as SamplingParams
+    from groupax.models.checkpoint import Model as Model
+    from groupax.models.checkpoint import init_model as init_model
+    from groupax.models.checkpoint import load_model as load_model
+    from groupax.models.checkpoint import save_model as save_model
+    from groupax.trainer import GRPOTrainer as GRPOTrainer
+    from groupax.trainer import TrainResult as TrainResult
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Engine": "groupax.engine.engine",
+    "GRPOConfig": "groupax.config",
+    "GRPOTrainer": "groupax.trainer",
+    "Model": "groupax.models.checkpoint",
+    "SamplingParams": "groupax.engine.params",
+    "TrainResult": "groupax.trainer",
+    "init_model": "groupax.models.checkpoint",
+    "load_model": "groupax.models.checkpoint",
+    "save_model": "groupax.models.checkpoint",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'groupax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,209 @@
+"""From ragged rollouts on the host to a few rectangles on the devices.
+
+A `MicroBatch` holds each prompt once and, apart from it, the rows that continue it. A row's inputs start with its
+prompt's last token, which predicts the row's first token; the prompt's own rectangle ends before that token.
+The engine splits a sequence at the same place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from groupax.pytree import pytree
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One completion, ready to be trained on.
+
+    Attributes:
+        group: rows of one prompt share it.
+        prompt: token ids of the prompt.
+        completion: token ids of the completion, its stop token included.
+        mask: which completion tokens count in the loss.
+        advantage: of the completion.
+        rollout_logp: the engine's log-probability of each completion token under the policy.
+        old_logp: the trainer's at the start of the rollout; None when training is on policy.
+        ref_logp: the reference's; None without one.
+    """
+
+    group: int
+    prompt: Int[np.ndarray, "S"]
+    completion: Int[np.ndarray, "T"]
+    mask: Bool[np.ndarray, "T"]
+    advantage: float
+    rollout_logp: Float[np.ndarray, "T"]
+    old_logp: Float[np.ndarray, "T"] | None = None
+    ref_logp: Float[np.ndarray, "T"] | None = None
+
+
+@pytree
+class MicroBatch:
+    """A rectangle of prompts and one of rows, split over the data shards (P and B are over all shards).
+
+    Attributes:
+        prompts: tokens without each prompt's last one, left-padded.
+        prompt_starts: where each one's tokens begin.
+        prompt_of: for each row, its prompt's index within the row's shard.
+        inputs: the prompt's last token, then the completion without its last.
+        targets: the completion.
+        mask: targets that count; all false in rows that only pad.
+        advantages: of each row.
+        rollout_logp, old_logp, ref_logp: [B, T] where known, else None.
+    """
+
+    prompts: Int[Array | np.ndarray, "P S"]
+    prompt_starts: Int[Array | np.ndarray, "P"]
+    prompt_of: Int[Array | np.ndarray, "B"]
+    inputs: Int[Array | np.ndarray, "B T"]
+    targets: Int[Array | np.ndarray, "B T"]
+    mask: Bool[Array | np.ndarray, "B T"]
+    advantages: Float[Array | np.ndarray, "B"]
+    rollout_logp: Float[Array | np.ndarray, "B T"]
+    old_logp: Float[Array | np.ndarray, "B T"] | None
+    ref_logp: Float[Array | np.ndarray, "B T"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A micro-batch and which row lies where in it.
+
+    Attributes:
+        batch: the rectangles, on the host.
+        rows: for each rectangle row, the index into the rows that were packed, -1 for padding.
+        num_tokens: real tokens in the rectangles.
+    """
+
+    batch: MicroBatch
+    rows: Int[np.ndarray, "B"]
+    num_tokens: int
+
+    @property
+    def num_cells(self) -> int:
+        """Tokens that the devices compute, padding included."""
+        return self.batch.prompts.size + self.batch.inputs.size
+
+
+def pack(rows: Sequence[Row], num_shards: int, micro_batch_tokens: int) -> list[Packed]:
+    """Cut rows into micro-batches of about `micro_batch_tokens` tokens per shard.
+
+    Groups stay together, so that a prompt is computed once; groups of similar length share a micro-batch, so that
+    little of it is padding. A group that is more than a shard's budget or fair share is cut between its rows.
+
+    Args:
+        rows: in any order.
+        num_shards: devices over which each micro-batch is split.
+        micro_batch_tokens: tokens of a micro-batch on one shard, prompts and padding included.
+    """
+    groups: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(row.group, []).append(index)
+    fair_share = -(-len(rows) // num_shards)
+    by_length = sorted(groups.values(), key=lambda group: max(len(rows[index].completion) for index in group))
+
+    packed: list[Packed] = []
+    shards: list[list[int]] | None = None
+    for group in by_length:
+        for part in _parts(rows, group, micro_batch_tokens, fair_share):
+            candidate = _add(rows, shards, part, num_shards)
+            if shards is not None and _shard_tokens(rows, candidate) > micro_batch_tokens:
+                packed.append(_rectangles(rows, shards))
+                candidate = _add(rows, None, part, num_shards)
+            shards = candidate
+    if shards is not None:
+        packed.append(_rectangles(rows, shards))
+    return packed
+
+
+def round_up(size: int) -> int:
+    """The next size of a rectangle's side: steps of an eighth to a quarter of the size, so that shapes are few."""
+    if size <= 8:
+        return 8
+    step = max(8, 1 << ((size - 1).bit_length() - 3))
+    return -(-size // step) * step
+
+
+def _parts(rows: Sequence[Row], group: list[int], budget: int, fair_share: int) -> list[list[int]]:
+    """The group's rows by length, cut so that each part fits the budget and the share of one shard."""
+    ordered = sorted(group, key=lambda index: len(rows[index].completion))
+    parts: list[list[int]] = [[]]
+    for index in ordered:
+        full = len(parts[-1]) == fair_share or _shard_tokens(rows, [[*parts[-1], index]]) > budget
+        if parts[-1] and full:
+            parts.append([])
+        parts[-1].append(index)
+    return parts
+
+
+def _add(rows: Sequence[Row], shards: list[list[int]] | None, part: list[int], num_shards: int) -> list[list[int]]:
+    """The shards with the part added to the one that has the fewest rows."""
+    new = [list(shard) for shard in shards] if shards else [[] for _ in range(num_shards)]
+    min(new, key=len).extend(part)
+    return new
+
+
+def _sides(rows: Sequence[Row], shards: list[list[int]]) -> tuple[int, int, int, int]:
+    """P, S, B, T of one shard's rectangles."""
+    indices = [index for shard in shards for index in shard]
+    num_prompts = max(len({rows[index].group for index in shard}) for shard in shards)
+    num_rows = max(len(shard) for shard in shards)
+    prompt_length = max(len(rows[index].prompt) for index in indices) - 1
+    completion_length = max(len(rows[index].completion) for index in indices)
+    return _round_count(num_prompts), round_up(prompt_length), _round_count(num_rows), round_up(completion_length)
+
+
+def _shard_tokens(rows: Sequence[Row], shards: list[list[int]]) -> int:
+    P, S, B, T = _sides(rows, shards)
+    return P * S + B * T
+
+
+def _round_count(count: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    power = 1 << (count - 1).bit_length()
+    return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power
+
+
+def _rectangles(rows: Sequence[Row], shards: list[list[int]]) -> Packed:
+    P, S, B, T = _sides(rows, shards)
+    D = len(shards)
+    has_old = rows[0].old_logp is not None
+    has_ref = rows[0].ref_logp is not None
+    prompts = np.zeros((D, P, S), np.int32)
+    prompt_starts = np.full((D, P), S, np.int32)
+    prompt_of = np.zeros((D, B), np.int32)
+    inputs, targets = np.zeros((2, D, B, T), np.int32)
+    mask = np.zeros((D, B, T), bool)
+    advantages = np.zeros((D, B), np.float32)
+    rollout_logp, old_logp, ref_logp = np.zeros((3, D, B, T), np.float32)
+    where = np.full((D, B), -1)
+    for d, shard in enumerate(shards):
+        known: dict[int, int] = {}
+        for b, index in enumerate(shard):
+            row = rows[index]
+            if row.group not in known:
+                p = known[row.group] = len(known)
+                prompt_starts[d, p] = start = S - (len(row.prompt) - 1)
+                prompts[d, p, start:] = row.prompt[:-1]
+            length = len(row.completion)
+            where[d, b] = index
+            prompt_of[d, b] = known[row.group]
+            inputs[d, b, 0] = row.prompt[-1]
+            inputs[d, b, 1:length] = row.completion[:-1]
+            targets[d, b, :length] = row.completion
+            mask[d, b, :length] = row.mask
+            advantages[d, b] = row.advantage
+            rollout_logp[d, b, :length] = row.rollout_logp
+            if row.old_logp is not None:
+                old_logp[d, b, :length] = row.old_logp
+            if row.ref_logp is not None:
+                ref_logp[d, b, :length] = row.ref_logp
+    flat = [
+        x.reshape(-1, *x.shape[2:])
+        for x in (prompts, prompt_starts, prompt_of, inputs, targets, mask, advantages, rollout_logp, old_logp, ref_logp)
+    ]
+    batch = MicroBatch(*flat[:8], flat[8] if has_old else None, flat[9] if has_ref else None)
+    used = where[where >= 0]
+    num_tokens = int((S - prompt_starts).sum()) + sum(len(rows[index].completion) for index in used)
+    return Packed(batch, where.reshape(-1), num_tokens)

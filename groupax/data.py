@@ -1,0 +1,144 @@
+"""Datasets of prompts, and the order in which a run visits them. Imports no jax."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from groupax.tokenizer import encode_prompts
+
+Example = Mapping[str, Any]
+Overflow = Literal["error", "drop", "truncate_left"]
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSet:
+    """Prompts with their token ids.
+
+    Attributes:
+        examples: rows with a `prompt` and any further columns.
+        token_ids: of each prompt.
+        num_dropped: prompts left out because they were too long.
+        num_truncated: prompts whose beginning was cut off.
+    """
+
+    examples: Sequence[Example]
+    token_ids: Sequence[np.ndarray]
+    num_dropped: int = 0
+    num_truncated: int = 0
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns beside the prompt, which reward functions receive."""
+        return [name for name in self.examples[0] if name != "prompt"]
+
+
+def load_examples(dataset: Any, name: str = "train_dataset") -> Sequence[Example]:
+    """Rows from a `datasets.Dataset`, a list of dicts, a .jsonl, .json or .parquet file, or a hub id.
+
+    Raises:
+        ValueError: there are no rows, a row has no `prompt`, or the source cannot be read.
+    """
+    if isinstance(dataset, (str, os.PathLike)):
+        dataset = _read(dataset, name)
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or isinstance(dataset, Mapping):
+        splits = f" with the splits {', '.join(dataset)}; pick one" if isinstance(dataset, Mapping) else ""
+        raise ValueError(f"{name} must be a Dataset, a list of dicts, a file or a hub id, got {type(dataset)}{splits}")
+    if len(dataset) == 0:
+        raise ValueError(f"{name} is empty")
+    columns = getattr(dataset, "column_names", None)
+    rows = [dict.fromkeys(columns)] if columns is not None else dataset
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping) or "prompt" not in row:
+            found = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
+            raise ValueError(f"{name} has no column 'prompt' (row {index} has {found}); rename the column with the prompts")
+    return dataset
+
+
+def _read(source: str | os.PathLike[str], name: str) -> Any:
+    path = Path(source)
+    if path.suffix in (".jsonl", ".json", ".parquet"):
+        if not path.is_file():
+            raise ValueError(f"{name}: there is no file {path}")
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return pyarrow.parquet.read_table(path).to_pylist()
+        text = path.read_text(encoding="utf-8")
+        return _parse_lines(text, path) if path.suffix == ".jsonl" else json.loads(text)
+    if path.exists():
+        raise ValueError(f"{name}: {path} is not a .jsonl, .json or .parquet file")
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(str(source), split="train")
+    except (OSError, ValueError) as error:  # network, name and split faults of the hub's client
+        raise ValueError(f"{name}: there is no file {source}, and the hub does not give it: {error}") from error
+
+
+def _parse_lines(text: str, path: Path) -> list[Any]:
+    rows = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from error
+    return rows
+
+
+def encode_examples(examples: Sequence[Example], tokenizer: Any, max_length: int, overflow: Overflow) -> PromptSet:
+    """Tokenize all prompts and apply the policy for those longer than `max_length` tokens.
+
+    Raises:
+        ValueError: a prompt is too long and the policy is "error", none is left after dropping, or one is empty.
+    """
+    prompts = [row["prompt"] for row in examples]
+    token_ids = encode_prompts(tokenizer, prompts)
+    for index, ids in enumerate(token_ids):
+        if len(ids) == 0:
+            raise ValueError(f"prompt {index} is empty and the tokenizer adds no token; the model needs at least one")
+    too_long = [index for index, ids in enumerate(token_ids) if len(ids) > max_length]
+    if not too_long:
+        return PromptSet(examples, token_ids)
+    if overflow == "error":
+        first = too_long[0]
+        raise ValueError(
+            f"prompt {first} has {len(token_ids[first])} tokens, max_prompt_length is {max_length} "
+            f"({len(too_long)} of {len(examples)} prompts are too long); raise it or set prompt_overflow to 'drop' "
+            "or 'truncate_left'"
+        )
+    if overflow == "truncate_left":
+        return PromptSet(examples, [ids[-max_length:] for ids in token_ids], num_truncated=len(too_long))
+    kept = [index for index, ids in enumerate(token_ids) if len(ids) <= max_length]
+    if not kept:
+        raise ValueError(f"all {len(examples)} prompts are longer than max_prompt_length={max_length}; raise it")
+    return PromptSet([examples[i] for i in kept], [token_ids[i] for i in kept], num_dropped=len(too_long))
+
+
+def visit_order(num_examples: int, start: int, count: int, seed: int) -> list[int]:
+    """The examples at positions start .. start + count - 1 of the run: a new permutation for every epoch.
+
+    A pure function, so that a resumed run needs no iterator state.
+    """
+    positions = range(start, start + count)
+    permutations = {
+        epoch: np.random.default_rng((seed, epoch)).permutation(num_examples)
+        for epoch in {position // num_examples for position in positions}
+    }
+    return [int(permutations[position // num_examples][position % num_examples]) for position in positions]
+
+
+def num_steps(num_examples: int, prompts_per_step: int, num_iterations: int, num_epochs: float, max_steps: int) -> int:
+    """Optimizer steps of a run: `max_steps`, or what it takes to visit every prompt `num_epochs` times."""
+    if max_steps > 0:
+        return max_steps
+    return max(1, math.ceil(num_examples * num_epochs / prompts_per_step)) * num_iterations

@@ -1,0 +1,222 @@
+"""The two programs of the engine: admit prompts into slots, and decode a chunk of tokens in every slot.
+
+Both run on each device of the data axes by itself, with no communication: a device leaves its loop as soon as
+its own slots are done. A slot's last prompt token is not prefilled; it is the first token that decoding feeds,
+so that the first sampled token takes the same path as all others.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from groupax.engine.cache import Cache, moved
+from groupax.engine.sampling import SamplingSettings, sample
+from groupax.models.attention import attend, attend_cached, causal_from
+from groupax.models.config import ModelConfig
+from groupax.models.decoder import forward, head_weights
+from groupax.models.specs import Params
+from groupax.parallel.mesh import DATA
+from groupax.pytree import pytree
+
+ROWS = PartitionSpec(DATA)
+REPLICATED = PartitionSpec()
+
+
+@pytree
+class Slots:
+    """What each of B slots does next.
+
+    Attributes:
+        token: fed next.
+        position: of that token in its sequence.
+        start: the slot's first column in the cache.
+        key: of the slot's randomness (see `sampling.row_keys`).
+        remaining: tokens that it may still sample; 0 for an idle slot.
+        stop_ids: tokens that end the sequence, padded with -1.
+        settings: how to sample.
+    """
+
+    token: Int[Array, "B"]
+    position: Int[Array, "B"]
+    start: Int[Array, "B"]
+    key: UInt32[Array, "B 2"]
+    remaining: Int[Array, "B"]
+    stop_ids: Int[Array, "B E"]
+    settings: SamplingSettings
+
+
+@pytree
+class Chunk:
+    """Up to C tokens sampled in each slot: the first `count` of a row are real.
+
+    Attributes:
+        token: sampled tokens, an ending stop token included.
+        policy_logp: natural log-probability under softmax(logits / temperature), float32.
+        sampler_logp: the same under the truncated distribution that was drawn from.
+        count: tokens sampled.
+        stopped: the row's last token is one of its stop tokens.
+    """
+
+    token: Int[Array, "B C"]
+    policy_logp: Float[Array, "B C"]
+    sampler_logp: Float[Array, "B C"]
+    count: Int[Array, "B"]
+    stopped: Bool[Array, "B"]
+
+
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "slots"))
+def admit(
+    params: Params,
+    cache: Cache,
+    slots: Slots,
+    prompts: Int[Array, "P S"],
+    prompt_starts: Int[Array, "P"],
+    source: Int[Array, "B"],
+    admitted: Slots,
+    column: Int[Array, ""],
+    *,
+    config: ModelConfig,
+    mesh: Mesh,
+) -> tuple[Cache, Slots]:
+    """Compute each prompt once and give its columns to the slots that continue it.
+
+    Args:
+        params: the weights.
+        cache, slots: donated; slots that are not admitted keep what they have.
+        prompts: left-padded, without each prompt's last token; P is split over the data axes like B.
+        prompt_starts: where each prompt's tokens begin in its row.
+        source: which of its device's prompts a slot starts from, -1 for none.
+        admitted: the new contents of the slots with a source.
+        column: the next column to be written; the prompts end just before it. At least S.
+        config, mesh: static.
+    """
+
+    def local(
+        params: Params, cache: Cache, slots: Slots, prompts: Array, starts: Array, source: Array, admitted: Slots, column: Array
+    ) -> tuple[Cache, Slots]:
+        is_new = source >= 0
+        prefilled = _prefill(config, params, prompts, starts)
+        S = prompts.shape[1]
+
+        def put(old: Array, new: Array, axis: int) -> Array:
+            kept = lax.dynamic_slice_in_dim(old, column - S, S, axis)
+            chosen = jnp.where(_like(is_new, kept), new[source], kept)
+            return lax.dynamic_update_slice_in_dim(old, chosen, column - S, axis)
+
+        cache = Cache(
+            k=[put(old, new, 3) for old, new in zip(cache.k, prefilled.k, strict=True)],
+            v=[put(old, new, 2) for old, new in zip(cache.v, prefilled.v, strict=True)],
+        )
+        return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
+
+    in_specs = (REPLICATED, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, REPLICATED)
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(ROWS, ROWS), check_vma=False)
+    return program(params, cache, slots, prompts, prompt_starts, source, admitted, column)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "num_steps"), donate_argnames=("cache", "slots"))
+def decode_chunk(
+    params: Params,
+    cache: Cache,
+    slots: Slots,
+    column: Int[Array, ""],
+    *,
+    config: ModelConfig,
+    mesh: Mesh,
+    num_steps: int,
+) -> tuple[Cache, Slots, Chunk]:
+    """Sample up to `num_steps` tokens in every busy slot.
+
+    Args:
+        params: the weights.
+        cache, slots: donated.
+        column: the next column to be written; the cache must have `num_steps` columns from it on.
+        config, mesh, num_steps: static.
+    """
+
+    def local(params: Params, cache: Cache, slots: Slots, column: Array) -> tuple[Cache, Slots, Chunk]:
+        return _decode_chunk(config, num_steps, params, cache, slots, column)
+
+    in_specs, out_specs = (REPLICATED, ROWS, ROWS, REPLICATED), (ROWS, ROWS, ROWS)
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return program(params, cache, slots, column)
+
+
+@partial(jax.jit, static_argnames="num_columns", donate_argnames=("cache", "slots"))
+def move_columns(cache: Cache, slots: Slots, shift: Int[Array, ""], *, num_columns: int) -> tuple[Cache, Slots]:
+    """Give the cache `num_columns` columns and move all slots by `shift` columns (see `cache.moved`)."""
+    return moved(cache, num_columns, shift), replace(slots, start=slots.start + shift)
+
+
+def _prefill(config: ModelConfig, params: Params, prompts: Int[Array, "P S"], starts: Int[Array, "P"]) -> Cache:
+    P, S = prompts.shape
+    keys, values = [], []
+    visible = causal_from(starts, S)
+
+    def attend_causally(_: int, q: Array, k: Array, v: Array) -> Array:
+        q, k, v = (x.reshape(P, S, *x.shape[1:]) for x in (q, k, v))
+        keys.append(k.transpose(0, 2, 3, 1))  # (P, K, H, S)
+        values.append(v.transpose(0, 2, 1, 3))  # (P, K, S, H)
+        return attend(q, k, v, visible).reshape(P * S, *q.shape[2:])
+
+    positions = jnp.maximum(jnp.arange(S)[None, :] - starts[:, None], 0)
+    forward(config, params, prompts.reshape(-1), positions.reshape(-1), attend_causally)
+    return Cache(keys, values)
+
+
+def _decode_chunk(
+    config: ModelConfig, C: int, params: Params, cache: Cache, slots: Slots, column: Int[Array, ""]
+) -> tuple[Cache, Slots, Chunk]:
+    """The loop over one device's slots, with the cache updated in place."""
+    B = slots.token.shape[0]
+    zeros = jnp.zeros((B, C))
+    chunk = Chunk(zeros.astype(jnp.int32), zeros, zeros, jnp.zeros(B, jnp.int32), jnp.zeros(B, bool))
+    columns = jnp.arange(cache.num_columns)[None, :]
+
+    def busy(carry: tuple[Array, Slots, Cache, Chunk]) -> Array:
+        index, slots, _, _ = carry
+        return (index < C) & jnp.any(slots.remaining > 0)
+
+    def step(carry: tuple[Array, Slots, Cache, Chunk]) -> tuple[Array, Slots, Cache, Chunk]:
+        index, slots, cache, chunk = carry
+        current = column + index
+        visible = (columns >= slots.start[:, None]) & (columns <= current)
+        keys, values = list(cache.k), list(cache.v)
+
+        def attend_to_past(layer: int, q: Array, k: Array, v: Array) -> Array:
+            keys[layer] = lax.dynamic_update_index_in_dim(keys[layer], k, current, axis=3)
+            values[layer] = lax.dynamic_update_index_in_dim(values[layer], v, current, axis=2)
+            return attend_cached(q, keys[layer], values[layer], visible)
+
+        hidden = forward(config, params, slots.token, slots.position, attend_to_past)
+        logits = jnp.einsum("bd,vd->bv", hidden, head_weights(params), preferred_element_type=jnp.float32)
+        sampled = sample(logits, slots.key, slots.position, slots.settings)
+
+        active = slots.remaining > 0
+        stopped = active & jnp.any(sampled.token[:, None] == slots.stop_ids, axis=-1)
+        slots = replace(
+            slots,
+            token=sampled.token,
+            position=slots.position + active,
+            remaining=jnp.where(stopped, 0, slots.remaining - active),
+        )
+        chunk = Chunk(
+            token=chunk.token.at[:, index].set(sampled.token),
+            policy_logp=chunk.policy_logp.at[:, index].set(sampled.policy_logp),
+            sampler_logp=chunk.sampler_logp.at[:, index].set(sampled.sampler_logp),
+            count=chunk.count + active,
+            stopped=chunk.stopped | stopped,
+        )
+        return index + 1, slots, Cache(keys, values), chunk
+
+    _, slots, cache, chunk = lax.while_loop(busy, step, (jnp.int32(0), slots, cache, chunk))
+    return cache, slots, chunk
+
+
+def _like(mask: Bool[Array, "B"], x: Array) -> Array:
+    return jnp.expand_dims(mask, tuple(range(1, x.ndim)))

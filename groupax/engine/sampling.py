@@ -1,0 +1,155 @@
+"""Drawing tokens: truncation by runtime settings, inverse-CDF sampling, counter-based randomness."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from groupax.models.layers import sum_last
+from groupax.pytree import pytree
+
+
+@pytree
+class SamplingSettings:
+    """`SamplingParams` of each row, as arrays."""
+
+    temperature: Float[Array, "B"]
+    top_k: Int[Array, "B"]
+    top_p: Float[Array, "B"]
+    min_p: Float[Array, "B"]
+
+
+@pytree
+class Sampled:
+    """One token per row, with its natural log-probability under the policy and under the sampler.
+
+    The policy is softmax(logits / temperature); the sampler is the policy cut by top-k, top-p and min-p and
+    renormalized.
+    """
+
+    token: Int[Array, "B"]
+    policy_logp: Float[Array, "B"]
+    sampler_logp: Float[Array, "B"]
+
+
+def sample(
+    logits: Float[Array, "B V"], key: UInt32[Array, "B 2"], position: Int[Array, "B"], settings: SamplingSettings
+) -> Sampled:
+    """Draw one token per row. The draw depends on the row's logits, settings, key and position alone."""
+    greedy = settings.temperature == 0
+    scaled = logits * (1.0 / jnp.where(greedy, 1.0, settings.temperature))[:, None]
+    scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+    keep = kept_tokens(scaled, settings)
+    weights = jnp.exp(scaled)
+    kept_weights = jnp.where(keep, weights, 0.0)
+    drawn = _inverse_cdf(kept_weights, uniforms(key, position))
+    token = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+
+    token_scaled = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0]
+    policy_logp = token_scaled - jnp.log(sum_last(weights)[:, 0])
+    sampler_logp = token_scaled - jnp.log(sum_last(kept_weights)[:, 0])
+    return Sampled(token, policy_logp, jnp.where(greedy, 0.0, sampler_logp))
+
+
+def uniforms(key: UInt32[Array, "B 2"], position: Int[Array, "B"]) -> Float[Array, "B 2"]:
+    """Two numbers in [0, 1) per row, from the row's key and the position of the token that it feeds."""
+
+    def draw(key: Array, position: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position), (2,))
+
+    return jax.vmap(draw)(key, position)
+
+
+def row_keys(seed: int, step: int, prompts: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """The keys of rows, [B, 2] uint32, from where each stands in the run and not from where it is computed.
+
+    Args:
+        seed: of the run.
+        step: of the rollout within the run.
+        prompts: [B] which prompt of the step.
+        samples: [B] which completion of the prompt.
+    """
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return np.asarray(_fold_in_all(key, jnp.asarray(prompts, jnp.int32), jnp.asarray(samples, jnp.int32)))
+
+
+@jax.jit
+def _fold_in_all(key: Array, prompts: Array, samples: Array) -> Array:
+    def fold(prompt: Array, sample: Array) -> Array:
+        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, prompt), sample))
+
+    return jax.vmap(fold)(prompts, samples)
+
+
+def kept_tokens(scaled: Float[Array, "B V"], settings: SamplingSettings) -> Bool[Array, "B V"]:
+    """Which tokens the sampler may draw: those at or above a threshold that top-k, top-p and min-p set.
+
+    Args:
+        scaled: logits over temperature, less the row's largest.
+        settings: top-k is applied first, then top-p to what is left of the mass, then min-p.
+    """
+    V = scaled.shape[-1]
+    order = _ordered_bits(scaled)
+
+    def top_k_threshold() -> Array:
+        wanted = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, V), V)
+        return _largest_threshold(lambda candidate: jnp.sum(order >= candidate[:, None], axis=-1) >= wanted)
+
+    threshold = lax.cond(jnp.any(settings.top_k > 0), top_k_threshold, lambda: jnp.zeros(order.shape[0], jnp.uint32))
+
+    def top_p_threshold() -> Array:
+        weights = jnp.where(order >= threshold[:, None], jnp.exp(scaled), 0.0)
+        wanted = settings.top_p * jnp.sum(weights, axis=-1)
+
+        def holds_enough(candidate: Array) -> Array:
+            return jnp.sum(weights, axis=-1, where=order >= candidate[:, None]) >= wanted
+
+        return jnp.where(settings.top_p < 1, jnp.maximum(threshold, _largest_threshold(holds_enough)), threshold)
+
+    threshold = lax.cond(jnp.any(settings.top_p < 1), top_p_threshold, lambda: threshold)
+    # exp(scaled) >= min_p; the likeliest token has scaled = 0
+    return (order >= threshold[:, None]) & (jnp.exp(scaled) >= settings.min_p[:, None])
+
+
+def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
+    """Integers in the order of the float32 numbers, so that a threshold can be found bit by bit."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    negative = bits >> 31 == 1
+    return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest_threshold(holds: Callable[[Array], Array]) -> UInt32[Array, "B"]:
+    """The largest threshold per row for which `holds`, true at 0 and monotone, is still true.
+
+    Thirty-two passes over the row, exact for any setting, where sorting the vocabulary costs several times more.
+    """
+    rows = jax.eval_shape(holds, jax.ShapeDtypeStruct((1,), jnp.uint32)).shape
+
+    def try_bit(index: Array, threshold: Array) -> Array:
+        candidate = threshold | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
+        return jnp.where(holds(candidate), candidate, threshold)
+
+    return lax.fori_loop(0, 32, try_bit, jnp.zeros(rows, jnp.uint32))
+
+
+def _inverse_cdf(weights: Float[Array, "B V"], uniform: Float[Array, "B 2"]) -> Int[Array, "B"]:
+    """A token per row with probability proportional to its weight: first a block of tokens, then one within it."""
+    B, V = weights.shape
+    width = max(1, round(V**0.5))
+    num_blocks = -(-V // width)
+    blocks = jnp.pad(weights, ((0, 0), (0, num_blocks * width - V))).reshape(B, num_blocks, width)
+    block = _first_beyond(jnp.sum(blocks, axis=-1), uniform[:, 0])
+    within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * width + _first_beyond(within, uniform[:, 1])
+
+
+def _first_beyond(weights: Float[Array, "B J"], uniform: Float[Array, "B"]) -> Int[Array, "B"]:
+    """The first index whose cumulative weight exceeds uniform * total; never one of weight 0."""
+    cumulative = jnp.cumsum(weights, axis=-1)
+    total = cumulative[:, -1]
+    # uniform * total may round up to total, beyond which there is nothing
+    target = jnp.minimum(uniform * total, jnp.nextafter(total, jnp.zeros_like(total)))
+    return jnp.argmax(cumulative > target[:, None], axis=-1)

@@ -1,0 +1,43 @@
+"""Findings: what is off in a run, why, and what to do about it. Imports no jax."""
+
+from collections.abc import Mapping, Sequence
+
+PATIENCE_STEPS = 5  # a finding about metrics needs this many steps in a row
+
+
+def setup_findings(learning_rate: float, eos_ids: Sequence[int]) -> dict[str, str]:
+    """Findings that can be told before the first step, by name."""
+    findings = {}
+    if learning_rate == 0:
+        findings["learning_rate_zero"] = "learning_rate is 0, so the model will not change; set it, e.g. to 1e-6"
+    if not eos_ids:
+        findings["no_eos"] = (
+            "neither the tokenizer nor the model's configs name an end-of-sequence token, so every completion runs to "
+            "max_completion_length; set tokenizer.eos_token"
+        )
+    return findings
+
+
+def step_findings(history: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Findings in the metrics of the steps so far, by name."""
+    recent = history[-PATIENCE_STEPS:]
+    if len(recent) < PATIENCE_STEPS:
+        return {}
+    findings = {}
+    if all(metrics["frac_reward_zero_std"] == 1.0 for metrics in recent):
+        findings["rewards_equal"] = (
+            f"for {PATIENCE_STEPS} steps all completions of each prompt got the same reward (mean "
+            f"{recent[-1]['reward']:.3g}), so there is nothing to learn from; check the reward function on the samples "
+            "in rollouts/, or use prompts that the model solves sometimes but not always"
+        )
+    if all(metrics["completions/clipped_ratio"] == 1.0 for metrics in recent):
+        findings["all_truncated"] = (
+            f"for {PATIENCE_STEPS} steps no completion ended by itself: all hit max_completion_length "
+            f"({recent[-1]['completions/max_length']:.0f} tokens); raise it, or check that the model ends its answers "
+            "(chat template, end-of-sequence token)"
+        )
+    if recent[-1].get("update_skipped", 0.0) > 0:
+        findings["update_skipped"] = (
+            "the loss or a gradient was not finite, and the update was skipped; lower learning_rate or check the rewards"
+        )
+    return findings

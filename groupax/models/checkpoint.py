@@ -1,0 +1,235 @@
+"""Models as Hugging Face folders: safetensors in, safetensors out. Never pickle, never remote code."""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from groupax.models.config import ModelConfig
+from groupax.models.families import read_config
+from groupax.models.specs import Params, Spec, init_params, model_specs, param_shardings
+from groupax.parallel.mesh import make_mesh
+
+INDEX_NAME = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+# Tensors that some exporters write and no forward pass needs.
+DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in memory: what it is, its weights on the mesh, and the files' settings to be written back.
+
+    Attributes:
+        config: the architecture.
+        params: the weights (see `models.specs`).
+        mesh: where they lie.
+        hf_config: the parsed `config.json`.
+        generation_config: the parsed `generation_config.json`, empty if there was none.
+        source: the folder that it came from, where the tokenizer lies too; None for a model made here.
+    """
+
+    config: ModelConfig
+    params: Params
+    mesh: Mesh
+    hf_config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    source: Path | None = None
+
+
+def init_model(hf_config: Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Model:
+    """A model with random weights from the contents of a `config.json`."""
+    mesh = mesh or make_mesh()
+    config = read_config(hf_config)
+    return Model(config, init_params(config, jax.random.key(seed), mesh, dtype), mesh, dict(hf_config), {})
+
+
+def load_model(name_or_path: str | os.PathLike[str], dtype: Any = None, mesh: Mesh | None = None) -> Model:
+    """Load a causal language model from a folder or, if there is none of that name, from the Hugging Face hub.
+
+    Each device receives its part of each tensor straight from the file, so that no host holds a second copy.
+
+    Args:
+        name_or_path: a folder with `config.json` and safetensors files, or a hub id like "Qwen/Qwen3-0.6B".
+        dtype: of the weights in memory; None keeps each tensor's own.
+        mesh: where to put them; by default spread over nothing and replicated on all devices.
+
+    Raises:
+        ValueError: the folder is no model, or its config or weights are unsupported, damaged or incomplete.
+    """
+    mesh = mesh or make_mesh()
+    folder = resolve_folder(name_or_path)
+    hf_config = _read_json(folder / "config.json")
+    config = read_config(hf_config)
+    generation_config = {}
+    if (folder / "generation_config.json").is_file():
+        generation_config = _read_json(folder / "generation_config.json")
+    with _open_tensors(folder) as tensors:
+        _check_tensors(config, tensors, folder)
+        shardings = param_shardings(config, mesh)
+        params = jax.tree.map(lambda spec, sharding: _load(spec, sharding, tensors, dtype), model_specs(config), shardings)
+    return Model(config, params, mesh, hf_config, generation_config, folder)
+
+
+def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
+    """The local folder of a model: the path itself, or a download from the hub.
+
+    Raises:
+        ValueError: it is neither a model folder nor can it be had from the hub.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+            raise ValueError(f"{path} is no model folder: it has no config.json (it holds {inside})")
+        return path
+    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name_or_path)):
+        raise ValueError(f"{name_or_path} is neither a model folder nor a hub id of the form 'owner/name'")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(str(name_or_path), allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # what the hub's client raises for network, name and permission faults
+        raise ValueError(f"there is no folder {name_or_path}, and the hub does not give it: {error}") from error
+
+
+def save_model(model: Model, folder: str | os.PathLike[str], tokenizer: Any = None, dtype: Any = None) -> Path:
+    """Write a folder that `transformers` loads. It appears whole or not at all.
+
+    Args:
+        model: the model.
+        folder: replaced if it exists.
+        tokenizer: written beside the weights if given.
+        dtype: of the weights on disk; None keeps each weight's own.
+    """
+    folder = Path(folder)
+    with replacing_folder(folder) as partial:
+        dtype_name = jnp.dtype(dtype or model.params["embed"].dtype).name
+        hf_config = {key: value for key, value in model.hf_config.items() if key not in ("dtype", "torch_dtype")}
+        _write_json(partial / "config.json", {**hf_config, "dtype": dtype_name})
+        if model.generation_config:
+            _write_json(partial / "generation_config.json", model.generation_config)
+        _save_params(model.config, model.params, partial, dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+    return folder
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Give a new folder to write into, and put it in the place of `folder` when the block ends without an error."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        if folder.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+            os.replace(folder, replaced / folder.name)
+            os.replace(partial, folder)
+            shutil.rmtree(replaced)
+        else:
+            os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+Tensors = dict[str, Any]  # tensor name -> the open safetensors file that holds it
+
+
+@contextmanager
+def _open_tensors(folder: Path) -> Iterator[Tensors]:
+    if (folder / INDEX_NAME).is_file():
+        names = sorted(set(_read_json(folder / INDEX_NAME)["weight_map"].values()))
+    elif (folder / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    else:
+        pickled = next(iter(folder.glob("*.bin")), None)
+        reason = f"only {pickled.name}, a pickle, which is never loaded; convert it" if pickled else "no model.safetensors"
+        raise ValueError(f"{folder} has no safetensors weights: {reason}")
+    tensors: Tensors = {}
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} is incomplete: {INDEX_NAME} names {name}, which is missing")
+        try:
+            file = safe_open(folder / name, framework="np")
+        except SafetensorError as error:
+            size = (folder / name).stat().st_size
+            raise ValueError(f"{folder / name} ({size} bytes) is damaged or truncated: {error}") from error
+        tensors.update(dict.fromkeys(file.keys(), file))
+    yield tensors
+
+
+def _check_tensors(config: ModelConfig, tensors: Tensors, folder: Path) -> None:
+    specs = jax.tree.leaves(model_specs(config))
+    missing = [spec.name for spec in specs if spec.name not in tensors]
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} weights of its config.json: {', '.join(missing[:4])} ...")
+    for spec in specs:
+        expected = list(spec.shape)
+        found = tensors[spec.name].get_slice(spec.name).get_shape()
+        if found != expected:
+            raise ValueError(f"{folder}: {spec.name} has shape {found}, config.json says {expected}")
+    known = {spec.name for spec in specs} | ({"lm_head.weight"} if config.tie_embeddings else set())
+    unknown = sorted(name for name in tensors if name not in known and not DERIVED.search(name))
+    if unknown:
+        raise ValueError(f"{folder} has weights that a {config.model_type} model has no place for: {unknown[:4]}")
+
+
+def _load(spec: Spec, sharding: Any, tensors: Tensors, dtype: Any) -> jax.Array:
+    stored = tensors[spec.name].get_slice(spec.name)
+
+    return jax.make_array_from_callback(spec.shape, sharding, lambda index: _cast(stored[index], dtype))
+
+
+def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
+    return array if dtype is None else array.astype(dtype)
+
+
+def _save_params(config: ModelConfig, params: Params, folder: Path, dtype: Any) -> None:
+    pairs = list(zip(jax.tree.leaves(model_specs(config)), jax.tree.leaves(params), strict=True))
+    shards: list[list[tuple[Spec, jax.Array]]] = [[]]
+    size = total = 0
+    for spec, array in pairs:
+        num_bytes = array.size * jnp.dtype(dtype or array.dtype).itemsize
+        if shards[-1] and size + num_bytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append((spec, array))
+        size, total = size + num_bytes, total + num_bytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {spec.name: np.ascontiguousarray(_cast(np.asarray(array), dtype)) for spec, array in shard}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+    if len(shards) > 1:
+        _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, it holds a {type(content).__name__}")
+    return content
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,86 @@
+"""The decoder: one forward pass for training, scoring, prefill and decoding.
+
+The pass works on a flat list of M tokens with their positions. What differs between its uses is only which
+tokens see which, and that is the caller's `attend`: it gets a layer's queries, keys and values of all M
+tokens and returns what each token attended to.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from groupax.models.attention import attend, causal
+from groupax.models.config import ModelConfig
+from groupax.models.layers import linear, rms_norm, rope_tables, rotate, swiglu
+from groupax.models.specs import Params
+
+# (layer, queries [M, N, H], keys [M, K, H], values [M, K, H]) -> [M, N, H]
+Attend = Callable[[int, Array, Array, Array], Array]
+# "full" recomputes each layer in the backward pass and keeps only the layers' inputs.
+Checkpointing = Literal["none", "full"]
+
+
+def forward(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "M"],
+    positions: Int[Array, "M"],
+    attend: Attend,
+    checkpointing: Checkpointing = "none",
+) -> Float[Array, "M D"]:
+    """Hidden states after the final norm, in the dtype of the parameters."""
+    x = params["embed"][tokens]
+    rope = rope_tables(config, positions, x.dtype)
+
+    def layer(x: Array, weights: Params, index: int) -> Array:
+        x = x + _attention(config, weights, x, rope, lambda q, k, v: attend(index, q, k, v))
+        h = rms_norm(x, weights["mlp_norm"], config.norm_eps)
+        biases = (weights.get("gate_bias"), weights.get("up_bias"), weights.get("down_bias"))
+        return x + swiglu(h, weights["gate"], weights["up"], weights["down"], biases)
+
+    if checkpointing == "full":
+        layer = jax.checkpoint(layer, static_argnums=2)
+    for index, weights in enumerate(params["layers"]):
+        x = layer(x, weights, index)
+    return rms_norm(x, params["final_norm"], config.norm_eps)
+
+
+def _attention(
+    config: ModelConfig,
+    weights: Params,
+    x: Float[Array, "M D"],
+    rope: tuple[Array, Array],
+    attend: Callable[[Array, Array, Array], Array],
+) -> Float[Array, "M D"]:
+    M = x.shape[0]
+    h = rms_norm(x, weights["attention_norm"], config.norm_eps)
+    q = linear(h, weights["q"], weights.get("q_bias")).reshape(M, config.num_heads, config.head_dim)
+    k = linear(h, weights["k"], weights.get("k_bias")).reshape(M, config.num_kv_heads, config.head_dim)
+    v = linear(h, weights["v"], weights.get("v_bias")).reshape(M, config.num_kv_heads, config.head_dim)
+    if config.qk_norm:
+        q = rms_norm(q, weights["q_norm"], config.norm_eps)
+        k = rms_norm(k, weights["k_norm"], config.norm_eps)
+    out = attend(rotate(q, rope), rotate(k, rope), v)
+    return linear(out.reshape(M, -1), weights["o"], weights.get("o_bias"))
+
+
+def head_weights(params: Params) -> Float[Array, "V D"]:
+    """The matrix that turns hidden states into logits: the embedding itself where they are tied."""
+    return params.get("head", params["embed"])
+
+
+def logits(config: ModelConfig, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Next-token logits of whole sequences, float32. For small inputs: nothing is chunked."""
+    B, T = tokens.shape
+
+    def attend_causally(_: int, q: Array, k: Array, v: Array) -> Array:
+        q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
+        return attend(q, k, v, jnp.broadcast_to(causal(T), (B, T, T))).reshape(B * T, *q.shape[2:])
+
+    positions = jnp.tile(jnp.arange(T), B)
+    hidden = forward(config, params, tokens.reshape(-1), positions, attend_causally)
+    out = jnp.einsum("md,vd->mv", hidden, head_weights(params), preferred_element_type=jnp.float32)
+    return out.reshape(B, T, -1)

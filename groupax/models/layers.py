@@ -1,0 +1,79 @@
+"""Norms, rotary embeddings and projections: functions of arrays, for any leading dims."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from groupax.models.config import ModelConfig
+
+
+def rms_norm(x: Float[Array, "*M D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*M D"]:
+    """x / rms(x) * weight, with the statistic in float32 (arXiv:1910.07467)."""
+    wide = x.astype(jnp.float32)
+    inverse_rms = lax.rsqrt(sum_last(jnp.square(wide)) * (1.0 / wide.shape[-1]) + eps)
+    return (wide * inverse_rms).astype(x.dtype) * jnp.expand_dims(weight, tuple(range(x.ndim - 1)))
+
+
+def sum_last(x: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
+    """The sum over the last dim, of float32 numbers, as a matrix product.
+
+    On CPU its order of additions depends on nothing but S, and zeros before and behind, in multiples of 8, change no
+    bit of it; the compiler's own reductions are vectorized in ways that depend on the surrounding shapes. (A product
+    with a single column of ones would take another path than a matrix product.)
+    """
+    ones = jnp.ones((2, x.shape[-1]), x.dtype)
+    return jnp.einsum("...s,os->...o", x, ones, precision=lax.Precision.HIGHEST)[..., :1]
+
+
+def linear(x: Float[Array, "*M I"], weight: Float[Array, "O I"], bias: Array | None = None) -> Float[Array, "*M O"]:
+    """weight x (+ bias), with the weight as checkpoints have it.
+
+    In this layout XLA's CPU backend adds up a row's products in the same order whether there are 8 rows or 8,000,
+    so that decoding and training get the same bits; with [in, out] they would not.
+    """
+    y = jnp.einsum("...i,oi->...o", x, weight)
+    return y if bias is None else y + jnp.expand_dims(bias, tuple(range(y.ndim - 1)))
+
+
+def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, "H/2"]:
+    """Radians per position of each pair of a head's dims, float32 (arXiv:2104.09864).
+
+    With Llama-3 scaling, pairs that turn less than `low_freq_factor` times within the original context are
+    slowed by `factor`, those that turn more than `high_freq_factor` times are kept, and the rest is blended
+    linearly in the number of turns (Llama 3.1's released model code; arXiv:2407.21783, section 3.4.2).
+    """
+    frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies.astype(np.float32)
+    turns = scaling.original_max_positions * frequencies / (2 * np.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    return (frequencies * (kept + (1.0 - kept) / scaling.factor)).astype(np.float32)
+
+
+def rope_tables(config: ModelConfig, positions: Int[Array, "M"], dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Cosine and sine of each position's angles, [M, 1, H/2] each: computed in float32, then cast."""
+    angles = positions[:, None, None].astype(jnp.float32) * rope_frequencies(config)[None, None, :]
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+
+
+def rotate(x: Float[Array, "M N H"], tables: tuple[Array, Array]) -> Float[Array, "M N H"]:
+    """Apply rotary embeddings; a head's first half pairs with its second half, as Hugging Face checkpoints do."""
+    cos, sin = tables
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def swiglu(
+    x: Float[Array, "*M D"],
+    gate: Float[Array, "F D"],
+    up: Float[Array, "F D"],
+    down: Float[Array, "D F"],
+    biases: tuple[Array | None, Array | None, Array | None],
+) -> Float[Array, "*M D"]:
+    """down(silu(gate x) * up x) (arXiv:2002.05202, without its constant)."""
+    gate_bias, up_bias, down_bias = biases
+    return linear(jax.nn.silu(linear(x, gate, gate_bias)) * linear(x, up, up_bias), down, down_bias)

@@ -1,0 +1,56 @@
+"""From token losses to one number: loss = sum over rows and tokens of weight(row) * l * mask.
+
+The weights' denominators are counted over the whole optimizer step, all devices and micro-batches, before the
+first of them runs. So the losses of micro-batches add up to the step's, however it is split.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from groupax.objective.settings import ObjectiveSettings
+from groupax.pytree import pytree
+
+
+@pytree
+class Denominators:
+    """Counts over an optimizer step: rows with at least one loss token, and loss tokens."""
+
+    num_rows: Float[Array, ""]
+    num_tokens: Float[Array, ""]
+
+
+def mean_of_rows(lengths: Int[Array, "B"], counts: Denominators, _: ObjectiveSettings) -> Float[Array, "B"]:
+    """Each row's mean token loss, averaged over rows (GRPO, arXiv:2402.03300, eq. 3)."""
+    return 1.0 / (counts.num_rows * jnp.maximum(lengths, 1).astype(jnp.float32))
+
+
+def mean_of_tokens(lengths: Int[Array, "B"], counts: Denominators, _: ObjectiveSettings) -> Float[Array, "B"]:
+    """All tokens alike (DAPO, arXiv:2503.14476, eq. 12)."""
+    return jnp.full(lengths.shape, 1.0 / counts.num_tokens)
+
+
+def constant_length(lengths: Int[Array, "B"], counts: Denominators, settings: ObjectiveSettings) -> Float[Array, "B"]:
+    """Token losses over a constant, so that a row's length does not weigh its tokens (Dr. GRPO, arXiv:2503.20783)."""
+    return jnp.full(lengths.shape, 1.0 / (counts.num_rows * settings.max_completion_length))
+
+
+# By `loss_type`.
+ROW_WEIGHTS: dict[str, Callable[[Array, Denominators, ObjectiveSettings], Array]] = {
+    "grpo": mean_of_rows,
+    "bnpo": mean_of_tokens,
+    "dapo": mean_of_tokens,
+    "dr_grpo": constant_length,
+}
+
+
+def aggregate(
+    token_losses: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    counts: Denominators,
+    settings: ObjectiveSettings,
+) -> Float[Array, ""]:
+    """The weighted sum of these rows' token losses: their share of the optimizer step's loss."""
+    weights = ROW_WEIGHTS[settings.loss_type](jnp.sum(mask, axis=-1), counts, settings)
+    return jnp.sum(token_losses * weights[:, None], where=mask)

@@ -1,0 +1,26 @@
+"""How much likelier the policy makes a completion than the policy that it was sampled from."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: beyond it a ratio says nothing, and exp must not overflow
+
+
+def clamp_log_ratio(log_ratio: Float[Array, "*M"]) -> Float[Array, "*M"]:
+    """log_ratio within [-20, 20]; every log-ratio passes here before exp."""
+    return jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def token_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """w_t = exp(r_t), r = logp - old."""
+    return jnp.exp(clamp_log_ratio(jnp.where(mask, log_ratio, 0.0)))
+
+
+def sequence_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """w = exp(mean of r_t over the row's tokens), the same for all of them (GSPO, arXiv:2507.18071, eq. 7)."""
+    mean = jnp.sum(log_ratio, axis=-1, where=mask) / jnp.maximum(jnp.sum(mask, axis=-1), 1)
+    return jnp.broadcast_to(jnp.exp(clamp_log_ratio(mean))[:, None], log_ratio.shape)
+
+
+# By `importance_sampling_level`.
+RATIOS = {"token": token_ratio, "sequence": sequence_ratio}

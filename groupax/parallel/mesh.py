@@ -1,0 +1,75 @@
+"""The device mesh and the one table that maps a weight's logical axes to it."""
+
+import logging
+import os
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+AXES = ("dp", "fsdp", "ep", "tp", "sp")
+# Mesh axes over which prompts and completions are spread.
+DATA = ("dp", "fsdp")
+# Which mesh axis splits a dim of a weight; dims that are not named are replicated.
+RULES: dict[str, str] = {"embed": "fsdp", "vocab": "tp", "heads": "tp", "kv_heads": "tp", "ffn": "tp"}
+
+logger = logging.getLogger(__name__)
+
+
+def use_all_cores() -> None:
+    """Give XLA's CPU backend one virtual device per core: inside a jitted loop a device runs on one core only.
+
+    Call before the first use of jax. Does nothing if the user chose a count (`jax_num_cpu_devices` or
+    `--xla_force_host_platform_device_count`), and says so if jax is already running with fewer devices.
+    """
+    chosen = jax.config.jax_num_cpu_devices > 0  # pyright: ignore[reportAttributeAccessIssue]
+    if chosen or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    try:
+        jax.config.update("jax_num_cpu_devices", cores)
+    except RuntimeError:  # jax's backends are up already
+        if jax.default_backend() == "cpu" and jax.device_count() < cores:
+            logger.info(
+                "jax was used before groupax, so it runs on %d of %d cores; import groupax's trainer or engine first, "
+                "or set jax_num_cpu_devices",
+                jax.device_count(),
+                cores,
+            )
+
+
+def make_mesh(shape: tuple[int, int, int, int, int] = (-1, 1, 1, 1, 1)) -> Mesh:
+    """A mesh over all devices with the axes `dp, fsdp, ep, tp, sp`; one size may be -1 and takes what is left.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of devices.
+    """
+    use_all_cores()
+    devices = np.array(jax.devices())
+    sizes = list(shape)
+    if len(sizes) != len(AXES) or sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise ValueError(f"mesh must be {len(AXES)} positive sizes for {AXES}, at most one of them -1, got {shape}")
+    if -1 in sizes:
+        known = -int(np.prod(sizes))
+        sizes[sizes.index(-1)] = max(1, devices.size // known)
+    if np.prod(sizes) != devices.size:
+        raise ValueError(f"mesh {tuple(shape)} asks for {int(np.prod(sizes))} devices, there are {devices.size}")
+    return Mesh(devices.reshape(sizes), AXES)
+
+
+def num_data_shards(mesh: Mesh) -> int:
+    """Over how many devices rows are spread."""
+    return int(np.prod([mesh.shape[axis] for axis in DATA]))
+
+
+def sharding_for(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """Where a weight with these logical axes lies on the mesh.
+
+    Raises:
+        ValueError: a dim does not divide by the mesh axis that splits it.
+    """
+    names = [RULES.get(axis) if axis else None for axis in axes]
+    for name, size, axis in zip(names, shape, axes, strict=True):
+        if name and size % mesh.shape[name]:
+            raise ValueError(f"dim {axis!r} of size {size} does not divide by mesh axis {name}={mesh.shape[name]}")
+    return PartitionSpec(*(name if name and mesh.shape[name] > 1 else None for name in names))

@@ -1,0 +1,103 @@
+"""Prompts to groups of completions, through the engine."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from groupax.engine.params import SamplingParams
+from groupax.engine.scheduler import FinishReason
+from groupax.tokenizer import Prompt, decode, is_conversational
+
+if TYPE_CHECKING:
+    from groupax.engine.engine import Engine
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One completion of one prompt, on the host.
+
+    Attributes:
+        prompt_index: of the prompt in its rollout.
+        sample_index: of the completion in its group.
+        example: the dataset row with the prompt.
+        prompt_ids: token ids of the prompt.
+        completion_ids: token ids of the completion, its stop token included.
+        policy_logps: natural log-probability of each completion token under softmax(logits / temperature), by the
+            engine.
+        sampler_logps: the same under the truncated distribution that was drawn from.
+        finish_reason: a stop token, or the limit of tokens.
+        policy_version: optimizer steps that the sampling weights had seen.
+        text: the completion, without special tokens.
+        rewards: by reward function, None where one does not apply; empty before scoring.
+        advantage: NaN before scoring.
+    """
+
+    prompt_index: int
+    sample_index: int
+    example: Mapping[str, Any]
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+    policy_logps: np.ndarray
+    sampler_logps: np.ndarray
+    finish_reason: FinishReason
+    policy_version: int
+    text: str
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    advantage: float = float("nan")
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt as the dataset has it."""
+        return self.example["prompt"]
+
+    @property
+    def completion(self) -> str | list[dict[str, str]]:
+        """The completion in the prompt's own form: a string, or a list with the assistant's message."""
+        return [{"role": "assistant", "content": self.text}] if is_conversational(self.prompt) else self.text
+
+
+def rollout(
+    engine: "Engine",
+    tokenizer: Any,
+    examples: Sequence[Mapping[str, Any]],
+    prompt_ids: Sequence[np.ndarray],
+    params: SamplingParams,
+    step: int,
+    policy_version: int = 0,
+) -> Iterator[list[Rollout]]:
+    """The groups of completions of each prompt, each as soon as its last completion ends.
+
+    Args:
+        engine: with the weights to sample from.
+        tokenizer: for the completions' text.
+        examples: dataset rows.
+        prompt_ids: their prompts' token ids.
+        params: how to sample; `n` is the size of a group.
+        step: distinguishes rollouts with the same seed.
+        policy_version: recorded in each rollout.
+    """
+    unfinished: dict[int, list[Any]] = {}
+    for sequence in engine.stream(engine.sequences(list(prompt_ids), params, step)):
+        group = unfinished.setdefault(sequence.prompt_index, [])
+        group.append(sequence)
+        if len(group) < params.n:
+            continue
+        group = sorted(unfinished.pop(sequence.prompt_index), key=lambda member: member.sample_index)
+        texts = decode(tokenizer, [member.tokens for member in group])
+        yield [
+            Rollout(
+                prompt_index=member.prompt_index,
+                sample_index=member.sample_index,
+                example=examples[member.prompt_index],
+                prompt_ids=member.prompt,
+                completion_ids=np.asarray(member.tokens, np.int32),
+                policy_logps=np.asarray(member.policy_logps, np.float32),
+                sampler_logps=np.asarray(member.sampler_logps, np.float32),
+                finish_reason=member.finish_reason,
+                policy_version=policy_version,
+                text=text,
+            )
+            for member, text in zip(group, texts, strict=True)
+        ]

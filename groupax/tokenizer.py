@@ -1,0 +1,121 @@
+"""Tokenizers: loading, prompts to ids, ids to completions. Imports no jax."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Prompt = str | list[dict[str, Any]]
+
+# Chat templates by name, for `GRPOConfig.chat_template`.
+CHAT_TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "plain": (
+        "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n"
+        "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+    ),
+}
+
+
+def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = None) -> Any:
+    """The `transformers` tokenizer of a model folder.
+
+    Args:
+        folder: with the tokenizer's files.
+        chat_template: replaces the tokenizer's own: a name in `CHAT_TEMPLATES` or a file.
+
+    Raises:
+        ValueError: there is no tokenizer in the folder, or no such template.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+    return prepare_tokenizer(tokenizer, chat_template)
+
+
+def prepare_tokenizer(tokenizer: Any, chat_template: str | None = None) -> Any:
+    """Give a tokenizer the chat template asked for and, if it lacks one, a padding token.
+
+    Padding is told from tokens by lengths and never by id, so that a pad equal to the end-of-sequence token
+    does not hide the latter from the loss.
+    """
+    if chat_template is not None:
+        tokenizer.chat_template = _read_template(chat_template)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    return tokenizer
+
+
+def _read_template(name_or_file: str) -> str:
+    if name_or_file in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[name_or_file]
+    if Path(name_or_file).is_file():
+        return Path(name_or_file).read_text(encoding="utf-8")
+    raise ValueError(f"chat_template {name_or_file!r} is neither a file nor one of {', '.join(CHAT_TEMPLATES)}")
+
+
+def eos_token_ids(tokenizer: Any, *configs: Mapping[str, Any]) -> tuple[int, ...]:
+    """All tokens that end a completion: the tokenizer's and those of the model's and the generation config."""
+    ids: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for config in configs:
+        named = config.get("eos_token_id")
+        ids += named if isinstance(named, list) else [] if named is None else [named]
+    return tuple(dict.fromkeys(ids))
+
+
+def is_conversational(prompt: Prompt) -> bool:
+    """Whether a prompt is a list of messages rather than a string."""
+    return not isinstance(prompt, str)
+
+
+def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> list[np.ndarray]:
+    """Token ids of each prompt: strings as the tokenizer encodes them, messages through its chat template.
+
+    Raises:
+        ValueError: a prompt is neither a string nor a list of messages, or is conversational and the tokenizer has no
+            chat template.
+    """
+    texts: list[str] = []
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            texts.append(prompt)
+        else:
+            texts.append(_render(tokenizer, prompt, index))
+    encoded: list[np.ndarray] = [np.zeros(0, np.int32)] * len(texts)
+    for conversational in (False, True):
+        chosen = [index for index, prompt in enumerate(prompts) if is_conversational(prompt) == conversational]
+        if chosen:
+            # a template writes the special tokens itself
+            ids = tokenizer([texts[i] for i in chosen], add_special_tokens=not conversational)["input_ids"]
+            for index, row in zip(chosen, ids, strict=True):
+                encoded[index] = np.asarray(row, np.int32)
+    return encoded
+
+
+def _render(tokenizer: Any, messages: Any, index: int) -> str:
+    is_messages = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
+    if not is_messages or not messages:
+        raise ValueError(
+            f"prompt {index} must be a string or a list of messages like {{'role': 'user', 'content': '...'}}, "
+            f"got {messages!r}"
+        )
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"prompt {index} is a list of messages, but the tokenizer has no chat template (a base model?); set "
+            f"chat_template= to one of {', '.join(CHAT_TEMPLATES)} or to a file, or give prompts as strings"
+        )
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def decode(tokenizer: Any, completions: Sequence[Sequence[int]]) -> list[str]:
+    """The text of each completion, without special tokens."""
+    return tokenizer.batch_decode([list(ids) for ids in completions], skip_special_tokens=True)
