@@ -118,9 +118,12 @@ def pack(rows: Sequence[Row], num_shards: int, micro_batch_tokens: int) -> list[
 
 
 def round_up(size: int) -> int:
-    """The next size of a rectangle's side: steps of an eighth to a quarter of the size, so that shapes are few."""
-    if size <= 8:
-        return 8
+    """The next length of a rectangle: steps of an eighth to a quarter of the size, so that shapes are few.
+
+    Like the counts, lengths start where XLA's CPU kernels for tiny products, which round differently, end.
+    """
+    if size <= 16:
+        return 16
     step = max(8, 1 << ((size - 1).bit_length() - 3))
     return -(-size // step) * step
 
@@ -160,7 +163,8 @@ def _shard_tokens(rows: Sequence[Row], shards: list[list[int]]) -> int:
 
 
 def _round_count(count: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    """The next of 2, 3, 4, 6, 8, 12, 16, ..."""
+    count = max(count, 2)
     power = 1 << (count - 1).bit_length()
     return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power
 

@@ -1,7 +1,7 @@
 """How well a model does on held-out prompts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from groupax.data import PromptSet
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.metrics import Metrics, completion_metrics
-from groupax.rewards.contract import Reward, score
+from groupax.rewards.contract import Reward, rewards_by_name, score
 from groupax.rollout import Rollout, rollout
 
 
@@ -20,13 +20,11 @@ class Evaluation:
 
     Attributes:
         metrics: mean of each reward and of their weighted sum, lengths, truncation.
-        rollouts: in the order of the prompts.
-        rewards: of each rollout by each function, [B, K], NaN where one does not apply.
+        rollouts: in the order of the prompts, with their rewards.
     """
 
     metrics: Metrics
     rollouts: Sequence[Rollout]
-    rewards: np.ndarray
 
 
 def evaluate(
@@ -60,4 +58,6 @@ def evaluate(
     }
     totals = np.where(applies, scores * weights[None, :], 0.0).sum(axis=1)[applies.any(axis=1)]
     metrics["reward"] = float(totals.mean()) if totals.size else float("nan")
-    return Evaluation(metrics | completion_metrics(rollouts), rollouts, scores)
+    names = [reward.name for reward in rewards]
+    scored = [replace(row, rewards=rewards_by_name(names, values)) for row, values in zip(rollouts, scores, strict=True)]
+    return Evaluation(metrics | completion_metrics(rollouts), scored)

@@ -162,7 +162,7 @@ def sample_panel(group: Sequence[Rollout], num_shown: int = 3) -> Any:
 
     prompt = group[0].prompt
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    table = Table(title=Text(f"prompt: {_short(text)}"), title_justify="left", expand=False)
+    table = Table(title=Text(f"prompt: {printable(text)}"), title_justify="left", expand=False)
     table.add_column("advantage", justify="right")
     for name in group[0].rewards:
         table.add_column(Text(name), justify="right")
@@ -171,7 +171,7 @@ def sample_panel(group: Sequence[Rollout], num_shown: int = 3) -> Any:
     picked = dict.fromkeys([0, len(ordered) // 2, len(ordered) - 1][:num_shown])
     for row in (ordered[index] for index in picked):
         rewards = ["-" if value is None else f"{value:.2f}" for value in row.rewards.values()]
-        table.add_row(f"{row.advantage:+.2f}", *rewards, Text(_short(row.text, 300)))
+        table.add_row(f"{row.advantage:+.2f}", *rewards, Text(printable(row.text, 300)))
     return table
 
 
@@ -203,7 +203,7 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
 
 
-def _short(text: str, limit: int = 160) -> str:
-    """Printable, on one line, at most `limit` characters."""
+def printable(text: str, limit: int = 160) -> str:
+    """The text on one line of at most `limit` characters, without control characters."""
     plain = "".join(c if c.isprintable() else " " for c in text.replace("\n", "⏎"))
     return plain if len(plain) <= limit else f"{plain[: limit - 1]}…"

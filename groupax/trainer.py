@@ -27,7 +27,7 @@ from groupax.objective.settings import ObjectiveSettings
 from groupax.optimizer import make_optimizer, make_schedule
 from groupax.parallel.mesh import num_data_shards
 from groupax.progress import PROGRESS_BARS
-from groupax.rewards.contract import resolve_rewards, score
+from groupax.rewards.contract import resolve_rewards, rewards_by_name, score
 from groupax.rollout import Rollout, rollout
 from groupax.step import (
     LOGP_DIFF,
@@ -180,7 +180,7 @@ class GRPOTrainer:
         reward_s = time.perf_counter() - started_s
         names = [reward.name for reward in self.rewards]
         scored = [
-            replace(row, rewards=_by_name(names, row_rewards), advantage=float(advantage))
+            replace(row, rewards=rewards_by_name(names, row_rewards), advantage=float(advantage))
             for row, row_rewards, advantage in zip(rows, rewards, advantages.values, strict=True)
         ]
         num_sampled = sum(len(row.completion_ids) for row in rows)
@@ -443,6 +443,3 @@ def _objective_settings(args: GRPOConfig) -> ObjectiveSettings:
         max_completion_length=args.max_completion_length,
     )
 
-
-def _by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, float | None]:
-    return {name: None if np.isnan(value) else float(value) for name, value in zip(names, rewards, strict=True)}

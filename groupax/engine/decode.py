@@ -198,18 +198,19 @@ def _decode_chunk(
         sampled = sample(logits, slots.key, slots.position, slots.settings)
 
         active = slots.remaining > 0
+        one = active.astype(jnp.int32)
         stopped = active & jnp.any(sampled.token[:, None] == slots.stop_ids, axis=-1)
         slots = replace(
             slots,
             token=sampled.token,
-            position=slots.position + active,
-            remaining=jnp.where(stopped, 0, slots.remaining - active),
+            position=slots.position + one,
+            remaining=jnp.where(stopped, 0, slots.remaining - one),
         )
         chunk = Chunk(
             token=chunk.token.at[:, index].set(sampled.token),
             policy_logp=chunk.policy_logp.at[:, index].set(sampled.policy_logp),
             sampler_logp=chunk.sampler_logp.at[:, index].set(sampled.sampler_logp),
-            count=chunk.count + active,
+            count=chunk.count + one,
             stopped=chunk.stopped | stopped,
         )
         return index + 1, slots, Cache(keys, values), chunk

@@ -17,9 +17,10 @@ from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
 
-# The smallest sizes of the cache and of a prefill, in columns; larger ones are buckets above them.
+# The smallest sizes of the cache and of a prefill, in columns; larger ones are buckets above them. A shard has at
+# least two slots and computes at least two prompts: for a single row, XLA's CPU kernels round differently.
 CACHE_COLUMNS = 64
-PREFILL_COLUMNS = 8
+PREFILL_COLUMNS = 16
 
 
 class Engine:
@@ -81,7 +82,7 @@ class Engine:
         """Run sequences to their ends, each yielded as soon as it is finished."""
         sequences = list(sequences)
         num_shards = num_data_shards(self.mesh)
-        slots_per_shard = _power_of_two(min(len(sequences), self.max_slots), num_shards)
+        slots_per_shard = max(2, _power_of_two(min(len(sequences), self.max_slots), num_shards))
         scheduler = Scheduler(num_shards, slots_per_shard)
         scheduler.submit(sequences)
         batch: _Batch | None = None
@@ -143,7 +144,7 @@ class Engine:
 
     def _admit(self, batch: "_Batch", admission: Admission, slots_per_shard: int) -> "_Batch":
         num_slots, num_stop_ids = batch.slots.stop_ids.shape
-        num_prompts = _power_of_two(max(len(prompts) for prompts in admission.prompts))
+        num_prompts = max(2, _power_of_two(max(len(prompts) for prompts in admission.prompts)))
         length = _prefix_columns(admission)
         prompts = np.zeros((num_slots // slots_per_shard, num_prompts, length), np.int32)
         starts = np.full(prompts.shape[:2], length, np.int32)

@@ -7,6 +7,8 @@ multiple of 8.
 """
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.layers import sum_last
@@ -21,7 +23,7 @@ def attend(
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
-    keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    keys, values = _row_major(k.transpose(0, 2, 3, 1)), _row_major(v.transpose(0, 2, 1, 3))
     scores = jnp.einsum("btkgh,bkhs->bkgts", grouped, keys, preferred_element_type=jnp.float32)
     weights, inverse_sum = _softmax_terms(jnp.where(visible[:, None, None], scores, MASKED))
     out = jnp.einsum("bkgts,bksh->bkgth", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
@@ -74,10 +76,15 @@ def attend_cached(
     return (out * inverse_sum).astype(v.dtype).reshape(B, N, H)
 
 
+def _row_major(x: Float[Array, "B K S H"]) -> Float[Array, "B K S H"]:
+    """Keep the compiler from undoing a transposition, which would multiply the operands in another order."""
+    return with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2, 3)))
+
+
 def _softmax_terms(scores: Float[Array, "*M S"]) -> tuple[Float[Array, "*M S"], Float[Array, "*M 1"]]:
     """Weights before normalization, and what to multiply them by.
 
     A division by the sum would be compiled as such or as a product with its inverse, depending on its surroundings.
     """
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     return weights, 1.0 / sum_last(weights)

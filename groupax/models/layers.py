@@ -37,8 +37,8 @@ def linear(x: Float[Array, "*M I"], weight: Float[Array, "O I"], bias: Array | N
     return y if bias is None else y + jnp.expand_dims(bias, tuple(range(y.ndim - 1)))
 
 
-def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, "H/2"]:
-    """Radians per position of each pair of a head's dims, float32 (arXiv:2104.09864).
+def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, "R"]:
+    """Radians per position of each of a head's R = H / 2 pairs of dims, float32 (arXiv:2104.09864).
 
     With Llama-3 scaling, pairs that turn less than `low_freq_factor` times within the original context are
     slowed by `factor`, those that turn more than `high_freq_factor` times are kept, and the rest is blended

@@ -1,41 +1,16 @@
 """The device mesh and the one table that maps a weight's logical axes to it."""
 
-import logging
-import os
-
 import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+
+from groupax.parallel.runtime import configure_jax
 
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
 # Mesh axes over which prompts and completions are spread.
 DATA = ("dp", "fsdp")
 # Which mesh axis splits a dim of a weight; dims that are not named are replicated.
 RULES: dict[str, str] = {"embed": "fsdp", "vocab": "tp", "heads": "tp", "kv_heads": "tp", "ffn": "tp"}
-
-logger = logging.getLogger(__name__)
-
-
-def use_all_cores() -> None:
-    """Give XLA's CPU backend one virtual device per core: inside a jitted loop a device runs on one core only.
-
-    Call before the first use of jax. Does nothing if the user chose a count (`jax_num_cpu_devices` or
-    `--xla_force_host_platform_device_count`), and says so if jax is already running with fewer devices.
-    """
-    chosen = jax.config.jax_num_cpu_devices > 0  # pyright: ignore[reportAttributeAccessIssue]
-    if chosen or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    try:
-        jax.config.update("jax_num_cpu_devices", cores)
-    except RuntimeError:  # jax's backends are up already
-        if jax.default_backend() == "cpu" and jax.device_count() < cores:
-            logger.info(
-                "jax was used before groupax, so it runs on %d of %d cores; import groupax's trainer or engine first, "
-                "or set jax_num_cpu_devices",
-                jax.device_count(),
-                cores,
-            )
 
 
 def make_mesh(shape: tuple[int, int, int, int, int] = (-1, 1, 1, 1, 1)) -> Mesh:
@@ -44,7 +19,7 @@ def make_mesh(shape: tuple[int, int, int, int, int] = (-1, 1, 1, 1, 1)) -> Mesh:
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
-    use_all_cores()
+    configure_jax()
     devices = np.array(jax.devices())
     sizes = list(shape)
     if len(sizes) != len(AXES) or sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):

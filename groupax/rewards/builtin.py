@@ -14,14 +14,14 @@ def think_answer_format(completions: Sequence[Any]) -> list[float]:
     return [float(THINK_ANSWER.fullmatch(completion_text(completion)) is not None) for completion in completions]
 
 
-def answer_correct(completions: Sequence[Any], answer: Sequence[Any]) -> list[float]:
-    """1 for a completion whose last `<answer>...</answer>` holds exactly the column `answer`; else 0."""
-    rewards = []
-    for completion, gold in zip(completions, answer, strict=True):
-        given = re.findall(r"<answer>(.*?)</answer>", completion_text(completion), re.DOTALL)
-        rewards.append(float(bool(given) and given[-1].strip() == str(gold).strip()))
-    return rewards
+def think_answer_correct(completions: Sequence[Any], answer: Sequence[Any]) -> list[float]:
+    """1 for a completion in that format whose answer is exactly the column `answer`; else 0."""
+    matches = [THINK_ANSWER.fullmatch(completion_text(completion)) for completion in completions]
+    return [
+        float(match is not None and match["answer"].strip() == str(gold).strip())
+        for match, gold in zip(matches, answer, strict=True)
+    ]
 
 
 # By the name used in YAML and on the command line.
-BUILTIN_REWARDS = {"think_answer_format": think_answer_format, "answer_correct": answer_correct}
+BUILTIN_REWARDS = {"think_answer_format": think_answer_format, "think_answer_correct": think_answer_correct}

@@ -83,6 +83,11 @@ def score(reward: Reward, rollouts: Sequence[Rollout]) -> np.ndarray:
     return _checked(reward.name, returned, rollouts)
 
 
+def rewards_by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, float | None]:
+    """One completion's rewards, [K] with NaN for "does not apply", as a record keeps them."""
+    return {name: None if np.isnan(value) else float(value) for name, value in zip(names, rewards, strict=True)}
+
+
 def _checked(name: str, returned: Any, rollouts: Sequence[Rollout]) -> np.ndarray:
     try:
         values = list(returned)

@@ -1,0 +1,48 @@
+# `make demo` and `make test` work on a fresh machine with Python >= 3.11 and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint parity bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not parity"
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+parity: $(VENV)/.parity
+	$(BIN)/python -m pytest -m parity
+
+bench: $(VENV)/.parity
+	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/step.py
+
+clean:
+	rm -rf $(VENV) runs
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml | $(BIN)/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[plot]"
+	touch $@
+
+$(VENV)/.test: pyproject.toml | $(BIN)/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
+	touch $@
+
+$(VENV)/.lint: pyproject.toml | $(BIN)/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test,lint]"
+	touch $@
+
+# PyTorch first and by itself, at the version whose CPU build is small.
+$(VENV)/.parity: pyproject.toml | $(BIN)/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test,parity]"
+	touch $@

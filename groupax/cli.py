@@ -1,0 +1,182 @@
+"""The command `groupax`: train and generate from a shell. Each command imports what it needs."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from groupax.config import GRPOConfig, nearest
+from groupax.engine.params import SamplingParams
+from groupax.recipes import RECIPES, load_recipe
+
+USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
+
+commands:
+  train      train a model: --model, --dataset and --reward_funcs, or --recipe ({', '.join(RECIPES)})
+  generate   sample completions from a model
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model with GRPO. Settings come from the recipe, then from --config, then from the flags."""
+
+    recipe: str | None = None
+    """Data, rewards, defaults and model of a known task."""
+    config: Path | None = None
+    """A YAML file with any of these settings."""
+    model: str | None = None
+    """A folder or a Hugging Face hub id."""
+    dataset: str | None = None
+    """Training prompts: a .jsonl, .json or .parquet file, or a hub id."""
+    eval_dataset: str | None = None
+    """Held-out prompts, likewise; evaluated before and after training."""
+    reward_funcs: tuple[str, ...] | None = None
+    """Rewards: names of built-in ones, or module:function."""
+    args: Annotated[GRPOConfig, tyro.conf.arg(name="")] = field(default_factory=GRPOConfig)
+    """Settings of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Sample completions of prompts and print them with the throughput."""
+
+    model: str
+    """A folder, a Hugging Face hub id, or the name of a recipe for its model."""
+    prompt: tuple[str, ...]
+    """One or several prompts."""
+    chat: bool = False
+    """Put each prompt through the model's chat template."""
+    chat_template: str | None = None
+    """A template for a tokenizer without one: chatml, plain, or a file."""
+    sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(default_factory=SamplingParams)
+    """How to sample."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. A user's mistake is told in one line, without a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {"train": train, "generate": generate}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    if arguments[0] not in commands:
+        print(f"groupax: there is no command {arguments[0]!r}{nearest(arguments[0], commands)}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    try:
+        commands[arguments[0]](arguments[1:])
+    except (ValueError, TypeError) as error:
+        if error.__traceback__ and _raised_outside(error):
+            raise
+        print(f"groupax {arguments[0]}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def train(arguments: Sequence[str]) -> None:
+    """`groupax train`."""
+    command = tyro.cli(
+        Train, prog="groupax train", args=list(arguments), default=train_defaults(arguments), use_underscores=True
+    )
+    recipe = load_recipe(command.recipe) if command.recipe else None
+    model = command.model or (recipe and recipe.model)
+    dataset = command.dataset or (recipe and recipe.train_dataset())
+    rewards = command.reward_funcs or (recipe and recipe.reward_funcs)
+    for name, value in (("model", model), ("dataset", dataset), ("reward_funcs", rewards)):
+        if not value:
+            raise ValueError(f"--{name} is missing; give it, or a --recipe that has it ({', '.join(RECIPES)})")
+    eval_dataset = command.eval_dataset or (recipe and recipe.eval_dataset())
+
+    from groupax.report import Comparison, write_report
+    from groupax.trainer import GRPOTrainer
+
+    trainer = GRPOTrainer(model, list(rewards), command.args, dataset, eval_dataset)
+    if eval_dataset is None:
+        trainer.train()
+        return
+    before = trainer.evaluate()
+    result = trainer.train()
+    solved_by = recipe.solved_by if recipe else trainer.rewards[0].name
+    write_report(Comparison(before, trainer.evaluate(), result, solved_by), trainer.run_folder.path)
+
+
+def train_defaults(arguments: Sequence[str]) -> Train:
+    """What the flags start from: the recipe's settings, overlaid with those of the --config file.
+
+    Raises:
+        ValueError: the file is no YAML mapping, or has a key that is no setting.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--recipe")
+    known, _ = parser.parse_known_args(list(arguments))
+    file = _read_yaml(known.config) if known.config else {}
+    own = {item.name for item in fields(Train)} - {"args", "config"}
+    settings = {item.name for item in fields(GRPOConfig)}
+    for key in file:
+        if key not in own | settings:
+            raise ValueError(f"{known.config} has an unknown key {key!r}{nearest(key, own | settings)}")
+    recipe = known.recipe or file.get("recipe")
+    base = dict(load_recipe(recipe).config) if recipe else {}
+    command = {key: file[key] for key in file if key in own}
+    if isinstance(command.get("reward_funcs"), str):
+        command["reward_funcs"] = [command["reward_funcs"]]
+    if "reward_funcs" in command:
+        command["reward_funcs"] = tuple(command["reward_funcs"])
+    config = GRPOConfig.from_mapping(base | {key: file[key] for key in file if key in settings})
+    return replace(Train(**command), recipe=recipe, args=config)
+
+
+def generate(arguments: Sequence[str]) -> None:
+    """`groupax generate`."""
+    import time
+
+    command = tyro.cli(Generate, prog="groupax generate", args=list(arguments), use_underscores=True)
+
+    from groupax.engine.engine import Engine
+    from groupax.models.checkpoint import load_model
+    from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokenizer
+
+    model = load_model(load_recipe(command.model).model if command.model in RECIPES else command.model)
+    assert model.source is not None, "a loaded model has a folder"
+    tokenizer = load_tokenizer(model.source, command.chat_template)
+    eos_ids = eos_token_ids(tokenizer, model.generation_config, model.hf_config)
+    engine = Engine(model.config, model.params, model.mesh, eos_ids)
+    prompts = [[{"role": "user", "content": text}] if command.chat else text for text in command.prompt]
+    started_s = time.perf_counter()
+    groups = engine.generate(encode_prompts(tokenizer, prompts), command.sampling)
+    seconds = time.perf_counter() - started_s
+    for text, group in zip(command.prompt, groups, strict=True):
+        for sequence, completion in zip(group, decode(tokenizer, [s.tokens for s in group]), strict=True):
+            print(f"--- {text!r} ({len(sequence.tokens)} tokens, {sequence.finish_reason})\n{completion}")
+    num_tokens = sum(len(sequence.tokens) for group in groups for sequence in group)
+    print(f"\n{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.0f} tokens/s, compilation included")
+
+
+def _read_yaml(path: str) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must hold settings as 'key: value', it holds a {type(content).__name__}")
+    return content
+
+
+def _raised_outside(error: BaseException) -> bool:
+    """Whether an error came out of other code than ours, where the traceback is what helps."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and not frame.tb_frame.f_globals.get("__name__", "").startswith("groupax")
+
+
+def entry_point() -> None:
+    """The console script."""
+    sys.exit(main())

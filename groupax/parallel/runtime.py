@@ -1,0 +1,40 @@
+"""Settings of jax itself, made before its first use."""
+
+import logging
+import os
+from pathlib import Path
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+
+def configure_jax() -> None:
+    """One virtual CPU device per core, and compiled programs kept on disk. What the user has set is left alone."""
+    _use_all_cores()
+    _keep_compiled_programs()
+
+
+def _use_all_cores() -> None:
+    """Inside a jitted loop a CPU device runs on one core only, so there is a device for each."""
+    chosen = jax.config.jax_num_cpu_devices > 0  # pyright: ignore[reportAttributeAccessIssue]
+    if chosen or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    try:
+        jax.config.update("jax_num_cpu_devices", cores)
+    except RuntimeError:  # jax's backends are up already
+        if jax.default_backend() == "cpu" and jax.device_count() < cores:
+            logger.warning(
+                "jax was used before groupax and runs on %d of %d cores; make the trainer or engine first, or set "
+                "jax_num_cpu_devices",
+                jax.device_count(),
+                cores,
+            )
+
+
+def _keep_compiled_programs() -> None:
+    """A program that took longer than a second to compile is read back by the next run of the same settings."""
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "groupax" / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(cache))

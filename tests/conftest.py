@@ -1,0 +1,53 @@
+"""The strictest set-up: annotated shapes are checked, dtypes and ranks do not promote, warnings are errors."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+
+from jaxtyping import install_import_hook
+
+install_import_hook("groupax", "beartype.beartype")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+from pathlib import Path
+
+import pytest
+
+SHARED = Path(__file__).parents[2] / "shared"
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+
+
+@pytest.fixture(scope="session")
+def stories() -> Path:
+    """The real 260K-parameter story model; tests that need it skip where it is not."""
+    folder = SHARED / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """A random two-layer model on all four devices."""
+    from groupax import init_model
+
+    return init_model(TINY, seed=0)

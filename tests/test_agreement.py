@@ -1,0 +1,95 @@
+"""Engine and trainer agree on log-probs; layouts of the trainer agree with each other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from groupax import Engine, SamplingParams, init_model, load_model
+from groupax.batch import Row, pack
+from groupax.models.decoder import logits
+from groupax.objective.aggregation import Denominators
+from groupax.objective.settings import ObjectiveSettings
+from groupax.parallel.mesh import num_data_shards
+from groupax.step import micro_step, score, to_rows, zero_totals
+
+from .conftest import TINY
+
+
+def rows_of(groups, prompts):
+    return [
+        Row(
+            group=sequence.prompt_index,
+            prompt=prompts[sequence.prompt_index],
+            completion=np.asarray(sequence.tokens),
+            mask=np.ones(len(sequence.tokens), bool),
+            advantage=1.0,
+            rollout_logp=np.asarray(sequence.policy_logps),
+        )
+        for group in groups
+        for sequence in group
+    ]
+
+
+def trainer_logps(model, rows, temperature, micro_batch_tokens):
+    settings = ObjectiveSettings(temperature=temperature)
+    logps = {}
+    for part in pack(rows, num_data_shards(model.mesh), micro_batch_tokens):
+        batch = to_rows(part.batch, model.mesh)
+        out = np.asarray(score(model.params, batch, config=model.config, settings=settings, mesh=model.mesh))
+        for index, logp in zip(part.rows, out, strict=True):
+            if index >= 0:
+                logps[int(index)] = logp[: len(rows[index].completion)]
+    return [logps[index] for index in range(len(rows))]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("micro_batch_tokens", [4096, 200])
+def test_engine_and_trainer_logps_are_equal_on_the_real_model(stories, temperature, micro_batch_tokens):
+    model = load_model(stories)
+    rng = np.random.default_rng(0)
+    prompts = [np.array([1, *rng.integers(3, 500, length)], np.int32) for length in (1, 4, 9, 16, 23, 40, 8, 12)]
+    engine = Engine(model.config, model.params, model.mesh, eos_ids=(2, *range(400, 420)))
+    groups = engine.generate(prompts, SamplingParams(n=8, max_tokens=100, temperature=temperature, seed=1))
+    lengths = {len(sequence.tokens) for group in groups for sequence in group}
+    assert len(lengths) > 10  # ragged
+    rows = rows_of(groups, prompts)
+    for row, logp in zip(rows, trainer_logps(model, rows, temperature, micro_batch_tokens), strict=True):
+        np.testing.assert_allclose(row.rollout_logp, logp, atol=1e-5, rtol=0)
+
+
+def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
+    model = load_model(stories)
+    prompts = [np.array([1, *range(20, 20 + length)], np.int32) for length in (3, 5, 9, 14, 20, 6, 11, 31)]
+    engine = Engine(model.config, model.params, model.mesh, eos_ids=(2,))
+    rows = rows_of(engine.generate(prompts, SamplingParams(n=8, max_tokens=64)), prompts)
+    counts = Denominators(jnp.float32(64.0), jnp.float32(64.0 * 64))
+    totals = zero_totals(model.params)
+    for part in pack(rows, num_data_shards(model.mesh), 2000):
+        totals = micro_step(
+            model.params,
+            totals,
+            to_rows(part.batch, model.mesh),
+            counts,
+            config=model.config,
+            settings=ObjectiveSettings(),
+            mesh=model.mesh,
+            checkpointing="none",
+        )
+    assert float(totals.logp_diff_max) == 0.0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_grouped_logps_are_those_of_the_whole_sequence(family):
+    model = init_model({**TINY, "model_type": family, "head_dim": 8}, seed=1)
+    rng = np.random.default_rng(1)
+    rows = []
+    for group, prompt_length in enumerate((1, 2, 8, 9, 31)):
+        prompt = rng.integers(0, 96, prompt_length)
+        for length in rng.integers(1, 30, 3):
+            rows.append(Row(group, prompt, rng.integers(0, 96, length), np.ones(length, bool), 0.0, np.zeros(length)))
+    for row, logp in zip(rows, trainer_logps(model, rows, 0.8, 200), strict=True):
+        tokens = jnp.asarray(np.concatenate([row.prompt, row.completion]), jnp.int32)[None]
+        dense = jax.nn.log_softmax(logits(model.config, model.params, tokens)[0] / 0.8)
+        expected = np.asarray(dense)[len(row.prompt) - 1 : -1][np.arange(len(row.completion)), row.completion]
+        np.testing.assert_allclose(logp, expected, atol=1e-5)

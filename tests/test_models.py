@@ -1,0 +1,225 @@
+"""Loading, saving and running models."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from groupax import init_model, load_model, save_model
+from groupax.models.config import Llama3Rope
+from groupax.models.decoder import logits
+from groupax.models.families import read_config
+from groupax.models.layers import rope_frequencies
+from groupax.models.logprobs import token_logprobs
+from groupax.models.specs import num_params
+from groupax.parallel.mesh import make_mesh
+
+from .conftest import TINY
+
+
+def test_greedy_story_is_reproduced(stories):
+    model = load_model(stories)
+    reference = np.load(stories / "greedy_reference.npz")
+    out = np.asarray(logits(model.config, model.params, jnp.asarray(reference["tokens"], jnp.int32)[None]))[0]
+    np.testing.assert_allclose(out, reference["logits"], atol=1e-4)
+    assert (out.argmax(-1)[:-1] == reference["tokens"][1:]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_saved_model_loads_with_the_same_weights(tmp_path, tiny_model, dtype):
+    save_model(tiny_model, tmp_path / "model", dtype=dtype)
+    loaded = load_model(tmp_path / "model")
+    for ours, theirs in zip(jax.tree.leaves(tiny_model.params), jax.tree.leaves(loaded.params), strict=True):
+        assert theirs.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(ours.astype(dtype)), np.asarray(theirs))
+
+
+def test_sharded_checkpoint_loads(tmp_path, tiny_model, monkeypatch):
+    monkeypatch.setattr("groupax.models.checkpoint.SHARD_BYTES", 20_000)
+    save_model(tiny_model, tmp_path / "model")
+    assert len(list((tmp_path / "model").glob("model-*-of-*.safetensors"))) > 2
+    loaded = load_model(tmp_path / "model")
+    np.testing.assert_array_equal(tiny_model.params["embed"], loaded.params["embed"])
+
+
+def test_weights_are_placed_as_the_mesh_says(tmp_path, tiny_model):
+    save_model(tiny_model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", mesh=make_mesh((1, 2, 1, 2, 1)))
+    q = loaded.params["layers"][0]["q"]
+    assert q.sharding.spec == PartitionSpec("tp", "fsdp")
+    assert q.addressable_shards[0].data.shape == (16, 16)
+    np.testing.assert_array_equal(q, tiny_model.params["layers"][0]["q"])
+
+
+def test_untied_head_is_its_own_weight(tmp_path):
+    model = init_model({**TINY, "tie_word_embeddings": False})
+    assert num_params(model.config) == num_params(init_model(TINY).config) + 96 * 32
+    save_model(model, tmp_path / "model")
+    assert "lm_head.weight" in load_file(tmp_path / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {"head_dim": 16})],
+)
+def test_padding_to_the_right_changes_nothing(family, extra):
+    model = init_model({**TINY, "model_type": family, **extra})
+    tokens = jnp.arange(2, 12, dtype=jnp.int32)[None]
+    whole = logits(model.config, model.params, tokens)
+    part = logits(model.config, model.params, tokens[:, :6])
+    np.testing.assert_allclose(whole[:, :6], part, atol=1e-6)
+
+
+def test_llama3_rope_blends_between_kept_and_slowed():
+    hf = {**TINY, "head_dim": 64, "rope_theta": 500_000.0}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    plain, scaled = read_config(hf), read_config({**hf, "rope_scaling": scaling})
+    assert scaled.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 8192)
+    assert read_config({**TINY, "head_dim": 64, "rope_parameters": {**scaling, "rope_theta": 500_000.0}}) == scaled
+    ratio = rope_frequencies(plain) / rope_frequencies(scaled)
+    turns = 8192 * rope_frequencies(plain) / (2 * np.pi)
+    np.testing.assert_allclose(ratio[turns > 4], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(ratio[turns < 1], 8.0, rtol=1e-6)
+    assert ((ratio > 1) & (ratio < 8))[(turns > 1) & (turns < 4)].all()
+
+
+@pytest.mark.parametrize("chunk", [1 << 21, 500])
+def test_token_logprobs_are_those_of_a_dense_softmax(monkeypatch, chunk):
+    monkeypatch.setattr("groupax.models.logprobs.CHUNK_LOGITS", chunk)
+    rng = np.random.default_rng(0)
+    hidden, head = rng.normal(size=(23, 8)).astype(np.float32), rng.normal(size=(50, 8)).astype(np.float32)
+    targets = rng.integers(0, 50, 23)
+
+    def dense(hidden, head):
+        logp = jax.nn.log_softmax(hidden @ head.T / 0.7)
+        return jnp.take_along_axis(logp, targets[:, None], axis=1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+
+    def ours(hidden, head):
+        return token_logprobs(hidden, head, jnp.asarray(targets, jnp.int32), 0.7)
+
+    for a, b in zip(ours(jnp.asarray(hidden), jnp.asarray(head)), dense(hidden, head), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    weights = jnp.asarray(rng.normal(size=23), jnp.float32)
+    grads = [
+        jax.grad(lambda h, w, f=f: jnp.sum(f(h, w)[0] * weights) + jnp.sum(f(h, w)[1]), argnums=(0, 1))(
+            jnp.asarray(hidden), jnp.asarray(head)
+        )
+        for f in (ours, dense)
+    ]
+    for a, b in zip(*grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+# -- refusals
+
+
+def test_a_folder_that_is_no_model(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ValueError, match=r"no config\.json \(it holds notes\.txt\)"):
+        load_model(tmp_path)
+    with pytest.raises(ValueError, match="neither a model folder nor a hub id"):
+        load_model(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="the hub does not give it"):
+        load_model("nobody/nothing")
+
+
+def test_unsupported_model_type_lists_the_supported_ones(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "mamba"}))
+    with pytest.raises(ValueError, match="'mamba' is not supported; supported are llama, qwen2, qwen3"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"num_attention_heads": 3}, "multiple of num_kv_heads"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1"),
+    ],
+)
+def test_what_a_family_does_not_do_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        read_config({**TINY, **change})
+
+
+def test_missing_size_is_named():
+    with pytest.raises(ValueError, match="lacks intermediate_size"):
+        read_config({key: value for key, value in TINY.items() if key != "intermediate_size"})
+
+
+def test_unknown_config_key_is_told():
+    with pytest.warns(UserWarning, match="residual_multiplier"):
+        read_config({**TINY, "residual_multiplier": 2.0})
+
+
+@pytest.fixture
+def saved(tmp_path, tiny_model):
+    return save_model(tiny_model, tmp_path / "model")
+
+
+def test_truncated_weights(saved):
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="damaged or truncated"):
+        load_model(saved)
+
+
+def test_weights_that_do_not_fit_the_config(saved):
+    tensors = load_file(saved / "model.safetensors")
+    without = {name: array for name, array in tensors.items() if name != "model.norm.weight"}
+    save_file(without, saved / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks 1 weights.*model\.norm\.weight"):
+        load_model(saved)
+    save_file({**tensors, "model.norm.weight": np.ones(8, np.float32)}, saved / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[8\]"):
+        load_model(saved)
+    save_file({**tensors, "model.extra": np.ones(8, np.float32)}, saved / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no place for.*model\.extra"):
+        load_model(saved)
+
+
+def test_pickled_weights_are_never_loaded(saved):
+    (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="a pickle, which is never loaded"):
+        load_model(saved)
+
+
+def test_broken_config_json(saved):
+    (saved / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        load_model(saved)
+
+
+def test_missing_shard_is_named(tmp_path, tiny_model, monkeypatch):
+    monkeypatch.setattr("groupax.models.checkpoint.SHARD_BYTES", 20_000)
+    folder = save_model(tiny_model, tmp_path / "model")
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=shard.name):
+        load_model(folder)
+
+
+def test_a_save_that_fails_leaves_the_old_model(saved, tiny_model):
+    class BrokenTokenizer:
+        def save_pretrained(self, folder):
+            raise OSError("disk full")
+
+    before = shutil.copytree(saved, saved.with_name("copy"))
+    with pytest.raises(OSError, match="disk full"):
+        save_model(tiny_model, saved, BrokenTokenizer())
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["copy", "model"]
+    for path in before.iterdir():
+        assert (saved / path.name).read_bytes() == path.read_bytes()
