@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,6 +14,19 @@ from groupax.tokenizer import encode_prompts
 
 Example = Mapping[str, Any]
 Overflow = Literal["error", "drop", "truncate_left"]
+
+
+@runtime_checkable
+class Examples(Protocol):
+    """Rows by index: a list of dicts, or a `datasets.Dataset`."""
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        ...
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """The row with that index."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +40,7 @@ class PromptSet:
         num_truncated: prompts whose beginning was cut off.
     """
 
-    examples: Sequence[Example]
+    examples: Examples
     token_ids: Sequence[np.ndarray]
     num_dropped: int = 0
     num_truncated: int = 0
@@ -41,7 +54,7 @@ class PromptSet:
         return [name for name in self.examples[0] if name != "prompt"]
 
 
-def load_examples(dataset: Any, name: str = "train_dataset") -> Sequence[Example]:
+def load_examples(dataset: Any, name: str = "train_dataset") -> Examples:
     """Rows from a `datasets.Dataset`, a list of dicts, a .jsonl, .json or .parquet file, or a hub id.
 
     Raises:
@@ -95,13 +108,14 @@ def _parse_lines(text: str, path: Path) -> list[Any]:
     return rows
 
 
-def encode_examples(examples: Sequence[Example], tokenizer: Any, max_length: int, overflow: Overflow) -> PromptSet:
+def encode_examples(examples: Examples, tokenizer: Any, max_length: int, overflow: Overflow) -> PromptSet:
     """Tokenize all prompts and apply the policy for those longer than `max_length` tokens.
 
     Raises:
         ValueError: a prompt is too long and the policy is "error", none is left after dropping, or one is empty.
     """
-    prompts = [row["prompt"] for row in examples]
+    columnar = hasattr(examples, "column_names")
+    prompts = list(examples["prompt"]) if columnar else [examples[index]["prompt"] for index in range(len(examples))]
     token_ids = encode_prompts(tokenizer, prompts)
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:

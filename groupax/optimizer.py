@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import jax
 import optax
 
 Scheduler = Literal["constant", "linear", "cosine"]
@@ -43,4 +44,21 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """AdamW after clipping the gradient to a global norm of `max_grad_norm` (0 does not clip)."""
     adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
-    return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw) if max_grad_norm > 0 else adamw
+    clipped = optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw) if max_grad_norm > 0 else adamw
+    return _promoting(clipped)
+
+
+def _promoting(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer under jax's standard dtype promotion, which optax relies on, whatever the user has set."""
+
+    def init(params: optax.Params) -> optax.OptState:
+        with jax.numpy_dtype_promotion("standard"):
+            return optimizer.init(params)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        with jax.numpy_dtype_promotion("standard"):
+            return optimizer.update(updates, state, params)
+
+    return optax.GradientTransformation(init, update)

@@ -1,12 +1,15 @@
 """What is shown while a run trains. Imports no jax."""
 
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from groupax.rollout import Rollout
+
+logger = logging.getLogger(__name__)
 
 SHOWN = {
     "reward": "reward",
@@ -27,15 +30,15 @@ class Progress(Protocol):
     def sample(self, group: Sequence[Rollout]) -> None:
         """A scored group, offered after every rollout."""
 
-    def message(self, text: str) -> None:
-        """Something that the user should read."""
+    def message(self, text: str, warning: bool = False) -> None:
+        """Something that the user should read; a warning asks for something to be done."""
 
     def close(self) -> None:
         """The run ended."""
 
 
 class Silent:
-    """Shows messages only."""
+    """Shows nothing; messages go to the log."""
 
     def __init__(self, num_steps: int) -> None:
         del num_steps
@@ -46,10 +49,8 @@ class Silent:
     def sample(self, group: Sequence[Rollout]) -> None:
         pass
 
-    def message(self, text: str) -> None:
-        import warnings
-
-        warnings.warn(text, stacklevel=3)
+    def message(self, text: str, warning: bool = False) -> None:
+        logger.log(logging.WARNING if warning else logging.INFO, text)
 
     def close(self) -> None:
         pass
@@ -67,8 +68,8 @@ class JsonLines:
     def sample(self, group: Sequence[Rollout]) -> None:
         pass
 
-    def message(self, text: str) -> None:
-        print(json.dumps({"message": text}), flush=True)
+    def message(self, text: str, warning: bool = False) -> None:
+        print(json.dumps({"warning" if warning else "message": text}), flush=True)
 
     def close(self) -> None:
         pass
@@ -89,8 +90,8 @@ class Tqdm:
     def sample(self, group: Sequence[Rollout]) -> None:
         pass
 
-    def message(self, text: str) -> None:
-        self.bar.write(text)
+    def message(self, text: str, warning: bool = False) -> None:
+        self.bar.write(f"warning: {text}" if warning else text)
 
     def close(self) -> None:
         self.bar.close()
@@ -135,10 +136,10 @@ class Rich:
         if not self.console.is_terminal:
             self.console.print(self.panel_sample)
 
-    def message(self, text: str) -> None:
+    def message(self, text: str, warning: bool = False) -> None:
         from rich.text import Text
 
-        self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
+        self.console.print(Text(f"warning: {text}", style="yellow") if warning else Text(text), soft_wrap=True)
 
     def close(self) -> None:
         self.live.stop()

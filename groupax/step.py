@@ -144,7 +144,7 @@ def apply_update(
         The new state (unchanged if skipped), the gradient's global norm before clipping, and whether the update
         was made.
     """
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     updated = TrainState(optax.apply_updates(state.params, updates), opt_state)

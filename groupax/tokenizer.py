@@ -77,7 +77,7 @@ def is_conversational(prompt: Prompt) -> bool:
     return not isinstance(prompt, str)
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> list[np.ndarray]:
+def encode_prompts(tokenizer: Any, prompts: Sequence[Any]) -> list[np.ndarray]:
     """Token ids of each prompt: strings as the tokenizer encodes them, messages through its chat template.
 
     Raises:

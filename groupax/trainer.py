@@ -13,7 +13,7 @@ import numpy as np
 
 from groupax.batch import Row, pack
 from groupax.config import GRPOConfig
-from groupax.data import PromptSet, encode_examples, load_examples, num_steps, visit_order
+from groupax.data import Examples, PromptSet, encode_examples, load_examples, num_steps, visit_order
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.evaluate import Evaluation, evaluate
@@ -322,7 +322,7 @@ class GRPOTrainer:
             raise ValueError("a model that was made in memory has no tokenizer; give one as processing_class")
         return load_tokenizer(self.model.source, self.args.chat_template)
 
-    def _encode(self, examples: Sequence[Any]) -> PromptSet:
+    def _encode(self, examples: Examples) -> PromptSet:
         context = self.model.config.max_positions - self.args.max_completion_length
         limit = min(context, self.args.max_prompt_length or context)
         if limit < 1:
@@ -377,7 +377,7 @@ class _Report:
         for prompts, name in ((trainer.prompts, "train_dataset"), (trainer.eval_prompts, "eval_dataset")):
             if prompts is not None and prompts.num_dropped + prompts.num_truncated:
                 did = f"{prompts.num_dropped} dropped, {prompts.num_truncated} truncated"
-                self.progress.message(f"{name} has prompts longer than max_prompt_length: {did}")
+                self.progress.message(f"{name} has prompts longer than max_prompt_length: {did}", warning=True)
         self._tell(setup_findings(trainer.args.learning_rate, trainer.eos_ids))
         self.step_started_s = time.perf_counter()
 
@@ -419,7 +419,7 @@ class _Report:
         for name, text in findings.items():
             if name not in self.told:
                 self.told.add(name)
-                self.progress.message(text)
+                self.progress.message(text, warning=True)
 
 
 def _weights(args: GRPOConfig, num_rewards: int) -> np.ndarray:

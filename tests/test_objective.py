@@ -91,8 +91,8 @@ def counts_of(mask):
 
 
 def loss_of(batch, settings, counts=None):
+    counts = counts or counts_of(batch["mask"])
     batch = {name: None if x is None else jnp.asarray(x) for name, x in batch.items()}
-    counts = counts or counts_of(np.asarray(batch["mask"]))
     return policy_objective(**batch, counts=counts, settings=settings)[0]
 
 

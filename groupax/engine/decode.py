@@ -19,6 +19,7 @@ from groupax.engine.sampling import SamplingSettings, sample
 from groupax.models.attention import attend, attend_cached, causal_from
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import forward, head_weights
+from groupax.models.layers import einsum_f32
 from groupax.models.specs import Params
 from groupax.parallel.mesh import DATA
 from groupax.pytree import pytree
@@ -194,7 +195,7 @@ def _decode_chunk(
             return attend_cached(q, keys[layer], values[layer], visible)
 
         hidden = forward(config, params, slots.token, slots.position, attend_to_past)
-        logits = jnp.einsum("bd,vd->bv", hidden, head_weights(params), preferred_element_type=jnp.float32)
+        logits = einsum_f32("bd,vd->bv", hidden, head_weights(params))
         sampled = sample(logits, slots.key, slots.position, slots.settings)
 
         active = slots.remaining > 0

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.models.layers import sum_last
+from groupax.models.layers import einsum_f32, sum_last
 
 MASKED = -1e30  # not -inf: a query without any visible key must give finite numbers, not NaN
 
@@ -24,9 +24,9 @@ def attend(
     K = k.shape[2]
     grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
     keys, values = _row_major(k.transpose(0, 2, 3, 1)), _row_major(v.transpose(0, 2, 1, 3))
-    scores = jnp.einsum("btkgh,bkhs->bkgts", grouped, keys, preferred_element_type=jnp.float32)
+    scores = einsum_f32("btkgh,bkhs->bkgts", grouped, keys)
     weights, inverse_sum = _softmax_terms(jnp.where(visible[:, None, None], scores, MASKED))
-    out = jnp.einsum("bkgts,bksh->bkgth", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+    out = einsum_f32("bkgts,bksh->bkgth", weights.astype(v.dtype), values)
     out = out * inverse_sum
     return out.astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -70,9 +70,9 @@ def attend_cached(
     B, N, H = q.shape
     K = k.shape[1]
     grouped = q.reshape(B, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
-    scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, k, preferred_element_type=jnp.float32)
+    scores = einsum_f32("bkgh,bkhs->bkgs", grouped, k)
     weights, inverse_sum = _softmax_terms(jnp.where(visible[:, None, None], scores, MASKED))
-    out = jnp.einsum("bkgs,bksh->bkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = einsum_f32("bkgs,bksh->bkgh", weights.astype(v.dtype), v)
     return (out * inverse_sum).astype(v.dtype).reshape(B, N, H)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from groupax.models.attention import attend, causal
 from groupax.models.config import ModelConfig
-from groupax.models.layers import linear, rms_norm, rope_tables, rotate, swiglu
+from groupax.models.layers import einsum_f32, linear, rms_norm, rope_tables, rotate, swiglu
 from groupax.models.specs import Params
 
 # (layer, queries [M, N, H], keys [M, K, H], values [M, K, H]) -> [M, N, H]
@@ -82,5 +82,5 @@ def logits(config: ModelConfig, params: Params, tokens: Int[Array, "B T"]) -> Fl
 
     positions = jnp.tile(jnp.arange(T), B)
     hidden = forward(config, params, tokens.reshape(-1), positions, attend_causally)
-    out = jnp.einsum("md,vd->mv", hidden, head_weights(params), preferred_element_type=jnp.float32)
+    out = einsum_f32("md,vd->mv", hidden, head_weights(params))
     return out.reshape(B, T, -1)

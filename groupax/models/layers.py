@@ -16,6 +16,14 @@ def rms_norm(x: Float[Array, "*M D"], weight: Float[Array, "D"], eps: float) -> 
     return (wide * inverse_rms).astype(x.dtype) * jnp.expand_dims(weight, tuple(range(x.ndim - 1)))
 
 
+def einsum_f32(subscripts: str, x: Array, y: Array) -> Array:
+    """A product whose sums and result are float32 whatever the inputs are."""
+    if x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        # XLA's CPU backend does not have all products of bfloat16 to float32
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
+
+
 def sum_last(x: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
     """The sum over the last dim, of float32 numbers, as a matrix product.
 

@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from groupax.models.layers import sum_last
+from groupax.models.layers import einsum_f32, sum_last
 
 # Logits in flight, in numbers: chunks of this size stay in a CPU's cache and are small on an accelerator.
 CHUNK_LOGITS = 1 << 21
@@ -34,7 +34,7 @@ def token_logprobs(
     @jax.checkpoint
     def chunk_logprobs(xs: tuple[Array, Array]) -> tuple[Array, Array]:
         hidden, targets = xs
-        logits = jnp.einsum("md,vd->mv", hidden, head, preferred_element_type=jnp.float32) * inverse_temperature
+        logits = einsum_f32("md,vd->mv", hidden, head) * inverse_temperature
         logits = logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
         exps = jnp.exp(logits)
         total = sum_last(exps)[:, 0]

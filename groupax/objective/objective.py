@@ -44,18 +44,23 @@ def policy_objective(
         counts: denominators of the whole step.
         settings: which objective.
     """
+    logp, entropy, old_logp, ref_logp = (
+        # what stands in masked places has no say, not even as NaN in a gradient
+        None if x is None else jnp.where(mask, x, 0.0)
+        for x in (logp, entropy, old_logp, ref_logp)
+    )
     log_ratio = logp - (lax.stop_gradient(logp) if old_logp is None else old_logp)
     ratio = RATIOS[settings.importance_sampling_level](log_ratio, mask)
     terms = Terms(logp, ratio, advantages[:, None], mask)
     token_losses = LOSSES[settings.loss_type](terms, settings)
     sums = _clip_sums(terms, settings) | {
         "kl": jnp.float32(0.0),
-        "entropy": jnp.sum(entropy, where=mask),
-        "ratio/clamped_frac": jnp.sum(jnp.abs(log_ratio) > LOG_RATIO_LIMIT, where=mask).astype(jnp.float32),
+        "entropy": jnp.sum(entropy),
+        "ratio/clamped_frac": jnp.sum(jnp.abs(log_ratio) > LOG_RATIO_LIMIT).astype(jnp.float32),
     }
     if ref_logp is not None:
         kl = ESTIMATORS[settings.kl_estimator](logp, ref_logp)
-        sums["kl"] = jnp.sum(kl, where=mask)
+        sums["kl"] = jnp.sum(kl)
         token_losses = token_losses + settings.beta * (kl * ratio if settings.use_bias_correction_kl else kl)
     return aggregate(token_losses, mask, counts, settings), sums
 

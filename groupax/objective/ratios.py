@@ -13,12 +13,14 @@ def clamp_log_ratio(log_ratio: Float[Array, "*M"]) -> Float[Array, "*M"]:
 
 def token_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """w_t = exp(r_t), r = logp - old."""
-    return jnp.exp(clamp_log_ratio(jnp.where(mask, log_ratio, 0.0)))
+    del mask
+    return jnp.exp(clamp_log_ratio(log_ratio))
 
 
 def sequence_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """w = exp(mean of r_t over the row's tokens), the same for all of them (GSPO, arXiv:2507.18071, eq. 7)."""
-    mean = jnp.sum(log_ratio, axis=-1, where=mask) / jnp.maximum(jnp.sum(mask, axis=-1), 1)
+    lengths = jnp.maximum(jnp.sum(mask, axis=-1), 1).astype(log_ratio.dtype)
+    mean = jnp.sum(log_ratio, axis=-1, where=mask) / lengths
     return jnp.broadcast_to(jnp.exp(clamp_log_ratio(mean))[:, None], log_ratio.shape)
 
 

@@ -1,0 +1,157 @@
+"""Arithmetic problems such as `8*(2+5)-17`: what to ask, the answer, and the reasoning step by step. Imports no jax.
+
+Every value on the way to an answer lies between 0 and 99, so a step is an exercise on numbers of two digits and
+the difficulty lies in taking several of them. Everything here is a pure function of its arguments.
+"""
+
+import ast
+import itertools
+import operator
+import random
+import zlib
+from collections.abc import Iterator
+from typing import Literal
+
+Split = Literal["train", "held_out"]
+
+PROMPT = "{}="
+MAX_VALUE = 99
+HELD_OUT_FRAC = 0.1
+# How often a problem has that many operands.
+OPERAND_SHARES = {2: 0.2, 3: 0.4, 4: 0.4}
+OPERATORS = {ast.Add: ("+", operator.add), ast.Sub: ("-", operator.sub), ast.Mult: ("*", operator.mul)}
+PRECEDENCE = {"+": 1, "-": 1, "*": 2}
+
+
+def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, str]]:
+    """Problems with their answers. No problem is in both splits, whatever the seeds; one may come up twice in a split.
+
+    Args:
+        num: how many.
+        seed: the same seed gives the same problems, and the first of a longer list.
+        split: the part of all problems to draw from.
+
+    Returns:
+        Rows with the columns `prompt` and `answer`.
+
+    Raises:
+        ValueError: `split` is unknown or `num` negative.
+
+    Example:
+        >>> generate(1, seed=0)
+        [{'prompt': '22*(1+2)=', 'answer': '66'}]
+    """
+    if num < 0:
+        raise ValueError(f"num must be at least 0, got {num}")
+    drawn = itertools.islice(expressions(seed, split), num)
+    return [{"prompt": PROMPT.format(expression), "answer": solve(expression)} for expression in drawn]
+
+
+def expressions(seed: int, split: Split = "train") -> Iterator[str]:
+    """The endless series of bare expressions behind `generate`.
+
+    Raises:
+        ValueError: `split` is unknown.
+    """
+    if split not in ("train", "held_out"):
+        raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
+    rng = random.Random(f"{split} {seed}")
+    while True:
+        expression = _draw(rng)
+        if is_held_out(expression) == (split == "held_out"):
+            yield expression
+
+
+def is_held_out(expression: str) -> bool:
+    """Whether a hash of the expression puts it into the held-out split."""
+    return zlib.crc32(expression.encode()) < HELD_OUT_FRAC * 2**32
+
+
+def worked_steps(expression: str) -> list[str]:
+    """The steps to the answer, one operation each, in the order in which an expression is read.
+
+    Raises:
+        ValueError: `expression` holds something other than whole numbers, `+`, `-`, `*` and parentheses.
+
+    Example:
+        >>> worked_steps("8*(2+5)-17")
+        ['2+5=7', '8*7=56', '56-17=39']
+    """
+    steps: list[str] = []
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+                symbol, apply = OPERATORS[type(op)]
+                a, b = value(left), value(right)
+                steps.append(f"{a}{symbol}{b}={apply(a, b)}")
+                return apply(a, b)
+        raise ValueError(f"{expression!r} must consist of whole numbers, +, -, * and parentheses")
+
+    value(_parse(expression))
+    return steps
+
+
+def solve(expression: str) -> str:
+    """The answer.
+
+    Example:
+        >>> solve("8*(2+5)-17")
+        '39'
+    """
+    steps = worked_steps(expression)
+    return steps[-1].partition("=")[2] if steps else expression
+
+
+def worked_solution(expression: str) -> str:
+    """The completion that deserves full marks.
+
+    Example:
+        >>> worked_solution("8*(2+5)-17")
+        '<think>2+5=7;8*7=56;56-17=39</think><answer>39</answer>'
+    """
+    return f"<think>{';'.join(worked_steps(expression))}</think><answer>{solve(expression)}</answer>"
+
+
+def _parse(expression: str) -> ast.expr:
+    try:
+        return ast.parse(expression, mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"{expression!r} is no arithmetic expression: {error.msg}") from error
+
+
+def _draw(rng: random.Random) -> str:
+    num_operands = rng.choices(list(OPERAND_SHARES), list(OPERAND_SHARES.values()))[0]
+    return _expression(rng, num_operands, rng.randint(0, MAX_VALUE))[0]
+
+
+def _expression(rng: random.Random, num_operands: int, value: int) -> tuple[str, int]:
+    """An expression of that value, and how strongly its outermost operator binds."""
+    if num_operands == 1:
+        return str(value), 3
+    symbol, a, b = _operation(rng, value)
+    # The largest of three draws: long left sides, as in `a+b-c`, are the usual case.
+    num_left = max(rng.randint(1, num_operands - 1) for _ in range(3))
+    left, left_binds = _expression(rng, num_left, a)
+    right, right_binds = _expression(rng, num_operands - num_left, b)
+    binds = PRECEDENCE[symbol]
+    left = f"({left})" if left_binds < binds else left
+    right = f"({right})" if right_binds <= binds else right
+    return f"{left}{symbol}{right}", binds
+
+
+def _operation(rng: random.Random, value: int) -> tuple[str, int, int]:
+    """An operator and two positive operands that give `value`."""
+    factors = [a for a in range(2, value) if value % a == 0]
+    symbols = [*("*" if factors else ""), *("+" if value >= 2 else ""), *("-" if value < MAX_VALUE else "")]
+    symbol = rng.choice(symbols)
+    if symbol == "*":
+        a = rng.choice(factors)
+        return symbol, a, value // a
+    if symbol == "+":
+        a = rng.randint(1, value - 1)
+        return symbol, a, value - a
+    a = rng.randint(value + 1, MAX_VALUE)
+    return symbol, a, a - value

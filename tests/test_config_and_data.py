@@ -1,0 +1,188 @@
+"""Settings, datasets and tokenizers: what is accepted, in which order it is visited, what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from groupax import GRPOConfig
+from groupax.data import encode_examples, load_examples, num_steps, visit_order
+from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
+
+from .conftest import SHARED
+
+# -- settings
+
+
+def test_unknown_setting_names_the_nearest():
+    with pytest.raises(TypeError, match="no field 'learning_rte'; did you mean learning_rate"):
+        GRPOConfig(learning_rte=1e-4)
+    with pytest.raises(TypeError, match="no field 'per_device_batch'"):
+        GRPOConfig.from_mapping({"per_device_batch": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations": 1}, "at least 2 completions"),
+        ({"loss_type": "ppo"}, "loss_type must be one of grpo, bnpo, dr_grpo, dapo, got 'ppo'"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"prompts_per_step": 0}, "prompts_per_step must be at least 1"),
+        ({"max_steps": 0}, "max_steps must be -1"),
+        ({"num_train_epochs": 0}, "num_train_epochs must be above 0"),
+        ({"top_p": 1.5}, "top_p must be in"),
+        ({"learning_rate": float("nan")}, "learning_rate must be at least 0, got nan"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens must be at least 1 or None"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**settings)
+
+
+def test_settings_are_frozen_and_round_trip():
+    config = GRPOConfig(reward_weights=(1.0, 0.5))
+    with pytest.raises(AttributeError):
+        config.beta = 0.1
+    assert GRPOConfig.from_mapping(json.loads(json.dumps(config.to_dict()))) == config
+
+
+# -- datasets
+
+ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(5)]
+
+
+def test_datasets_of_every_kind(tmp_path):
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + "\n\n")
+    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    hub = datasets.Dataset.from_list(ROWS)
+    for source in (ROWS, tmp_path / "a.jsonl", str(tmp_path / "a.json"), tmp_path / "a.parquet", hub):
+        examples = load_examples(source)
+        assert [dict(examples[i]) for i in range(len(examples))] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "train_dataset is empty"),
+        ([{"question": "?"}], r"no column 'prompt' \(row 0 has question\)"),
+        (["a"], "row 0 has str"),
+        ({"train": ROWS}, "with the splits train; pick one"),
+        (3, "must be a Dataset"),
+        ("nowhere.jsonl", "there is no file nowhere.jsonl"),
+        ("nobody/nothing", "the hub does not give it"),
+    ],
+)
+def test_bad_datasets(dataset, message):
+    with pytest.raises(ValueError, match=message):
+        load_examples(dataset)
+
+
+def test_broken_lines_and_unknown_files(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
+    with pytest.raises(ValueError, match="line 2 is not valid JSON"):
+        load_examples(tmp_path / "a.jsonl")
+    (tmp_path / "a.csv").write_text("prompt\nx\n")
+    with pytest.raises(ValueError, match="not a .jsonl, .json or .parquet file"):
+        load_examples(tmp_path / "a.csv")
+
+
+def test_every_epoch_visits_every_prompt_once_in_another_order():
+    order = visit_order(7, 0, 21, seed=3)
+    epochs = [order[start : start + 7] for start in (0, 7, 14)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert visit_order(7, 5, 9, seed=3) == order[5:14]
+    assert visit_order(7, 0, 7, seed=4) != epochs[0]
+
+
+def test_number_of_steps():
+    assert num_steps(100, 8, 1, 1.0, -1) == 13
+    assert num_steps(100, 8, 2, 3.0, -1) == 76
+    assert num_steps(100, 8, 1, 3.0, 5) == 5
+    assert num_steps(3, 8, 1, 1.0, -1) == 1
+
+
+# -- tokenizers
+
+
+def a_tokenizer(**special):
+    vocab = {"<unk>": 0, "<eos>": 1, "<pad>": 2, **{c: 3 + i for i, c in enumerate("abcdefghij")}}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **special)
+
+
+def test_prompts_that_are_too_long():
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    rows = [{"prompt": "abc"}, {"prompt": "abcdefgh"}, {"prompt": "ab"}]
+    with pytest.raises(ValueError, match=r"prompt 1 has 8 tokens, max_prompt_length is 4 \(1 of 3"):
+        encode_examples(rows, tokenizer, 4, "error")
+    dropped = encode_examples(rows, tokenizer, 4, "drop")
+    assert [row["prompt"] for row in dropped.examples] == ["abc", "ab"]
+    assert dropped.num_dropped == 1
+    truncated = encode_examples(rows, tokenizer, 4, "truncate_left")
+    assert tokenizer.decode(truncated.token_ids[1]).replace(" ", "") == "efgh"
+    assert truncated.num_truncated == 1
+    with pytest.raises(ValueError, match="all 3 prompts are longer"):
+        encode_examples(rows, tokenizer, 1, "drop")
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        encode_examples([{"prompt": ""}], tokenizer, 4, "drop")
+
+
+def test_conversational_prompts_need_a_template(tmp_path):
+    messages = [{"role": "user", "content": "abc"}]
+    with pytest.raises(ValueError, match=r"no chat template .*chatml, plain or to a file"):
+        encode_prompts(a_tokenizer(), [messages])
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}j{% endif %}")
+    tokenizer = prepare_tokenizer(a_tokenizer(eos_token="<eos>"), str(template))
+    strings, chat = encode_prompts(tokenizer, ["abc", messages])
+    assert strings.tolist() == [3, 4, 5]
+    assert chat.tolist() == [3, 4, 5, 12]
+    with pytest.raises(ValueError, match="neither a file nor one of chatml, plain"):
+        prepare_tokenizer(a_tokenizer(), "chatlm")
+    with pytest.raises(ValueError, match="must be a string or a list of messages"):
+        encode_prompts(tokenizer, [["abc"]])
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_built_in_templates_render(name):
+    tokenizer = prepare_tokenizer(a_tokenizer(eos_token="<eos>"), name)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    assert "Hi" in text
+    assert text.rstrip().lower().rstrip(":").endswith("assistant")
+
+
+def test_missing_pad_token_is_filled_in():
+    assert prepare_tokenizer(a_tokenizer(eos_token="<eos>")).pad_token == "<eos>"
+    assert prepare_tokenizer(a_tokenizer(eos_token="<eos>", pad_token="<pad>")).pad_token == "<pad>"
+
+
+def test_eos_ids_come_from_everywhere():
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    assert eos_token_ids(tokenizer, {"eos_token_id": [5, 1]}, {"eos_token_id": 7}, {}) == (1, 5, 7)
+    assert eos_token_ids(a_tokenizer(), {}) == ()
+
+
+def test_no_tokenizer_in_the_folder(tmp_path):
+    with pytest.raises(ValueError, match="no tokenizer that transformers can load"):
+        load_tokenizer(tmp_path)
+
+
+def test_real_chat_tokenizer():
+    folder = SHARED / "tokenizers" / "qwen"
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}")
+    tokenizer = load_tokenizer(folder)
+    [ids] = encode_prompts(tokenizer, [[{"role": "user", "content": "What is 2+2?"}]])
+    assert tokenizer.decode(ids) == "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert eos_token_ids(tokenizer) == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+    assert np.array_equal(encode_prompts(tokenizer, ["2+2"])[0], tokenizer("2+2")["input_ids"])

@@ -1,0 +1,411 @@
+"""The loop: it learns, it repeats itself, it writes what it did, it refuses what cannot work."""
+
+import json
+import os
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_model, save_model
+from groupax.batch import Row, pack
+from groupax.metrics import is_timing, window_mean
+
+from .conftest import TINY
+from .test_config_and_data import a_tokenizer
+
+PROMPTS = [{"prompt": text, "gold": text[0]} for text in ("abc", "bcd", "ca", "dabc", "ef", "fed", "ge", "hi")]
+
+
+def count_a(completion_ids):
+    """Rewards the token of the letter a (3)."""
+    return [ids.count(3) / len(ids) for ids in completion_ids]
+
+
+def a_trainer(tmp_path, rewards=count_a, dataset=PROMPTS, model=None, eval_dataset=None, **settings):
+    args = GRPOConfig(
+        **{
+            "output_dir": str(tmp_path / "run"),
+            "prompts_per_step": 4,
+            "num_generations": 4,
+            "max_completion_length": 12,
+            "max_steps": 3,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "progress_bar": "none",
+            **settings,
+        }
+    )
+    model = model or init_model({**TINY, "vocab_size": 13}, seed=0)
+    return GRPOTrainer(model, rewards, args, dataset, eval_dataset, a_tokenizer(eos_token="<eos>"))
+
+
+def lines_of(tmp_path, timings=False):
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if timings or not is_timing(k)} for line in lines]
+
+
+def test_it_learns(tmp_path):
+    trainer = a_trainer(tmp_path, max_steps=30, eval_dataset=PROMPTS, eval_temperature=1.0)
+    before = trainer.evaluate(SamplingParams(n=8, max_tokens=12)).metrics["reward"]
+    result = trainer.train()
+    after = trainer.evaluate(SamplingParams(n=8, max_tokens=12)).metrics["reward"]
+    assert before < 0.2
+    assert after > 0.8
+    assert result.num_steps == 30
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"updates_per_rollout": 2, "num_iterations": 2, "prompts_per_step": 2, "beta": 0.05, "max_steps": 6},
+        {"mask_truncated_completions": True, "loss_type": "grpo", "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+    ],
+    ids=str,
+)
+def test_the_same_seed_gives_the_same_run(tmp_path, settings):
+    runs = []
+    for name in ("one", "two"):
+        trainer = a_trainer(tmp_path / name, **settings)
+        trainer.train()
+        runs.append((lines_of(tmp_path / name), jax.device_get(trainer.state.params)))
+    assert runs[0][0] == runs[1][0]
+    for a, b in zip(*(jax.tree.leaves(params) for _, params in runs), strict=True):
+        np.testing.assert_array_equal(a, b)
+    other = a_trainer(tmp_path / "three", seed=1, **settings)
+    other.train()
+    assert lines_of(tmp_path / "three") != runs[0][0]
+
+
+def test_micro_batches_change_the_result_by_rounding_only(tmp_path):
+    trainers = [a_trainer(tmp_path / str(budget), micro_batch_tokens=budget, max_steps=1) for budget in (64, 4096)]
+    for trainer in trainers:
+        trainer.train()
+    metrics = [lines_of(tmp_path / str(budget))[0] for budget in (64, 4096)]
+    assert metrics[0]["micro_batches"] > metrics[1]["micro_batches"] == 1
+    for name in ("loss", "grad_norm", "entropy"):
+        np.testing.assert_allclose(metrics[0][name], metrics[1][name], atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_every_loss_trains(tmp_path, loss_type):
+    trainer = a_trainer(tmp_path, loss_type=loss_type, max_steps=2)
+    start = jax.device_get(trainer.state.params)
+    trainer.train()
+    assert not np.array_equal(start["embed"], trainer.state.params["embed"])
+
+
+def test_on_policy_the_first_kl_is_zero_and_then_it_is_not(tmp_path):
+    a_trainer(tmp_path, beta=0.1).train()
+    kl = [line["kl"] for line in lines_of(tmp_path)]
+    assert abs(kl[0]) < 1e-7
+    assert kl[1] > 1e-6
+
+
+def test_without_beta_there_is_no_reference(tmp_path):
+    trainer = a_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    assert trainer.reference is None
+    assert "kl" not in lines_of(tmp_path)[0]
+
+
+def test_several_iterations_leave_the_old_policy(tmp_path):
+    a_trainer(tmp_path, num_iterations=4, max_steps=4, learning_rate=3e-2).train()
+    clipped = [line["clip_ratio/region_mean"] for line in lines_of(tmp_path)]
+    assert clipped[0] == 0.0
+    assert max(clipped[1:]) > 0.0
+
+
+def test_updates_per_rollout_take_more_prompts(tmp_path):
+    seen = []
+
+    def reward(prompts):
+        seen.append(len(prompts))
+        return [float(index % 2) for index in range(len(prompts))]
+
+    a_trainer(tmp_path, reward, updates_per_rollout=2, prompts_per_step=2, max_steps=3).train()
+    assert seen == [2 * 2 * 4, 2 * 2 * 4]  # two rollouts, of which the second is used once
+
+
+def test_columns_reach_the_reward_once_per_completion(tmp_path):
+    def reward(prompts, completions, gold):
+        assert len(prompts) == len(completions) == len(gold) == 16
+        assert all(prompt[0] == letter for prompt, letter in zip(prompts, gold, strict=True))
+        return [float(index % 2) for index in range(16)]
+
+    a_trainer(tmp_path, [reward, count_a], reward_weights=(1.0, 0.5), max_steps=1).train()
+    [line] = lines_of(tmp_path)
+    assert line["rewards/reward/mean"] == 0.5
+    np.testing.assert_allclose(line["reward"], 0.5 + 0.5 * line["rewards/count_a/mean"])
+
+
+def test_the_run_folder(tmp_path):
+    import pyarrow.parquet
+
+    trainer = a_trainer(tmp_path, max_steps=4, logging_steps=2, eval_steps=2, eval_dataset=PROMPTS)
+    trainer.train()
+    run = tmp_path / "run"
+    assert GRPOConfig.from_mapping(json.loads((run / "config.json").read_text())) == trainer.args
+    lines = lines_of(tmp_path, timings=True)
+    assert [line["step"] for line in lines if "loss" in line] == [2, 4]
+    assert [line["step"] for line in lines if "eval_reward" in line] == [2, 4]
+    for name in ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "entropy", "padding_frac"):
+        assert name in lines[-2] or name in lines[-1], name
+    table = pyarrow.parquet.read_table(run / "rollouts" / "step_000004.parquet").to_pylist()
+    assert len(table) == 16
+    assert table[0]["rewards/count_a"] == table[0]["completion_ids"].count(3) / len(table[0]["completion_ids"])
+    saved = load_model(run / "model")
+    np.testing.assert_array_equal(saved.params["embed"], trainer.state.params["embed"])
+    assert (run / "model" / "tokenizer.json").is_file()
+
+
+def test_an_earlier_run_is_moved_aside(tmp_path, caplog):
+    a_trainer(tmp_path, max_steps=1).train()
+    first = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with caplog.at_level("INFO"):
+        a_trainer(tmp_path, max_steps=2).train()
+    assert re.search(r"earlier run in .* is now in .*run\.1", caplog.text)
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == first
+    assert len(lines_of(tmp_path)) == 2
+
+
+def test_a_models_own_weights_stay_as_they_are(tmp_path):
+    model = init_model({**TINY, "vocab_size": 13}, seed=0)
+    before = jax.device_get(model.params)
+    a_trainer(tmp_path, model=model, max_steps=2).train()
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(model.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("settings", [{"gradient_checkpointing": "full"}, {"dtype": "bfloat16"}], ids=str)
+def test_other_ways_to_compute(tmp_path, settings):
+    for name, extra in (("plain", {}), ("other", settings)):
+        a_trainer(tmp_path / name, max_steps=1, **extra).train()
+    plain, other = (lines_of(tmp_path / name)[0] for name in ("plain", "other"))
+    tolerance = 0.2 if "dtype" in settings else 1e-6
+    np.testing.assert_allclose(other["entropy"], plain["entropy"], rtol=tolerance)
+    if "dtype" not in settings:
+        np.testing.assert_allclose(other["grad_norm"], plain["grad_norm"], rtol=1e-5)
+
+
+def test_bfloat16_trains_float32_masters(tmp_path):
+    trainer = a_trainer(tmp_path, dtype="bfloat16", learning_rate=1e-6, max_steps=2)
+    start = jax.device_get(trainer.state.params)
+    trainer.train()
+    assert trainer.policy["embed"].dtype == "bfloat16"
+    moved = np.asarray(trainer.state.params["embed"]) - start["embed"]
+    assert 0 < np.abs(moved).max() < 1e-5
+
+
+# -- findings
+
+
+@pytest.mark.parametrize(
+    ("settings", "reward", "message"),
+    [
+        ({"max_steps": 5}, lambda completions: [1.0] * len(completions), "got the same reward"),
+        ({"max_steps": 1, "learning_rate": 0.0}, count_a, "learning_rate is 0"),
+    ],
+)
+def test_a_run_explains_what_is_off(tmp_path, caplog, settings, reward, message):
+    a_trainer(tmp_path, reward, **settings).train()
+    assert message in caplog.text
+
+
+def test_a_model_without_eos_is_told_of(tmp_path, caplog):
+    model = init_model({key: value for key, value in {**TINY, "vocab_size": 13}.items() if key != "eos_token_id"})
+    args = GRPOConfig(output_dir=str(tmp_path / "run"), max_steps=5, max_completion_length=8, progress_bar="none")
+    trainer = GRPOTrainer(model, count_a, args, PROMPTS, processing_class=a_tokenizer())
+    trainer.train()
+    assert "end-of-sequence token" in caplog.text
+    assert "no completion ended by itself" in caplog.text
+
+
+def test_an_update_that_is_not_finite_is_skipped(tmp_path):
+    model = init_model({**TINY, "vocab_size": 13}, seed=0)
+    trainer = a_trainer(tmp_path, model=model, learning_rate=1e-2, max_steps=1)
+    rows = [
+        Row(0, np.array([3, 4]), np.array([5, 6]), np.ones(2, bool), float("nan"), np.zeros(2)),
+        Row(0, np.array([3, 4]), np.array([5, 6]), np.ones(2, bool), 1.0, np.zeros(2)),
+    ]
+    start = jax.device_get(trainer.state.params)
+    assert trainer._update(rows)["update_skipped"] == 1.0
+    for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(trainer.state.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset": []}, "train_dataset is empty"),
+        ({"dataset": None}, "train_dataset is missing"),
+        ({"dataset": [{"question": "?"}]}, "no column 'prompt'"),
+        ({"max_completion_length": 256}, "leaves no room for a prompt"),
+        ({"max_prompt_length": 3}, "prompt 3 has 4 tokens, max_prompt_length is 3"),
+        ({"reward_weights": (1.0, 2.0)}, "reward_weights has 2 entries for 1 reward functions"),
+        ({"eval_steps": 2}, "there is no eval_dataset"),
+        ({"rewards": []}, "reward_funcs is empty"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        a_trainer(tmp_path, **settings)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_evaluation_needs_a_dataset(tmp_path):
+    with pytest.raises(ValueError, match="no eval_dataset to evaluate on"):
+        a_trainer(tmp_path).evaluate()
+
+
+@pytest.mark.parametrize("returned", [[float("nan")] * 16, ["good"] * 16, [1.0] * 3])
+def test_a_reward_that_returns_rubbish_stops_the_run(tmp_path, returned):
+    with pytest.raises(ValueError, match="reward function 'bad' returned"):
+        a_trainer(tmp_path, [lambda completions: count_a(completions), bad(returned)][1:]).train()
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def bad(returned):
+    def bad(completions):
+        return returned
+
+    return bad
+
+
+def test_an_unwritable_output_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="output_dir .* cannot be written to"):
+        a_trainer(tmp_path, output_dir=str(tmp_path / "file" / "run"))
+
+
+def test_long_prompts_can_be_dropped_or_cut(tmp_path, caplog):
+    a_trainer(tmp_path, max_prompt_length=3, prompt_overflow="drop", max_steps=1).train()
+    assert "1 dropped, 0 truncated" in caplog.text
+    a_trainer(tmp_path / "cut", max_prompt_length=3, prompt_overflow="truncate_left", max_steps=1).train()
+    assert "0 dropped, 1 truncated" in caplog.text
+
+
+# -- parts
+
+
+def test_packing_keeps_every_row_once():
+    rng = np.random.default_rng(0)
+    rows = []
+    for group in range(9):
+        prompt = rng.integers(0, 9, rng.integers(1, 30))
+        for length in rng.integers(1, 60, 5):
+            rows.append(Row(group, prompt, rng.integers(0, 9, length), np.ones(length, bool), 1.0, np.zeros(length)))
+    for shards, budget in ((1, 500), (2, 500), (4, 100), (2, 10_000)):
+        packed = pack(rows, shards, budget)
+        placed = sorted(int(index) for part in packed for index in part.rows if index >= 0)
+        assert placed == list(range(len(rows)))
+        for part in packed:
+            batch = part.batch
+            for position, index in enumerate(part.rows):
+                if index < 0:
+                    assert not batch.mask[position].any()
+                    continue
+                row, shard = rows[index], position // (len(part.rows) // shards)
+                p = shard * (len(batch.prompts) // shards) + batch.prompt_of[position]
+                assert batch.prompts[p, batch.prompt_starts[p] :].tolist() == row.prompt[:-1].tolist()
+                assert batch.inputs[position, : len(row.completion)].tolist() == [row.prompt[-1], *row.completion[:-1]]
+                assert batch.targets[position][batch.mask[position]].tolist() == row.completion.tolist()
+
+
+def test_window_keeps_extremes_and_counters():
+    window = [
+        {"loss": 1.0, "num_tokens": 5.0, "completions/min_length": 3.0, "completions/max_length": 7.0, "step": 1.0},
+        {"loss": 3.0, "num_tokens": 9.0, "completions/min_length": 2.0, "completions/max_length": 6.0, "step": 2.0},
+    ]
+    merged = {"loss": 2.0, "num_tokens": 9.0, "completions/min_length": 2.0, "completions/max_length": 7.0, "step": 2.0}
+    assert window_mean(window) == merged
+
+
+@pytest.mark.parametrize("kind", ["rich", "tqdm", "json"])
+def test_progress_bars_show_the_reward(tmp_path, kind, capfd):
+    a_trainer(tmp_path, progress_bar=kind, max_steps=2).train()
+    out = "".join(capfd.readouterr())
+    assert re.search(r"reward", out)
+    assert re.search(r"2/2|\"num_steps\": 2", out)
+
+
+def test_hostile_completions_do_not_reach_the_terminal(tmp_path, capfd):
+    hostile = [{"prompt": "abc", "note": "x"}]
+
+    def reward(completions):
+        return [float(index % 2) for index, _ in enumerate(completions)]
+
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    tokenizer.batch_decode = lambda ids, **_: ["\x1b[2J[bold]" + "x" * 100_000 for _ in ids]
+    args = GRPOConfig(output_dir=str(tmp_path / "run"), max_steps=1, prompts_per_step=2, max_completion_length=8)
+    GRPOTrainer(init_model({**TINY, "vocab_size": 13}), reward, args, hostile, processing_class=tokenizer).train()
+    out = "".join(capfd.readouterr())
+    assert "\x1b[2J" not in out
+    assert "[bold]" in out
+    assert len(out) < 20_000
+
+
+# -- on real weights
+
+
+def test_the_quick_start_script(stories, tmp_path, monkeypatch):
+    """TRL's own first example with its import, model, dataset and number of steps changed."""
+    from datasets import Dataset
+
+    monkeypatch.chdir(tmp_path)
+    dataset = Dataset.from_list([{"prompt": f"Once upon a time, there was a {who}"} for who in ("cat", "dog", "girl")] * 4)
+
+    def reward_len(completions, **kwargs):
+        return [-abs(20 - len(completion)) for completion in completions]
+
+    training_args = GRPOConfig(output_dir="Qwen2-0.5B-GRPO", logging_steps=10, max_steps=1, progress_bar="none")
+    trainer = GRPOTrainer(
+        model=str(stories),
+        reward_funcs=reward_len,
+        args=training_args,
+        train_dataset=dataset,
+    )
+    trainer.train()
+    assert os.listdir("Qwen2-0.5B-GRPO/model")
+
+
+@pytest.mark.slow
+def test_it_learns_on_real_weights(stories, tmp_path):
+    names = ["Lily", "Tom", "Anna", "Ben", "Mia", "Sam", "Lucy", "Max"]
+    prompts = [
+        {"prompt": f"Once upon a time, there was a {who} named {name} who had a {pet}."}
+        for who in ("child", "girl", "boy", "kid")
+        for name in names
+        for pet in ("dog", "cat", "bird", "fish")
+    ]
+
+    def talks(completions, **kwargs):
+        return [min(text.count('"') + text.count("!"), 8) / 8 for text in completions]
+
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"),
+        learning_rate=2e-4,
+        lr_scheduler_type="constant",
+        max_completion_length=64,
+        max_steps=20,
+        progress_bar="none",
+    )
+    GRPOTrainer(str(stories), talks, args, prompts).train()
+    rewards = [line["reward"] for line in lines_of(tmp_path)]
+    assert rewards[0] < 0.1
+    assert np.mean(rewards[-5:]) > 0.9
+    assert max(line["rollout/logp_diff_max"] for line in lines_of(tmp_path)) <= 1e-5
+
+
+def test_a_saved_checkpoint_continues(tmp_path):
+    a_trainer(tmp_path, max_steps=1).train()
+    model = load_model(tmp_path / "run" / "model")
+    trainer = a_trainer(tmp_path / "next", model=str(tmp_path / "run" / "model"), max_steps=1)
+    np.testing.assert_array_equal(trainer.state.params["embed"], model.params["embed"])
+    save_model(model, tmp_path / "copy")
