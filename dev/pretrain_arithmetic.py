@@ -35,7 +35,7 @@ from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import Params, num_params
 from groupax.parallel.mesh import DATA
 from groupax.recipes.arithmetic.problems import PROMPT, expressions, generate, solve, worked_solution, worked_steps
-from groupax.rewards.builtin import answer_correct, think_answer_format
+from groupax.rewards.builtin import think_answer_correct, think_answer_format
 
 FOLDER = Path(__file__).parents[1] / "groupax" / "recipes" / "arithmetic" / "model"
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
@@ -243,7 +243,7 @@ def evaluate(
         lengths += [int((row != PAD).sum()) for row in completions]
     answers = [problem["answer"] for problem in problems] * num_samples
     reasoned = np.array(think_answer_format(texts))
-    solved = reasoned * answer_correct(texts, answers)
+    solved = np.array(think_answer_correct(texts, answers))
     right = np.array([re.findall(r"\d+", text)[-1:] == [answer] for text, answer in zip(texts, answers, strict=True)])
     per_problem = solved.reshape(num_samples, -1).mean(axis=0)
     return {

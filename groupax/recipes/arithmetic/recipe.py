@@ -22,11 +22,10 @@ RECIPE = Recipe(
     config={
         "output_dir": "runs/arithmetic",
         "reward_weights": (0.2, 1.0),
-        "max_steps": 80,
+        "max_steps": 120,
         "prompts_per_step": 16,
         "num_generations": 8,
         "max_completion_length": 64,
-        "learning_rate": 3e-4,
-        "lr_scheduler_type": "constant",
+        "learning_rate": 2e-4,
     },
 )
