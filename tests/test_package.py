@@ -1,0 +1,179 @@
+"""What the package promises as a whole: quick imports, layers that point one way, a command line that helps."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from groupax.cli import main, train_defaults
+from groupax.recipes import load_recipe
+from groupax.recipes.arithmetic.problems import generate, solve
+
+from .conftest import TINY
+
+PACKAGE = Path(__file__).parents[1] / "groupax"
+
+# A module imports from its own line or from those above it.
+LAYERS = [
+    ["pytree", "objective.settings", "objective", "parallel.runtime"],
+    ["config", "parallel"],
+    ["models", "tokenizer"],
+    ["engine", "data", "batch"],
+    ["rollout", "optimizer"],
+    ["rewards", "metrics", "health"],
+    ["progress", "tracking", "step"],
+    ["evaluate"],
+    ["trainer"],
+    ["report", "recipes"],
+    ["cli"],
+    ["__main__", "__init__"],
+]
+WITHOUT_JAX = ["groupax", "groupax.config", "groupax.rewards.contract", "groupax.engine.scheduler", "groupax.cli"]
+
+
+def imports_of(path):
+    """The groupax modules that a file imports when it runs, without those for type checkers."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in typing_only:
+            if node.module.startswith("groupax."):
+                yield node.module.removeprefix("groupax.")
+
+
+def layer_of(module):
+    matches = [
+        (len(name), index)
+        for index, names in enumerate(LAYERS)
+        for name in names
+        if module == name or module.startswith(f"{name}.")
+    ]
+    assert matches, f"module {module} stands in no layer; enter it in LAYERS"
+    return max(matches)[1]
+
+
+def test_imports_point_one_way():
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        for imported in imports_of(path):
+            assert layer_of(imported) <= layer_of(module), f"{module} imports {imported}, which is above it"
+
+
+@pytest.mark.parametrize("module", WITHOUT_JAX)
+def test_imports_without_jax(module):
+    code = f"import sys, {module}; assert not {{'jax', 'transformers', 'datasets'}} & set(sys.modules), module"
+    subprocess.run([sys.executable, "-c", code.replace(", module", "")], check=True)
+
+
+def test_public_names_exist():
+    import groupax
+
+    for name in groupax.__all__:
+        assert getattr(groupax, name) is not None
+        assert name in dir(groupax)
+    with pytest.raises(AttributeError, match="no attribute 'GRPOTrainr'"):
+        groupax.GRPOTrainr  # noqa: B018
+
+
+# -- the command line
+
+
+def test_flags_come_after_the_file_and_the_file_after_the_recipe(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("recipe: arithmetic\nlearning_rate: 0.5\nbeta: 0.1\nreward_weights: [1, 2]\n")
+    defaults = train_defaults(["--config", str(file)])
+    assert defaults.recipe == "arithmetic"
+    assert defaults.args.learning_rate == 0.5
+    assert defaults.args.reward_weights == (1, 2)
+    assert defaults.args.max_completion_length == load_recipe("arithmetic").config["max_completion_length"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "did you mean train"),
+        (["train"], "--model is missing"),
+        (["train", "--recipe", "arithmetik"], "did you mean arithmetic"),
+        (["train", "--recipe", "arithmetic", "--num_generations", "1"], "at least 2 completions"),
+        (["train", "--model", "nowhere", "--dataset", "x.jsonl", "--reward_funcs", "f"], "no file x.jsonl"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(argv, message, capsys):
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_unknown_flags_name_the_nearest(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--recipe", "arithmetic", "--learning_rte", "1"])
+    assert stopped.value.code == 2
+    assert "learning" in "".join(capsys.readouterr())
+
+
+def test_unknown_keys_of_a_file_name_the_nearest(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("learning_rte: 1\n")
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert "unknown key 'learning_rte'; did you mean learning_rate" in capsys.readouterr().err
+    (tmp_path / "run.yaml").write_text("- 1\n")
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert "must hold settings" in capsys.readouterr().err
+
+
+def test_help_lists_commands_and_settings(capsys):
+    assert main(["--help"]) == 0
+    assert "generate" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "--prompts_per_step" in capsys.readouterr().out
+
+
+def test_train_command_with_a_file_dataset(tmp_path, capsys):
+    from groupax import init_model, save_model
+
+    from .test_config_and_data import a_tokenizer
+
+    save_model(init_model({**TINY, "vocab_size": 13}), tmp_path / "model", a_tokenizer(eos_token="<eos>"))
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in ("ab", "cd")))
+    flags = "--prompts_per_step 2 --num_generations 2 --max_completion_length 8 --max_steps 2 --progress_bar json"
+    argv = f"train --model {tmp_path}/model --dataset {tmp_path}/data.jsonl --output_dir {tmp_path}/run {flags}".split()
+    assert main([*argv, "--reward_funcs", "think_answer_format"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in lines if "step" in line] == [1, 2]
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert main(["generate", "--model", str(tmp_path / "model"), "--prompt", "ab", "--n", "2", "--max_tokens", "4"]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_arithmetic_recipe_runs_and_reports(tmp_path, capsys):
+    argv = ["train", "--recipe", "arithmetic", "--output_dir", str(tmp_path / "run"), "--max_steps", "2"]
+    assert main([*argv, "--prompts_per_step", "4", "--progress_bar", "rich"]) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert set(result) == {"pass_at_1_before", "pass_at_1_after", "steps", "train_seconds", "rollout_tokens_per_s"}
+    assert 0.2 < result["pass_at_1_before"] < 0.5
+    assert (tmp_path / "run" / "reward.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "before and after, 500 held-out prompts" in out
+    assert "mean reward by step" in out
+
+
+# -- the embedded problems
+
+
+def test_problems_are_deterministic_right_and_held_out():
+    train, held_out = generate(500, seed=0), generate(500, seed=0, split="held_out")
+    assert generate(100, seed=0) == train[:100]
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+    for row in train:
+        assert int(row["answer"]) == eval(row["prompt"].rstrip("="))
+    assert solve("2+3*4") == "14"
