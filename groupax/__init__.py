@@ -31,7 +31,7 @@ _HOME = {
     "save_model": "groupax.models.checkpoint",
 }
 
-__all__ = [*_HOME]
+__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

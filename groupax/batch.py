@@ -7,9 +7,10 @@ The engine splits a sequence at the same place.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from groupax.pytree import pytree
 
@@ -43,6 +44,8 @@ class Row:
 class MicroBatch:
     """A rectangle of prompts and one of rows, split over the data shards (P and B are over all shards).
 
+    The arrays are numpy's as they are packed, and jax's once they are on the devices.
+
     Attributes:
         prompts: tokens without each prompt's last one, left-padded.
         prompt_starts: where each one's tokens begin.
@@ -54,16 +57,16 @@ class MicroBatch:
         rollout_logp, old_logp, ref_logp: [B, T] where known, else None.
     """
 
-    prompts: Int[Array | np.ndarray, "P S"]
-    prompt_starts: Int[Array | np.ndarray, "P"]
-    prompt_of: Int[Array | np.ndarray, "B"]
-    inputs: Int[Array | np.ndarray, "B T"]
-    targets: Int[Array | np.ndarray, "B T"]
-    mask: Bool[Array | np.ndarray, "B T"]
-    advantages: Float[Array | np.ndarray, "B"]
-    rollout_logp: Float[Array | np.ndarray, "B T"]
-    old_logp: Float[Array | np.ndarray, "B T"] | None
-    ref_logp: Float[Array | np.ndarray, "B T"] | None
+    prompts: Int[Any, "P S"]
+    prompt_starts: Int[Any, "P"]
+    prompt_of: Int[Any, "B"]
+    inputs: Int[Any, "B T"]
+    targets: Int[Any, "B T"]
+    mask: Bool[Any, "B T"]
+    advantages: Float[Any, "B"]
+    rollout_logp: Float[Any, "B T"]
+    old_logp: Float[Any, "B T"] | None
+    ref_logp: Float[Any, "B T"] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,10 +110,10 @@ def pack(rows: Sequence[Row], num_shards: int, micro_batch_tokens: int) -> list[
     shards: list[list[int]] | None = None
     for group in by_length:
         for part in _parts(rows, group, micro_batch_tokens, fair_share):
-            candidate = _add(rows, shards, part, num_shards)
+            candidate = _add(shards, part, num_shards)
             if shards is not None and _shard_tokens(rows, candidate) > micro_batch_tokens:
                 packed.append(_rectangles(rows, shards))
-                candidate = _add(rows, None, part, num_shards)
+                candidate = _add(None, part, num_shards)
             shards = candidate
     if shards is not None:
         packed.append(_rectangles(rows, shards))
@@ -140,7 +143,7 @@ def _parts(rows: Sequence[Row], group: list[int], budget: int, fair_share: int) 
     return parts
 
 
-def _add(rows: Sequence[Row], shards: list[list[int]] | None, part: list[int], num_shards: int) -> list[list[int]]:
+def _add(shards: list[list[int]] | None, part: list[int], num_shards: int) -> list[list[int]]:
     """The shards with the part added to the one that has the fewest rows."""
     new = [list(shard) for shard in shards] if shards else [[] for _ in range(num_shards)]
     min(new, key=len).extend(part)
@@ -203,11 +206,22 @@ def _rectangles(rows: Sequence[Row], shards: list[list[int]]) -> Packed:
                 old_logp[d, b, :length] = row.old_logp
             if row.ref_logp is not None:
                 ref_logp[d, b, :length] = row.ref_logp
-    flat = [
-        x.reshape(-1, *x.shape[2:])
-        for x in (prompts, prompt_starts, prompt_of, inputs, targets, mask, advantages, rollout_logp, old_logp, ref_logp)
-    ]
-    batch = MicroBatch(*flat[:8], flat[8] if has_old else None, flat[9] if has_ref else None)
+
+    def flat(x: np.ndarray) -> np.ndarray:
+        return x.reshape(-1, *x.shape[2:])
+
+    batch = MicroBatch(
+        prompts=flat(prompts),
+        prompt_starts=flat(prompt_starts),
+        prompt_of=flat(prompt_of),
+        inputs=flat(inputs),
+        targets=flat(targets),
+        mask=flat(mask),
+        advantages=flat(advantages),
+        rollout_logp=flat(rollout_logp),
+        old_logp=flat(old_logp) if has_old else None,
+        ref_logp=flat(ref_logp) if has_ref else None,
+    )
     used = where[where >= 0]
     num_tokens = int((S - prompt_starts).sum()) + sum(len(rows[index].completion) for index in used)
     return Packed(batch, where.reshape(-1), num_tokens)

@@ -16,7 +16,7 @@ from groupax.recipes import RECIPES, load_recipe
 USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
 
 commands:
-  train      train a model: --model, --dataset and --reward_funcs, or --recipe ({', '.join(RECIPES)})
+  train      train a model: --model, --dataset and --reward_funcs, or --recipe ({", ".join(RECIPES)})
   generate   sample completions from a model
 """
 
@@ -65,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0 if arguments else 2
     if arguments[0] not in commands:
-        print(f"groupax: there is no command {arguments[0]!r}{nearest(arguments[0], commands)}\n\n{USAGE}", file=sys.stderr)
+        print(
+            f"groupax: there is no command {arguments[0]!r}{nearest(arguments[0], commands)}\n\n{USAGE}",
+            file=sys.stderr,
+        )
         return 2
     try:
         commands[arguments[0]](arguments[1:])
@@ -83,9 +86,9 @@ def train(arguments: Sequence[str]) -> None:
         Train, prog="groupax train", args=list(arguments), default=train_defaults(arguments), use_underscores=True
     )
     recipe = load_recipe(command.recipe) if command.recipe else None
-    model = command.model or (recipe and recipe.model)
+    model: Any = command.model or (recipe and recipe.model)
     dataset = command.dataset or (recipe and recipe.train_dataset())
-    rewards = command.reward_funcs or (recipe and recipe.reward_funcs)
+    rewards: Any = command.reward_funcs or (recipe and recipe.reward_funcs)
     for name, value in (("model", model), ("dataset", dataset), ("reward_funcs", rewards)):
         if not value:
             raise ValueError(f"--{name} is missing; give it, or a --recipe that has it ({', '.join(RECIPES)})")

@@ -200,7 +200,10 @@ class GRPOConfig:
         Raises:
             TypeError: a key is not a field; names the nearest one.
         """
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()
+        }
+        return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain data."""

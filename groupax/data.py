@@ -72,7 +72,9 @@ def load_examples(dataset: Any, name: str = "train_dataset") -> Examples:
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping) or "prompt" not in row:
             found = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
-            raise ValueError(f"{name} has no column 'prompt' (row {index} has {found}); rename the column with the prompts")
+            raise ValueError(
+                f"{name} has no column 'prompt' (row {index} has {found}); rename the column with the prompts"
+            )
     return dataset
 
 

@@ -59,5 +59,7 @@ def evaluate(
     totals = np.where(applies, scores * weights[None, :], 0.0).sum(axis=1)[applies.any(axis=1)]
     metrics["reward"] = float(totals.mean()) if totals.size else float("nan")
     names = [reward.name for reward in rewards]
-    scored = [replace(row, rewards=rewards_by_name(names, values)) for row, values in zip(rollouts, scores, strict=True)]
+    scored = [
+        replace(row, rewards=rewards_by_name(names, values)) for row, values in zip(rollouts, scores, strict=True)
+    ]
     return Evaluation(metrics | completion_metrics(rollouts), scored)

@@ -38,6 +38,6 @@ def step_findings(history: Sequence[Mapping[str, float]]) -> dict[str, str]:
         )
     if recent[-1].get("update_skipped", 0.0) > 0:
         findings["update_skipped"] = (
-            "the loss or a gradient was not finite, and the update was skipped; lower learning_rate or check the rewards"
+            "the loss or a gradient was not finite and the update was skipped; lower learning_rate or check the rewards"
         )
     return findings

@@ -51,7 +51,7 @@ def is_timing(name: str) -> bool:
 
 
 def window_mean(window: Sequence[Mapping[str, float]]) -> Metrics:
-    """One line for several steps: means, but minima and maxima stay what they are and counters keep their last value."""
+    """One line for several steps: means, but extremes stay extremes and counters keep their last value."""
     merged: Metrics = {}
     for name in dict.fromkeys(name for metrics in window for name in metrics):
         values = [metrics[name] for metrics in window if name in metrics]

@@ -81,9 +81,7 @@ def _table(comparison: Comparison) -> Any:
     for header in ("", "before", "after"):
         table.add_column(header, justify="left" if header == "" else "right")
     before, after = comparison.before.metrics, comparison.after.metrics
-    table.add_row(
-        "pass@1", *(f"{metrics[f'rewards/{comparison.solved_by}/mean']:.3f}" for metrics in (before, after))
-    )
+    table.add_row("pass@1", *(f"{metrics[f'rewards/{comparison.solved_by}/mean']:.3f}" for metrics in (before, after)))
     for name in before:
         if name.startswith("rewards/") or name in ("reward", "completions/mean_length", "completions/clipped_ratio"):
             table.add_row(name, f"{before[name]:.3f}", f"{after[name]:.3f}")

@@ -61,7 +61,7 @@ class Rollout:
 def rollout(
     engine: "Engine",
     tokenizer: Any,
-    examples: Sequence[Mapping[str, Any]],
+    examples: Any,
     prompt_ids: Sequence[np.ndarray],
     params: SamplingParams,
     step: int,
@@ -72,7 +72,7 @@ def rollout(
     Args:
         engine: with the weights to sample from.
         tokenizer: for the completions' text.
-        examples: dataset rows.
+        examples: dataset rows, by index.
         prompt_ids: their prompts' token ids.
         params: how to sample; `n` is the size of a group.
         step: distinguishes rollouts with the same seed.

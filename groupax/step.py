@@ -147,7 +147,8 @@ def apply_update(
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    updated = TrainState(optax.apply_updates(state.params, updates), opt_state)
+    params: Any = optax.apply_updates(state.params, updates)
+    updated = TrainState(params, opt_state)
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), grad_norm, finite
 
 

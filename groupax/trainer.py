@@ -1,7 +1,7 @@
 """The trainer: GRPO as the paper's Algorithm 1 has it (arXiv:2402.03300)."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -250,7 +250,7 @@ class GRPOTrainer:
         loss, sums, logp_diff_max, grad_norm, updated = jax.device_get(
             (totals.loss, totals.sums, totals.logp_diff_max, grad_norm, updated)
         )
-        learning_rate = float(self.schedule(self.step))
+        learning_rate = np.asarray(self.schedule(self.step)).item()
         self.step += 1
         train_s = time.perf_counter() - started_s
         real = sum(part.num_tokens for part in packed)
@@ -442,4 +442,3 @@ def _objective_settings(args: GRPOConfig) -> ObjectiveSettings:
         temperature=args.temperature,
         max_completion_length=args.max_completion_length,
     )
-

@@ -197,7 +197,10 @@ def test_draws_follow_the_truncated_distribution(settings):
 def test_settings_are_per_row():
     rows = jnp.broadcast_to(jnp.asarray(np.random.default_rng(2).normal(size=V), jnp.float32), (3, V))
     settings = SamplingSettings(
-        jnp.ones(3, jnp.float32), jnp.array([0, 5, 1]), jnp.array([1.0, 1.0, 0.5], jnp.float32), jnp.zeros(3, jnp.float32)
+        jnp.ones(3, jnp.float32),
+        jnp.array([0, 5, 1]),
+        jnp.array([1.0, 1.0, 0.5], jnp.float32),
+        jnp.zeros(3, jnp.float32),
     )
     assert kept_tokens(rows - rows.max(), settings).sum(-1).tolist() == [V, 5, 1]
 

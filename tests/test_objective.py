@@ -1,5 +1,6 @@
 """Advantages, losses and aggregation against numpy and against their own laws."""
 
+import itertools
 from typing import get_args
 
 import jax
@@ -147,7 +148,7 @@ def test_splitting_a_step_changes_neither_loss_nor_gradient(loss_type, cuts):
     batch = a_batch()
     counts = counts_of(batch["mask"])
     edges = [0, *cuts, 6]
-    parts = [{name: x[a:b] for name, x in batch.items()} for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    parts = [{name: x[a:b] for name, x in batch.items()} for a, b in itertools.pairwise(edges)]
 
     def value_and_grad(batch):
         return jax.value_and_grad(lambda logp: loss_of({**batch, "logp": logp}, settings, counts))(batch["logp"])
@@ -164,7 +165,9 @@ def test_on_policy_gradient_is_reinforce_with_the_group_baseline(loss_type):
     batch = {**a_batch(), "old_logp": None, "ref_logp": None}
     grad = jax.grad(lambda logp: loss_of({**batch, "logp": logp}, settings))(jnp.asarray(batch["logp"]))
     lengths, mask = batch["mask"].sum(1), batch["mask"]
-    weights = {"grpo": 1 / (6 * lengths), "dr_grpo": np.full(6, 1 / (6 * 16))}.get(loss_type, np.full(6, 1 / mask.sum()))
+    weights = {"grpo": 1 / (6 * lengths), "dr_grpo": np.full(6, 1 / (6 * 16))}.get(
+        loss_type, np.full(6, 1 / mask.sum())
+    )
     np.testing.assert_allclose(grad, -(batch["advantages"] * weights)[:, None] * mask, atol=1e-7)
 
 
@@ -183,9 +186,15 @@ def test_masked_tokens_have_no_say():
 
 
 def test_extreme_log_ratios_stay_finite():
-    batch = {**a_batch(), "old_logp": np.full((6, 7), -500.0, np.float32), "ref_logp": np.full((6, 7), 500.0, np.float32)}
+    batch = {
+        **a_batch(),
+        "old_logp": np.full((6, 7), -500.0, np.float32),
+        "ref_logp": np.full((6, 7), 500.0, np.float32),
+    }
     settings = ObjectiveSettings(beta=0.1)
-    value, grad = jax.value_and_grad(lambda logp: loss_of({**batch, "logp": logp}, settings))(jnp.asarray(batch["logp"]))
+    value, grad = jax.value_and_grad(lambda logp: loss_of({**batch, "logp": logp}, settings))(
+        jnp.asarray(batch["logp"])
+    )
     assert np.isfinite(value)
     assert np.isfinite(grad).all()
 
@@ -195,7 +204,10 @@ def test_extreme_log_ratios_stay_finite():
 )
 def test_expected_kl_gradient_over_a_small_policy(estimator, corrected, exact):
     rng = np.random.default_rng(0)
-    theta, ref = jnp.asarray(rng.normal(size=5), jnp.float32), jax.nn.log_softmax(jnp.asarray(rng.normal(size=5), jnp.float32))
+    theta, ref = (
+        jnp.asarray(rng.normal(size=5), jnp.float32),
+        jax.nn.log_softmax(jnp.asarray(rng.normal(size=5), jnp.float32)),
+    )
 
     def true_kl(theta):
         logp = jax.nn.log_softmax(theta)

@@ -78,7 +78,9 @@ def named(completions, scale=1.0):
 
 
 def test_names_are_unique_and_telling():
-    rewards = resolve_rewards([named, functools.partial(named, scale=2.0), Instance(), named, "think_answer_format"], [])
+    rewards = resolve_rewards(
+        [named, functools.partial(named, scale=2.0), Instance(), named, "think_answer_format"], []
+    )
     assert [r.name for r in rewards] == ["named", "named_2", "Instance", "named_3", "think_answer_format"]
     assert score(rewards[1], rollouts_of("a")).tolist() == [2.0]
 

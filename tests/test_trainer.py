@@ -280,7 +280,7 @@ def bad(returned):
 
 def test_an_unwritable_output_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="output_dir .* cannot be written to"):
+    with pytest.raises(ValueError, match=r"output_dir .* cannot be written to"):
         a_trainer(tmp_path, output_dir=str(tmp_path / "file" / "run"))
 
 
@@ -359,7 +359,9 @@ def test_the_quick_start_script(stories, tmp_path, monkeypatch):
     from datasets import Dataset
 
     monkeypatch.chdir(tmp_path)
-    dataset = Dataset.from_list([{"prompt": f"Once upon a time, there was a {who}"} for who in ("cat", "dog", "girl")] * 4)
+    dataset = Dataset.from_list(
+        [{"prompt": f"Once upon a time, there was a {who}"} for who in ("cat", "dog", "girl")] * 4
+    )
 
     def reward_len(completions, **kwargs):
         return [-abs(20 - len(completion)) for completion in completions]

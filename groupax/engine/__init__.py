@@ -1,0 +1,1 @@
+"""The rollout engine: scheduler, cache, decoding, sampling."""

@@ -22,6 +22,7 @@ class Cache:
 
     @property
     def num_columns(self) -> int:
+        """S: how many tokens a slot can hold."""
         return self.k[0].shape[3]
 
 

@@ -98,7 +98,14 @@ def admit(
     """
 
     def local(
-        params: Params, cache: Cache, slots: Slots, prompts: Array, starts: Array, source: Array, admitted: Slots, column: Array
+        params: Params,
+        cache: Cache,
+        slots: Slots,
+        prompts: Array,
+        starts: Array,
+        source: Array,
+        admitted: Slots,
+        column: Array,
     ) -> tuple[Cache, Slots]:
         is_new = source >= 0
         prefilled = _prefill(config, params, prompts, starts)

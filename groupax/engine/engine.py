@@ -21,6 +21,7 @@ from groupax.parallel.mesh import num_data_shards
 # least two slots and computes at least two prompts: for a single row, XLA's CPU kernels round differently.
 CACHE_COLUMNS = 64
 PREFILL_COLUMNS = 16
+SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 
 
 class Engine:
@@ -102,9 +103,7 @@ class Engine:
             )
             batch = _Batch(cache, slots, batch.column + self.chunk_steps)
             chunk = jax.device_get(chunk)
-            yield from scheduler.collect(
-                chunk.token, chunk.policy_logp, chunk.sampler_logp, chunk.count, chunk.stopped
-            )
+            yield from scheduler.collect(chunk.token, chunk.policy_logp, chunk.sampler_logp, chunk.count, chunk.stopped)
 
     def _check(self, index: int, prompt: np.ndarray, params: SamplingParams) -> None:
         limit = self.config.max_positions
@@ -175,9 +174,9 @@ class Engine:
         return jax.device_put(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))
 
     def _slots(self, table: np.ndarray) -> Slots:
-        settings = SamplingSettings(*(self._on_rows(table[name]) for name in ("temperature", "top_k", "top_p", "min_p")))
-        own = ("token", "position", "start", "key", "remaining", "stop_ids")
-        return Slots(*(self._on_rows(table[name]) for name in own), settings)
+        on_rows = {name: self._on_rows(table[name]) for name in table.dtype.names or ()}
+        settings = SamplingSettings(**{name: on_rows.pop(name) for name in SETTINGS})
+        return Slots(**on_rows, settings=settings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +195,14 @@ def _prefix_columns(admission: Admission) -> int:
 
 def _slot_table(num_slots: int, num_stop_ids: int) -> np.ndarray:
     """Idle slots on the host, a structured array with a field per field of `Slots` and `SamplingSettings`."""
-    fields = [("token", "i4"), ("position", "i4"), ("start", "i4"), ("key", "u4", 2), ("remaining", "i4"), ("stop_ids", "i4", num_stop_ids)]
+    fields = [
+        ("token", "i4"),
+        ("position", "i4"),
+        ("start", "i4"),
+        ("key", "u4", 2),
+        ("remaining", "i4"),
+        ("stop_ids", "i4", num_stop_ids),
+    ]
     settings = [("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4")]
     table = np.zeros(num_slots, fields + settings)
     table["stop_ids"] = -1
@@ -210,7 +216,7 @@ def _fill(row: np.void, sequence: Sequence, column: int) -> None:
     row["key"] = sequence.key
     row["remaining"] = sequence.params.max_tokens
     row["stop_ids"][: len(sequence.stop_ids)] = sequence.stop_ids
-    for name in ("temperature", "top_k", "top_p", "min_p"):
+    for name in SETTINGS:
         row[name] = getattr(sequence.params, name)
 
 

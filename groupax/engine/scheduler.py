@@ -69,6 +69,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
+        """Whether any sequence is waiting or running."""
         return bool(self.waiting) or any(sequence is not None for sequence in self.slots)
 
     @property
@@ -77,6 +78,7 @@ class Scheduler:
         return max((sequence.num_fed for sequence in self.slots if sequence), default=0)
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
+        """Put sequences at the end of the queue."""
         self.waiting.extend(sequences)
 
     def admit(self) -> Admission | None:

@@ -1,0 +1,1 @@
+"""Models: specs, one decoder, families, checkpoints."""

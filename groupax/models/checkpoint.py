@@ -50,7 +50,9 @@ class Model:
     source: Path | None = None
 
 
-def init_model(hf_config: Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Model:
+def init_model(
+    hf_config: Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32, mesh: Mesh | None = None
+) -> Model:
     """A model with random weights from the contents of a `config.json`."""
     mesh = mesh or make_mesh()
     config = read_config(hf_config)
@@ -80,7 +82,9 @@ def load_model(name_or_path: str | os.PathLike[str], dtype: Any = None, mesh: Me
     with _open_tensors(folder) as tensors:
         _check_tensors(config, tensors, folder)
         shardings = param_shardings(config, mesh)
-        params = jax.tree.map(lambda spec, sharding: _load(spec, sharding, tensors, dtype), model_specs(config), shardings)
+        params = jax.tree.map(
+            lambda spec, sharding: _load(spec, sharding, tensors, dtype), model_specs(config), shardings
+        )
     return Model(config, params, mesh, hf_config, generation_config, folder)
 
 
@@ -139,11 +143,11 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         partial.chmod(0o755)
         if folder.exists():
             replaced = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-            os.replace(folder, replaced / folder.name)
-            os.replace(partial, folder)
+            folder.replace(replaced / folder.name)
+            partial.replace(folder)
             shutil.rmtree(replaced)
         else:
-            os.replace(partial, folder)
+            partial.replace(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -159,7 +163,9 @@ def _open_tensors(folder: Path) -> Iterator[Tensors]:
         names = ["model.safetensors"]
     else:
         pickled = next(iter(folder.glob("*.bin")), None)
-        reason = f"only {pickled.name}, a pickle, which is never loaded; convert it" if pickled else "no model.safetensors"
+        reason = (
+            f"only {pickled.name}, a pickle, which is never loaded; convert it" if pickled else "no model.safetensors"
+        )
         raise ValueError(f"{folder} has no safetensors weights: {reason}")
     tensors: Tensors = {}
     for name in names:
@@ -216,6 +222,7 @@ def _save_params(config: ModelConfig, params: Params, folder: Path, dtype: Any) 
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {spec.name: np.ascontiguousarray(_cast(np.asarray(array), dtype)) for spec, array in shard}
         save_file(tensors, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)  # safetensors makes files that only their owner can read
         weight_map |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})

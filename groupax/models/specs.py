@@ -103,7 +103,9 @@ def num_params(config: ModelConfig) -> int:
 
 def param_shardings(config: ModelConfig, mesh: Mesh) -> Any:
     """The sharding of each weight on `mesh`, in the structure of the parameters."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, sharding_for(spec.axes, spec.shape, mesh)), model_specs(config))
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, sharding_for(spec.axes, spec.shape, mesh)), model_specs(config)
+    )
 
 
 def init_params(config: ModelConfig, key: Key[Array, ""], mesh: Mesh, dtype: Any = jnp.float32) -> Params:

@@ -51,7 +51,9 @@ def group_advantages(
     """
     B, K = rewards.shape
     if B % num_generations or weights.shape != (K,):
-        raise ValueError(f"{B} rows and {K} reward columns need groups of {num_generations} and weights {weights.shape}")
+        raise ValueError(
+            f"{B} rows and {K} reward columns need groups of {num_generations} and weights {weights.shape}"
+        )
     applies = ~np.isnan(rewards)
     weighted = np.where(applies, rewards * weights[None, :], 0.0).astype(np.float64)
     scorable = applies.any(axis=1)

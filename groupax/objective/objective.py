@@ -44,11 +44,10 @@ def policy_objective(
         counts: denominators of the whole step.
         settings: which objective.
     """
-    logp, entropy, old_logp, ref_logp = (
-        # what stands in masked places has no say, not even as NaN in a gradient
-        None if x is None else jnp.where(mask, x, 0.0)
-        for x in (logp, entropy, old_logp, ref_logp)
-    )
+    # what stands in masked places has no say, not even as NaN in a gradient
+    logp, entropy = jnp.where(mask, logp, 0.0), jnp.where(mask, entropy, 0.0)
+    old_logp = None if old_logp is None else jnp.where(mask, old_logp, 0.0)
+    ref_logp = None if ref_logp is None else jnp.where(mask, ref_logp, 0.0)
     log_ratio = logp - (lax.stop_gradient(logp) if old_logp is None else old_logp)
     ratio = RATIOS[settings.importance_sampling_level](log_ratio, mask)
     terms = Terms(logp, ratio, advantages[:, None], mask)

@@ -1,0 +1,1 @@
+"""Devices: jax's settings and the mesh."""

@@ -1,0 +1,1 @@
+"""Reward functions: their contract, and those built in."""

@@ -19,8 +19,6 @@ from groupax.config import nearest
 from groupax.rewards.builtin import BUILTIN_REWARDS
 from groupax.rollout import Rollout
 
-RewardFunction = Callable[..., Sequence[float | None]]
-
 
 @dataclass(frozen=True)
 class Reward:
@@ -33,7 +31,7 @@ class Reward:
     """
 
     name: str
-    function: RewardFunction
+    function: Callable[..., Any]
     takes: frozenset[str] | None
 
 
@@ -52,7 +50,7 @@ def resolve_rewards(functions: Any, columns: Sequence[str]) -> list[Reward]:
         raise ValueError("reward_funcs is empty; give at least one function")
     rewards: list[Reward] = []
     for item in given:
-        function = _find(item) if isinstance(item, str) else item
+        function: Any = _find(item) if isinstance(item, str) else item
         if not callable(function):
             raise ValueError(f"a reward must be a function or a name, got {function!r}")
         name = _unique(_name(function), [reward.name for reward in rewards])
@@ -118,7 +116,7 @@ def _checked(name: str, returned: Any, rollouts: Sequence[Rollout]) -> np.ndarra
     return rewards
 
 
-def _find(reference: str) -> RewardFunction:
+def _find(reference: str) -> Callable[..., Any]:
     if reference in BUILTIN_REWARDS:
         return BUILTIN_REWARDS[reference]
     module, colon, attribute = reference.partition(":")
@@ -144,7 +142,7 @@ def _unique(name: str, taken: Sequence[str]) -> str:
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
-def _takes(name: str, function: RewardFunction, columns: Sequence[str]) -> frozenset[str] | None:
+def _takes(name: str, function: Callable[..., Any], columns: Sequence[str]) -> frozenset[str] | None:
     parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     given = {"prompts", "completions", "completion_ids", *columns}
     for parameter in parameters.values():
@@ -154,8 +152,8 @@ def _takes(name: str, function: RewardFunction, columns: Sequence[str]) -> froze
         )
         if parameter.kind is parameter.POSITIONAL_ONLY or (required and parameter.name not in given):
             raise ValueError(
-                f"reward function {name!r} needs an argument {parameter.name!r}{nearest(parameter.name, given)}; it can "
-                f"have {', '.join(sorted(given))}, by keyword"
+                f"reward function {name!r} needs an argument {parameter.name!r}{nearest(parameter.name, given)}; "
+                f"it can have {', '.join(sorted(given))}, by keyword"
             )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None

@@ -8,9 +8,29 @@ from groupax.models.config import Llama3Rope
 
 # Keys that say nothing about what the forward pass computes.
 METADATA = frozenset(
-    "_name_or_path architectures attention_dropout bos_token_id dtype eos_token_id hidden_act initializer_range "
-    "max_window_layers model_type pad_token_id pretraining_tp rope_parameters rope_scaling rope_theta "
-    "sliding_window torch_dtype transformers_version use_cache use_sliding_window layer_types".split()
+    [
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "hidden_act",
+        "initializer_range",
+        "layer_types",
+        "max_window_layers",
+        "model_type",
+        "pad_token_id",
+        "pretraining_tp",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "sliding_window",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "use_sliding_window",
+    ]
 )
 
 
