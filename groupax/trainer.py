@@ -245,6 +245,8 @@ class GRPOTrainer:
                 mesh=mesh,
                 checkpointing=self.args.gradient_checkpointing,
             )
+            if self._on_cpu:  # the virtual devices' collectives can starve each other when several steps are queued
+                jax.block_until_ready(totals)
         self.state, grad_norm, updated = apply_update(self.state, totals.grads, totals.loss, optimizer=self.optimizer)
         self.policy = self._policy()
         loss, sums, logp_diff_max, grad_norm, updated = jax.device_get(
@@ -294,9 +296,12 @@ class GRPOTrainer:
     @cached_property
     def dtype(self) -> Any:
         """Of the forward pass."""
-        on_cpu = self.model.mesh.devices.flat[0].platform == "cpu"
         chosen = self.args.dtype
-        return jnp.dtype(("float32" if on_cpu else "bfloat16") if chosen == "auto" else chosen)
+        return jnp.dtype(("float32" if self._on_cpu else "bfloat16") if chosen == "auto" else chosen)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.model.mesh.devices.flat[0].platform == "cpu"
 
     @property
     def _num_rollouts(self) -> int:
@@ -307,7 +312,7 @@ class GRPOTrainer:
         if self.args.micro_batch_tokens is not None:
             return self.args.micro_batch_tokens
         # activations beyond this fall out of a CPU's cache; accelerators want larger matrices
-        return 4096 if self.model.mesh.devices.flat[0].platform == "cpu" else 16384
+        return 4096 if self._on_cpu else 16384
 
     def _policy(self) -> Params:
         """What engine and gradients read: the master weights themselves where they have the compute dtype."""

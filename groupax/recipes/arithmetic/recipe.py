@@ -15,7 +15,7 @@ NUM_HELD_OUT = 500
 
 RECIPE = Recipe(
     model=str(Path(__file__).parent / "model"),
-    train_dataset=lambda: generate(NUM_TRAIN, seed=0),
+    train_dataset=lambda: generate(NUM_TRAIN, seed=1),
     eval_dataset=lambda: generate(NUM_HELD_OUT, seed=0, split="held_out"),
     reward_funcs=("think_answer_format", "think_answer_correct"),
     solved_by="think_answer_correct",
