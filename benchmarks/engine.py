@@ -50,9 +50,7 @@ def transformers_run(folder: Path, prompts: np.ndarray) -> Callable[[int], int] 
     def run(seed: int) -> int:
         torch.manual_seed(seed)
         with torch.no_grad():
-            out = model.generate(
-                rows, attention_mask=torch.ones_like(rows), min_new_tokens=NEW_TOKENS, **settings
-            )
+            out = model.generate(rows, attention_mask=torch.ones_like(rows), min_new_tokens=NEW_TOKENS, **settings)
         return out.numel() - rows.numel()
 
     return run
