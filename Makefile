@@ -9,7 +9,7 @@ demo: $(VENV)/.demo
 	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not parity"
+	$(BIN)/python -m pytest -n 2 -m "not parity"
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
