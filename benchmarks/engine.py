@@ -79,7 +79,7 @@ def main() -> None:
                         speeds[name].append(num_tokens / (time.perf_counter() - started_s))
             medians = {name: statistics.median(values) for name, values in speeds.items()}
             for name, speed in medians.items():
-                ratio = speed / medians["transformers"] if "transformers" in medians else float("nan")
+                ratio = speed / medians["transformers"] if "transformers" in medians else None
                 results.append({"rows": num_rows, "engine": name, "tokens_per_s": speed, "over_transformers": ratio})
     show(results, args.json)
 

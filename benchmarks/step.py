@@ -117,9 +117,11 @@ def main() -> None:
         save_model(init_model(QWEN_7M, seed=0), folder / "model", tokenizer())
         ours = groupax_steps(folder / "model", folder / "ours", args.steps)
         trl = trl_steps(folder / "model", folder / "trl", args.steps)
-    rows = [{"trainer": "groupax", "step_s": ours["step_time"], **{name: ours[name] for name in PHASES}}]
+    rows: list[dict[str, Any]] = [
+        {"trainer": "groupax", "step_s": ours["step_time"], **{name: ours[name] for name in PHASES}}
+    ]
     if trl:
-        rows.append({"trainer": "TRL", "step_s": trl["step_time"], **dict.fromkeys(PHASES, float("nan"))})
+        rows.append({"trainer": "TRL", "step_s": trl["step_time"], **dict.fromkeys(PHASES)})
         rows = [{**row, "over_trl": trl["step_time"] / row["step_s"]} for row in rows]
     show(rows, args.json)
 
