@@ -48,11 +48,6 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self.examples)
 
-    @property
-    def columns(self) -> list[str]:
-        """Columns beside the prompt, which reward functions receive."""
-        return [name for name in self.examples[0] if name != "prompt"]
-
 
 def load_examples(dataset: Any, name: str = "train_dataset") -> Examples:
     """Rows from a `datasets.Dataset`, a list of dicts, a .jsonl, .json or .parquet file, or a hub id.

@@ -19,7 +19,7 @@ class RunFolder:
     `rollouts/step_N.parquet`, one row per completion; `model/`, written by the trainer at the end.
 
     Args:
-        path: made if absent; an earlier run there is moved aside to `path.1`, `path.2`, ...
+        path: made if absent.
 
     Raises:
         ValueError: the folder cannot be written to.
@@ -29,17 +29,18 @@ class RunFolder:
         self.path = Path(path)
         self.moved_aside: Path | None = None
         try:
-            if (self.path / "metrics.jsonl").exists():
-                self.moved_aside = _free_name(self.path)
-                self.path.rename(self.moved_aside)
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.path):
                 pass
         except OSError as error:
             raise ValueError(f"output_dir {self.path} cannot be written to ({error}); choose another") from error
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write `config.json` and start an empty `metrics.jsonl`."""
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Write `config.json` and an empty `metrics.jsonl`; an earlier run is moved aside to `path.1`, `path.2`, ..."""
+        if (self.path / "metrics.jsonl").exists():
+            self.moved_aside = _free_name(self.path)
+            self.path.rename(self.moved_aside)
+            self.path.mkdir()
         (self.path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (self.path / "metrics.jsonl").touch()
 

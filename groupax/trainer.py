@@ -131,7 +131,7 @@ class GRPOTrainer:
     def train(self) -> TrainResult:
         """Run all steps, write the run folder, and save the trained model in its `model/`."""
         args = self.args
-        self.run_folder.write_config(args.to_dict())
+        self.run_folder.start(args.to_dict())
         report = _Report(self)
         started_s = time.perf_counter()
         try:

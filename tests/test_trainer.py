@@ -171,6 +171,13 @@ def test_an_earlier_run_is_moved_aside(tmp_path, caplog):
     assert len(lines_of(tmp_path)) == 2
 
 
+def test_a_trainer_that_cannot_be_made_moves_nothing(tmp_path):
+    a_trainer(tmp_path, max_steps=1).train()
+    with pytest.raises(ValueError, match="neither a model folder nor"):
+        a_trainer(tmp_path, model="nowhere")
+    assert not (tmp_path / "run.1").exists()
+
+
 def test_a_models_own_weights_stay_as_they_are(tmp_path):
     model = init_model({**TINY, "vocab_size": 13}, seed=0)
     before = jax.device_get(model.params)
