@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from groupax.objective.objective import Evidence
 from groupax.pytree import pytree
 
 
@@ -26,8 +27,8 @@ class Row:
         mask: which completion tokens count in the loss.
         advantage: of the completion.
         rollout_logp: the engine's log-probability of each completion token under the policy.
-        old_logp: the trainer's at the start of the rollout; None when training is on policy.
-        ref_logp: the reference's; None without one.
+        old_logp, ref_logp, sampler_logp, policy_mask: of each completion token, as in `objective.Evidence`; None where
+            there is none, in all rows of a step alike.
     """
 
     group: int
@@ -38,6 +39,8 @@ class Row:
     rollout_logp: Float[np.ndarray, "T"]
     old_logp: Float[np.ndarray, "T"] | None = None
     ref_logp: Float[np.ndarray, "T"] | None = None
+    sampler_logp: Float[np.ndarray, "T"] | None = None
+    policy_mask: Bool[np.ndarray, "T"] | None = None
 
 
 @pytree
@@ -52,9 +55,7 @@ class MicroBatch:
         prompt_of: for each row, its prompt's index within the row's shard.
         inputs: the prompt's last token, then the completion without its last.
         targets: the completion.
-        mask: targets that count; all false in rows that only pad.
-        advantages: of each row.
-        rollout_logp, old_logp, ref_logp: [B, T] where known, else None.
+        evidence: of each row; rows that only pad have no token that counts.
     """
 
     prompts: Int[Any, "P S"]
@@ -62,11 +63,7 @@ class MicroBatch:
     prompt_of: Int[Any, "B"]
     inputs: Int[Any, "B T"]
     targets: Int[Any, "B T"]
-    mask: Bool[Any, "B T"]
-    advantages: Float[Any, "B"]
-    rollout_logp: Float[Any, "B T"]
-    old_logp: Float[Any, "B T"] | None
-    ref_logp: Float[Any, "B T"] | None
+    evidence: Evidence
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,18 +169,22 @@ def _round_count(count: int) -> int:
     return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power
 
 
+# What a row may have, and its dtype on the devices.
+_OPTIONAL = {"old_logp": np.float32, "ref_logp": np.float32, "sampler_logp": np.float32, "policy_mask": bool}
+
+
 def _rectangles(rows: Sequence[Row], shards: list[list[int]]) -> Packed:
     P, S, B, T = _sides(rows, shards)
     D = len(shards)
-    has_old = rows[0].old_logp is not None
-    has_ref = rows[0].ref_logp is not None
+    known_fields = [name for name in _OPTIONAL if getattr(rows[0], name) is not None]
     prompts = np.zeros((D, P, S), np.int32)
     prompt_starts = np.full((D, P), S, np.int32)
     prompt_of = np.zeros((D, B), np.int32)
     inputs, targets = np.zeros((2, D, B, T), np.int32)
     mask = np.zeros((D, B, T), bool)
     advantages = np.zeros((D, B), np.float32)
-    rollout_logp, old_logp, ref_logp = np.zeros((3, D, B, T), np.float32)
+    rollout_logp = np.zeros((D, B, T), np.float32)
+    optional = {name: np.zeros((D, B, T), _OPTIONAL[name]) for name in known_fields}
     where = np.full((D, B), -1)
     for d, shard in enumerate(shards):
         known: dict[int, int] = {}
@@ -202,10 +203,8 @@ def _rectangles(rows: Sequence[Row], shards: list[list[int]]) -> Packed:
             mask[d, b, :length] = row.mask
             advantages[d, b] = row.advantage
             rollout_logp[d, b, :length] = row.rollout_logp
-            if row.old_logp is not None:
-                old_logp[d, b, :length] = row.old_logp
-            if row.ref_logp is not None:
-                ref_logp[d, b, :length] = row.ref_logp
+            for name, values in optional.items():
+                values[d, b, :length] = getattr(row, name)
 
     def flat(x: np.ndarray) -> np.ndarray:
         return x.reshape(-1, *x.shape[2:])
@@ -216,11 +215,12 @@ def _rectangles(rows: Sequence[Row], shards: list[list[int]]) -> Packed:
         prompt_of=flat(prompt_of),
         inputs=flat(inputs),
         targets=flat(targets),
-        mask=flat(mask),
-        advantages=flat(advantages),
-        rollout_logp=flat(rollout_logp),
-        old_logp=flat(old_logp) if has_old else None,
-        ref_logp=flat(ref_logp) if has_ref else None,
+        evidence=Evidence(
+            advantages=flat(advantages),
+            mask=flat(mask),
+            rollout_logp=flat(rollout_logp),
+            **{name: flat(values) for name, values in optional.items()},
+        ),
     )
     used = where[where >= 0]
     num_tokens = int((S - prompt_starts).sum()) + sum(len(rows[index].completion) for index in used)

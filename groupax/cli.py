@@ -103,7 +103,7 @@ def train(arguments: Sequence[str]) -> None:
         return
     before = trainer.evaluate()
     result = trainer.train()
-    solved_by = recipe.solved_by if recipe else trainer.rewards[0].name
+    solved_by = command.args.solved_by or trainer.rewards[0].name
     write_report(Comparison(before, trainer.evaluate(), result, solved_by), trainer.run_folder.path)
 
 

@@ -3,10 +3,10 @@
 import difflib
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
-from groupax.objective.settings import ImportanceSamplingLevel, KLEstimator, LossType
+from groupax.objective.settings import ImportanceSamplingLevel, KLEstimator, LossType, RolloutCorrection
 
 T = TypeVar("T")
 
@@ -30,6 +30,42 @@ def _refusing_unknown_fields(cls: type[T]) -> type[T]:
 
     cls.__init__ = checked_init
     return cls
+
+
+_AT_LEAST = {
+    "prompts_per_step": 1,
+    "updates_per_rollout": 1,
+    "num_iterations": 1,
+    "max_completion_length": 1,
+    "logging_steps": 1,
+    "max_concurrent_rows": 1,
+    "max_bad_steps": 1,
+    "ref_model_sync_steps": 1,
+    "filter_budget": 1,
+    "epsilon": 0,
+    "beta": 0,
+    "learning_rate": 0,
+    "learning_rate_end": 0,
+    "max_grad_norm": 0,
+    "warmup_steps": 0,
+    "weight_decay": 0,
+    "eval_steps": 0,
+    "eval_temperature": 0,
+    "top_k": 0,
+    "entropy_coef_delta": 0,
+    "vespo_k_pos": 0,
+    "vespo_k_neg": 0,
+    "vespo_lambda_pos": 0,
+    "vespo_lambda_neg": 0,
+    "sapo_temperature_pos": 1e-6,
+    "sapo_temperature_neg": 1e-6,
+}
+_BETWEEN = {
+    "warmup_ratio": (0, 1),
+    "top_entropy_quantile": (0, 1),
+    "ref_model_mixup_alpha": (0, 1),
+    "momentum": (0, 1),
+}
 
 
 @_refusing_unknown_fields
@@ -62,6 +98,10 @@ class GRPOConfig:
     """Passes over each rollout; more than 1 trains off policy, within the clip range."""
     micro_batch_tokens: int | None = None
     """Tokens per device that go through the model at once in training; None chooses for the device."""
+    filter_zero_variance: bool = False
+    """Replace groups whose completions all got the same reward by groups of further prompts (dynamic sampling)."""
+    filter_budget: float = 4.0
+    """At most this many times a step's prompts are sampled for it; then groups without signal fill it up."""
 
     # Prompts and completions
     max_prompt_length: int | None = None
@@ -85,29 +125,73 @@ class GRPOConfig:
 
     # Objective
     loss_type: LossType = "dapo"
-    """How token losses are aggregated; see docs/algorithm.md."""
+    """The loss of a token and how token losses are aggregated; see docs/algorithm.md."""
     beta: float = 0.0
     """Weight of the KL to the starting model; 0 loads no reference."""
     epsilon: float = 0.2
     """The ratio is clipped to at least 1 - epsilon."""
     epsilon_high: float | None = None
-    """The ratio is clipped to at most 1 + epsilon_high; None takes epsilon."""
+    """The ratio is clipped to at most 1 + epsilon_high; None takes epsilon. For cispo the cap of the ratio itself."""
     delta: float | None = None
     """Upper bound of the ratio for negative advantages too (two-sided clipping); None for none."""
     importance_sampling_level: ImportanceSamplingLevel = "token"
     """One ratio per token, or one per completion (GSPO)."""
+    sapo_temperature_pos: float = 1.0
+    """sapo: steepness of the gate for positive advantages."""
+    sapo_temperature_neg: float = 1.05
+    """sapo: steepness of the gate for the others."""
+    vespo_k_pos: float = 2.0
+    """vespo: exponent of the weight for advantages that are not negative."""
+    vespo_lambda_pos: float = 3.0
+    """vespo: decay of the weight for advantages that are not negative."""
+    vespo_k_neg: float = 3.0
+    """vespo: exponent of the weight for negative advantages."""
+    vespo_lambda_neg: float = 2.0
+    """vespo: decay of the weight for negative advantages."""
     kl_estimator: KLEstimator = "k3"
     """How the KL is estimated."""
     use_bias_correction_kl: bool = True
     """Multiply the KL estimate by the ratio, which makes k3's gradient exact."""
+    sync_ref_model: bool = False
+    """Move the reference towards the policy every ref_model_sync_steps updates."""
+    ref_model_mixup_alpha: float = 0.6
+    """The policy's share in the new reference."""
+    ref_model_sync_steps: int = 512
+    """Updates between two moves of the reference."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the rewards' standard deviation in the group, in the batch, or not."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Normalize the sum of several rewards, or each of them before they are summed (GDPO)."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward function; None weighs all 1."""
     mask_truncated_completions: bool = False
     """Leave completions that hit max_completion_length out of the loss."""
+    top_entropy_quantile: float = 1.0
+    """Train on this share of tokens only, those of the highest entropy; below 1 it costs a forward pass a step."""
+    off_policy_mask_threshold: float | None = None
+    """Leave completions with negative advantage out whose mean log-prob fell by more; None never does."""
+    rollout_correction: RolloutCorrection = "none"
+    """Weigh the loss by policy over sampler, per token or sequence, truncated or masked beyond the bounds."""
+    rollout_correction_min: float | None = None
+    """Lower bound of that weight; None for none."""
+    rollout_correction_max: float | None = 3.0
+    """Upper bound of that weight; None for none."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus; the first one if adaptive."""
+    use_adaptive_entropy: bool = False
+    """Raise the weight while the entropy is below entropy_target, lower it above."""
+    entropy_coef_min: float = 0.0
+    """Lower bound of the adaptive weight."""
+    entropy_coef_max: float = 1.0
+    """Upper bound of the adaptive weight."""
+    entropy_coef_delta: float = 0.005
+    """Change of the adaptive weight per update."""
+    entropy_target: float = 0.2
+    """Mean token entropy to hold, in nats; set it near what early steps report as `entropy`."""
 
     # Optimizer
+    optimizer: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
+    """What turns gradients into updates."""
     learning_rate: float = 1e-6
     """Peak learning rate. Small models trained from scratch need far more, e.g. 2e-4."""
     learning_rate_end: float = 0.0
@@ -116,16 +200,24 @@ class GRPOConfig:
     """The schedule after warm-up."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
+    warmup_ratio: float = 0.0
+    """Warm-up as a share of the run, in place of warmup_steps."""
     adam_beta1: float = 0.9
-    """AdamW's first-moment decay."""
+    """First-moment decay of adamw, lion and muon's adamw."""
     adam_beta2: float = 0.999
-    """AdamW's second-moment decay."""
+    """Second-moment decay, likewise."""
     adam_epsilon: float = 1e-8
     """AdamW's denominator floor."""
+    momentum: float = 0.0
+    """Of sgd."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay."""
+    weight_decay_scope: Literal["matrices", "all"] = "matrices"
+    """Whether norms and biases decay too."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 does not clip."""
+    max_bad_steps: int = 3
+    """Stop after so many updates in a row that were skipped because the loss or a gradient was not finite."""
 
     # Compute
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -142,6 +234,8 @@ class GRPOConfig:
     """Sampling temperature in evaluation; 0 is greedy."""
 
     # Reporting
+    solved_by: str | None = None
+    """The reward function whose 1 means that a completion is right; pass@k and solved groups are then reported."""
     logging_steps: int = 1
     """Write metrics (means over these steps) and rollouts every so many steps."""
     progress_bar: Literal["rich", "tqdm", "json", "none"] = "rich"
@@ -150,27 +244,12 @@ class GRPOConfig:
     """Show a sample group now and then, and keep logged steps' rollouts in the run folder."""
 
     def __post_init__(self) -> None:
-        at_least = {
-            "prompts_per_step": 1,
-            "updates_per_rollout": 1,
-            "num_iterations": 1,
-            "max_completion_length": 1,
-            "logging_steps": 1,
-            "max_concurrent_rows": 1,
-            "epsilon": 0,
-            "beta": 0,
-            "learning_rate": 0,
-            "learning_rate_end": 0,
-            "max_grad_norm": 0,
-            "warmup_steps": 0,
-            "weight_decay": 0,
-            "eval_steps": 0,
-            "eval_temperature": 0,
-            "top_k": 0,
-        }
-        for name, limit in at_least.items():
+        for name, limit in _AT_LEAST.items():
             if not getattr(self, name) >= limit:
                 raise ValueError(f"{name} must be at least {limit}, got {getattr(self, name)}")
+        for name, (low, high) in _BETWEEN.items():
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} must be between {low} and {high}, got {getattr(self, name)}")
         for field in fields(self):
             _check_choice(field.name, getattr(self, field.name), field.type)
         if self.num_generations < 2:
@@ -192,6 +271,39 @@ class GRPOConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}")
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise ValueError(
+                f"for loss_type 'cispo' epsilon_high caps the ratio itself; it is not set, and epsilon = {self.epsilon}"
+                " in its place would weaken every on-policy token; set it, e.g. epsilon_high=5.0"
+            )
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
+            raise ValueError(
+                f"multi_objective_aggregation 'normalize_then_sum' normalizes by group and batch itself; leave "
+                f"scale_rewards at 'group', got {self.scale_rewards!r}"
+            )
+        if self.sync_ref_model and self.beta == 0:
+            raise ValueError("sync_ref_model needs a reference, and beta is 0; set beta above 0")
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) are both set; "
+                "leave one at 0"
+            )
+        low, high = self.rollout_correction_min, self.rollout_correction_max
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"rollout_correction_min {low} is above rollout_correction_max {high}")
+        if self.entropy_coef_min > self.entropy_coef_max:
+            raise ValueError(
+                f"entropy_coef_min {self.entropy_coef_min} is above entropy_coef_max {self.entropy_coef_max}"
+            )
+
+    def part(self, record: type[T], **more: Any) -> T:
+        """The record of that class with the settings of its fields' names, and `more`."""
+        assert is_dataclass(record), f"{record} is no dataclass"
+        own = {field.name for field in fields(self)}
+        return record(**{field.name: getattr(self, field.name) for field in fields(record) if field.name in own} | more)
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> "GRPOConfig":

@@ -2,18 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 
+from groupax.config import GRPOConfig
+
 PATIENCE_STEPS = 5  # a finding about metrics needs this many steps in a row
 
 
-def setup_findings(learning_rate: float, eos_ids: Sequence[int]) -> dict[str, str]:
+def setup_findings(args: GRPOConfig, eos_ids: Sequence[int]) -> dict[str, str]:
     """Findings that can be told before the first step, by name."""
     findings = {}
-    if learning_rate == 0:
+    if args.learning_rate == 0:
         findings["learning_rate_zero"] = "learning_rate is 0, so the model will not change; set it, e.g. to 1e-6"
     if not eos_ids:
         findings["no_eos"] = (
             "neither the tokenizer nor the model's configs name an end-of-sequence token, so every completion runs to "
             "max_completion_length; set tokenizer.eos_token"
+        )
+    if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
+        findings["luspo_level"] = (
+            "loss_type 'luspo' is meant for one ratio per completion; set importance_sampling_level='sequence'"
+        )
+    if args.loss_type == "vespo" and args.importance_sampling_level != "token":
+        findings["vespo_level"] = (
+            "loss_type 'vespo' forms its own weight per completion; importance_sampling_level changes the KL term only"
         )
     return findings
 
@@ -36,8 +46,10 @@ def step_findings(history: Sequence[Mapping[str, float]]) -> dict[str, str]:
             f"({recent[-1]['completions/max_length']:.0f} tokens); raise it, or check that the model ends its answers "
             "(chat template, end-of-sequence token)"
         )
-    if recent[-1].get("update_skipped", 0.0) > 0:
-        findings["update_skipped"] = (
-            "the loss or a gradient was not finite and the update was skipped; lower learning_rate or check the rewards"
+    filled_up = [metrics.get("filter/filled_up_frac", 0.0) for metrics in recent]
+    if min(filled_up) > 0.5:
+        findings["filter_budget"] = (
+            f"for {PATIENCE_STEPS} steps more than half of the groups had no signal although filter_budget times as "
+            "many prompts were sampled; the prompts are too easy or too hard for the model"
         )
     return findings

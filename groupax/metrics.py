@@ -1,5 +1,6 @@
 """What is reported of a step: pure functions from records to numbers by name. Imports no jax."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,13 +12,20 @@ Metrics = dict[str, float]
 
 
 def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Lengths in tokens, of all completions and of those that ended by themselves, and the share that did not."""
+    """Lengths in tokens, of all completions and of those that ended by themselves, and the share that did not.
+
+    `rollout/sampler_gap_mean` is by how much truncated sampling (top-p and so on) raised the log-prob of its draws.
+    """
     lengths = np.array([len(row.completion_ids) for row in rollouts])
     stopped = np.array([row.finish_reason == "stop" for row in rollouts])
     metrics = {f"completions/{kind}_length": float(f(lengths)) for kind, f in _SUMMARIES.items()}
     terminated = lengths[stopped] if stopped.any() else np.zeros(1)
     metrics |= {f"completions/{kind}_terminated_length": float(f(terminated)) for kind, f in _SUMMARIES.items()}
-    return metrics | {"completions/clipped_ratio": float(1.0 - stopped.mean())}
+    gaps = np.concatenate([row.sampler_logps - row.policy_logps for row in rollouts])
+    return metrics | {
+        "completions/clipped_ratio": float(1.0 - stopped.mean()),
+        "rollout/sampler_gap_mean": float(gaps.mean()),
+    }
 
 
 _SUMMARIES = {"mean": np.mean, "min": np.min, "max": np.max}
@@ -45,9 +53,28 @@ def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Advant
     }
 
 
-def is_timing(name: str) -> bool:
-    """Whether a metric is measured by the clock, and so differs between two runs that are otherwise the same."""
-    return name.startswith("time/") or name == "step_time" or name.endswith("_per_s")
+def solved_metrics(solved: np.ndarray) -> Metrics:
+    """pass@k for k = 1, 2, 4, ... up to the size of a group, and the groups that are solved always or never.
+
+    pass@k is the chance that at least one of k of a group's completions is right, 1 - C(G - c, k) / C(G, k) for c
+    right ones of G (arXiv:2107.03374, eq. 1), averaged over groups.
+
+    Args:
+        solved: [P, G] bool.
+    """
+    G = solved.shape[1]
+    right = solved.sum(axis=1)
+    ks = [1 << power for power in range(G.bit_length()) if 1 << power <= G]
+    metrics = {f"pass@{k}": float(np.mean([1.0 - math.comb(G - c, k) / math.comb(G, k) for c in right])) for k in ks}
+    return metrics | {
+        "groups/all_right_frac": float((right == G).mean()),
+        "groups/all_wrong_frac": float((right == 0).mean()),
+    }
+
+
+def is_measured(name: str) -> bool:
+    """Whether a metric is read off the machine, and so differs between two runs that are otherwise the same."""
+    return name.startswith(("time/", "memory/")) or name in ("step_time", "mfu") or name.endswith("_per_s")
 
 
 def window_mean(window: Sequence[Mapping[str, float]]) -> Metrics:

@@ -1,64 +1,156 @@
 """Optimizers and learning-rate schedules, from optax."""
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import optax
+import optax.contrib
 
 Scheduler = Literal["constant", "linear", "cosine"]
+OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
+WeightDecayScope = Literal["matrices", "all"]
 
 
-def make_schedule(
-    kind: Scheduler, learning_rate: float, learning_rate_end: float, warmup_steps: int, num_steps: int
-) -> optax.Schedule:
-    """The learning rate of each optimizer step: linear warm-up to `learning_rate`, then `kind` down to the end.
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """The learning rate over a run. The fields are `GRPOConfig`'s of the same names."""
 
-    Args:
-        kind: "constant" stays at `learning_rate`; the others reach `learning_rate_end` at `num_steps`.
-        learning_rate: the peak.
-        learning_rate_end: the last value of "linear" and "cosine".
-        warmup_steps: steps of the rise from 0.
-        num_steps: steps of the run.
-    """
+    learning_rate: float
+    learning_rate_end: float = 0.0
+    lr_scheduler_type: Scheduler = "linear"
+    warmup_steps: int = 0
+    warmup_ratio: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """How gradients become updates. The fields are `GRPOConfig`'s of the same names."""
+
+    optimizer: OptimizerName = "adamw"
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    weight_decay_scope: WeightDecayScope = "matrices"
+    max_grad_norm: float = 1.0
+
+
+def make_schedule(settings: ScheduleSettings, num_steps: int) -> optax.Schedule:
+    """The learning rate of each optimizer step: linear warm-up to the peak, then down to the end at `num_steps`."""
+    peak, end = settings.learning_rate, settings.learning_rate_end
+    warmup_steps = settings.warmup_steps or round(settings.warmup_ratio * num_steps)
     decay_steps = max(1, num_steps - warmup_steps)
     decays = {
-        "constant": lambda: optax.constant_schedule(learning_rate),
-        "linear": lambda: optax.linear_schedule(learning_rate, learning_rate_end, decay_steps),
-        "cosine": lambda: optax.cosine_decay_schedule(
-            learning_rate, decay_steps, alpha=learning_rate_end / learning_rate if learning_rate else 0.0
-        ),
+        "constant": lambda: optax.constant_schedule(peak),
+        "linear": lambda: optax.linear_schedule(peak, end, decay_steps),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, decay_steps, alpha=end / peak if peak else 0.0),
     }
+    decay = decays[settings.lr_scheduler_type]()
     if warmup_steps == 0:
-        return decays[kind]()
-    warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
-    return optax.join_schedules([warmup, decays[kind]()], [warmup_steps])
+        return decay
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup_steps), decay], [warmup_steps])
 
 
-def make_optimizer(
-    schedule: optax.Schedule,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    max_grad_norm: float,
-) -> optax.GradientTransformation:
-    """AdamW after clipping the gradient to a global norm of `max_grad_norm` (0 does not clip)."""
-    adamw = optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
-    clipped = optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw) if max_grad_norm > 0 else adamw
-    return _promoting(clipped)
+def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """The optimizer by name, after clipping the gradient to a global norm of `max_grad_norm` (0 does not clip).
+
+    Weight decay is decoupled in all of them: each step takes learning_rate * weight_decay * weight off a weight.
+    """
+    mask = _matrices if settings.weight_decay_scope == "matrices" else None
+    optimizer = OPTIMIZERS[settings.optimizer](settings, schedule, mask)
+    if settings.max_grad_norm > 0:
+        optimizer = optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), optimizer)
+    return _promoting(optimizer)
+
+
+Mask = Callable[[Any], Any] | None
+
+
+def _adamw(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) -> optax.GradientTransformation:
+    return optax.adamw(
+        schedule,
+        b1=settings.adam_beta1,
+        b2=settings.adam_beta2,
+        eps=settings.adam_epsilon,
+        weight_decay=settings.weight_decay,
+        mask=mask,
+    )
+
+
+def _adafactor(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) -> optax.GradientTransformation:
+    """Adafactor with an absolute learning rate: steps are not scaled by the size of the weights."""
+    return optax.chain(
+        optax.adafactor(None, multiply_by_parameter_scale=False),
+        optax.scale(-1.0),
+        optax.add_decayed_weights(settings.weight_decay, mask),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def _lion(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) -> optax.GradientTransformation:
+    return optax.lion(
+        schedule, b1=settings.adam_beta1, b2=settings.adam_beta2, weight_decay=settings.weight_decay, mask=mask
+    )
+
+
+def _muon(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) -> optax.GradientTransformation:
+    """Muon for the layers' matrices, AdamW for the rest; updates as large as AdamW's, so that its rates carry over."""
+    return optax.contrib.muon(
+        schedule,
+        weight_decay=settings.weight_decay,
+        weight_decay_mask=mask,
+        adam_b1=settings.adam_beta1,
+        adam_b2=settings.adam_beta2,
+        adam_weight_decay=settings.weight_decay,
+        muon_weight_dimension_numbers=_muon_dimensions,
+        consistent_rms=0.2,
+    )
+
+
+def _sgd(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.trace(settings.momentum) if settings.momentum else optax.identity(),
+        optax.add_decayed_weights(settings.weight_decay, mask),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+# By `GRPOConfig.optimizer`.
+OPTIMIZERS: dict[str, Callable[[OptimizerSettings, optax.Schedule, Mask], optax.GradientTransformation]] = {
+    "adamw": _adamw,
+    "adafactor": _adafactor,
+    "lion": _lion,
+    "muon": _muon,
+    "sgd": _sgd,
+}
+
+
+def _matrices(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.ndim >= 2, params)
+
+
+def _muon_dimensions(params: Any) -> Any:
+    def dimensions(path: Any, x: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        in_layer = getattr(path[0], "key", None) == "layers"
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0) if in_layer and x.ndim == 2 else None
+
+    return jax.tree_util.tree_map_with_path(dimensions, params)
 
 
 def _promoting(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """The optimizer under jax's standard dtype promotion, which optax relies on, whatever the user has set."""
 
     def init(params: optax.Params) -> optax.OptState:
-        with jax.numpy_dtype_promotion("standard"):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return optimizer.init(params)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
-        with jax.numpy_dtype_promotion("standard"):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return optimizer.update(updates, state, params)
 
     return optax.GradientTransformation(init, update)

@@ -66,6 +66,7 @@ def rollout(
     params: SamplingParams,
     step: int,
     policy_version: int = 0,
+    first_prompt: int = 0,
 ) -> Iterator[list[Rollout]]:
     """The groups of completions of each prompt, each as soon as its last completion ends.
 
@@ -77,9 +78,10 @@ def rollout(
         params: how to sample; `n` is the size of a group.
         step: distinguishes rollouts with the same seed.
         policy_version: recorded in each rollout.
+        first_prompt: index of the first of these prompts in its rollout.
     """
     unfinished: dict[int, list[Any]] = {}
-    for sequence in engine.stream(engine.sequences(list(prompt_ids), params, step)):
+    for sequence in engine.stream(engine.sequences(list(prompt_ids), params, step, first_prompt)):
         group = unfinished.setdefault(sequence.prompt_index, [])
         group.append(sequence)
         if len(group) < params.n:
@@ -90,7 +92,7 @@ def rollout(
             Rollout(
                 prompt_index=member.prompt_index,
                 sample_index=member.sample_index,
-                example=examples[member.prompt_index],
+                example=examples[member.prompt_index - first_prompt],
                 prompt_ids=member.prompt,
                 completion_ids=np.asarray(member.tokens, np.int32),
                 policy_logps=np.asarray(member.policy_logps, np.float32),

@@ -19,14 +19,15 @@ from groupax.models.decoder import Checkpointing
 from groupax.models.grouped import grouped_logprobs
 from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators
-from groupax.objective.objective import TOKEN_SUMS, TokenSums, policy_objective
+from groupax.objective.objective import empty_objective_tally, policy_objective
 from groupax.objective.settings import ObjectiveSettings
+from groupax.objective.tally import Tally, across_devices, empty_tally, merge
 from groupax.parallel.mesh import DATA
 from groupax.pytree import pytree
 
 ROWS = PartitionSpec(DATA)
 REPLICATED = PartitionSpec()
-LOGP_DIFF = "rollout/logp_diff_mean"
+LOGP_DIFF = "rollout/logp_diff"  # |log-prob of the engine - log-prob of the trainer|, of the same weights
 
 
 @pytree
@@ -49,14 +50,12 @@ class Totals:
     Attributes:
         grads: of the loss, float32.
         loss: of the step so far.
-        sums: metrics summed over loss tokens.
-        logp_diff_max: the largest |log-prob of the engine - log-prob of the trainer| so far.
+        tally: metrics of the step so far.
     """
 
     grads: Params
     loss: Float[Array, ""]
-    sums: TokenSums
-    logp_diff_max: Float[Array, ""]
+    tally: Tally
 
 
 def to_rows(tree: Any, mesh: Mesh) -> Any:
@@ -77,15 +76,15 @@ def compute_view(params: Params, *, dtype: Any) -> Params:
     return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params)
 
 
-@jax.jit
-def zero_totals(params: Params) -> Totals:
+@partial(jax.jit, static_argnames=("settings",))
+def zero_totals(params: Params, *, settings: ObjectiveSettings) -> Totals:
     """Totals before the first micro-batch."""
-    zero = jnp.float32(0.0)
+    own = empty_objective_tally(settings)
+    engine = empty_tally([f"{LOGP_DIFF}_mean"], [], [f"{LOGP_DIFF}_max"])
     return Totals(
         grads=jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params),
-        loss=zero,
-        sums=dict.fromkeys((*TOKEN_SUMS, LOGP_DIFF), zero),
-        logp_diff_max=zero,
+        loss=jnp.float32(0.0),
+        tally=_joined(own, engine),
     )
 
 
@@ -95,12 +94,13 @@ def micro_step(
     totals: Totals,
     batch: MicroBatch,
     counts: Denominators,
+    entropy_coef: Float[Array, ""],
     *,
     config: ModelConfig,
     settings: ObjectiveSettings,
     mesh: Mesh,
     checkpointing: Checkpointing,
-) -> Totals:
+) -> tuple[Totals, Float[Array, "B T"]]:
     """Add a micro-batch's loss, gradients and metrics to the totals of its optimizer step.
 
     Args:
@@ -108,30 +108,39 @@ def micro_step(
         totals: donated.
         batch: on the devices (`to_rows`).
         counts: denominators of the whole optimizer step.
+        entropy_coef: weight of the entropy bonus, if the settings have one.
         config, settings, mesh, checkpointing: static.
+
+    Returns:
+        The new totals, and the log-probs of the batch's targets under `params`.
     """
 
-    def local(params: Params, totals: Totals, batch: MicroBatch, counts: Denominators) -> Totals:
-        def loss_fn(params: Params) -> tuple[Array, tuple[TokenSums, Array]]:
-            logp, entropy = _logprobs(config, settings, checkpointing, params, batch)
-            loss, sums = policy_objective(
-                logp, entropy, batch.old_logp, batch.ref_logp, batch.advantages, batch.mask, counts, settings
-            )
-            logp_diff = jnp.where(batch.mask, jnp.abs(lax.stop_gradient(logp) - batch.rollout_logp), 0.0)
-            return loss, (sums | {LOGP_DIFF: jnp.sum(logp_diff)}, jnp.max(logp_diff))
+    def local(
+        params: Params, totals: Totals, batch: MicroBatch, counts: Denominators, entropy_coef: Array
+    ) -> tuple[Totals, Array]:
+        evidence = batch.evidence
 
-        (loss, (sums, logp_diff_max)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        grads, loss, sums = lax.psum((grads, loss, sums), DATA)
-        return Totals(
+        def loss_fn(params: Params) -> tuple[Array, tuple[Tally, Array]]:
+            logp, entropy = _logprobs(config, settings, checkpointing, params, batch)
+            loss, tally = policy_objective(logp, entropy, evidence, counts, settings, entropy_coef)
+            return loss, (tally, logp)
+
+        (loss, (tally, logp)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        sampled_under = logp if evidence.old_logp is None else evidence.old_logp
+        logp_diff = jnp.where(evidence.mask, jnp.abs(sampled_under - evidence.rollout_logp), 0.0)
+        own = Tally({f"{LOGP_DIFF}_mean": jnp.sum(logp_diff)}, {}, {f"{LOGP_DIFF}_max": jnp.max(logp_diff)})
+        grads, loss = lax.psum((grads, loss), DATA)
+        new_totals = Totals(
             grads=jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), totals.grads, grads),
             loss=totals.loss + loss,
-            sums={name: totals.sums[name] + sums[name] for name in totals.sums},
-            logp_diff_max=jnp.maximum(totals.logp_diff_max, lax.pmax(logp_diff_max, DATA)),
+            tally=merge(totals.tally, across_devices(_joined(tally, own), DATA)),
         )
+        return new_totals, logp
 
-    in_specs = (REPLICATED, REPLICATED, ROWS, REPLICATED)
-    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=REPLICATED, check_vma=False)
-    return program(params, totals, batch, counts)
+    in_specs = (REPLICATED, REPLICATED, ROWS, REPLICATED, REPLICATED)
+    out_specs = (REPLICATED, ROWS)
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return program(params, totals, batch, counts, entropy_coef)
 
 
 @partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("state", "grads"))
@@ -155,13 +164,27 @@ def apply_update(
 @partial(jax.jit, static_argnames=("config", "settings", "mesh"))
 def score(
     params: Params, batch: MicroBatch, *, config: ModelConfig, settings: ObjectiveSettings, mesh: Mesh
-) -> Float[Array, "B T"]:
-    """Log-probabilities of the batch's targets under some weights (the old policy's or the reference's)."""
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Log-probabilities of the batch's targets under some weights, and the entropies of their distributions."""
 
-    def local(params: Params, batch: MicroBatch) -> Array:
-        return _logprobs(config, settings, "none", params, batch)[0]
+    def local(params: Params, batch: MicroBatch) -> tuple[Array, Array]:
+        return _logprobs(config, settings, "none", params, batch)
 
     return jax.shard_map(local, mesh=mesh, in_specs=(REPLICATED, ROWS), out_specs=ROWS, check_vma=False)(params, batch)
+
+
+@partial(jax.jit, static_argnames=("alpha",), donate_argnames=("reference",))
+def mix(reference: Params, policy: Params, *, alpha: float) -> Params:
+    """alpha policy + (1 - alpha) reference, in the reference's dtype."""
+
+    def mixed(ref: Array, new: Array) -> Array:
+        return (alpha * new.astype(jnp.float32) + (1.0 - alpha) * ref.astype(jnp.float32)).astype(ref.dtype)
+
+    return jax.tree.map(mixed, reference, policy)
+
+
+def _joined(a: Tally, b: Tally) -> Tally:
+    return Tally(a.sums | b.sums, a.minima | b.minima, a.maxima | b.maxima)
 
 
 def _logprobs(

@@ -16,7 +16,8 @@ class RunFolder:
     """Writes what a run leaves behind.
 
     Layout: `config.json`; `metrics.jsonl`, one line per logged step, flushed as it is written;
-    `rollouts/step_N.parquet`, one row per completion; `model/`, written by the trainer at the end.
+    `rollouts/step_N.parquet`, one row per completion; `bad_steps/`, batches whose update was not finite; `model/`,
+    written by the trainer at the end.
 
     Args:
         path: made if absent.
@@ -52,15 +53,29 @@ class RunFolder:
 
     def write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Write `rollouts/step_N.parquet`; it appears whole or not at all."""
-        import pyarrow
-        import pyarrow.parquet
+        _write_table(self.path / "rollouts" / f"step_{step:06d}.parquet", [_record(step, row) for row in rollouts])
 
-        folder = self.path / "rollouts"
-        folder.mkdir(exist_ok=True)
-        table = pyarrow.Table.from_pylist([_record(step, row) for row in rollouts])
-        partial = folder / f".step_{step:06d}.parquet"
-        pyarrow.parquet.write_table(table, partial)
-        partial.rename(folder / f"step_{step:06d}.parquet")
+    def write_bad_batch(self, step: int, rows: Sequence[Any]) -> Path:
+        """Write the rows of an update that was not finite to `bad_steps/step_N.parquet`, one per completion."""
+        return _write_table(
+            self.path / "bad_steps" / f"step_{step:06d}.parquet", [_plain_record(vars(row)) for row in rows]
+        )
+
+
+def _write_table(path: Path, records: Sequence[Mapping[str, Any]]) -> Path:
+    """The table appears whole or not at all."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(f".{path.name}")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(records)), partial)
+    partial.rename(path)
+    return path
+
+
+def _plain_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in record.items()}
 
 
 def _record(step: int, row: Rollout) -> dict[str, Any]:

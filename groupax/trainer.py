@@ -1,47 +1,58 @@
 """The trainer: GRPO as the paper's Algorithm 1 has it (arXiv:2402.03300)."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from groupax.batch import Row, pack
-from groupax.config import GRPOConfig
+from groupax.batch import Row
+from groupax.config import GRPOConfig, nearest
 from groupax.data import Examples, PromptSet, encode_examples, load_examples, num_steps, visit_order
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.evaluate import Evaluation, evaluate
-from groupax.health import setup_findings, step_findings
-from groupax.metrics import Metrics, completion_metrics, reward_metrics, window_mean
+from groupax.health import setup_findings
+from groupax.learner import Learner, LearnerSettings, Update
+from groupax.metrics import Metrics, completion_metrics, reward_metrics, solved_metrics
 from groupax.models.checkpoint import Model, load_model, save_model
-from groupax.models.specs import Params
-from groupax.objective.advantages import group_advantages
-from groupax.objective.aggregation import Denominators
+from groupax.objective.advantages import Advantages, group_advantages
+from groupax.objective.entropy import EntropyControl
 from groupax.objective.settings import ObjectiveSettings
-from groupax.optimizer import make_optimizer, make_schedule
-from groupax.parallel.mesh import num_data_shards
-from groupax.progress import PROGRESS_BARS
-from groupax.rewards.contract import resolve_rewards, rewards_by_name, score
+from groupax.optimizer import OptimizerSettings, ScheduleSettings
+from groupax.rewards.contract import resolve_rewards, reward_matrix, rewards_by_name, score
 from groupax.rollout import Rollout, rollout
-from groupax.step import (
-    LOGP_DIFF,
-    TrainState,
-    apply_update,
-    compute_view,
-    init_state,
-    micro_step,
-    to_rows,
-    zero_totals,
-)
-from groupax.step import score as score_batch
+from groupax.run_log import RunLog
 from groupax.tokenizer import eos_token_ids, load_tokenizer, prepare_tokenizer
 from groupax.tracking import RunFolder
+
+Group = list[Rollout]
+
+
+class DivergedError(RuntimeError):
+    """Too many updates in a row were not finite."""
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """How far a run has come; the next step is a function of this, the seed and the learner's state.
+
+    Attributes:
+        step: optimizer steps, skipped ones included.
+        num_rollouts: rollouts that were sampled.
+        num_prompts: prompts that were visited.
+        num_tokens: prompt and completion tokens that were sampled.
+        num_bad_steps: skipped updates in a row.
+    """
+
+    step: int = 0
+    num_rollouts: int = 0
+    num_prompts: int = 0
+    num_tokens: int = 0
+    num_bad_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,12 @@ class GRPOTrainer:
             raise ValueError(f"eval_steps is {args.eval_steps}, but there is no eval_dataset")
         self.rewards = resolve_rewards(reward_funcs, [name for name in train_examples[0] if name != "prompt"])
         self.reward_weights = _weights(args, len(self.rewards))
+        names = [reward.name for reward in self.rewards]
+        if args.solved_by is not None and args.solved_by not in names:
+            raise ValueError(
+                f"solved_by is {args.solved_by!r}, which is no reward function{nearest(args.solved_by, names)}; "
+                f"there are {', '.join(names)}"
+            )
         self.run_folder = RunFolder(args.output_dir)
 
         self.model = model if isinstance(model, Model) else load_model(model)
@@ -110,168 +127,187 @@ class GRPOTrainer:
         self.num_steps = num_steps(
             len(self.prompts), args.prompts_per_step, args.num_iterations, args.num_train_epochs, args.max_steps
         )
-        self.settings = _objective_settings(args)
-        self.schedule = make_schedule(
-            args.lr_scheduler_type, args.learning_rate, args.learning_rate_end, args.warmup_steps, self.num_steps
-        )
-        self.optimizer = make_optimizer(
-            self.schedule, args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, args.max_grad_norm
-        )
-        self.state: TrainState = init_state(self.model.params, optimizer=self.optimizer)
-        self.policy = self._policy()
-        self.reference = compute_view(self.state.params, dtype=self.dtype) if args.beta > 0 else None
+        self.learner = Learner(self.model, _learner_settings(args), self.num_steps)
         self.engine = Engine(
-            self.model.config, self.policy, self.model.mesh, self.eos_ids, max_slots=args.max_concurrent_rows
+            self.model.config, self.learner.policy, self.model.mesh, self.eos_ids, max_slots=args.max_concurrent_rows
         )
-        self.step = 0
-        self.num_tokens = 0
+        self.cursor = Cursor()
 
     # -- Algorithm 1 ---------------------------------------------------------------------------------------------
 
     def train(self) -> TrainResult:
-        """Run all steps, write the run folder, and save the trained model in its `model/`."""
+        """Run all steps, write the run folder, and save the trained model in its `model/`.
+
+        Raises:
+            DivergedError: `max_bad_steps` updates in a row were not finite. The model is saved as it was before them.
+        """
         args = self.args
         self.run_folder.start(args.to_dict())
-        report = _Report(self)
+        log = RunLog(args, self.run_folder, self.num_steps)
+        self._tell_setup(log)
         started_s = time.perf_counter()
         try:
-            for index in range(self._num_rollouts):
-                groups = self._sample(index)
-                groups, metrics = self._score(groups)
-                rows = self._rows(groups)
-                report.rollouts(groups, metrics)
-                for minibatch in self._minibatches(rows):
-                    report.step(self._update(minibatch))
-                    if args.eval_steps and self.step % args.eval_steps == 0:
-                        report.evaluation(self.evaluate())
+            while self.cursor.step < self.num_steps:
+                groups, metrics = self._collect()
+                log.rollout(groups, metrics)
+                for rows, update in self._updates(groups[: self._prompts_per_rollout]):
+                    log.step(self.cursor.step, update.metrics)
+                    self._stop_if_diverged(log, rows, update)
+                    if args.eval_steps and self.cursor.step % args.eval_steps == 0:
+                        log.evaluation(self.cursor.step, self.evaluate())
             train_seconds = time.perf_counter() - started_s
         finally:
-            report.close()
+            log.close()
         self.save_model()
-        return TrainResult(self.step, train_seconds, report.rollout_tokens_per_s, report.last)
+        return TrainResult(self.cursor.step, train_seconds, log.rollout_tokens_per_s, log.last)
 
-    def _sample(self, index: int) -> list[list[Rollout]]:
-        """G completions of each prompt of the rollout, from the current policy."""
+    def _collect(self) -> tuple[list[Group], Metrics]:
+        """The groups of a rollout with their rewards and advantages, those to train on first, and their metrics.
+
+        With `filter_zero_variance` groups without signal make room for groups of further prompts, as long as the
+        budget lasts. What it leaves open is filled up with them, so that a step keeps its size.
+        """
+        args, wanted = self.args, self._prompts_per_rollout
+        budget = int(wanted * args.filter_budget) if args.filter_zero_variance else wanted
+        kept: list[Group] = []
+        flat: list[Group] = []  # without signal
+        num_sampled = num_rounds = 0
+        rollout_s = reward_s = 0.0
+        while len(kept) < wanted and num_sampled < budget:
+            started_s = time.perf_counter()
+            groups = self._sample(num_sampled, min(wanted - len(kept), budget - num_sampled))
+            sampled_s = time.perf_counter()
+            for group in self._score(groups):
+                has_signal = not args.filter_zero_variance or not self._advantages([group]).zero_std[0]
+                (kept if has_signal else flat).append(group)
+            rollout_s += sampled_s - started_s
+            reward_s += time.perf_counter() - sampled_s
+            num_sampled, num_rounds = num_sampled + len(groups), num_rounds + 1
+        num_filled = wanted - len(kept)
+        trained, dropped = kept + flat[:num_filled], flat[num_filled:]
+        groups = _with_advantages(trained, self._advantages(trained).values) + dropped
+
+        rows = [row for group in groups for row in group]
+        num_new = sum(len(row.completion_ids) for row in rows)
+        self.cursor = replace(
+            self.cursor,
+            num_rollouts=self.cursor.num_rollouts + 1,
+            num_prompts=self.cursor.num_prompts + num_sampled,
+            num_tokens=self.cursor.num_tokens + num_new + sum(len(row.prompt_ids) for row in rows),
+        )
+        names = [reward.name for reward in self.rewards]
+        metrics = completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), self._advantages(groups))
+        if args.solved_by:
+            solved = np.array([[row.rewards[args.solved_by] == 1.0 for row in group] for group in groups])
+            metrics |= solved_metrics(solved)
+        if args.filter_zero_variance:
+            metrics |= {
+                "filter/sampled_prompts": float(num_sampled),
+                "filter/rounds": float(num_rounds),
+                "filter/dropped_frac": len(dropped) / num_sampled,
+                "filter/filled_up_frac": num_filled / wanted,
+            }
+        return groups, metrics | {
+            "epoch": self.cursor.num_prompts / len(self.prompts),
+            "num_tokens": float(self.cursor.num_tokens),
+            "time/rollout_s": rollout_s,
+            "time/reward_s": reward_s,
+            "rollout/tokens_per_s": num_new / rollout_s,
+        }
+
+    def _sample(self, first: int, count: int) -> list[Group]:
+        """G completions of each of the next prompts, from the current policy; `first` of the rollout's came before."""
         args = self.args
-        num_prompts = args.prompts_per_step * args.updates_per_rollout
-        visited = visit_order(len(self.prompts), index * num_prompts, num_prompts, args.seed)
-        self.engine.params = self.policy
+        visited = visit_order(len(self.prompts), self.cursor.num_prompts + first, count, args.seed)
+        self.engine.params = self.learner.policy
         groups = rollout(
             self.engine,
             self.tokenizer,
             [self.prompts.examples[i] for i in visited],
             [self.prompts.token_ids[i] for i in visited],
             self._sampling_params(args.num_generations, args.temperature, args.seed),
-            step=index,
-            policy_version=self.step,
+            step=self.cursor.num_rollouts,
+            policy_version=self.cursor.step,
+            first_prompt=first,
         )
-        started_s = time.perf_counter()
-        groups = sorted(groups, key=lambda group: group[0].prompt_index)
-        self.rollout_s = time.perf_counter() - started_s
-        return groups
+        return sorted(groups, key=lambda group: group[0].prompt_index)
 
-    def _score(self, groups: list[list[Rollout]]) -> tuple[list[list[Rollout]], Metrics]:
-        """Rewards of all completions, and their advantages within the group."""
-        started_s = time.perf_counter()
+    def _score(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with the rewards of all completions."""
         rows = [row for group in groups for row in group]
         rewards = np.stack([score(reward, rows) for reward in self.rewards], axis=1)  # (B, K)
-        G = self.args.num_generations
-        advantages = group_advantages(rewards, self.reward_weights, G, self.args.scale_rewards)
-        reward_s = time.perf_counter() - started_s
         names = [reward.name for reward in self.rewards]
         scored = [
-            replace(row, rewards=rewards_by_name(names, row_rewards), advantage=float(advantage))
-            for row, row_rewards, advantage in zip(rows, rewards, advantages.values, strict=True)
+            replace(row, rewards=rewards_by_name(names, values), advantage=0.0)
+            for row, values in zip(rows, rewards, strict=True)
         ]
-        num_sampled = sum(len(row.completion_ids) for row in rows)
-        self.num_tokens += num_sampled + sum(len(row.prompt_ids) for row in rows)
-        metrics = completion_metrics(scored) | reward_metrics(names, rewards, advantages)
-        metrics |= {
-            "num_tokens": float(self.num_tokens),
-            "time/rollout_s": self.rollout_s,
-            "time/reward_s": reward_s,
-            "rollout/tokens_per_s": num_sampled / self.rollout_s,
-        }
-        return [scored[start : start + G] for start in range(0, len(scored), G)], metrics
-
-    def _rows(self, groups: list[list[Rollout]]) -> list[list[Row]]:
-        """Training rows by group, with the log-probs of the old policy and of the reference where they are needed."""
-        rows = [
-            Row(
-                group=index,
-                prompt=rollout.prompt_ids,
-                completion=rollout.completion_ids,
-                mask=np.full(len(rollout.completion_ids), self._counts(rollout)),
-                advantage=rollout.advantage,
-                rollout_logp=rollout.policy_logps,
-            )
-            for index, group in enumerate(groups)
-            for rollout in group
-        ]
-        if self.args.updates_per_rollout * self.args.num_iterations > 1:
-            old = self._logprobs(self.policy, rows)
-            rows = [replace(row, old_logp=logp) for row, logp in zip(rows, old, strict=True)]
-        if self.reference is not None:
-            ref = self._logprobs(self.reference, rows)
-            rows = [replace(row, ref_logp=logp) for row, logp in zip(rows, ref, strict=True)]
         G = self.args.num_generations
-        return [rows[start : start + G] for start in range(0, len(rows), G)]
+        return [scored[start : start + G] for start in range(0, len(scored), G)]
 
-    def _minibatches(self, groups: list[list[Row]]) -> Iterator[list[Row]]:
-        """The rows of each optimizer step on this rollout."""
-        P = self.args.prompts_per_step
-        for _ in range(self.args.num_iterations):
-            for start in range(0, len(groups), P):
-                if self.step < self.num_steps:
-                    yield [row for group in groups[start : start + P] for row in group]
-
-    def _update(self, rows: list[Row]) -> Metrics:
-        """One optimizer step: the gradient of the objective over the rows, in micro-batches."""
-        started_s = time.perf_counter()
-        mesh = self.model.mesh
-        num_tokens = sum(int(row.mask.sum()) for row in rows)
-        num_rows = sum(bool(row.mask.any()) for row in rows)
-        counts = Denominators(jnp.float32(max(num_rows, 1)), jnp.float32(max(num_tokens, 1)))
-        packed = pack(rows, num_data_shards(mesh), self._micro_batch_tokens)
-        totals = zero_totals(self.policy)
-        for part in packed:
-            totals = micro_step(
-                self.policy,
-                totals,
-                to_rows(part.batch, mesh),
-                counts,
-                config=self.model.config,
-                settings=self.settings,
-                mesh=mesh,
-                checkpointing=self.args.gradient_checkpointing,
-            )
-            if self._on_cpu:  # the virtual devices' collectives can starve each other when several steps are queued
-                jax.block_until_ready(totals)
-        self.state, grad_norm, updated = apply_update(self.state, totals.grads, totals.loss, optimizer=self.optimizer)
-        self.policy = self._policy()
-        loss, sums, logp_diff_max, grad_norm, updated = jax.device_get(
-            (totals.loss, totals.sums, totals.logp_diff_max, grad_norm, updated)
+    def _advantages(self, groups: Sequence[Group]) -> Advantages:
+        rows = [row for group in groups for row in group]
+        return group_advantages(
+            reward_matrix([reward.name for reward in self.rewards], rows),
+            self.reward_weights,
+            self.args.num_generations,
+            self.args.scale_rewards,
+            self.args.multi_objective_aggregation,
         )
-        learning_rate = np.asarray(self.schedule(self.step)).item()
-        self.step += 1
-        train_s = time.perf_counter() - started_s
-        real = sum(part.num_tokens for part in packed)
-        means = {name: float(total) / max(num_tokens, 1) for name, total in sums.items()}
-        if self.reference is None:
-            del means["kl"]
-        return {
-            "loss": float(loss),
-            "grad_norm": float(grad_norm),
-            "learning_rate": learning_rate,
-            "epoch": self.step * self.args.prompts_per_step / self.args.num_iterations / len(self.prompts),
-            **means,
-            f"{LOGP_DIFF.removesuffix('mean')}max": float(logp_diff_max),
-            "update_skipped": float(not updated),
-            "padding_frac": 1.0 - real / sum(part.num_cells for part in packed),
-            "micro_batches": float(len(packed)),
-            "time/train_s": train_s,
-            "train/tokens_per_s": real / train_s,
-        }
+
+    def _updates(self, groups: Sequence[Group]) -> Iterator[tuple[list[Row], Update]]:
+        """The optimizer steps on a rollout: `updates_per_rollout` minibatches, `num_iterations` times each."""
+        args, learner = self.args, self.learner
+        rows = [[self._row(index, row) for row in group] for index, group in enumerate(groups)]
+        P = args.prompts_per_step
+        minibatches = [[row for group in rows[start : start + P] for row in group] for start in range(0, len(rows), P)]
+        if learner.reference is not None:
+            minibatches = [
+                _with(batch, "ref_logp", learner.logprobs(learner.reference, batch)[0]) for batch in minibatches
+            ]
+        # the first one's own update will know them
+        minibatches[1:] = [
+            _with(batch, "old_logp", learner.logprobs(learner.policy, batch)[0]) for batch in minibatches[1:]
+        ]
+        for _ in range(args.num_iterations):
+            for index, batch in enumerate(minibatches):
+                if self.cursor.step == self.num_steps:
+                    return
+                update = learner.update(batch)
+                if batch[0].old_logp is None:
+                    minibatches[index] = _with(batch, "old_logp", update.logps)
+                num_bad_steps = 0 if update.made else self.cursor.num_bad_steps + 1
+                self.cursor = replace(self.cursor, step=self.cursor.step + 1, num_bad_steps=num_bad_steps)
+                yield batch, update
+
+    def _row(self, index: int, row: Rollout) -> Row:
+        counts = not (self.args.mask_truncated_completions and row.finish_reason == "length")
+        return Row(
+            group=index,
+            prompt=row.prompt_ids,
+            completion=row.completion_ids,
+            mask=np.full(len(row.completion_ids), counts),
+            advantage=row.advantage,
+            rollout_logp=row.policy_logps,
+            sampler_logp=None if self.args.rollout_correction == "none" else row.sampler_logps,
+        )
+
+    def _stop_if_diverged(self, log: RunLog, rows: Sequence[Row], update: Update) -> None:
+        if update.made:
+            return
+        path = self.run_folder.write_bad_batch(self.cursor.step, rows)
+        loss, grad_norm = update.metrics["loss"], update.metrics["grad_norm"]
+        log.message(
+            f"step {self.cursor.step}: the loss ({loss}) or the gradient's norm ({grad_norm}) is not finite; the "
+            f"update was skipped, its batch is in {path}",
+            warning=True,
+        )
+        if self.cursor.num_bad_steps >= self.args.max_bad_steps:
+            folder = self.save_model()
+            raise DivergedError(
+                f"{self.cursor.num_bad_steps} updates in a row were not finite (max_bad_steps), the last one in step "
+                f"{self.cursor.step}; the model as it was before them is in {folder}, their batches are in "
+                f"{path.parent}. Lower learning_rate, set beta above 0, or look at the rewards of these batches"
+            )
 
     # -- beside the loop -----------------------------------------------------------------------------------------
 
@@ -283,42 +319,19 @@ class GRPOTrainer:
         """
         if self.eval_prompts is None:
             raise ValueError("there is no eval_dataset to evaluate on; give one to GRPOTrainer")
-        self.engine.params = self.policy
+        self.engine.params = self.learner.policy
         params = params or self._sampling_params(1, self.args.eval_temperature, self.args.seed)
         return evaluate(self.engine, self.tokenizer, self.rewards, self.reward_weights, self.eval_prompts, params)
 
     def save_model(self, folder: str | Path | None = None) -> Path:
         """Write the current policy as a Hugging Face folder, by default the run's `model/`, in its original dtype."""
         stored = self.model.hf_config.get("dtype") or self.model.hf_config.get("torch_dtype") or "float32"
-        trained = replace(self.model, params=self.state.params)
+        trained = replace(self.model, params=self.learner.state.params)
         return save_model(trained, folder or self.run_folder.path / "model", self.tokenizer, jnp.dtype(stored))
 
-    @cached_property
-    def dtype(self) -> Any:
-        """Of the forward pass."""
-        chosen = self.args.dtype
-        return jnp.dtype(("float32" if self._on_cpu else "bfloat16") if chosen == "auto" else chosen)
-
     @property
-    def _on_cpu(self) -> bool:
-        return self.model.mesh.devices.flat[0].platform == "cpu"
-
-    @property
-    def _num_rollouts(self) -> int:
-        return -(-self.num_steps // (self.args.updates_per_rollout * self.args.num_iterations))
-
-    @property
-    def _micro_batch_tokens(self) -> int:
-        if self.args.micro_batch_tokens is not None:
-            return self.args.micro_batch_tokens
-        # activations beyond this fall out of a CPU's cache; accelerators want larger matrices
-        return 4096 if self._on_cpu else 16384
-
-    def _policy(self) -> Params:
-        """What engine and gradients read: the master weights themselves where they have the compute dtype."""
-        if self.dtype == jnp.float32:
-            return self.state.params
-        return compute_view(self.state.params, dtype=self.dtype)
+    def _prompts_per_rollout(self) -> int:
+        return self.args.prompts_per_step * self.args.updates_per_rollout
 
     def _tokenizer(self, processing_class: Any) -> Any:
         if processing_class is not None:
@@ -349,82 +362,28 @@ class GRPOTrainer:
             seed=seed,
         )
 
-    def _counts(self, row: Rollout) -> bool:
-        return not (self.args.mask_truncated_completions and row.finish_reason == "length")
-
-    def _logprobs(self, params: Params, rows: list[Row]) -> list[np.ndarray]:
-        """Log-probs of each row's completion tokens under some weights."""
-        logps: list[np.ndarray] = [np.zeros(0)] * len(rows)
-        mesh = self.model.mesh
-        for part in pack(rows, num_data_shards(mesh), self._micro_batch_tokens):
-            batch = to_rows(part.batch, mesh)
-            scored = score_batch(params, batch, config=self.model.config, settings=self.settings, mesh=mesh)
-            for index, logp in zip(part.rows, np.asarray(scored), strict=True):
-                if index >= 0:
-                    logps[index] = logp[: len(rows[index].completion)]
-        return logps
-
-
-class _Report:
-    """Everything that a run tells: progress, metrics and rollouts on disk, findings."""
-
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self.trainer = trainer
-        self.folder = trainer.run_folder
-        self.progress = PROGRESS_BARS[trainer.args.progress_bar](trainer.num_steps)
-        self.history: list[Metrics] = []
-        self.window: list[Metrics] = []
-        self.told: set[str] = set()
-        self.last: Metrics = {}
-        self.num_sampled = self.rollout_s = 0.0
-        if self.folder.moved_aside:
-            self.progress.message(f"the earlier run in {self.folder.path} is now in {self.folder.moved_aside}")
-        for prompts, name in ((trainer.prompts, "train_dataset"), (trainer.eval_prompts, "eval_dataset")):
+    def _tell_setup(self, log: RunLog) -> None:
+        """What the user should know before the first step."""
+        if self.run_folder.moved_aside:
+            log.message(f"the earlier run in {self.run_folder.path} is now in {self.run_folder.moved_aside}")
+        for prompts, name in ((self.prompts, "train_dataset"), (self.eval_prompts, "eval_dataset")):
             if prompts is not None and prompts.num_dropped + prompts.num_truncated:
                 did = f"{prompts.num_dropped} dropped, {prompts.num_truncated} truncated"
-                self.progress.message(f"{name} has prompts longer than max_prompt_length: {did}", warning=True)
-        self._tell(setup_findings(trainer.args.learning_rate, trainer.eos_ids))
-        self.step_started_s = time.perf_counter()
+                log.message(f"{name} has prompts longer than max_prompt_length: {did}", warning=True)
+        log.findings(setup_findings(self.args, self.eos_ids))
 
-    @property
-    def rollout_tokens_per_s(self) -> float:
-        return self.num_sampled / self.rollout_s if self.rollout_s else 0.0
 
-    def rollouts(self, groups: list[list[Rollout]], metrics: Metrics) -> None:
-        self.groups, self.rollout_metrics = groups, metrics
-        self.num_sampled += sum(len(row.completion_ids) for group in groups for row in group)
-        self.rollout_s += metrics["time/rollout_s"]
-        if self.trainer.args.log_completions:
-            self.progress.sample(max(groups, key=lambda group: max(row.advantage for row in group)))
+def _with(rows: Sequence[Row], name: str, values: Sequence[np.ndarray]) -> list[Row]:
+    """The rows with a field of theirs set."""
+    return [replace(row, **{name: value}) for row, value in zip(rows, values, strict=True)]
 
-    def step(self, metrics: Metrics) -> None:
-        step, now_s = self.trainer.step, time.perf_counter()
-        metrics = {"step": float(step), **metrics, **self.rollout_metrics, "step_time": now_s - self.step_started_s}
-        self.step_started_s = now_s
-        self.history = [*self.history[-20:], metrics]
-        self.window.append(metrics)
-        self.progress.step(step, metrics)
-        self._tell(step_findings(self.history))
-        if step % self.trainer.args.logging_steps == 0 or step == self.trainer.num_steps:
-            self.last = window_mean(self.window)
-            self.window = []
-            self.folder.write_metrics(self.last)
-            if self.trainer.args.log_completions:
-                self.folder.write_rollouts(step, [row for group in self.groups for row in group])
 
-    def evaluation(self, evaluation: Evaluation) -> None:
-        metrics = {f"eval_{name}": value for name, value in evaluation.metrics.items()}
-        self.folder.write_metrics({"step": float(self.trainer.step), **metrics})
-        self.progress.message(f"step {self.trainer.step}: eval reward {evaluation.metrics['reward']:.3f}")
-
-    def close(self) -> None:
-        self.progress.close()
-
-    def _tell(self, findings: dict[str, str]) -> None:
-        for name, text in findings.items():
-            if name not in self.told:
-                self.told.add(name)
-                self.progress.message(text, warning=True)
+def _with_advantages(groups: Sequence[Group], advantages: np.ndarray) -> list[Group]:
+    by_group = advantages.reshape(len(groups), -1)
+    return [
+        [replace(row, advantage=float(value)) for row, value in zip(group, values, strict=True)]
+        for group, values in zip(groups, by_group, strict=True)
+    ]
 
 
 def _weights(args: GRPOConfig, num_rewards: int) -> np.ndarray:
@@ -434,16 +393,12 @@ def _weights(args: GRPOConfig, num_rewards: int) -> np.ndarray:
     return weights
 
 
-def _objective_settings(args: GRPOConfig) -> ObjectiveSettings:
-    return ObjectiveSettings(
-        loss_type=args.loss_type,
-        importance_sampling_level=args.importance_sampling_level,
-        epsilon=args.epsilon,
-        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
-        delta=args.delta,
-        beta=args.beta,
-        kl_estimator=args.kl_estimator,
-        use_bias_correction_kl=args.use_bias_correction_kl,
-        temperature=args.temperature,
-        max_completion_length=args.max_completion_length,
+def _learner_settings(args: GRPOConfig) -> LearnerSettings:
+    entropy = args.part(EntropyControl)
+    return args.part(
+        LearnerSettings,
+        objective=args.part(ObjectiveSettings, entropy_bonus=entropy.active),
+        entropy=entropy,
+        optimizer=args.part(OptimizerSettings),
+        schedule=args.part(ScheduleSettings),
     )

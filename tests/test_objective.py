@@ -1,6 +1,7 @@
 """Advantages, losses and aggregation against numpy and against their own laws."""
 
 import itertools
+import math
 from typing import get_args
 
 import jax
@@ -8,13 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from groupax.config import GRPOConfig
 from groupax.objective.advantages import group_advantages
 from groupax.objective.aggregation import ROW_WEIGHTS, Denominators
+from groupax.objective.entropy import EntropyControl, EntropyState, applied_coef, next_entropy_state
 from groupax.objective.kl import ESTIMATORS
 from groupax.objective.losses import LOSSES
-from groupax.objective.objective import policy_objective
+from groupax.objective.masks import top_entropy_threshold
+from groupax.objective.objective import Evidence, empty_objective_tally, policy_objective
 from groupax.objective.ratios import RATIOS
-from groupax.objective.settings import ImportanceSamplingLevel, KLEstimator, LossType, ObjectiveSettings
+from groupax.objective.settings import (
+    ImportanceSamplingLevel,
+    KLEstimator,
+    LossType,
+    ObjectiveSettings,
+    RolloutCorrection,
+)
 
 NAN = float("nan")
 
@@ -56,6 +66,34 @@ def test_a_row_that_a_function_skips_is_neither_punished_nor_favoured():
     np.testing.assert_allclose(advantages_of(rewards, scale="none").values, [0.5, -0.5, 0.5, -0.5])
 
 
+def test_each_reward_can_be_normalized_before_the_sum():
+    rewards = np.random.default_rng(3).normal(size=(12, 2)) * np.array([1.0, 100.0])
+    grouped = rewards.reshape(3, 4, 2)
+    z = (grouped - grouped.mean(1, keepdims=True)) / (grouped.std(1, ddof=1, keepdims=True) + 1e-4)
+    s = (z * np.array([2.0, 1.0])).sum(2).ravel()
+    result = advantages_of(rewards, [2.0, 1.0], aggregation="normalize_then_sum")
+    np.testing.assert_allclose(result.values, (s - s.mean()) / (s.std(ddof=1) + 1e-4))
+    np.testing.assert_allclose(result.rewards, rewards @ [2.0, 1.0])
+
+
+def test_normalizing_first_sees_signal_that_the_sum_hides():
+    rewards = [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]
+    assert advantages_of(rewards).zero_std.all()
+    separate = advantages_of(rewards, [2.0, 1.0], aggregation="normalize_then_sum")
+    assert not separate.zero_std.any()
+    assert separate.values[0] > 0 > separate.values[1]
+
+
+def test_normalizing_first_leaves_out_what_does_not_apply():
+    rewards = [[1.0, 5.0], [0.0, NAN], [1.0, 7.0], [NAN, NAN], *[[0.5, 0.1 + 0.2], [0.5, 0.3]] * 2]
+    result = advantages_of(rewards, aggregation="normalize_then_sum")
+    assert np.isfinite(result.values).all()
+    assert result.values[3] == 0.0
+    assert result.values[4:].tolist() == [0.0] * 4
+    assert result.zero_std.tolist() == [False, True]
+    assert advantages_of([NAN] * 4, aggregation="normalize_then_sum").values.tolist() == [0.0] * 4
+
+
 def test_rows_without_any_reward_are_left_out():
     result = advantages_of([1.0, 0.0, NAN, NAN], scale="none")
     np.testing.assert_allclose(result.values, [0.5, -0.5, 0.0, 0.0])
@@ -82,6 +120,9 @@ def a_batch(seed=0, B=6, T=7):
         "entropy": rng.random((B, T)).astype(np.float32),
         "old_logp": rng.normal(-2, 0.5, (B, T)).astype(np.float32),
         "ref_logp": rng.normal(-2, 0.5, (B, T)).astype(np.float32),
+        "rollout_logp": rng.normal(-2, 0.5, (B, T)).astype(np.float32),
+        "sampler_logp": rng.normal(-2, 0.5, (B, T)).astype(np.float32),
+        "policy_mask": rng.random((B, T)) < 0.6,
         "advantages": rng.normal(size=B).astype(np.float32),
         "mask": np.arange(T)[None, :] < lengths[:, None],
     }
@@ -91,32 +132,73 @@ def counts_of(mask):
     return Denominators(jnp.float32(mask.any(1).sum()), jnp.float32(mask.sum()))
 
 
-def loss_of(batch, settings, counts=None):
-    counts = counts or counts_of(batch["mask"])
+def given_for(settings, batch, on_policy=False, top_entropy=False):
+    """The batch without what these settings do not use."""
+    absent = set()
+    absent |= set() if settings.beta else {"ref_logp"}
+    absent |= set() if settings.rollout_correction != "none" else {"sampler_logp"}
+    absent |= set() if top_entropy else {"policy_mask"}
+    absent |= {"old_logp"} if on_policy else set()
+    return {name: None if name in absent else x for name, x in batch.items()}
+
+
+def loss_of(batch, settings, counts=None, entropy_coef=0.0):
+    counts = counts or counts_of(np.asarray(batch["mask"]))
     batch = {name: None if x is None else jnp.asarray(x) for name, x in batch.items()}
-    return policy_objective(**batch, counts=counts, settings=settings)[0]
+    logp, entropy = batch.pop("logp"), batch.pop("entropy")
+    return policy_objective(logp, entropy, Evidence(**batch), counts, settings, entropy_coef)[0]
 
 
-def numpy_loss(batch, settings):
-    r = np.clip(batch["logp"] - batch["old_logp"], -20, 20).astype(np.float64)
-    mask = batch["mask"].astype(np.float64)
-    A = batch["advantages"][:, None].astype(np.float64)
-    w = np.exp(r)
-    if settings.importance_sampling_level == "sequence":
-        w = np.exp((r * mask).sum(1) / mask.sum(1))[:, None] * np.ones_like(r)
-    bounded = w if settings.delta is None else np.minimum(w, settings.delta)
-    loss = -np.minimum(bounded * A, np.clip(w, 1 - settings.epsilon, 1 + settings.epsilon_high) * A)
-    if settings.beta:
-        d = (batch["ref_logp"] - batch["logp"]).astype(np.float64)
-        kl = {"k2": d**2 / 2, "k3": np.exp(d) - d - 1}[settings.kl_estimator]
-        loss = loss + settings.beta * (kl * w if settings.use_bias_correction_kl else kl)
-    summed = (loss * mask).sum(1)
-    return {
-        "grpo": (summed / mask.sum(1)).mean(),
-        "bnpo": summed.sum() / mask.sum(),
-        "dapo": summed.sum() / mask.sum(),
-        "dr_grpo": summed.sum() / (len(summed) * settings.max_completion_length),
-    }[settings.loss_type]
+def numpy_loss(batch, settings, top_entropy=False, entropy_coef=0.0):
+    """The formulas once more, row by row, in float64."""
+    x = {name: np.asarray(value, np.float64) for name, value in batch.items() if name not in ("mask", "policy_mask")}
+    total = bonus = 0.0
+    num_tokens, num_rows = batch["mask"].sum(), batch["mask"].any(1).sum()
+    for i, mask in enumerate(batch["mask"]):
+        logp, old, A = x["logp"][i, mask], x["old_logp"][i, mask], x["advantages"][i]
+        n = mask.sum()
+        r = np.clip(logp - old, -20, 20)
+        w = np.exp(r) if settings.importance_sampling_level == "token" else np.full(n, np.exp(r.sum() / n))
+        low, high = 1 - settings.epsilon, 1 + settings.upper_epsilon
+        rho = np.ones(n)
+        level, _, bound = settings.rollout_correction.rpartition("_")
+        if level:
+            d = old - x["sampler_logp"][i, mask]
+            d = {"token": d, "sequence": np.full(n, d.mean()), "sequence_sum": np.full(n, d.sum())}[level]
+            lo = -np.inf if settings.rollout_correction_min is None else settings.rollout_correction_min
+            hi = np.inf if settings.rollout_correction_max is None else settings.rollout_correction_max
+            rho = np.exp(d)
+            rho = np.clip(rho, lo, hi) if bound == "truncate" else np.where((rho < lo) | (rho > hi), 0.0, rho)
+        if settings.loss_type == "cispo":
+            loss = -np.minimum(w, settings.upper_epsilon) * A * logp
+        elif settings.loss_type == "sapo":
+            tau = settings.sapo_temperature_pos if A > 0 else settings.sapo_temperature_neg
+            loss = -4 / tau / (1 + np.exp(-tau * (w - 1))) * A
+        elif settings.loss_type == "vespo":
+            k, lam = (settings.vespo_k_pos, settings.vespo_lambda_pos)
+            k, lam = (k, lam) if A >= 0 else (settings.vespo_k_neg, settings.vespo_lambda_neg)
+            log_w = np.clip((r + (np.log(np.maximum(rho, 1e-8)) if level else 0)).sum(), np.log(1e-8), 20)
+            loss = -np.exp(lam + k * log_w - lam * np.exp(log_w)) * A * logp
+        else:
+            bounded = w if settings.delta is None else np.minimum(w, settings.delta)
+            loss = -np.minimum(bounded * A, np.clip(w, low, high) * A)
+        if settings.off_policy_mask_threshold is not None:
+            drift = (x["rollout_logp"][i, mask] - logp).mean()
+            loss = loss * (A >= 0 or drift <= settings.off_policy_mask_threshold)
+        if top_entropy:
+            loss = loss * batch["policy_mask"][i, mask]
+        if settings.loss_type != "vespo":
+            loss = loss * rho
+        if settings.beta:
+            d = x["ref_logp"][i, mask] - logp
+            kl = {"k2": d**2 / 2, "k3": np.exp(d) - d - 1}[settings.kl_estimator]
+            loss = loss + settings.beta * (kl * w if settings.use_bias_correction_kl else kl)
+        by_row, by_token = 1 / num_rows, 1 / num_tokens
+        weight = {"grpo": by_row / n, "sapo": by_row / n, "luspo": by_row}.get(settings.loss_type, by_token)
+        weight = by_row / settings.max_completion_length if settings.loss_type == "dr_grpo" else weight
+        total += loss.sum() * weight
+        bonus += x["entropy"][i, mask].sum() / num_tokens
+    return total - entropy_coef * bonus
 
 
 CASES = [
@@ -127,6 +209,13 @@ CASES = [
     {"beta": 0.1, "kl_estimator": "k2"},
     {"beta": 0.1, "use_bias_correction_kl": False},
     {"importance_sampling_level": "sequence"},
+    {"off_policy_mask_threshold": 0.0},
+    {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
+    {"vespo_k_pos": 1.5, "vespo_lambda_pos": 1.0, "vespo_k_neg": 2.5, "vespo_lambda_neg": 0.5},
+    {"entropy_bonus": True},
+    *({"rollout_correction": word, "rollout_correction_max": 1.2} for word in get_args(RolloutCorrection)[1:]),
+    {"rollout_correction": "token_truncate", "rollout_correction_min": 0.9, "rollout_correction_max": None},
+    {"rollout_correction": "token_mask", "rollout_correction_min": 0.9, "rollout_correction_max": 1.3},
 ]
 
 
@@ -135,63 +224,107 @@ CASES = [
 def test_loss_is_the_formula(loss_type, case):
     settings = ObjectiveSettings(loss_type=loss_type, max_completion_length=16, **case)
     batch = a_batch()
-    given = batch if settings.beta else {**batch, "ref_logp": None}
-    np.testing.assert_allclose(loss_of(given, settings), numpy_loss(batch, settings), rtol=1e-5)
-    jitted = jax.jit(lambda logp: loss_of({**given, "logp": logp}, settings))
-    np.testing.assert_allclose(jitted(jnp.asarray(batch["logp"])), numpy_loss(batch, settings), rtol=1e-5)
+    for top_entropy in (False, True):
+        given = given_for(settings, batch, top_entropy=top_entropy)
+        coef = 0.3 if settings.entropy_bonus else 0.0
+        expected = numpy_loss(batch, settings, top_entropy, coef)
+        np.testing.assert_allclose(loss_of(given, settings, None, coef), expected, rtol=2e-5)
+    jitted = jax.jit(lambda logp: loss_of({**given, "logp": logp}, settings, counts_of(batch["mask"]), coef))
+    np.testing.assert_allclose(jitted(jnp.asarray(batch["logp"])), expected, rtol=2e-5)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("loss_type", get_args(LossType))
+def test_the_empty_tally_has_the_names_of_a_full_one(loss_type, case):
+    settings = ObjectiveSettings(loss_type=loss_type, **case)
+    batch = {name: None if x is None else jnp.asarray(x) for name, x in given_for(settings, a_batch()).items()}
+    logp, entropy = batch.pop("logp"), batch.pop("entropy")
+    tally = policy_objective(logp, entropy, Evidence(**batch), counts_of(batch["mask"]), settings)[1]
+    assert jax.tree.structure(tally) == jax.tree.structure(empty_objective_tally(settings))
+
+
+@pytest.mark.parametrize("importance_sampling_level", get_args(ImportanceSamplingLevel))
 @pytest.mark.parametrize("loss_type", get_args(LossType))
 @pytest.mark.parametrize("cuts", [[3], [1, 2, 4], [1, 2, 3, 4, 5]])
-def test_splitting_a_step_changes_neither_loss_nor_gradient(loss_type, cuts):
-    settings = ObjectiveSettings(loss_type=loss_type, beta=0.05)
+def test_splitting_a_step_changes_neither_loss_nor_gradient(loss_type, importance_sampling_level, cuts):
+    settings = ObjectiveSettings(
+        loss_type=loss_type,
+        importance_sampling_level=importance_sampling_level,
+        beta=0.05,
+        rollout_correction="sequence_truncate",
+        off_policy_mask_threshold=0.1,
+        entropy_bonus=True,
+    )
     batch = a_batch()
     counts = counts_of(batch["mask"])
     edges = [0, *cuts, 6]
     parts = [{name: x[a:b] for name, x in batch.items()} for a, b in itertools.pairwise(edges)]
 
     def value_and_grad(batch):
-        return jax.value_and_grad(lambda logp: loss_of({**batch, "logp": logp}, settings, counts))(batch["logp"])
+        return jax.value_and_grad(lambda logp: loss_of({**batch, "logp": logp}, settings, counts, 0.1))(batch["logp"])
 
     whole, whole_grad = value_and_grad(batch)
     losses, grads = zip(*(value_and_grad(part) for part in parts), strict=True)
-    np.testing.assert_allclose(sum(losses), whole, atol=1e-6)
+    np.testing.assert_allclose(sum(losses), whole, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(np.concatenate(grads), whole_grad, atol=1e-6)
 
 
+@pytest.mark.parametrize("importance_sampling_level", get_args(ImportanceSamplingLevel))
 @pytest.mark.parametrize("loss_type", get_args(LossType))
-def test_on_policy_gradient_is_reinforce_with_the_group_baseline(loss_type):
-    settings = ObjectiveSettings(loss_type=loss_type, max_completion_length=16)
-    batch = {**a_batch(), "old_logp": None, "ref_logp": None}
+def test_on_policy_gradient_is_reinforce_with_the_group_baseline(loss_type, importance_sampling_level):
+    settings = ObjectiveSettings(
+        loss_type=loss_type,
+        importance_sampling_level=importance_sampling_level,
+        max_completion_length=16,
+        epsilon_high=5.0 if loss_type == "cispo" else None,
+    )
+    batch = given_for(settings, a_batch(), on_policy=True)
     grad = jax.grad(lambda logp: loss_of({**batch, "logp": logp}, settings))(jnp.asarray(batch["logp"]))
     lengths, mask = batch["mask"].sum(1), batch["mask"]
-    weights = {"grpo": 1 / (6 * lengths), "dr_grpo": np.full(6, 1 / (6 * 16))}.get(
-        loss_type, np.full(6, 1 / mask.sum())
-    )
+    weights = {
+        "grpo": 1 / (6 * lengths),
+        "sapo": 1 / (6 * lengths),
+        "luspo": np.full(6, 1 / 6),
+        "dr_grpo": np.full(6, 1 / (6 * 16)),
+    }.get(loss_type, np.full(6, 1 / mask.sum()))
     np.testing.assert_allclose(grad, -(batch["advantages"] * weights)[:, None] * mask, atol=1e-7)
 
 
-def test_masked_tokens_have_no_say():
-    batch = a_batch()
+@pytest.mark.parametrize("loss_type", get_args(LossType))
+def test_masked_tokens_have_no_say(loss_type):
+    settings = ObjectiveSettings(loss_type=loss_type, beta=0.1, rollout_correction="token_mask", entropy_bonus=True)
+    batch = given_for(settings, a_batch())
     poisoned = {
-        name: np.where(batch["mask"], x, np.inf) if name in ("logp", "old_logp", "ref_logp", "entropy") else x
+        name: np.where(batch["mask"], x, np.inf) if name.endswith("logp") or name == "entropy" else x
         for name, x in batch.items()
     }
-    settings = ObjectiveSettings(beta=0.1)
-    value, grad = jax.value_and_grad(lambda logp: loss_of({**poisoned, "logp": logp}, settings))(
+    value, grad = jax.value_and_grad(lambda logp: loss_of({**poisoned, "logp": logp}, settings, None, 0.1))(
         jnp.asarray(poisoned["logp"])
     )
-    np.testing.assert_allclose(value, loss_of(batch, settings), rtol=1e-6)
+    np.testing.assert_allclose(value, loss_of(batch, settings, None, 0.1), rtol=1e-6)
     assert np.isfinite(grad).all()
 
 
-def test_extreme_log_ratios_stay_finite():
-    batch = {
-        **a_batch(),
-        "old_logp": np.full((6, 7), -500.0, np.float32),
-        "ref_logp": np.full((6, 7), 500.0, np.float32),
-    }
+def test_a_micro_batch_of_padding_adds_nothing():
     settings = ObjectiveSettings(beta=0.1)
+    batch = {**given_for(settings, a_batch()), "mask": np.zeros((6, 7), bool)}
+    value, grad = jax.value_and_grad(
+        lambda logp: loss_of({**batch, "logp": logp}, settings, counts_of(a_batch()["mask"]))
+    )(jnp.asarray(batch["logp"]))
+    assert value == 0
+    assert not np.any(grad)
+
+
+@pytest.mark.parametrize("extreme", [500.0, np.inf])
+@pytest.mark.parametrize("loss_type", get_args(LossType))
+def test_extreme_log_ratios_stay_finite(loss_type, extreme):
+    settings = ObjectiveSettings(loss_type=loss_type, beta=0.1, rollout_correction="sequence_sum_truncate")
+    batch = {
+        **given_for(settings, a_batch()),
+        "old_logp": np.full((6, 7), -extreme, np.float32),
+        "ref_logp": np.full((6, 7), -extreme, np.float32),
+        "sampler_logp": np.full((6, 7), -500.0, np.float32),
+    }
     value, grad = jax.value_and_grad(lambda logp: loss_of({**batch, "logp": logp}, settings))(
         jnp.asarray(batch["logp"])
     )
@@ -199,26 +332,97 @@ def test_extreme_log_ratios_stay_finite():
     assert np.isfinite(grad).all()
 
 
-@pytest.mark.parametrize(
-    ("estimator", "corrected", "exact"), [("k2", False, True), ("k3", True, True), ("k3", False, False)]
-)
-def test_expected_kl_gradient_over_a_small_policy(estimator, corrected, exact):
-    rng = np.random.default_rng(0)
-    theta, ref = (
-        jnp.asarray(rng.normal(size=5), jnp.float32),
-        jax.nn.log_softmax(jnp.asarray(rng.normal(size=5), jnp.float32)),
+def test_a_fixed_reference_weighs_on_the_ratio_of_the_first_update():
+    settings = ObjectiveSettings(beta=0.1)
+    batch = given_for(settings, a_batch(), on_policy=True)
+    with_old = {**batch, "old_logp": batch["logp"]}
+    np.testing.assert_array_equal(loss_of(batch, settings), loss_of(with_old, settings))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 10, 31, 1000, 100_000])
+@pytest.mark.parametrize("quantile", [0.0, 0.1, 0.2, 0.3, 0.5, 1.0])
+def test_the_top_entropy_threshold_is_numpys_quantile(num_tokens, quantile):
+    values = np.random.default_rng(num_tokens).random(num_tokens).astype(np.float32)
+    pieces = np.array_split(values, min(num_tokens, 7))
+    threshold = top_entropy_threshold(pieces, quantile)
+    np.testing.assert_allclose(threshold, np.quantile(values.astype(np.float64), 1 - quantile), rtol=1e-12)
+    # ranks 0 to n - 1, of which those at or above (n - 1)(1 - q) are kept
+    kept = num_tokens - math.ceil(round((num_tokens - 1) * (1 - quantile), 6))
+    assert (values >= threshold).sum() == kept
+
+
+def test_the_top_entropy_threshold_of_nothing_keeps_everything():
+    assert top_entropy_threshold([], 0.2) == -np.inf
+    assert top_entropy_threshold([np.zeros(0, np.float32)], 0.2) == -np.inf
+
+
+def test_the_adaptive_bonus_follows_the_entropy():
+    control = EntropyControl(
+        entropy_coef=0.01, use_adaptive_entropy=True, entropy_coef_delta=0.01, entropy_target=0.5, entropy_coef_max=0.03
     )
+    state = EntropyState(control.entropy_coef)
+    applied = []
+    for entropy in (0.4, 0.4, 0.5, 0.9, 0.9, 0.9, 0.9, 0.4):
+        applied.append(applied_coef(state, control))
+        state = next_entropy_state(state, control, entropy)
+    # up to the limit while low, off once the last step was above the target, and down to the other limit
+    np.testing.assert_allclose(applied, [0.01, 0.02, 0.03, 0.03, 0, 0, 0, 0])
+    np.testing.assert_allclose(state.coef, 0.01)
+
+
+def test_a_fixed_bonus_stays():
+    control = EntropyControl(entropy_coef=0.01)
+    state = next_entropy_state(EntropyState(0.01), control, 5.0)
+    assert applied_coef(state, control) == 0.01
+
+
+@pytest.mark.parametrize(
+    ("estimator", "corrected", "off_policy", "exact"),
+    [
+        ("k2", False, False, True),
+        ("k3", True, False, True),
+        ("k3", True, True, True),
+        ("k3", False, False, False),
+        ("k2", False, True, False),
+    ],
+)
+def test_expected_kl_gradient_over_a_small_policy(estimator, corrected, off_policy, exact):
+    rng = np.random.default_rng(0)
+    theta, other, ref = (jnp.asarray(rng.normal(size=5), jnp.float32) for _ in range(3))
+    ref = jax.nn.log_softmax(ref)
+    sampled_from = jax.nn.log_softmax(other if off_policy else theta)
 
     def true_kl(theta):
         logp = jax.nn.log_softmax(theta)
         return jnp.sum(jnp.exp(logp) * (logp - ref))
 
-    def expected_estimate(theta):
+    def expected_loss(theta):
+        # each of the five answers once, as a row of one token, weighted by how often it would be sampled
+        settings = ObjectiveSettings(beta=1.0, kl_estimator=estimator, use_bias_correction_kl=corrected)
         logp = jax.nn.log_softmax(theta)
-        estimate = ESTIMATORS[estimator](logp[:, None], ref[:, None])[:, 0]
-        if corrected:
-            estimate = estimate * jnp.exp(logp - jax.lax.stop_gradient(logp))
-        return jnp.sum(jax.lax.stop_gradient(jnp.exp(logp)) * estimate)
+        one, zero = Denominators(jnp.float32(1), jnp.float32(1)), jnp.zeros((1, 1))
+        losses = []
+        for answer in range(5):
+            old, reference = sampled_from[answer, None, None], ref[answer, None, None]
+            evidence = Evidence(jnp.zeros(1), jnp.ones((1, 1), bool), old, old, reference)
+            losses.append(policy_objective(logp[answer, None, None], zero, evidence, one, settings)[0])
+        return jnp.sum(jnp.exp(sampled_from) * jnp.stack(losses))
 
-    error = float(jnp.abs(jax.grad(expected_estimate)(theta) - jax.grad(true_kl)(theta)).max())
+    error = float(jnp.abs(jax.grad(expected_loss)(theta) - jax.grad(true_kl)(theta)).max())
     assert (error < 1e-5) == exact
+
+
+def test_k1_as_a_loss_teaches_nothing():
+    """Why `kl_estimator` has no k1: the expectation of -d has no gradient, wherever the policy stands."""
+    rng = np.random.default_rng(0)
+    theta = jnp.asarray(rng.normal(size=5), jnp.float32)
+    ref = jax.nn.log_softmax(jnp.asarray(rng.normal(size=5), jnp.float32))
+
+    def expected_k1(theta):
+        logp = jax.nn.log_softmax(theta)
+        return jnp.sum(jax.lax.stop_gradient(jnp.exp(logp)) * (logp - ref))
+
+    assert jnp.abs(expected_k1(theta)) > 0.1
+    np.testing.assert_allclose(jax.grad(expected_k1)(theta), np.zeros(5), atol=1e-6)
+    with pytest.raises(ValueError, match="kl_estimator must be one of k2, k3, got 'k1'"):
+        GRPOConfig(kl_estimator="k1")

@@ -67,15 +67,24 @@ class Engine:
             groups[sequence.prompt_index].append(sequence)
         return [sorted(group, key=lambda sequence: sequence.sample_index) for group in groups]
 
-    def sequences(self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0) -> list[Sequence]:
-        """Unstarted sequences for `stream`, checked against what the model can take."""
+    def sequences(
+        self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
+    ) -> list[Sequence]:
+        """Unstarted sequences for `stream`, checked against what the model can take.
+
+        Args:
+            prompts: token ids of each prompt.
+            params: how to sample.
+            step: distinguishes calls with the same seed.
+            first_prompt: the first one's `prompt_index`; further prompts of one step get further indices.
+        """
         for index, prompt in enumerate(prompts):
             self._check(index, np.asarray(prompt), params)
         stop_ids = tuple(dict.fromkeys((*self.eos_ids, *params.stop_token_ids)))
-        rows = [(p, s) for p in range(len(prompts)) for s in range(params.n)]
+        rows = [(first_prompt + p, s) for p in range(len(prompts)) for s in range(params.n)]
         keys = row_keys(params.seed, step, *np.array(rows).T) if rows else []
         return [
-            Sequence(p, s, np.asarray(prompts[p], np.int32), params, stop_ids, key)
+            Sequence(p, s, np.asarray(prompts[p - first_prompt], np.int32), params, stop_ids, key)
             for (p, s), key in zip(rows, keys, strict=True)
         ]
 

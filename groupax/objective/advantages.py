@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 ScaleRewards = Literal["group", "batch", "none"]
+MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 STD_FLOOR = 1e-4  # keeps groups of almost equal rewards from blowing up
 
 
@@ -32,8 +33,13 @@ def group_advantages(
     weights: Float[np.ndarray, "K"],
     num_generations: int,
     scale: ScaleRewards = "group",
+    aggregation: MultiObjectiveAggregation = "sum_then_normalize",
 ) -> Advantages:
-    """A_i = (s_i - mean(s)) / (std(s) + 1e-4) over the group of i, with s_i = sum_k w_k R_ik.
+    """How much better each completion is than the others of its group.
+
+    sum_then_normalize: A_i = (s_i - mean(s)) / (std(s) + 1e-4) over the group of i, with s_i = sum_k w_k R_ik.
+    normalize_then_sum: s_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-4) over the group of i, then
+    A_i = (s_i - mean(s)) / (std(s) + 1e-4) over the batch, so that no function drowns another by its scale.
 
     Args:
         rewards: one row per completion, groups contiguous, one column per reward function; NaN where a function
@@ -42,38 +48,68 @@ def group_advantages(
             NaN this equals centring the sum.
         weights: of the reward functions.
         num_generations: G, rows per group.
-        scale: divide by the group's standard deviation (ddof 1), by that of the whole batch, or not at all.
+        scale: of sum_then_normalize: divide by the group's standard deviation (ddof 1), by that of the whole batch,
+            or not at all.
+        aggregation: how several functions become one advantage.
 
     Raises:
         ValueError: the rows are no whole groups, or the weights do not match the columns.
 
-    Source: arXiv:2402.03300, section 4.1.2; unscaled: arXiv:2503.20783.
+    Source: arXiv:2402.03300, section 4.1.2; unscaled: arXiv:2503.20783; normalize_then_sum: GDPO, arXiv:2601.05242.
     """
     B, K = rewards.shape
-    if B % num_generations or weights.shape != (K,):
-        raise ValueError(
-            f"{B} rows and {K} reward columns need groups of {num_generations} and weights {weights.shape}"
-        )
+    G = num_generations
+    if B % G or weights.shape != (K,):
+        raise ValueError(f"{B} rows and {K} reward columns need groups of {G} and weights {weights.shape}")
     applies = ~np.isnan(rewards)
     weighted = np.where(applies, rewards * weights[None, :], 0.0).astype(np.float64)
     scorable = applies.any(axis=1)
+    totals = weighted.sum(axis=1)
 
-    in_groups = (-1, num_generations, K)
-    counts = applies.reshape(in_groups).sum(axis=1, keepdims=True)
-    means = weighted.reshape(in_groups).sum(axis=1, keepdims=True) / np.maximum(counts, 1)
-    centred = np.where(applies.reshape(in_groups), weighted.reshape(in_groups) - means, 0.0).sum(axis=2)
-
-    group_std = np.array([_std(row[ok]) for row, ok in zip(centred, scorable.reshape(centred.shape), strict=True)])
+    centred = _centred(weighted, applies, G).sum(axis=2)
+    in_groups = scorable.reshape(centred.shape)
+    group_std = _group_std(centred, in_groups)
+    if aggregation == "normalize_then_sum":
+        standardized = _standardized(np.where(applies, rewards, 0.0), applies, G) * weights[None, :]
+        signal = standardized.sum(axis=1).reshape(-1, G)
+    else:
+        signal = centred
     # sums of equal numbers differ by rounding; a spread below it is none
     magnitude = np.abs(weighted).sum(axis=1).reshape(centred.shape).max(axis=1)
-    zero_std = group_std <= 1e-9 * np.maximum(magnitude, 1e-9)
-    values = np.where(zero_std[:, None], 0.0, centred)
-    if scale == "group":
-        values = values / (group_std[:, None] + STD_FLOOR)
+    zero_std = _group_std(signal, in_groups) <= 1e-9 * np.maximum(magnitude, 1e-9)
+
+    if aggregation == "normalize_then_sum":
+        known = signal.reshape(B)[scorable]
+        values = (signal - (known.mean() if known.size else 0.0)) / (_std(known) + STD_FLOOR)
+    elif scale == "group":
+        values = signal / (group_std[:, None] + STD_FLOOR)
     elif scale == "batch":
-        values = values / (_std(weighted.sum(axis=1)[scorable]) + STD_FLOOR)
-    totals = np.where(scorable, weighted.sum(axis=1), np.nan)
-    return Advantages(np.where(scorable, values.reshape(B), 0.0), totals, zero_std, group_std)
+        values = signal / (_std(totals[scorable]) + STD_FLOOR)
+    else:
+        values = signal
+    values = np.where(zero_std[:, None] | ~in_groups, 0.0, values)
+    return Advantages(values.reshape(B), np.where(scorable, totals, np.nan), zero_std, group_std)
+
+
+def _centred(values: np.ndarray, applies: np.ndarray, group_size: int) -> np.ndarray:
+    """Each column minus its mean over the rows of the group where it applies, [P, G, K]; 0 where it does not."""
+    values, applies = (x.reshape(-1, group_size, x.shape[1]) for x in (values, applies))
+    means = values.sum(axis=1, keepdims=True) / np.maximum(applies.sum(axis=1, keepdims=True), 1)
+    return np.where(applies, values - means, 0.0)
+
+
+def _standardized(values: np.ndarray, applies: np.ndarray, group_size: int) -> np.ndarray:
+    """Each column centred and divided by its deviation (ddof 1) in the group, [B, K]; 0 where it does not apply."""
+    centred = _centred(values, applies, group_size)
+    counts = applies.reshape(centred.shape).sum(axis=1, keepdims=True)
+    std = np.sqrt(np.square(centred).sum(axis=1, keepdims=True) / np.maximum(counts - 1, 1))
+    # equal rewards leave a rest of rounding, which is not to be blown up
+    spread = std > 1e-9 * np.maximum(np.abs(values).reshape(centred.shape).max(axis=1, keepdims=True), 1e-9)
+    return np.where(spread, centred / (std + STD_FLOOR), 0.0).reshape(values.shape)
+
+
+def _group_std(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    return np.array([_std(row[ok]) for row, ok in zip(values, known, strict=True)])
 
 
 def _std(values: np.ndarray) -> float:

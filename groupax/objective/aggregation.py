@@ -31,6 +31,11 @@ def mean_of_tokens(lengths: Int[Array, "B"], counts: Denominators, _: ObjectiveS
     return jnp.full(lengths.shape, 1.0 / counts.num_tokens)
 
 
+def sum_of_rows(lengths: Int[Array, "B"], counts: Denominators, _: ObjectiveSettings) -> Float[Array, "B"]:
+    """Each row's summed token loss, averaged over rows (LUSPO, arXiv:2602.05261)."""
+    return jnp.full(lengths.shape, 1.0 / counts.num_rows)
+
+
 def constant_length(lengths: Int[Array, "B"], counts: Denominators, settings: ObjectiveSettings) -> Float[Array, "B"]:
     """Token losses over a constant, so that a row's length does not weigh its tokens (Dr. GRPO, arXiv:2503.20783)."""
     return jnp.full(lengths.shape, 1.0 / (counts.num_rows * settings.max_completion_length))
@@ -42,6 +47,10 @@ ROW_WEIGHTS: dict[str, Callable[[Array, Denominators, ObjectiveSettings], Array]
     "bnpo": mean_of_tokens,
     "dapo": mean_of_tokens,
     "dr_grpo": constant_length,
+    "cispo": mean_of_tokens,
+    "sapo": mean_of_rows,
+    "luspo": sum_of_rows,
+    "vespo": mean_of_tokens,
 }
 
 

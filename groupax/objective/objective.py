@@ -1,79 +1,150 @@
-"""The objective of one micro-batch: ratios, policy loss, KL, aggregation, and what to report of them."""
+"""The objective of one micro-batch: ratios, policy loss, masks, correction, KL, aggregation, and what to report."""
+
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from groupax.objective.aggregation import Denominators, aggregate
+from groupax.objective.correction import rollout_correction
 from groupax.objective.kl import ESTIMATORS
-from groupax.objective.losses import LOSSES, Terms
+from groupax.objective.losses import LOSSES, Terms, capped_reinforce, clipped_surrogate, gamma_weight
+from groupax.objective.masks import on_policy_rows
 from groupax.objective.ratios import LOG_RATIO_LIMIT, RATIOS
 from groupax.objective.settings import ObjectiveSettings
+from groupax.objective.tally import Tally, empty_tally
+from groupax.pytree import pytree
 
-# Sums over loss tokens, by metric; divided by the step's number of tokens when they are reported.
-TokenSums = dict[str, Array]
-TOKEN_SUMS = (
-    "entropy",
-    "kl",
-    "clip_ratio/low_mean",
-    "clip_ratio/high_mean",
-    "clip_ratio/region_mean",
-    "ratio/clamped_frac",
-)
+
+@pytree
+class Evidence:
+    """What is known of these rows beside the policy's log-probs: numpy's arrays as packed, jax's on the devices.
+
+    Attributes:
+        advantages: of each row.
+        mask: tokens that count.
+        rollout_logp: under the policy as it was when the tokens were sampled, by the engine.
+        old_logp: under the policy at the start of the rollout, by the trainer; None in the first update on a rollout,
+            where the ratio is exactly 1.
+        ref_logp: under the reference; None if `beta` is 0.
+        sampler_logp: under the distribution that was drawn from; None without rollout correction.
+        policy_mask: tokens of the policy loss among those that count; None for all.
+    """
+
+    advantages: Float[Any, "B"]
+    mask: Bool[Any, "B T"]
+    rollout_logp: Float[Any, "B T"]
+    old_logp: Float[Any, "B T"] | None = None
+    ref_logp: Float[Any, "B T"] | None = None
+    sampler_logp: Float[Any, "B T"] | None = None
+    policy_mask: Bool[Any, "B T"] | None = None
 
 
 def policy_objective(
     logp: Float[Array, "B T"],
     entropy: Float[Array, "B T"],
-    old_logp: Float[Array, "B T"] | None,
-    ref_logp: Float[Array, "B T"] | None,
-    advantages: Float[Array, "B"],
-    mask: Bool[Array, "B T"],
+    evidence: Evidence,
     counts: Denominators,
     settings: ObjectiveSettings,
-) -> tuple[Float[Array, ""], TokenSums]:
-    """The loss of these rows as their share of the optimizer step's, and sums of its metrics over tokens.
+    entropy_coef: Float[Array, ""] | float = 0.0,
+) -> tuple[Float[Array, ""], Tally]:
+    """The loss of these rows as their share of the optimizer step's, and their share of its metrics.
 
     Args:
         logp: of the sampled tokens under the policy; differentiable.
-        entropy: of the policy's distribution at each token, in nats.
-        old_logp: under the policy at the start of the rollout; None on policy, where the ratio is exactly 1.
-        ref_logp: under the reference; None if `beta` is 0.
-        advantages: of each row.
-        mask: tokens that count.
+        entropy: of the policy's distribution at each token, in nats; differentiable.
+        evidence: everything else about the rows.
         counts: denominators of the whole step.
         settings: which objective.
+        entropy_coef: weight of the entropy bonus; without effect unless `settings.entropy_bonus`.
     """
-    # what stands in masked places has no say, not even as NaN in a gradient
-    logp, entropy = jnp.where(mask, logp, 0.0), jnp.where(mask, entropy, 0.0)
-    old_logp = None if old_logp is None else jnp.where(mask, old_logp, 0.0)
-    ref_logp = None if ref_logp is None else jnp.where(mask, ref_logp, 0.0)
-    log_ratio = logp - (lax.stop_gradient(logp) if old_logp is None else old_logp)
+    mask, advantage = evidence.mask, evidence.advantages[:, None]
+
+    def counted(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
+        # what stands in masked places has no say, not even as NaN in a gradient
+        return jnp.where(mask, x, 0.0)
+
+    logp, entropy = counted(logp), counted(entropy)
+    rollout_logp = counted(evidence.rollout_logp)
+    old_logp = lax.stop_gradient(logp) if evidence.old_logp is None else counted(evidence.old_logp)
+    log_ratio = logp - old_logp
     ratio = RATIOS[settings.importance_sampling_level](log_ratio, mask)
-    terms = Terms(logp, ratio, advantages[:, None], mask)
+    correction = None
+    if evidence.sampler_logp is not None:
+        correction = rollout_correction(old_logp, counted(evidence.sampler_logp), mask, settings)
+    terms = Terms(logp, log_ratio, ratio, advantage, mask, correction)
+    tally = _tally(terms, entropy, settings)
+
     token_losses = LOSSES[settings.loss_type](terms, settings)
-    sums = _clip_sums(terms, settings) | {
-        "kl": jnp.float32(0.0),
-        "entropy": jnp.sum(entropy),
-        "ratio/clamped_frac": jnp.sum(jnp.abs(log_ratio) > LOG_RATIO_LIMIT).astype(jnp.float32),
-    }
-    if ref_logp is not None:
-        kl = ESTIMATORS[settings.kl_estimator](logp, ref_logp)
-        sums["kl"] = jnp.sum(kl)
+    if settings.off_policy_mask_threshold is not None:
+        kept = on_policy_rows(logp, rollout_logp, advantage, mask, settings.off_policy_mask_threshold)
+        token_losses = jnp.where(kept, token_losses, 0.0)
+        tally.sums["off_policy_masked_frac"] = _count(jnp.broadcast_to(~kept, mask.shape), mask)
+    if evidence.policy_mask is not None:
+        token_losses = jnp.where(evidence.policy_mask, token_losses, 0.0)
+    if correction is not None and settings.loss_type != "vespo":  # where it is part of the weight
+        token_losses = token_losses * correction
+    if evidence.ref_logp is not None:
+        kl = ESTIMATORS[settings.kl_estimator](logp, counted(evidence.ref_logp))
+        tally.sums["kl"] = jnp.sum(kl, where=mask)
         token_losses = token_losses + settings.beta * (kl * ratio if settings.use_bias_correction_kl else kl)
-    return aggregate(token_losses, mask, counts, settings), sums
+    loss = aggregate(token_losses, mask, counts, settings)
+    if settings.entropy_bonus:
+        loss = loss - entropy_coef * jnp.sum(entropy, where=mask) / counts.num_tokens
+    return loss, tally
 
 
-def _clip_sums(terms: Terms, settings: ObjectiveSettings) -> TokenSums:
-    """Tokens whose clipped term is the smaller one, which therefore get no gradient, by side."""
-    low = (terms.ratio < 1.0 - settings.epsilon) & (terms.advantage < 0)
-    high = (terms.ratio > 1.0 + settings.epsilon_high) & (terms.advantage > 0)
+def empty_objective_tally(settings: ObjectiveSettings) -> Tally:
+    """The tally of no rows, with the metrics that `policy_objective` reports under these settings."""
+    sums, minima, maxima = ["entropy", "ratio/clamped_frac"], [], []
+    loss = LOSSES[settings.loss_type]
+    if loss is clipped_surrogate:
+        sums += ["clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
+        minima, maxima = ["clip_ratio/low_min"], ["clip_ratio/high_max"]
+    if loss is capped_reinforce:
+        sums += ["cispo_clip_ratio"]
+    if settings.loss_type == "vespo":
+        sums += ["vespo/phi_mean"]
+    if settings.beta > 0:
+        sums += ["kl"]
+    if settings.off_policy_mask_threshold is not None:
+        sums += ["off_policy_masked_frac"]
+    if settings.rollout_correction != "none":
+        sums += ["rollout/correction_mean"]
+    return empty_tally(sums, minima, maxima)
 
-    def count(where: Bool[Array, "B T"]) -> Array:
-        return jnp.sum(where, where=terms.mask).astype(jnp.float32)
 
-    return {
-        "clip_ratio/low_mean": count(low),
-        "clip_ratio/high_mean": count(high),
-        "clip_ratio/region_mean": count(low | high),
+def _tally(terms: Terms, entropy: Float[Array, "B T"], settings: ObjectiveSettings) -> Tally:
+    mask = terms.mask
+    sums = {
+        "entropy": jnp.sum(entropy, where=mask),
+        "ratio/clamped_frac": _count(jnp.abs(terms.log_ratio) > LOG_RATIO_LIMIT, mask),
     }
+    minima, maxima = {}, {}
+    loss = LOSSES[settings.loss_type]
+    if loss is clipped_surrogate:
+        # tokens whose clipped term is the smaller one, which therefore get no gradient
+        low = (terms.ratio < 1.0 - settings.epsilon) & (terms.advantage < 0)
+        high = (terms.ratio > 1.0 + settings.upper_epsilon) & (terms.advantage > 0)
+        sums["clip_ratio/low_mean"] = _count(low, mask)
+        sums["clip_ratio/high_mean"] = _count(high, mask)
+        sums["clip_ratio/region_mean"] = _count(low | high, mask)
+        minima["clip_ratio/low_min"] = jnp.min(_row_shares(low, mask), initial=jnp.inf, where=jnp.any(mask, axis=-1))
+        maxima["clip_ratio/high_max"] = jnp.max(_row_shares(high, mask), initial=-jnp.inf, where=jnp.any(mask, axis=-1))
+    if loss is capped_reinforce:
+        sums["cispo_clip_ratio"] = _count((terms.ratio > settings.upper_epsilon) & (terms.advantage > 0), mask)
+    if settings.loss_type == "vespo":
+        sums["vespo/phi_mean"] = jnp.sum(jnp.broadcast_to(gamma_weight(terms, settings), mask.shape), where=mask)
+    if terms.correction is not None:
+        sums["rollout/correction_mean"] = jnp.sum(terms.correction, where=mask)
+    return Tally(sums, minima, maxima)
+
+
+def _count(tokens: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+    return jnp.sum(tokens & mask).astype(jnp.float32)
+
+
+def _row_shares(tokens: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
+    lengths = jnp.maximum(jnp.sum(mask, axis=-1), 1)
+    return jnp.sum(tokens & mask, axis=-1).astype(jnp.float32) / lengths.astype(jnp.float32)

@@ -17,7 +17,6 @@ class Recipe:
         train_dataset: makes the training prompts.
         eval_dataset: makes the held-out prompts.
         reward_funcs: reward functions or names.
-        solved_by: the reward function whose 1 means that a problem is solved.
         config: settings of `GRPOConfig` that differ from its defaults.
     """
 
@@ -25,7 +24,6 @@ class Recipe:
     train_dataset: Callable[[], Sequence[Mapping[str, Any]]]
     eval_dataset: Callable[[], Sequence[Mapping[str, Any]]]
     reward_funcs: Sequence[Any]
-    solved_by: str
     config: Mapping[str, Any]
 
 

@@ -86,6 +86,12 @@ def rewards_by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, floa
     return {name: None if np.isnan(value) else float(value) for name, value in zip(names, rewards, strict=True)}
 
 
+def reward_matrix(names: Sequence[str], rollouts: Sequence[Rollout]) -> np.ndarray:
+    """The rewards of scored completions, [B, K] float64, with NaN for "does not apply"."""
+    values = [[row.rewards[name] for name in names] for row in rollouts]
+    return np.array([[math.nan if value is None else value for value in row] for row in values], np.float64)
+
+
 def _checked(name: str, returned: Any, rollouts: Sequence[Rollout]) -> np.ndarray:
     try:
         values = list(returned)

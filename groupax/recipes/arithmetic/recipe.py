@@ -18,10 +18,10 @@ RECIPE = Recipe(
     train_dataset=lambda: generate(NUM_TRAIN, seed=1),
     eval_dataset=lambda: generate(NUM_HELD_OUT, seed=0, split="held_out"),
     reward_funcs=("think_answer_format", "think_answer_correct"),
-    solved_by="think_answer_correct",
     config={
         "output_dir": "runs/arithmetic",
         "reward_weights": (0.2, 1.0),
+        "solved_by": "think_answer_correct",
         "max_steps": 120,
         "prompts_per_step": 16,
         "num_generations": 8,

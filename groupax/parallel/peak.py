@@ -1,0 +1,61 @@
+"""What the devices can do at most: operations per second and memory."""
+
+import functools
+import resource
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# Dense bfloat16 matrix products per second as the makers state them, by the start of jax's `device_kind`.
+STATED_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+_SIZE, _PRODUCTS = 768, 4
+
+
+@functools.cache
+def peak_flops(mesh: Mesh, dtype: Any) -> float:
+    """Operations per second of all devices of the mesh: as stated for known accelerators in bfloat16, else measured.
+
+    The measurement multiplies square matrices on all devices at once, and takes a fraction of a second.
+    """
+    kind = mesh.devices.flat[0].device_kind
+    stated = [flops for name, flops in STATED_FLOPS.items() if kind.startswith(name)]
+    if stated and dtype == jnp.bfloat16:
+        return stated[0] * mesh.devices.size
+    num_devices = mesh.devices.size
+    split = PartitionSpec(mesh.axis_names)
+
+    def products(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, _PRODUCTS, lambda _, y: (y @ x[0].astype(y.dtype)) * 0.01, x[0])[None]
+
+    program = jax.jit(jax.shard_map(products, mesh=mesh, in_specs=split, out_specs=split))
+    x = jax.device_put(jnp.ones((num_devices, _SIZE, _SIZE), dtype), NamedSharding(mesh, split))
+    seconds = float("inf")
+    for _ in range(4):  # the first one compiles
+        started_s = time.perf_counter()
+        jax.block_until_ready(program(x))
+        seconds = min(seconds, time.perf_counter() - started_s)
+    return num_devices * _PRODUCTS * 2.0 * _SIZE**3 / seconds
+
+
+def peak_memory_bytes(mesh: Mesh) -> float:
+    """The most memory in use so far on any local device; on CPU that of the process."""
+    peaks = [
+        stats["peak_bytes_in_use"]
+        for device in mesh.local_devices
+        if (stats := device.memory_stats()) and "peak_bytes_in_use" in stats
+    ]
+    return float(max(peaks)) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

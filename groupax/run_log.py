@@ -1,0 +1,84 @@
+"""Everything that a run tells while it trains: progress, metrics and rollouts on disk, findings."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from groupax.config import GRPOConfig
+from groupax.evaluate import Evaluation
+from groupax.health import step_findings
+from groupax.metrics import Metrics, window_mean
+from groupax.progress import PROGRESS_BARS
+from groupax.rollout import Rollout
+from groupax.tracking import RunFolder
+
+
+class RunLog:
+    """Tells of one run.
+
+    Args:
+        args: what to show and how often to write.
+        folder: where to write.
+        num_steps: optimizer steps of the run.
+    """
+
+    def __init__(self, args: GRPOConfig, folder: RunFolder, num_steps: int) -> None:
+        self.args, self.folder, self.num_steps = args, folder, num_steps
+        self.progress = PROGRESS_BARS[args.progress_bar](num_steps)
+        self.history: list[Metrics] = []
+        self.window: list[Metrics] = []
+        self.told: set[str] = set()
+        self.last: Metrics = {}
+        self.num_sampled_tokens = self.rollout_s = 0.0
+        self.rollouts: Sequence[Rollout] = []
+        self.rollout_metrics: Metrics = {}
+        self.step_started_s = time.perf_counter()
+
+    @property
+    def rollout_tokens_per_s(self) -> float:
+        """Of the run so far."""
+        return self.num_sampled_tokens / self.rollout_s if self.rollout_s else 0.0
+
+    def rollout(self, groups: Sequence[Sequence[Rollout]], metrics: Metrics) -> None:
+        """Groups were sampled and scored; their metrics belong to each optimizer step on them."""
+        self.rollouts, self.rollout_metrics = [row for group in groups for row in group], metrics
+        self.num_sampled_tokens += sum(len(row.completion_ids) for row in self.rollouts)
+        self.rollout_s += metrics["time/rollout_s"]
+        if self.args.log_completions:
+            self.progress.sample(max(groups, key=lambda group: max(row.advantage for row in group)))
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """An optimizer step ended."""
+        now_s = time.perf_counter()
+        metrics = {"step": float(step), **metrics, **self.rollout_metrics, "step_time": now_s - self.step_started_s}
+        self.step_started_s = now_s
+        self.history = [*self.history[-20:], metrics]
+        self.window.append(metrics)
+        self.progress.step(step, metrics)
+        self.findings(step_findings(self.history))
+        if step % self.args.logging_steps == 0 or step == self.num_steps:
+            self.last = window_mean(self.window)
+            self.window = []
+            self.folder.write_metrics(self.last)
+            if self.args.log_completions:
+                self.folder.write_rollouts(step, self.rollouts)
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """The policy was evaluated."""
+        metrics = {f"eval_{name}": value for name, value in evaluation.metrics.items()}
+        self.folder.write_metrics({"step": float(step), **metrics})
+        self.progress.message(f"step {step}: eval reward {evaluation.metrics['reward']:.3f}")
+
+    def findings(self, findings: Mapping[str, str]) -> None:
+        """Warn of what is off, of each finding once."""
+        for name, text in findings.items():
+            if name not in self.told:
+                self.told.add(name)
+                self.progress.message(text, warning=True)
+
+    def message(self, text: str, warning: bool = False) -> None:
+        """Something that the user should read."""
+        self.progress.message(text, warning)
+
+    def close(self) -> None:
+        """The run ended."""
+        self.progress.close()
