@@ -98,16 +98,14 @@ def _lion(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) -> 
 
 def _muon(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) -> optax.GradientTransformation:
     """Muon for the layers' matrices, AdamW for the rest; updates as large as AdamW's, so that its rates carry over."""
-    return optax.contrib.muon(
+    out_in = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    muon = optax.contrib.muon(
         schedule,
         weight_decay=settings.weight_decay,
-        weight_decay_mask=mask,
-        adam_b1=settings.adam_beta1,
-        adam_b2=settings.adam_beta2,
-        adam_weight_decay=settings.weight_decay,
-        muon_weight_dimension_numbers=_muon_dimensions,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: out_in, params),
         consistent_rms=0.2,
     )
+    return optax.partition({"muon": muon, "adamw": _adamw(settings, schedule, mask)}, _muon_or_adamw)
 
 
 def _sgd(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) -> optax.GradientTransformation:
@@ -132,12 +130,11 @@ def _matrices(params: Any) -> Any:
     return jax.tree.map(lambda x: x.ndim >= 2, params)
 
 
-def _muon_dimensions(params: Any) -> Any:
-    def dimensions(path: Any, x: Any) -> optax.contrib.MuonDimensionNumbers | None:
-        in_layer = getattr(path[0], "key", None) == "layers"
-        return optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0) if in_layer and x.ndim == 2 else None
+def _muon_or_adamw(params: Any) -> Any:
+    def label(path: Any, x: Any) -> str:
+        return "muon" if getattr(path[0], "key", None) == "layers" and x.ndim == 2 else "adamw"
 
-    return jax.tree_util.tree_map_with_path(dimensions, params)
+    return jax.tree_util.tree_map_with_path(label, params)
 
 
 def _promoting(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

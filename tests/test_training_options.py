@@ -1,0 +1,416 @@
+"""What the options of a run do in the loop: reuse of rollouts, dynamic sampling, references, masks, bad steps."""
+
+import copy
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from groupax import GRPOConfig, init_model
+from groupax.metrics import solved_metrics
+from groupax.models.flops import forward_flops
+from groupax.models.specs import num_params
+from groupax.trainer import DivergedError
+
+from .conftest import TINY
+from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
+
+
+def leaves(trainer):
+    return [np.asarray(x) for x in jax.tree.leaves(trainer.learner.state.params)]
+
+
+# -- reuse of rollouts
+
+
+@pytest.mark.parametrize("reuse", [{"num_iterations": 3}, {"updates_per_rollout": 2}], ids=str)
+def test_the_first_update_on_a_rollout_needs_no_old_logprobs_and_has_ratio_one(tmp_path, reuse):
+    trainer = a_trainer(tmp_path, prompts_per_step=2, max_steps=3, learning_rate=3e-2, **reuse)
+    scored, updated = [], []
+    logprobs, update = trainer.learner.logprobs, trainer.learner.update
+    trainer.learner.logprobs = lambda params, rows: scored.append(len(rows)) or logprobs(params, rows)
+    trainer.learner.update = lambda rows: updated.append(rows) or update(rows)
+    trainer.train()
+    assert updated[0][0].old_logp is None
+    # only minibatches whose first update is not on policy are scored: none, or the second of each rollout
+    assert scored == ([] if "num_iterations" in reuse else [8, 8])
+    first, second, _ = lines_of(tmp_path)
+    assert first["clip_ratio/region_mean"] == 0
+    assert updated[1][0].old_logp is not None
+    assert first["rollout/logp_diff_max"] < 1e-5 > second["rollout/logp_diff_max"]  # of the same weights, always
+
+
+def test_the_old_logprobs_are_those_of_the_first_update(tmp_path):
+    trainer = a_trainer(tmp_path, num_iterations=2, max_steps=2)
+    seen = []
+    update = trainer.learner.update
+    trainer.learner.update = lambda rows: seen.append((rows, copy.copy(trainer.learner.policy))) or update(rows)
+    policy_before = jax.tree.map(jnp.copy, trainer.learner.policy)
+    trainer.train()
+    rows = seen[1][0]
+    expected = trainer.learner.logprobs(policy_before, rows)[0]
+    for row, logp in zip(rows, expected, strict=True):
+        np.testing.assert_allclose(row.old_logp, logp, atol=1e-6)
+
+
+def test_with_several_iterations_ratios_leave_one_and_it_still_learns(tmp_path):
+    trainer = a_trainer(tmp_path, num_iterations=4, max_steps=40, learning_rate=1e-2)
+    trainer.train()
+    lines = lines_of(tmp_path)
+    assert max(line["clip_ratio/region_mean"] for line in lines) > 0
+    assert max(line["clip_ratio/high_max"] for line in lines) > 0
+    assert np.mean([line["reward"] for line in lines[-8:]]) > 3 * np.mean([line["reward"] for line in lines[:8]])
+
+
+# -- dynamic sampling
+
+
+def sometimes(prompts, completion_ids):
+    """No signal for half of the prompts."""
+    return [
+        0.0 if prompt[0] in "abcd" else float(ids.count(3)) for prompt, ids in zip(prompts, completion_ids, strict=True)
+    ]
+
+
+def test_groups_without_signal_are_replaced(tmp_path):
+    trainer = a_trainer(tmp_path, sometimes, filter_zero_variance=True, filter_budget=8.0, max_steps=3)
+    trained = []
+    update = trainer.learner.update
+    trainer.learner.update = lambda rows: trained.append(rows) or update(rows)
+    trainer.train()
+    for line, rows in zip(lines_of(tmp_path), trained, strict=True):
+        assert len(rows) == 16
+        by_group = {group: [row.advantage for row in rows if row.group == group] for group in range(4)}
+        assert all(np.ptp(advantages) > 0 for advantages in by_group.values())
+        assert line["filter/sampled_prompts"] > 4
+        assert line["filter/rounds"] > 1
+        assert line["filter/filled_up_frac"] == 0
+        np.testing.assert_allclose(line["filter/dropped_frac"], 1 - 4 / line["filter/sampled_prompts"])
+        assert line["frac_reward_zero_std"] == line["filter/dropped_frac"]  # rewards are of all that was sampled
+    assert trainer.cursor.num_prompts == sum(line["filter/sampled_prompts"] for line in lines_of(tmp_path))
+
+
+def test_the_budget_ends_the_search_and_the_step_keeps_its_size(tmp_path):
+    def flat(completions):
+        return [1.0] * len(completions)
+
+    trainer = a_trainer(tmp_path, flat, filter_zero_variance=True, filter_budget=2.5, max_steps=5)
+    start = leaves(trainer)
+    trainer.train()
+    for line in lines_of(tmp_path):
+        assert line["filter/sampled_prompts"] == 10
+        assert line["filter/filled_up_frac"] == 1
+        assert line["loss"] == 0
+    for a, b in zip(start, leaves(trainer), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_refilled_prompts_draw_other_numbers(tmp_path):
+    trainer = a_trainer(tmp_path, sometimes, [PROMPTS[0]], filter_zero_variance=True, filter_budget=3.0)
+    groups, _ = trainer._collect()
+    assert len(groups) == 12
+    assert [group[0].prompt_index for group in groups] == list(range(12))
+    assert len({tuple(row.completion_ids.tolist()) for group in groups for row in group}) > 24
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"filter_zero_variance": True},
+        {"filter_zero_variance": True, "updates_per_rollout": 2, "prompts_per_step": 2, "beta": 0.05},
+    ],
+    ids=str,
+)
+def test_a_run_is_a_function_of_cursor_and_learner(tmp_path, settings):
+    """Another process that is given both goes on exactly as this one would have."""
+    whole = a_trainer(tmp_path / "whole", sometimes, max_steps=6, **settings)
+    whole.train()
+    first = a_trainer(tmp_path / "first", sometimes, max_steps=6, **settings)
+    first.num_steps = 4
+    first.train()
+    second = a_trainer(tmp_path / "second", sometimes, max_steps=6, **settings)
+    second.cursor, second.learner = first.cursor, first.learner
+    second.train()
+    lines = [*lines_of(tmp_path / "first"), *lines_of(tmp_path / "second")]
+    assert lines == lines_of(tmp_path / "whole")
+    for a, b in zip(leaves(whole), leaves(second), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# -- reference, masks, entropy
+
+
+def test_the_reference_moves_towards_the_policy(tmp_path):
+    settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.75}
+    trainer = a_trainer(tmp_path, max_steps=2, **settings)
+    start = leaves(trainer)
+    trainer.train()
+    reference = jax.tree.leaves(trainer.learner.reference)
+    for ref, new, old in zip(reference, leaves(trainer), start, strict=True):
+        np.testing.assert_allclose(ref, 0.75 * new + 0.25 * old, atol=1e-6)
+    still = a_trainer(tmp_path / "still", max_steps=1, **settings)
+    still.train()
+    for ref, old in zip(jax.tree.leaves(still.learner.reference), start, strict=True):
+        np.testing.assert_array_equal(ref, old)
+
+
+def test_only_top_entropy_tokens_are_trained_on_however_the_step_is_cut(tmp_path):
+    grads = []
+    for budget in (64, 4096):
+        trainer = a_trainer(tmp_path / str(budget), top_entropy_quantile=0.2, micro_batch_tokens=budget, max_steps=1)
+        rows = []
+        with_masks = trainer.learner._with_policy_masks
+        trainer.learner._with_policy_masks = lambda given, w=with_masks, rows=rows: rows.extend(w(given)) or rows
+        trainer.train()
+        grads.append(lines_of(tmp_path / str(budget))[0]["grad_norm"])
+        num_tokens = sum(len(row.completion) for row in rows)
+        kept = sum(int(row.policy_mask.sum()) for row in rows)
+        # completions of a group begin with the same distribution, so the one at the threshold may be there four times
+        assert 0 <= kept - (num_tokens - np.ceil(round((num_tokens - 1) * 0.8, 6))) <= 3
+    np.testing.assert_allclose(*grads, rtol=1e-5)
+
+
+def test_the_entropy_bonus_keeps_the_policy_open(tmp_path):
+    entropies = []
+    for coef in (0.0, 0.3):
+        a_trainer(tmp_path / str(coef), max_steps=15, entropy_coef=coef).train()
+        lines = lines_of(tmp_path / str(coef))
+        entropies.append(lines[-1]["entropy"])
+        assert ("entropy_coef" in lines[0]) == (coef > 0)
+    assert entropies[1] > entropies[0] + 0.3
+
+
+def test_the_adaptive_bonus_is_applied_below_its_target(tmp_path):
+    settings = {"use_adaptive_entropy": True, "entropy_coef_delta": 0.1, "entropy_target": 10.0}
+    a_trainer(tmp_path, max_steps=4, entropy_coef_max=0.25, **settings).train()
+    np.testing.assert_allclose([line["entropy_coef"] for line in lines_of(tmp_path)], [0, 0.1, 0.2, 0.25])
+    a_trainer(tmp_path / "above", max_steps=2, **{**settings, "entropy_target": 0.0, "entropy_coef": 0.2}).train()
+    assert [line["entropy_coef"] for line in lines_of(tmp_path / "above")] == [0.2, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "metric"),
+    [
+        ({"rollout_correction": "token_truncate", "top_p": 0.7}, "rollout/correction_mean"),
+        ({"rollout_correction": "sequence_mask", "top_k": 3, "loss_type": "vespo"}, "rollout/correction_mean"),
+        ({"off_policy_mask_threshold": 0.0, "num_iterations": 3, "learning_rate": 5e-2}, "off_policy_masked_frac"),
+        ({"loss_type": "cispo", "epsilon_high": 1.05, "num_iterations": 3}, "cispo_clip_ratio"),
+        ({"loss_type": "vespo", "num_iterations": 3}, "vespo/phi_mean"),
+    ],
+    ids=str,
+)
+def test_options_report_what_they_do(tmp_path, settings, metric):
+    a_trainer(tmp_path, **settings).train()
+    values = [line[metric] for line in lines_of(tmp_path)]
+    assert all(np.isfinite(values))
+    assert max(values) > 0
+    if "top_p" in settings or "top_k" in settings:
+        assert lines_of(tmp_path)[0]["rollout/sampler_gap_mean"] > 0.01
+        assert values[0] < 1  # the sampler was surer of its tokens than the policy
+
+
+def test_two_rewards_normalized_first(tmp_path):
+    def big(completion_ids):
+        return [100.0 * len(ids) for ids in completion_ids]
+
+    a_trainer(tmp_path, [count_a, big], multi_objective_aggregation="normalize_then_sum", max_steps=1).train()
+    assert lines_of(tmp_path)[0]["grad_norm"] > 0
+
+
+# -- metrics
+
+
+def test_pass_at_k_is_the_unbiased_estimate():
+    solved = np.array([[True, False, False, False], [True] * 4, [False] * 4])
+    metrics = solved_metrics(solved)
+    assert metrics["pass@1"] == pytest.approx((0.25 + 1 + 0) / 3)
+    assert metrics["pass@2"] == pytest.approx((0.5 + 1 + 0) / 3)
+    assert metrics["pass@4"] == pytest.approx(2 / 3)
+    assert metrics["groups/all_right_frac"] == metrics["groups/all_wrong_frac"] == pytest.approx(1 / 3)
+
+
+def test_solved_groups_are_reported(tmp_path):
+    def right(completions, gold):
+        return [float(index % 4 == 0) if letter == "a" else None for index, letter in enumerate(gold)]
+
+    a_trainer(tmp_path, [count_a, right], solved_by="right", max_steps=1, prompts_per_step=8).train()
+    line = lines_of(tmp_path, timings=True)[0]
+    assert line["pass@1"] == pytest.approx(0.25 / 8)  # one prompt of eight begins with a
+    assert line["groups/all_wrong_frac"] == 7 / 8
+    assert 0 < line["mfu"] < 2
+    assert line["memory/peak_bytes"] > 1e6
+    with pytest.raises(ValueError, match="solved_by is 'rigth', which is no reward function; did you mean right"):
+        a_trainer(tmp_path, right, solved_by="rigth")
+
+
+def test_flops_are_two_per_weight_and_token_and_some_attention():
+    config = init_model({**TINY, "tie_word_embeddings": False}).config
+    one_token = forward_flops(config, [(0, [1])])
+    matrices = num_params(config) - config.vocab_size * config.hidden_size - 5 * config.hidden_size
+    attention = 4 * config.num_heads * config.head_dim * config.num_layers
+    assert one_token == 2 * matrices + attention
+    # a prompt is counted once for all that continue it, and the vocabulary not at all
+    shared, alone = forward_flops(config, [(10, [1, 1])]), forward_flops(config, [(10, [1])] * 2)
+    assert alone - shared == forward_flops(config, [(10, [])])
+
+
+# -- precision
+
+
+def test_masters_move_in_bfloat16_as_in_float32(tmp_path):
+    """At a rate of 1e-6 a bfloat16 weight cannot move; its float32 master moves as it would in float32."""
+    moved = {}
+    for dtype in ("float32", "bfloat16"):
+        trainer = a_trainer(tmp_path / dtype, dtype=dtype, learning_rate=1e-6)
+        rows = fixed_rows(trainer)
+        start = leaves(trainer)
+        for _ in range(100):
+            assert trainer.learner.update(rows).made
+        moved[dtype] = np.concatenate([(a - b).ravel() for a, b in zip(leaves(trainer), start, strict=True)])
+    cosine = moved["float32"] @ moved["bfloat16"] / np.prod([np.linalg.norm(x) for x in moved.values()])
+    assert cosine > 0.99
+    assert np.linalg.norm(moved["bfloat16"]) == pytest.approx(np.linalg.norm(moved["float32"]), rel=0.05)
+    without_masters = jnp.asarray(np.concatenate([x.ravel() for x in start]), jnp.bfloat16)
+    stayed = without_masters
+    for part in np.array_split(moved["bfloat16"], 1):
+        for _ in range(100):
+            stayed = stayed + jnp.asarray(part / 100, jnp.bfloat16)
+    large = jnp.abs(without_masters) > 1e-3
+    np.testing.assert_array_equal(stayed[large], without_masters[large])
+
+
+def fixed_rows(trainer):
+    groups, _ = trainer._collect()
+    return [replace(trainer._row(index, row)) for index, group in enumerate(groups) for row in group]
+
+
+# -- bad steps
+
+
+def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):
+    import pyarrow.parquet
+
+    trainer = a_trainer(tmp_path, max_steps=10, max_bad_steps=2)
+    start = leaves(trainer)
+    update = trainer.learner.update
+    poisoned = {3, 5, 6}
+
+    def sometimes_bad(rows):
+        if trainer.cursor.step + 1 in poisoned:
+            rows = [replace(row, advantage=float("inf")) for row in rows]
+        return update(rows)
+
+    trainer.learner.update = sometimes_bad
+    with pytest.raises(DivergedError, match=r"2 updates in a row were not finite \(max_bad_steps\), .* in step 6"):
+        trainer.train()
+    lines = lines_of(tmp_path)
+    assert [line["update_skipped"] for line in lines] == [0, 0, 1, 0, 1, 1]
+    assert lines[2]["loss"] is None
+    files = sorted(path.name for path in (tmp_path / "run" / "bad_steps").iterdir())
+    assert files == ["step_000003.parquet", "step_000005.parquet", "step_000006.parquet"]
+    rows = pyarrow.parquet.read_table(tmp_path / "run" / "bad_steps" / files[0]).to_pylist()
+    assert len(rows) == 16
+    assert set(rows[0]) >= {"prompt", "completion", "mask", "advantage", "rollout_logp"}
+    assert all(np.isfinite(x).all() for x in leaves(trainer))
+    assert any((a != b).any() for a, b in zip(start, leaves(trainer), strict=True))
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert "the update was skipped, its batch is in" in caplog.text
+
+
+def test_the_learning_rate_waits_for_skipped_updates(tmp_path):
+    trainer = a_trainer(tmp_path, lr_scheduler_type="linear", max_steps=4)
+    rows = fixed_rows(trainer)
+    bad = [replace(row, advantage=float("nan")) for row in rows]
+    rates = [trainer.learner.update(given).metrics["learning_rate"] for given in (rows, bad, bad, rows)]
+    np.testing.assert_allclose(rates, [1e-2, 0.75e-2, 0.75e-2, 0.75e-2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["old_logp", "ref_logp", "rollout_logp", "sampler_logp"])
+@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")])
+def test_an_infinite_logprob_leaves_the_weights_finite(tmp_path, name, value):
+    trainer = a_trainer(tmp_path, beta=0.1, num_iterations=2, rollout_correction="token_truncate")
+    rows = fixed_rows(trainer)
+    zeros = [np.zeros(len(row.completion), np.float32) for row in rows]
+    rows = [replace(row, old_logp=row.rollout_logp, ref_logp=zero - 2) for row, zero in zip(rows, zeros, strict=True)]
+    rows[3] = replace(rows[3], **{name: zeros[3] + value})
+    trainer.learner.update(rows)
+    trainer.learner.update(rows)
+    assert all(np.isfinite(x).all() for x in leaves(trainer))
+
+
+def test_a_reward_that_is_not_a_number_stops_before_the_update(tmp_path):
+    calls = []
+
+    def nan_in_the_second_step(completion_ids):
+        calls.append(1)
+        return [float("nan") if len(calls) == 2 else value for value in count_a(completion_ids)]
+
+    trainer = a_trainer(tmp_path, nan_in_the_second_step)
+    with pytest.raises(ValueError, match="reward function 'nan_in_the_second_step' returned nan for completion 0"):
+        trainer.train()
+    assert trainer.cursor.step == 1
+    assert all(np.isfinite(x).all() for x in leaves(trainer))
+
+
+def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
+    trainer = a_trainer(tmp_path, max_completion_length=1, mask_truncated_completions=True, max_steps=5)
+    trainer.eos_ids = trainer.engine.eos_ids = ()
+    start = leaves(trainer)
+    trainer.train()
+    lines = lines_of(tmp_path)
+    assert all(line["loss_tokens"] == 0 and line["loss"] == 0 and line["update_skipped"] == 0 for line in lines)
+    assert "no completion ended by itself" in caplog.text
+    for a, b in zip(start, leaves(trainer), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# -- refusals and findings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_type": "cispo"}, "set it, e.g. epsilon_high=5.0"),
+        ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"}, "leave scale_rewards at"),
+        ({"sync_ref_model": True}, "sync_ref_model needs a reference, and beta is 0"),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "are both set; leave one at 0"),
+        ({"warmup_ratio": 1.5}, "warmup_ratio must be between 0 and 1, got 1.5"),
+        ({"rollout_correction_min": 4.0}, "rollout_correction_min 4.0 is above rollout_correction_max 3.0"),
+        ({"entropy_coef_min": 2.0}, "entropy_coef_min 2.0 is above entropy_coef_max 1.0"),
+        ({"top_entropy_quantile": -0.1}, "top_entropy_quantile must be between 0 and 1"),
+        ({"filter_budget": 0.5}, "filter_budget must be at least 1"),
+        ({"max_bad_steps": 0}, "max_bad_steps must be at least 1"),
+        ({"optimizer": "adam"}, "optimizer must be one of adamw, adafactor, lion, muon, sgd, got 'adam'"),
+        ({"rollout_correction": "truncate"}, "rollout_correction must be one of none, token_truncate"),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_each_other(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_type": "luspo"}, "'luspo' is meant for one ratio per completion"),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "'vespo' forms its own weight"),
+    ],
+    ids=str,
+)
+def test_odd_combinations_are_told(tmp_path, caplog, settings, message):
+    a_trainer(tmp_path, max_steps=1, **settings).train()
+    assert message in caplog.text
+
+
+def test_a_filter_that_finds_nothing_is_told(tmp_path, caplog):
+    a_trainer(tmp_path, lambda completions: [1.0] * len(completions), filter_zero_variance=True, max_steps=5).train()
+    assert "more than half of the groups had no signal" in caplog.text
+
+
+def test_every_setting_survives_the_round_trip():
+    config = GRPOConfig(loss_type="cispo", epsilon_high=5.0, reward_weights=(1.0, 2.0), solved_by="x")
+    assert GRPOConfig.from_mapping(json.loads(json.dumps(config.to_dict()))) == config
