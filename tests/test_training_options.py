@@ -274,12 +274,12 @@ def test_masters_move_in_bfloat16_as_in_float32(tmp_path):
     assert cosine > 0.99
     assert np.linalg.norm(moved["bfloat16"]) == pytest.approx(np.linalg.norm(moved["float32"]), rel=0.05)
     without_masters = jnp.asarray(np.concatenate([x.ravel() for x in start]), jnp.bfloat16)
-    stayed = without_masters
-    for part in np.array_split(moved["bfloat16"], 1):
-        for _ in range(100):
-            stayed = stayed + jnp.asarray(part / 100, jnp.bfloat16)
+    updated = without_masters
+    for _ in range(100):
+        updated = updated + jnp.asarray(moved["bfloat16"] / 100, jnp.bfloat16)
     large = jnp.abs(without_masters) > 1e-3
-    np.testing.assert_array_equal(stayed[large], without_masters[large])
+    assert large.mean() > 0.9
+    np.testing.assert_array_equal(updated[large], without_masters[large])
 
 
 def fixed_rows(trainer):
