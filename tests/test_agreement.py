@@ -11,7 +11,7 @@ from groupax.models.decoder import logits
 from groupax.objective.aggregation import Denominators
 from groupax.objective.settings import ObjectiveSettings
 from groupax.parallel.mesh import num_data_shards
-from groupax.step import micro_step, score, to_rows, zero_totals
+from groupax.step import LOGP_DIFF, micro_step, score, to_rows, zero_totals
 
 from .conftest import TINY
 
@@ -36,7 +36,7 @@ def trainer_logps(model, rows, temperature, micro_batch_tokens):
     logps = {}
     for part in pack(rows, num_data_shards(model.mesh), micro_batch_tokens):
         batch = to_rows(part.batch, model.mesh)
-        out = np.asarray(score(model.params, batch, config=model.config, settings=settings, mesh=model.mesh))
+        out = np.asarray(score(model.params, batch, config=model.config, settings=settings, mesh=model.mesh)[0])
         for index, logp in zip(part.rows, out, strict=True):
             if index >= 0:
                 logps[int(index)] = logp[: len(rows[index].completion)]
@@ -64,19 +64,20 @@ def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
     engine = Engine(model.config, model.params, model.mesh, eos_ids=(2,))
     rows = rows_of(engine.generate(prompts, SamplingParams(n=8, max_tokens=64)), prompts)
     counts = Denominators(jnp.float32(64.0), jnp.float32(64.0 * 64))
-    totals = zero_totals(model.params)
+    totals = zero_totals(model.params, settings=ObjectiveSettings())
     for part in pack(rows, num_data_shards(model.mesh), 2000):
-        totals = micro_step(
+        totals, _ = micro_step(
             model.params,
             totals,
             to_rows(part.batch, model.mesh),
             counts,
+            jnp.float32(0.0),
             config=model.config,
             settings=ObjectiveSettings(),
             mesh=model.mesh,
             checkpointing="none",
         )
-    assert float(totals.logp_diff_max) == 0.0
+    assert float(totals.tally.maxima[f"{LOGP_DIFF}_max"]) == 0.0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
