@@ -40,6 +40,9 @@ _AT_LEAST = {
     "logging_steps": 1,
     "max_concurrent_rows": 1,
     "max_bad_steps": 1,
+    "reward_concurrency": 1,
+    "reward_workers": 0,
+    "reward_retries": 0,
     "ref_model_sync_steps": 1,
     "filter_budget": 1,
     "epsilon": 0,
@@ -189,6 +192,20 @@ class GRPOConfig:
     entropy_target: float = 0.2
     """Mean token entropy to hold, in nats; set it near what early steps report as `entropy`."""
 
+    # Rewards
+    reward_batch: Literal["group", "rollout"] = "group"
+    """Call a reward function for each group, while others decode, or once for all completions of a rollout."""
+    reward_concurrency: int = 1
+    """Calls of one sync reward function at a time; above 1 it has to bear several threads."""
+    reward_workers: int = 0
+    """Processes to run sync reward functions in; 0 runs them in threads."""
+    reward_timeout_s: float | None = 300.0
+    """Longest call of a reward function in seconds; None for no limit."""
+    reward_retries: int = 0
+    """Further tries of a call that raised or took too long."""
+    reward_errors: Literal["none", "raise"] = "none"
+    """Completions of a failed call get no reward and are counted, or the run stops."""
+
     # Optimizer
     optimizer: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
     """What turns gradients into updates."""
@@ -274,6 +291,8 @@ class GRPOConfig:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
+        if self.reward_timeout_s is not None and not self.reward_timeout_s > 0:
+            raise ValueError(f"reward_timeout_s must be above 0 or None, got {self.reward_timeout_s}")
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise ValueError(
                 f"for loss_type 'cispo' epsilon_high caps the ratio itself; it is not set, and epsilon = {self.epsilon}"

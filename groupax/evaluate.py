@@ -1,7 +1,7 @@
 """How well a model does on held-out prompts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,9 @@ from groupax.data import PromptSet
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.metrics import Metrics, completion_metrics
-from groupax.rewards.contract import Reward, rewards_by_name, score
+from groupax.rewards.contract import reward_matrix
+from groupax.rewards.runner import RewardRunner
+from groupax.rewards.scoring import score_groups
 from groupax.rollout import Rollout, rollout
 
 
@@ -30,7 +32,7 @@ class Evaluation:
 def evaluate(
     engine: Engine,
     tokenizer: Any,
-    rewards: Sequence[Reward],
+    runner: RewardRunner,
     weights: np.ndarray,
     prompts: PromptSet,
     params: SamplingParams,
@@ -40,26 +42,24 @@ def evaluate(
     Args:
         engine: with the weights to evaluate.
         tokenizer: for the completions' text.
-        rewards: K functions.
+        runner: of the K rewards.
         weights: [K], of the weighted sum.
         prompts: the evaluation set.
         params: how to sample.
+
+    Raises:
+        RewardError: a call failed and the runner is to stop for it.
     """
-    groups = sorted(
-        rollout(engine, tokenizer, prompts.examples, prompts.token_ids, params, step=0),
-        key=lambda group: group[0].prompt_index,
-    )
-    rollouts = [row for group in groups for row in group]
-    scores = np.stack([score(reward, rollouts) for reward in rewards], axis=1)
-    applies = ~np.isnan(scores)
-    metrics = {
-        f"rewards/{reward.name}/mean": float(column[ok].mean()) if ok.any() else float("nan")
-        for reward, column, ok in zip(rewards, scores.T, applies.T, strict=True)
-    }
-    totals = np.where(applies, scores * weights[None, :], 0.0).sum(axis=1)[applies.any(axis=1)]
+    scored = score_groups(rollout(engine, tokenizer, prompts.examples, prompts.token_ids, params, step=0), runner)
+    rollouts = [row for group in scored.groups for row in group]
+    names = [reward.name for reward in runner.rewards]
+    rewards = reward_matrix(names, rollouts)
+    applies = ~np.isnan(rewards)
+    metrics: Metrics = {}
+    for name, column, ok in zip(names, rewards.T, applies.T, strict=True):
+        metrics[f"rewards/{name}/mean"] = float(column[ok].mean()) if ok.any() else float("nan")
+        if scored.failures[name]:
+            metrics[f"rewards/{name}/failures"] = float(scored.failures[name])
+    totals = np.where(applies, rewards * weights[None, :], 0.0).sum(axis=1)[applies.any(axis=1)]
     metrics["reward"] = float(totals.mean()) if totals.size else float("nan")
-    names = [reward.name for reward in rewards]
-    scored = [
-        replace(row, rewards=rewards_by_name(names, values)) for row, values in zip(rollouts, scores, strict=True)
-    ]
-    return Evaluation(metrics | completion_metrics(rollouts), scored)
+    return Evaluation(metrics | dict(scored.metrics) | completion_metrics(rollouts), rollouts)

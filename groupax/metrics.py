@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from groupax.objective.advantages import Advantages
+from groupax.rewards.scoring import Scored
 from groupax.rollout import Rollout
 
 Metrics = dict[str, float]
@@ -69,6 +70,20 @@ def solved_metrics(solved: np.ndarray) -> Metrics:
     return metrics | {
         "groups/all_right_frac": float((right == G).mean()),
         "groups/all_wrong_frac": float((right == 0).mean()),
+    }
+
+
+def scoring_metrics(rounds: Sequence[Scored]) -> Metrics:
+    """Seconds, failures and what reward functions logged, over the rounds of a rollout."""
+    metrics: Metrics = {
+        "time/rollout_s": sum(scored.rollout_s for scored in rounds),
+        "time/reward_s": sum(scored.reward_s for scored in rounds),
+    }
+    for name in rounds[0].failures:
+        metrics[f"rewards/{name}/failures"] = float(sum(scored.failures[name] for scored in rounds))
+    logged = dict.fromkeys(name for scored in rounds for name in scored.metrics)
+    return metrics | {
+        name: float(np.mean([scored.metrics[name] for scored in rounds if name in scored.metrics])) for name in logged
     }
 
 

@@ -32,6 +32,7 @@ class Rollout:
         text: the completion, without special tokens.
         rewards: by reward function, None where one does not apply; empty before scoring.
         advantage: NaN before scoring.
+        extra: what reward functions logged of it beside its rewards.
     """
 
     prompt_index: int
@@ -46,6 +47,7 @@ class Rollout:
     text: str
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     advantage: float = float("nan")
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prompt(self) -> Prompt:

@@ -38,8 +38,15 @@ class RunLog:
         """Of the run so far."""
         return self.num_sampled_tokens / self.rollout_s if self.rollout_s else 0.0
 
-    def rollout(self, groups: Sequence[Sequence[Rollout]], metrics: Metrics) -> None:
+    def rollout(self, groups: Sequence[Sequence[Rollout]], metrics: Metrics, reward_errors: Mapping[str, str]) -> None:
         """Groups were sampled and scored; their metrics belong to each optimizer step on them."""
+        self.findings(
+            {
+                f"reward {name}": f"the reward function {name!r} failed; its completions go without that reward (told "
+                f"once, counted in rewards/{name}/failures):\n{error}"
+                for name, error in reward_errors.items()
+            }
+        )
         self.rollouts, self.rollout_metrics = [row for group in groups for row in group], metrics
         self.num_sampled_tokens += sum(len(row.completion_ids) for row in self.rollouts)
         self.rollout_s += metrics["time/rollout_s"]

@@ -89,31 +89,45 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Any]) -> list[np.ndarray]:
         if isinstance(prompt, str):
             texts.append(prompt)
         else:
-            texts.append(_render(tokenizer, prompt, index))
+            texts.append(render(tokenizer, prompt, f"prompt {index}"))
+    return encode_texts(tokenizer, texts, [is_conversational(prompt) for prompt in prompts])
+
+
+def encode_texts(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool]) -> list[np.ndarray]:
+    """Token ids of each text, with the tokenizer's special tokens unless a chat template wrote them."""
     encoded: list[np.ndarray] = [np.zeros(0, np.int32)] * len(texts)
-    for conversational in (False, True):
-        chosen = [index for index, prompt in enumerate(prompts) if is_conversational(prompt) == conversational]
+    for by_template in (False, True):
+        chosen = [index for index, flag in enumerate(rendered) if flag == by_template]
         if chosen:
-            # a template writes the special tokens itself
-            ids = tokenizer([texts[i] for i in chosen], add_special_tokens=not conversational)["input_ids"]
+            ids = tokenizer([texts[i] for i in chosen], add_special_tokens=not by_template)["input_ids"]
             for index, row in zip(chosen, ids, strict=True):
                 encoded[index] = np.asarray(row, np.int32)
     return encoded
 
 
-def _render(tokenizer: Any, messages: Any, index: int) -> str:
+def render(tokenizer: Any, messages: Any, name: str, add_generation_prompt: bool = True) -> str:
+    """A conversation as the chat template writes it.
+
+    Args:
+        tokenizer: with the template.
+        messages: role and content each.
+        name: what to call the conversation in an error.
+        add_generation_prompt: end where the assistant's answer begins.
+
+    Raises:
+        ValueError: these are no messages, or there is no template.
+    """
     is_messages = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
     if not is_messages or not messages:
         raise ValueError(
-            f"prompt {index} must be a string or a list of messages like {{'role': 'user', 'content': '...'}}, "
-            f"got {messages!r}"
+            f"{name} must be a string or a list of messages like {{'role': 'user', 'content': '...'}}, got {messages!r}"
         )
     if not tokenizer.chat_template:
         raise ValueError(
-            f"prompt {index} is a list of messages, but the tokenizer has no chat template (a base model?); set "
+            f"{name} is a list of messages, but the tokenizer has no chat template (a base model?); set "
             f"chat_template= to one of {', '.join(CHAT_TEMPLATES)} or to a file, or give prompts as strings"
         )
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
 
 def decode(tokenizer: Any, completions: Sequence[Sequence[int]]) -> list[str]:

@@ -93,6 +93,7 @@ def _record(step: int, row: Rollout) -> dict[str, Any]:
         "policy_version": row.policy_version,
         "advantage": row.advantage,
         **{f"rewards/{name}": value for name, value in row.rewards.items()},
+        **{f"extra/{name}": value for name, value in row.extra.items()},
     }
 
 

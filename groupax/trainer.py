@@ -1,7 +1,7 @@
 """The trainer: GRPO as the paper's Algorithm 1 has it (arXiv:2402.03300)."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,15 @@ from groupax.engine.params import SamplingParams
 from groupax.evaluate import Evaluation, evaluate
 from groupax.health import setup_findings
 from groupax.learner import Learner, LearnerSettings, Update
-from groupax.metrics import Metrics, completion_metrics, reward_metrics, solved_metrics
+from groupax.metrics import Metrics, completion_metrics, reward_metrics, scoring_metrics, solved_metrics
 from groupax.models.checkpoint import Model, load_model, save_model
 from groupax.objective.advantages import Advantages, group_advantages
 from groupax.objective.entropy import EntropyControl
 from groupax.objective.settings import ObjectiveSettings
 from groupax.optimizer import OptimizerSettings, ScheduleSettings
-from groupax.rewards.contract import resolve_rewards, reward_matrix, rewards_by_name, score
+from groupax.rewards.contract import TrainerState, resolve_rewards, reward_matrix
+from groupax.rewards.runner import RewardError, RewardRunner, RewardSettings
+from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollout import Rollout, rollout
 from groupax.run_log import RunLog
 from groupax.tokenizer import eos_token_ids, load_tokenizer, prepare_tokenizer
@@ -72,17 +74,34 @@ class TrainResult:
     metrics: Metrics
 
 
+@dataclass(frozen=True, eq=False)
+class Experience:
+    """A rollout, ready to be trained on.
+
+    Attributes:
+        groups: with rewards and advantages; those to train on first, then those that dynamic sampling dropped.
+        metrics: of everything that was sampled.
+        errors: by reward that failed, what went wrong first.
+    """
+
+    groups: list[Group]
+    metrics: Metrics
+    errors: Mapping[str, str]
+
+
 class GRPOTrainer:
     """Trains a language model with Group Relative Policy Optimization.
 
     Args:
         model: a folder, a hub id, or a `Model`. A `Model`'s own weights stay as they are.
-        reward_funcs: one or several reward functions, by reference or name (see `rewards.contract`).
+        reward_funcs: one or several reward functions or reward models, by reference or name (see docs/rewards.md).
         args: settings; the defaults if None.
         train_dataset: prompts: a `datasets.Dataset`, a list of dicts, a .jsonl, .json or .parquet file, or a hub id,
             with a column `prompt`. Every other column reaches the reward functions.
         eval_dataset: likewise, for `evaluate` and `eval_steps`.
         processing_class: the tokenizer; by default the one in the model's folder.
+        reward_processing_classes: tokenizers of the reward models, one per entry of `reward_funcs`; None takes each
+            model's own.
 
     Raises:
         ValueError: anything about these that could only fail later.
@@ -100,6 +119,7 @@ class GRPOTrainer:
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        reward_processing_classes: Any = None,
     ) -> None:
         self.args = args = args or GRPOConfig()
         if train_dataset is None:
@@ -108,7 +128,9 @@ class GRPOTrainer:
         eval_examples = None if eval_dataset is None else load_examples(eval_dataset, "eval_dataset")
         if args.eval_steps and eval_examples is None:
             raise ValueError(f"eval_steps is {args.eval_steps}, but there is no eval_dataset")
-        self.rewards = resolve_rewards(reward_funcs, [name for name in train_examples[0] if name != "prompt"])
+        columns = [name for name in train_examples[0] if name != "prompt"]
+        self.rewards = resolve_rewards(reward_funcs, columns, reward_processing_classes)
+        self.reward_runner = RewardRunner(self.rewards, args.part(RewardSettings))
         self.reward_weights = _weights(args, len(self.rewards))
         names = [reward.name for reward in self.rewards]
         if args.solved_by is not None and args.solved_by not in names:
@@ -119,6 +141,8 @@ class GRPOTrainer:
         self.run_folder = RunFolder(args.output_dir)
 
         self.model = model if isinstance(model, Model) else load_model(model)
+        if self.model.config.num_labels:
+            raise ValueError(f"{self.model.source or 'the model'} classifies sequences; a policy needs a causal model")
         self.tokenizer = self._tokenizer(processing_class)
         self.eos_ids = eos_token_ids(self.tokenizer, self.model.generation_config, self.model.hf_config)
         self.prompts = self._encode(train_examples)
@@ -140,6 +164,8 @@ class GRPOTrainer:
 
         Raises:
             DivergedError: `max_bad_steps` updates in a row were not finite. The model is saved as it was before them.
+            RewardError: a reward function failed and `reward_errors` is "raise", or it failed for every completion of
+                the first rollout.
         """
         args = self.args
         self.run_folder.start(args.to_dict())
@@ -147,22 +173,28 @@ class GRPOTrainer:
         self._tell_setup(log)
         started_s = time.perf_counter()
         try:
-            while self.cursor.step < self.num_steps:
-                groups, metrics = self._collect()
-                log.rollout(groups, metrics)
-                for rows, update in self._updates(groups[: self._prompts_per_rollout]):
-                    log.step(self.cursor.step, update.metrics)
-                    self._stop_if_diverged(log, rows, update)
-                    if args.eval_steps and self.cursor.step % args.eval_steps == 0:
-                        log.evaluation(self.cursor.step, self.evaluate())
+            with self.reward_runner:
+                while self.cursor.step < self.num_steps:
+                    experience = self._collect()
+                    log.rollout(experience.groups, experience.metrics, experience.errors)
+                    for rows, update in self._updates(experience.groups[: self._prompts_per_rollout]):
+                        log.step(self.cursor.step, update.metrics)
+                        self._stop_if_diverged(log, rows, update)
+                        if args.eval_steps and self.cursor.step % args.eval_steps == 0:
+                            log.evaluation(self.cursor.step, self.evaluate())
             train_seconds = time.perf_counter() - started_s
+        except KeyboardInterrupt:
+            log.message(
+                f"interrupted in step {self.cursor.step + 1}; the model is in {self.save_model()}", warning=True
+            )
+            raise
         finally:
             log.close()
         self.save_model()
         return TrainResult(self.cursor.step, train_seconds, log.rollout_tokens_per_s, log.last)
 
-    def _collect(self) -> tuple[list[Group], Metrics]:
-        """The groups of a rollout with their rewards and advantages, those to train on first, and their metrics.
+    def _collect(self) -> Experience:
+        """A rollout: groups with their rewards and advantages, those to train on first.
 
         With `filter_zero_variance` groups without signal make room for groups of further prompts, as long as the
         budget lasts. What it leaves open is filled up with them, so that a step keeps its size.
@@ -171,22 +203,17 @@ class GRPOTrainer:
         budget = int(wanted * args.filter_budget) if args.filter_zero_variance else wanted
         kept: list[Group] = []
         flat: list[Group] = []  # without signal
-        num_sampled = num_rounds = 0
-        rollout_s = reward_s = 0.0
-        while len(kept) < wanted and num_sampled < budget:
-            started_s = time.perf_counter()
-            groups = self._sample(num_sampled, min(wanted - len(kept), budget - num_sampled))
-            sampled_s = time.perf_counter()
-            for group in self._score(groups):
+        rounds: list[Scored] = []
+        while len(kept) < wanted and len(kept) + len(flat) < budget:
+            num_sampled = len(kept) + len(flat)
+            rounds.append(self._sample(num_sampled, min(wanted - len(kept), budget - num_sampled)))
+            for group in rounds[-1].groups:
                 has_signal = not args.filter_zero_variance or not self._advantages([group]).zero_std[0]
                 (kept if has_signal else flat).append(group)
-            rollout_s += sampled_s - started_s
-            reward_s += time.perf_counter() - sampled_s
-            num_sampled, num_rounds = num_sampled + len(groups), num_rounds + 1
-        num_filled = wanted - len(kept)
+        num_filled, num_sampled = wanted - len(kept), len(kept) + len(flat)
         trained, dropped = kept + flat[:num_filled], flat[num_filled:]
         groups = _with_advantages(trained, self._advantages(trained).values) + dropped
-
+        self._stop_if_a_reward_never_works(rounds)
         rows = [row for group in groups for row in group]
         num_new = sum(len(row.completion_ids) for row in rows)
         self.cursor = replace(
@@ -195,31 +222,43 @@ class GRPOTrainer:
             num_prompts=self.cursor.num_prompts + num_sampled,
             num_tokens=self.cursor.num_tokens + num_new + sum(len(row.prompt_ids) for row in rows),
         )
-        names = [reward.name for reward in self.rewards]
-        metrics = completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), self._advantages(groups))
-        if args.solved_by:
-            solved = np.array([[row.rewards[args.solved_by] == 1.0 for row in group] for group in groups])
-            metrics |= solved_metrics(solved)
+        metrics = self._rollout_metrics(groups) | scoring_metrics(rounds)
         if args.filter_zero_variance:
             metrics |= {
                 "filter/sampled_prompts": float(num_sampled),
-                "filter/rounds": float(num_rounds),
+                "filter/rounds": float(len(rounds)),
                 "filter/dropped_frac": len(dropped) / num_sampled,
                 "filter/filled_up_frac": num_filled / wanted,
             }
-        return groups, metrics | {
+        metrics["rollout/tokens_per_s"] = num_new / metrics["time/rollout_s"]
+        errors = {name: error for scored in reversed(rounds) for name, error in scored.errors.items()}
+        return Experience(groups, metrics, errors)
+
+    def _rollout_metrics(self, groups: Sequence[Group]) -> Metrics:
+        rows = [row for group in groups for row in group]
+        names = [reward.name for reward in self.rewards]
+        metrics = completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), self._advantages(groups))
+        if self.args.solved_by:
+            solved = [[row.rewards[self.args.solved_by] == 1.0 for row in group] for group in groups]
+            metrics |= solved_metrics(np.array(solved))
+        return metrics | {
             "epoch": self.cursor.num_prompts / len(self.prompts),
             "num_tokens": float(self.cursor.num_tokens),
-            "time/rollout_s": rollout_s,
-            "time/reward_s": reward_s,
-            "rollout/tokens_per_s": num_new / rollout_s,
         }
 
-    def _sample(self, first: int, count: int) -> list[Group]:
-        """G completions of each of the next prompts, from the current policy; `first` of the rollout's came before."""
+    def _sample(self, first: int, count: int) -> Scored:
+        """G completions of each of the next prompts, from the current policy, scored as they end.
+
+        Args:
+            first: prompts of this rollout that were sampled before.
+            count: prompts to sample.
+        """
         args = self.args
         visited = visit_order(len(self.prompts), self.cursor.num_prompts + first, count, args.seed)
         self.engine.params = self.learner.policy
+        self.reward_runner.state = TrainerState(
+            self.cursor.step, self.num_steps, self.cursor.num_prompts / len(self.prompts)
+        )
         groups = rollout(
             self.engine,
             self.tokenizer,
@@ -230,19 +269,17 @@ class GRPOTrainer:
             policy_version=self.cursor.step,
             first_prompt=first,
         )
-        return sorted(groups, key=lambda group: group[0].prompt_index)
+        return score_groups(groups, self.reward_runner)
 
-    def _score(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with the rewards of all completions."""
-        rows = [row for group in groups for row in group]
-        rewards = np.stack([score(reward, rows) for reward in self.rewards], axis=1)  # (B, K)
-        names = [reward.name for reward in self.rewards]
-        scored = [
-            replace(row, rewards=rewards_by_name(names, values), advantage=0.0)
-            for row, values in zip(rows, rewards, strict=True)
-        ]
-        G = self.args.num_generations
-        return [scored[start : start + G] for start in range(0, len(scored), G)]
+    def _stop_if_a_reward_never_works(self, rounds: Sequence[Scored]) -> None:
+        """A function that fails for all of the first rollout is broken, and nothing is lost yet."""
+        num_completions = sum(len(group) for scored in rounds for group in scored.groups)
+        for reward in self.rewards:
+            if self.cursor.num_rollouts == 0 and sum(s.failures[reward.name] for s in rounds) == num_completions:
+                error = next(s.errors[reward.name] for s in rounds if reward.name in s.errors)
+                raise RewardError(
+                    f"the reward function {reward.name!r} failed for every completion of the first rollout:\n{error}"
+                )
 
     def _advantages(self, groups: Sequence[Group]) -> Advantages:
         rows = [row for group in groups for row in group]
@@ -321,7 +358,8 @@ class GRPOTrainer:
             raise ValueError("there is no eval_dataset to evaluate on; give one to GRPOTrainer")
         self.engine.params = self.learner.policy
         params = params or self._sampling_params(1, self.args.eval_temperature, self.args.seed)
-        return evaluate(self.engine, self.tokenizer, self.rewards, self.reward_weights, self.eval_prompts, params)
+        with self.reward_runner as runner:
+            return evaluate(self.engine, self.tokenizer, runner, self.reward_weights, self.eval_prompts, params)
 
     def save_model(self, folder: str | Path | None = None) -> Path:
         """Write the current policy as a Hugging Face folder, by default the run's `model/`, in its original dtype."""

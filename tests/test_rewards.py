@@ -1,11 +1,14 @@
-"""The contract of reward functions."""
+"""The contract of reward functions: what they get, what they may return, how they are found."""
 
 import functools
+import math
 
 import numpy as np
 import pytest
 
-from groupax.rewards.contract import resolve_rewards, score
+from groupax.rewards import with_columns
+from groupax.rewards.contract import find_reward, resolve_rewards
+from groupax.rewards.runner import RewardRunner, RewardSettings
 from groupax.rollout import Rollout
 
 
@@ -30,9 +33,21 @@ def rollouts_of(texts, conversational=False, **columns):
     ]
 
 
+def scores_of(function, rows, columns=(), **settings):
+    """The scores of one function on one group."""
+    runner = RewardRunner(resolve_rewards(function, columns), RewardSettings(**settings))
+    try:
+        runner.start(rows)
+        [[scores]] = runner.finish()
+        return scores
+    finally:
+        runner.close()
+
+
 def run(function, rows, columns=()):
-    [reward] = resolve_rewards(function, columns)
-    return score(reward, rows)
+    scores = scores_of(function, rows, columns)
+    assert not scores.error, scores.error
+    return scores.values
 
 
 def test_a_function_gets_what_its_signature_takes():
@@ -47,7 +62,15 @@ def test_a_function_gets_what_its_signature_takes():
 
     rows = rollouts_of(["a", "b"], answer=["a", "a"])
     assert run(everything, rows, ["answer"]).tolist() == [1.0, 2.0]
-    assert set(seen) == {"prompts", "completions", "completion_ids", "answer"}
+    assert set(seen) == {
+        "prompts",
+        "completions",
+        "completion_ids",
+        "answer",
+        "trainer_state",
+        "log_extra",
+        "log_metric",
+    }
     assert seen["completion_ids"] == [[5, 6], [5, 6]]
     assert run(some, rows, ["answer"]).tolist() == [1.0, 0.0]
 
@@ -82,11 +105,10 @@ def test_names_are_unique_and_telling():
         [named, functools.partial(named, scale=2.0), Instance(), named, "think_answer_format"], []
     )
     assert [r.name for r in rewards] == ["named", "named_2", "Instance", "named_3", "think_answer_format"]
-    assert score(rewards[1], rollouts_of("a")).tolist() == [2.0]
+    assert run(functools.partial(named, scale=2.0), rollouts_of("a")).tolist() == [2.0]
 
 
 def test_rewards_by_reference():
-    [reward] = resolve_rewards("groupax.rewards.builtin:think_answer_correct", ["answer"])
     texts = [
         "<think>1+1=2</think><answer>2</answer>",
         " <think>1+1=2</think>\n<answer> 2 </answer>\n",
@@ -95,37 +117,99 @@ def test_rewards_by_reference():
         "<think></think><answer>2</answer>",
         "2",
     ]
-    assert score(reward, rollouts_of(texts, answer=["2"] * 6)).tolist() == [1, 1, 0, 0, 0, 0]
+    reference = "groupax.rewards.formats:think_answer_correct"
+    assert run(reference, rollouts_of(texts, answer=["2"] * 6), ["answer"]).tolist() == [1, 1, 0, 0, 0, 0]
     assert run("think_answer_format", rollouts_of(texts)).tolist() == [1, 1, 1, 0, 0, 0]
 
 
+def test_options_and_columns_of_a_name():
+    rows = rollouts_of(["<a>\nx\n</a>", "<a>x</a>"], solution=["1", "2"])
+    assert run("xml_format(tags=['a'], strict=True)", rows).tolist() == [1, 0]
+    assert run("xml_format(tags=('a',))", rows).tolist() == [1, 1]
+    assert run(
+        "gsm8k_accuracy(answer=solution)", rollouts_of(["1", "1"], solution=["1", "2"]), ["solution"]
+    ).tolist() == [1, 0]
+
+
+def test_an_option_is_not_replaced_by_a_column_of_its_name():
+    rows = rollouts_of("ab", scale=[7.0, 8.0])
+    assert run(functools.partial(named, scale=2.0), rows, ["scale"]).tolist() == [2.0, 2.0]
+
+    def any_column(completions, scale=1.0, **columns):
+        return [scale for _ in completions]
+
+    assert run(functools.partial(any_column, scale=3.0), rows, ["scale"]).tolist() == [3.0, 3.0]
+
+
+def test_columns_under_other_names():
+    def right(completions, answer):
+        return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
+
+    rows = rollouts_of("ab", solution=["a", "a"])
+    assert run(with_columns(right, answer="solution"), rows, ["solution"]).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="from the column 'solutoin', which the dataset does not have; did you mean"):
+        resolve_rewards(with_columns(right, answer="solutoin"), ["solution"])
+
+
+def test_functions_of_one_completion():
+    def graded(completion, gold, prompt, completion_ids, bonus=0.0):
+        assert (prompt, completion_ids) == ("q", [5, 6])
+        return None if gold is None else float(completion == gold) + bonus
+
+    values = run(graded, rollouts_of("abc", gold=["a", "a", None]), ["gold"])
+    np.testing.assert_array_equal(values, [1.0, 0.0, math.nan])
+    turns = rollouts_of("ab", conversational=True)
+    assert run(lambda completion: len(completion[0]["content"]), turns).tolist() == [1.0, 1.0]
+
+
+async def awaited(completions):
+    return [float(len(text)) for text in completions]
+
+
+class AsyncInstance:
+    async def __call__(self, completion):
+        return float(len(completion))
+
+
+def test_async_functions():
+    assert run(awaited, rollouts_of(["ab", "c"])).tolist() == [2.0, 1.0]
+    assert run(AsyncInstance(), rollouts_of(["ab", "c"])).tolist() == [2.0, 1.0]
+    assert run(functools.partial(awaited), rollouts_of(["ab", "c"])).tolist() == [2.0, 1.0]
+
+
+def test_what_a_function_logs():
+    def logging(completions, log_extra, log_metric, trainer_state):
+        log_extra("length", [len(text) for text in completions])
+        log_metric("custom", 3)
+        return [float(trainer_state.step) for _ in completions]
+
+    scores = scores_of(logging, rollouts_of(["ab", "c"]))
+    assert scores.values.tolist() == [0.0, 0.0]
+    assert scores.extra == {"length": [2, 1]}
+    assert scores.metrics == {"custom": 3.0}
+
+
 @pytest.mark.parametrize(
-    ("returned", "message"),
+    ("returned", "message", "num_failures"),
     [
-        ([1.0], r"'bad' returned 1 values for 2 completions"),
-        ([1.0, float("nan")], "returned nan for completion 1"),
-        ([1.0, float("inf")], "returned inf for completion 1"),
-        (["1.0", 2.0], "returned '1.0' for completion 0"),
-        ([[1.0], 2.0], r"returned \[1.0\] for completion 0"),
-        (3.0, "returned 3.0; it must return a list"),
-        (None, "returned None; it must return a list"),
+        ([1.0], r"'bad' returned 1 values for 2 completions", 2),
+        ([1.0, float("nan")], "returned nan for completion 1", 1),
+        ([1.0, float("inf")], "returned inf for completion 1", 1),
+        (["1.0", 2.0], "returned '1.0' for completion 0", 1),
+        ([[1.0], 2.0], r"returned [1.0] for completion 0", 1),
+        (3.0, "returned 3.0; it must return a list", 2),
+        (None, "returned None; it must return a list", 2),
+        ("ab", "returned 'ab'; it must return a list", 2),
+        ({0: 1.0, 1: 2.0}, "it must return a list", 2),
     ],
 )
-def test_rubbish_is_named(returned, message):
+def test_rubbish_is_named_and_counts_as_no_reward(returned, message, num_failures):
     def bad(completions):
         return returned
 
-    with pytest.raises(ValueError, match=message):
-        run(bad, rollouts_of("ab"))
-
-
-def test_an_exception_names_the_function():
-    def broken(completions):
-        raise KeyError("x")
-
-    with pytest.raises(KeyError) as caught:
-        run(broken, rollouts_of("ab"))
-    assert "raised by the reward function 'broken' on 2 completions" in caught.value.__notes__[0]
+    scores = scores_of(bad, rollouts_of("ab"))
+    assert message in scores.error
+    assert scores.num_failures == num_failures == np.isnan(scores.values).sum()
 
 
 @pytest.mark.parametrize(
@@ -134,10 +218,27 @@ def test_an_exception_names_the_function():
         ([], "reward_funcs is empty"),
         ("think_anser_format", "did you mean think_answer_format"),
         ("no.such.module:f", "cannot be imported"),
-        (3, "must be a function or a name"),
+        (3, "must be a function, a reward model or a name"),
         (lambda completions, anser: [], "needs an argument 'anser'; did you mean answer"),
+        (lambda x, /, completions: [], "needs an argument 'x'"),
+        ("xml_format(tag=('a',))", "has no option 'tag'; did you mean tags"),
+        ("xml_format('a')", "write it like name"),
+        ("xml_format(tags=", "write it like name"),
+        ("./nowhere", "neither a model folder nor a hub id"),
     ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_is_no_reward(function, message):
     with pytest.raises(ValueError, match=message):
         resolve_rewards(function, ["answer"])
+
+
+def test_every_built_in_reward_has_its_name():
+    from groupax import rewards
+    from groupax.rewards.builtin import BUILTIN_REWARDS
+
+    for name, function in BUILTIN_REWARDS.items():
+        assert find_reward(name) is function is getattr(rewards, name)
+        assert function.__doc__
+    with pytest.raises(AttributeError, match="no attribute 'think_fromat'"):
+        rewards.think_fromat

@@ -100,7 +100,7 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
             inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
             raise ValueError(f"{path} is no model folder: it has no config.json (it holds {inside})")
         return path
-    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name_or_path)):
+    if path.exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(name_or_path)):
         raise ValueError(f"{name_or_path} is neither a model folder nor a hub id of the form 'owner/name'")
     from huggingface_hub import snapshot_download
 

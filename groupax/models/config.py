@@ -18,7 +18,7 @@ class ModelConfig:
     """The architecture of one model: hashable, so a jitted program can be specialized on it.
 
     Dims: D `hidden_size`, L `num_layers`, N `num_heads`, K `num_kv_heads`, H `head_dim`,
-    F `ffn_size`, V `vocab_size`.
+    F `ffn_size`, V `vocab_size`. With `num_labels` the model classifies sequences and has no vocabulary head.
     """
 
     model_type: str
@@ -38,6 +38,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    num_labels: int = 0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size"):

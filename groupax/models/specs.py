@@ -39,14 +39,16 @@ class Spec:
 
 
 def model_specs(config: ModelConfig) -> Params:
-    """The tree of `Spec`s of a model: `embed`, `layers` (a list of dicts), `final_norm` and, if untied, `head`."""
+    """The tree of `Spec`s of a model: `embed`, `layers` (a list of dicts), `final_norm`, and `head` or `score`."""
     D, V = config.hidden_size, config.vocab_size
     specs: Params = {
         "embed": Spec((V, D), ("vocab", "embed"), "model.embed_tokens.weight"),
         "layers": [_layer_specs(config, f"model.layers.{index}") for index in range(config.num_layers)],
         "final_norm": Spec((D,), (None,), "model.norm.weight", init="ones"),
     }
-    if not config.tie_embeddings:
+    if config.num_labels:
+        specs["score"] = Spec((config.num_labels, D), (None, "embed"), "score.weight")
+    elif not config.tie_embeddings:
         specs["head"] = Spec((V, D), ("vocab", "embed"), "lm_head.weight")
     return specs
 

@@ -1,1 +1,34 @@
-"""Reward functions: their contract, and those built in."""
+"""Rewards: the contract, how they are run, and those built in. See docs/rewards.md. Imports no jax."""
+
+import importlib
+from typing import Any
+
+# Public name -> the module that has it.
+_PUBLIC = {
+    "RewardError": "groupax.rewards.runner",
+    "RewardModel": "groupax.rewards.model",
+    "TrainerState": "groupax.rewards.contract",
+    "with_columns": "groupax.rewards.contract",
+    "BUILTIN_REWARDS": "groupax.rewards.builtin",
+    "code_tests": "groupax.rewards.code",
+    "cosine_length": "groupax.rewards.lengths",
+    "gsm8k_accuracy": "groupax.rewards.maths",
+    "integer_answer": "groupax.rewards.formats",
+    "math_accuracy": "groupax.rewards.maths",
+    "regex_match": "groupax.rewards.formats",
+    "repetition_penalty": "groupax.rewards.lengths",
+    "soft_overlong": "groupax.rewards.lengths",
+    "think_answer_correct": "groupax.rewards.formats",
+    "think_answer_format": "groupax.rewards.formats",
+    "think_format": "groupax.rewards.formats",
+    "xml_count": "groupax.rewards.formats",
+    "xml_format": "groupax.rewards.formats",
+}
+
+__all__ = sorted(_PUBLIC)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'groupax.rewards' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

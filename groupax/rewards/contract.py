@@ -1,17 +1,17 @@
-"""What a reward function is, and how it is called. Imports no jax.
+"""What a reward is, what it is given, and what it may return. Imports no jax.
 
-A reward function takes keyword arguments, each a list with one entry per completion: `prompts`, `completions`
-(strings, or lists of messages where the prompts are), `completion_ids`, and every further column of the dataset.
-It receives those that its signature names, or all if it takes `**kwargs`, and returns one number per completion,
-None where it does not apply.
+See docs/rewards.md for the contract with examples.
 """
 
+import ast
+import functools
 import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,28 +19,101 @@ from groupax.config import nearest
 from groupax.rewards.builtin import BUILTIN_REWARDS
 from groupax.rollout import Rollout
 
+GIVEN = ("prompts", "completions", "completion_ids")
+GIVEN_SINGLY = ("prompt", "completion", "completion_ids")
+BESIDE = ("trainer_state", "log_extra", "log_metric")
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where the run stands, for rewards that change with it.
+
+    Attributes:
+        step: optimizer steps that were made.
+        num_steps: optimizer steps of the whole run.
+        epoch: passes over the dataset so far.
+    """
+
+    step: int = 0
+    num_steps: int = 0
+    epoch: float = 0.0
+
+
+@dataclass(frozen=True)
+class WithColumns:
+    """A reward function some of whose arguments are dataset columns of other names (see `with_columns`)."""
+
+    function: Callable[..., Any]
+    columns: Mapping[str, str]
+
+
+def with_columns(function: Callable[..., Any], **columns: str) -> WithColumns:
+    """The reward function with arguments taken from columns of other names: `with_columns(f, answer="solution")`."""
+    return WithColumns(function, columns)
+
+
+@runtime_checkable
+class ModelReward(Protocol):
+    """A reward that computes on the devices, which the trainer therefore calls itself, after the rollout."""
+
+    name: str
+
+    def rewards(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+        """The reward of each completion, [B]."""
+        ...
+
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function with the name that its metrics carry and the arguments that it takes.
+    """A reward function with the name that its metrics carry and what it takes.
 
     Attributes:
         name: unique in the run.
-        function: what computes it.
+        function: what computes it; for a reward model its `rewards`.
         takes: the keyword arguments that it names; None if it takes any.
+        per_completion: it is called with one completion at a time and returns its number.
+        is_async: calling it gives a coroutine.
+        on_device: it is a `ModelReward`.
+        columns: dataset column by argument, where they differ.
     """
 
     name: str
     function: Callable[..., Any]
-    takes: frozenset[str] | None
+    takes: frozenset[str] | None = None
+    per_completion: bool = False
+    is_async: bool = False
+    on_device: bool = False
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
-def resolve_rewards(functions: Any, columns: Sequence[str]) -> list[Reward]:
-    """The rewards of a run from what the user gave: a function, a name, or a list of them.
+@dataclass(frozen=True)
+class Scores:
+    """What one call of a reward came to.
+
+    Attributes:
+        values: of each completion, [B] float64; NaN where the function does not apply or failed.
+        num_failures: completions without a reward because something went wrong.
+        error: what went wrong; empty if nothing did.
+        extra: columns for the rollout log, one value per completion (`log_extra`).
+        metrics: numbers for the metrics (`log_metric`).
+    """
+
+    values: np.ndarray
+    num_failures: int = 0
+    error: str = ""
+    extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def resolve_rewards(functions: Any, columns: Sequence[str], processing_classes: Any = None) -> list[Reward]:
+    """The rewards of a run from what the user gave: a function, a name, a reward model, or a list of them.
 
     Args:
-        functions: callables, names of built-in rewards, or "module:function" references.
+        functions: callables; reward models as a folder, hub id, `Model` or `ModelReward`; "module:function" references;
+            names of built-in rewards, which may have options and columns: "soft_overlong(max_length=512, buffer=64)",
+            "math_accuracy(answer=solution)".
         columns: of the dataset beside the prompt; a function that requires any other argument is refused.
+        processing_classes: tokenizers of the reward models, one per function, None where it is the model's own.
 
     Raises:
         ValueError: there is no function, one cannot be found, or one needs an argument that it cannot get.
@@ -48,37 +121,128 @@ def resolve_rewards(functions: Any, columns: Sequence[str]) -> list[Reward]:
     given = list(functions) if isinstance(functions, (list, tuple)) else [functions]
     if not given:
         raise ValueError("reward_funcs is empty; give at least one function")
+    tokenizers = processing_classes if isinstance(processing_classes, (list, tuple)) else [processing_classes]
+    tokenizers = [None] * len(given) if processing_classes is None else list(tokenizers)
+    if len(tokenizers) != len(given):
+        raise ValueError(f"reward_processing_classes has {len(tokenizers)} entries for {len(given)} reward functions")
     rewards: list[Reward] = []
-    for item in given:
-        function: Any = _find(item) if isinstance(item, str) else item
-        if not callable(function):
-            raise ValueError(f"a reward must be a function or a name, got {function!r}")
-        name = _unique(_name(function), [reward.name for reward in rewards])
-        rewards.append(Reward(name, function, _takes(name, function, columns)))
+    for item, tokenizer in zip(given, tokenizers, strict=True):
+        found: Any = _reward_model(item, tokenizer) if _is_model(item) else item
+        found = find_reward(found) if isinstance(found, str) else found
+        renamed: Mapping[str, str] = found.columns if isinstance(found, WithColumns) else {}
+        function: Any = found.function if isinstance(found, WithColumns) else found
+        on_device = isinstance(function, ModelReward) and not inspect.isfunction(function)
+        if not callable(function) and not on_device:
+            raise ValueError(f"a reward must be a function, a reward model or a name, got {function!r}")
+        name = _unique(function.name if on_device else _name(function), [reward.name for reward in rewards])
+        if on_device:
+            rewards.append(Reward(name, function.rewards, on_device=True))
+            continue
+        per_completion = _is_per_completion(function)
+        rewards.append(
+            Reward(
+                name,
+                function,  # pyright: ignore[reportArgumentType]
+                takes=_takes(name, function, columns, per_completion, renamed),
+                per_completion=per_completion,
+                is_async=_is_async(function),
+                columns=dict(renamed),
+            )
+        )
     return rewards
 
 
-def score(reward: Reward, rollouts: Sequence[Rollout]) -> np.ndarray:
-    """The reward of each completion, [B] float64; NaN where the function returned None.
+def find_reward(reference: str) -> Any:
+    """The reward that a name, with options if need be, or a "module:function" reference stands for.
 
     Raises:
-        ValueError: the function returned something else than one finite number or None per completion.
-        Exception: whatever the function raises, with a note that names it.
+        ValueError: there is none, or the options cannot be read.
     """
-    arguments = {
+    name, options, columns = _parse_call(reference)
+    if name in BUILTIN_REWARDS:
+        function: Any = BUILTIN_REWARDS[name]
+    else:
+        module, colon, attribute = name.partition(":")
+        if not colon:
+            raise ValueError(
+                f"there is no built-in reward {name!r}{nearest(name, BUILTIN_REWARDS)} (built in are "
+                f"{', '.join(sorted(BUILTIN_REWARDS))}); one of your own is named as 'module:function'"
+            )
+        try:
+            function = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
+    known = inspect.signature(function).parameters
+    for option in options:
+        if option not in known:
+            raise ValueError(f"reward {name!r} has no option {option!r}{nearest(option, known)}")
+    function = functools.partial(function, **options) if options else function
+    return with_columns(function, **columns) if columns else function
+
+
+def arguments_for(
+    reward: Reward, rollouts: Sequence[Rollout], state: TrainerState, beside: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keyword arguments of a call for these completions: lists with one entry for each, and what is beside them."""
+    example = rollouts[0].example
+    arguments: dict[str, Any] = {
         "prompts": [row.prompt for row in rollouts],
         "completions": [row.completion for row in rollouts],
         "completion_ids": [row.completion_ids.tolist() for row in rollouts],
     }
-    arguments |= {name: [row.example[name] for row in rollouts] for name in rollouts[0].example if name != "prompt"}
-    if reward.takes is not None:
-        arguments = {name: values for name, values in arguments.items() if name in reward.takes}
-    try:
-        returned = reward.function(**arguments)
-    except Exception as error:
-        error.add_note(f"raised by the reward function {reward.name!r} on {len(rollouts)} completions")
-        raise
-    return _checked(reward.name, returned, rollouts)
+    arguments |= {name: [row.example[name] for row in rollouts] for name in example if name != "prompt"}
+    arguments |= {name: arguments[column] for name, column in reward.columns.items()}
+    arguments |= {"trainer_state": state, **beside}
+    if reward.per_completion:
+        arguments |= {"prompt": arguments["prompts"], "completion": arguments["completions"]}
+    if reward.takes is None:
+        return arguments
+    return {name: value for name, value in arguments.items() if name in reward.takes}
+
+
+def one_by_one(arguments: Mapping[str, Any], num_completions: int) -> list[dict[str, Any]]:
+    """The arguments of a per-completion function, for each completion."""
+    shared = set(BESIDE)
+    return [
+        {name: value if name in shared else value[index] for name, value in arguments.items()}
+        for index in range(num_completions)
+    ]
+
+
+def checked_values(name: str, returned: Any, rollouts: Sequence[Rollout]) -> tuple[np.ndarray, list[str]]:
+    """What a function returned as numbers, [B] float64 with NaN for None, and what is wrong with single ones.
+
+    Raises:
+        ValueError: it is no list with one value per completion.
+    """
+    if isinstance(returned, (str, bytes, Mapping)) or not hasattr(returned, "__iter__"):
+        raise ValueError(
+            f"reward function {name!r} returned {returned!r:.200}; it must return a list with one number (or None) for "
+            f"each of the {len(rollouts)} completions"
+        )
+    values = list(returned)
+    if len(values) != len(rollouts):
+        raise ValueError(
+            f"reward function {name!r} returned {len(values)} values for {len(rollouts)} completions; it must return "
+            "one per completion, in their order"
+        )
+    rewards = np.full(len(values), np.nan)
+    faults = []
+    for index, value in enumerate(values):
+        if value is None:
+            continue
+        try:
+            number = math.nan if isinstance(value, (str, bytes)) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isfinite(number):
+            rewards[index] = number
+        else:
+            faults.append(
+                f"reward function {name!r} returned {value!r:.200} for completion {index} "
+                f"({rollouts[index].text[:80]!r}); return a finite number, or None where the function does not apply"
+            )
+    return rewards, faults
 
 
 def rewards_by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, float | None]:
@@ -92,49 +256,41 @@ def reward_matrix(names: Sequence[str], rollouts: Sequence[Rollout]) -> np.ndarr
     return np.array([[math.nan if value is None else value for value in row] for row in values], np.float64)
 
 
-def _checked(name: str, returned: Any, rollouts: Sequence[Rollout]) -> np.ndarray:
-    try:
-        values = list(returned)
-    except TypeError:
-        raise ValueError(
-            f"reward function {name!r} returned {returned!r}; it must return a list with one number (or None) for each "
-            f"of the {len(rollouts)} completions"
-        ) from None
-    if len(values) != len(rollouts):
-        raise ValueError(
-            f"reward function {name!r} returned {len(values)} values for {len(rollouts)} completions; it must return "
-            "one per completion, in their order"
-        )
-    rewards = np.full(len(values), np.nan)
-    for index, value in enumerate(values):
-        if value is None:
-            continue
-        try:
-            number = math.nan if isinstance(value, (str, bytes)) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ValueError(
-                f"reward function {name!r} returned {value!r} for completion {index} "
-                f"({rollouts[index].text[:80]!r}); return a finite number, or None where the function does not apply"
-            )
-        rewards[index] = number
-    return rewards
+def _is_model(item: Any) -> bool:
+    """Whether this is a reward model that has yet to be loaded or wrapped: a folder, a hub id or a `Model`."""
+    if hasattr(item, "hf_config") or isinstance(item, Path):
+        return True
+    return isinstance(item, str) and "(" not in item and ":" not in item and ("/" in item or Path(item).is_dir())
 
 
-def _find(reference: str) -> Callable[..., Any]:
-    if reference in BUILTIN_REWARDS:
-        return BUILTIN_REWARDS[reference]
-    module, colon, attribute = reference.partition(":")
-    if not colon:
-        raise ValueError(
-            f"there is no built-in reward {reference!r}{nearest(reference, BUILTIN_REWARDS)} (built in are "
-            f"{', '.join(sorted(BUILTIN_REWARDS))}); one of your own is named as 'module:function'"
-        )
+def _reward_model(item: Any, tokenizer: Any) -> Any:
+    from groupax.rewards.model import RewardModel
+
+    return RewardModel(item, tokenizer)
+
+
+def _parse_call(reference: str) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """The name, the options (literals) and the columns (bare words) of "name(option=1, argument=column)"."""
+    name, bracket, rest = reference.partition("(")
+    if not bracket:
+        return reference, {}, {}
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"reward {reference!r} cannot be imported: {error}") from error
+        call = ast.parse(f"f({rest}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("options are named")
+        options, columns = {}, {}
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                raise ValueError("options are named")
+            if isinstance(keyword.value, ast.Name):
+                columns[keyword.arg] = keyword.value.id
+            else:
+                options[keyword.arg] = ast.literal_eval(keyword.value)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"reward {reference!r} cannot be read ({error}); write it like name(option=1, argument=column)"
+        ) from error
+    return name.strip(), options, columns
 
 
 def _name(function: Any) -> str:
@@ -148,9 +304,37 @@ def _unique(name: str, taken: Sequence[str]) -> str:
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
-def _takes(name: str, function: Callable[..., Any], columns: Sequence[str]) -> frozenset[str] | None:
+def _bound(function: Any) -> set[str]:
+    """Options that functools.partial has set, which no column of the same name is to replace."""
+    names: set[str] = set()
+    while isinstance(function, functools.partial):
+        names |= set(function.keywords)
+        function = function.func
+    return names
+
+
+def _is_async(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _is_per_completion(function: Any) -> bool:
+    parameters = inspect.signature(function).parameters
+    return "completion" in parameters and not {"prompts", "completions"} & set(parameters)
+
+
+def _takes(
+    name: str, function: Any, columns: Sequence[str], per_completion: bool, renamed: Mapping[str, str]
+) -> frozenset[str] | None:
     parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
-    given = {"prompts", "completions", "completion_ids", *columns}
+    for argument, column in renamed.items():
+        if column not in columns:
+            raise ValueError(
+                f"reward function {name!r} takes {argument!r} from the column {column!r}, which the dataset does not "
+                f"have{nearest(column, columns)}; it has {', '.join(sorted(columns)) or 'none beside the prompt'}"
+            )
+    given = {*(GIVEN_SINGLY if per_completion else GIVEN), *BESIDE, *columns, *renamed}
     for parameter in parameters.values():
         required = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,
@@ -159,8 +343,9 @@ def _takes(name: str, function: Callable[..., Any], columns: Sequence[str]) -> f
         if parameter.kind is parameter.POSITIONAL_ONLY or (required and parameter.name not in given):
             raise ValueError(
                 f"reward function {name!r} needs an argument {parameter.name!r}{nearest(parameter.name, given)}; "
-                f"it can have {', '.join(sorted(given))}, by keyword"
+                f"it can have {', '.join(sorted(given))}, by keyword, or a column under another name with "
+                f"with_columns(function, {parameter.name}='column')"
             )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return None
-    return frozenset(parameters)
+        return None if not _bound(function) else frozenset(given - _bound(function))
+    return frozenset(set(parameters) - _bound(function))

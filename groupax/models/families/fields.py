@@ -12,16 +12,21 @@ METADATA = frozenset(
         "_name_or_path",
         "architectures",
         "attention_dropout",
+        "classifier_dropout",
         "bos_token_id",
         "dtype",
         "eos_token_id",
         "hidden_act",
+        "id2label",
         "initializer_range",
+        "label2id",
         "layer_types",
         "max_window_layers",
         "model_type",
+        "num_labels",
         "pad_token_id",
         "pretraining_tp",
+        "problem_type",
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
@@ -72,7 +77,16 @@ def common_fields(hf: Mapping[str, Any], read_elsewhere: tuple[str, ...] = ()) -
         "rope_theta": theta,
         "rope_scaling": scaling,
         "tie_embeddings": hf.get("tie_word_embeddings", False),
+        "num_labels": _num_labels(hf),
     }
+
+
+def _num_labels(hf: Mapping[str, Any]) -> int:
+    """Of a sequence classifier, else 0. A file without labels means transformers' default of two."""
+    architectures = hf.get("architectures") or []
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        return 0
+    return len(hf.get("id2label") or ()) or int(hf.get("num_labels") or 2)
 
 
 def require(hf: Mapping[str, Any], key: str, supported: Any) -> None:

@@ -1,0 +1,85 @@
+"""Rewards for the length of a completion, in tokens, and for not repeating itself. Imports no jax."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from groupax.rewards.maths import math_accuracy
+from groupax.rewards.text import completion_text
+
+
+def soft_overlong(completion_ids: Sequence[Sequence[int]], *, max_length: int, buffer: int) -> list[float]:
+    """0 up to `max_length - buffer` tokens, falling linearly to -1 at `max_length`, and -1 beyond.
+
+    Args:
+        completion_ids: tokens of each completion.
+        max_length: in tokens.
+        buffer: tokens over which the penalty grows.
+
+    Raises:
+        ValueError: the buffer is not between 1 and `max_length`.
+
+    Source: DAPO, arXiv:2503.14476, eq. 13.
+    """
+    if not 1 <= buffer <= max_length:
+        raise ValueError(f"soft_overlong needs a buffer from 1 to max_length = {max_length}, got {buffer}")
+    free = max_length - buffer
+    return [-min(1.0, max(0.0, (len(ids) - free) / buffer)) for ids in completion_ids]
+
+
+def cosine_length(
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    answer: Sequence[Any],
+    *,
+    max_length: int,
+    right: tuple[float, float] = (1.0, 0.5),
+    wrong: tuple[float, float] = (-1.0, -0.5),
+) -> list[float | None]:
+    """Accuracy scaled by length along half a cosine: short right answers are best, short wrong ones worst.
+
+    Args:
+        completions: of the policy.
+        completion_ids: their tokens.
+        answer: gold answers, as for `math_accuracy`, which decides what is right.
+        max_length: in tokens, where the curve ends.
+        right: rewards of a right completion of 0 and of `max_length` tokens.
+        wrong: likewise of a wrong one.
+
+    Returns:
+        None where the gold answer cannot be read.
+
+    Source: arXiv:2502.03373, section 4.2.
+    """
+    rewards: list[float | None] = []
+    for ids, accuracy in zip(completion_ids, math_accuracy(completions, answer), strict=True):
+        if accuracy is None:
+            rewards.append(None)
+            continue
+        start, end = right if accuracy == 1.0 else wrong
+        progress = min(1.0, len(ids) / max_length)
+        rewards.append(end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress)))
+    return rewards
+
+
+def repetition_penalty(completions: Sequence[Any], *, ngram: int = 3, max_penalty: float = -1.0) -> list[float]:
+    """`max_penalty` times the share of word n-grams that occurred before.
+
+    Args:
+        completions: of the policy.
+        ngram: words in an n-gram; shorter completions get 0.
+        max_penalty: at most 0.
+
+    Raises:
+        ValueError: the penalty is above 0, or n below 1.
+
+    Source: arXiv:2502.03373, appendix C.2, with one penalty for the whole completion.
+    """
+    if max_penalty > 0 or ngram < 1:
+        raise ValueError(f"repetition_penalty needs max_penalty <= 0 and ngram >= 1, got {max_penalty} and {ngram}")
+    rewards = []
+    for completion in completions:
+        words = completion_text(completion).lower().split()
+        grams = [tuple(words[i : i + ngram]) for i in range(len(words) - ngram + 1)]
+        rewards.append(max_penalty * (1.0 - len(set(grams)) / len(grams)) if grams else 0.0)
+    return rewards

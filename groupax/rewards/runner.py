@@ -1,0 +1,361 @@
+"""Runs rewards beside decoding: a group is scored as soon as it is sampled, and no call can stop the run for ever.
+
+    main thread             supervisor loop (a daemon thread)             where the function runs
+    start(group) ──► for each reward: wait for a place ──► call ──► a daemon thread | the function's loop | a process
+    finish()     ◄── Scores: values, or why there are none ◄── within the timeout, else tried again or given up
+
+Threads cannot be killed: one that hangs is left behind, and does not keep the interpreter from ending. Processes are
+killed. Imports no jax.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import multiprocessing
+import pickle
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from groupax.rewards.contract import (
+    Reward,
+    Scores,
+    TrainerState,
+    arguments_for,
+    checked_values,
+    one_by_one,
+)
+from groupax.rollout import Rollout
+
+BACKOFF_S = 0.5  # before the first retry; doubled before each further one
+ASYNC_CONCURRENCY = 64  # calls of one async function at a time
+
+
+class RewardError(RuntimeError):
+    """A reward function failed, and the run is to stop for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+    """How rewards are run. The fields are `GRPOConfig`'s of the same names.
+
+    Attributes:
+        reward_batch: one call per group, beside decoding, or one for all completions of a rollout, after it.
+        reward_concurrency: calls of one sync function at a time.
+        reward_workers: processes to run sync functions in; 0 runs them in threads.
+        reward_timeout_s: longest call; None for no limit.
+        reward_retries: further tries of a call that raised or took too long.
+        reward_errors: "none" gives the completions of a failed call no reward, "raise" stops the run.
+    """
+
+    reward_batch: str = "group"
+    reward_concurrency: int = 1
+    reward_workers: int = 0
+    reward_timeout_s: float | None = 300.0
+    reward_retries: int = 0
+    reward_errors: str = "none"
+
+
+@dataclass
+class _Logged:
+    """Collects what a call logs beside its return value."""
+
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Keep a value per completion in the rollout log."""
+        self.extra.setdefault(column, []).extend(values)
+
+    def log_metric(self, name: str, value: Any) -> None:
+        """Report a number of the step."""
+        self.metrics[name] = float(value)
+
+
+class RewardRunner:
+    """Scores groups while others are decoded. As a context it is closed when the outermost block ends.
+
+    Args:
+        rewards: K rewards.
+        settings: how to run them.
+
+    Raises:
+        ValueError: `reward_workers` is set and a function cannot be sent to another process.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], settings: RewardSettings) -> None:
+        self.rewards, self.settings = rewards, settings
+        self.state = TrainerState()
+        self._groups: list[list[Rollout]] = []
+        self._calls: list[list[concurrent.futures.Future[Scores]]] = []
+        self._supervisor: asyncio.AbstractEventLoop | None = None
+        self._user_loops: dict[str, asyncio.AbstractEventLoop] = {}
+        self._places: dict[str, asyncio.Semaphore] = {}
+        self._pool: Any = None
+        self._depth = 0
+        if settings.reward_workers:
+            self._check_picklable()
+
+    def __enter__(self) -> "RewardRunner":
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.close()
+
+    def start(self, group: Sequence[Rollout]) -> None:
+        """Begin to score a group; returns at once."""
+        self._groups.append(list(group))
+        if self.settings.reward_batch == "group":
+            self._call_all(self._groups[-1])
+
+    def finish(self) -> list[list[Scores]]:
+        """The scores of each group since the last `finish`, by reward, in the order of their starts.
+
+        Raises:
+            RewardError: a call failed and `reward_errors` is "raise".
+        """
+        groups, self._groups = self._groups, []
+        if self.settings.reward_batch == "rollout" and groups:
+            self._call_all([row for group in groups for row in group])
+        calls, self._calls = self._calls, []
+        results = [self._on_device(groups), *([call.result() for call in row] for row in calls)]
+        on_device, called = results[0], results[1:]
+        if self.settings.reward_batch == "rollout":
+            called = _split(called[0], [len(group) for group in groups]) if groups else []
+        by_group = []
+        for index in range(len(groups)):
+            rest = iter(called[index] if called else [])
+            by_group.append(
+                [on_device[reward.name][index] if reward.on_device else next(rest) for reward in self.rewards]
+            )
+        if self.settings.reward_errors == "raise":
+            self._raise_failures(by_group)
+        return by_group
+
+    def close(self) -> None:
+        """End what still runs: processes are killed, threads left behind."""
+        for calls in self._calls:
+            for call in calls:
+                call.cancel()
+        self._calls, self._groups = [], []
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join(timeout=5)
+            self._pool = None
+        for loop in (self._supervisor, *self._user_loops.values()):
+            if loop is not None:
+                loop.call_soon_threadsafe(loop.stop)
+        self._supervisor, self._user_loops = None, {}
+        self._places = {}  # they belong to a loop
+
+    # -- in the main thread
+
+    def _call_all(self, rollouts: list[Rollout]) -> None:
+        self._supervisor = self._supervisor or _new_loop("rewards")
+        self._calls.append(
+            [
+                asyncio.run_coroutine_threadsafe(self._supervised(reward, rollouts, self.state), self._supervisor)
+                for reward in self.rewards
+                if not reward.on_device
+            ]
+        )
+
+    def _on_device(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, list[Scores]]:
+        """Reward models' scores by name, by group: one call each, as they batch for themselves."""
+        rollouts = [row for group in groups for row in group]
+        scores: dict[str, list[Scores]] = {}
+        for reward in self.rewards:
+            if reward.on_device and rollouts:
+                values, faults = checked_values(reward.name, reward.function(rollouts), rollouts)
+                whole = Scores(values, len(faults), "\n".join(faults[:1]))
+                scores[reward.name] = [row[0] for row in _split([whole], [len(group) for group in groups])]
+        return scores
+
+    def _raise_failures(self, by_group: Sequence[Sequence[Scores]]) -> None:
+        for index, scores in enumerate(by_group):
+            for reward, score in zip(self.rewards, scores, strict=True):
+                if score.error:
+                    raise RewardError(
+                        f"the reward function {reward.name!r} failed in step {self.state.step + 1}, group {index} "
+                        f"(reward_errors is 'raise'):\n{score.error}"
+                    )
+
+    def _check_picklable(self) -> None:
+        for reward in self.rewards:
+            if reward.on_device or reward.is_async:
+                continue
+            try:
+                pickle.dumps(reward.function)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise ValueError(
+                    f"reward_workers is {self.settings.reward_workers}, but the reward function {reward.name!r} cannot "
+                    f"be sent to another process ({error}); define it at the top of a module, or set reward_workers=0"
+                ) from error
+
+    # -- in the supervisor's loop
+
+    async def _supervised(self, reward: Reward, rollouts: list[Rollout], state: TrainerState) -> Scores:
+        """The scores of one call, whatever happens in it."""
+        settings = self.settings
+        limit = ASYNC_CONCURRENCY if reward.is_async else settings.reward_workers or settings.reward_concurrency
+        async with self._places.setdefault(reward.name, asyncio.Semaphore(limit)):
+            error = ""
+            for attempt in range(settings.reward_retries + 1):
+                if attempt:
+                    await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
+                try:
+                    call = self._invoke(reward, rollouts, state)
+                    returned, logged = await asyncio.wait_for(call, settings.reward_timeout_s)
+                except (TimeoutError, concurrent.futures.TimeoutError):
+                    error = (
+                        f"the reward function {reward.name!r} did not return within reward_timeout_s = "
+                        f"{self.settings.reward_timeout_s} on {len(rollouts)} completions"
+                    )
+                    await self._replace_blocked_loop(reward.name)
+                    continue
+                except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is reported and counted
+                    error = "".join(traceback.format_exception(raised)).rstrip()
+                    continue
+                try:
+                    values, faults = checked_values(reward.name, returned, rollouts)
+                except ValueError as rubbish:  # another try would return the same
+                    error = str(rubbish)
+                    break
+                return Scores(values, len(faults), "\n".join(faults[:1]), logged.extra, logged.metrics)
+        return Scores(np.full(len(rollouts), np.nan), len(rollouts), error)
+
+    async def _invoke(self, reward: Reward, rollouts: list[Rollout], state: TrainerState) -> tuple[Any, _Logged]:
+        arguments = arguments_for(reward, rollouts, state, {"log_extra": None, "log_metric": None})
+        num_singly = len(rollouts) if reward.per_completion else None
+        if reward.is_async:
+            loop = self._user_loops.get(reward.name) or _new_loop(reward.name)
+            self._user_loops[reward.name] = loop
+            call = asyncio.run_coroutine_threadsafe(_call_async(reward.function, arguments, num_singly), loop)
+            return await asyncio.wrap_future(call)
+        if self.settings.reward_workers:
+            self._pool = self._pool or _new_pool(self.settings.reward_workers)
+            call = self._pool.schedule(_call, args=(reward.function, arguments, num_singly))
+            return await asyncio.wrap_future(call)
+        return await _in_daemon_thread(lambda: _call(reward.function, arguments, num_singly))
+
+    async def _replace_blocked_loop(self, name: str) -> None:
+        """An async function that blocks takes its loop with it: if it does not answer, further calls get a new one."""
+        loop = self._user_loops.get(name)
+        if loop is None:
+            return
+        try:
+            ping = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+            await asyncio.wait_for(asyncio.wrap_future(ping), 1.0)
+        except TimeoutError:
+            if self._user_loops.get(name) is loop:
+                del self._user_loops[name]
+
+
+def _call(function: Callable[..., Any], arguments: Mapping[str, Any], num_singly: int | None) -> tuple[Any, _Logged]:
+    """Call a sync function, once or for each completion, in whatever thread or process this is."""
+    logged = _Logged()
+    arguments = _with_loggers(arguments, logged)
+    if num_singly is None:
+        return _plain(function(**arguments)), logged
+    return [function(**each) for each in one_by_one(arguments, num_singly)], logged
+
+
+async def _call_async(
+    function: Callable[..., Any], arguments: Mapping[str, Any], num_singly: int | None
+) -> tuple[Any, _Logged]:
+    logged = _Logged()
+    arguments = _with_loggers(arguments, logged)
+    try:
+        if num_singly is None:
+            return _plain(await function(**arguments)), logged
+        return list(await asyncio.gather(*(function(**each) for each in one_by_one(arguments, num_singly)))), logged
+    except (SystemExit, KeyboardInterrupt) as error:  # would end the loop for all
+        raise RuntimeError(f"raised {type(error).__name__}") from error
+
+
+def _with_loggers(arguments: Mapping[str, Any], logged: _Logged) -> dict[str, Any]:
+    loggers = {"log_extra": logged.log_extra, "log_metric": logged.log_metric}
+    return {**arguments, **{name: logger for name, logger in loggers.items() if name in arguments}}
+
+
+def _plain(returned: Any) -> Any:
+    """Arrays of other libraries as lists, so that they pass between processes and need no library here."""
+    return returned.tolist() if hasattr(returned, "tolist") else returned
+
+
+def _split(scores: Sequence[Scores], sizes: Sequence[int]) -> list[list[Scores]]:
+    """Scores of all completions, by reward, as scores by group and reward; failures and metrics stay with the first."""
+    edges = np.cumsum([0, *sizes])
+    by_group = []
+    for index in range(len(sizes)):
+        part = slice(edges[index], edges[index + 1])
+        by_group.append(
+            [
+                Scores(
+                    score.values[part],
+                    score.num_failures if index == 0 else 0,
+                    score.error if index == 0 else "",
+                    {name: values[part] for name, values in score.extra.items()},
+                    score.metrics if index == 0 else {},
+                )
+                for score in scores
+            ]
+        )
+    return by_group
+
+
+def _new_loop(name: str) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        try:
+            loop.run_forever()
+            loop.run_until_complete(_cancel_others())
+        finally:
+            loop.close()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return loop
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _new_pool(num_workers: int) -> Any:
+    from pebble import ProcessPool
+
+    return ProcessPool(max_workers=num_workers, context=multiprocessing.get_context("spawn"))
+
+
+def _in_daemon_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
+    """Run a function in a thread of its own, which does not keep the interpreter from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(method: str, value: Any) -> None:
+        if not future.done():
+            getattr(future, method)(value)
+
+    def run() -> None:
+        try:
+            outcome = ("set_result", function())
+        except (SystemExit, KeyboardInterrupt, StopIteration) as error:  # which a future refuses or a loop ends with
+            outcome = ("set_exception", RuntimeError(f"raised {type(error).__name__}"))
+        except Exception as error:  # noqa: BLE001 - handed to whoever waits
+            outcome = ("set_exception", error)
+        with contextlib.suppress(RuntimeError):  # the runner was closed meanwhile
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    return future

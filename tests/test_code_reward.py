@@ -1,0 +1,128 @@
+"""Programs in a sandbox: right ones pass, wrong ones do not, hostile ones do no harm."""
+
+import shutil
+import time
+
+import pytest
+
+from groupax.rewards import code_tests
+from groupax.rewards.code import program
+from groupax.rewards.sandbox import Limits, passes
+
+from .test_reward_functions import read_lines
+from .test_trainer import a_trainer, lines_of
+
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+ATTACKS = {
+    "an endless loop": "while True: pass",
+    "a fork bomb": """
+import os
+while True:
+    try: os.fork()
+    except OSError: pass
+""",
+    "ten gigabytes": "x = bytearray(10 * 2**30)",
+    "the home directory": """
+import glob, os
+if not glob.glob(os.path.expanduser("~/*")) + glob.glob("/home/*") + glob.glob("/work/*"): raise OSError
+""",
+    "the environment": """
+import os
+if not set(os.environ) - {"PATH", "PWD", "LC_CTYPE"}: raise OSError
+""",
+    "a socket": "import socket\nsocket.create_connection(('127.0.0.1', 22), 2)",
+    "another machine": "import socket\nsocket.getaddrinfo('example.com', 80)",
+    "writing outside": "open('/usr/written', 'w')",
+    "writing beside the interpreter": "import sys\nopen(sys.prefix + '/written', 'w')",
+    "killing the parent": "import os\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)",
+    "a fake result": "import os\nprint('passed')\nos._exit(0)",
+    "leaving early": "raise SystemExit(0)",
+    "a full disk": "for i in range(10**4): open(f'/tmp/{i}', 'wb').write(b'x' * 2**20)",
+    "a flood of output": """
+import os
+for fd in range(50):
+    try:
+        while True: os.write(fd, b"x" * 65536)
+    except OSError: pass
+raise SystemExit
+""",
+    "becoming root": "import os\nos.setuid(0)",
+    "the passwords": "open('/etc/shadow')",
+    "a child that finishes": "import os\nif os.fork(): os._exit(0)",
+}
+BEHAVED = """
+import json, math, os, tempfile, threading
+with open("/tmp/x", "w") as file: file.write("ok")
+thread = threading.Thread(target=print)
+thread.start()
+thread.join()
+"""
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attacks_are_contained(name):
+    """Each of these would pass its empty test if it were let through."""
+    started_s = time.monotonic()
+    assert code_tests([ATTACKS[name]], ["p"], ["pass"], timeout_s=2.0) == [0.0]
+    assert time.monotonic() - started_s < 6
+
+
+@needs_bubblewrap
+def test_a_program_that_behaves_passes():
+    assert code_tests([BEHAVED], ["p"], ["assert open('/tmp/x').read() == 'ok'"]) == [1.0]
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_humaneval():
+    rows = read_lines("humaneval", "HumanEval.jsonl.gz")
+    assert len(rows) == 164
+    columns = [[row[name] for row in rows] for name in ("prompt", "test", "entry_point")]
+    assert code_tests([row["canonical_solution"] for row in rows], *columns) == [1.0] * 164
+    assert code_tests(["    pass\n"] * 164, *columns) == [0.0] * 164
+
+
+@needs_bubblewrap
+def test_tests_as_lists_and_partial_credit():
+    source = "```python\ndef f(x):\n    return abs(x)\n```"
+    tests = [["assert f(1) == 1", "assert f(-1) == -1"]]
+    assert code_tests([source], ["p"], tests) == [0.0]
+    assert code_tests([source], ["p"], tests, partial_credit=True) == [0.5]
+    assert code_tests([source] * 3, ["p"] * 3, ["assert f(1) == 1", "", []]) == [1.0, None, None]
+    assert code_tests([[{"role": "assistant", "content": source}]], [[]], ["assert f(-2) == 2"]) == [1.0]
+
+
+def test_the_last_block_is_the_program():
+    text = "first\n```python\na = 1\n```\nthen\n```\ndef f(): pass\n```\nend"
+    assert program(text, "p", "f") == "def f(): pass\n"
+    assert program("    return 1", "def f():\n", "f") == "def f():\n    return 1"
+    assert program("def f(): return 2", "def f():\n", "f") == "def f(): return 2"
+    assert program("x", [{"role": "user", "content": "q"}], "f") == "x"
+
+
+def test_without_bubblewrap_it_refuses(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(
+        RuntimeError, match=r"bubblewrap, which is not installed .* sandbox='none' runs it with your own"
+    ):
+        code_tests(["pass"], ["p"], ["pass"])
+
+
+def test_trusted_code_needs_none():
+    assert passes("x = 1", "assert x == 1", Limits(), sandbox="none")
+    assert not passes("x = 1", "assert x == 2", Limits(), sandbox="none")
+    assert not passes("import time\ntime.sleep(60)", "pass", Limits(seconds=0.5), sandbox="none")
+
+
+@needs_bubblewrap
+def test_the_trainer_goes_on(tmp_path):
+    attacks = list(ATTACKS.values())
+
+    def attacked(completions):
+        sources = [attacks[3 + index] if index else "pass" for index, _ in enumerate(completions)]
+        return code_tests(sources, [""] * len(sources), ["pass"] * len(sources), timeout_s=2.0)
+
+    a_trainer(tmp_path, attacked, max_steps=2).train()
+    assert [line["reward"] for line in lines_of(tmp_path)] == [0.25, 0.25]

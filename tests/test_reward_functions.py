@@ -1,0 +1,343 @@
+"""The built-in rewards, on completions with known values and on real data sets."""
+
+import gzip
+import json
+import math
+import threading
+
+import pytest
+
+from groupax import rewards
+from groupax.rewards.maths import final_number
+
+from .conftest import SHARED
+
+
+def read_lines(*parts):
+    path = SHARED.joinpath("data", *parts)
+    if not path.is_file():
+        pytest.skip(f"no {path}")
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def chat(text):
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("text", "think", "think_answer", "soft", "strict"),
+    [
+        ("<think>a</think><answer>b</answer>", 1, 1, 1, 0),
+        ("<think>\na\n</think>\n<answer>\nb\n</answer>", 1, 1, 1, 1),
+        ("<think>\na\n</think>\n<answer>\nb\n</answer>\n", 1, 1, 1, 1),
+        ("so <think>a</think> then <answer>b</answer>.", 0, 0, 1, 0),
+        ("<think>a</think>b", 1, 0, 0, 0),
+        ("<think>a<think>b</think>", 0, 0, 0, 0),
+        ("<answer>b</answer><think>a</think>", 0, 0, 0, 0),
+        ("", 0, 0, 0, 0),
+    ],
+)
+@pytest.mark.parametrize("form", [str, chat], ids=["string", "messages"])
+def test_formats(text, think, think_answer, soft, strict, form):
+    completions = [form(text)]
+    assert rewards.think_format(completions) == [think]
+    assert rewards.think_answer_format(completions) == [think_answer]
+    assert rewards.xml_format(completions) == [soft]
+    assert rewards.xml_format(completions, strict=True) == [strict]
+
+
+def test_xml_count_gives_credit_for_each_tag():
+    texts = ["<think>a</think><answer>b</answer>", "<think>a<answer>b</answer>", "<think><think>", "x", ""]
+    assert rewards.xml_count(texts) == [1.0, 0.75, 0.0, 0.0, 0.0]
+    assert rewards.xml_count(["<think>a</think><answer>b</answer>" + "x" * 100]) == [pytest.approx(0.9)]
+    assert rewards.xml_count(["<think>a</think><answer>b</answer>" + "x" * 5000]) == [0.0]
+    assert rewards.xml_count(["<a></a>"], tags=("a",)) == [1.0]
+
+
+def test_integer_answer():
+    texts = ["<answer> -12 </answer>", "7", "<answer>3.5</answer>", "<answer>x</answer>", "seven", "<answer></answer>"]
+    assert rewards.integer_answer(texts) == [1, 1, 0, 0, 0, 0]
+
+
+def test_regex_match():
+    assert rewards.regex_match(["abc", "xabc"], pattern="a.c") == [1, 0]
+    assert rewards.regex_match(["abc", "xa\nc"], pattern="a.c", whole=False) == [1, 1]
+
+
+def test_soft_overlong_is_the_papers_curve_in_tokens():
+    lengths = [0, 80, 81, 90, 100, 101, 500]
+    expected = [0, 0, -0.05, -0.5, -1, -1, -1]
+    assert rewards.soft_overlong([[1] * n for n in lengths], max_length=100, buffer=20) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="needs a buffer from 1 to max_length = 10, got 11"):
+        rewards.soft_overlong([[1]], max_length=10, buffer=11)
+
+
+def test_cosine_length_prefers_short_right_and_long_wrong_answers():
+    texts = [r"\boxed{4}", r"\boxed{4}", r"\boxed{4}", r"\boxed{5}", r"\boxed{5}", r"\boxed{4}"]
+    ids = [[1] * n for n in (0, 50, 100, 0, 200, 10)]
+    values = rewards.cosine_length(texts, ids, ["4"] * 5 + ["no such"], max_length=100)
+    assert values[:5] == pytest.approx([1.0, 0.75, 0.5, -1.0, -0.5])
+
+
+def test_repetition_penalty():
+    assert rewards.repetition_penalty(["a b c d", "a a a a a", "a b", ""]) == [0, pytest.approx(-2 / 3), 0, 0]
+    assert rewards.repetition_penalty(["x x x"], ngram=1, max_penalty=-3.0) == [pytest.approx(-2.0)]
+    with pytest.raises(ValueError, match="needs max_penalty <= 0"):
+        rewards.repetition_penalty(["a"], max_penalty=1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 42", 42),
+        ("He pays $1,234.50 in all.", 1234.5),
+        ("so 5 and then #### -3.0", -3),
+        ("<answer>7</answer> 8", 7),
+        (r"\boxed{9} of 10", 9),
+        ("3 + 4 = 7.", 7),
+        ("1,000", 1000),
+        ("1,00", 0),
+        (".5", 0.5),
+        ("costs $ 12", 12),
+        ("-0", 0),
+        ("none", None),
+        ("", None),
+        ("####", None),
+        ("$", None),
+    ],
+)
+def test_final_numbers(text, number):
+    found = final_number(text)
+    assert (None if found is None else float(found)) == number
+
+
+def test_gsm8k_accuracy_compares_numbers():
+    golds = ["x #### 1,000", "#### 0", "5", "no number", "#### 2"]
+    texts = ["it is 1000.00", "The answer is 0", "six", "1", chat("#### 2")]
+    assert rewards.gsm8k_accuracy(texts, golds) == [1, 1, 0, None, 1]
+
+
+def test_gsm8k_accuracy_on_all_gold_answers():
+    golds = [row["answer"] for row in read_lines("gsm8k", "test.jsonl")]
+    assert len(golds) == 1319
+    assert rewards.gsm8k_accuracy(golds, golds) == [1.0] * len(golds)
+    perturbed = [f"{gold.rpartition('####')[0]}#### {final_number(gold) + 1}" for gold in golds]
+    assert rewards.gsm8k_accuracy(perturbed, golds) == [0.0] * len(golds)
+
+
+def test_math_accuracy():
+    texts = [
+        r"so $\frac{6}{8}$",
+        r"\boxed{0.75}",
+        "3/4",
+        r"\boxed{4/3}",
+        "dunno",
+        r"$x=5$ hence \boxed{x=5}",
+        chat("36"),
+    ]
+    golds = [r"\frac{3}{4}"] * 5 + ["5", r"\$36"]
+    assert rewards.math_accuracy(texts, golds) == [1, 1, 1, 0, 0, 1, 1]
+    assert rewards.math_accuracy(["1", "1"], ["", r"we get \boxed{1}"]) == [None, 1]
+
+
+@pytest.mark.slow
+def test_math_accuracy_on_math500():
+    rows = read_lines("math500", "test.jsonl")
+    golds = [row["answer"] for row in rows]
+    values = rewards.math_accuracy([row["solution"] for row in rows], golds)
+    missed = [row["unique_id"] for row, value in zip(rows, values, strict=True) if value != 1.0]
+    assert len(rows) == 500
+    assert len(missed) <= 10, missed
+    assert set(rewards.math_accuracy([r"The answer is \boxed{123456789}."] * 500, golds)) <= {0.0, None}
+
+
+@pytest.mark.slow
+def test_math_accuracy_in_a_thread_survives_answers_that_never_end():
+    values = []
+    texts = [r"\boxed{4/8}", r"$9^{9^{9^{9}}}$", r"\boxed{4/8}"]
+
+    def compare():
+        values.extend(rewards.math_accuracy(texts, ["0.5", "9^{9^{9}}", "0.5"]))
+
+    thread = threading.Thread(target=compare)
+    thread.start()
+    thread.join()
+    assert values == [1.0, 0.0, 1.0]
+
+
+# -- the rewards of the documents that groupax was asked for in, as they are written there
+
+
+def my_reward_function(completions, prompts, **kwargs):
+    rewards = []
+    for completion, prompt in zip(completions, prompts):
+        if "good_keyword" in completion:
+            rewards.append(1.0)
+        elif "bad_keyword" in completion:
+            rewards.append(0.0)
+        else:
+            rewards.append(0.5)
+    return rewards
+
+
+def math_problem_reward_function(completion, reference_answer=None):
+    import re
+
+    answer_match = re.search(r"The answer is (\d+)", completion)
+    if answer_match:
+        extracted_answer = int(answer_match.group(1))
+        if reference_answer is not None:
+            return 1.0 if extracted_answer == reference_answer else 0.0
+        return min(1.0, max(0.0, 0.5))
+    return 0.0
+
+
+def correctness_reward(completion, reference=None):
+    return 1.0 if reference in completion else 0.0
+
+
+def reasoning_reward(completion):
+    if "step 1" in completion.lower() and "therefore" in completion.lower():
+        return 0.8
+    return 0.3
+
+
+def format_reward(completions, **kwargs):
+    import re
+
+    rewards = []
+    for completion_group in completions:
+        if completion_group and "content" in completion_group[0]:
+            content = completion_group[0]["content"]
+            rewards.append(1.0 if re.match(r"^<think>.*?</think>", content, re.DOTALL) else 0.0)
+        else:
+            rewards.append(0.0)
+    return rewards
+
+
+def accuracy_reward(prompts, completions, solution, **kwargs):
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    completion_contents = [completion[0]["content"] for completion in completions]
+    rewards = []
+    for content, gold in zip(completion_contents, solution, strict=False):
+        how = {
+            "extraction_mode": "first_match",
+            "extraction_config": [LatexExtractionConfig()],
+            "parsing_timeout": None,
+        }
+        gold_parsed = parse(gold, **how)
+        answer_parsed = parse(content, **how)
+        if len(gold_parsed) != 0:
+            rewards.append(float(verify(answer_parsed, gold_parsed, timeout_seconds=None)))
+        else:
+            rewards.append(1.0)
+    return rewards
+
+
+def reward_len(completions, **kwargs):
+    return [-abs(20 - len(completion)) for completion in completions]
+
+
+def reward_num_unique_chars(completions, **kwargs):
+    return [len(set(c)) for c in completions]
+
+
+def reward_func(completions, ground_truth, **kwargs):
+    import re
+
+    matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
+    contents = [match.group(1) if match else "" for match in matches]
+    return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth)]
+
+
+def math_reward_func(prompts, completions, task, **kwargs):
+    rewards = []
+    for prompt, completion, t in zip(prompts, completions, task):
+        if t == "math":
+            rewards.append(1.0 if completion == "4" else -1.0)
+        else:
+            rewards.append(None)
+    return rewards
+
+
+def int_reward_func(completions, **kwargs):
+    import re
+
+    rewards = []
+    for comp in completions:
+        text = comp[0]["content"] if comp and isinstance(comp[0], dict) else ""
+        m = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.IGNORECASE | re.DOTALL).search(text)
+        if m:
+            rewards.append(1.0 if re.fullmatch(r"[+-]?\d+", m.group(1).strip()) else -1.0)
+        else:
+            rewards.append(-1.0)
+    return rewards
+
+
+def answer_correctness_func(prompts, completions, answer, **kwargs):
+    import re
+
+    rewards = []
+    for comp, gold_str in zip(completions, answer):
+        txt = comp[0]["content"] if comp and isinstance(comp[0], dict) else ""
+        pred = re.search(r"<answer>\s*([+-]?\d+)\s*</answer>", txt, re.I | re.S)
+        gold = re.search(r"####\s*([+-]?\d+)", gold_str, re.S)
+        rewards.append(1.0 if pred and gold and pred.group(1) == gold.group(1) else 0.0)
+    return rewards
+
+
+@pytest.mark.parametrize(
+    ("function", "texts", "columns", "expected"),
+    [
+        (my_reward_function, ["a good_keyword", "a bad_keyword", "a"], {}, [1.0, 0.0, 0.5]),
+        (
+            math_problem_reward_function,
+            ["The answer is 8", "The answer is 9", "8"],
+            {"reference_answer": [8, 8, 8]},
+            [1, 0, 0],
+        ),
+        (math_problem_reward_function, ["The answer is 8", "8"], {}, [0.5, 0]),
+        (correctness_reward, ["it is 8", "it is 9"], {"reference": ["8", "8"]}, [1, 0]),
+        (reasoning_reward, ["Step 1: a. Therefore b", "b"], {}, [0.8, 0.3]),
+        (format_reward, [chat("<think>a</think>b"), chat("b")], {}, [1, 0]),
+        (
+            accuracy_reward,
+            [chat(r"$\frac{1}{2}$"), chat(r"$2$")],
+            {"solution": [r"\boxed{\frac{1}{2}}", "$3$"]},
+            [1, 0],
+        ),
+        (reward_len, ["x" * 20, "x" * 25], {}, [0, -5]),
+        (reward_num_unique_chars, ["aab", "abc"], {}, [2, 3]),
+        (
+            lambda completions, **kwargs: [float(len(completion)) for completion in completions],
+            [" blue.", " in the sky."],
+            {},
+            [6, 12],
+        ),
+        (
+            reward_func,
+            [r" The solution is \boxed{2}.", r" The solution is \boxed{6}."],
+            {"ground_truth": ["2", "5"]},
+            [1, 0],
+        ),
+        (math_reward_func, ["4", "5", "def f(): ..."], {"task": ["math", "math", "code"]}, [1, -1, None]),
+        (int_reward_func, [chat("<answer> -3 </answer>"), chat("<answer>x</answer>"), chat("3")], {}, [1, -1, -1]),
+        (
+            answer_correctness_func,
+            [chat("<answer>42</answer>"), chat("<answer>41</answer>")],
+            {"answer": ["a #### 42"] * 2},
+            [1, 0],
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_documents_rewards_run_as_they_are(function, texts, columns, expected):
+    from .test_rewards import rollouts_of, scores_of
+
+    conversational = not isinstance(texts[0], str)
+    plain = [text if isinstance(text, str) else text[0]["content"] for text in texts]
+    scores = scores_of(function, rollouts_of(plain, conversational, **columns), list(columns))
+    assert not scores.error
+    assert [None if math.isnan(value) else value for value in scores.values] == expected

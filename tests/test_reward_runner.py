@@ -1,0 +1,298 @@
+"""Rewards beside decoding: calls that raise, hang, block or end their process; threads, loops and processes."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from groupax.rewards import RewardError
+from groupax.rewards.contract import resolve_rewards
+from groupax.rewards.runner import RewardRunner, RewardSettings
+
+from .test_rewards import rollouts_of, scores_of
+from .test_trainer import a_trainer, count_a, lines_of
+
+
+def groups_of(*texts):
+    return [rollouts_of(text) for text in texts]
+
+
+def run_groups(function, groups, **settings):
+    runner = RewardRunner(resolve_rewards(function, []), RewardSettings(**settings))
+    try:
+        for group in groups:
+            runner.start(group)
+        return [[list(score.values) for score in scores] for scores in runner.finish()]
+    finally:
+        runner.close()
+
+
+def lengths(completions):
+    return [float(len(text)) for text in completions]
+
+
+def process_ids(completions):
+    return [float(os.getpid()) for _ in completions]
+
+
+def ends_its_process(completions):
+    os._exit(1)
+
+
+def hangs(completions):
+    time.sleep(60)
+    return [1.0] * len(completions)
+
+
+def raises(completions):
+    raise KeyError("no such thing")
+
+
+def exits(completions):
+    raise SystemExit(3)
+
+
+async def blocks(completions):
+    time.sleep(3)
+    return [1.0] * len(completions)
+
+
+async def waits(completions):
+    await asyncio.sleep(60)
+
+
+async def exits_async(completions):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("batch", ["group", "rollout"])
+def test_groups_keep_their_order_and_rewards_theirs(batch):
+    seen = []
+
+    def noting(completions):
+        seen.append(len(completions))
+        return lengths(completions)
+
+    results = run_groups(
+        [noting, lambda completions: [0.0] * len(completions)], groups_of(["a", "bb"], ["ccc", "d"]), reward_batch=batch
+    )
+    assert results == [[[1.0, 2.0], [0.0, 0.0]], [[3.0, 1.0], [0.0, 0.0]]]
+    assert seen == ([2, 2] if batch == "group" else [4])
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises, "KeyError: 'no such thing'"),
+        (exits, "raised SystemExit"),
+        (exits_async, "raised SystemExit"),
+        (hangs, "did not return within reward_timeout_s = 0.3"),
+        (waits, "did not return within reward_timeout_s = 0.3"),
+        (blocks, "did not return within reward_timeout_s = 0.3"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_call_that_fails_gives_no_reward_and_ends_in_time(function, message):
+    started_s = time.monotonic()
+    runner = RewardRunner(resolve_rewards([function, awaited_length], []), RewardSettings(reward_timeout_s=0.3))
+    runner.start(rollouts_of("ab"))
+    [[failed, other]] = runner.finish()
+    assert message in failed.error
+    assert failed.num_failures == 2
+    assert np.isnan(failed.values).all()
+    assert other.values.tolist() == [1.0, 1.0]
+    runner.start(rollouts_of("cd"))
+    assert runner.finish()[0][1].values.tolist() == [1.0, 1.0]
+    assert time.monotonic() - started_s < 5
+    runner.close()
+
+
+async def awaited_length(completions):
+    return lengths(completions)
+
+
+def test_failed_calls_are_tried_again():
+    attempts = []
+
+    def third_time_lucky(completions):
+        attempts.append(time.monotonic())
+        if len(attempts) < 3:
+            raise ConnectionError("try again")
+        return lengths(completions)
+
+    assert scores_of(third_time_lucky, rollouts_of("ab"), reward_retries=2).values.tolist() == [1.0, 1.0]
+    first, second = np.diff(attempts)
+    assert second > 1.5 * first > 0.5  # it waits longer each time
+    attempts.clear()
+    assert "try again" in scores_of(third_time_lucky, rollouts_of("ab"), reward_retries=1).error
+
+
+def test_sync_functions_run_one_call_at_a_time_unless_told():
+    running, most = [], []
+    lock = threading.Lock()
+
+    def slow(completions):
+        with lock:
+            running.append(1)
+            most.append(len(running))
+        time.sleep(0.05)
+        with lock:
+            running.pop()
+        return lengths(completions)
+
+    run_groups(slow, groups_of(*["ab"] * 6))
+    assert max(most) == 1
+    most.clear()
+    run_groups(slow, groups_of(*["ab"] * 6), reward_concurrency=3)
+    assert max(most) == 3
+
+
+def test_async_calls_run_together():
+    async def slow(completion):
+        await asyncio.sleep(0.2)
+        return 1.0
+
+    started_s = time.monotonic()
+    run_groups(slow, groups_of(*["ab"] * 10))
+    assert time.monotonic() - started_s < 1.5
+
+
+@pytest.mark.slow
+def test_processes():
+    results = run_groups([process_ids, awaited_length], groups_of(*["ab"] * 4), reward_workers=2)
+    ids = {value for [processes, _] in results for value in processes}
+    assert os.getpid() not in ids
+    assert 1 <= len(ids) <= 2
+    started_s = time.monotonic()
+    runner = RewardRunner(resolve_rewards([hangs, lengths], []), RewardSettings(reward_workers=1, reward_timeout_s=4.0))
+    runner.start(rollouts_of("ab"))
+    [[killed, _]] = runner.finish()
+    assert "did not return within" in killed.error
+    runner.start(rollouts_of("ab"))
+    runner.close()
+    assert time.monotonic() - started_s < 30
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_takes_its_call_with_it_only():
+    runner = RewardRunner(resolve_rewards([ends_its_process, lengths], []), RewardSettings(reward_workers=2))
+    runner.start(rollouts_of("ab"))
+    [[dead, alive]] = runner.finish()
+    assert dead.num_failures == 2
+    assert dead.error
+    assert alive.values.tolist() == [1.0, 1.0]
+    runner.close()
+
+
+def test_processes_need_functions_that_can_be_imported():
+    with pytest.raises(ValueError, match=r"cannot be sent to another process .* top of a module"):
+        RewardRunner(resolve_rewards(lambda completions: [], []), RewardSettings(reward_workers=1))
+
+
+def test_a_hanging_function_does_not_keep_the_interpreter(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time\n"
+        f"sys.path.insert(0, {str(os.getcwd())!r})\n"
+        "from groupax.rewards.contract import resolve_rewards\n"
+        "from groupax.rewards.runner import RewardRunner, RewardSettings\n"
+        "runner = RewardRunner(resolve_rewards(lambda completions: time.sleep(600), []), RewardSettings())\n"
+        "class Row: prompt, completion, text, example = 'p', 'c', 'c', {}\n"
+        "import numpy\n"
+        "Row.completion_ids = numpy.zeros(1)\n"
+        "runner.start([Row])\n"
+        "time.sleep(0.2)\n"
+        "print('leaving')\n"
+    )
+    done = subprocess.run([sys.executable, script], timeout=30, capture_output=True, text=True, check=True)
+    assert done.stdout == "leaving\n"
+
+
+# -- in the loop
+
+
+def test_the_trainer_scores_beside_decoding(tmp_path):
+    calls = []
+
+    def noting(completions, trainer_state):
+        calls.append((len(completions), trainer_state.step, trainer_state.num_steps))
+        return [float(index) for index, _ in enumerate(completions)]
+
+    a_trainer(tmp_path, noting, max_steps=2).train()
+    assert calls == [(4, 0, 2)] * 4 + [(4, 1, 2)] * 4
+
+
+def test_a_reward_that_fails_now_and_then_is_counted_and_told_once(tmp_path, caplog):
+    calls = []
+
+    def flaky(completion_ids):
+        calls.append(1)
+        if len(calls) % 4 == 0:
+            raise ConnectionError("service down")
+        return count_a(completion_ids)
+
+    trainer = a_trainer(tmp_path, [flaky, count_a])
+    trainer.train()
+    lines = lines_of(tmp_path)
+    assert [line["rewards/flaky/failures"] for line in lines] == [4, 4, 4]
+    assert all(line["rewards/unscorable_frac"] == 0 for line in lines)  # the other reward still scores them
+    assert caplog.text.count("the reward function 'flaky' failed; its completions go without") == 1
+    assert "ConnectionError: service down" in caplog.text
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(trainer.learner.state.params))
+
+
+def test_a_reward_that_never_works_stops_the_first_rollout(tmp_path):
+    with pytest.raises(
+        RewardError, match=r"'raises' failed for every completion of the first rollout:\nTraceback"
+    ) as stopped:
+        a_trainer(tmp_path, [raises, count_a]).train()
+    assert "KeyError: 'no such thing'" in str(stopped.value)
+
+
+def test_on_request_a_failure_stops_the_run(tmp_path):
+    def fails_in_the_second_step(completion_ids, trainer_state):
+        if trainer_state.step == 1:
+            raise KeyError("no such thing")
+        return count_a(completion_ids)
+
+    with pytest.raises(
+        RewardError, match=r"'fails_in_the_second_step' failed in step 2, group 0 \(reward_errors is 'raise'\)"
+    ):
+        a_trainer(tmp_path, fails_in_the_second_step, reward_errors="raise").train()
+    assert len(lines_of(tmp_path)) == 1
+
+
+def test_what_functions_log_lands_in_metrics_and_rollouts(tmp_path):
+    import pyarrow.parquet
+
+    def logging(completion_ids, log_extra, log_metric):
+        log_extra("num_a", [ids.count(3) for ids in completion_ids])
+        log_metric("share_a", np.mean(count_a(completion_ids)))
+        return count_a(completion_ids)
+
+    a_trainer(tmp_path, logging, max_steps=1).train()
+    [line] = lines_of(tmp_path)
+    np.testing.assert_allclose(line["share_a"], line["reward"])
+    rows = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step_000001.parquet").to_pylist()
+    assert all(row["extra/num_a"] == row["completion_ids"].count(3) for row in rows)
+
+
+def test_an_interrupt_saves_the_model(tmp_path, caplog):
+    def interrupted(completion_ids, trainer_state):
+        if trainer_state.step == 1:
+            import _thread
+
+            _thread.interrupt_main()
+            time.sleep(0.5)
+        return count_a(completion_ids)
+
+    with pytest.raises(KeyboardInterrupt):
+        a_trainer(tmp_path, interrupted).train()
+    assert "interrupted in step 2; the model is in" in caplog.text
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
