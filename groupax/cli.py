@@ -11,6 +11,7 @@ import tyro
 
 from groupax.config import GRPOConfig, nearest
 from groupax.engine.params import SamplingParams
+from groupax.errors import RunError
 from groupax.recipes import RECIPES, load_recipe
 
 USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
@@ -77,6 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"groupax {arguments[0]}: {error}", file=sys.stderr)
         return 2
+    except RunError as error:
+        print(f"groupax {arguments[0]}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

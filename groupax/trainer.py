@@ -14,6 +14,7 @@ from groupax.config import GRPOConfig, nearest
 from groupax.data import Examples, PromptSet, encode_examples, load_examples, num_steps, visit_order
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
+from groupax.errors import DivergedError, RewardError
 from groupax.evaluate import Evaluation, evaluate
 from groupax.health import setup_findings
 from groupax.learner import Learner, LearnerSettings, Update
@@ -24,7 +25,7 @@ from groupax.objective.entropy import EntropyControl
 from groupax.objective.settings import ObjectiveSettings
 from groupax.optimizer import OptimizerSettings, ScheduleSettings
 from groupax.rewards.contract import TrainerState, resolve_rewards, reward_matrix
-from groupax.rewards.runner import RewardError, RewardRunner, RewardSettings
+from groupax.rewards.runner import RewardRunner, RewardSettings
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollout import Rollout, rollout
 from groupax.run_log import RunLog
@@ -32,10 +33,6 @@ from groupax.tokenizer import eos_token_ids, load_tokenizer, prepare_tokenizer
 from groupax.tracking import RunFolder
 
 Group = list[Rollout]
-
-
-class DivergedError(RuntimeError):
-    """Too many updates in a row were not finite."""
 
 
 @dataclass(frozen=True)

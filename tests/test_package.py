@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 
 # A module imports from its own line or from those above it.
 LAYERS = [
-    ["pytree", "objective.settings", "objective", "parallel.runtime"],
+    ["errors", "pytree", "objective.settings", "objective", "parallel.runtime"],
     ["config", "parallel"],
     ["models", "tokenizer"],
     ["engine", "data", "batch"],
@@ -32,7 +32,14 @@ LAYERS = [
     ["cli"],
     ["__main__", "__init__"],
 ]
-WITHOUT_JAX = ["groupax", "groupax.config", "groupax.rewards.contract", "groupax.engine.scheduler", "groupax.cli"]
+WITHOUT_JAX = [
+    "groupax",
+    "groupax.config",
+    "groupax.rewards.runner",
+    "groupax.rewards.scoring",
+    "groupax.engine.scheduler",
+    "groupax.cli",
+]
 
 
 def imports_of(path):

@@ -8,6 +8,8 @@ from groupax import init_model, load_model, save_model
 from groupax.models.decoder import logits
 
 from .conftest import TINY
+from .test_config_and_data import a_tokenizer
+from .test_rewards import rollouts_of
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 
@@ -63,3 +65,42 @@ def test_the_real_model_survives_load_save_load(stories, tmp_path):
     out = torch_logits(folder, reference["tokens"][None].astype(np.int64))[0]
     np.testing.assert_allclose(out, reference["logits"], atol=1e-4)
     np.testing.assert_allclose(out, torch_logits(stories, reference["tokens"][None].astype(np.int64))[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_a_reward_model_scores_as_in_transformers(tmp_path, model_type):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForSequenceClassification
+
+    from groupax.rewards import RewardModel
+
+    architecture = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model_type]
+    config = {**TINY, "model_type": model_type, "head_dim": 8, "vocab_size": 13, "pad_token_id": 0}
+    config |= {
+        "architectures": [f"{architecture}ForSequenceClassification"],
+        "num_labels": 1,
+        "id2label": {"0": "reward"},
+    }
+    model = init_model(config, seed=4)
+    params = {**model.params, "score": 50.0 * model.params["score"]}
+    params["layers"] = [{k: 8.0 * v for k, v in layer.items()} for layer in params["layers"]]
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    folder = save_model(
+        type(model)(model.config, params, model.mesh, model.hf_config, {}), tmp_path / "model", tokenizer
+    )
+    rows = rollouts_of(["abc", "b", "cab" * 30, "hig" * 7, ""])
+    # given, because transformers reads any tokenizer in the folder of a Qwen 2 model as its own kind
+    ours = RewardModel(folder, tokenizer).rewards(rows)
+
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    ids = [tokenizer(row.prompt + row.text)["input_ids"] for row in rows]
+    longest = max(map(len, ids))
+    with torch.no_grad():
+        padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids])
+        hidden = theirs.model(input_ids=padded, attention_mask=mask).last_hidden_state
+        expected = theirs.score(hidden)[torch.arange(len(ids)), mask.sum(1) - 1, 0].numpy()
+        alone = [theirs(input_ids=torch.tensor([row])).logits[0, 0].item() for row in ids]
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
+    np.testing.assert_allclose(ours, alone, atol=1e-4)
+    assert np.ptp(ours) > 0.1

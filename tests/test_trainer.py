@@ -13,6 +13,7 @@ from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_mo
 from groupax.batch import Row, pack
 from groupax.metrics import is_measured, window_mean
 from groupax.objective.settings import LossType
+from groupax.rewards import RewardError
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer
@@ -128,14 +129,14 @@ def test_updates_per_rollout_take_more_prompts(tmp_path):
         return [float(index % 2) for index in range(len(prompts))]
 
     a_trainer(tmp_path, reward, updates_per_rollout=2, prompts_per_step=2, max_steps=3).train()
-    assert seen == [2 * 2 * 4, 2 * 2 * 4]  # two rollouts, of which the second is used once
+    assert seen == [4] * 2 * 2 * 2  # two rollouts of four groups, of which the second is used once
 
 
 def test_columns_reach_the_reward_once_per_completion(tmp_path):
     def reward(prompts, completions, gold):
-        assert len(prompts) == len(completions) == len(gold) == 16
+        assert len(prompts) == len(completions) == len(gold) == 4
         assert all(prompt[0] == letter for prompt, letter in zip(prompts, gold, strict=True))
-        return [float(index % 2) for index in range(16)]
+        return [float(index % 2) for index in range(4)]
 
     a_trainer(tmp_path, [reward, count_a], reward_weights=(1.0, 0.5), max_steps=1).train()
     [line] = lines_of(tmp_path)
@@ -273,10 +274,10 @@ def test_evaluation_needs_a_dataset(tmp_path):
         a_trainer(tmp_path).evaluate()
 
 
-@pytest.mark.parametrize("returned", [[float("nan")] * 16, ["good"] * 16, [1.0] * 3])
-def test_a_reward_that_returns_rubbish_stops_the_run(tmp_path, returned):
-    with pytest.raises(ValueError, match="reward function 'bad' returned"):
-        a_trainer(tmp_path, [lambda completions: count_a(completions), bad(returned)][1:]).train()
+@pytest.mark.parametrize("returned", [[float("nan")] * 4, ["good"] * 4, [1.0] * 3])
+def test_a_reward_that_only_returns_rubbish_stops_the_run(tmp_path, returned):
+    with pytest.raises(RewardError, match=r"'bad' failed for every completion of the first rollout:\n.*'bad' returned"):
+        a_trainer(tmp_path, bad(returned)).train()
     assert not (tmp_path / "run" / "model").exists()
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, init_model
+from groupax.errors import DivergedError
 from groupax.metrics import solved_metrics
 from groupax.models.flops import forward_flops
 from groupax.models.specs import num_params
-from groupax.trainer import DivergedError
 
 from .conftest import TINY
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
@@ -110,7 +110,8 @@ def test_the_budget_ends_the_search_and_the_step_keeps_its_size(tmp_path):
 
 def test_refilled_prompts_draw_other_numbers(tmp_path):
     trainer = a_trainer(tmp_path, sometimes, [PROMPTS[0]], filter_zero_variance=True, filter_budget=3.0)
-    groups, _ = trainer._collect()
+    with trainer.reward_runner:
+        groups = trainer._collect().groups
     assert len(groups) == 12
     assert [group[0].prompt_index for group in groups] == list(range(12))
     assert len({tuple(row.completion_ids.tolist()) for group in groups for row in group}) > 24
@@ -283,7 +284,8 @@ def test_masters_move_in_bfloat16_as_in_float32(tmp_path):
 
 
 def fixed_rows(trainer):
-    groups, _ = trainer._collect()
+    with trainer.reward_runner:
+        groups = trainer._collect().groups
     return [replace(trainer._row(index, row)) for index, group in enumerate(groups) for row in group]
 
 
@@ -341,17 +343,17 @@ def test_an_infinite_logprob_leaves_the_weights_finite(tmp_path, name, value):
     assert all(np.isfinite(x).all() for x in leaves(trainer))
 
 
-def test_a_reward_that_is_not_a_number_stops_before_the_update(tmp_path):
-    calls = []
-
-    def nan_in_the_second_step(completion_ids):
-        calls.append(1)
-        return [float("nan") if len(calls) == 2 else value for value in count_a(completion_ids)]
+def test_a_reward_that_is_not_a_number_is_no_reward(tmp_path, caplog):
+    def nan_in_the_second_step(completion_ids, trainer_state):
+        values = count_a(completion_ids)
+        return [float("nan"), *values[1:]] if trainer_state.step == 1 else values
 
     trainer = a_trainer(tmp_path, nan_in_the_second_step)
-    with pytest.raises(ValueError, match="reward function 'nan_in_the_second_step' returned nan for completion 0"):
-        trainer.train()
-    assert trainer.cursor.step == 1
+    trainer.train()
+    lines = lines_of(tmp_path)
+    assert [line["rewards/nan_in_the_second_step/failures"] for line in lines] == [0, 4, 0]
+    assert [line["rewards/unscorable_frac"] for line in lines] == [0, 0.25, 0]
+    assert "returned nan for completion 0" in caplog.text
     assert all(np.isfinite(x).all() for x in leaves(trainer))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 # Public name -> the module that has it.
 _PUBLIC = {
-    "RewardError": "groupax.rewards.runner",
+    "RewardError": "groupax.errors",
     "RewardModel": "groupax.rewards.model",
     "TrainerState": "groupax.rewards.contract",
     "with_columns": "groupax.rewards.contract",

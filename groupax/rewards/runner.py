@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.errors import RewardError
 from groupax.rewards.contract import (
     Reward,
     Scores,
@@ -33,10 +34,6 @@ from groupax.rollout import Rollout
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each further one
 ASYNC_CONCURRENCY = 64  # calls of one async function at a time
-
-
-class RewardError(RuntimeError):
-    """A reward function failed, and the run is to stop for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

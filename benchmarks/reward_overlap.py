@@ -1,0 +1,79 @@
+"""What scoring beside decoding saves: a reward that sleeps a second per group, 8 groups that end one after the other.
+
+    python benchmarks/reward_overlap.py [--json]
+
+A 7M-parameter model with random weights decodes 8 groups of 4 completions, two groups at a time. The times are those of
+one rollout with its rewards, after one that compiles.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from models import QWEN_7M, parser
+
+from groupax import Engine, SamplingParams, init_model
+from groupax.rewards.contract import resolve_rewards
+from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.rewards.scoring import score_groups
+from groupax.rollout import rollout
+
+GROUPS, GROUP, NEW_TOKENS, SLEEP_S = 8, 4, 512, 1.0
+
+
+class Texts:
+    """A tokenizer's part that rollouts need."""
+
+    def batch_decode(self, completions: list[list[int]], **_: Any) -> list[str]:
+        """The ids as words."""
+        return [" ".join(map(str, ids)) for ids in completions]
+
+
+def sleeps(completions: list[str]) -> list[float]:
+    """Takes a second, as a judge behind a network would."""
+    time.sleep(SLEEP_S)
+    return [float(len(text)) for text in completions]
+
+
+def main() -> None:
+    flags = parser(__doc__ or "").parse_args()
+    model = init_model(QWEN_7M, seed=0)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 8000, 64).astype(np.int32) for _ in range(GROUPS)]
+    engine = Engine(model.config, model.params, model.mesh, eos_ids=(8191,), max_slots=2 * GROUP)
+    params = SamplingParams(n=GROUP, max_tokens=NEW_TOKENS)
+    examples = [{"prompt": ""}] * GROUPS
+
+    def timed(**settings: Any) -> dict[str, float]:
+        with RewardRunner(resolve_rewards(sleeps, []), RewardSettings(**settings)) as runner:
+            started_s = time.perf_counter()
+            scored = score_groups(rollout(engine, Texts(), examples, prompts, params, step=0), runner)
+            whole_s = time.perf_counter() - started_s
+        return {"whole_s": whole_s, "decoding_s": scored.rollout_s, "waiting_for_rewards_s": scored.reward_s}
+
+    timed()
+    results = {
+        "one call after the rollout per group, as without overlap": timed(reward_batch="rollout")["decoding_s"]
+        + GROUPS * SLEEP_S,
+        "beside decoding, one call at a time": timed(),
+        "beside decoding, 4 calls at a time": timed(reward_concurrency=4),
+    }
+    if flags.json:
+        print(json.dumps(results, indent=2))
+        return
+    print(f"{GROUPS} groups, each {SLEEP_S:.0f} s of reward")
+    for name, result in results.items():
+        if isinstance(result, float):
+            print(f"{name}: {result:.2f} s (decoding and {GROUPS} calls added up)")
+        else:
+            print(f"{name}: {', '.join(f'{key} {value:.2f}' for key, value in result.items())}")
+
+
+if __name__ == "__main__":
+    main()
