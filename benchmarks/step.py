@@ -6,6 +6,7 @@ A 7M-parameter Qwen2-shaped model with random weights, float32: 4 prompts of 192
 tokens, beta 0.04. Medians over the steps after the first two, which compile and warm up. Without TRL it is left out.
 """
 
+import importlib
 import json
 import statistics
 import sys
@@ -71,7 +72,8 @@ def trl_steps(model_folder: Path, run_folder: Path, num_steps: int) -> dict[str,
     """Median seconds of TRL's step; None if it is not installed."""
     try:
         import torch
-        import trl
+
+        trl: Any = importlib.import_module("trl")
         from datasets import Dataset
         from transformers import AutoModelForCausalLM, TrainerCallback
     except ImportError:
