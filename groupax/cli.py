@@ -147,21 +147,16 @@ def generate(arguments: Sequence[str]) -> None:
     command = tyro.cli(Generate, prog="groupax generate", args=list(arguments), use_underscores=True)
 
     from groupax.engine.engine import Engine
-    from groupax.models.checkpoint import load_model
-    from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokenizer
 
-    model = load_model(load_recipe(command.model).model if command.model in RECIPES else command.model)
-    assert model.source is not None, "a loaded model has a folder"
-    tokenizer = load_tokenizer(model.source, command.chat_template)
-    eos_ids = eos_token_ids(tokenizer, model.generation_config, model.hf_config)
-    engine = Engine(model.config, model.params, model.mesh, eos_ids)
+    name = load_recipe(command.model).model if command.model in RECIPES else command.model
+    engine = Engine.load(name, chat_template=command.chat_template)
     prompts = [[{"role": "user", "content": text}] if command.chat else text for text in command.prompt]
     started_s = time.perf_counter()
-    groups = engine.generate(encode_prompts(tokenizer, prompts), command.sampling)
+    groups = engine.generate(prompts, command.sampling)
     seconds = time.perf_counter() - started_s
     for text, group in zip(command.prompt, groups, strict=True):
-        for sequence, completion in zip(group, decode(tokenizer, [s.tokens for s in group]), strict=True):
-            print(f"--- {text!r} ({len(sequence.tokens)} tokens, {sequence.finish_reason})\n{completion}")
+        for sequence in group:
+            print(f"--- {text!r} ({len(sequence.tokens)} tokens, {sequence.finish_reason})\n{sequence.text}")
     num_tokens = sum(len(sequence.tokens) for group in groups for sequence in group)
     print(f"\n{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.0f} tokens/s, compilation included")
 

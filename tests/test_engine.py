@@ -1,5 +1,7 @@
 """The engine: what it samples, where it stops, and that neither layout nor luck of placement shows in the result."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from jax.sharding import Mesh
 
 from groupax import Engine, SamplingParams, load_model
-from groupax.engine.sampling import SamplingSettings, kept_tokens, sample
+from groupax.engine.sampling import History, SamplingSettings, alternatives, changed_logits, kept_tokens, sample
+from groupax.engine.stops import find_stop, text_before_stop
 from groupax.models.decoder import logits
 from groupax.parallel.mesh import AXES
 
@@ -128,7 +131,19 @@ def test_prompts_that_cannot_be_continued(tiny_model, prompt, message):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"n": 0}, {"max_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"min_p": 1.0}]
+    "bad",
+    [
+        {"n": 0},
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"min_p": 1.0},
+        {"min_tokens": 300},
+        {"repetition_penalty": 0.0},
+        {"logprobs": 21},
+        {"stop": ("",)},
+    ],
 )
 def test_bad_sampling_params(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
@@ -166,12 +181,39 @@ def truncated(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return probs / probs.sum()
 
 
-def settings_array(B, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+OFF = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logprobs": 0,
+}
+
+
+def settings_array(B, logit_bias=None, **settings):
+    columns = {name: jnp.full(B, value) for name, value in {**OFF, **settings}.items()}
+    columns = {name: x.astype(jnp.int32 if isinstance(OFF[name], int) else jnp.float32) for name, x in columns.items()}
+    bias = logit_bias or {-1: 0.0}
     return SamplingSettings(
-        jnp.full(B, temperature, jnp.float32),
-        jnp.full(B, top_k, jnp.int32),
-        jnp.full(B, top_p, jnp.float32),
-        jnp.full(B, min_p, jnp.float32),
+        **columns,
+        bias_tokens=jnp.tile(jnp.asarray(list(bias), jnp.int32), (B, 1)),
+        bias=jnp.tile(jnp.asarray(list(bias.values()), jnp.float32), (B, 1)),
+    )
+
+
+def history_of(B, prompt=(), generated=(), stop_ids=(-1,)):
+    tokens = [*prompt, *generated, 0]  # the last column is not theirs
+    columns = np.arange(len(tokens))
+    return History(
+        tokens=jnp.tile(jnp.asarray(tokens, jnp.int32), (B, 1)),
+        seen=jnp.tile(jnp.asarray(columns < len(tokens) - 1), (B, 1)),
+        generated=jnp.tile(jnp.asarray((columns >= len(prompt)) & (columns < len(tokens) - 1)), (B, 1)),
+        num_generated=jnp.full(B, len(generated), jnp.int32),
+        stop_ids=jnp.tile(jnp.asarray(stop_ids, jnp.int32), (B, 1)),
     )
 
 
@@ -182,7 +224,9 @@ def test_draws_follow_the_truncated_distribution(settings):
     expected = truncated(row, **settings)
     keys = jnp.stack([jnp.zeros(num_draws, jnp.uint32), jnp.arange(num_draws, dtype=jnp.uint32)], axis=1)
     tiled = jnp.broadcast_to(jnp.asarray(row, jnp.float32), (num_draws, V))
-    drawn = jax.jit(sample)(tiled, keys, jnp.zeros(num_draws, jnp.int32), settings_array(num_draws, **settings))
+    drawn = jax.jit(sample)(
+        tiled, keys, jnp.zeros(num_draws, jnp.int32), settings_array(num_draws, **settings), history_of(num_draws)
+    )
     counts = np.bincount(np.asarray(drawn.token), minlength=V)
     assert counts[expected == 0].sum() == 0
     seen = expected * num_draws >= 5
@@ -196,12 +240,7 @@ def test_draws_follow_the_truncated_distribution(settings):
 
 def test_settings_are_per_row():
     rows = jnp.broadcast_to(jnp.asarray(np.random.default_rng(2).normal(size=V), jnp.float32), (3, V))
-    settings = SamplingSettings(
-        jnp.ones(3, jnp.float32),
-        jnp.array([0, 5, 1]),
-        jnp.array([1.0, 1.0, 0.5], jnp.float32),
-        jnp.zeros(3, jnp.float32),
-    )
+    settings = replace(settings_array(3), top_k=jnp.array([0, 5, 1]), top_p=jnp.array([1.0, 1.0, 0.5], jnp.float32))
     assert kept_tokens(rows - rows.max(), settings).sum(-1).tolist() == [V, 5, 1]
 
 
@@ -209,5 +248,272 @@ def test_tokens_of_weight_zero_are_never_drawn():
     weightless = jnp.where(jnp.arange(V) % 7 == 3, 0.0, -jnp.inf)
     rows = jnp.broadcast_to(weightless, (4096, V)).astype(jnp.float32)
     keys = jnp.stack([jnp.arange(4096, dtype=jnp.uint32)] * 2, axis=1)
-    drawn = sample(rows, keys, jnp.zeros(4096, jnp.int32), settings_array(4096))
+    drawn = sample(rows, keys, jnp.zeros(4096, jnp.int32), settings_array(4096), history_of(4096))
     assert (np.asarray(drawn.token) % 7 == 3).all()
+
+
+# -- settings that change the logits
+
+
+def changed_by_numpy(logits, prompt=(), generated=(), stop_ids=(), logit_bias=None, min_tokens=0, **penalties):
+    """The settings' definitions, one token at a time."""
+    out = np.array(logits, np.float64)
+    for token, bias in (logit_bias or {}).items():
+        out[token] += bias
+    if len(generated) < min_tokens:
+        out[list(stop_ids)] = -np.inf
+    for token in {*prompt, *generated}:
+        factor = penalties.get("repetition_penalty", 1.0)
+        out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
+    for token in set(generated):
+        out[token] -= penalties.get("presence_penalty", 0.0)
+        out[token] -= penalties.get("frequency_penalty", 0.0) * list(generated).count(token)
+    return out
+
+
+CHANGES = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.7},
+    {"frequency_penalty": -0.4},
+    {"logit_bias": {3: 2.5, 0: -100.0, 299: 1.0}},
+    {"min_tokens": 5},
+    {"min_tokens": 4},
+    {
+        "repetition_penalty": 0.8,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.2,
+        "logit_bias": {7: 1.0},
+        "min_tokens": 9,
+    },
+]
+
+
+@pytest.mark.parametrize("settings", CHANGES, ids=str)
+def test_changed_logits_are_the_definitions(settings):
+    row = np.random.default_rng(5).normal(scale=2.0, size=V).astype(np.float32)
+    seen = {"prompt": (7, 8, 8), "generated": (9, 7, 9, 20), "stop_ids": (20, 41)}
+    out = changed_logits(jnp.asarray(row)[None], settings_array(1, **settings), history_of(1, **seen))[0]
+    np.testing.assert_allclose(out, changed_by_numpy(row, **seen, **settings), rtol=1e-6)
+
+
+@pytest.mark.parametrize("settings", CHANGES, ids=str)
+def test_draws_follow_the_changed_distribution_and_the_policy_does_not_change(settings):
+    num_draws = 20_000
+    row = np.random.default_rng(6).normal(scale=2.0, size=V).astype(np.float32)
+    seen = {"prompt": (7, 8, 8), "generated": (9, 7, 9, 20), "stop_ids": (20, 41)}
+    expected = truncated(changed_by_numpy(row, **seen, **settings))
+    keys = jnp.stack([jnp.ones(num_draws, jnp.uint32), jnp.arange(num_draws, dtype=jnp.uint32)], axis=1)
+    drawn = jax.jit(sample)(
+        jnp.broadcast_to(jnp.asarray(row), (num_draws, V)),
+        keys,
+        jnp.zeros(num_draws, jnp.int32),
+        settings_array(num_draws, **settings),
+        history_of(num_draws, **seen),
+    )
+    counts = np.bincount(np.asarray(drawn.token), minlength=V)
+    likely = expected * num_draws >= 5
+    chi2 = ((counts - expected * num_draws)[likely] ** 2 / (expected * num_draws)[likely]).sum()
+    assert abs(chi2 - likely.sum() + 1) < 4 * np.sqrt(2 * likely.sum())
+    assert counts[expected == 0].sum() == 0
+    np.testing.assert_allclose(drawn.sampler_logp, np.log(expected[drawn.token]), atol=1e-4)
+    np.testing.assert_allclose(drawn.policy_logp, np.log(truncated(row)[drawn.token]), atol=1e-4)
+
+
+def test_alternatives_are_the_likeliest_of_the_policy():
+    rows = jnp.asarray(np.random.default_rng(7).normal(size=(3, V)), jnp.float32)
+    tokens, logps = alternatives(rows, settings_array(3, temperature=0.5, logprobs=4))
+    for row, ids, values in zip(np.asarray(rows), tokens, logps, strict=True):
+        expected = np.log(truncated(row, temperature=0.5))
+        assert np.asarray(ids)[:4].tolist() == np.argsort(-expected)[:4].tolist()
+        np.testing.assert_allclose(values[:4], np.sort(expected)[::-1][:4], atol=1e-5)
+    assert not np.any(alternatives(rows, settings_array(3))[1])
+
+
+# -- in the engine
+
+
+def greedy_by_numpy(model, prompt, num_tokens, **settings):
+    """Greedy decoding by whole forward passes and the definitions."""
+    tokens = []
+    forward = jax.jit(lambda ids: logits(model.config, model.params, ids))
+    for _ in range(num_tokens):
+        ids = np.zeros((1, 48), np.int32)
+        ids[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
+        row = np.asarray(forward(ids))[0, len(prompt) + len(tokens) - 1]
+        tokens.append(int(changed_by_numpy(row, prompt, tokens, (1,), **settings).argmax()))
+        if tokens[-1] == 1:
+            break
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.3},
+        {"logit_bias": {1: 0.05, 40: 0.02}},
+        {"logit_bias": {1: 100.0}, "min_tokens": 6},
+    ],
+    ids=str,
+)
+def test_penalties_and_biases_through_the_engine(tiny_model, settings):
+    params = SamplingParams(max_tokens=12, temperature=0.0, **settings)
+    groups = engine_for(tiny_model, max_slots=4).generate(PROMPTS, params)
+    for prompt, [sequence] in zip(PROMPTS, groups, strict=True):
+        assert sequence.tokens == greedy_by_numpy(tiny_model, prompt.tolist(), 12, **settings)
+
+
+def test_settings_of_one_sequence_do_not_touch_another(tiny_model, expected):
+    engine = engine_for(tiny_model)
+    plain = engine.sequences(PROMPTS, PARAMS)
+    others = engine.sequences(
+        PROMPTS,
+        SamplingParams(
+            n=2, max_tokens=20, repetition_penalty=2.0, logit_bias={5: 3.0}, logprobs=3, top_k=4, min_tokens=9
+        ),
+        first_prompt=100,
+    )
+    mixed = [sequence for pair in zip(others, plain, strict=False) for sequence in pair] + plain[len(others) :]
+    done = {(s.prompt_index, s.sample_index): s.tokens for s in engine.stream(mixed)}
+    assert [[done[p, s] for s in range(PARAMS.n)] for p in range(len(PROMPTS))] == expected
+
+
+def test_end_of_sequence_as_the_first_token(tiny_model):
+    params = SamplingParams(max_tokens=12, logit_bias={1: 1000.0})
+    [[sequence]] = engine_for(tiny_model).generate([PROMPTS[0]], params)
+    assert (sequence.tokens, sequence.finish_reason) == ([1], "stop")
+    [[sequence]] = engine_for(tiny_model).generate([PROMPTS[0]], replace(params, ignore_eos=True))
+    assert (sequence.tokens, sequence.finish_reason) == ([1] * 12, "length")
+
+
+def test_alternatives_through_the_engine(tiny_model):
+    engine = engine_for(tiny_model)
+    params = SamplingParams(n=2, max_tokens=10, seed=3)
+    plain, wanted = (engine.generate(PROMPTS, p) for p in (params, replace(params, logprobs=3)))
+    assert tokens_of(plain) == tokens_of(wanted)
+    for group in wanted:
+        for sequence in group:
+            assert len(sequence.alternatives) == len(sequence.tokens)
+            for token, logp, others in zip(sequence.tokens, sequence.policy_logps, sequence.alternatives, strict=True):
+                assert len(others) == 3
+                known = dict(others)
+                if token in known:
+                    np.testing.assert_allclose(known[token], logp, atol=1e-5)
+                else:
+                    assert logp <= min(known.values()) + 1e-5
+    assert plain[0][0].alternatives == []
+
+
+def letters(tokens):
+    """Two letters a token, so that texts straddle tokens."""
+    return "".join(chr(97 + token % 26) + chr(97 + token // 26) for token in tokens)
+
+
+class Letters:
+    def batch_decode(self, rows, **_):
+        return [letters(row) for row in rows]
+
+
+def test_stop_texts_that_straddle_tokens(tiny_model, expected):
+    text = letters(expected[3][1])
+    stop = (text[9:12], "never said")  # the second letter of a token and the next token
+    assert text.find(stop[0]) == 9
+    for chunk_steps in (8, 16):
+        engine = engine_for(tiny_model, chunk_steps=chunk_steps, tokenizer=Letters(), max_slots=8)
+        groups = engine.generate(PROMPTS, replace(PARAMS, stop=stop))
+        for group, unstopped in zip(groups, expected, strict=True):
+            for sequence, tokens in zip(group, unstopped, strict=True):
+                end = next((n for n in range(1, len(tokens) + 1) if stop[0] in letters(tokens[:n])), None)
+                assert sequence.tokens == tokens[:end]
+                assert len(sequence.policy_logps) == len(sequence.tokens)
+                assert sequence.text == letters(tokens).partition(stop[0])[0]
+                assert sequence.finish_reason == ("stop" if end or tokens[-1] == 1 else "length")
+    with pytest.raises(ValueError, match=r"stop texts \('a'\) need a tokenizer"):
+        engine_for(tiny_model).generate(PROMPTS, SamplingParams(stop=("a",), max_tokens=8))
+
+
+def test_finding_stop_texts():
+    def spell(tokens):
+        return "".join("abc"[token] for token in tokens)
+
+    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["bc"], 0) == 3
+    assert find_stop(spell, [0, 1, 2, 0, 1], 2, ["bc"], 0) == 3
+    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["ca", "ab"], 0) == 2
+    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["ab"], 4) == 4
+    assert find_stop(spell, [0, 1], 0, ["c"], 0) is None
+    assert find_stop(spell, [], 0, ["c"], 0) is None
+    assert text_before_stop("abcabc", ["c", "bc"]) == "a"
+    assert text_before_stop("ab", ["c"]) == "ab"
+
+
+def test_updates_and_cancelling(tiny_model, expected):
+    engine = engine_for(tiny_model, max_slots=8)
+    sequences = engine.sequences(PROMPTS, PARAMS)
+    ended, counted = [], {}
+    for sequence, num_new in engine.updates(sequences):
+        counted[id(sequence)] = counted.get(id(sequence), 0) + num_new
+        if sequence.prompt_index == 0 and sequence.tokens:
+            sequence.cancel()
+        if sequences[-1].finish_reason is None:
+            sequences[-1].cancel()  # still waiting
+        if sequence.finish_reason:
+            ended.append(sequence)
+    assert {id(sequence) for sequence in ended} == {id(sequence) for sequence in sequences}
+    assert all(counted[id(sequence)] == len(sequence.tokens) for sequence in sequences)
+    assert sequences[-1].finish_reason == "abort"
+    assert sequences[-1].tokens == []
+    for sequence in sequences[PARAMS.n : -1]:
+        assert sequence.tokens == expected[sequence.prompt_index][sequence.sample_index]
+    for sequence in sequences[: PARAMS.n]:
+        whole = expected[0][sequence.sample_index]
+        assert sequence.tokens == whole[: len(sequence.tokens)]
+        assert sequence.finish_reason in ("abort", "stop", "length")
+
+
+def test_prompts_of_every_kind(tmp_path):
+    from groupax import init_model, save_model
+
+    from .conftest import TINY
+    from .test_config_and_data import a_tokenizer
+
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    save_model(init_model({**TINY, "vocab_size": 13}), tmp_path / "model", tokenizer)
+    engine = Engine.load(tmp_path / "model")
+    params = SamplingParams(max_tokens=6, seed=1)
+    [[one]] = engine.generate("abc", params)
+    ids = engine.encode("abc")[0]
+    assert one.text == tokenizer.decode(one.tokens, skip_special_tokens=True)
+    for same in (["abc"], ids, [ids], ids.tolist(), [{"role": "user", "content": "abc"}]):
+        assert engine.generate(same, params)[0][0].tokens == one.tokens, same
+    both = engine.generate([[{"role": "user", "content": "abc"}], "abc"], params)
+    assert both[0][0].tokens == one.tokens
+    with pytest.raises(ValueError, match="all prompts as text or messages, or all as token ids"):
+        engine.generate(["abc", ids])
+    engine.tokenizer = None
+    with pytest.raises(ValueError, match="needs a tokenizer; give the Engine one"):
+        engine.generate("abc")
+    with pytest.raises(ValueError, match=r"logit_bias names tokens \[13\]; the vocabulary has 13"):
+        engine.generate(ids, SamplingParams(logit_bias={13: 1.0}, max_tokens=8))
+
+
+def test_a_varied_workload_compiles_few_programs(tiny_model):
+    engine = engine_for(tiny_model, max_slots=8)
+    engine.warmup(30, SamplingParams(n=3, max_tokens=60), num_prompts=8)
+    before = engine.num_programs
+    rng = np.random.default_rng(1)
+    for seed in range(12):
+        params = SamplingParams(
+            n=int(rng.integers(1, 4)),
+            max_tokens=int(rng.integers(1, 60)),
+            temperature=float(rng.choice([0.0, 0.7, 1.0])),
+            top_k=int(rng.choice([0, 5])),
+            top_p=float(rng.choice([1.0, 0.9])),
+            min_p=float(rng.choice([0.0, 0.05])),
+            repetition_penalty=float(rng.choice([1.0, 1.2])),
+            logit_bias={3: 1.0} if seed % 2 else {},
+            logprobs=int(rng.choice([0, 5])),
+            seed=seed,
+        )
+        engine.generate([PROMPTS[i] for i in rng.integers(0, 8, 8)], params)
+    assert engine.num_programs - before <= 8

@@ -15,8 +15,12 @@ from groupax.pytree import pytree
 
 @pytree
 class Cache:
-    """Keys and values of B slots with S columns, per layer. Keys lie with their columns last (see `attend_cached`)."""
+    """What B slots fed, in S columns: the tokens, and per layer their keys and values.
 
+    Keys lie with their columns last (see `attend_cached`).
+    """
+
+    tokens: Int[Array, "B S"]
     k: list[Float[Array, "B K H S"]]
     v: list[Float[Array, "B K S H"]]
 
@@ -40,6 +44,7 @@ def empty_cache(config: ModelConfig, num_slots: int, num_columns: int, dtype: jn
     """A cache of zeros."""
     K, H = config.num_kv_heads, config.head_dim
     return Cache(
+        tokens=jnp.zeros((num_slots, num_columns), jnp.int32),
         k=[jnp.zeros((num_slots, K, H, num_columns), dtype) for _ in range(config.num_layers)],
         v=[jnp.zeros((num_slots, K, num_columns, H), dtype) for _ in range(config.num_layers)],
     )
@@ -56,4 +61,4 @@ def moved(cache: Cache, num_columns: int, shift: Int[Array, ""]) -> Cache:
         widths = [(0, added if dim == axis else 0) for dim in range(x.ndim)]
         return jnp.roll(jnp.pad(x, widths), shift, axis)
 
-    return Cache(k=[move(k, 3) for k in cache.k], v=[move(v, 2) for v in cache.v])
+    return Cache(move(cache.tokens, 1), k=[move(k, 3) for k in cache.k], v=[move(v, 2) for v in cache.v])

@@ -15,7 +15,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from groupax.engine.cache import Cache, moved
-from groupax.engine.sampling import SamplingSettings, sample
+from groupax.engine.params import MAX_LOGPROBS
+from groupax.engine.sampling import History, SamplingSettings, alternatives, sample
 from groupax.models.attention import attend, attend_cached, causal_from
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import forward, head_weights
@@ -36,6 +37,7 @@ class Slots:
         token: fed next.
         position: of that token in its sequence.
         start: the slot's first column in the cache.
+        prompt_length: tokens of its prompt.
         key: of the slot's randomness (see `sampling.row_keys`).
         remaining: tokens that it may still sample; 0 for an idle slot.
         stop_ids: tokens that end the sequence, padded with -1.
@@ -45,6 +47,7 @@ class Slots:
     token: Int[Array, "B"]
     position: Int[Array, "B"]
     start: Int[Array, "B"]
+    prompt_length: Int[Array, "B"]
     key: UInt32[Array, "B 2"]
     remaining: Int[Array, "B"]
     stop_ids: Int[Array, "B E"]
@@ -61,6 +64,8 @@ class Chunk:
         sampler_logp: the same under the truncated distribution that was drawn from.
         count: tokens sampled.
         stopped: the row's last token is one of its stop tokens.
+        alternatives: the policy's likeliest tokens in each place, if a slot wants them; None if not fetched.
+        alternative_logps: their log-probs.
     """
 
     token: Int[Array, "B C"]
@@ -68,6 +73,8 @@ class Chunk:
     sampler_logp: Float[Array, "B C"]
     count: Int[Array, "B"]
     stopped: Bool[Array, "B"]
+    alternatives: Int[Array, "B C A"] | None
+    alternative_logps: Float[Array, "B C A"] | None
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "slots"))
@@ -108,7 +115,7 @@ def admit(
         column: Array,
     ) -> tuple[Cache, Slots]:
         is_new = source >= 0
-        prefilled = _prefill(config, params, prompts, starts)
+        keys, values = _prefill(config, params, prompts, starts)
         S = prompts.shape[1]
 
         def put(old: Array, new: Array, axis: int) -> Array:
@@ -117,8 +124,9 @@ def admit(
             return lax.dynamic_update_slice_in_dim(old, chosen, column - S, axis)
 
         cache = Cache(
-            k=[put(old, new, 3) for old, new in zip(cache.k, prefilled.k, strict=True)],
-            v=[put(old, new, 2) for old, new in zip(cache.v, prefilled.v, strict=True)],
+            put(cache.tokens, prompts, 1),
+            k=[put(old, new, 3) for old, new in zip(cache.k, keys, strict=True)],
+            v=[put(old, new, 2) for old, new in zip(cache.v, values, strict=True)],
         )
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
 
@@ -155,13 +163,22 @@ def decode_chunk(
     return program(params, cache, slots, column)
 
 
+@partial(jax.jit, donate_argnames=("slots",))
+def release(slots: Slots, released: Bool[Array, "B"]) -> Slots:
+    """The slots, of which some are to do no more."""
+    return replace(slots, remaining=jnp.where(released, 0, slots.remaining))
+
+
 @partial(jax.jit, static_argnames="num_columns", donate_argnames=("cache", "slots"))
 def move_columns(cache: Cache, slots: Slots, shift: Int[Array, ""], *, num_columns: int) -> tuple[Cache, Slots]:
     """Give the cache `num_columns` columns and move all slots by `shift` columns (see `cache.moved`)."""
     return moved(cache, num_columns, shift), replace(slots, start=slots.start + shift)
 
 
-def _prefill(config: ModelConfig, params: Params, prompts: Int[Array, "P S"], starts: Int[Array, "P"]) -> Cache:
+def _prefill(
+    config: ModelConfig, params: Params, prompts: Int[Array, "P S"], starts: Int[Array, "P"]
+) -> tuple[list[Array], list[Array]]:
+    """Keys and values of the prompts, per layer."""
     P, S = prompts.shape
     keys, values = [], []
     visible = causal_from(starts, S)
@@ -174,7 +191,7 @@ def _prefill(config: ModelConfig, params: Params, prompts: Int[Array, "P S"], st
 
     positions = jnp.maximum(jnp.arange(S)[None, :] - starts[:, None], 0)
     forward(config, params, prompts.reshape(-1), positions.reshape(-1), attend_causally)
-    return Cache(keys, values)
+    return keys, values
 
 
 def _decode_chunk(
@@ -182,8 +199,16 @@ def _decode_chunk(
 ) -> tuple[Cache, Slots, Chunk]:
     """The loop over one device's slots, with the cache updated in place."""
     B = slots.token.shape[0]
-    zeros = jnp.zeros((B, C))
-    chunk = Chunk(zeros.astype(jnp.int32), zeros, zeros, jnp.zeros(B, jnp.int32), jnp.zeros(B, bool))
+    zeros, places = jnp.zeros((B, C)), (B, C, min(MAX_LOGPROBS, config.vocab_size))
+    chunk = Chunk(
+        token=zeros.astype(jnp.int32),
+        policy_logp=zeros,
+        sampler_logp=zeros,
+        count=jnp.zeros(B, jnp.int32),
+        stopped=jnp.zeros(B, bool),
+        alternatives=jnp.zeros(places, jnp.int32),
+        alternative_logps=jnp.zeros(places),
+    )
     columns = jnp.arange(cache.num_columns)[None, :]
 
     def busy(carry: tuple[Array, Slots, Cache, Chunk]) -> Array:
@@ -203,7 +228,16 @@ def _decode_chunk(
 
         hidden = forward(config, params, slots.token, slots.position, attend_to_past)
         logits = einsum_f32("bd,vd->bv", hidden, head_weights(params))
-        sampled = sample(logits, slots.key, slots.position, slots.settings)
+        tokens = lax.dynamic_update_index_in_dim(cache.tokens, slots.token, current, axis=1)
+        history = History(
+            tokens=tokens,
+            seen=visible,
+            generated=visible & (columns >= (slots.start + slots.prompt_length)[:, None]),
+            num_generated=slots.position - (slots.prompt_length - 1),
+            stop_ids=slots.stop_ids,
+        )
+        sampled = sample(logits, slots.key, slots.position, slots.settings, history)
+        others, other_logps = alternatives(logits, slots.settings)
 
         active = slots.remaining > 0
         one = active.astype(jnp.int32)
@@ -220,11 +254,18 @@ def _decode_chunk(
             sampler_logp=chunk.sampler_logp.at[:, index].set(sampled.sampler_logp),
             count=chunk.count + one,
             stopped=chunk.stopped | stopped,
+            alternatives=_written(chunk.alternatives, index, others),
+            alternative_logps=_written(chunk.alternative_logps, index, other_logps),
         )
-        return index + 1, slots, Cache(keys, values), chunk
+        return index + 1, slots, Cache(tokens, keys, values), chunk
 
     _, slots, cache, chunk = lax.while_loop(busy, step, (jnp.int32(0), slots, cache, chunk))
     return cache, slots, chunk
+
+
+def _written(places: Array | None, index: Array, values: Array) -> Array:
+    assert places is not None, "a chunk on the devices has all its fields"
+    return places.at[:, index].set(values)
 
 
 def _like(mask: Bool[Array, "B"], x: Array) -> Array:

@@ -1,27 +1,46 @@
 """The rollout engine: continuous batching over slots, one chunk of decoding at a time."""
 
+import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from groupax.engine.cache import Cache, bucket, empty_cache
-from groupax.engine.decode import ROWS, Slots, admit, decode_chunk, move_columns
+from groupax.engine.decode import ROWS, Chunk, Slots, admit, decode_chunk, move_columns, release
 from groupax.engine.params import SamplingParams
 from groupax.engine.sampling import SamplingSettings, row_keys
 from groupax.engine.scheduler import Admission, Scheduler, Sequence
+from groupax.engine.stops import find_stop, text_before_stop
+from groupax.models.checkpoint import load_model
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
+from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokenizer
 
 # The smallest sizes of the cache and of a prefill, in columns; larger ones are buckets above them. A shard has at
 # least two slots and computes at least two prompts: for a single row, XLA's CPU kernels round differently.
 CACHE_COLUMNS = 64
 PREFILL_COLUMNS = 16
-SETTINGS = ("temperature", "top_k", "top_p", "min_p")
+# Stop tokens and biased tokens of a slot; requests with more of them compile again.
+STOP_IDS = 8
+BIASED_TOKENS = 8
+# Settings of a slot that are one number each, and its dtype.
+SETTINGS = {
+    "temperature": "f4",
+    "top_k": "i4",
+    "top_p": "f4",
+    "min_p": "f4",
+    "min_tokens": "i4",
+    "repetition_penalty": "f4",
+    "presence_penalty": "f4",
+    "frequency_penalty": "f4",
+    "logprobs": "i4",
+}
 
 
 class Engine:
@@ -36,7 +55,40 @@ class Engine:
         eos_ids: tokens that end every completion.
         max_slots: most completions decoded at once; the others wait for a free slot.
         chunk_steps: tokens decoded between two visits to the host; a multiple of 8.
+        tokenizer: for prompts that are text or messages, stop texts, and the completions' text.
+
+    Example:
+        >>> engine = Engine.load("Qwen/Qwen3-0.6B")  # doctest: +SKIP
+        >>> [[story]] = engine.generate("Once upon a time", SamplingParams(max_tokens=64))  # doctest: +SKIP
+        >>> story.text  # doctest: +SKIP
     """
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        dtype: Any = None,
+        mesh: Mesh | None = None,
+        chat_template: str | None = None,
+        max_slots: int = 256,
+    ) -> "Engine":
+        """An engine with the model and the tokenizer of a folder or a hub id.
+
+        Args:
+            name_or_path: a model's folder or hub id.
+            dtype: of the weights in memory; None keeps their own.
+            mesh: where to put them; by default on all devices.
+            chat_template: for a tokenizer without one: a built-in name or a file.
+            max_slots: most completions decoded at once.
+
+        Raises:
+            ValueError: there is no such model, or it has no tokenizer.
+        """
+        model = load_model(name_or_path, dtype, mesh)
+        assert model.source is not None, "a loaded model has a folder"
+        tokenizer = load_tokenizer(model.source, chat_template)
+        eos_ids = eos_token_ids(tokenizer, model.generation_config, model.hf_config)
+        return cls(model.config, model.params, model.mesh, eos_ids, max_slots, tokenizer=tokenizer)
 
     def __init__(
         self,
@@ -46,6 +98,7 @@ class Engine:
         eos_ids: tuple[int, ...],
         max_slots: int = 256,
         chunk_steps: int = 32,
+        tokenizer: Any = None,
     ) -> None:
         self.config = config
         self.params = params
@@ -53,19 +106,39 @@ class Engine:
         self.eos_ids = eos_ids
         self.max_slots = max_slots
         self.chunk_steps = chunk_steps
+        self.tokenizer = tokenizer
 
-    def generate(self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0) -> list[list[Sequence]]:
+    def generate(self, prompts: Any, params: SamplingParams | None = None, step: int = 0) -> list[list[Sequence]]:
         """`params.n` completions of each prompt, in order.
 
         Args:
-            prompts: token ids of each prompt.
+            prompts: one prompt or a list of them; a prompt is a text, a list of messages, or an array of token ids.
             params: how to sample.
             step: distinguishes calls with the same seed.
+
+        Raises:
+            ValueError: a prompt is empty, too long, has tokens that the model has not, or needs a tokenizer.
         """
-        groups: list[list[Sequence]] = [[] for _ in prompts]
-        for sequence in self.stream(self.sequences(prompts, params, step)):
+        ids = self.encode(prompts)
+        groups: list[list[Sequence]] = [[] for _ in ids]
+        for sequence in self.stream(self.sequences(ids, params or SamplingParams(), step)):
             groups[sequence.prompt_index].append(sequence)
         return [sorted(group, key=lambda sequence: sequence.sample_index) for group in groups]
+
+    def encode(self, prompts: Any) -> list[np.ndarray]:
+        """Token ids of one prompt or a list of them: texts, lists of messages, or arrays of token ids."""
+        single = isinstance(prompts, (str, np.ndarray)) or (
+            isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], (dict, int, np.integer))
+        )
+        given = [prompts] if single else list(prompts)
+        texts = [p for p in given if isinstance(p, str) or (isinstance(p, list) and p and isinstance(p[0], dict))]
+        if not texts:
+            return [np.asarray(prompt, np.int32) for prompt in given]
+        if self.tokenizer is None:
+            raise ValueError("a prompt that is a text or a list of messages needs a tokenizer; give the Engine one")
+        if len(texts) < len(given):
+            raise ValueError("give all prompts as text or messages, or all as token ids")
+        return encode_prompts(self.tokenizer, given)
 
     def sequences(
         self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
@@ -80,7 +153,12 @@ class Engine:
         """
         for index, prompt in enumerate(prompts):
             self._check(index, np.asarray(prompt), params)
-        stop_ids = tuple(dict.fromkeys((*self.eos_ids, *params.stop_token_ids)))
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop texts ({', '.join(map(repr, params.stop))}) need a tokenizer; give the Engine one")
+        outside = [token for token in params.logit_bias if not 0 <= token < self.config.vocab_size]
+        if outside:
+            raise ValueError(f"logit_bias names tokens {outside}; the vocabulary has {self.config.vocab_size}")
+        stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids)))
         rows = [(first_prompt + p, s) for p in range(len(prompts)) for s in range(params.n)]
         keys = row_keys(params.seed, step, *np.array(rows).T) if rows else []
         return [
@@ -90,6 +168,15 @@ class Engine:
 
     def stream(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
         """Run sequences to their ends, each yielded as soon as it is finished."""
+        for sequence, _ in self.updates(sequences):
+            if sequence.finish_reason:
+                yield sequence
+
+    def updates(self, sequences: Iterable[Sequence]) -> Iterator[tuple[Sequence, int]]:
+        """Run sequences to their ends; yields each after every chunk, with the number of its new tokens.
+
+        Between two of these, sequences can be cancelled (`Sequence.cancel`).
+        """
         sequences = list(sequences)
         num_shards = num_data_shards(self.mesh)
         slots_per_shard = max(2, _power_of_two(min(len(sequences), self.max_slots), num_shards))
@@ -97,7 +184,11 @@ class Engine:
         scheduler.submit(sequences)
         batch: _Batch | None = None
         while scheduler.busy:
+            for sequence in scheduler.cancelled():
+                yield sequence, 0
             admission = scheduler.admit()
+            if not admission and not scheduler.running:
+                break
             batch = self._with_room(batch, scheduler, admission)
             if admission:
                 batch = self._admit(batch, admission, slots_per_shard)
@@ -111,8 +202,49 @@ class Engine:
                 num_steps=self.chunk_steps,
             )
             batch = _Batch(cache, slots, batch.column + self.chunk_steps)
-            chunk = jax.device_get(chunk)
-            yield from scheduler.collect(chunk.token, chunk.policy_logp, chunk.sampler_logp, chunk.count, chunk.stopped)
+            lengths = {id(sequence): len(sequence.tokens) for sequence in scheduler.running}
+            grown = scheduler.append(self._fetch(chunk, scheduler.running))
+            for sequence in grown:
+                self._finish(sequence, lengths[id(sequence)])
+            freed = scheduler.retire()
+            if freed:
+                released = np.zeros(len(scheduler.slots), bool)
+                released[freed] = True
+                batch = replace(batch, slots=release(batch.slots, self._on_rows(released)))
+            for sequence in grown:
+                yield sequence, len(sequence.tokens) - lengths[id(sequence)]
+
+    def warmup(self, prompt_length: int, params: SamplingParams | None = None, num_prompts: int = 1) -> int:
+        """Compile what a request of this shape needs, by running it on made-up prompts; returns `num_programs`."""
+        prompts = [np.full(prompt_length, index % self.config.vocab_size, np.int32) for index in range(num_prompts)]
+        self.generate(prompts, replace(params or SamplingParams(), ignore_eos=True, stop=(), stop_token_ids=()))
+        return self.num_programs
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that engines of this process have compiled."""
+        programs: Any = (admit, decode_chunk, move_columns, release)
+        return sum(program._cache_size() for program in programs)
+
+    def _fetch(self, chunk: Chunk, running: Iterable[Sequence]) -> Chunk:
+        """The chunk on the host, its alternatives only if a sequence wants them."""
+        if not any(sequence.params.logprobs for sequence in running):
+            chunk = replace(chunk, alternatives=None, alternative_logps=None)
+        return jax.device_get(chunk)
+
+    def _finish(self, sequence: Sequence, num_before: int) -> None:
+        """Look for stop texts in what is new, and set the text of a sequence that has ended."""
+        stop = sequence.params.stop
+        if stop and sequence.finish_reason != "abort":
+            kept = find_stop(self._decode, sequence.tokens, num_before, stop, sequence.params.min_tokens)
+            if kept is not None:
+                sequence.cut(kept)
+                sequence.finish_reason = "stop"
+        if sequence.finish_reason and self.tokenizer is not None:
+            sequence.text = text_before_stop(self._decode(sequence.tokens), stop)
+
+    def _decode(self, tokens: Iterable[int]) -> str:
+        return decode(self.tokenizer, [list(tokens)])[0]
 
     def _check(self, index: int, prompt: np.ndarray, params: SamplingParams) -> None:
         limit = self.config.max_positions
@@ -138,10 +270,13 @@ class Engine:
         if batch is None:
             num_columns = bucket(target + self.chunk_steps, CACHE_COLUMNS)
             num_slots = len(scheduler.slots)
-            num_stop_ids = _power_of_two(max(len(sequence.stop_ids) for sequence in scheduler.slots if sequence))
+            stop_ids, biased = STOP_IDS, BIASED_TOKENS
+            for sequence in (*scheduler.running, *scheduler.waiting):
+                stop_ids = max(stop_ids, _power_of_two(len(sequence.stop_ids)))
+                biased = max(biased, _power_of_two(len(sequence.params.logit_bias)))
             make = partial(empty_cache, self.config, num_slots, num_columns, self.params["embed"].dtype)
             cache = jax.jit(make, out_shardings=NamedSharding(self.mesh, ROWS))()
-            return _Batch(cache, self._slots(_slot_table(num_slots, num_stop_ids)), np.int32(target))
+            return _Batch(cache, self._slots(_slot_table(num_slots, stop_ids, biased)), np.int32(target))
         column = int(batch.column)
         if target <= column <= batch.cache.num_columns - self.chunk_steps:
             return batch
@@ -152,6 +287,7 @@ class Engine:
 
     def _admit(self, batch: "_Batch", admission: Admission, slots_per_shard: int) -> "_Batch":
         num_slots, num_stop_ids = batch.slots.stop_ids.shape
+        num_biased = batch.slots.settings.bias.shape[1]
         num_prompts = max(2, _power_of_two(max(len(prompts) for prompts in admission.prompts)))
         length = _prefix_columns(admission)
         prompts = np.zeros((num_slots // slots_per_shard, num_prompts, length), np.int32)
@@ -161,7 +297,7 @@ class Engine:
                 starts[shard, index] = length - (len(prompt) - 1)
                 prompts[shard, index, starts[shard, index] :] = prompt[:-1]
         source = np.full(num_slots, -1, np.int32)
-        admitted = _slot_table(num_slots, num_stop_ids)
+        admitted = _slot_table(num_slots, num_stop_ids, num_biased)
         for slot, index, sequence in admission.placed:
             source[slot] = index
             _fill(admitted[slot], sequence, int(batch.column))
@@ -184,7 +320,7 @@ class Engine:
 
     def _slots(self, table: np.ndarray) -> Slots:
         on_rows = {name: self._on_rows(table[name]) for name in table.dtype.names or ()}
-        settings = SamplingSettings(**{name: on_rows.pop(name) for name in SETTINGS})
+        settings = SamplingSettings(**{name: on_rows.pop(name) for name in (*SETTINGS, "bias_tokens", "bias")})
         return Slots(**on_rows, settings=settings)
 
 
@@ -202,19 +338,22 @@ def _prefix_columns(admission: Admission) -> int:
     return bucket(max(len(prompt) for prompts in admission.prompts for prompt in prompts) - 1, PREFILL_COLUMNS)
 
 
-def _slot_table(num_slots: int, num_stop_ids: int) -> np.ndarray:
+def _slot_table(num_slots: int, num_stop_ids: int, num_biased: int) -> np.ndarray:
     """Idle slots on the host, a structured array with a field per field of `Slots` and `SamplingSettings`."""
     fields = [
         ("token", "i4"),
         ("position", "i4"),
         ("start", "i4"),
+        ("prompt_length", "i4"),
         ("key", "u4", 2),
         ("remaining", "i4"),
         ("stop_ids", "i4", num_stop_ids),
     ]
-    settings = [("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4")]
-    table = np.zeros(num_slots, fields + settings)
-    table["stop_ids"] = -1
+    settings = list(SETTINGS.items())
+    bias = [("bias_tokens", "i4", num_biased), ("bias", "f4", num_biased)]
+    table = np.zeros(num_slots, fields + settings + bias)
+    table["stop_ids"] = table["bias_tokens"] = -1
+    table["repetition_penalty"] = 1.0
     return table
 
 
@@ -222,11 +361,14 @@ def _fill(row: np.void, sequence: Sequence, column: int) -> None:
     row["token"] = sequence.prompt[-1]
     row["position"] = len(sequence.prompt) - 1
     row["start"] = column - (len(sequence.prompt) - 1)
+    row["prompt_length"] = len(sequence.prompt)
     row["key"] = sequence.key
     row["remaining"] = sequence.params.max_tokens
     row["stop_ids"][: len(sequence.stop_ids)] = sequence.stop_ids
     for name in SETTINGS:
         row[name] = getattr(sequence.params, name)
+    for place, (token, bias) in enumerate(sequence.params.logit_bias.items()):
+        row["bias_tokens"][place], row["bias"][place] = token, bias
 
 
 def _power_of_two(size: int, parts: int = 1) -> int:

@@ -1,6 +1,7 @@
 """Drawing tokens: truncation by runtime settings, inverse-CDF sampling, counter-based randomness."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,26 +9,53 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from groupax.engine.params import MAX_LOGPROBS
 from groupax.models.layers import sum_last
 from groupax.pytree import pytree
 
 
 @pytree
 class SamplingSettings:
-    """`SamplingParams` of each row, as arrays."""
+    """`SamplingParams` of each row, as arrays; `logit_bias` as tokens, padded with -1, and what is added to them."""
 
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
     min_p: Float[Array, "B"]
+    min_tokens: Int[Array, "B"]
+    repetition_penalty: Float[Array, "B"]
+    presence_penalty: Float[Array, "B"]
+    frequency_penalty: Float[Array, "B"]
+    bias_tokens: Int[Array, "B A"]
+    bias: Float[Array, "B A"]
+    logprobs: Int[Array, "B"]
+
+
+@pytree
+class History:
+    """What each row has seen, for the settings that depend on it.
+
+    Attributes:
+        tokens: fed so far, one per column.
+        seen: columns that belong to the row.
+        generated: those of them with tokens that were sampled.
+        num_generated: tokens sampled so far.
+        stop_ids: tokens that end the row, padded with -1.
+    """
+
+    tokens: Int[Array, "B S"]
+    seen: Bool[Array, "B S"]
+    generated: Bool[Array, "B S"]
+    num_generated: Int[Array, "B"]
+    stop_ids: Int[Array, "B E"]
 
 
 @pytree
 class Sampled:
     """One token per row, with its natural log-probability under the policy and under the sampler.
 
-    The policy is softmax(logits / temperature); the sampler is the policy cut by top-k, top-p and min-p and
-    renormalized.
+    The policy is softmax(logits / temperature); the sampler is that of the changed logits, cut by top-k, top-p and
+    min-p and renormalized.
     """
 
     token: Int[Array, "B"]
@@ -36,22 +64,89 @@ class Sampled:
 
 
 def sample(
-    logits: Float[Array, "B V"], key: UInt32[Array, "B 2"], position: Int[Array, "B"], settings: SamplingSettings
+    logits: Float[Array, "B V"],
+    key: UInt32[Array, "B 2"],
+    position: Int[Array, "B"],
+    settings: SamplingSettings,
+    history: History,
 ) -> Sampled:
-    """Draw one token per row. The draw depends on the row's logits, settings, key and position alone."""
+    """Draw one token per row. The draw depends on the row's logits, history, settings, key and position alone."""
     greedy = settings.temperature == 0
-    scaled = logits * (1.0 / jnp.where(greedy, 1.0, settings.temperature))[:, None]
-    scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
-    keep = kept_tokens(scaled, settings)
-    weights = jnp.exp(scaled)
-    kept_weights = jnp.where(keep, weights, 0.0)
-    drawn = _inverse_cdf(kept_weights, uniforms(key, position))
-    token = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    inverse_temperature = (1.0 / jnp.where(greedy, 1.0, settings.temperature))[:, None]
 
-    token_scaled = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0]
-    policy_logp = token_scaled - jnp.log(sum_last(weights)[:, 0])
-    sampler_logp = token_scaled - jnp.log(sum_last(kept_weights)[:, 0])
-    return Sampled(token, policy_logp, jnp.where(greedy, 0.0, sampler_logp))
+    def below_max(logits: Array) -> Array:
+        scaled = logits * inverse_temperature
+        return scaled - jnp.max(scaled, axis=-1, keepdims=True)
+
+    policy = below_max(logits)
+    changes = _are_changed(settings, history)
+    changed = lax.cond(changes, lambda: changed_logits(logits, settings, history), lambda: logits)
+    scaled = lax.cond(changes, lambda: below_max(changed), lambda: policy)
+    kept_weights = jnp.where(kept_tokens(scaled, settings), jnp.exp(scaled), 0.0)
+    drawn = _inverse_cdf(kept_weights, uniforms(key, position)).astype(jnp.int32)
+    likeliest = lax.cond(
+        jnp.any(greedy), lambda: jnp.argmax(changed, axis=-1).astype(jnp.int32), lambda: jnp.zeros_like(drawn)
+    )
+    token = jnp.where(greedy, likeliest, drawn)
+
+    def logp(scaled: Array, weights: Array) -> Array:
+        return jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - jnp.log(sum_last(weights)[:, 0])
+
+    sampler_logp = jnp.where(greedy, 0.0, logp(scaled, kept_weights))
+    return Sampled(token, logp(policy, jnp.exp(policy)), sampler_logp)
+
+
+def changed_logits(logits: Float[Array, "B V"], settings: SamplingSettings, history: History) -> Float[Array, "B V"]:
+    """The logits with bias, without stop tokens where it is too early for them, and with the penalties."""
+    V = logits.shape[-1]
+    rows = jnp.arange(logits.shape[0])[:, None]
+
+    def at(x: Array, tokens: Array, where: Array) -> Any:
+        return x.at[rows, jnp.where(where, tokens, V)]  # beyond the vocabulary: dropped
+
+    biased = settings.bias_tokens >= 0
+    logits = at(logits, settings.bias_tokens, biased).add(settings.bias, mode="drop")
+    early = (history.num_generated < settings.min_tokens)[:, None] & (history.stop_ids >= 0)
+    logits = at(logits, history.stop_ids, early).set(-jnp.inf, mode="drop")
+
+    none = jnp.zeros(logits.shape, logits.dtype)
+    seen = at(none, history.tokens, history.seen).set(1.0, mode="drop") > 0
+    count = at(none, history.tokens, history.generated).add(1.0, mode="drop")
+    penalty = settings.repetition_penalty[:, None]
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    logits = logits - settings.presence_penalty[:, None] * (count > 0).astype(logits.dtype)
+    return logits - settings.frequency_penalty[:, None] * count
+
+
+def alternatives(
+    logits: Float[Array, "B V"], settings: SamplingSettings
+) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
+    """The policy's likeliest tokens and their log-probs, `MAX_LOGPROBS` of them or the whole vocabulary.
+
+    Zeros if no row wants any: the search costs more than all the rest of sampling.
+    """
+    num = min(MAX_LOGPROBS, logits.shape[-1])
+
+    def search() -> tuple[Array, Array]:
+        greedy = settings.temperature == 0
+        scaled = logits * (1.0 / jnp.where(greedy, 1.0, settings.temperature))[:, None]
+        logps, tokens = lax.top_k(jax.nn.log_softmax(scaled, axis=-1), num)
+        return tokens.astype(jnp.int32), logps
+
+    shape = (logits.shape[0], num)
+    nothing = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    return lax.cond(jnp.any(settings.logprobs > 0), search, lambda: nothing)
+
+
+def _are_changed(settings: SamplingSettings, history: History) -> Bool[Array, ""]:
+    by_row = (
+        (settings.repetition_penalty != 1)
+        | (settings.presence_penalty != 0)
+        | (settings.frequency_penalty != 0)
+        | (history.num_generated < settings.min_tokens)
+        | jnp.any(settings.bias_tokens >= 0, axis=-1)
+    )
+    return jnp.any(by_row)
 
 
 def uniforms(key: UInt32[Array, "B 2"], position: Int[Array, "B"]) -> Float[Array, "B 2"]:

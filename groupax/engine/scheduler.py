@@ -7,13 +7,16 @@ A group's rows are kept on as few shards as possible, because each shard compute
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from groupax.engine.params import SamplingParams
 
-FinishReason = Literal["stop", "length"]
+if TYPE_CHECKING:
+    from groupax.engine.decode import Chunk
+
+FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(eq=False)
@@ -27,6 +30,12 @@ class Sequence:
         params: how to sample.
         stop_ids: tokens that end it.
         key: [2] uint32, the source of its randomness.
+        tokens: sampled so far, an ending stop token included.
+        policy_logps, sampler_logps: natural log-probs of each of them (see `sampling.Sampled`).
+        alternatives: for each token the likeliest ones and their log-probs, as many as `params.logprobs`.
+        finish_reason: a stop token or text, the limit of tokens, or `cancel`; None while it runs.
+        text: of the tokens, without special ones and without the stop text; empty until it is finished, and if the
+            engine has no tokenizer.
     """
 
     prompt_index: int
@@ -38,7 +47,18 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     policy_logps: list[float] = field(default_factory=list)
     sampler_logps: list[float] = field(default_factory=list)
+    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    text: str = ""
+
+    def cancel(self) -> None:
+        """End it: it is finished, with what it has, after the next chunk."""
+        self.finish_reason = self.finish_reason or "abort"
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first tokens only."""
+        for values in (self.tokens, self.policy_logps, self.sampler_logps, self.alternatives):
+            del values[num_tokens:]
 
     @property
     def num_fed(self) -> int:
@@ -73,6 +93,11 @@ class Scheduler:
         return bool(self.waiting) or any(sequence is not None for sequence in self.slots)
 
     @property
+    def running(self) -> list[Sequence]:
+        """The sequences in slots."""
+        return [sequence for sequence in self.slots if sequence]
+
+    @property
     def num_fed(self) -> int:
         """The largest number of cached tokens among the running sequences."""
         return max((sequence.num_fed for sequence in self.slots if sequence), default=0)
@@ -80,6 +105,12 @@ class Scheduler:
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Put sequences at the end of the queue."""
         self.waiting.extend(sequences)
+
+    def cancelled(self) -> list[Sequence]:
+        """Waiting sequences that were cancelled, taken off the queue."""
+        gone = [sequence for sequence in self.waiting if sequence.finish_reason]
+        self.waiting = deque(sequence for sequence in self.waiting if not sequence.finish_reason)
+        return gone
 
     def admit(self) -> Admission | None:
         """Move waiting sequences into free slots, in their order; None if there is none of either."""
@@ -107,28 +138,35 @@ class Scheduler:
             placed.append((slot, known[shard][index], sequence))
         return Admission(prompts, placed)
 
-    def collect(
-        self,
-        token: np.ndarray,
-        policy_logp: np.ndarray,
-        sampler_logp: np.ndarray,
-        count: np.ndarray,
-        stopped: np.ndarray,
-    ) -> list[Sequence]:
-        """Append a decoded chunk ([B, C] and [B] arrays) to the running sequences; returns and frees the finished."""
-        finished = []
+    def append(self, chunk: "Chunk") -> list[Sequence]:
+        """Append a decoded chunk on the host to the running sequences; returns them, the cancelled ones too."""
+        grown = []
         for slot, sequence in enumerate(self.slots):
             if sequence is None:
                 continue
-            num = int(count[slot])
-            sequence.tokens += token[slot, :num].tolist()
-            sequence.policy_logps += policy_logp[slot, :num].tolist()
-            sequence.sampler_logps += sampler_logp[slot, :num].tolist()
-            if stopped[slot]:
+            grown.append(sequence)
+            if sequence.finish_reason:
+                continue
+            num = int(chunk.count[slot])
+            sequence.tokens += chunk.token[slot, :num].tolist()
+            sequence.policy_logps += chunk.policy_logp[slot, :num].tolist()
+            sequence.sampler_logps += chunk.sampler_logp[slot, :num].tolist()
+            if sequence.params.logprobs:
+                assert chunk.alternatives is not None, "fetched when wanted"
+                assert chunk.alternative_logps is not None, "fetched when wanted"
+                wanted = slice(0, sequence.params.logprobs)
+                tokens = chunk.alternatives[slot, :num, wanted].tolist()
+                logps = chunk.alternative_logps[slot, :num, wanted].tolist()
+                sequence.alternatives += [list(zip(*pair, strict=True)) for pair in zip(tokens, logps, strict=True)]
+            if chunk.stopped[slot]:
                 sequence.finish_reason = "stop"
             elif len(sequence.tokens) >= sequence.params.max_tokens:
                 sequence.finish_reason = "length"
-            if sequence.finish_reason:
-                finished.append(sequence)
-                self.slots[slot] = None
-        return finished
+        return grown
+
+    def retire(self) -> list[int]:
+        """Free the slots of finished sequences; returns them."""
+        freed = [slot for slot, sequence in enumerate(self.slots) if sequence and sequence.finish_reason]
+        for slot in freed:
+            self.slots[slot] = None
+        return freed
