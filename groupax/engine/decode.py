@@ -163,6 +163,17 @@ def decode_chunk(
     return program(params, cache, slots, column)
 
 
+@partial(jax.jit, static_argnames=("mesh",))
+def take_slots(cache: Cache, slots: Slots, kept: Int[Array, "B"], *, mesh: Mesh) -> tuple[Cache, Slots]:
+    """Some of the slots, each staying on its device; `kept` are their indices there."""
+
+    def local(cache: Cache, slots: Slots, kept: Array) -> tuple[Cache, Slots]:
+        return jax.tree.map(lambda x: x[kept], (cache, slots))
+
+    program = jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS, ROWS), out_specs=(ROWS, ROWS), check_vma=False)
+    return program(cache, slots, kept)
+
+
 @partial(jax.jit, donate_argnames=("slots",))
 def release(slots: Slots, released: Bool[Array, "B"]) -> Slots:
     """The slots, of which some are to do no more."""

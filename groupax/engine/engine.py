@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from groupax.engine.cache import Cache, bucket, empty_cache
-from groupax.engine.decode import ROWS, Chunk, Slots, admit, decode_chunk, move_columns, release
+from groupax.engine.decode import ROWS, Chunk, Slots, admit, decode_chunk, move_columns, release, take_slots
 from groupax.engine.params import SamplingParams
 from groupax.engine.sampling import SamplingSettings, row_keys
 from groupax.engine.scheduler import Admission, Scheduler, Sequence
@@ -24,6 +24,7 @@ from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokeni
 
 # The smallest sizes of the cache and of a prefill, in columns; larger ones are buckets above them. A shard has at
 # least two slots and computes at least two prompts: for a single row, XLA's CPU kernels round differently.
+MIN_SLOTS = 2
 CACHE_COLUMNS = 64
 PREFILL_COLUMNS = 16
 # Stop tokens and biased tokens of a slot; requests with more of them compile again.
@@ -179,8 +180,8 @@ class Engine:
         """
         sequences = list(sequences)
         num_shards = num_data_shards(self.mesh)
-        slots_per_shard = max(2, _power_of_two(min(len(sequences), self.max_slots), num_shards))
-        scheduler = Scheduler(num_shards, slots_per_shard)
+        slots_per_shard = _power_of_two(min(len(sequences), self.max_slots), num_shards)
+        scheduler = Scheduler(num_shards, max(MIN_SLOTS, slots_per_shard))
         scheduler.submit(sequences)
         batch: _Batch | None = None
         while scheduler.busy:
@@ -191,7 +192,7 @@ class Engine:
                 break
             batch = self._with_room(batch, scheduler, admission)
             if admission:
-                batch = self._admit(batch, admission, slots_per_shard)
+                batch = self._admit(batch, admission, scheduler.slots_per_shard)
             cache, slots, chunk = decode_chunk(
                 self.params,
                 batch.cache,
@@ -211,6 +212,7 @@ class Engine:
                 released = np.zeros(len(scheduler.slots), bool)
                 released[freed] = True
                 batch = replace(batch, slots=release(batch.slots, self._on_rows(released)))
+            batch = self._shrunk(batch, scheduler)
             for sequence in grown:
                 yield sequence, len(sequence.tokens) - lengths[id(sequence)]
 
@@ -223,7 +225,7 @@ class Engine:
     @property
     def num_programs(self) -> int:
         """Programs that engines of this process have compiled."""
-        programs: Any = (admit, decode_chunk, move_columns, release)
+        programs: Any = (admit, decode_chunk, move_columns, release, take_slots)
         return sum(program._cache_size() for program in programs)
 
     def _fetch(self, chunk: Chunk, running: Iterable[Sequence]) -> Chunk:
@@ -245,6 +247,15 @@ class Engine:
 
     def _decode(self, tokens: Iterable[int]) -> str:
         return decode(self.tokenizer, [list(tokens)])[0]
+
+    def _shrunk(self, batch: "_Batch", scheduler: Scheduler) -> "_Batch":
+        """The batch with half as many slots or fewer, once so many have nothing to do any more."""
+        needed = max(MIN_SLOTS, _power_of_two(scheduler.num_slots_needed()))
+        if scheduler.waiting or not scheduler.running or needed > scheduler.slots_per_shard // 2:
+            return batch
+        kept = scheduler.shrink(needed)
+        cache, slots = take_slots(batch.cache, batch.slots, self._on_rows(kept), mesh=self.mesh)
+        return _Batch(cache, slots, batch.column)
 
     def _check(self, index: int, prompt: np.ndarray, params: SamplingParams) -> None:
         limit = self.config.max_positions

@@ -164,6 +164,29 @@ class Scheduler:
                 sequence.finish_reason = "length"
         return grown
 
+    def num_slots_needed(self) -> int:
+        """Slots per shard that the running sequences take up."""
+        shards = np.array([sequence is not None for sequence in self.slots]).reshape(-1, self.slots_per_shard)
+        return int(shards.sum(axis=1).max())
+
+    def shrink(self, slots_per_shard: int) -> np.ndarray:
+        """Give each shard fewer slots, enough for its running sequences.
+
+        Returns:
+            For each new slot the index within its shard of the old slot that moves there.
+        """
+        kept = []
+        for first in range(0, len(self.slots), self.slots_per_shard):
+            own = range(self.slots_per_shard)
+            kept += sorted(own, key=lambda slot: self.slots[first + slot] is None)[:slots_per_shard]
+        num_shards = len(self.slots) // self.slots_per_shard
+        shard_of = np.repeat(np.arange(num_shards), slots_per_shard)
+        self.slots = [
+            self.slots[shard * self.slots_per_shard + slot] for shard, slot in zip(shard_of, kept, strict=True)
+        ]
+        self.slots_per_shard = slots_per_shard
+        return np.array(kept, np.int32)
+
     def retire(self) -> list[int]:
         """Free the slots of finished sequences; returns them."""
         freed = [slot for slot, sequence in enumerate(self.slots) if sequence and sequence.finish_reason]
