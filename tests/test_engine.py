@@ -206,12 +206,15 @@ def settings_array(B, logit_bias=None, **settings):
 
 
 def history_of(B, prompt=(), generated=(), stop_ids=(-1,)):
-    tokens = [*prompt, *generated, 0]  # the last column is not theirs
+    prompt = prompt or (0,)
+    tokens = [prompt[-1], *generated, 0]  # the last column is not theirs
     columns = np.arange(len(tokens))
     return History(
+        prompt_tokens=jnp.asarray([[0, *prompt[:-1]]], jnp.int32),  # nor is the first
+        prompt_seen=jnp.arange(len(prompt))[None] > 0,
         tokens=jnp.tile(jnp.asarray(tokens, jnp.int32), (B, 1)),
         seen=jnp.tile(jnp.asarray(columns < len(tokens) - 1), (B, 1)),
-        generated=jnp.tile(jnp.asarray((columns >= len(prompt)) & (columns < len(tokens) - 1)), (B, 1)),
+        generated=jnp.tile(jnp.asarray((columns >= 1) & (columns < len(tokens) - 1)), (B, 1)),
         num_generated=jnp.full(B, len(generated), jnp.int32),
         stop_ids=jnp.tile(jnp.asarray(stop_ids, jnp.int32), (B, 1)),
     )
@@ -516,4 +519,5 @@ def test_a_varied_workload_compiles_few_programs(tiny_model):
             seed=seed,
         )
         engine.generate([PROMPTS[i] for i in rng.integers(0, 8, 8)], params)
-    assert engine.num_programs - before <= 8
+    # one, two and several prompts; places of one and of two slots; three lengths of prompts
+    assert engine.num_programs - before <= 12

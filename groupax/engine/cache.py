@@ -1,10 +1,15 @@
-"""The key-value cache: per layer, S columns for each slot, one column per token that the slot has fed.
+"""The key-value cache: prompts apart from what follows them.
 
-All slots are aligned at their ends: the next column to be written is the same for all, so that writing it is one
-update in place. A slot that started later, or with a shorter prompt, starts at a later column; what lies before is
-hidden. When the columns run out, the whole cache is moved to the left over columns that no running slot needs, or
-made larger, so that its size follows the longest running sequence.
+A prompt's columns lie once for all slots of its place: R neighbouring slots that continue the same prompt read them
+together. Behind it each slot has columns of its own, one per token that it has fed, its prompt's last token first. All
+slots are aligned at their ends: the next column to be written is the same for all, so that writing it is one update in
+place. A slot that started later starts at a later column; what lies before is hidden. When the columns run out, they
+are moved to the left over columns that no running slot needs, or made more, so that their number follows the longest
+running completion.
 """
+
+from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,19 +20,33 @@ from groupax.pytree import pytree
 
 @pytree
 class Cache:
-    """What B slots fed, in S columns: the tokens, and per layer their keys and values.
+    """What B slots and their Q prompts have fed; B / Q slots share a prompt. Keys lie with their columns last.
 
-    Keys lie with their columns last (see `attend_cached`).
+    Attributes:
+        prompt_tokens: right-aligned.
+        prompt_starts: the first column of each prompt.
+        prompt_k, prompt_v: their keys and values, per layer.
+        tokens: of the slots.
+        k, v: their keys and values, per layer.
     """
 
-    tokens: Int[Array, "B S"]
-    k: list[Float[Array, "B K H S"]]
-    v: list[Float[Array, "B K S H"]]
+    prompt_tokens: Int[Array, "Q S"]
+    prompt_starts: Int[Array, "Q"]
+    prompt_k: list[Float[Array, "Q K H S"]]
+    prompt_v: list[Float[Array, "Q K S H"]]
+    tokens: Int[Array, "B T"]
+    k: list[Float[Array, "B K H T"]]
+    v: list[Float[Array, "B K T H"]]
 
     @property
     def num_columns(self) -> int:
-        """S: how many tokens a slot can hold."""
-        return self.k[0].shape[3]
+        """T: how many tokens a slot can hold behind its prompt."""
+        return self.tokens.shape[1]
+
+    @property
+    def num_prompt_columns(self) -> int:
+        """S: how many tokens a prompt can have."""
+        return self.prompt_tokens.shape[1]
 
 
 def bucket(size: int, smallest: int) -> int:
@@ -40,18 +59,24 @@ def bucket(size: int, smallest: int) -> int:
         step *= 2
 
 
-def empty_cache(config: ModelConfig, num_slots: int, num_columns: int, dtype: jnp.dtype) -> Cache:
+def empty_cache(
+    config: ModelConfig, num_prompts: int, num_prompt_columns: int, num_slots: int, num_columns: int, dtype: Any
+) -> Cache:
     """A cache of zeros."""
-    K, H = config.num_kv_heads, config.head_dim
+    K, H, layers = config.num_kv_heads, config.head_dim, range(config.num_layers)
     return Cache(
+        prompt_tokens=jnp.zeros((num_prompts, num_prompt_columns), jnp.int32),
+        prompt_starts=jnp.full(num_prompts, num_prompt_columns, jnp.int32),
+        prompt_k=[jnp.zeros((num_prompts, K, H, num_prompt_columns), dtype) for _ in layers],
+        prompt_v=[jnp.zeros((num_prompts, K, num_prompt_columns, H), dtype) for _ in layers],
         tokens=jnp.zeros((num_slots, num_columns), jnp.int32),
-        k=[jnp.zeros((num_slots, K, H, num_columns), dtype) for _ in range(config.num_layers)],
-        v=[jnp.zeros((num_slots, K, num_columns, H), dtype) for _ in range(config.num_layers)],
+        k=[jnp.zeros((num_slots, K, H, num_columns), dtype) for _ in layers],
+        v=[jnp.zeros((num_slots, K, num_columns, H), dtype) for _ in layers],
     )
 
 
-def moved(cache: Cache, num_columns: int, shift: Int[Array, ""]) -> Cache:
-    """The cache with `num_columns` columns, its contents moved by `shift` columns (to the right if positive).
+def with_columns_moved(cache: Cache, num_columns: int, shift: Int[Array, ""]) -> Cache:
+    """The cache with `num_columns` columns per slot, their contents moved by `shift` (to the right if positive).
 
     What is moved out at one end comes in at the other, where it must be hidden or be overwritten.
     """
@@ -61,4 +86,9 @@ def moved(cache: Cache, num_columns: int, shift: Int[Array, ""]) -> Cache:
         widths = [(0, added if dim == axis else 0) for dim in range(x.ndim)]
         return jnp.roll(jnp.pad(x, widths), shift, axis)
 
-    return Cache(move(cache.tokens, 1), k=[move(k, 3) for k in cache.k], v=[move(v, 2) for v in cache.v])
+    return replace(
+        cache,
+        tokens=move(cache.tokens, 1),
+        k=[move(k, 3) for k in cache.k],
+        v=[move(v, 2) for v in cache.v],
+    )

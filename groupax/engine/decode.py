@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from groupax.engine.cache import Cache, moved
+from groupax.engine.cache import Cache, with_columns_moved
 from groupax.engine.params import MAX_LOGPROBS
 from groupax.engine.sampling import History, SamplingSettings, alternatives, sample
 from groupax.models.attention import attend, attend_cached, causal_from
@@ -37,7 +37,6 @@ class Slots:
         token: fed next.
         position: of that token in its sequence.
         start: the slot's first column in the cache.
-        prompt_length: tokens of its prompt.
         key: of the slot's randomness (see `sampling.row_keys`).
         remaining: tokens that it may still sample; 0 for an idle slot.
         stop_ids: tokens that end the sequence, padded with -1.
@@ -47,7 +46,6 @@ class Slots:
     token: Int[Array, "B"]
     position: Int[Array, "B"]
     start: Int[Array, "B"]
-    prompt_length: Int[Array, "B"]
     key: UInt32[Array, "B 2"]
     remaining: Int[Array, "B"]
     stop_ids: Int[Array, "B E"]
@@ -84,23 +82,24 @@ def admit(
     slots: Slots,
     prompts: Int[Array, "P S"],
     prompt_starts: Int[Array, "P"],
-    source: Int[Array, "B"],
+    source: Int[Array, "Q"],
+    is_new: Bool[Array, "B"],
     admitted: Slots,
-    column: Int[Array, ""],
     *,
     config: ModelConfig,
     mesh: Mesh,
 ) -> tuple[Cache, Slots]:
-    """Compute each prompt once and give its columns to the slots that continue it.
+    """Compute each prompt once and put it where the slots that continue it read it.
 
     Args:
         params: the weights.
-        cache, slots: donated; slots that are not admitted keep what they have.
-        prompts: left-padded, without each prompt's last token; P is split over the data axes like B.
+        cache, slots: donated; places and slots that are not admitted keep what they have.
+        prompts: left-padded, without each prompt's last token; P is split over the data axes like B. S is at most the
+            cache's number of prompt columns.
         prompt_starts: where each prompt's tokens begin in its row.
-        source: which of its device's prompts a slot starts from, -1 for none.
-        admitted: the new contents of the slots with a source.
-        column: the next column to be written; the prompts end just before it. At least S.
+        source: which of its device's prompts a place gets, -1 for none.
+        is_new: slots that are admitted.
+        admitted: their new contents.
         config, mesh: static.
     """
 
@@ -111,28 +110,30 @@ def admit(
         prompts: Array,
         starts: Array,
         source: Array,
+        is_new: Array,
         admitted: Slots,
-        column: Array,
     ) -> tuple[Cache, Slots]:
-        is_new = source >= 0
+        has_new = source >= 0
         keys, values = _prefill(config, params, prompts, starts)
-        S = prompts.shape[1]
+        first = cache.num_prompt_columns - prompts.shape[1]
 
         def put(old: Array, new: Array, axis: int) -> Array:
-            kept = lax.dynamic_slice_in_dim(old, column - S, S, axis)
-            chosen = jnp.where(_like(is_new, kept), new[source], kept)
-            return lax.dynamic_update_slice_in_dim(old, chosen, column - S, axis)
+            kept = lax.slice_in_dim(old, first, None, axis=axis)
+            chosen = jnp.where(_like(has_new, kept), new[source], kept)
+            return lax.dynamic_update_slice_in_dim(old, chosen, first, axis)
 
-        cache = Cache(
-            put(cache.tokens, prompts, 1),
-            k=[put(old, new, 3) for old, new in zip(cache.k, keys, strict=True)],
-            v=[put(old, new, 2) for old, new in zip(cache.v, values, strict=True)],
+        cache = replace(
+            cache,
+            prompt_tokens=put(cache.prompt_tokens, prompts, 1),
+            prompt_starts=jnp.where(has_new, first + starts[source], cache.prompt_starts),
+            prompt_k=[put(old, new, 3) for old, new in zip(cache.prompt_k, keys, strict=True)],
+            prompt_v=[put(old, new, 2) for old, new in zip(cache.prompt_v, values, strict=True)],
         )
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
 
-    in_specs = (REPLICATED, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, REPLICATED)
+    in_specs = (REPLICATED, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(ROWS, ROWS), check_vma=False)
-    return program(params, cache, slots, prompts, prompt_starts, source, admitted, column)
+    return program(params, cache, slots, prompts, prompt_starts, source, is_new, admitted)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "num_steps"), donate_argnames=("cache", "slots"))
@@ -165,10 +166,19 @@ def decode_chunk(
 
 @partial(jax.jit, static_argnames=("mesh",))
 def take_slots(cache: Cache, slots: Slots, kept: Int[Array, "B"], *, mesh: Mesh) -> tuple[Cache, Slots]:
-    """Some of the slots, each staying on its device; `kept` are their indices there."""
+    """Some of the slots, each on its device and with its prompt for itself; `kept` are their indices there."""
 
     def local(cache: Cache, slots: Slots, kept: Array) -> tuple[Cache, Slots]:
-        return jax.tree.map(lambda x: x[kept], (cache, slots))
+        places = kept // (cache.tokens.shape[0] // cache.prompt_tokens.shape[0])
+        return Cache(
+            prompt_tokens=cache.prompt_tokens[places],
+            prompt_starts=cache.prompt_starts[places],
+            prompt_k=[k[places] for k in cache.prompt_k],
+            prompt_v=[v[places] for v in cache.prompt_v],
+            tokens=cache.tokens[kept],
+            k=[k[kept] for k in cache.k],
+            v=[v[kept] for v in cache.v],
+        ), jax.tree.map(lambda x: x[kept], slots)
 
     program = jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS, ROWS), out_specs=(ROWS, ROWS), check_vma=False)
     return program(cache, slots, kept)
@@ -182,8 +192,8 @@ def release(slots: Slots, released: Bool[Array, "B"]) -> Slots:
 
 @partial(jax.jit, static_argnames="num_columns", donate_argnames=("cache", "slots"))
 def move_columns(cache: Cache, slots: Slots, shift: Int[Array, ""], *, num_columns: int) -> tuple[Cache, Slots]:
-    """Give the cache `num_columns` columns and move all slots by `shift` columns (see `cache.moved`)."""
-    return moved(cache, num_columns, shift), replace(slots, start=slots.start + shift)
+    """Give the cache `num_columns` columns and move all slots by `shift` columns."""
+    return with_columns_moved(cache, num_columns, shift), replace(slots, start=slots.start + shift)
 
 
 def _prefill(
@@ -221,6 +231,7 @@ def _decode_chunk(
         alternative_logps=jnp.zeros(places),
     )
     columns = jnp.arange(cache.num_columns)[None, :]
+    prompt_visible = jnp.arange(cache.num_prompt_columns)[None, :] >= cache.prompt_starts[:, None]
 
     def busy(carry: tuple[Array, Slots, Cache, Chunk]) -> Array:
         index, slots, _, _ = carry
@@ -235,16 +246,19 @@ def _decode_chunk(
         def attend_to_past(layer: int, q: Array, k: Array, v: Array) -> Array:
             keys[layer] = lax.dynamic_update_index_in_dim(keys[layer], k, current, axis=3)
             values[layer] = lax.dynamic_update_index_in_dim(values[layer], v, current, axis=2)
-            return attend_cached(q, keys[layer], values[layer], visible)
+            prompt = cache.prompt_k[layer], cache.prompt_v[layer], prompt_visible
+            return attend_cached(q, *prompt, keys[layer], values[layer], visible)
 
         hidden = forward(config, params, slots.token, slots.position, attend_to_past)
         logits = einsum_f32("bd,vd->bv", hidden, head_weights(params))
         tokens = lax.dynamic_update_index_in_dim(cache.tokens, slots.token, current, axis=1)
         history = History(
+            prompt_tokens=cache.prompt_tokens,
+            prompt_seen=prompt_visible,
             tokens=tokens,
             seen=visible,
-            generated=visible & (columns >= (slots.start + slots.prompt_length)[:, None]),
-            num_generated=slots.position - (slots.prompt_length - 1),
+            generated=visible & (columns > slots.start[:, None]),
+            num_generated=current - slots.start,
             stop_ids=slots.stop_ids,
         )
         sampled = sample(logits, slots.key, slots.position, slots.settings, history)
@@ -268,7 +282,7 @@ def _decode_chunk(
             alternatives=_written(chunk.alternatives, index, others),
             alternative_logps=_written(chunk.alternative_logps, index, other_logps),
         )
-        return index + 1, slots, Cache(tokens, keys, values), chunk
+        return index + 1, slots, replace(cache, tokens=tokens, k=keys, v=values), chunk
 
     _, slots, cache, chunk = lax.while_loop(busy, step, (jnp.int32(0), slots, cache, chunk))
     return cache, slots, chunk

@@ -1,9 +1,9 @@
 """The rollout engine: continuous batching over slots, one chunk of decoding at a time."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -11,7 +11,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from groupax.engine.cache import Cache, bucket, empty_cache
-from groupax.engine.decode import ROWS, Chunk, Slots, admit, decode_chunk, move_columns, release, take_slots
+from groupax.engine.decode import (
+    ROWS,
+    Chunk,
+    Slots,
+    admit,
+    decode_chunk,
+    move_columns,
+    release,
+    take_slots,
+)
 from groupax.engine.params import SamplingParams
 from groupax.engine.sampling import SamplingSettings, row_keys
 from groupax.engine.scheduler import Admission, Scheduler, Sequence
@@ -25,6 +34,7 @@ from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokeni
 # The smallest sizes of the cache and of a prefill, in columns; larger ones are buckets above them. A shard has at
 # least two slots and computes at least two prompts: for a single row, XLA's CPU kernels round differently.
 MIN_SLOTS = 2
+MAX_SHARE = 16
 CACHE_COLUMNS = 64
 PREFILL_COLUMNS = 16
 # Stop tokens and biased tokens of a slot; requests with more of them compile again.
@@ -181,7 +191,9 @@ class Engine:
         sequences = list(sequences)
         num_shards = num_data_shards(self.mesh)
         slots_per_shard = _power_of_two(min(len(sequences), self.max_slots), num_shards)
-        scheduler = Scheduler(num_shards, max(MIN_SLOTS, slots_per_shard))
+        slots_per_shard = max(MIN_SLOTS, slots_per_shard)
+        waits = len(sequences) > num_shards * slots_per_shard
+        scheduler = Scheduler(num_shards, slots_per_shard, min(_share(sequences, waits), slots_per_shard))
         scheduler.submit(sequences)
         batch: _Batch | None = None
         while scheduler.busy:
@@ -190,7 +202,7 @@ class Engine:
             admission = scheduler.admit()
             if not admission and not scheduler.running:
                 break
-            batch = self._with_room(batch, scheduler, admission)
+            batch = self._with_room(batch, scheduler)
             if admission:
                 batch = self._admit(batch, admission, scheduler.slots_per_shard)
             cache, slots, chunk = decode_chunk(
@@ -272,25 +284,24 @@ class Engine:
                 f"{self.config.vocab_size} tokens: is this its tokenizer?"
             )
 
-    def _with_room(self, batch: "_Batch | None", scheduler: Scheduler, admission: Admission | None) -> "_Batch":
-        """The batch with room for what is admitted and for another chunk, moved or grown if need be."""
-        # Sequences end at a multiple of 8 columns, as in training (see `models.attention`).
-        target = -(-scheduler.num_fed // 8) * 8
-        if admission:
-            target = max(target, _prefix_columns(admission))
+    def _with_room(self, batch: "_Batch | None", scheduler: Scheduler) -> "_Batch":
+        """The batch with room for all prompts that there are and for another chunk, moved or grown if need be."""
         if batch is None:
-            num_columns = bucket(target + self.chunk_steps, CACHE_COLUMNS)
-            num_slots = len(scheduler.slots)
+            num_prompt_columns, num_slots = 0, len(scheduler.slots)
             stop_ids, biased = STOP_IDS, BIASED_TOKENS
-            for sequence in (*scheduler.running, *scheduler.waiting):
+            for sequence in (*scheduler.running, *(sequence for bundle in scheduler.waiting for sequence in bundle)):
+                num_prompt_columns = max(num_prompt_columns, bucket(len(sequence.prompt) - 1, PREFILL_COLUMNS))
                 stop_ids = max(stop_ids, _power_of_two(len(sequence.stop_ids)))
                 biased = max(biased, _power_of_two(len(sequence.params.logit_bias)))
-            make = partial(empty_cache, self.config, num_slots, num_columns, self.params["embed"].dtype)
-            cache = jax.jit(make, out_shardings=NamedSharding(self.mesh, ROWS))()
-            return _Batch(cache, self._slots(_slot_table(num_slots, stop_ids, biased)), np.int32(target))
+            num_columns = bucket(self.chunk_steps, CACHE_COLUMNS)
+            sizes = (num_slots // scheduler.share, num_prompt_columns, num_slots, num_columns)
+            cache = _cache_maker(self.config, *sizes, self.params["embed"].dtype, self.mesh)()
+            return _Batch(cache, self._slots(_slot_table(num_slots, stop_ids, biased)), np.int32(0))
         column = int(batch.column)
-        if target <= column <= batch.cache.num_columns - self.chunk_steps:
+        if column <= batch.cache.num_columns - self.chunk_steps:
             return batch
+        # a slot's columns begin at a multiple of 8, as a row's do in training (see `models.attention`)
+        target = -(-scheduler.num_fed // 8) * 8
         num_columns = max(batch.cache.num_columns, bucket(target + self.chunk_steps, CACHE_COLUMNS))
         shift = np.int32(target - column)
         cache, slots = move_columns(batch.cache, batch.slots, shift, num_columns=num_columns)
@@ -300,17 +311,20 @@ class Engine:
         num_slots, num_stop_ids = batch.slots.stop_ids.shape
         num_biased = batch.slots.settings.bias.shape[1]
         num_prompts = max(2, _power_of_two(max(len(prompts) for prompts in admission.prompts)))
-        length = _prefix_columns(admission)
+        length = _prompt_columns(admission)
         prompts = np.zeros((num_slots // slots_per_shard, num_prompts, length), np.int32)
         starts = np.full(prompts.shape[:2], length, np.int32)
         for shard, shard_prompts in enumerate(admission.prompts):
             for index, prompt in enumerate(shard_prompts):
                 starts[shard, index] = length - (len(prompt) - 1)
                 prompts[shard, index, starts[shard, index] :] = prompt[:-1]
-        source = np.full(num_slots, -1, np.int32)
+        source = np.full(batch.cache.prompt_tokens.shape[0], -1, np.int32)
+        for place, index in admission.places:
+            source[place] = index
         admitted = _slot_table(num_slots, num_stop_ids, num_biased)
-        for slot, index, sequence in admission.placed:
-            source[slot] = index
+        is_new = np.zeros(num_slots, bool)
+        for slot, sequence in admission.placed:
+            is_new[slot] = True
             _fill(admitted[slot], sequence, int(batch.column))
         cache, slots = admit(
             self.params,
@@ -319,8 +333,8 @@ class Engine:
             self._on_rows(prompts.reshape(-1, length)),
             self._on_rows(starts.reshape(-1)),
             self._on_rows(source),
+            self._on_rows(is_new),
             self._slots(admitted),
-            batch.column,
             config=self.config,
             mesh=self.mesh,
         )
@@ -344,7 +358,26 @@ class _Batch:
     column: np.int32
 
 
-def _prefix_columns(admission: Admission) -> int:
+@lru_cache(maxsize=64)
+def _cache_maker(config: ModelConfig, *sizes_dtype_mesh: Any) -> Callable[[], Cache]:
+    """A program that makes an empty cache of these sizes on the devices."""
+    *sizes, dtype, mesh = sizes_dtype_mesh
+    return jax.jit(partial(empty_cache, config, *sizes, dtype), out_shardings=NamedSharding(mesh, ROWS))
+
+
+def _share(sequences: list[Sequence], waits: bool) -> int:
+    """How many sequences share a place: a power of two that divides every group, so that no slot stays empty.
+
+    A place is free again when its last sequence ends. While others wait for that, fewer share one.
+    """
+    counts: dict[int, int] = {}
+    for sequence in sequences:
+        counts[sequence.prompt_index] = counts.get(sequence.prompt_index, 0) + 1
+    divisors = (count & -count for count in counts.values())
+    return min(*divisors, 2 if waits else MAX_SHARE, MAX_SHARE)
+
+
+def _prompt_columns(admission: Admission) -> int:
     """The columns that the admitted prompts are padded to, each without its last token."""
     return bucket(max(len(prompt) for prompts in admission.prompts for prompt in prompts) - 1, PREFILL_COLUMNS)
 
@@ -355,7 +388,6 @@ def _slot_table(num_slots: int, num_stop_ids: int, num_biased: int) -> np.ndarra
         ("token", "i4"),
         ("position", "i4"),
         ("start", "i4"),
-        ("prompt_length", "i4"),
         ("key", "u4", 2),
         ("remaining", "i4"),
         ("stop_ids", "i4", num_stop_ids),
@@ -371,8 +403,7 @@ def _slot_table(num_slots: int, num_stop_ids: int, num_biased: int) -> np.ndarra
 def _fill(row: np.void, sequence: Sequence, column: int) -> None:
     row["token"] = sequence.prompt[-1]
     row["position"] = len(sequence.prompt) - 1
-    row["start"] = column - (len(sequence.prompt) - 1)
-    row["prompt_length"] = len(sequence.prompt)
+    row["start"] = column
     row["key"] = sequence.key
     row["remaining"] = sequence.params.max_tokens
     row["stop_ids"][: len(sequence.stop_ids)] = sequence.stop_ids

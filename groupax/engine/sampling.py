@@ -36,16 +36,20 @@ class History:
     """What each row has seen, for the settings that depend on it.
 
     Attributes:
-        tokens: fed so far, one per column.
+        prompt_tokens: one per column, without each prompt's last token; B / Q neighbouring rows share a prompt.
+        prompt_seen: columns that belong to the prompt.
+        tokens: fed since then, one per column, the prompt's last token first.
         seen: columns that belong to the row.
         generated: those of them with tokens that were sampled.
         num_generated: tokens sampled so far.
         stop_ids: tokens that end the row, padded with -1.
     """
 
-    tokens: Int[Array, "B S"]
-    seen: Bool[Array, "B S"]
-    generated: Bool[Array, "B S"]
+    prompt_tokens: Int[Array, "Q S"]
+    prompt_seen: Bool[Array, "Q S"]
+    tokens: Int[Array, "B T"]
+    seen: Bool[Array, "B T"]
+    generated: Bool[Array, "B T"]
     num_generated: Int[Array, "B"]
     stop_ids: Int[Array, "B E"]
 
@@ -79,13 +83,21 @@ def sample(
         return scaled - jnp.max(scaled, axis=-1, keepdims=True)
 
     policy = below_max(logits)
-    changes = _are_changed(settings, history)
-    changed = lax.cond(changes, lambda: changed_logits(logits, settings, history), lambda: logits)
-    scaled = lax.cond(changes, lambda: below_max(changed), lambda: policy)
-    kept_weights = jnp.where(kept_tokens(scaled, settings), jnp.exp(scaled), 0.0)
+    weights = jnp.exp(policy)
+
+    def changed() -> tuple[Array, Array]:
+        scaled = below_max(changed_logits(logits, settings, history))
+        return scaled, jnp.exp(scaled)
+
+    scaled, scaled_weights = lax.cond(_are_changed(settings, history), changed, lambda: (policy, weights))
+    kept_weights = lax.cond(
+        _are_truncated(settings),
+        lambda: jnp.where(kept_tokens(scaled, settings), scaled_weights, 0.0),
+        lambda: scaled_weights,
+    )
     drawn = _inverse_cdf(kept_weights, uniforms(key, position)).astype(jnp.int32)
     likeliest = lax.cond(
-        jnp.any(greedy), lambda: jnp.argmax(changed, axis=-1).astype(jnp.int32), lambda: jnp.zeros_like(drawn)
+        jnp.any(greedy), lambda: jnp.argmax(scaled, axis=-1).astype(jnp.int32), lambda: jnp.zeros_like(drawn)
     )
     token = jnp.where(greedy, likeliest, drawn)
 
@@ -93,7 +105,7 @@ def sample(
         return jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - jnp.log(sum_last(weights)[:, 0])
 
     sampler_logp = jnp.where(greedy, 0.0, logp(scaled, kept_weights))
-    return Sampled(token, logp(policy, jnp.exp(policy)), sampler_logp)
+    return Sampled(token, logp(policy, weights), sampler_logp)
 
 
 def changed_logits(logits: Float[Array, "B V"], settings: SamplingSettings, history: History) -> Float[Array, "B V"]:
@@ -110,7 +122,10 @@ def changed_logits(logits: Float[Array, "B V"], settings: SamplingSettings, hist
     logits = at(logits, history.stop_ids, early).set(-jnp.inf, mode="drop")
 
     none = jnp.zeros(logits.shape, logits.dtype)
-    seen = at(none, history.tokens, history.seen).set(1.0, mode="drop") > 0
+    seen = at(none, history.tokens, history.seen).set(1.0, mode="drop")
+    share = logits.shape[0] // history.prompt_tokens.shape[0]
+    of_prompt = (jnp.repeat(x, share, axis=0) for x in (history.prompt_tokens, history.prompt_seen))
+    seen = at(seen, *of_prompt).set(1.0, mode="drop") > 0
     count = at(none, history.tokens, history.generated).add(1.0, mode="drop")
     penalty = settings.repetition_penalty[:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
@@ -136,6 +151,10 @@ def alternatives(
     shape = (logits.shape[0], num)
     nothing = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
     return lax.cond(jnp.any(settings.logprobs > 0), search, lambda: nothing)
+
+
+def _are_truncated(settings: SamplingSettings) -> Bool[Array, ""]:
+    return jnp.any((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0))
 
 
 def _are_changed(settings: SamplingSettings, history: History) -> Bool[Array, ""]:

@@ -1,7 +1,8 @@
 """Which sequence sits in which slot: host logic, without jax.
 
 Slots are numbered through over all shards (devices of the data axes); shard d owns the slots d*B to (d+1)*B - 1.
-A group's rows are kept on as few shards as possible, because each shard computes the prompts of its own slots.
+Neighbouring slots form places, which hold sequences of one prompt. A group's rows are kept on as few shards as
+possible, because each shard computes the prompts of its own slots.
 """
 
 from collections import deque
@@ -60,11 +61,6 @@ class Sequence:
         for values in (self.tokens, self.policy_logps, self.sampler_logps, self.alternatives):
             del values[num_tokens:]
 
-    @property
-    def num_fed(self) -> int:
-        """Tokens whose keys and values the cache holds: all but the last one."""
-        return len(self.prompt) + len(self.tokens) - 1
-
 
 @dataclass(frozen=True)
 class Admission:
@@ -72,25 +68,28 @@ class Admission:
 
     Attributes:
         prompts: per shard, the distinct prompts to compute.
-        placed: (slot, index into its shard's prompts, sequence).
+        places: (place, index into its shard's prompts).
+        placed: (slot, sequence).
     """
 
     prompts: list[list[np.ndarray]]
-    placed: list[tuple[int, int, Sequence]]
+    places: list[tuple[int, int]]
+    placed: list[tuple[int, Sequence]]
 
 
 class Scheduler:
-    """Waiting sequences, and the slots with the running ones."""
+    """Waiting sequences, and the slots with the running ones.
 
-    def __init__(self, num_shards: int, slots_per_shard: int) -> None:
-        self.slots_per_shard = slots_per_shard
+    Args:
+        num_shards: devices of the data axes.
+        slots_per_shard: slots on each.
+        share: neighbouring slots, a place, that continue one prompt; divides `slots_per_shard`.
+    """
+
+    def __init__(self, num_shards: int, slots_per_shard: int, share: int = 1) -> None:
+        self.num_shards, self.slots_per_shard, self.share = num_shards, slots_per_shard, share
         self.slots: list[Sequence | None] = [None] * (num_shards * slots_per_shard)
-        self.waiting: deque[Sequence] = deque()
-
-    @property
-    def busy(self) -> bool:
-        """Whether any sequence is waiting or running."""
-        return bool(self.waiting) or any(sequence is not None for sequence in self.slots)
+        self.waiting: deque[list[Sequence]] = deque()  # sequences of one prompt, at most as many as share a place
 
     @property
     def running(self) -> list[Sequence]:
@@ -98,45 +97,59 @@ class Scheduler:
         return [sequence for sequence in self.slots if sequence]
 
     @property
+    def busy(self) -> bool:
+        """Whether any sequence is waiting or running."""
+        return bool(self.waiting) or bool(self.running)
+
+    @property
     def num_fed(self) -> int:
-        """The largest number of cached tokens among the running sequences."""
-        return max((sequence.num_fed for sequence in self.slots if sequence), default=0)
+        """The largest number of tokens that a running sequence has fed behind its prompt."""
+        return max((len(sequence.tokens) for sequence in self.running), default=0)
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
-        """Put sequences at the end of the queue."""
-        self.waiting.extend(sequences)
+        """Put sequences at the end of the queue, those of one prompt beside each other."""
+        filling: dict[int, list[Sequence]] = {}
+        for sequence in sequences:
+            bundle = filling.get(sequence.prompt_index)
+            if bundle is None or len(bundle) == self.share:
+                bundle = filling[sequence.prompt_index] = []
+                self.waiting.append(bundle)
+            bundle.append(sequence)
 
     def cancelled(self) -> list[Sequence]:
         """Waiting sequences that were cancelled, taken off the queue."""
-        gone = [sequence for sequence in self.waiting if sequence.finish_reason]
-        self.waiting = deque(sequence for sequence in self.waiting if not sequence.finish_reason)
+        gone = [sequence for bundle in self.waiting for sequence in bundle if sequence.finish_reason]
+        left = ([sequence for sequence in bundle if not sequence.finish_reason] for bundle in self.waiting)
+        self.waiting = deque(bundle for bundle in left if bundle)
         return gone
 
     def admit(self) -> Admission | None:
-        """Move waiting sequences into free slots, in their order; None if there is none of either."""
-        num_shards = len(self.slots) // self.slots_per_shard
-        free = [[] for _ in range(num_shards)]
-        for slot in range(len(self.slots) - 1, -1, -1):
-            if self.slots[slot] is None:
-                free[slot // self.slots_per_shard].append(slot)
+        """Move waiting sequences into free places, in their order; None if there is none of either."""
+        per_shard = self.slots_per_shard // self.share
+        free: list[list[int]] = [[] for _ in range(self.num_shards)]
+        for place in reversed(range(self.num_shards * per_shard)):
+            if not any(self.slots[place * self.share : (place + 1) * self.share]):
+                free[place // per_shard].append(place)
         if not self.waiting or not any(free):
             return None
-        prompts: list[list[np.ndarray]] = [[] for _ in range(num_shards)]
-        known: list[dict[int, int]] = [{} for _ in range(num_shards)]
-        placed = []
+        prompts: list[list[np.ndarray]] = [[] for _ in range(self.num_shards)]
+        known: list[dict[int, int]] = [{} for _ in range(self.num_shards)]
+        places, placed = [], []
         shard = 0
         while self.waiting and any(free):
-            sequence = self.waiting.popleft()
-            index = sequence.prompt_index
+            bundle = self.waiting.popleft()
+            index = bundle[0].prompt_index
             if not free[shard] or index not in known[shard]:
-                shard = max(range(num_shards), key=lambda d: len(free[d]))
-            slot = free[shard].pop()
+                shard = max(range(self.num_shards), key=lambda d: len(free[d]))
+            place = free[shard].pop()
             if index not in known[shard]:
                 known[shard][index] = len(prompts[shard])
-                prompts[shard].append(sequence.prompt)
-            self.slots[slot] = sequence
-            placed.append((slot, known[shard][index], sequence))
-        return Admission(prompts, placed)
+                prompts[shard].append(bundle[0].prompt)
+            places.append((place, known[shard][index]))
+            for slot, sequence in enumerate(bundle, start=place * self.share):
+                self.slots[slot] = sequence
+                placed.append((slot, sequence))
+        return Admission(prompts, places, placed)
 
     def append(self, chunk: "Chunk") -> list[Sequence]:
         """Append a decoded chunk on the host to the running sequences; returns them, the cancelled ones too."""
@@ -170,7 +183,7 @@ class Scheduler:
         return int(shards.sum(axis=1).max())
 
     def shrink(self, slots_per_shard: int) -> np.ndarray:
-        """Give each shard fewer slots, enough for its running sequences.
+        """Give each shard fewer slots, enough for its running sequences, and each slot a place of its own.
 
         Returns:
             For each new slot the index within its shard of the old slot that moves there.
@@ -179,12 +192,11 @@ class Scheduler:
         for first in range(0, len(self.slots), self.slots_per_shard):
             own = range(self.slots_per_shard)
             kept += sorted(own, key=lambda slot: self.slots[first + slot] is None)[:slots_per_shard]
-        num_shards = len(self.slots) // self.slots_per_shard
-        shard_of = np.repeat(np.arange(num_shards), slots_per_shard)
+        shard_of = np.repeat(np.arange(self.num_shards), slots_per_shard)
         self.slots = [
             self.slots[shard * self.slots_per_shard + slot] for shard, slot in zip(shard_of, kept, strict=True)
         ]
-        self.slots_per_shard = slots_per_shard
+        self.slots_per_shard, self.share = slots_per_shard, 1
         return np.array(kept, np.int32)
 
     def retire(self) -> list[int]:

@@ -2,8 +2,8 @@
 
 Scores and their softmax are float32 whatever the inputs are. Decoding and training multiply the same layouts (keys
 [.., H, S], values [.., S, H]) and add up the weights as a matrix product, so that on CPU a token's output has the
-same bits in both: hidden columns weigh exactly 0, and a sequence's columns lie without a gap, its prompt ending at a
-multiple of 8.
+same bits in both: hidden columns weigh exactly 0, a prompt's columns end and a row's begin at a multiple of 8, and the
+sums over the two are added at the end.
 """
 
 import jax.numpy as jnp
@@ -51,29 +51,63 @@ def attend_with_prompt(
     prompt_starts: Int[Array, "B"],
 ) -> Float[Array, "B T N H"]:
     """Rows that continue a left-padded prompt: each query sees the row's prompt and, causally, the row itself."""
-    B, T = q.shape[:2]
-    S = prompt_k.shape[1]
-    sees_prompt = jnp.arange(S)[None, None, :] >= prompt_starts[:, None, None]
-    visible = jnp.concatenate(
-        [jnp.broadcast_to(sees_prompt, (B, T, S)), jnp.broadcast_to(causal(T), (B, T, T))], axis=-1
-    )
-    return attend(q, jnp.concatenate([prompt_k, k], axis=1), jnp.concatenate([prompt_v, v], axis=1), visible)
+    B, T, N, H = q.shape
+    S, K = prompt_k.shape[1:3]
+    grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
+    prompt_visible = (jnp.arange(S)[None, :] >= prompt_starts[:, None])[:, None, None, None]
+
+    def scores(k: Array, visible: Array) -> Array:
+        keys = _row_major(k.transpose(0, 2, 3, 1))
+        return jnp.where(visible, einsum_f32("btkgh,bkhs->bkgts", grouped, keys), MASKED)
+
+    def product(weights: Array, v: Array) -> Array:
+        return einsum_f32("bkgts,bksh->bkgth", weights.astype(v.dtype), _row_major(v.transpose(0, 2, 1, 3)))
+
+    on_prompt, on_row = scores(prompt_k, prompt_visible), scores(k, causal(T)[:, None, None])
+    highest = jnp.maximum(_highest(on_prompt), _highest(on_row))
+    prompt_weights, row_weights = jnp.exp(on_prompt - highest), jnp.exp(on_row - highest)
+    inverse_sum = 1.0 / (sum_last(prompt_weights) + sum_last(row_weights))
+    out = (product(prompt_weights, prompt_v) + product(row_weights, v)) * inverse_sum
+    return out.astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 def attend_cached(
     q: Float[Array, "B N H"],
-    k: Float[Array, "B K H S"],
-    v: Float[Array, "B K S H"],
-    visible: Bool[Array, "B S"],
+    prompt_k: Float[Array, "Q K H S"],
+    prompt_v: Float[Array, "Q K S H"],
+    prompt_visible: Bool[Array, "Q S"],
+    k: Float[Array, "B K H T"],
+    v: Float[Array, "B K T H"],
+    visible: Bool[Array, "B T"],
 ) -> Float[Array, "B N H"]:
-    """One query per row over the row's visible cache columns."""
+    """One query per row over its prompt's and its own visible columns; B / Q neighbouring rows share a prompt.
+
+    The rows of a prompt multiply its keys and values together, so that these are read once for all of them.
+    """
     B, N, H = q.shape
-    K = k.shape[1]
-    grouped = q.reshape(B, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
-    scores = einsum_f32("bkgh,bkhs->bkgs", grouped, k)
-    weights, inverse_sum = _softmax_terms(jnp.where(visible[:, None, None], scores, MASKED))
-    out = einsum_f32("bkgs,bksh->bkgh", weights.astype(v.dtype), v)
-    return (out * inverse_sum).astype(v.dtype).reshape(B, N, H)
+    Q, K = prompt_k.shape[:2]
+    R, G = B // Q, N // K  # rows per prompt, query heads per key head
+
+    def by_prompt(x: Array) -> Array:
+        return x.reshape(Q, R, K, G, -1).swapaxes(1, 2).reshape(Q, K, R * G, -1)
+
+    def by_row(x: Array) -> Array:
+        return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
+
+    grouped = q.reshape(B, K, G, H) * jnp.asarray(H**-0.5, q.dtype)
+    on_prompt = einsum_f32("qkmh,qkhs->qkms", by_prompt(grouped), prompt_k)
+    on_prompt = jnp.where(prompt_visible[:, None, None], on_prompt, MASKED)
+    on_row = jnp.where(visible[:, None, None], einsum_f32("bkgh,bkht->bkgt", grouped, k), MASKED)
+    highest = jnp.maximum(by_row(_highest(on_prompt)), _highest(on_row))
+    prompt_weights, row_weights = jnp.exp(on_prompt - by_prompt(highest)), jnp.exp(on_row - highest)
+    inverse_sum = 1.0 / (by_row(sum_last(prompt_weights)) + sum_last(row_weights))
+    of_prompt = einsum_f32("qkms,qksh->qkmh", prompt_weights.astype(v.dtype), prompt_v)
+    of_row = einsum_f32("bkgt,bkth->bkgh", row_weights.astype(v.dtype), v)
+    return ((by_row(of_prompt) + of_row) * inverse_sum).astype(v.dtype).reshape(B, N, H)
+
+
+def _highest(scores: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
+    return lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
 
 
 def _row_major(x: Float[Array, "B K S H"]) -> Float[Array, "B K S H"]:
@@ -86,5 +120,5 @@ def _softmax_terms(scores: Float[Array, "*M S"]) -> tuple[Float[Array, "*M S"], 
 
     A division by the sum would be compiled as such or as a product with its inverse, depending on its surroundings.
     """
-    weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    weights = jnp.exp(scores - _highest(scores))
     return weights, 1.0 / sum_last(weights)
