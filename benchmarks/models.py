@@ -21,6 +21,16 @@ QWEN_7M: dict[str, Any] = {
     "eos_token_id": 8191,
 }
 
+QWEN_05B: dict[str, Any] = {
+    **QWEN_7M,
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "intermediate_size": 4864,
+    "eos_token_id": 151643,
+}
+
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Flags that all benchmarks share."""

@@ -20,8 +20,8 @@ from safetensors.numpy import save_file
 
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
-from groupax.models.specs import Params, Spec, init_params, model_specs, param_shardings
-from groupax.parallel.mesh import make_mesh
+from groupax.models.specs import Params, Spec, init_params, model_specs, num_params, param_shardings
+from groupax.parallel.mesh import mesh_for
 
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -54,8 +54,8 @@ def init_model(
     hf_config: Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32, mesh: Mesh | None = None
 ) -> Model:
     """A model with random weights from the contents of a `config.json`."""
-    mesh = mesh or make_mesh()
     config = read_config(hf_config)
+    mesh = mesh or mesh_for(num_params(config) * jnp.dtype(dtype).itemsize)
     return Model(config, init_params(config, jax.random.key(seed), mesh, dtype), mesh, dict(hf_config), {})
 
 
@@ -67,15 +67,15 @@ def load_model(name_or_path: str | os.PathLike[str], dtype: Any = None, mesh: Me
     Args:
         name_or_path: a folder with `config.json` and safetensors files, or a hub id like "Qwen/Qwen3-0.6B".
         dtype: of the weights in memory; None keeps each tensor's own.
-        mesh: where to put them; by default spread over nothing and replicated on all devices.
+        mesh: where to put them; by default a copy on every device (see `parallel.mesh.mesh_for`).
 
     Raises:
         ValueError: the folder is no model, or its config or weights are unsupported, damaged or incomplete.
     """
-    mesh = mesh or make_mesh()
     folder = resolve_folder(name_or_path)
     hf_config = _read_json(folder / "config.json")
     config = read_config(hf_config)
+    mesh = mesh or mesh_for(num_params(config) * 4)
     generation_config = {}
     if (folder / "generation_config.json").is_file():
         generation_config = _read_json(folder / "generation_config.json")

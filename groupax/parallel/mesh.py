@@ -9,6 +9,8 @@ from groupax.parallel.runtime import configure_jax
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
 # Mesh axes over which prompts and completions are spread.
 DATA = ("dp", "fsdp")
+# Largest weights that every virtual CPU device has a copy of.
+REPLICATED_BYTES = 1 << 28
 # Which mesh axis splits a dim of a weight; dims that are not named are replicated.
 RULES: dict[str, str] = {"embed": "fsdp", "vocab": "tp", "heads": "tp", "kv_heads": "tp", "ffn": "tp"}
 
@@ -30,6 +32,18 @@ def make_mesh(shape: tuple[int, int, int, int, int] = (-1, 1, 1, 1, 1)) -> Mesh:
     if np.prod(sizes) != devices.size:
         raise ValueError(f"mesh {tuple(shape)} asks for {int(np.prod(sizes))} devices, there are {devices.size}")
     return Mesh(devices.reshape(sizes), AXES)
+
+
+def mesh_for(num_bytes: int) -> Mesh:
+    """The mesh for weights of this size: all devices, but on CPU one of them if the weights are large.
+
+    Virtual CPU devices have a copy of the weights each. Small copies stay in the caches, and every core has its own
+    rows; large ones all stream through the same memory, so that one copy, whose products use all cores, is faster.
+    """
+    mesh = make_mesh()
+    if mesh.devices.flat[0].platform != "cpu" or num_bytes <= REPLICATED_BYTES:
+        return mesh
+    return Mesh(mesh.devices.reshape(-1)[:1].reshape((1,) * len(AXES)), AXES)
 
 
 def num_data_shards(mesh: Mesh) -> int:

@@ -1,5 +1,6 @@
 """Rewards for right answers to mathematical problems. Imports no jax."""
 
+import atexit
 import json
 import os
 import re
@@ -114,8 +115,15 @@ class _Comparer:
                 return 0.0
             return json.loads(line)
 
+    def close(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+
 
 _COMPARER = _Comparer()
+atexit.register(_COMPARER.close)
 
 
 def _serve() -> None:
