@@ -15,6 +15,9 @@ from jaxtyping import Bool, Float, Int
 from groupax.objective.objective import Evidence
 from groupax.pytree import pytree
 
+# With fewer, XLA's CPU kernels multiply the rows of a group and a single row differently.
+FEWEST_PROMPT_COLUMNS = 24
+
 
 @dataclass(frozen=True, eq=False)
 class Row:
@@ -154,7 +157,12 @@ def _sides(rows: Sequence[Row], shards: list[list[int]]) -> tuple[int, int, int,
     num_rows = max(len(shard) for shard in shards)
     prompt_length = max(len(rows[index].prompt) for index in indices) - 1
     completion_length = max(len(rows[index].completion) for index in indices)
-    return _round_count(num_prompts), round_up(prompt_length), _round_count(num_rows), round_up(completion_length)
+    return (
+        _round_count(num_prompts),
+        round_up(max(prompt_length, FEWEST_PROMPT_COLUMNS)),
+        _round_count(num_rows),
+        round_up(completion_length),
+    )
 
 
 def _shard_tokens(rows: Sequence[Row], shards: list[list[int]]) -> int:

@@ -11,6 +11,7 @@ from groupax.models.decoder import logits
 from groupax.objective.aggregation import Denominators
 from groupax.objective.settings import ObjectiveSettings
 from groupax.parallel.mesh import num_data_shards
+from groupax.recipes import load_recipe
 from groupax.step import LOGP_DIFF, micro_step, score, to_rows, zero_totals
 
 from .conftest import TINY
@@ -78,6 +79,18 @@ def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
             checkpointing="none",
         )
     assert float(totals.tally.maxima[f"{LOGP_DIFF}_max"]) == 0.0
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 8])
+def test_short_prompts_and_heads_of_their_own_agree_bit_for_bit(group_size):
+    recipe = load_recipe("arithmetic")
+    engine = Engine.load(recipe.model)
+    prompts = engine.encode([row["prompt"] for row in recipe.train_dataset()[:16]])
+    model = load_model(recipe.model)
+    groups = engine.generate(prompts, SamplingParams(n=group_size, max_tokens=48))
+    rows = rows_of(groups, prompts)
+    for row, logp in zip(rows, trainer_logps(model, rows, 1.0, 4096), strict=True):
+        np.testing.assert_array_equal(np.float32(row.rollout_logp), logp)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -36,7 +36,7 @@ from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokeni
 MIN_SLOTS = 2
 MAX_SHARE = 16
 CACHE_COLUMNS = 64
-PREFILL_COLUMNS = 16
+PREFILL_COLUMNS = 32
 # Stop tokens and biased tokens of a slot; requests with more of them compile again.
 STOP_IDS = 8
 BIASED_TOKENS = 8
@@ -196,9 +196,16 @@ class Engine:
         scheduler = Scheduler(num_shards, slots_per_shard, min(_share(sequences, waits), slots_per_shard))
         scheduler.submit(sequences)
         batch: _Batch | None = None
+        ended: set[int] = set()
         while scheduler.busy:
-            for sequence in scheduler.cancelled():
-                yield sequence, 0
+            cancelled = scheduler.cancelled()
+            for sequence in cancelled:
+                self._finish(sequence, len(sequence.tokens))
+            if batch is not None:
+                batch = self._retired(batch, scheduler)
+            for sequence in cancelled:
+                if id(sequence) not in ended:
+                    yield sequence, 0
             admission = scheduler.admit()
             if not admission and not scheduler.running:
                 break
@@ -219,13 +226,10 @@ class Engine:
             grown = scheduler.append(self._fetch(chunk, scheduler.running))
             for sequence in grown:
                 self._finish(sequence, lengths[id(sequence)])
-            freed = scheduler.retire()
-            if freed:
-                released = np.zeros(len(scheduler.slots), bool)
-                released[freed] = True
-                batch = replace(batch, slots=release(batch.slots, self._on_rows(released)))
-            batch = self._shrunk(batch, scheduler)
+            batch = self._retired(batch, scheduler)
             for sequence in grown:
+                if sequence.finish_reason:
+                    ended.add(id(sequence))
                 yield sequence, len(sequence.tokens) - lengths[id(sequence)]
 
     def warmup(self, prompt_length: int, params: SamplingParams | None = None, num_prompts: int = 1) -> int:
@@ -259,6 +263,15 @@ class Engine:
 
     def _decode(self, tokens: Iterable[int]) -> str:
         return decode(self.tokenizer, [list(tokens)])[0]
+
+    def _retired(self, batch: "_Batch", scheduler: Scheduler) -> "_Batch":
+        """The batch without the sequences that have ended, in fewer slots if that pays."""
+        freed = scheduler.retire()
+        if not freed:
+            return batch
+        released = np.zeros(len(scheduler.slots), bool)
+        released[freed] = True
+        return self._shrunk(replace(batch, slots=release(batch.slots, self._on_rows(released))), scheduler)
 
     def _shrunk(self, batch: "_Batch", scheduler: Scheduler) -> "_Batch":
         """The batch with half as many slots or fewer, once so many have nothing to do any more."""

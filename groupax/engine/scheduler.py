@@ -117,11 +117,11 @@ class Scheduler:
             bundle.append(sequence)
 
     def cancelled(self) -> list[Sequence]:
-        """Waiting sequences that were cancelled, taken off the queue."""
+        """Sequences that were cancelled: waiting ones, which leave the queue, and running ones, which `retire` ends."""
         gone = [sequence for bundle in self.waiting for sequence in bundle if sequence.finish_reason]
         left = ([sequence for sequence in bundle if not sequence.finish_reason] for bundle in self.waiting)
         self.waiting = deque(bundle for bundle in left if bundle)
-        return gone
+        return gone + [sequence for sequence in self.running if sequence.finish_reason]
 
     def admit(self) -> Admission | None:
         """Move waiting sequences into free places, in their order; None if there is none of either."""
