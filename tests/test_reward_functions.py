@@ -262,6 +262,61 @@ def math_reward_func(prompts, completions, task, **kwargs):
     return rewards
 
 
+def coding_reward_func(prompts, completions, task, **kwargs):
+    rewards = []
+    for prompt, completion, t in zip(prompts, completions, task):
+        if t == "coding":
+            rewards.append(1.0 if "return" in completion else -1.0)
+        else:
+            rewards.append(None)
+    return rewards
+
+
+def format_reward_func(completions, **kwargs):
+    import re
+
+    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
+    completion_contents = [completion[0]["content"] for completion in completions]
+    matches = [re.match(pattern, content) for content in completion_contents]
+    return [1.0 if match else 0.0 for match in matches]
+
+
+def tokenizer(text):
+    return text.split()
+
+
+def length_reward_func(completions, **kwargs) -> list[float]:
+    contents = [completion[0]["content"] for completion in completions]
+    return [0.0 if len(tokenizer(contents[i])) < 100 else -0.5 for i in range(len(completions))]
+
+
+def strict_format_reward_func(completions, **kwargs):
+    import re
+
+    strict = re.compile(r"^<thinking>\n.*?\n</thinking>\n<answer>\n.*?\n</answer>$", re.DOTALL)
+    rewards = []
+    for c in completions:
+        txt = c[0]["content"] if c and isinstance(c[0], dict) else ""
+        rewards.append(1.0 if strict.fullmatch(txt) else -1.0)
+    return rewards
+
+
+def xmlcount_reward_func(completions, **kwargs):
+    import re
+
+    end_tag = re.compile(r"</answer>\s*(.*)$", re.DOTALL)
+    rewards = []
+    for c in completions:
+        txt = c[0]["content"] if c and isinstance(c[0], dict) else ""
+        match = end_tag.search(txt)
+        if not match:
+            rewards.append(-0.5)
+        else:
+            tail = match.group(1)
+            rewards.append(0.0 if tail.strip() == "" else -0.5)
+    return rewards
+
+
 def int_reward_func(completions, **kwargs):
     import re
 
@@ -323,6 +378,21 @@ def answer_correctness_func(prompts, completions, answer, **kwargs):
             [1, 0],
         ),
         (math_reward_func, ["4", "5", "def f(): ..."], {"task": ["math", "math", "code"]}, [1, -1, None]),
+        (coding_reward_func, ["return 1", "pass", "4"], {"task": ["coding", "coding", "math"]}, [1, -1, None]),
+        (format_reward_func, [chat("<think>a</think><answer>b</answer>"), chat("b")], {}, [1, 0]),
+        (length_reward_func, [chat("a " * 99), chat("a " * 100)], {}, [0, -0.5]),
+        (
+            strict_format_reward_func,
+            [chat("<thinking>\na\n</thinking>\n<answer>\nb\n</answer>"), chat("<answer>b</answer>")],
+            {},
+            [1, -1],
+        ),
+        (
+            xmlcount_reward_func,
+            [chat("<answer>b</answer> "), chat("<answer>b</answer> c"), chat("b")],
+            {},
+            [0, -0.5, -0.5],
+        ),
         (int_reward_func, [chat("<answer> -3 </answer>"), chat("<answer>x</answer>"), chat("3")], {}, [1, -1, -1]),
         (
             answer_correctness_func,
