@@ -9,7 +9,7 @@ demo: $(VENV)/.demo
 	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 -m "not parity"
+	$(BIN)/python -m pytest -n 2 -m "not parity and not heavy"
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
@@ -17,7 +17,7 @@ lint: $(VENV)/.lint
 	$(BIN)/pyright
 
 parity: $(VENV)/.parity
-	$(BIN)/python -m pytest -m parity
+	$(BIN)/python -m pytest -m "parity or heavy"
 
 bench: $(VENV)/.parity
 	$(BIN)/python benchmarks/engine.py

@@ -81,7 +81,7 @@ def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
     assert float(totals.tally.maxima[f"{LOGP_DIFF}_max"]) == 0.0
 
 
-@pytest.mark.parametrize("group_size", [1, 3, 8])
+@pytest.mark.parametrize("group_size", [1, 8])
 def test_short_prompts_and_heads_of_their_own_agree_bit_for_bit(group_size):
     recipe = load_recipe("arithmetic")
     engine = Engine.load(recipe.model)

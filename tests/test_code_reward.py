@@ -75,7 +75,7 @@ def test_a_program_that_behaves_passes():
 
 
 @needs_bubblewrap
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_humaneval():
     rows = read_lines("humaneval", "HumanEval.jsonl.gz")
     assert len(rows) == 164

@@ -152,7 +152,7 @@ def test_math_accuracy_on_math500():
     assert set(rewards.math_accuracy([r"The answer is \boxed{123456789}."] * 500, golds)) <= {0.0, None}
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_math_accuracy_in_a_thread_survives_answers_that_never_end():
     values = []
     texts = [r"\boxed{4/8}", r"$9^{9^{9^{9}}}$", r"\boxed{4/8}"]

@@ -92,7 +92,13 @@ def test_micro_batches_change_the_result_by_rounding_only(tmp_path):
         np.testing.assert_allclose(metrics[0][name], metrics[1][name], atol=1e-6)
 
 
-@pytest.mark.parametrize("loss_type", get_args(LossType))
+@pytest.mark.parametrize(
+    "loss_type",
+    [
+        pytest.param(word, marks=[] if word in ("dapo", "cispo", "sapo", "vespo") else pytest.mark.heavy)
+        for word in get_args(LossType)
+    ],
+)
 def test_every_loss_trains(tmp_path, loss_type):
     trainer = a_trainer(tmp_path, loss_type=loss_type, epsilon_high=0.3, num_iterations=2, max_steps=2)
     start = jax.device_get(trainer.learner.state.params)
@@ -364,6 +370,7 @@ def test_hostile_completions_do_not_reach_the_terminal(tmp_path, capfd):
 # -- on real weights
 
 
+@pytest.mark.heavy
 def test_the_quick_start_script(stories, tmp_path, monkeypatch):
     """TRL's own first example with its import, model, dataset and number of steps changed."""
     from datasets import Dataset
@@ -387,7 +394,7 @@ def test_the_quick_start_script(stories, tmp_path, monkeypatch):
     assert os.listdir("Qwen2-0.5B-GRPO/model")
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_it_learns_on_real_weights(stories, tmp_path):
     names = ["Lily", "Tom", "Anna", "Ben", "Mia", "Sam", "Lucy", "Max"]
     prompts = [
