@@ -54,6 +54,10 @@ def raises(completions):
     raise KeyError("no such thing")
 
 
+def times_out_itself(completions):
+    raise TimeoutError("the judge did not answer")
+
+
 def exits(completions):
     raise SystemExit(3)
 
@@ -90,6 +94,7 @@ def test_groups_keep_their_order_and_rewards_theirs(batch):
     ("function", "message"),
     [
         (raises, "KeyError: 'no such thing'"),
+        (times_out_itself, "TimeoutError: the judge did not answer"),
         (exits, "raised SystemExit"),
         (exits_async, "raised SystemExit"),
         (hangs, "did not return within reward_timeout_s = 0.3"),

@@ -207,18 +207,18 @@ class RewardRunner:
             for attempt in range(settings.reward_retries + 1):
                 if attempt:
                     await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
+                limit_s = asyncio.timeout(settings.reward_timeout_s)
                 try:
-                    call = self._invoke(reward, rollouts, state)
-                    returned, logged = await asyncio.wait_for(call, settings.reward_timeout_s)
-                except (TimeoutError, concurrent.futures.TimeoutError):
-                    error = (
-                        f"the reward function {reward.name!r} did not return within reward_timeout_s = "
-                        f"{self.settings.reward_timeout_s} on {len(rollouts)} completions"
-                    )
-                    await self._replace_blocked_loop(reward.name)
-                    continue
+                    async with limit_s:
+                        returned, logged = await self._invoke(reward, rollouts, state)
                 except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is reported and counted
                     error = "".join(traceback.format_exception(raised)).rstrip()
+                    if limit_s.expired():  # a function's own TimeoutError keeps its traceback
+                        error = (
+                            f"the reward function {reward.name!r} did not return within reward_timeout_s = "
+                            f"{settings.reward_timeout_s} on {len(rollouts)} completions"
+                        )
+                        await self._replace_blocked_loop(reward.name)
                     continue
                 try:
                     values, faults = checked_values(reward.name, returned, rollouts)
