@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from groupax.models.attention import attend, causal
+from groupax.models.attention import attend, causal_from
 from groupax.models.config import ModelConfig
 from groupax.models.layers import einsum_f32, linear, rms_norm, rope_tables, rotate, swiglu
 from groupax.models.specs import Params
@@ -72,15 +72,22 @@ def head_weights(params: Params) -> Float[Array, "V D"]:
     return params.get("head", params["embed"])
 
 
-def logits(config: ModelConfig, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    """Next-token logits of whole sequences, float32. For small inputs: nothing is chunked."""
+def causal_hidden(
+    config: ModelConfig, params: Params, tokens: Int[Array, "B T"], starts: Int[Array, "B"]
+) -> Float[Array, "B T D"]:
+    """Hidden states after the final norm of whole, left-padded sequences; `starts` are their first columns."""
     B, T = tokens.shape
+    visible = causal_from(starts, T)
 
     def attend_causally(_: int, q: Array, k: Array, v: Array) -> Array:
         q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
-        return attend(q, k, v, jnp.broadcast_to(causal(T), (B, T, T))).reshape(B * T, *q.shape[2:])
+        return attend(q, k, v, visible).reshape(B * T, *q.shape[2:])
 
-    positions = jnp.tile(jnp.arange(T), B)
-    hidden = forward(config, params, tokens.reshape(-1), positions, attend_causally)
-    out = einsum_f32("md,vd->mv", hidden, head_weights(params))
-    return out.reshape(B, T, -1)
+    positions = jnp.maximum(jnp.arange(T)[None, :] - starts[:, None], 0).reshape(-1)
+    return forward(config, params, tokens.reshape(-1), positions, attend_causally).reshape(B, T, -1)
+
+
+def logits(config: ModelConfig, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Next-token logits of whole sequences, float32. For small inputs: nothing is chunked."""
+    hidden = causal_hidden(config, params, tokens, jnp.zeros(tokens.shape[0], jnp.int32))
+    return einsum_f32("btd,vd->btv", hidden, head_weights(params))

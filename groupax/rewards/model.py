@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from groupax.models.attention import attend, causal_from
 from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
-from groupax.models.decoder import forward
+from groupax.models.decoder import causal_hidden
 from groupax.models.layers import einsum_f32
 from groupax.models.specs import Params
 from groupax.parallel.mesh import DATA, num_data_shards
@@ -114,14 +112,5 @@ def sequence_scores(
 
 
 def _local_scores(config: ModelConfig, params: Params, tokens: Array, starts: Array) -> Array:
-    B, T = tokens.shape
-    visible = causal_from(starts, T)
-
-    def attend_causally(_: int, q: Array, k: Array, v: Array) -> Array:
-        q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
-        return attend(q, k, v, visible).reshape(B * T, *q.shape[2:])
-
-    positions = jnp.maximum(jnp.arange(T)[None, :] - starts[:, None], 0).reshape(-1)
-    hidden = forward(config, params, tokens.reshape(-1), positions, attend_causally)
-    last = hidden.reshape(B, T, -1)[:, -1]
+    last = causal_hidden(config, params, tokens, starts)[:, -1]
     return einsum_f32("bd,ld->bl", last, params["score"])[:, 0]
