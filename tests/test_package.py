@@ -36,6 +36,7 @@ WITHOUT_JAX = [
     "groupax",
     "groupax.config",
     "groupax.rewards.runner",
+    "groupax.rewards.main_thread",
     "groupax.rewards.scoring",
     "groupax.engine.scheduler",
     "groupax.cli",

@@ -216,21 +216,42 @@ def format_reward(completions, **kwargs):
     return rewards
 
 
-def accuracy_reward(prompts, completions, solution, **kwargs):
+class BytesTokenizer:
+    def __call__(self, text):
+        return text.split()
+
+    def batch_decode(self, ids):
+        return [bytes(row).decode() for row in ids]
+
+
+tokenizer = BytesTokenizer()
+num_return_sequences = 2
+
+
+def accuracy_reward(prompts, completions, batch, **kwargs):
     from math_verify import LatexExtractionConfig, parse, verify
+
+    solutions = tokenizer.batch_decode(batch["solution_ids"]) * num_return_sequences
 
     completion_contents = [completion[0]["content"] for completion in completions]
     rewards = []
-    for content, gold in zip(completion_contents, solution, strict=False):
-        how = {
-            "extraction_mode": "first_match",
-            "extraction_config": [LatexExtractionConfig()],
-            "parsing_timeout": None,
-        }
-        gold_parsed = parse(gold, **how)
-        answer_parsed = parse(content, **how)
+    for content, solution in zip(completion_contents, solutions, strict=False):
+        gold_parsed = parse(
+            solution,
+            extraction_mode="first_match",
+            extraction_config=[LatexExtractionConfig()],
+        )
+        answer_parsed = parse(
+            content,
+            extraction_mode="first_match",
+            extraction_config=[LatexExtractionConfig()],
+        )
+
         if len(gold_parsed) != 0:
-            rewards.append(float(verify(answer_parsed, gold_parsed, timeout_seconds=None)))
+            try:
+                rewards.append(float(verify(answer_parsed, gold_parsed)))
+            except Exception:  # noqa: BLE001 - as it is written there
+                rewards.append(0.0)
         else:
             rewards.append(1.0)
     return rewards
@@ -279,10 +300,6 @@ def format_reward_func(completions, **kwargs):
     completion_contents = [completion[0]["content"] for completion in completions]
     matches = [re.match(pattern, content) for content in completion_contents]
     return [1.0 if match else 0.0 for match in matches]
-
-
-def tokenizer(text):
-    return text.split()
 
 
 def length_reward_func(completions, **kwargs) -> list[float]:
@@ -360,7 +377,7 @@ def answer_correctness_func(prompts, completions, answer, **kwargs):
         (
             accuracy_reward,
             [chat(r"$\frac{1}{2}$"), chat(r"$2$")],
-            {"solution": [r"\boxed{\frac{1}{2}}", "$3$"]},
+            {"solution_ids": [list(rb"\boxed{\frac{1}{2}}")] * 2},
             [1, 0],
         ),
         (reward_len, ["x" * 20, "x" * 25], {}, [0, -5]),

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -33,6 +34,13 @@ def run_groups(function, groups, **settings):
         runner.close()
 
 
+def scores_of_all(function, groups, **settings):
+    with RewardRunner(resolve_rewards(function, []), RewardSettings(**settings)) as runner:
+        for group in groups:
+            runner.start(group)
+        return runner.finish()
+
+
 def lengths(completions):
     return [float(len(text)) for text in completions]
 
@@ -48,6 +56,33 @@ def ends_its_process(completions):
 def hangs(completions):
     time.sleep(60)
     return [1.0] * len(completions)
+
+
+def limits_its_time(completions):
+    """Like math-verify: only a main thread may set a signal's handler, and the refusal is caught."""
+    rewards = []
+    for text in completions:
+        try:
+            before = signal.signal(signal.SIGALRM, lambda *_: None)
+            signal.alarm(5)
+            rewards.append(float(len(text)))
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+        except Exception:  # noqa: BLE001 - as users do
+            rewards.append(0.0)
+    return rewards
+
+
+def hangs_in_the_main_thread(completions):
+    signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+    if "slow" in completions:
+        time.sleep(60)
+    return [1.0] * len(completions)
+
+
+def ends_in_the_main_thread(completions):
+    signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+    sys.exit(3)
 
 
 def raises(completions):
@@ -304,3 +339,52 @@ def test_an_interrupt_saves_the_model(tmp_path, caplog):
         a_trainer(tmp_path, interrupted).train()
     assert "interrupted in step 2; the model is in" in caplog.text
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+# -- signals, which only the main thread gets
+
+
+@pytest.mark.parametrize("batch", ["group", "rollout"])
+def test_a_function_that_needs_signals_is_called_in_the_main_thread(batch):
+    set_handler = signal.signal
+    values = run_groups(limits_its_time, groups_of(["a", "bb"], ["ccc", "d"]), reward_batch=batch)
+    assert values == [[[1.0, 2.0]], [[3.0, 1.0]]]
+    assert signal.signal is set_handler
+    assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
+
+
+def test_a_refusal_is_noticed_where_signal_was_imported_by_name():
+    from signal import signal as set_handler
+
+    def limited(completions):
+        set_handler(signal.SIGALRM, set_handler(signal.SIGALRM, signal.SIG_DFL))
+        return [1.0] * len(completions)
+
+    assert run_groups(limited, groups_of(["a", "b"])) == [[[1.0, 1.0]]]
+
+
+def test_processes_give_signals_to_functions():
+    values = run_groups(limits_its_time, groups_of(["a", "bb"]), reward_workers=1)
+    assert values == [[[1.0, 2.0]]]
+
+
+def test_a_function_that_hangs_in_the_main_thread_is_interrupted():
+    begun = time.monotonic()
+    groups = groups_of(["a", "b"], ["slow", "d"], ["e", "f"])
+    values = run_groups(hangs_in_the_main_thread, groups, reward_timeout_s=0.5)
+    assert time.monotonic() - begun < 30
+    np.testing.assert_array_equal(np.array(values)[:, 0], [[1, 1], [np.nan, np.nan], [1, 1]])
+
+
+def test_a_function_cannot_end_the_program_from_the_main_thread():
+    (scores,) = scores_of_all(ends_in_the_main_thread, groups_of(["a", "b"]))
+    assert "raised SystemExit" in scores[0].error
+
+
+def test_without_the_main_thread_the_refusal_is_explained():
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.extend(scores_of_all(limits_its_time, groups_of(["a", "b"]))))
+    thread.start()
+    thread.join()
+    assert "set reward_workers" in outcomes[0][0].error
+    assert np.isnan(outcomes[0][0].values).all()

@@ -67,11 +67,13 @@ def test_a_function_gets_what_its_signature_takes():
         "completions",
         "completion_ids",
         "answer",
+        "batch",
         "trainer_state",
         "log_extra",
         "log_metric",
     }
     assert seen["completion_ids"] == [[5, 6], [5, 6]]
+    assert seen["batch"] == {"prompt": ["q"], "answer": ["a"]}
     assert run(some, rows, ["answer"]).tolist() == [1.0, 0.0]
 
 

@@ -19,7 +19,7 @@ from groupax.config import nearest
 from groupax.rewards.builtin import BUILTIN_REWARDS
 from groupax.rollout import Rollout
 
-GIVEN = ("prompts", "completions", "completion_ids")
+GIVEN = ("prompts", "completions", "completion_ids", "batch")
 GIVEN_SINGLY = ("prompt", "completion", "completion_ids")
 BESIDE = ("trainer_state", "log_extra", "log_metric")
 
@@ -190,6 +190,8 @@ def arguments_for(
         "completions": [row.completion for row in rollouts],
         "completion_ids": [row.completion_ids.tolist() for row in rollouts],
     }
+    by_prompt = {row.prompt_index: row.example for row in rollouts}
+    arguments["batch"] = {name: [prompt[name] for prompt in by_prompt.values()] for name in example}
     arguments |= {name: [row.example[name] for row in rollouts] for name in example if name != "prompt"}
     arguments |= {name: arguments[column] for name, column in reward.columns.items()}
     arguments |= {"trainer_state": state, **beside}

@@ -3,9 +3,11 @@
     main thread             supervisor loop (a daemon thread)             where the function runs
     start(group) ──► for each reward: wait for a place ──► call ──► a daemon thread | the function's loop | a process
     finish()     ◄── Scores: values, or why there are none ◄── within the timeout, else tried again or given up
+                                                                   | the main thread, inside finish()
 
 Threads cannot be killed: one that hangs is left behind, and does not keep the interpreter from ending. Processes are
-killed. Imports no jax.
+killed. A function that asks for a signal while it runs in a thread is called again, and from then on, in the main
+thread. Imports no jax.
 """
 
 import asyncio
@@ -30,6 +32,7 @@ from groupax.rewards.contract import (
     checked_values,
     one_by_one,
 )
+from groupax.rewards.main_thread import MainThread, SignalWanted, call_noticing, hook, unhook
 from groupax.rollout import Rollout
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each further one
@@ -93,6 +96,8 @@ class RewardRunner:
         self._user_loops: dict[str, asyncio.AbstractEventLoop] = {}
         self._places: dict[str, asyncio.Semaphore] = {}
         self._pool: Any = None
+        self._main_thread = MainThread()
+        self._need_signals: set[str] = set()
         self._depth = 0
         if settings.reward_workers:
             self._check_picklable()
@@ -122,6 +127,7 @@ class RewardRunner:
         if self.settings.reward_batch == "rollout" and groups:
             self._call_all([row for group in groups for row in group])
         calls, self._calls = self._calls, []
+        self._main_thread.run_until([call for row in calls for call in row])
         results = [self._on_device(groups), *([call.result() for call in row] for row in calls)]
         on_device, called = results[0], results[1:]
         if self.settings.reward_batch == "rollout":
@@ -146,6 +152,9 @@ class RewardRunner:
             self._pool.stop()
             self._pool.join(timeout=5)
             self._pool = None
+        if self._supervisor is not None:
+            unhook()
+        self._main_thread.close()
         for loop in (self._supervisor, *self._user_loops.values()):
             if loop is not None:
                 loop.call_soon_threadsafe(loop.stop)
@@ -155,7 +164,9 @@ class RewardRunner:
     # -- in the main thread
 
     def _call_all(self, rollouts: list[Rollout]) -> None:
-        self._supervisor = self._supervisor or _new_loop("rewards")
+        if self._supervisor is None:
+            self._supervisor = _new_loop("rewards")
+            hook()
         self._calls.append(
             [
                 asyncio.run_coroutine_threadsafe(self._supervised(reward, rollouts, self.state), self._supervisor)
@@ -207,10 +218,10 @@ class RewardRunner:
             for attempt in range(settings.reward_retries + 1):
                 if attempt:
                     await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
-                limit_s = asyncio.timeout(settings.reward_timeout_s)
+                limit_s = asyncio.timeout(None)
                 try:
                     async with limit_s:
-                        returned, logged = await self._invoke(reward, rollouts, state)
+                        returned, logged = await self._invoke(reward, rollouts, state, limit_s)
                 except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is reported and counted
                     error = "".join(traceback.format_exception(raised)).rstrip()
                     if limit_s.expired():  # a function's own TimeoutError keeps its traceback
@@ -228,9 +239,19 @@ class RewardRunner:
                 return Scores(values, len(faults), "\n".join(faults[:1]), logged.extra, logged.metrics)
         return Scores(np.full(len(rollouts), np.nan), len(rollouts), error)
 
-    async def _invoke(self, reward: Reward, rollouts: list[Rollout], state: TrainerState) -> tuple[Any, _Logged]:
+    async def _invoke(
+        self, reward: Reward, rollouts: list[Rollout], state: TrainerState, limit_s: asyncio.Timeout
+    ) -> tuple[Any, _Logged]:
+        """Call the function where it belongs. The time limit begins with the call, not while it waits for its turn."""
+
+        def begun() -> None:
+            if self.settings.reward_timeout_s is not None:
+                limit_s.reschedule(asyncio.get_running_loop().time() + self.settings.reward_timeout_s)
+
         arguments = arguments_for(reward, rollouts, state, {"log_extra": None, "log_metric": None})
         num_singly = len(rollouts) if reward.per_completion else None
+        if reward.name not in self._need_signals:
+            begun()
         if reward.is_async:
             loop = self._user_loops.get(reward.name) or _new_loop(reward.name)
             self._user_loops[reward.name] = loop
@@ -240,7 +261,17 @@ class RewardRunner:
             self._pool = self._pool or _new_pool(self.settings.reward_workers)
             call = self._pool.schedule(_call, args=(reward.function, arguments, num_singly))
             return await asyncio.wrap_future(call)
-        return await _in_daemon_thread(lambda: _call(reward.function, arguments, num_singly))
+
+        def function() -> tuple[Any, _Logged]:
+            return _call(reward.function, arguments, num_singly)
+
+        if reward.name not in self._need_signals:
+            try:
+                return await _in_daemon_thread(lambda: call_noticing(function))
+            except SignalWanted:
+                self._need_signals.add(reward.name)
+                limit_s.reschedule(None)
+        return await self._main_thread.call(function, begun)
 
     async def _replace_blocked_loop(self, name: str) -> None:
         """An async function that blocks takes its loop with it: if it does not answer, further calls get a new one."""
@@ -349,7 +380,7 @@ def _in_daemon_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
             outcome = ("set_result", function())
         except (SystemExit, KeyboardInterrupt, StopIteration) as error:  # which a future refuses or a loop ends with
             outcome = ("set_exception", RuntimeError(f"raised {type(error).__name__}"))
-        except Exception as error:  # noqa: BLE001 - handed to whoever waits
+        except (Exception, SignalWanted) as error:  # noqa: BLE001 - handed to whoever waits
             outcome = ("set_exception", error)
         with contextlib.suppress(RuntimeError):  # the runner was closed meanwhile
             loop.call_soon_threadsafe(settle, *outcome)
