@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from groupax import Engine, SamplingParams, load_model
+from groupax.engine.prefixes import Prefix, PrefixStore
 from groupax.engine.sampling import History, SamplingSettings, alternatives, changed_logits, kept_tokens, sample
 from groupax.engine.stops import find_stop, text_before_stop
 from groupax.models.decoder import logits
@@ -521,3 +522,141 @@ def test_a_varied_workload_compiles_few_programs(tiny_model):
         engine.generate([PROMPTS[i] for i in rng.integers(0, 8, 8)], params)
     # one, two and several prompts; places of one and of two slots; three lengths of prompts
     assert engine.num_programs - before <= 12
+
+
+# -- memory
+
+
+def test_little_memory_makes_sequences_wait_and_does_not_show(tiny_model, expected):
+    engine = engine_for(tiny_model, num_devices=2, kv_bytes=1)
+    with pytest.raises(ValueError, match="there is room for those of 0; lower max_tokens"):
+        engine.generate(PROMPTS, PARAMS)
+    engine.kv_bytes = 420 * engine.bytes_per_token
+    assert tokens_of(engine.generate(PROMPTS, PARAMS)) == expected
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_sequences_that_make_room_begin_again_and_end_the_same(tiny_model, num_devices):
+    params = SamplingParams(n=4, max_tokens=150, seed=3, ignore_eos=True)
+    prompts = PROMPTS[:6]
+    plenty = tokens_of(engine_for(tiny_model, num_devices).generate(prompts, params))
+    engine = engine_for(tiny_model, num_devices)
+    engine.kv_bytes = 1700 // num_devices * engine.bytes_per_token
+    shapes, counted = [], {}
+    whole = engine._decode_chunk
+
+    def watched(batch, scheduler):
+        shapes.append((scheduler.slots_per_shard, batch.cache.num_columns))
+        return whole(batch, scheduler)
+
+    engine._decode_chunk = watched
+    sequences = engine.sequences(prompts, params)
+    for sequence, num_new in engine.updates(sequences):
+        counted[id(sequence)] = counted.get(id(sequence), 0) + num_new
+    assert [[s.tokens for s in sequences if s.prompt_index == index] for index in range(6)] == plenty
+    assert all(counted[id(sequence)] == 150 for sequence in sequences)
+    plan = engine.plan()
+    assert len({slots for slots, _ in shapes}) > 1, "slots were given up, and taken again"
+    assert [slots for slots, _ in shapes] != sorted((slots for slots, _ in shapes), reverse=True)
+    assert max(slots * columns for slots, columns in shapes) <= plan.max_tokens
+
+
+def test_columns_become_fewer_when_long_completions_have_ended(tiny_model):
+    engine = engine_for(tiny_model, num_devices=1, max_slots=2)
+    sequences = engine.sequences([PROMPTS[0]], SamplingParams(n=12, max_tokens=40, seed=3, ignore_eos=True))
+    sequences[0].params = replace(sequences[0].params, max_tokens=200)
+    widths = []
+    whole = engine._decode_chunk
+
+    def watched(batch, scheduler):
+        widths.append(batch.cache.num_columns)
+        return whole(batch, scheduler)
+
+    engine._decode_chunk = watched
+    assert [len(sequence.tokens) for sequence in engine.stream(sequences)].count(40) == 11
+    assert max(widths) >= 192
+    assert widths[-1] == 64
+
+
+def test_long_prompts_are_computed_in_pieces(tiny_model, monkeypatch):
+    from groupax.engine import decode, plan
+
+    prompts = [RNG.integers(2, 96, length) for length in (120, 61, 3)]
+    params = SamplingParams(n=2, max_tokens=5, temperature=0.0)
+    whole = engine_for(tiny_model, 1).generate(prompts, params)
+    monkeypatch.setattr(plan, "PIECE_TOKENS", 64)
+    monkeypatch.setattr(plan, "PIECE_COLUMNS", 16)
+    assert plan.piece_columns(4, 128) == 16
+    decode.admit.clear_cache()
+    pieces = engine_for(tiny_model, 1).generate(prompts, params)
+    decode.admit.clear_cache()
+    assert tokens_of(pieces) == tokens_of(whole)
+    for a, b in zip(pieces, whole, strict=True):
+        np.testing.assert_array_equal(a[0].policy_logps, b[0].policy_logps)
+
+
+def test_many_prompts_enter_in_several_admissions(tiny_model, expected, monkeypatch):
+    from groupax.engine import plan
+
+    monkeypatch.setattr(plan, "PREFILL_TOKENS", 64)
+    assert plan.max_prompts(32) == 2
+    assert tokens_of(engine_for(tiny_model, 1).generate(PROMPTS, PARAMS)) == expected
+
+
+# -- prompts that go on from what was said
+
+
+def test_a_next_turn_reuses_what_was_computed(tiny_model):
+    params = SamplingParams(n=2, max_tokens=20, seed=5, ignore_eos=True)
+    engine = engine_for(tiny_model, 2, prefix_bytes=1 << 20)
+    plain = engine_for(tiny_model, 2)
+    [first] = engine.generate([PROMPTS[3]], params)
+    assert engine.num_reused_tokens == 0
+    turns = [np.array([*PROMPTS[3], *sequence.tokens, 7, 8, 9]) for sequence in first]
+    again = engine.generate(turns, params)
+    assert engine.num_reused_tokens == 2 * (len(PROMPTS[3]) + 19)
+    expected = plain.generate(turns, params)
+    assert tokens_of(again) == tokens_of(expected)
+    np.testing.assert_array_equal(again[1][1].policy_logps, expected[1][1].policy_logps)
+    engine.params = jax.tree.map(lambda x: x * 1.5, engine.params)
+    engine.generate(turns, params)
+    assert engine.num_reused_tokens == 2 * (len(PROMPTS[3]) + 19), "other weights, nothing known"
+
+
+def test_the_store_keeps_the_most_recent_within_its_size():
+    def prefix(*tokens):
+        zeros = np.zeros((1, len(tokens), 1), np.float32)
+        return Prefix(np.array(tokens), [zeros], [zeros])
+
+    store = PrefixStore(max_bytes=48)  # six tokens of eight bytes
+    store.belong_to(store)
+    store.add(prefix(1, 2))
+    store.add(prefix(3, 4))
+    assert store.find(np.array([1, 2, 9]))[0] == 2
+    assert store.find(np.array([1, 7]))[0] == 1
+    store.add(prefix(5, 6, 7))
+    assert store.find(np.array([3, 4]))[0] == 0, "the longest unused one made room"
+    store.add(prefix(1, 2, 3))
+    assert (len(store), store.num_bytes) == (2, 48)
+    store.add(prefix(*range(7)))
+    assert len(store) == 2, "too large for the store"
+    store.belong_to(None)
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_cache_may_have_its_own_dtype(tiny_model, dtype):
+    params = SamplingParams(n=2, max_tokens=20, temperature=0.0, ignore_eos=True)
+    engine = engine_for(tiny_model, 1, kv_dtype=dtype, prefix_bytes=1 << 20)
+    groups, same = engine.generate(PROMPTS, params), engine_for(tiny_model, 1).generate(PROMPTS, params)
+    difference = max(
+        np.abs(np.array(a.policy_logps[:1]) - b.policy_logps[:1]).max()
+        for x, y in zip(groups, same, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+    assert (difference == 0) == (dtype == jnp.float32)
+    assert difference < 0.05
+    assert engine.bytes_per_token == 2 * 2 * 2 * 8 * np.dtype(dtype).itemsize
+    again = engine.generate([np.array([*PROMPTS[3], *groups[3][0].tokens])], params)
+    assert engine.num_reused_tokens > 0
+    assert len(again[0][0].tokens) == 20

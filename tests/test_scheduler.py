@@ -1,8 +1,10 @@
 """Which sequence sits in which slot: host logic alone."""
 
 import numpy as np
+import pytest
 
 from groupax.engine.params import SamplingParams
+from groupax.engine.plan import CacheShape, Plan, bucket, piece_columns, power_of_two
 from groupax.engine.scheduler import Scheduler, Sequence
 
 
@@ -28,35 +30,35 @@ def finish(scheduler, *slots):
 def test_sequences_of_a_prompt_share_places_and_shards():
     scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 1, 0, 1, 0, 0, 1, 1))
-    admission = scheduler.admit()
+    admission = scheduler.admit(8)
     assert names(scheduler.slots) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
     assert [[prompt.tolist() for prompt in prompts] for prompts in admission.prompts] == [[[1]], [[2]]]
     assert sorted(admission.places) == [(0, 0), (1, 0), (2, 0), (3, 0)]
-    assert scheduler.admit() is None
+    assert scheduler.admit(8) is None
 
 
 def test_a_place_is_filled_again_when_its_last_sequence_ends():
     scheduler = Scheduler(num_shards=1, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 0, 1, 1, 2, 2))
-    scheduler.admit()
+    scheduler.admit(8)
     assert finish(scheduler, 0) == [0]
-    assert scheduler.admit() is None
+    assert scheduler.admit(8) is None
     finish(scheduler, 1)
-    scheduler.admit()
+    scheduler.admit(8)
     assert names(scheduler.slots) == [(2, 0), (2, 1), (1, 0), (1, 1)]
 
 
 def test_a_group_that_does_not_divide_leaves_a_slot_empty():
     scheduler = Scheduler(num_shards=1, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 0, 0))
-    scheduler.admit()
+    scheduler.admit(8)
     assert names(scheduler.slots) == [(0, 0), (0, 1), (0, 2), None]
 
 
 def test_shrinking_keeps_every_running_sequence_on_its_shard():
     scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 1, 1))
-    scheduler.admit()
+    scheduler.admit(8)
     finish(scheduler, 0, 1, 3, 5, 6)
     assert scheduler.num_slots_needed() == 2
     kept = scheduler.shrink(2)
@@ -69,12 +71,72 @@ def test_cancelled_sequences_leave_the_queue():
     scheduler = Scheduler(num_shards=1, slots_per_shard=2, share=1)
     waiting = sequences_of(0, 1, 2, 3)
     scheduler.submit(waiting)
-    scheduler.admit()
+    scheduler.admit(8)
     waiting[2].cancel()
     assert scheduler.cancelled() == [waiting[2]]
     finish(scheduler, 0, 1)
-    scheduler.admit()
+    scheduler.admit(8)
     assert names(scheduler.slots) == [(3, 0), None]
     waiting[3].finish_reason = "stop"
     waiting[3].cancel()
     assert waiting[3].finish_reason == "stop"
+
+
+def test_those_that_are_not_far_make_room_and_begin_again():
+    scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
+    scheduler.submit(sequences_of(0, 0, 1, 1, 2, 2, 3, 3, 4))
+    scheduler.admit(8)
+    slots = scheduler.slots
+    for slot, length in enumerate((5, 1, 0, 2, 3, 3, 9, 0)):
+        slots[slot].tokens += [7] * length
+    places, rows = scheduler.evict(num_places=1, share=2)
+    assert places.tolist() == [0, 1]
+    assert rows.tolist() == [0, 1, 2, 3]
+    assert [len(sequence.tokens) for sequence in scheduler.slots] == [5, 1, 9, 0]
+    assert (scheduler.slots_per_shard, scheduler.share) == (2, 2)
+    assert [[s.tokens for s in bundle] for bundle in scheduler.waiting] == [[[], []], [[], []], [[]]]
+    places, rows = scheduler.evict(num_places=1, share=1)
+    assert (places.tolist(), rows.tolist()) == ([0, 0], [0, 0])
+    assert [len(sequence.tokens) for sequence in scheduler.slots] == [5, 9]
+    assert [len(bundle) for bundle in scheduler.waiting] == [1] * 7
+    scheduler.grow(2)
+    assert [sequence and len(sequence.tokens) for sequence in scheduler.slots] == [5, None, 9, None]
+    assert len(scheduler.admit(8).placed) == 2
+
+
+def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():
+    scheduler = Scheduler(num_shards=1, slots_per_shard=8, share=2)
+    scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 2, 2))
+    assert [prompt.tolist() for prompt in scheduler.admit(2).prompts[0]] == [[1], [2]]
+    assert [prompt.tolist() for prompt in scheduler.admit(2).prompts[0]] == [[3]]
+    assert scheduler.admit(2) is None
+
+
+# -- what the cache may take
+
+
+def test_the_first_shape_is_as_large_as_the_work_and_the_memory():
+    plan = Plan(max_tokens=10**9, num_layers=4, max_slots=64)
+    assert plan.first_shape([8] * 4, 2, (100, 100)) == CacheShape(16, 8, 128, 64)
+    assert plan.first_shape([8] * 40, 2, (100, 100)) == CacheShape(32, 2, 128, 64), "others wait for places"
+    little = Plan(max_tokens=4000, num_layers=4, max_slots=64)
+    shape = little.first_shape([8] * 4, 1, (100, 900))
+    assert shape == CacheShape(4, 2, 128, 512), "half of 900 tokens are expected"
+    assert little.planned_tokens(shape) == (2 * 128 + 4 * 512) * 5 // 4 + 2 * 128
+    grown = CacheShape(4, 2, 128, 1024)
+    assert not little.allows(grown)
+    assert little.smaller(grown) == CacheShape(2, 2, 128, 1024)
+    assert Plan(2000, 4, 64).smaller(CacheShape(8, 8, 128, 512)) == CacheShape(2, 2, 128, 512)
+    with pytest.raises(ValueError, match="2 completions of 900 tokens behind prompts of 100 tokens"):
+        Plan(2000, 4, 64).first_shape([1], 1, (100, 900))
+
+
+def test_sizes_are_few():
+    assert sorted({bucket(size, 64) for size in range(1, 1025)}) == [64, 96, 128, 192, 256, 384, 512, 768, 1024]
+    assert [power_of_two(size) for size in (0, 1, 3, 4, 5)] == [1, 1, 4, 4, 8]
+    assert power_of_two(9, parts=4) == 4
+    for num_prompts, num_columns in ((2, 96), (8, 768), (64, 2048), (2, 32768)):
+        piece = piece_columns(num_prompts, num_columns)
+        assert num_columns % piece == 0
+        assert piece % 8 == 0
+        assert piece <= 64 or num_prompts * piece <= 4096

@@ -8,11 +8,11 @@ are moved to the left over columns that no running slot needs, or made more, so 
 running completion.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
 
 from groupax.models.config import ModelConfig
 from groupax.pytree import pytree
@@ -49,16 +49,6 @@ class Cache:
         return self.prompt_tokens.shape[1]
 
 
-def bucket(size: int, smallest: int) -> int:
-    """The smallest of 1, 1.5, 2, 3, 4, 6, 8, ... times `smallest` that is at least `size`, so that sizes are few."""
-    step = smallest
-    while True:
-        for candidate in (step, step + step // 2):
-            if candidate >= size:
-                return candidate
-        step *= 2
-
-
 def empty_cache(
     config: ModelConfig, num_prompts: int, num_prompt_columns: int, num_slots: int, num_columns: int, dtype: Any
 ) -> Cache:
@@ -75,20 +65,20 @@ def empty_cache(
     )
 
 
-def with_columns_moved(cache: Cache, num_columns: int, shift: Int[Array, ""]) -> Cache:
-    """The cache with `num_columns` columns per slot, their contents moved by `shift` (to the right if positive).
+def moved(
+    x: Array, rows: Int[Array, "B"] | None, axis: int, num_columns: int, shift: Int[Array, ""]
+) -> Shaped[Array, "..."]:
+    """One of the cache's arrays with other rows, `num_columns` columns, and its contents moved by `shift` columns.
 
-    What is moved out at one end comes in at the other, where it must be hidden or be overwritten.
+    Args:
+        x: rows first.
+        rows: old index of each new row, any where the contents do not matter; None for the rows as they are.
+        axis: of the columns.
+        num_columns: there are afterwards.
+        shift: to the right if positive. What is moved out at one end comes in at the other or is lost; it must be
+            hidden or be overwritten.
     """
-    added = num_columns - cache.num_columns
-
-    def move(x: Array, axis: int) -> Array:
-        widths = [(0, added if dim == axis else 0) for dim in range(x.ndim)]
-        return jnp.roll(jnp.pad(x, widths), shift, axis)
-
-    return replace(
-        cache,
-        tokens=move(cache.tokens, 1),
-        k=[move(k, 3) for k in cache.k],
-        v=[move(v, 2) for v in cache.v],
-    )
+    x = x if rows is None else x[rows]
+    added = num_columns - x.shape[axis]
+    padded = jnp.pad(x, [(0, max(0, added) if dim == axis else 0) for dim in range(x.ndim)])
+    return lax.slice_in_dim(jnp.roll(padded, shift, axis), 0, num_columns, axis=axis)

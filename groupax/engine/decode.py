@@ -7,6 +7,7 @@ so that the first sampled token takes the same path as all others.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from groupax.engine.cache import Cache, with_columns_moved
+from groupax.engine.cache import Cache, moved
 from groupax.engine.params import MAX_LOGPROBS
+from groupax.engine.plan import piece_columns
 from groupax.engine.sampling import History, SamplingSettings, alternatives, sample
-from groupax.models.attention import attend, attend_cached, causal_from
+from groupax.models.attention import attend_cached, attend_stored
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.layers import einsum_f32
@@ -75,6 +77,20 @@ class Chunk:
     alternative_logps: Float[Array, "B C A"] | None
 
 
+@pytree
+class Known:
+    """Keys and values of the beginnings of P prompts, from before; anything where they are not known.
+
+    Attributes:
+        first_unknown: the first column that has to be computed.
+        k, v: per layer.
+    """
+
+    first_unknown: Int[Array, "P"]
+    k: list[Float[Array, "P K H S"]]
+    v: list[Float[Array, "P K S H"]]
+
+
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "slots"))
 def admit(
     params: Params,
@@ -85,6 +101,7 @@ def admit(
     source: Int[Array, "Q"],
     is_new: Bool[Array, "B"],
     admitted: Slots,
+    known: Known | None = None,
     *,
     config: ModelConfig,
     mesh: Mesh,
@@ -100,6 +117,7 @@ def admit(
         source: which of its device's prompts a place gets, -1 for none.
         is_new: slots that are admitted.
         admitted: their new contents.
+        known: keys and values that need not be computed.
         config, mesh: static.
     """
 
@@ -112,9 +130,10 @@ def admit(
         source: Array,
         is_new: Array,
         admitted: Slots,
+        *known: Known,
     ) -> tuple[Cache, Slots]:
         has_new = source >= 0
-        keys, values = _prefill(config, params, prompts, starts)
+        keys, values = _prefill(config, params, prompts, starts, cache.k[0].dtype, known[0] if known else None)
         first = cache.num_prompt_columns - prompts.shape[1]
 
         def put(old: Array, new: Array, axis: int) -> Array:
@@ -131,9 +150,10 @@ def admit(
         )
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
 
-    in_specs = (REPLICATED, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS)
+    given = () if known is None else (known,)
+    in_specs = (REPLICATED, *(ROWS,) * (7 + len(given)))
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(ROWS, ROWS), check_vma=False)
-    return program(params, cache, slots, prompts, prompt_starts, source, is_new, admitted)
+    return program(params, cache, slots, prompts, prompt_starts, source, is_new, admitted, *given)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "num_steps"), donate_argnames=("cache", "slots"))
@@ -164,24 +184,95 @@ def decode_chunk(
     return program(params, cache, slots, column)
 
 
-@partial(jax.jit, static_argnames=("mesh",))
-def take_slots(cache: Cache, slots: Slots, kept: Int[Array, "B"], *, mesh: Mesh) -> tuple[Cache, Slots]:
-    """Some of the slots, each on its device and with its prompt for itself; `kept` are their indices there."""
+def rearrange(
+    cache: Cache,
+    slots: Slots,
+    rows: Int[Array, "B"] | None,
+    places: Int[Array, "Q"] | None,
+    shift: int,
+    *,
+    num_columns: int,
+    mesh: Mesh,
+) -> tuple[Cache, Slots]:
+    """Other slots in other places, with another number of columns; layer by layer, so that only one exists twice.
 
-    def local(cache: Cache, slots: Slots, kept: Array) -> tuple[Cache, Slots]:
-        places = kept // (cache.tokens.shape[0] // cache.prompt_tokens.shape[0])
-        return Cache(
-            prompt_tokens=cache.prompt_tokens[places],
-            prompt_starts=cache.prompt_starts[places],
-            prompt_k=[k[places] for k in cache.prompt_k],
-            prompt_v=[v[places] for v in cache.prompt_v],
-            tokens=cache.tokens[kept],
-            k=[k[kept] for k in cache.k],
-            v=[v[kept] for v in cache.v],
-        ), jax.tree.map(lambda x: x[kept], slots)
+    Args:
+        cache, slots: not to be used again.
+        rows: for each new slot its old index on its device, -1 for an idle one; None for all as they are.
+        places: likewise the places of their prompts.
+        shift: how far all slots' contents move, to the right if positive.
+        num_columns, mesh: static.
+    """
+    by = jnp.int32(shift)
 
-    program = jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS, ROWS), out_specs=(ROWS, ROWS), check_vma=False)
-    return program(cache, slots, kept)
+    def columns(x: Array, axis: int) -> Array:
+        new = move(x, rows, by, axis=axis, num_columns=num_columns, mesh=mesh)
+        return _instead_of(x, new)
+
+    def prompts(x: Array) -> Array:
+        return x if places is None else _instead_of(x, take(x, places, mesh=mesh))
+
+    cache = Cache(
+        prompt_tokens=prompts(cache.prompt_tokens),
+        prompt_starts=prompts(cache.prompt_starts),
+        prompt_k=[prompts(k) for k in cache.prompt_k],
+        prompt_v=[prompts(v) for v in cache.prompt_v],
+        tokens=columns(cache.tokens, 1),
+        k=[columns(k, 3) for k in cache.k],
+        v=[columns(v, 2) for v in cache.v],
+    )
+    return cache, move_slots(slots, rows, by, mesh=mesh)
+
+
+def _instead_of(old: Array, new: Array) -> Array:
+    """The new array, once it exists; the old one is deleted."""
+    jax.block_until_ready(new)
+    old.delete()
+    return new
+
+
+@partial(jax.jit, static_argnames=("axis", "num_columns", "mesh"))
+def move(
+    x: Array, rows: Int[Array, "B"] | None, shift: Int[Array, ""], *, axis: int, num_columns: int, mesh: Mesh
+) -> Array:
+    """One array of the slots' part of the cache, rearranged on each device (see `cache.moved`)."""
+
+    def local(x: Array, shift: Array, *rows: Array) -> Array:
+        return moved(x, rows[0] if rows else None, axis, num_columns, shift)
+
+    given = () if rows is None else (rows,)
+    in_specs = (ROWS, REPLICATED, *(ROWS for _ in given))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)(x, shift, *given)
+
+
+@partial(jax.jit, static_argnames="mesh")
+def take(x: Array, places: Int[Array, "Q"], *, mesh: Mesh) -> Array:
+    """Some rows of an array, each from its own device."""
+    return jax.shard_map(
+        lambda x, places: x[places], mesh=mesh, in_specs=(ROWS, ROWS), out_specs=ROWS, check_vma=False
+    )(x, places)
+
+
+@partial(jax.jit, static_argnames="mesh")
+def move_slots(slots: Slots, rows: Int[Array, "B"] | None, shift: Int[Array, ""], *, mesh: Mesh) -> Slots:
+    """The slots of these rows, where their columns have moved by `shift`; idle ones where a row is -1."""
+    if rows is None:
+        return replace(slots, start=slots.start + shift)
+
+    def local(slots: Slots, rows: Array, shift: Array) -> Slots:
+        taken: Slots = jax.tree.map(lambda x: x[rows], slots)
+        return replace(taken, start=taken.start + shift, remaining=jnp.where(rows < 0, 0, taken.remaining))
+
+    program = jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS, REPLICATED), out_specs=ROWS, check_vma=False)
+    return program(slots, rows, shift)
+
+
+@jax.jit
+def stored_of(cache: Cache, slots: Slots, slot: Int[Array, ""], place: Int[Array, ""]) -> dict[str, Any]:
+    """The keys and values of one slot and of its prompt, per layer, and the slot's first column."""
+    rows = {"k": (cache.k, slot), "v": (cache.v, slot), "prompt_k": (cache.prompt_k, place)}
+    rows["prompt_v"] = (cache.prompt_v, place)
+    return {"start": slots.start[slot], **{name: [x[row] for x in layers] for name, (layers, row) in rows.items()}}
 
 
 @partial(jax.jit, donate_argnames=("slots",))
@@ -190,29 +281,50 @@ def release(slots: Slots, released: Bool[Array, "B"]) -> Slots:
     return replace(slots, remaining=jnp.where(released, 0, slots.remaining))
 
 
-@partial(jax.jit, static_argnames="num_columns", donate_argnames=("cache", "slots"))
-def move_columns(cache: Cache, slots: Slots, shift: Int[Array, ""], *, num_columns: int) -> tuple[Cache, Slots]:
-    """Give the cache `num_columns` columns and move all slots by `shift` columns."""
-    return with_columns_moved(cache, num_columns, shift), replace(slots, start=slots.start + shift)
-
-
 def _prefill(
-    config: ModelConfig, params: Params, prompts: Int[Array, "P S"], starts: Int[Array, "P"]
+    config: ModelConfig,
+    params: Params,
+    prompts: Int[Array, "P S"],
+    starts: Int[Array, "P"],
+    dtype: Any,
+    known: Known | None,
 ) -> tuple[list[Array], list[Array]]:
-    """Keys and values of the prompts, per layer."""
+    """Keys and values of the prompts, per layer, computed in pieces of some columns from the first unknown one on."""
     P, S = prompts.shape
-    keys, values = [], []
-    visible = causal_from(starts, S)
+    M = piece_columns(P, S)
+    if known is None:
+        K, H, layers = config.num_kv_heads, config.head_dim, range(config.num_layers)
+        keys = [jnp.zeros((P, K, H, S), dtype) for _ in layers]
+        values = [jnp.zeros((P, K, S, H), dtype) for _ in layers]
+        first_unknown = starts
+    else:
+        keys, values, first_unknown = known.k, known.v, known.first_unknown
+    columns = jnp.arange(S)[None, :]
 
-    def attend_causally(_: int, q: Array, k: Array, v: Array) -> Array:
-        q, k, v = (x.reshape(P, S, *x.shape[1:]) for x in (q, k, v))
-        keys.append(k.transpose(0, 2, 3, 1))  # (P, K, H, S)
-        values.append(v.transpose(0, 2, 1, 3))  # (P, K, S, H)
-        return attend(q, k, v, visible).reshape(P * S, *q.shape[2:])
+    def piece(index: Array, stored: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
+        keys, values = (list(each) for each in stored)
+        first = index * M
+        own = first + jnp.arange(M)
+        visible = (columns >= starts[:, None])[:, None, :] & (columns <= own[:, None])[None]
+        is_unknown = own[None, :] >= first_unknown[:, None]
 
-    positions = jnp.maximum(jnp.arange(S)[None, :] - starts[:, None], 0)
-    forward(config, params, prompts.reshape(-1), positions.reshape(-1), attend_causally)
-    return keys, values
+        def attend_to_stored(layer: int, q: Array, k: Array, v: Array) -> Array:
+            q, k, v = (x.reshape(P, M, *x.shape[1:]) for x in (q, k, v))
+            k, v = k.transpose(0, 2, 3, 1).astype(dtype), v.transpose(0, 2, 1, 3).astype(dtype)
+            if known is not None:
+                k = jnp.where(is_unknown[:, None, None], k, lax.dynamic_slice_in_dim(keys[layer], first, M, 3))
+                v = jnp.where(is_unknown[:, None, :, None], v, lax.dynamic_slice_in_dim(values[layer], first, M, 2))
+            keys[layer] = lax.dynamic_update_slice_in_dim(keys[layer], k, first, 3)
+            values[layer] = lax.dynamic_update_slice_in_dim(values[layer], v, first, 2)
+            return attend_stored(q, keys[layer], values[layer], visible).reshape(P * M, *q.shape[2:])
+
+        tokens = lax.dynamic_slice_in_dim(prompts, first, M, 1)
+        positions = jnp.maximum(own[None, :] - starts[:, None], 0)
+        forward(config, params, tokens.reshape(-1), positions.reshape(-1), attend_to_stored)
+        return keys, values
+
+    first_piece = jnp.minimum(jnp.min(first_unknown), S - 1) // M
+    return lax.fori_loop(first_piece, S // M, piece, (keys, values))
 
 
 def _decode_chunk(
@@ -244,6 +356,7 @@ def _decode_chunk(
         keys, values = list(cache.k), list(cache.v)
 
         def attend_to_past(layer: int, q: Array, k: Array, v: Array) -> Array:
+            k, v = k.astype(keys[layer].dtype), v.astype(values[layer].dtype)
             keys[layer] = lax.dynamic_update_index_in_dim(keys[layer], k, current, axis=3)
             values[layer] = lax.dynamic_update_index_in_dim(values[layer], v, current, axis=2)
             prompt = cache.prompt_k[layer], cache.prompt_v[layer], prompt_visible

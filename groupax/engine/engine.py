@@ -10,18 +10,33 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from groupax.engine.cache import Cache, bucket, empty_cache
+from groupax.engine.cache import Cache, empty_cache
 from groupax.engine.decode import (
     ROWS,
     Chunk,
+    Known,
     Slots,
     admit,
     decode_chunk,
-    move_columns,
+    move,
+    move_slots,
+    rearrange,
     release,
-    take_slots,
+    stored_of,
+    take,
 )
 from groupax.engine.params import SamplingParams
+from groupax.engine.plan import (
+    CACHE_COLUMNS,
+    MIN_SLOTS,
+    PREFILL_COLUMNS,
+    CacheShape,
+    Plan,
+    bucket,
+    max_prompts,
+    power_of_two,
+)
+from groupax.engine.prefixes import Prefix, PrefixStore
 from groupax.engine.sampling import SamplingSettings, row_keys
 from groupax.engine.scheduler import Admission, Scheduler, Sequence
 from groupax.engine.stops import find_stop, text_before_stop
@@ -29,17 +44,14 @@ from groupax.models.checkpoint import load_model
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
+from groupax.parallel.peak import free_memory_bytes
 from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokenizer
 
-# The smallest sizes of the cache and of a prefill, in columns; larger ones are buckets above them. A shard has at
-# least two slots and computes at least two prompts: for a single row, XLA's CPU kernels round differently.
-MIN_SLOTS = 2
-MAX_SHARE = 16
-CACHE_COLUMNS = 64
-PREFILL_COLUMNS = 32
 # Stop tokens and biased tokens of a slot; requests with more of them compile again.
 STOP_IDS = 8
 BIASED_TOKENS = 8
+# The part of the free memory that keys and values may take unless `kv_bytes` says otherwise.
+FREE_PART = 0.8
 # Settings of a slot that are one number each, and its dtype.
 SETTINGS = {
     "temperature": "f4",
@@ -67,6 +79,15 @@ class Engine:
         max_slots: most completions decoded at once; the others wait for a free slot.
         chunk_steps: tokens decoded between two visits to the host; a multiple of 8.
         tokenizer: for prompts that are text or messages, stop texts, and the completions' text.
+        kv_bytes: most memory for keys and values on a device, in bytes; None allows 80 % of what is free when
+            sequences are started. What does not fit waits; if completions become longer than expected, the shortest
+            make room and are sampled again later.
+        kv_dtype: of the cache; None for that of the weights.
+        prefix_bytes: host memory for what was computed for finished sequences, so that prompts which begin with the
+            same tokens, as the next turn of a conversation does, need only the rest computed; 0 for none.
+
+    Attributes:
+        num_reused_tokens: prompt tokens that were not computed because of that.
 
     Example:
         >>> engine = Engine.load("Qwen/Qwen3-0.6B")  # doctest: +SKIP
@@ -110,6 +131,9 @@ class Engine:
         max_slots: int = 256,
         chunk_steps: int = 32,
         tokenizer: Any = None,
+        kv_bytes: int | None = None,
+        kv_dtype: Any = None,
+        prefix_bytes: int = 0,
     ) -> None:
         self.config = config
         self.params = params
@@ -118,6 +142,10 @@ class Engine:
         self.max_slots = max_slots
         self.chunk_steps = chunk_steps
         self.tokenizer = tokenizer
+        self.kv_bytes = kv_bytes
+        self.kv_dtype = np.dtype(kv_dtype or params["embed"].dtype)
+        self.prefixes = PrefixStore(prefix_bytes)
+        self.num_reused_tokens = 0
 
     def generate(self, prompts: Any, params: SamplingParams | None = None, step: int = 0) -> list[list[Sequence]]:
         """`params.n` completions of each prompt, in order.
@@ -187,50 +215,50 @@ class Engine:
         """Run sequences to their ends; yields each after every chunk, with the number of its new tokens.
 
         Between two of these, sequences can be cancelled (`Sequence.cancel`).
+
+        Raises:
+            ValueError: the memory for keys and values does not hold two of the longest sequences.
         """
         sequences = list(sequences)
-        num_shards = num_data_shards(self.mesh)
-        slots_per_shard = _power_of_two(min(len(sequences), self.max_slots), num_shards)
-        slots_per_shard = max(MIN_SLOTS, slots_per_shard)
-        waits = len(sequences) > num_shards * slots_per_shard
-        scheduler = Scheduler(num_shards, slots_per_shard, min(_share(sequences, waits), slots_per_shard))
-        scheduler.submit(sequences)
-        batch: _Batch | None = None
+        if not sequences:
+            return
+        plan = self.plan()
+        scheduler, batch = self._begin(sequences, plan)
+        told: dict[int, int] = {}  # by sequence; one that had to start again has been told more than it has
         ended: set[int] = set()
         while scheduler.busy:
             cancelled = scheduler.cancelled()
             for sequence in cancelled:
                 self._finish(sequence, len(sequence.tokens))
-            if batch is not None:
-                batch = self._retired(batch, scheduler)
+            batch = self._retired(batch, scheduler, plan)
             for sequence in cancelled:
                 if id(sequence) not in ended:
                     yield sequence, 0
-            admission = scheduler.admit()
-            if not admission and not scheduler.running:
-                break
-            batch = self._with_room(batch, scheduler)
-            if admission:
+            batch = self._with_room(batch, scheduler, plan)
+            while admission := scheduler.admit(max_prompts(batch.cache.num_prompt_columns)):
                 batch = self._admit(batch, admission, scheduler.slots_per_shard)
-            cache, slots, chunk = decode_chunk(
-                self.params,
-                batch.cache,
-                batch.slots,
-                batch.column,
-                config=self.config,
-                mesh=self.mesh,
-                num_steps=self.chunk_steps,
-            )
-            batch = _Batch(cache, slots, batch.column + self.chunk_steps)
-            lengths = {id(sequence): len(sequence.tokens) for sequence in scheduler.running}
-            grown = scheduler.append(self._fetch(chunk, scheduler.running))
+            if not scheduler.running:
+                break
+            batch, grown = self._decode_chunk(batch, scheduler)
+            self._keep_prefixes(batch, scheduler)
+            batch = self._retired(batch, scheduler, plan)
             for sequence in grown:
-                self._finish(sequence, lengths[id(sequence)])
-            batch = self._retired(batch, scheduler)
-            for sequence in grown:
+                num_new = len(sequence.tokens) - told.get(id(sequence), 0)
+                told[id(sequence)] = max(told.get(id(sequence), 0), len(sequence.tokens))
                 if sequence.finish_reason:
                     ended.add(id(sequence))
-                yield sequence, len(sequence.tokens) - lengths[id(sequence)]
+                if num_new > 0 or sequence.finish_reason:
+                    yield sequence, num_new
+
+    def plan(self) -> Plan:
+        """How much of the cache fits into `kv_bytes`, or into a part of the memory that is free now."""
+        allowed = self.kv_bytes or int(FREE_PART * free_memory_bytes(self.mesh))
+        return Plan(allowed // self.bytes_per_token, self.config.num_layers, self.max_slots)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the keys and values of one token in all layers."""
+        return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim * self.kv_dtype.itemsize
 
     def warmup(self, prompt_length: int, params: SamplingParams | None = None, num_prompts: int = 1) -> int:
         """Compile what a request of this shape needs, by running it on made-up prompts; returns `num_programs`."""
@@ -241,7 +269,7 @@ class Engine:
     @property
     def num_programs(self) -> int:
         """Programs that engines of this process have compiled."""
-        programs: Any = (admit, decode_chunk, move_columns, release, take_slots)
+        programs: Any = (admit, decode_chunk, move, move_slots, release, stored_of, take)
         return sum(program._cache_size() for program in programs)
 
     def _fetch(self, chunk: Chunk, running: Iterable[Sequence]) -> Chunk:
@@ -264,23 +292,102 @@ class Engine:
     def _decode(self, tokens: Iterable[int]) -> str:
         return decode(self.tokenizer, [list(tokens)])[0]
 
-    def _retired(self, batch: "_Batch", scheduler: Scheduler) -> "_Batch":
+    def _begin(self, sequences: list[Sequence], plan: Plan) -> tuple[Scheduler, "_Batch"]:
+        """A scheduler with the sequences waiting, and idle slots for them."""
+        num_shards = num_data_shards(self.mesh)
+        counts: dict[int, int] = {}
+        stop_ids, biased, prompt, completion = STOP_IDS, BIASED_TOKENS, 0, 0
+        for sequence in sequences:
+            counts[sequence.prompt_index] = counts.get(sequence.prompt_index, 0) + 1
+            stop_ids = max(stop_ids, power_of_two(len(sequence.stop_ids)))
+            biased = max(biased, power_of_two(len(sequence.params.logit_bias)))
+            prompt = max(prompt, len(sequence.prompt) - 1)
+            completion = max(completion, sequence.params.max_tokens)
+        longest = (prompt, _multiple_of_8(completion) + self.chunk_steps)
+        shape = plan.first_shape(counts.values(), num_shards, longest)
+        scheduler = Scheduler(num_shards, shape.num_slots, shape.share)
+        scheduler.submit(sequences)
+        num_columns = bucket(self.chunk_steps, CACHE_COLUMNS)
+        sizes = (num_shards * shape.num_places, shape.num_prompt_columns, num_shards * shape.num_slots, num_columns)
+        cache = _cache_maker(self.config, *sizes, self.kv_dtype, self.mesh)()
+        slots = self._slots(_slot_table(num_shards * shape.num_slots, stop_ids, biased))
+        return scheduler, _Batch(cache, slots, np.int32(0))
+
+    def _decode_chunk(self, batch: "_Batch", scheduler: Scheduler) -> tuple["_Batch", list[Sequence]]:
+        """Another chunk for all running sequences, which are returned."""
+        cache, slots, chunk = decode_chunk(
+            self.params,
+            batch.cache,
+            batch.slots,
+            batch.column,
+            config=self.config,
+            mesh=self.mesh,
+            num_steps=self.chunk_steps,
+        )
+        lengths = {id(sequence): len(sequence.tokens) for sequence in scheduler.running}
+        grown = scheduler.append(self._fetch(chunk, scheduler.running))
+        for sequence in grown:
+            self._finish(sequence, lengths[id(sequence)])
+        return _Batch(cache, slots, np.int32(batch.column + self.chunk_steps)), grown
+
+    def _keep_prefixes(self, batch: "_Batch", scheduler: Scheduler) -> None:
+        """Store what was computed for the sequences that have just ended, if that is wanted."""
+        if not self.prefixes.max_bytes:
+            return
+        for slot, sequence in enumerate(scheduler.slots):
+            if sequence is None or sequence.finish_reason is None or not sequence.tokens:
+                continue
+            stored = jax.device_get(stored_of(batch.cache, batch.slots, slot, slot // scheduler.share))
+            of_prompt = slice(batch.cache.num_prompt_columns - (len(sequence.prompt) - 1), None)
+            of_row = slice(int(stored["start"]), int(stored["start"]) + len(sequence.tokens))
+            pairs = zip(stored["prompt_k"], stored["k"], strict=True)
+            k = [np.concatenate([prompt[..., of_prompt], row[..., of_row]], axis=2) for prompt, row in pairs]
+            pairs = zip(stored["prompt_v"], stored["v"], strict=True)
+            v = [np.concatenate([prompt[:, of_prompt], row[:, of_row]], axis=1) for prompt, row in pairs]
+            fed = np.array([*sequence.prompt, *sequence.tokens[:-1]], np.int32)
+            self.prefixes.add(Prefix(fed, k, v))
+
+    def _known(self, prompts: np.ndarray, starts: np.ndarray) -> Known | None:
+        """What the store has of these left-padded prompts, [P, S]; None if nothing."""
+        self.prefixes.belong_to(self.params)
+        found = [self.prefixes.find(row[start:]) for row, start in zip(prompts, starts, strict=True)]
+        if not any(length for length, _ in found):
+            return None
+        (P, S), K, H = prompts.shape, self.config.num_kv_heads, self.config.head_dim
+        layers = range(self.config.num_layers)
+        k = [np.zeros((P, K, H, S), self.kv_dtype) for _ in layers]
+        v = [np.zeros((P, K, S, H), self.kv_dtype) for _ in layers]
+        for index, (length, prefix) in enumerate(found):
+            if prefix is not None:
+                columns = slice(starts[index], starts[index] + length)
+                for layer in layers:
+                    k[layer][index][..., columns] = prefix.k[layer][..., :length]
+                    v[layer][index][:, columns] = prefix.v[layer][:, :length]
+        lengths = np.array([length for length, _ in found], np.int32)
+        self.num_reused_tokens += int(lengths.sum())
+        return Known(
+            self._on_rows(starts + lengths), [self._on_rows(each) for each in k], [self._on_rows(each) for each in v]
+        )
+
+    def _retired(self, batch: "_Batch", scheduler: Scheduler, plan: Plan) -> "_Batch":
         """The batch without the sequences that have ended, in fewer slots if that pays."""
         freed = scheduler.retire()
         if not freed:
             return batch
         released = np.zeros(len(scheduler.slots), bool)
         released[freed] = True
-        return self._shrunk(replace(batch, slots=release(batch.slots, self._on_rows(released))), scheduler)
+        return self._shrunk(replace(batch, slots=release(batch.slots, self._on_rows(released))), scheduler, plan)
 
-    def _shrunk(self, batch: "_Batch", scheduler: Scheduler) -> "_Batch":
+    def _shrunk(self, batch: "_Batch", scheduler: Scheduler, plan: Plan) -> "_Batch":
         """The batch with half as many slots or fewer, once so many have nothing to do any more."""
-        needed = max(MIN_SLOTS, _power_of_two(scheduler.num_slots_needed()))
+        needed = max(MIN_SLOTS, power_of_two(scheduler.num_slots_needed()))
         if scheduler.waiting or not scheduler.running or needed > scheduler.slots_per_shard // 2:
             return batch
+        if not plan.allows(replace(_shape(batch, scheduler), num_slots=needed, share=1)):
+            return batch  # a prompt for each slot would take more room than fewer slots save
+        share = scheduler.share
         kept = scheduler.shrink(needed)
-        cache, slots = take_slots(batch.cache, batch.slots, self._on_rows(kept), mesh=self.mesh)
-        return _Batch(cache, slots, batch.column)
+        return self._rearranged(batch, kept, kept // share, int(batch.column), batch.cache.num_columns)
 
     def _check(self, index: int, prompt: np.ndarray, params: SamplingParams) -> None:
         limit = self.config.max_positions
@@ -297,33 +404,53 @@ class Engine:
                 f"{self.config.vocab_size} tokens: is this its tokenizer?"
             )
 
-    def _with_room(self, batch: "_Batch | None", scheduler: Scheduler) -> "_Batch":
-        """The batch with room for all prompts that there are and for another chunk, moved or grown if need be."""
-        if batch is None:
-            num_prompt_columns, num_slots = 0, len(scheduler.slots)
-            stop_ids, biased = STOP_IDS, BIASED_TOKENS
-            for sequence in (*scheduler.running, *(sequence for bundle in scheduler.waiting for sequence in bundle)):
-                num_prompt_columns = max(num_prompt_columns, bucket(len(sequence.prompt) - 1, PREFILL_COLUMNS))
-                stop_ids = max(stop_ids, _power_of_two(len(sequence.stop_ids)))
-                biased = max(biased, _power_of_two(len(sequence.params.logit_bias)))
-            num_columns = bucket(self.chunk_steps, CACHE_COLUMNS)
-            sizes = (num_slots // scheduler.share, num_prompt_columns, num_slots, num_columns)
-            cache = _cache_maker(self.config, *sizes, self.params["embed"].dtype, self.mesh)()
-            return _Batch(cache, self._slots(_slot_table(num_slots, stop_ids, biased)), np.int32(0))
-        column = int(batch.column)
-        if column <= batch.cache.num_columns - self.chunk_steps:
-            return batch
+    def _with_room(self, batch: "_Batch", scheduler: Scheduler, plan: Plan) -> "_Batch":
+        """The batch with columns for another chunk: moved, grown, made smaller, or with fewer slots if need be."""
+        column, shape = int(batch.column), _shape(batch, scheduler)
         # a slot's columns begin at a multiple of 8, as a row's do in training (see `models.attention`)
-        target = -(-scheduler.num_fed // 8) * 8
-        num_columns = max(batch.cache.num_columns, bucket(target + self.chunk_steps, CACHE_COLUMNS))
-        shift = np.int32(target - column)
-        cache, slots = move_columns(batch.cache, batch.slots, shift, num_columns=num_columns)
-        return _Batch(cache, slots, np.int32(target))
+        target = _multiple_of_8(scheduler.num_fed)
+        needed = bucket(target + self.chunk_steps, CACHE_COLUMNS)
+        is_wide = needed <= shape.num_columns // 2
+        if column <= shape.num_columns - self.chunk_steps and not is_wide:
+            return batch
+        shape = replace(shape, num_columns=needed if is_wide else max(needed, shape.num_columns))
+        rows = places = None
+        if not plan.allows(shape):
+            shape = plan.smaller(shape)
+            places, rows = scheduler.evict(shape.num_places, shape.share)
+        elif scheduler.waiting and plan.allows(replace(shape, num_slots=2 * shape.num_slots)):
+            rows, places = self._doubled(scheduler, plan)
+        return self._rearranged(batch, rows, places, target, shape.num_columns)
+
+    def _doubled(self, scheduler: Scheduler, plan: Plan) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Twice as many slots for the sequences that wait, unless there are as many as allowed."""
+        num_slots, num_shards = scheduler.slots_per_shard, scheduler.num_shards
+        if 2 * num_slots > power_of_two(plan.max_slots, num_shards):
+            return None, None
+        old = np.arange(num_slots), np.arange(num_slots // scheduler.share)
+        scheduler.grow(2 * num_slots)
+        rows, places = (np.tile(np.concatenate([x, np.full_like(x, -1)]), num_shards) for x in old)
+        return rows.astype(np.int32), places.astype(np.int32)
+
+    def _rearranged(
+        self, batch: "_Batch", rows: np.ndarray | None, places: np.ndarray | None, column: int, num_columns: int
+    ) -> "_Batch":
+        """The batch with these slots and places, its next column at `column`."""
+        cache, slots = rearrange(
+            batch.cache,
+            batch.slots,
+            None if rows is None else self._on_rows(rows),
+            None if places is None else self._on_rows(places),
+            column - int(batch.column),
+            num_columns=num_columns,
+            mesh=self.mesh,
+        )
+        return _Batch(cache, slots, np.int32(column))
 
     def _admit(self, batch: "_Batch", admission: Admission, slots_per_shard: int) -> "_Batch":
         num_slots, num_stop_ids = batch.slots.stop_ids.shape
         num_biased = batch.slots.settings.bias.shape[1]
-        num_prompts = max(2, _power_of_two(max(len(prompts) for prompts in admission.prompts)))
+        num_prompts = max(2, power_of_two(max(len(prompts) for prompts in admission.prompts)))
         length = _prompt_columns(admission)
         prompts = np.zeros((num_slots // slots_per_shard, num_prompts, length), np.int32)
         starts = np.full(prompts.shape[:2], length, np.int32)
@@ -339,15 +466,17 @@ class Engine:
         for slot, sequence in admission.placed:
             is_new[slot] = True
             _fill(admitted[slot], sequence, int(batch.column))
+        prompts, starts = prompts.reshape(-1, length), starts.reshape(-1)
         cache, slots = admit(
             self.params,
             batch.cache,
             batch.slots,
-            self._on_rows(prompts.reshape(-1, length)),
-            self._on_rows(starts.reshape(-1)),
+            self._on_rows(prompts),
+            self._on_rows(starts),
             self._on_rows(source),
             self._on_rows(is_new),
             self._slots(admitted),
+            self._known(prompts, starts) if self.prefixes.max_bytes else None,
             config=self.config,
             mesh=self.mesh,
         )
@@ -371,23 +500,20 @@ class _Batch:
     column: np.int32
 
 
+def _shape(batch: _Batch, scheduler: Scheduler) -> CacheShape:
+    cache = batch.cache
+    return CacheShape(scheduler.slots_per_shard, scheduler.share, cache.num_prompt_columns, cache.num_columns)
+
+
+def _multiple_of_8(size: int) -> int:
+    return -(-size // 8) * 8
+
+
 @lru_cache(maxsize=64)
 def _cache_maker(config: ModelConfig, *sizes_dtype_mesh: Any) -> Callable[[], Cache]:
     """A program that makes an empty cache of these sizes on the devices."""
     *sizes, dtype, mesh = sizes_dtype_mesh
     return jax.jit(partial(empty_cache, config, *sizes, dtype), out_shardings=NamedSharding(mesh, ROWS))
-
-
-def _share(sequences: list[Sequence], waits: bool) -> int:
-    """How many sequences share a place: a power of two that divides every group, so that no slot stays empty.
-
-    A place is free again when its last sequence ends. While others wait for that, fewer share one.
-    """
-    counts: dict[int, int] = {}
-    for sequence in sequences:
-        counts[sequence.prompt_index] = counts.get(sequence.prompt_index, 0) + 1
-    divisors = (count & -count for count in counts.values())
-    return min(*divisors, 2 if waits else MAX_SHARE, MAX_SHARE)
 
 
 def _prompt_columns(admission: Admission) -> int:
@@ -424,9 +550,3 @@ def _fill(row: np.void, sequence: Sequence, column: int) -> None:
         row[name] = getattr(sequence.params, name)
     for place, (token, bias) in enumerate(sequence.params.logit_bias.items()):
         row["bias_tokens"][place], row["bias"][place] = token, bias
-
-
-def _power_of_two(size: int, parts: int = 1) -> int:
-    """The smallest power of two that times `parts` is at least `size`."""
-    per_part = max(1, -(-size // parts))
-    return 1 << (per_part - 1).bit_length()

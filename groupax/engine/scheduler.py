@@ -56,6 +56,10 @@ class Sequence:
         """End it: it is finished, with what it has, after the next chunk."""
         self.finish_reason = self.finish_reason or "abort"
 
+    def restart(self) -> None:
+        """Forget what was sampled; the same seed samples it again."""
+        self.cut(0)
+
     def cut(self, num_tokens: int) -> None:
         """Keep the first tokens only."""
         for values in (self.tokens, self.policy_logps, self.sampler_logps, self.alternatives):
@@ -104,7 +108,7 @@ class Scheduler:
     @property
     def num_fed(self) -> int:
         """The largest number of tokens that a running sequence has fed behind its prompt."""
-        return max((len(sequence.tokens) for sequence in self.running), default=0)
+        return max((_progress(sequence) for sequence in self.running), default=0)
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Put sequences at the end of the queue, those of one prompt beside each other."""
@@ -123,8 +127,12 @@ class Scheduler:
         self.waiting = deque(bundle for bundle in left if bundle)
         return gone + [sequence for sequence in self.running if sequence.finish_reason]
 
-    def admit(self) -> Admission | None:
-        """Move waiting sequences into free places, in their order; None if there is none of either."""
+    def admit(self, max_prompts: int) -> Admission | None:
+        """Move waiting sequences into free places, in their order; None if there is none of either.
+
+        Args:
+            max_prompts: most distinct prompts of a shard; sequences of further ones go on waiting.
+        """
         per_shard = self.slots_per_shard // self.share
         free: list[list[int]] = [[] for _ in range(self.num_shards)]
         for place in reversed(range(self.num_shards * per_shard)):
@@ -137,10 +145,12 @@ class Scheduler:
         places, placed = [], []
         shard = 0
         while self.waiting and any(free):
-            bundle = self.waiting.popleft()
-            index = bundle[0].prompt_index
+            index = self.waiting[0][0].prompt_index
             if not free[shard] or index not in known[shard]:
                 shard = max(range(self.num_shards), key=lambda d: len(free[d]))
+            if index not in known[shard] and len(prompts[shard]) == max_prompts:
+                break
+            bundle = self.waiting.popleft()
             place = free[shard].pop()
             if index not in known[shard]:
                 known[shard][index] = len(prompts[shard])
@@ -199,9 +209,54 @@ class Scheduler:
         self.slots_per_shard, self.share = slots_per_shard, 1
         return np.array(kept, np.int32)
 
+    def evict(self, num_places: int, share: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keep on each shard the places and in them the slots that are furthest; the other sequences start again.
+
+        These go to the front of the queue. There they are sampled once more, which costs the least for those that are
+        not far.
+
+        Args:
+            num_places: places per shard to keep, at most as many as there are.
+            share: slots per place to keep, likewise.
+
+        Returns:
+            The places and the slots that are kept, by their indices within their shards.
+        """
+        kept_places, kept_slots = [], []
+        for shard in range(self.num_shards):
+            own = self.slots[shard * self.slots_per_shard : (shard + 1) * self.slots_per_shard]
+            places = [range(first, first + self.share) for first in range(0, len(own), self.share)]
+            furthest = sorted(places, key=lambda place: -max(_progress(own[slot]) for slot in place))[:num_places]
+            for place in sorted(furthest, key=lambda place: place.start):
+                kept_places.append(place.start // self.share)
+                kept_slots.append(sorted(sorted(place, key=lambda slot: -_progress(own[slot]))[:share]))
+        slots = np.array(kept_slots, np.int32).reshape(self.num_shards, -1)
+        kept = slots + self.slots_per_shard * np.arange(self.num_shards)[:, None]
+        evicted = [sequence for slot, sequence in enumerate(self.slots) if sequence and slot not in kept]
+        self.slots = [self.slots[slot] for slot in kept.reshape(-1)]
+        self.slots_per_shard, self.share = num_places * share, share
+        others = [sequence for bundle in self.waiting for sequence in bundle]
+        self.waiting.clear()
+        for sequence in evicted:
+            sequence.restart()
+        self.submit([*evicted, *others])
+        return np.array(kept_places, np.int32), slots.reshape(-1)
+
+    def grow(self, slots_per_shard: int) -> None:
+        """Give each shard more slots, idle ones behind those that it has."""
+        added = [None] * (slots_per_shard - self.slots_per_shard)
+        shards = range(0, len(self.slots), self.slots_per_shard)
+        self.slots = [slot for first in shards for slot in (*self.slots[first : first + self.slots_per_shard], *added)]
+        self.slots_per_shard = slots_per_shard
+
     def retire(self) -> list[int]:
         """Free the slots of finished sequences; returns them."""
         freed = [slot for slot, sequence in enumerate(self.slots) if sequence and sequence.finish_reason]
         for slot in freed:
             self.slots[slot] = None
         return freed
+
+
+def _progress(sequence: Sequence | None) -> int:
+    """Tokens fed behind the prompt's last one; -1 for an idle slot."""
+    return -1 if sequence is None else len(sequence.tokens)

@@ -20,15 +20,25 @@ def attend(
     q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], visible: Bool[Array, "B T S"]
 ) -> Float[Array, "B T N H"]:
     """softmax(q k' / sqrt(H)) v over the visible keys; a query that sees none gets the mean of all values."""
+    return attend_stored(q, _row_major(k.transpose(0, 2, 3, 1)), _row_major(v.transpose(0, 2, 1, 3)), visible)
+
+
+def attend_stored(
+    q: Float[Array, "B T N H"],
+    keys: Float[Array, "B K H S"],
+    values: Float[Array, "B K S H"],
+    visible: Bool[Array, "B T S"],
+) -> Float[Array, "B T N H"]:
+    """`attend` with keys and values as the cache has them, maybe in another dtype."""
     B, T, N, H = q.shape
-    K = k.shape[2]
+    K = keys.shape[1]
+    keys, values = keys.astype(q.dtype), values.astype(q.dtype)
     grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
-    keys, values = _row_major(k.transpose(0, 2, 3, 1)), _row_major(v.transpose(0, 2, 1, 3))
     scores = einsum_f32("btkgh,bkhs->bkgts", grouped, keys)
     weights, inverse_sum = _softmax_terms(jnp.where(visible[:, None, None], scores, MASKED))
-    out = einsum_f32("bkgts,bksh->bkgth", weights.astype(v.dtype), values)
+    out = einsum_f32("bkgts,bksh->bkgth", weights.astype(q.dtype), values)
     out = out * inverse_sum
-    return out.astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 def causal(length: int) -> Bool[Array, "1 T T"]:
@@ -87,6 +97,7 @@ def attend_cached(
     B, N, H = q.shape
     Q, K = prompt_k.shape[:2]
     R, G = B // Q, N // K  # rows per prompt, query heads per key head
+    prompt_k, prompt_v, k, v = (x.astype(q.dtype) for x in (prompt_k, prompt_v, k, v))  # the cache may have its own
 
     def by_prompt(x: Array) -> Array:
         return x.reshape(Q, R, K, G, -1).swapaxes(1, 2).reshape(Q, K, R * G, -1)

@@ -3,6 +3,7 @@
 import functools
 import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -59,3 +60,20 @@ def peak_memory_bytes(mesh: Mesh) -> float:
         if (stats := device.memory_stats()) and "peak_bytes_in_use" in stats
     ]
     return float(max(peaks)) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def free_memory_bytes(mesh: Mesh) -> float:
+    """Memory that is free on the fullest local device; on CPU each device's part of what the machine has left.
+
+    Raises:
+        RuntimeError: neither the devices nor the system say.
+    """
+    stats = [stats for device in mesh.local_devices if (stats := device.memory_stats()) and "bytes_limit" in stats]
+    if stats:
+        return float(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats))
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError as error:
+        raise RuntimeError("the devices do not say how much memory they have; set kv_bytes") from error
+    available = next(line for line in lines if line.startswith("MemAvailable:"))
+    return int(available.split()[1]) * 1024.0 / len(mesh.local_devices)

@@ -1,0 +1,141 @@
+"""How large the cache may become. Imports no jax.
+
+The cache is a rectangle per shard: places x prompt columns and slots x columns, the latter growing with the longest
+running completion. A plan counts it in tokens, with what exists beside it for a while: one layer's old copy when rows
+are moved, and the keys and values of the prompts of one admission.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+# The smallest sizes of the cache and of a prefill, in columns; larger ones are buckets above them. A shard has at
+# least two slots and computes at least two prompts: for a single row, XLA's CPU kernels round differently.
+MIN_SLOTS = 2
+MAX_SHARE = 16
+CACHE_COLUMNS = 64
+PREFILL_COLUMNS = 32
+# Most prompt tokens, padding included, that are computed in one admission on a shard (but at least two prompts).
+PREFILL_TOKENS = 16_384
+# Prompts are computed in pieces of at most so many tokens, but at least so many columns.
+PIECE_TOKENS = 4096
+PIECE_COLUMNS = 64
+# Until completions are seen to be longer, they are expected to take this part of `max_tokens`.
+EXPECTED_PART = 0.5
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """One shard's cache: `share` neighbouring slots read one prompt."""
+
+    num_slots: int
+    share: int
+    num_prompt_columns: int
+    num_columns: int
+
+    @property
+    def num_places(self) -> int:
+        """Prompts that it holds."""
+        return self.num_slots // self.share
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose keys and values it has room for."""
+        return self.num_places * self.num_prompt_columns + self.num_slots * self.num_columns
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is allowed on each shard.
+
+    Attributes:
+        max_tokens: keys and values of so many tokens, whatever they are needed for.
+        num_layers: of the model.
+        max_slots: completions decoded at once.
+    """
+
+    max_tokens: int
+    num_layers: int
+    max_slots: int
+
+    def planned_tokens(self, shape: CacheShape) -> int:
+        """The most tokens whose keys and values exist at once under this shape."""
+        moved = -(-shape.num_tokens // self.num_layers)
+        num_prompts = max(2, min(shape.num_places, max_prompts(shape.num_prompt_columns)))
+        return shape.num_tokens + moved + num_prompts * shape.num_prompt_columns
+
+    def allows(self, shape: CacheShape) -> bool:
+        """Whether this shape is within the budget."""
+        return self.planned_tokens(shape) <= self.max_tokens
+
+    def first_shape(self, group_sizes: Iterable[int], num_shards: int, longest: tuple[int, int]) -> CacheShape:
+        """The shape to begin with: as many slots as there is work and room for, at the expected lengths.
+
+        Args:
+            group_sizes: sequences of each prompt.
+            num_shards: over which they are spread.
+            longest: the most tokens of a prompt and of a completion.
+
+        Raises:
+            ValueError: two sequences of these lengths do not fit on a shard.
+        """
+        sizes = list(group_sizes)
+        prompt_columns, columns = bucket(longest[0], PREFILL_COLUMNS), bucket(longest[1], CACHE_COLUMNS)
+        smallest = CacheShape(MIN_SLOTS, 1, prompt_columns, columns)
+        if not self.allows(smallest):
+            raise ValueError(
+                f"{MIN_SLOTS} completions of {longest[1]} tokens behind prompts of {longest[0]} tokens need the keys "
+                f"and values of {self.planned_tokens(smallest)} tokens on a device at once, and there is room for "
+                f"those of {self.max_tokens}; lower max_tokens, shorten the prompts, or allow the cache more memory"
+            )
+        expected = bucket(int(EXPECTED_PART * longest[1]), CACHE_COLUMNS)
+        num_slots = max(MIN_SLOTS, power_of_two(min(sum(sizes), self.max_slots), num_shards))
+        while True:
+            waits = sum(sizes) > num_shards * num_slots
+            shape = CacheShape(num_slots, min(_share(sizes, waits), num_slots), prompt_columns, expected)
+            if num_slots == MIN_SLOTS or self.allows(shape):
+                return shape
+            num_slots //= 2
+
+    def smaller(self, shape: CacheShape) -> CacheShape:
+        """The shape with fewer slots that is allowed: fewer places first, then fewer slots in the last one."""
+        while not self.allows(shape) and shape.num_slots > MIN_SLOTS:
+            share = shape.share if shape.num_places > 1 else shape.share // 2
+            shape = replace(shape, num_slots=shape.num_slots // 2, share=share)
+        return shape
+
+
+def piece_columns(num_prompts: int, num_columns: int) -> int:
+    """Columns of a piece of the prompts, a part of all columns, so that scores do not exist for all at once."""
+    while num_columns > PIECE_COLUMNS and num_prompts * num_columns > PIECE_TOKENS and not num_columns % 16:
+        num_columns //= 2
+    return num_columns
+
+
+def max_prompts(num_prompt_columns: int) -> int:
+    """Prompts of so many columns that are computed in one admission, a power of two."""
+    return max(2, 1 << (max(1, PREFILL_TOKENS // num_prompt_columns).bit_length() - 1))
+
+
+def bucket(size: int, smallest: int) -> int:
+    """The smallest of 1, 1.5, 2, 3, 4, 6, 8, ... times `smallest` that is at least `size`, so that sizes are few."""
+    step = smallest
+    while True:
+        for candidate in (step, step + step // 2):
+            if candidate >= size:
+                return candidate
+        step *= 2
+
+
+def power_of_two(size: int, parts: int = 1) -> int:
+    """The smallest power of two that times `parts` is at least `size`."""
+    per_part = max(1, -(-size // parts))
+    return 1 << (per_part - 1).bit_length()
+
+
+def _share(group_sizes: list[int], waits: bool) -> int:
+    """How many sequences share a place: a power of two that divides every group, so that no slot stays empty.
+
+    A place is free again when its last sequence ends. While others wait for that, fewer share one.
+    """
+    divisors = (size & -size for size in group_sizes)
+    return min(*divisors, 2 if waits else MAX_SHARE, MAX_SHARE)

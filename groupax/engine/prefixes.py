@@ -1,0 +1,79 @@
+"""Keys and values of finished sequences, on the host, for prompts that go on from them. Imports no jax.
+
+A conversation's next turn begins with all that was said so far; what was computed for that is looked up instead of
+computed again. The store belongs to one set of weights and forgets everything when they change.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """What is known of `tokens`: per layer keys [K, H, n] and values [K, n, H]."""
+
+    tokens: np.ndarray
+    k: list[np.ndarray]
+    v: list[np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return sum(array.nbytes for array in (*self.k, *self.v))
+
+
+class PrefixStore:
+    """The most recently used prefixes that fit into `max_bytes` of host memory."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
+        self._owner: Any = None
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def belong_to(self, params: Any) -> None:
+        """Forget what other weights have computed."""
+        if self._owner is not params:
+            self._owner = params
+            self._prefixes.clear()
+            self.num_bytes = 0
+
+    def find(self, tokens: np.ndarray) -> tuple[int, Prefix | None]:
+        """The prefix that has the longest beginning of `tokens`, and its length."""
+        longest, best = 0, None
+        for key, prefix in self._prefixes.items():
+            length = _common_length(tokens, prefix.tokens)
+            if length > longest:
+                longest, best = length, key
+        if best is None:
+            return 0, None
+        self._prefixes.move_to_end(best)
+        return longest, self._prefixes[best]
+
+    def add(self, prefix: Prefix) -> None:
+        """Keep a prefix, in place of those that it continues and of the longest unused ones if need be."""
+        if prefix.num_bytes > self.max_bytes:
+            return
+        for key, other in list(self._prefixes.items()):
+            if _common_length(other.tokens, prefix.tokens) == len(other.tokens):
+                self._drop(key)
+        self._prefixes[prefix.tokens.tobytes()] = prefix
+        self.num_bytes += prefix.num_bytes
+        while self.num_bytes > self.max_bytes:
+            self._drop(next(iter(self._prefixes)))
+
+    def _drop(self, key: bytes) -> None:
+        self.num_bytes -= self._prefixes.pop(key).num_bytes
+
+
+def _common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two sequences have in common at their beginnings."""
+    size = min(len(a), len(b))
+    differ = np.flatnonzero(a[:size] != b[:size])
+    return int(differ[0]) if differ.size else size
