@@ -13,6 +13,7 @@ from groupax.engine.prefixes import Prefix, PrefixStore
 from groupax.engine.sampling import History, SamplingSettings, alternatives, changed_logits, kept_tokens, sample
 from groupax.engine.stops import find_stop, text_before_stop
 from groupax.models.decoder import logits
+from groupax.models.quantize import decoding_params
 from groupax.parallel.mesh import AXES
 
 RNG = np.random.default_rng(0)
@@ -660,3 +661,37 @@ def test_the_cache_may_have_its_own_dtype(tiny_model, dtype):
     again = engine.generate([np.array([*PROMPTS[3], *groups[3][0].tokens])], params)
     assert engine.num_reused_tokens > 0
     assert len(again[0][0].tokens) == 20
+
+
+# -- weights in fewer bits
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.03), ("int8", 0.03), ("float8", 0.1)])
+def test_weights_in_fewer_bits_give_nearly_the_same_log_probs(tiny_model, dtype, bound):
+    params = SamplingParams(n=2, max_tokens=1, temperature=0.0)
+    whole = engine_for(tiny_model, 1).generate(PROMPTS, params)
+    engine = engine_for(tiny_model, 1, weights=dtype)
+    fewer = engine.generate(PROMPTS, params)
+    difference = np.array([a[0].policy_logps[0] - b[0].policy_logps[0] for a, b in zip(fewer, whole, strict=True)])
+    assert 0 < np.abs(difference).max() < bound
+    assert engine.kv_dtype == (jnp.bfloat16 if dtype == "bfloat16" else jnp.float32)
+    engine.params = jax.device_put(jax.tree.map(lambda x: x * 0, tiny_model.params), jax.devices()[0])
+    np.testing.assert_allclose(engine.generate(PROMPTS, params)[0][0].policy_logps, -np.log(96), rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8"])
+def test_quantized_weights_are_the_nearest_numbers(tiny_model, dtype):
+    quantized = decoding_params(tiny_model.config, tiny_model.params, dtype)
+    weight, fewer = tiny_model.params["layers"][1]["down"], quantized["layers"][1]["down"]
+    scale = np.abs(weight).max(axis=1, keepdims=True) / (127.5 if dtype == "int8" else 448)
+    np.testing.assert_allclose(fewer.scale, scale, rtol=1e-6)
+    error = np.abs(np.asarray(fewer.qvalue, np.float32) * scale - weight) / scale
+    assert error.max() <= (0.5001 if dtype == "int8" else 16.001)
+    assert quantized["embed"] is not None
+    assert quantized["head"].qvalue.shape == tiny_model.params["embed"].shape
+    assert quantized["layers"][0]["mlp_norm"].dtype == jnp.float32
+
+
+def test_weights_in_no_bits_that_exist(tiny_model):
+    with pytest.raises(ValueError, match="must be one of same, bfloat16, int8, float8, got 'int3'"):
+        engine_for(tiny_model, 1, weights="int3")

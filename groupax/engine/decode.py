@@ -22,7 +22,7 @@ from groupax.engine.sampling import History, SamplingSettings, alternatives, sam
 from groupax.models.attention import attend_cached, attend_stored
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import forward, head_weights
-from groupax.models.layers import einsum_f32
+from groupax.models.layers import vocabulary_logits
 from groupax.models.specs import Params
 from groupax.parallel.mesh import DATA
 from groupax.pytree import pytree
@@ -363,7 +363,7 @@ def _decode_chunk(
             return attend_cached(q, *prompt, keys[layer], values[layer], visible)
 
         hidden = forward(config, params, slots.token, slots.position, attend_to_past)
-        logits = einsum_f32("bd,vd->bv", hidden, head_weights(params))
+        logits = vocabulary_logits(hidden, head_weights(params))
         tokens = lax.dynamic_update_index_in_dim(cache.tokens, slots.token, current, axis=1)
         history = History(
             prompt_tokens=cache.prompt_tokens,

@@ -42,6 +42,7 @@ from groupax.engine.scheduler import Admission, Scheduler, Sequence
 from groupax.engine.stops import find_stop, text_before_stop
 from groupax.models.checkpoint import load_model
 from groupax.models.config import ModelConfig
+from groupax.models.quantize import decoding_params
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.peak import free_memory_bytes
@@ -69,7 +70,8 @@ SETTINGS = {
 class Engine:
     """Generates completions with the weights it is given.
 
-    The weights are read, never copied: set `params` to the trainer's newest before each rollout.
+    The weights are read and, unless `weights` asks for fewer bits, never copied: set `params` to the trainer's newest
+    before each rollout.
 
     Args:
         config: the model's architecture.
@@ -85,6 +87,7 @@ class Engine:
         kv_dtype: of the cache; None for that of the weights.
         prefix_bytes: host memory for what was computed for finished sequences, so that prompts which begin with the
             same tokens, as the next turn of a conversation does, need only the rest computed; 0 for none.
+        weights: to decode with: "same" as `params`, or a copy of them in "bfloat16", "int8" or "float8".
 
     Attributes:
         num_reused_tokens: prompt tokens that were not computed because of that.
@@ -102,7 +105,7 @@ class Engine:
         dtype: Any = None,
         mesh: Mesh | None = None,
         chat_template: str | None = None,
-        max_slots: int = 256,
+        **settings: Any,
     ) -> "Engine":
         """An engine with the model and the tokenizer of a folder or a hub id.
 
@@ -111,7 +114,7 @@ class Engine:
             dtype: of the weights in memory; None keeps their own.
             mesh: where to put them; by default on all devices.
             chat_template: for a tokenizer without one: a built-in name or a file.
-            max_slots: most completions decoded at once.
+            settings: further arguments of `Engine`, e.g. `max_slots` or `weights`.
 
         Raises:
             ValueError: there is no such model, or it has no tokenizer.
@@ -120,7 +123,7 @@ class Engine:
         assert model.source is not None, "a loaded model has a folder"
         tokenizer = load_tokenizer(model.source, chat_template)
         eos_ids = eos_token_ids(tokenizer, model.generation_config, model.hf_config)
-        return cls(model.config, model.params, model.mesh, eos_ids, max_slots, tokenizer=tokenizer)
+        return cls(model.config, model.params, model.mesh, eos_ids, tokenizer=tokenizer, **settings)
 
     def __init__(
         self,
@@ -134,8 +137,10 @@ class Engine:
         kv_bytes: int | None = None,
         kv_dtype: Any = None,
         prefix_bytes: int = 0,
+        weights: str = "same",
     ) -> None:
         self.config = config
+        self.weights = weights
         self.params = params
         self.mesh = mesh
         self.eos_ids = eos_ids
@@ -143,9 +148,18 @@ class Engine:
         self.chunk_steps = chunk_steps
         self.tokenizer = tokenizer
         self.kv_bytes = kv_bytes
-        self.kv_dtype = np.dtype(kv_dtype or params["embed"].dtype)
+        self.kv_dtype = np.dtype(kv_dtype or self.params["embed"].dtype)
         self.prefixes = PrefixStore(prefix_bytes)
         self.num_reused_tokens = 0
+
+    @property
+    def params(self) -> Params:
+        """The weights that it decodes with."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        self._params = decoding_params(self.config, params, self.weights)
 
     def generate(self, prompts: Any, params: SamplingParams | None = None, step: int = 0) -> list[list[Sequence]]:
         """`params.n` completions of each prompt, in order.

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from groupax.models.attention import attend, causal_from
 from groupax.models.config import ModelConfig
-from groupax.models.layers import einsum_f32, linear, rms_norm, rope_tables, rotate, swiglu
+from groupax.models.layers import Weight, linear, rms_norm, rope_tables, rotate, swiglu, vocabulary_logits
 from groupax.models.specs import Params
 
 # (layer, queries [M, N, H], keys [M, K, H], values [M, K, H]) -> [M, N, H]
@@ -67,7 +67,7 @@ def _attention(
     return linear(out.reshape(M, -1), weights["o"], weights.get("o_bias"))
 
 
-def head_weights(params: Params) -> Float[Array, "V D"]:
+def head_weights(params: Params) -> Weight:
     """The matrix that turns hidden states into logits: the embedding itself where they are tied."""
     return params.get("head", params["embed"])
 
@@ -90,4 +90,4 @@ def causal_hidden(
 def logits(config: ModelConfig, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Next-token logits of whole sequences, float32. For small inputs: nothing is chunked."""
     hidden = causal_hidden(config, params, tokens, jnp.zeros(tokens.shape[0], jnp.int32))
-    return einsum_f32("btd,vd->btv", hidden, head_weights(params))
+    return vocabulary_logits(hidden, head_weights(params))

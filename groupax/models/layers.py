@@ -1,5 +1,7 @@
 """Norms, rotary embeddings and projections: functions of arrays, for any leading dims."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from groupax.models.config import ModelConfig
+
+# A matrix, or one with fewer bits and scales (see `models.quantize`).
+Weight = Array | Any
 
 
 def rms_norm(x: Float[Array, "*M D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*M D"]:
@@ -35,14 +40,30 @@ def sum_last(x: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
     return jnp.einsum("...s,os->...o", x, ones, precision=lax.Precision.HIGHEST)[..., :1]
 
 
-def linear(x: Float[Array, "*M I"], weight: Float[Array, "O I"], bias: Array | None = None) -> Float[Array, "*M O"]:
-    """weight x (+ bias), with the weight as checkpoints have it.
+def linear(x: Float[Array, "*M I"], weight: Weight, bias: Array | None = None) -> Float[Array, "*M O"]:
+    """weight x (+ bias), with the weight as checkpoints have it, [O, I], or quantized.
 
     In this layout XLA's CPU backend adds up a row's products in the same order whether there are 8 rows or 8,000,
     so that decoding and training get the same bits; with [in, out] they would not.
     """
-    y = jnp.einsum("...i,oi->...o", x, weight)
+    if isinstance(weight, Array):
+        y = jnp.einsum("...i,oi->...o", x, weight)
+    else:
+        y = jnp.einsum("...i,oi->...o", x, weight.qvalue.astype(x.dtype)) * _scales(weight, x)
     return y if bias is None else y + jnp.expand_dims(bias, tuple(range(y.ndim - 1)))
+
+
+def vocabulary_logits(hidden: Float[Array, "*M D"], head: Weight) -> Float[Array, "*M V"]:
+    """head hidden, float32; the head may be quantized."""
+    if isinstance(head, Array):
+        return einsum_f32("...d,vd->...v", hidden, head)
+    wide = einsum_f32("...d,vd->...v", hidden, head.qvalue.astype(hidden.dtype))
+    return wide * _scales(head, wide)
+
+
+def _scales(weight: Any, x: Array) -> Float[Array, "*M O"]:
+    """A quantized weight's scales, one per output, to be multiplied with the outputs."""
+    return jnp.expand_dims(weight.scale[:, 0].astype(x.dtype), tuple(range(x.ndim - 1)))
 
 
 def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, "R"]:
@@ -77,9 +98,9 @@ def rotate(x: Float[Array, "M N H"], tables: tuple[Array, Array]) -> Float[Array
 
 def swiglu(
     x: Float[Array, "*M D"],
-    gate: Float[Array, "F D"],
-    up: Float[Array, "F D"],
-    down: Float[Array, "D F"],
+    gate: Weight,
+    up: Weight,
+    down: Weight,
     biases: tuple[Array | None, Array | None, Array | None],
 ) -> Float[Array, "*M D"]:
     """down(silu(gate x) * up x) (arXiv:2002.05202, without its constant)."""
