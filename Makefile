@@ -16,7 +16,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-parity: $(VENV)/.parity
+parity: $(VENV)/.parity build/libtpu
 	$(BIN)/python -m pytest -m "parity or heavy"
 
 bench: $(VENV)/.parity
@@ -24,7 +24,7 @@ bench: $(VENV)/.parity
 	$(BIN)/python benchmarks/step.py
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs build
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -46,3 +46,7 @@ $(VENV)/.parity: pyproject.toml | $(BIN)/pip
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test,parity]"
 	touch $@
+
+# To compile for TPUs that are not there; in a folder of its own, because with it every jax process looks for a TPU.
+build/libtpu: | $(BIN)/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ libtpu

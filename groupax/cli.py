@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -54,6 +54,10 @@ class Generate:
     """Put each prompt through the model's chat template."""
     chat_template: str | None = None
     """A template for a tokenizer without one: chatml, plain, or a file."""
+    weights: Literal["same", "bfloat16", "int8", "float8"] = "same"
+    """Weights to decode with: as the model has them, or with fewer bits."""
+    kv_cache_gb: float | None = None
+    """Most memory of a device for keys and values, in GB; by default 80 % of what is free."""
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(default_factory=SamplingParams)
     """How to sample."""
 
@@ -149,7 +153,8 @@ def generate(arguments: Sequence[str]) -> None:
     from groupax.engine.engine import Engine
 
     name = load_recipe(command.model).model if command.model in RECIPES else command.model
-    engine = Engine.load(name, chat_template=command.chat_template)
+    kv_bytes = None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9)
+    engine = Engine.load(name, chat_template=command.chat_template, weights=command.weights, kv_bytes=kv_bytes)
     prompts = [[{"role": "user", "content": text}] if command.chat else text for text in command.prompt]
     started_s = time.perf_counter()
     groups = engine.generate(prompts, command.sampling)

@@ -39,6 +39,7 @@ _AT_LEAST = {
     "max_completion_length": 1,
     "logging_steps": 1,
     "max_concurrent_rows": 1,
+    "kv_cache_gb": 1e-6,
     "max_bad_steps": 1,
     "reward_concurrency": 1,
     "reward_workers": 0,
@@ -243,6 +244,13 @@ class GRPOConfig:
     """Recompute each layer in the backward pass to save memory."""
     max_concurrent_rows: int = 256
     """Most completions decoded at once."""
+    kv_cache_gb: float | None = None
+    """Most memory of a device for keys and values, in GB; None allows 80 % of what is free. What does not fit waits."""
+    kv_cache_dtype: Literal["same", "float32", "bfloat16"] = "same"
+    """Of the keys and values; "same" as the weights that are decoded with."""
+    decoding_weights: Literal["same", "bfloat16", "int8", "float8"] = "same"
+    """What rollouts decode with: the policy's weights, or a copy of them in fewer bits, which is faster but not quite
+    the policy (see rollout_correction)."""
 
     # Evaluation
     eval_steps: int = 0
@@ -262,7 +270,7 @@ class GRPOConfig:
 
     def __post_init__(self) -> None:
         for name, limit in _AT_LEAST.items():
-            if not getattr(self, name) >= limit:
+            if getattr(self, name) is not None and not getattr(self, name) >= limit:
                 raise ValueError(f"{name} must be at least {limit}, got {getattr(self, name)}")
         for name, (low, high) in _BETWEEN.items():
             if not low <= getattr(self, name) <= high:

@@ -17,6 +17,11 @@ def setup_findings(args: GRPOConfig, eos_ids: Sequence[int]) -> dict[str, str]:
             "neither the tokenizer nor the model's configs name an end-of-sequence token, so every completion runs to "
             "max_completion_length; set tokenizer.eos_token"
         )
+    if args.decoding_weights != "same" and args.rollout_correction == "none":
+        findings["decoding_weights"] = (
+            f"rollouts decode with {args.decoding_weights} weights, which are not quite the policy's, and nothing "
+            "makes up for it; set rollout_correction, e.g. to 'token_truncate'"
+        )
     if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
         findings["luspo_level"] = (
             "loss_type 'luspo' is meant for one ratio per completion; set importance_sampling_level='sequence'"

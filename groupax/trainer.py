@@ -150,7 +150,14 @@ class GRPOTrainer:
         )
         self.learner = Learner(self.model, _learner_settings(args), self.num_steps)
         self.engine = Engine(
-            self.model.config, self.learner.policy, self.model.mesh, self.eos_ids, max_slots=args.max_concurrent_rows
+            self.model.config,
+            self.learner.policy,
+            self.model.mesh,
+            self.eos_ids,
+            max_slots=args.max_concurrent_rows,
+            kv_bytes=None if args.kv_cache_gb is None else int(args.kv_cache_gb * 1e9),
+            kv_dtype=None if args.kv_cache_dtype == "same" else args.kv_cache_dtype,
+            weights=args.decoding_weights,
         )
         self.cursor = Cursor()
 

@@ -159,9 +159,10 @@ def test_train_command_with_a_file_dataset(tmp_path, capsys):
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["step"] for line in lines if "step" in line] == [1, 2]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
-    assert (
-        main(["generate", "--model", str(tmp_path / "model"), "--prompt", "ab", "--n", "2", "--max_tokens", "4"]) == 0
-    )
+    argv = ["generate", "--model", str(tmp_path / "model"), "--prompt", "ab", "--n", "2", "--max_tokens", "4"]
+    assert main(argv) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    assert main([*argv, "--weights", "bfloat16", "--kv_cache_gb", "0.01"]) == 0
     assert "tokens/s" in capsys.readouterr().out
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from groupax import GRPOConfig, init_model
 from groupax.errors import DivergedError
+from groupax.health import setup_findings
 from groupax.metrics import solved_metrics
 from groupax.models.flops import forward_flops
 from groupax.models.specs import num_params
@@ -416,3 +417,24 @@ def test_a_filter_that_finds_nothing_is_told(tmp_path, caplog):
 def test_every_setting_survives_the_round_trip():
     config = GRPOConfig(loss_type="cispo", epsilon_high=5.0, reward_weights=(1.0, 2.0), solved_by="x")
     assert GRPOConfig.from_mapping(json.loads(json.dumps(config.to_dict()))) == config
+
+
+# -- what rollouts decode with
+
+
+def test_rollouts_may_decode_with_fewer_bits_and_little_memory(tmp_path):
+    options = {"kv_cache_dtype": "bfloat16", "kv_cache_gb": 0.001, "rollout_correction": "token_truncate"}
+    trainer = a_trainer(tmp_path, max_steps=2, decoding_weights="int8", **options)
+    assert trainer.engine.kv_bytes == 1_000_000
+    assert trainer.engine.kv_dtype == jnp.bfloat16
+    before = trainer.engine.params
+    trainer.train()
+    assert trainer.engine.params is not before, "quantized again for each rollout"
+    assert all(0 < line["rollout/logp_diff_max"] < 0.1 for line in lines_of(tmp_path))
+
+
+def test_fewer_bits_without_a_correction_are_told():
+    assert "rollout_correction" in setup_findings(GRPOConfig(decoding_weights="bfloat16"), [1])["decoding_weights"]
+    assert not setup_findings(GRPOConfig(), [1])
+    with pytest.raises(ValueError, match="kv_cache_gb must be at least"):
+        GRPOConfig(kv_cache_gb=0)

@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -37,8 +38,9 @@ from groupax.engine.plan import (
     power_of_two,
 )
 from groupax.engine.prefixes import Prefix, PrefixStore
-from groupax.engine.sampling import SamplingSettings, row_keys
+from groupax.engine.sampling import row_keys
 from groupax.engine.scheduler import Admission, Scheduler, Sequence
+from groupax.engine.slots import BIASED_TOKENS, STOP_IDS, fill, slot_table, slots_of
 from groupax.engine.stops import find_stop, text_before_stop
 from groupax.models.checkpoint import load_model
 from groupax.models.config import ModelConfig
@@ -48,23 +50,8 @@ from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.peak import free_memory_bytes
 from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokenizer
 
-# Stop tokens and biased tokens of a slot; requests with more of them compile again.
-STOP_IDS = 8
-BIASED_TOKENS = 8
 # The part of the free memory that keys and values may take unless `kv_bytes` says otherwise.
 FREE_PART = 0.8
-# Settings of a slot that are one number each, and its dtype.
-SETTINGS = {
-    "temperature": "f4",
-    "top_k": "i4",
-    "top_p": "f4",
-    "min_p": "f4",
-    "min_tokens": "i4",
-    "repetition_penalty": "f4",
-    "presence_penalty": "f4",
-    "frequency_penalty": "f4",
-    "logprobs": "i4",
-}
 
 
 class Engine:
@@ -148,7 +135,7 @@ class Engine:
         self.chunk_steps = chunk_steps
         self.tokenizer = tokenizer
         self.kv_bytes = kv_bytes
-        self.kv_dtype = np.dtype(kv_dtype or self.params["embed"].dtype)
+        self.kv_dtype = jnp.dtype(kv_dtype or self.params["embed"].dtype)
         self.prefixes = PrefixStore(prefix_bytes)
         self.num_reused_tokens = 0
 
@@ -324,7 +311,7 @@ class Engine:
         num_columns = bucket(self.chunk_steps, CACHE_COLUMNS)
         sizes = (num_shards * shape.num_places, shape.num_prompt_columns, num_shards * shape.num_slots, num_columns)
         cache = _cache_maker(self.config, *sizes, self.kv_dtype, self.mesh)()
-        slots = self._slots(_slot_table(num_shards * shape.num_slots, stop_ids, biased))
+        slots = slots_of(slot_table(num_shards * shape.num_slots, stop_ids, biased), self._on_rows)
         return scheduler, _Batch(cache, slots, np.int32(0))
 
     def _decode_chunk(self, batch: "_Batch", scheduler: Scheduler) -> tuple["_Batch", list[Sequence]]:
@@ -475,11 +462,11 @@ class Engine:
         source = np.full(batch.cache.prompt_tokens.shape[0], -1, np.int32)
         for place, index in admission.places:
             source[place] = index
-        admitted = _slot_table(num_slots, num_stop_ids, num_biased)
+        admitted = slot_table(num_slots, num_stop_ids, num_biased)
         is_new = np.zeros(num_slots, bool)
         for slot, sequence in admission.placed:
             is_new[slot] = True
-            _fill(admitted[slot], sequence, int(batch.column))
+            fill(admitted[slot], sequence, int(batch.column))
         prompts, starts = prompts.reshape(-1, length), starts.reshape(-1)
         cache, slots = admit(
             self.params,
@@ -489,7 +476,7 @@ class Engine:
             self._on_rows(starts),
             self._on_rows(source),
             self._on_rows(is_new),
-            self._slots(admitted),
+            slots_of(admitted, self._on_rows),
             self._known(prompts, starts) if self.prefixes.max_bytes else None,
             config=self.config,
             mesh=self.mesh,
@@ -498,11 +485,6 @@ class Engine:
 
     def _on_rows(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))
-
-    def _slots(self, table: np.ndarray) -> Slots:
-        on_rows = {name: self._on_rows(table[name]) for name in table.dtype.names or ()}
-        settings = SamplingSettings(**{name: on_rows.pop(name) for name in (*SETTINGS, "bias_tokens", "bias")})
-        return Slots(**on_rows, settings=settings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -533,34 +515,3 @@ def _cache_maker(config: ModelConfig, *sizes_dtype_mesh: Any) -> Callable[[], Ca
 def _prompt_columns(admission: Admission) -> int:
     """The columns that the admitted prompts are padded to, each without its last token."""
     return bucket(max(len(prompt) for prompts in admission.prompts for prompt in prompts) - 1, PREFILL_COLUMNS)
-
-
-def _slot_table(num_slots: int, num_stop_ids: int, num_biased: int) -> np.ndarray:
-    """Idle slots on the host, a structured array with a field per field of `Slots` and `SamplingSettings`."""
-    fields = [
-        ("token", "i4"),
-        ("position", "i4"),
-        ("start", "i4"),
-        ("key", "u4", 2),
-        ("remaining", "i4"),
-        ("stop_ids", "i4", num_stop_ids),
-    ]
-    settings = list(SETTINGS.items())
-    bias = [("bias_tokens", "i4", num_biased), ("bias", "f4", num_biased)]
-    table = np.zeros(num_slots, fields + settings + bias)
-    table["stop_ids"] = table["bias_tokens"] = -1
-    table["repetition_penalty"] = 1.0
-    return table
-
-
-def _fill(row: np.void, sequence: Sequence, column: int) -> None:
-    row["token"] = sequence.prompt[-1]
-    row["position"] = len(sequence.prompt) - 1
-    row["start"] = column
-    row["key"] = sequence.key
-    row["remaining"] = sequence.params.max_tokens
-    row["stop_ids"][: len(sequence.stop_ids)] = sequence.stop_ids
-    for name in SETTINGS:
-        row[name] = getattr(sequence.params, name)
-    for place, (token, bias) in enumerate(sequence.params.logit_bias.items()):
-        row["bias_tokens"][place], row["bias"][place] = token, bias
