@@ -3,8 +3,8 @@
     pip install --target build/libtpu --no-deps libtpu
     python dev/compile_for_tpu.py build/libtpu [--topology v5e:2x2] [--json]
 
-The shape of Qwen2.5-0.5B in bfloat16, 64 slots per chip in places of 8, prompts of 512 and rows of 1,024 tokens. libtpu is
-kept out of the environment, because every jax process would look for a TPU then.
+The shape of Qwen2.5-0.5B in bfloat16, 64 slots per chip in places of 8, prompts of 512 and rows of 1,024 tokens. libtpu
+is kept out of the environment, because every jax process would look for a TPU then.
 """
 
 import argparse

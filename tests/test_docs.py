@@ -5,13 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from groupax import init_model, save_model
+
+from .conftest import TINY
+from .test_config_and_data import a_tokenizer
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("page", ["rewards.md"])
-def test_python_blocks_run(page):
+@pytest.mark.parametrize("page", ["rewards.md", "engine.md"])
+def test_python_blocks_run(page, tmp_path):
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    save_model(init_model({**TINY, "vocab_size": 13, "max_position_embeddings": 512}), tmp_path / "model", tokenizer)
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-    namespace = {}
+    namespace = {"folder": tmp_path / "model"}
     for block in blocks:
         exec(compile(block, page, "exec"), namespace)
     assert blocks
@@ -22,6 +29,13 @@ def test_the_pages_list_every_built_in_reward():
 
     text = (DOCS / "rewards.md").read_text()
     assert [name for name in BUILTIN_REWARDS if f"`{name}" not in text] == []
+
+
+def test_the_pages_list_every_sampling_setting():
+    from groupax.engine.params import SamplingParams
+
+    text = (DOCS / "engine.md").read_text()
+    assert [name for name in SamplingParams.__annotations__ if f"`{name}`" not in text] == []
 
 
 def test_the_pages_list_every_setting_of_the_objective():
