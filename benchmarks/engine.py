@@ -4,7 +4,7 @@
 
 Random weights, float32, prompts of 192 tokens with 8 completions each, sampled at temperature 1. 32 and 128 rows of 128
 new tokens on a 7M-parameter Qwen2-shaped model; 128 rows on it whose lengths are geometric with mean 96, at most 512;
-16 rows of 32 new tokens on the shape of Qwen2.5-0.5B. The two take turns; medians are compared. Without torch the peer
+16 rows of 128 new tokens on the shape of Qwen2.5-0.5B. The two take turns; medians are compared. Without torch the peer
 is left out.
 """
 
@@ -40,7 +40,7 @@ CASES = {
     "32": Case(QWEN_7M, np.full(32, 128)),
     "128": Case(QWEN_7M, np.full(128, 128)),
     "long-tailed": Case(QWEN_7M, np.minimum(np.random.default_rng(0).geometric(1 / 96, 128), 512)),
-    "0.5B": Case(QWEN_05B, np.full(16, 32)),
+    "0.5B": Case(QWEN_05B, np.full(16, 128)),
 }
 
 

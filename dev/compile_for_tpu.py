@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -41,7 +42,7 @@ def main() -> None:
     rows = []
     for name, lowered in lowered_programs(read_config(QWEN_05B), mesh, shape).items():
         started_s = time.perf_counter()
-        memory = lowered.compile().memory_analysis()
+        memory: Any = lowered.compile().memory_analysis()
         rows.append(
             {
                 "program": name,

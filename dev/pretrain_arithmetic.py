@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from groupax.models.attention import attend, causal
+from groupax.models.attention import attend_stored
 from groupax.models.checkpoint import Model, init_model, load_model, save_model
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import forward, head_weights
@@ -77,6 +77,11 @@ SLIPS = 0.02
 
 NUM_EVALUATED = 500
 MAX_COMPLETION = 64
+
+
+def attend(q: Array, k: Array, v: Array, visible: Array) -> Array:
+    """Attention over the visible keys, [B, S, K, H]."""
+    return attend_stored(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), visible)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -151,7 +156,8 @@ def loss(config: ModelConfig, params: Params, rows: Int[Array, "B T"], learned: 
     B, T = rows.shape[0], rows.shape[1] - 1
     tokens = rows[:, :-1]
     document = jnp.cumsum(rows == BOS, axis=1)
-    visible = causal(T) & (document[:, :-1, None] == document[:, None, :-1])
+    causal = jnp.tril(jnp.ones((1, T, T), bool))
+    visible = causal & (document[:, :-1, None] == document[:, None, :-1])
 
     def attend_in_document(_: int, q: Array, k: Array, v: Array) -> Array:
         q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))

@@ -40,6 +40,7 @@ _AT_LEAST = {
     "logging_steps": 1,
     "max_concurrent_rows": 1,
     "kv_cache_gb": 1e-6,
+    "profile": 0,
     "max_bad_steps": 1,
     "reward_concurrency": 1,
     "reward_workers": 0,
@@ -240,8 +241,13 @@ class GRPOConfig:
     # Compute
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward pass; "auto" is float32 on CPU and bfloat16 elsewhere. Master weights are float32 always."""
-    gradient_checkpointing: Literal["none", "full"] = "none"
-    """Recompute each layer in the backward pass to save memory."""
+    gradient_checkpointing: Literal["none", "full", "dots", "all_dots"] = "none"
+    """To save memory the backward pass computes layers again: "full" everything, "dots" all but the products with
+    weights, "all_dots" all but products."""
+    share_prefix: Literal["auto", "always", "never"] = "auto"
+    """Whether updates compute a prompt once for the rows of its group; "auto" does what takes less."""
+    profile: int = 0
+    """Trace so many steps, from the third on, into profile/ of the run folder, for Perfetto or XProf."""
     max_concurrent_rows: int = 256
     """Most completions decoded at once."""
     kv_cache_gb: float | None = None

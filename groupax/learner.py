@@ -1,7 +1,8 @@
 """The policy under training: what an optimizer step reads and changes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from groupax.batch import Packed, Row, pack
+from groupax.errors import RunError
 from groupax.metrics import Metrics
 from groupax.models.checkpoint import Model
 from groupax.models.decoder import Checkpointing
-from groupax.models.flops import forward_flops
+from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators
 from groupax.objective.entropy import EntropyControl, EntropyState, applied_coef, next_entropy_state
@@ -21,8 +23,9 @@ from groupax.objective.masks import top_entropy_threshold
 from groupax.objective.settings import ObjectiveSettings
 from groupax.objective.tally import Tally
 from groupax.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
+from groupax.packing import Shape, SharePrefix
 from groupax.parallel.mesh import num_data_shards
-from groupax.parallel.peak import peak_flops, peak_memory_bytes
+from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
 from groupax.step import (
     TrainState,
     apply_update,
@@ -34,6 +37,11 @@ from groupax.step import (
     to_rows,
     zero_totals,
 )
+
+# Activations of more tokens fall out of a CPU's caches.
+CPU_MICRO_BATCH_TOKENS = 4096
+# More make no product faster.
+MOST_MICRO_BATCH_TOKENS = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +62,7 @@ class LearnerSettings:
     dtype: str = "auto"
     micro_batch_tokens: int | None = None
     gradient_checkpointing: Checkpointing = "none"
+    share_prefix: SharePrefix = "auto"
     top_entropy_quantile: float = 1.0
     sync_ref_model: bool = False
     ref_model_mixup_alpha: float = 0.6
@@ -82,6 +91,7 @@ class Learner:
         state: float32 masters and optimizer state.
         policy: the weights in compute dtype, which engine and gradients read.
         reference: the reference's; None if `beta` is 0.
+        shapes: of the micro-batches so far, which have programs.
         num_updates: optimizer steps that changed the weights.
         entropy: state of the entropy bonus.
     """
@@ -93,13 +103,13 @@ class Learner:
         self.on_cpu = model.mesh.devices.flat[0].platform == "cpu"
         default = "float32" if self.on_cpu else "bfloat16"
         self.dtype: Any = jnp.dtype(default if settings.dtype == "auto" else settings.dtype)
-        # activations beyond this fall out of a CPU's cache; accelerators want larger matrices
-        self.micro_batch_tokens = settings.micro_batch_tokens or (4096 if self.on_cpu else 16384)
         self.state: TrainState = init_state(model.params, optimizer=self.optimizer)
         self.policy = self._policy()
         has_reference = settings.objective.beta > 0
         self.reference = compute_view(self.state.params, dtype=self.dtype) if has_reference else None
+        self.micro_batch_tokens = settings.micro_batch_tokens or self._fitting_tokens()
         self.num_updates = 0
+        self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
 
     def update(self, rows: Sequence[Row]) -> Update:
@@ -116,20 +126,21 @@ class Learner:
         totals = zero_totals(self.policy, settings=settings.objective)
         logps = []
         for part in packed:
-            totals, logp = micro_step(
-                self.policy,
-                totals,
-                to_rows(part.batch, self.mesh),
-                counts,
-                jnp.float32(coef),
-                config=self.config,
-                settings=settings.objective,
-                mesh=self.mesh,
-                checkpointing=settings.gradient_checkpointing,
-            )
+            with self._memory_explained(part):
+                totals, logp = micro_step(
+                    self.policy,
+                    totals,
+                    to_rows(part.batch, self.mesh),
+                    counts,
+                    jnp.float32(coef),
+                    config=self.config,
+                    settings=settings.objective,
+                    mesh=self.mesh,
+                    checkpointing=settings.gradient_checkpointing,
+                )
+                if self.on_cpu:  # the virtual devices' collectives can starve each other when several steps are queued
+                    jax.block_until_ready(totals)
             logps.append(logp)
-            if self.on_cpu:  # the virtual devices' collectives can starve each other when several steps are queued
-                jax.block_until_ready(totals)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
         self.state, grad_norm, made = apply_update(self.state, totals.grads, totals.loss, optimizer=self.optimizer)
         self.policy = self._policy()
@@ -173,15 +184,46 @@ class Learner:
         """The master weights themselves where they have the compute dtype."""
         return self.state.params if self.dtype == jnp.float32 else compute_view(self.state.params, dtype=self.dtype)
 
+    def _fitting_tokens(self) -> int:
+        """Tokens of a micro-batch on one device: what stays in a CPU's caches, or what half of the memory holds."""
+        if self.on_cpu:
+            return CPU_MICRO_BATCH_TOKENS
+        per_token = activation_bytes_per_token(self.config, self.dtype.itemsize, self.settings.gradient_checkpointing)
+        fitting = int(0.5 * free_memory_bytes(self.mesh) / per_token)
+        return max(1024, min(MOST_MICRO_BATCH_TOKENS, fitting // 1024 * 1024))
+
+    @contextmanager
+    def _memory_explained(self, part: Packed) -> Iterator[None]:
+        """What to do if the devices run out of memory."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+                raise
+            tokens = part.num_cells // num_data_shards(self.mesh)
+            longest = int((part.batch.cells >= 0).sum(axis=1).max())
+            advice = (
+                f"set micro_batch_tokens (now {self.micro_batch_tokens}) to {max(256, self.micro_batch_tokens // 2)}"
+            )
+            if longest * 2 > tokens:
+                advice = f"one completion alone has {longest} tokens: lower max_completion_length"
+            if self.settings.gradient_checkpointing != "full":
+                advice += ", or gradient_checkpointing to 'full'"
+            raise RunError(
+                f"out of memory in a micro-batch of {tokens} tokens per device; {advice}. The devices say:\n{error}"
+            ) from error
+
     def _pack(self, rows: Sequence[Row]) -> list[Packed]:
-        return pack(rows, num_data_shards(self.mesh), self.micro_batch_tokens)
+        num_shards, share = num_data_shards(self.mesh), self.settings.share_prefix
+        packed, self.shapes = pack(rows, num_shards, self.micro_batch_tokens, self.shapes, share)
+        return packed
 
     def _efficiency(self, packed: list[Packed], rows: Sequence[Row], seconds: float) -> Metrics:
         groups: dict[int, tuple[int, list[int]]] = {}
         for row in rows:
             groups.setdefault(row.group, (len(row.prompt), []))[1].append(len(row.completion))
         flops_per_s = 3.0 * forward_flops(self.config, groups.values()) / seconds  # backward is twice forward
-        real = sum(part.num_tokens for part in packed)
+        real = sum(prompt - 1 + sum(lengths) for prompt, lengths in groups.values())
         return {
             "padding_frac": 1.0 - real / sum(part.num_cells for part in packed),
             "micro_batches": float(len(packed)),

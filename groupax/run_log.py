@@ -7,6 +7,7 @@ from groupax.config import GRPOConfig
 from groupax.evaluate import Evaluation
 from groupax.health import step_findings
 from groupax.metrics import Metrics, window_mean
+from groupax.profiling import Profile
 from groupax.progress import PROGRESS_BARS
 from groupax.rollout import Rollout
 from groupax.tracking import RunFolder
@@ -32,6 +33,7 @@ class RunLog:
         self.rollouts: Sequence[Rollout] = []
         self.rollout_metrics: Metrics = {}
         self.step_started_s = time.perf_counter()
+        self.profile = Profile(folder.path / "profile", args.profile)
 
     @property
     def rollout_tokens_per_s(self) -> float:
@@ -68,6 +70,8 @@ class RunLog:
             self.folder.write_metrics(self.last)
             if self.args.log_completions:
                 self.folder.write_rollouts(step, self.rollouts)
+        if self.profile.step_ended(step):
+            self.message(f"the trace of {self.args.profile} steps is in {self.profile.folder}")
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """The policy was evaluated."""
@@ -88,4 +92,5 @@ class RunLog:
 
     def close(self) -> None:
         """The run ended."""
+        self.profile.close()
         self.progress.close()

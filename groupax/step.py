@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 from groupax.batch import MicroBatch
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import Checkpointing
-from groupax.models.grouped import grouped_logprobs
+from groupax.models.grouped import grouped_logprobs, taken
 from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import empty_objective_tally, policy_objective
@@ -194,14 +194,7 @@ def _logprobs(
     params: Params,
     batch: MicroBatch,
 ) -> tuple[Array, Array]:
-    return grouped_logprobs(
-        config,
-        params,
-        batch.prompts,
-        batch.prompt_starts,
-        batch.prompt_of,
-        batch.inputs,
-        batch.targets,
-        settings.temperature,
-        checkpointing,
+    logp, entropy = grouped_logprobs(
+        config, params, batch.ragged, settings.temperature, checkpointing, settings.entropy_bonus
     )
+    return taken(logp, batch.cells, batch.slots), taken(entropy, batch.cells, batch.slots)

@@ -32,10 +32,10 @@ def rows_of(groups, prompts):
     ]
 
 
-def trainer_logps(model, rows, temperature, micro_batch_tokens):
+def trainer_logps(model, rows, temperature, micro_batch_tokens, share_prefix="auto"):
     settings = ObjectiveSettings(temperature=temperature)
     logps = {}
-    for part in pack(rows, num_data_shards(model.mesh), micro_batch_tokens):
+    for part in pack(rows, num_data_shards(model.mesh), micro_batch_tokens, share_prefix=share_prefix)[0]:
         batch = to_rows(part.batch, model.mesh)
         out = np.asarray(score(model.params, batch, config=model.config, settings=settings, mesh=model.mesh)[0])
         for index, logp in zip(part.rows, out, strict=True):
@@ -66,7 +66,7 @@ def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
     rows = rows_of(engine.generate(prompts, SamplingParams(n=8, max_tokens=64)), prompts)
     counts = Denominators(jnp.float32(64.0), jnp.float32(64.0 * 64))
     totals = zero_totals(model.params, settings=ObjectiveSettings())
-    for part in pack(rows, num_data_shards(model.mesh), 2000):
+    for part in pack(rows, num_data_shards(model.mesh), 2000)[0]:
         totals, _ = micro_step(
             model.params,
             totals,

@@ -21,10 +21,11 @@ LAYERS = [
     ["errors", "pytree", "objective.settings", "objective", "parallel.runtime"],
     ["config", "parallel"],
     ["models", "tokenizer"],
-    ["engine", "data", "batch"],
+    ["engine", "data", "packing"],
+    ["batch"],
     ["rollout", "optimizer"],
     ["rewards", "metrics", "health"],
-    ["progress", "tracking", "step"],
+    ["progress", "profiling", "tracking", "step"],
     ["evaluate", "learner"],
     ["run_log"],
     ["trainer"],
@@ -39,6 +40,7 @@ WITHOUT_JAX = [
     "groupax.rewards.main_thread",
     "groupax.rewards.scoring",
     "groupax.engine.scheduler",
+    "groupax.packing",
     "groupax.cli",
 ]
 

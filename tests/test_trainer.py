@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_model, save_model
-from groupax.batch import Row, pack
+from groupax.batch import Row
 from groupax.metrics import is_measured, window_mean
 from groupax.objective.settings import LossType
 from groupax.rewards import RewardError
@@ -83,10 +83,10 @@ def test_the_same_seed_gives_the_same_run(tmp_path, settings):
 
 
 def test_micro_batches_change_the_result_by_rounding_only(tmp_path):
-    trainers = [a_trainer(tmp_path / str(budget), micro_batch_tokens=budget, max_steps=1) for budget in (64, 4096)]
+    trainers = [a_trainer(tmp_path / str(budget), micro_batch_tokens=budget, max_steps=1) for budget in (16, 4096)]
     for trainer in trainers:
         trainer.train()
-    metrics = [lines_of(tmp_path / str(budget))[0] for budget in (64, 4096)]
+    metrics = [lines_of(tmp_path / str(budget))[0] for budget in (16, 4096)]
     assert metrics[0]["micro_batches"] > metrics[1]["micro_batches"] == 1
     for name in ("loss", "grad_norm", "entropy"):
         np.testing.assert_allclose(metrics[0][name], metrics[1][name], atol=1e-6)
@@ -308,30 +308,6 @@ def test_long_prompts_can_be_dropped_or_cut(tmp_path, caplog):
 
 
 # -- parts
-
-
-def test_packing_keeps_every_row_once():
-    rng = np.random.default_rng(0)
-    rows = []
-    for group in range(9):
-        prompt = rng.integers(0, 9, rng.integers(1, 30))
-        for length in rng.integers(1, 60, 5):
-            rows.append(Row(group, prompt, rng.integers(0, 9, length), np.ones(length, bool), 1.0, np.zeros(length)))
-    for shards, budget in ((1, 500), (2, 500), (4, 100), (2, 10_000)):
-        packed = pack(rows, shards, budget)
-        placed = sorted(int(index) for part in packed for index in part.rows if index >= 0)
-        assert placed == list(range(len(rows)))
-        for part in packed:
-            batch = part.batch
-            for position, index in enumerate(part.rows):
-                if index < 0:
-                    assert not batch.evidence.mask[position].any()
-                    continue
-                row, shard = rows[index], position // (len(part.rows) // shards)
-                p = shard * (len(batch.prompts) // shards) + batch.prompt_of[position]
-                assert batch.prompts[p, batch.prompt_starts[p] :].tolist() == row.prompt[:-1].tolist()
-                assert batch.inputs[position, : len(row.completion)].tolist() == [row.prompt[-1], *row.completion[:-1]]
-                assert batch.targets[position][batch.evidence.mask[position]].tolist() == row.completion.tolist()
 
 
 def test_window_keeps_extremes_and_counters():

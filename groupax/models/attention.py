@@ -6,6 +6,9 @@ same bits in both: hidden columns weigh exactly 0, a prompt's columns end and a 
 sums over the two are added at the end.
 """
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -13,14 +16,44 @@ from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.layers import einsum_f32, sum_last
 
+# More queries than this are taken in blocks of so many.
+MOST_QUERIES = 1024
+BLOCK_QUERIES = 512
 MASKED = -1e30  # not -inf: a query without any visible key must give finite numbers, not NaN
 
 
 def attend(
-    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], visible: Bool[Array, "B T S"]
+    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], starts: Int[Array, "B"]
 ) -> Float[Array, "B T N H"]:
-    """softmax(q k' / sqrt(H)) v over the visible keys; a query that sees none gets the mean of all values."""
-    return attend_stored(q, _row_major(k.transpose(0, 2, 3, 1)), _row_major(v.transpose(0, 2, 1, 3)), visible)
+    """softmax(q k' / sqrt(H)) v, where each query sees its own position and those before it, from `starts` on.
+
+    A query before its row's start sees nothing and gets the mean of all values.
+    """
+    keys, values = _row_major(k.transpose(0, 2, 3, 1)), _row_major(v.transpose(0, 2, 1, 3))
+    columns = jnp.arange(k.shape[1])[None, None, :]
+
+    def of_block(first: Array | int, q: Array) -> Array:
+        own = first + jnp.arange(q.shape[1])
+        visible = (columns >= starts[:, None, None]) & (columns <= own[None, :, None])
+        return attend_stored(q, keys, values, visible)
+
+    return _in_blocks(of_block, q)
+
+
+def _in_blocks(of_block: Callable[[Array | int, Array], Array], q: Float[Array, "B T N H"]) -> Array:
+    """of_block(first, q) of all queries; if they are many, block by block, so that memory grows with T, not its square.
+
+    The backward pass computes a block again.
+    """
+    B, T, N, H = q.shape
+    if T <= MOST_QUERIES:
+        return of_block(0, q)
+    num_blocks = -(-T // BLOCK_QUERIES)
+    padded = jnp.pad(q, ((0, 0), (0, num_blocks * BLOCK_QUERIES - T), (0, 0), (0, 0)))
+    blocks = padded.reshape(B, num_blocks, BLOCK_QUERIES, N, H).swapaxes(0, 1)
+    firsts = jnp.arange(num_blocks) * BLOCK_QUERIES
+    out = lax.map(jax.checkpoint(lambda xs: of_block(*xs)), (firsts, blocks))
+    return out.swapaxes(0, 1).reshape(B, num_blocks * BLOCK_QUERIES, N, H)[:, :T]
 
 
 def attend_stored(
@@ -41,17 +74,6 @@ def attend_stored(
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def causal(length: int) -> Bool[Array, "1 T T"]:
-    """Each query sees its own position and those before it."""
-    positions = jnp.arange(length)
-    return (positions[:, None] >= positions[None, :])[None]
-
-
-def causal_from(starts: Int[Array, "P"], length: int) -> Bool[Array, "P S S"]:
-    """Each query sees its own position and those before it, from the row's start on."""
-    return causal(length) & (jnp.arange(length)[None, None, :] >= starts[:, None, None])
-
-
 def attend_with_prompt(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -61,24 +83,30 @@ def attend_with_prompt(
     prompt_starts: Int[Array, "B"],
 ) -> Float[Array, "B T N H"]:
     """Rows that continue a left-padded prompt: each query sees the row's prompt and, causally, the row itself."""
-    B, T, N, H = q.shape
-    S, K = prompt_k.shape[1:3]
-    grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
+    S, K, T = *prompt_k.shape[1:3], k.shape[1]
     prompt_visible = (jnp.arange(S)[None, :] >= prompt_starts[:, None])[:, None, None, None]
+    prompt_keys, keys = (_row_major(x.transpose(0, 2, 3, 1)) for x in (prompt_k, k))
+    prompt_values, values = (_row_major(x.transpose(0, 2, 1, 3)) for x in (prompt_v, v))
 
-    def scores(k: Array, visible: Array) -> Array:
-        keys = _row_major(k.transpose(0, 2, 3, 1))
-        return jnp.where(visible, einsum_f32("btkgh,bkhs->bkgts", grouped, keys), MASKED)
+    def of_block(first: Array | int, q: Array) -> Array:
+        B, t, N, H = q.shape
+        grouped = q.reshape(B, t, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
+        row_visible = (jnp.arange(T)[None, :] <= first + jnp.arange(t)[:, None])[None, None, None]
+        on_prompt, on_row = (
+            jnp.where(visible, einsum_f32("btkgh,bkhs->bkgts", grouped, keys), MASKED)
+            for visible, keys in ((prompt_visible, prompt_keys), (row_visible, keys))
+        )
+        highest = jnp.maximum(_highest(on_prompt), _highest(on_row))
+        prompt_weights, row_weights = jnp.exp(on_prompt - highest), jnp.exp(on_row - highest)
+        inverse_sum = 1.0 / (sum_last(prompt_weights) + sum_last(row_weights))
+        of_prompt, of_row = (
+            einsum_f32("bkgts,bksh->bkgth", weights.astype(q.dtype), values)
+            for weights, values in ((prompt_weights, prompt_values), (row_weights, values))
+        )
+        out = (of_prompt + of_row) * inverse_sum
+        return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, t, N, H)
 
-    def product(weights: Array, v: Array) -> Array:
-        return einsum_f32("bkgts,bksh->bkgth", weights.astype(v.dtype), _row_major(v.transpose(0, 2, 1, 3)))
-
-    on_prompt, on_row = scores(prompt_k, prompt_visible), scores(k, causal(T)[:, None, None])
-    highest = jnp.maximum(_highest(on_prompt), _highest(on_row))
-    prompt_weights, row_weights = jnp.exp(on_prompt - highest), jnp.exp(on_row - highest)
-    inverse_sum = 1.0 / (sum_last(prompt_weights) + sum_last(row_weights))
-    out = (product(prompt_weights, prompt_v) + product(row_weights, v)) * inverse_sum
-    return out.astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return _in_blocks(of_block, q)
 
 
 def attend_cached(

@@ -12,15 +12,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from groupax.models.attention import attend, causal_from
+from groupax.models.attention import attend
 from groupax.models.config import ModelConfig
 from groupax.models.layers import Weight, linear, rms_norm, rope_tables, rotate, swiglu, vocabulary_logits
 from groupax.models.specs import Params
 
 # (layer, queries [M, N, H], keys [M, K, H], values [M, K, H]) -> [M, N, H]
 Attend = Callable[[int, Array, Array, Array], Array]
-# "full" recomputes each layer in the backward pass and keeps only the layers' inputs.
-Checkpointing = Literal["none", "full"]
+# What the backward pass finds of a layer: everything, its input alone, its input and the products with weights, or
+# those with each other (attention's) too. The rest is computed again.
+Checkpointing = Literal["none", "full", "dots", "all_dots"]
+_SAVED = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "all_dots": jax.checkpoint_policies.dots_saveable,
+}
 
 
 def forward(
@@ -41,8 +47,8 @@ def forward(
         biases = (weights.get("gate_bias"), weights.get("up_bias"), weights.get("down_bias"))
         return x + swiglu(h, weights["gate"], weights["up"], weights["down"], biases)
 
-    if checkpointing == "full":
-        layer = jax.checkpoint(layer, static_argnums=2)
+    if checkpointing != "none":
+        layer = jax.checkpoint(layer, static_argnums=2, policy=_SAVED[checkpointing])
     for index, weights in enumerate(params["layers"]):
         x = layer(x, weights, index)
     return rms_norm(x, params["final_norm"], config.norm_eps)
@@ -77,11 +83,10 @@ def causal_hidden(
 ) -> Float[Array, "B T D"]:
     """Hidden states after the final norm of whole, left-padded sequences; `starts` are their first columns."""
     B, T = tokens.shape
-    visible = causal_from(starts, T)
 
     def attend_causally(_: int, q: Array, k: Array, v: Array) -> Array:
         q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
-        return attend(q, k, v, visible).reshape(B * T, *q.shape[2:])
+        return attend(q, k, v, starts).reshape(B * T, *q.shape[2:])
 
     positions = jnp.maximum(jnp.arange(T)[None, :] - starts[:, None], 0).reshape(-1)
     return forward(config, params, tokens.reshape(-1), positions, attend_causally).reshape(B, T, -1)

@@ -28,3 +28,17 @@ def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]
     num_tokens = num_prompt_tokens + num_completion_tokens
     layers = config.num_layers * (2.0 * layer * num_tokens + per_column * num_columns)
     return layers + 2.0 * config.vocab_size * config.hidden_size * num_completion_tokens
+
+
+def activation_bytes_per_token(config: ModelConfig, itemsize: int, checkpointing: str) -> float:
+    """What the backward pass finds of one token, roughly: the inputs of each product, layer by layer.
+
+    Args:
+        config: the model.
+        itemsize: bytes of a number.
+        checkpointing: what is computed again (see `decoder.Checkpointing`); at the same time one layer is there whole.
+    """
+    D, F, NH, KH = config.hidden_size, config.ffn_size, config.num_heads * config.head_dim, config.num_kv_heads
+    whole = 6 * D + 4 * F + 4 * NH + 4 * KH * config.head_dim
+    kept = {"none": whole, "all_dots": whole - 2 * D, "dots": 3 * D + 2 * F + 2 * NH, "full": D}[checkpointing]
+    return itemsize * (config.num_layers * kept + whole + 4 * D)

@@ -1,58 +1,127 @@
-"""Completions behind shared prompts: each prompt is computed once for all rows that continue it."""
+"""Completions behind shared prompts, without padding: each prompt is computed once for all rows that continue it.
 
+All tokens lie one behind another, and everything but attention works on them as they lie. Attention sees rectangles:
+its queries, keys and values are taken there and its outputs are taken back.
+"""
+
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from groupax.models.attention import attend, attend_with_prompt, causal_from
+from groupax.models.attention import attend, attend_with_prompt
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import Checkpointing, forward, head_weights
 from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import Params
+from groupax.pytree import pytree
+
+
+@pytree
+class Rectangle:
+    """Rows that attend together.
+
+    Attributes:
+        cells: where among the rows' tokens each cell's token is, -1 for none; a row begins at its first column.
+        prompt_of: each row's prompt.
+    """
+
+    cells: Int[Any, "B T"]
+    prompt_of: Int[Any, "B"]
+
+
+@pytree
+class Ragged:
+    """Tokens of prompts and of the rows behind them, and where attention finds them.
+
+    Attributes:
+        prompts, prompt_positions: the prompts' tokens, each prompt without its last, and their positions.
+        prompt_cells: the prompts as rectangle, each ending at the last column: where its tokens are, -1 for none.
+        prompt_slots: the cell of each of the prompts' tokens, -1 for padding.
+        inputs, positions, targets: the rows' tokens, their positions, and what each predicts.
+        rectangles: of rows; each row is in one of them.
+        slots: the cell of each of the rows' tokens, where the rectangles' cells count on from one to the next.
+    """
+
+    prompts: Int[Any, "Q"]
+    prompt_positions: Int[Any, "Q"]
+    prompt_cells: Int[Any, "P S"]
+    prompt_slots: Int[Any, "Q"]
+    inputs: Int[Any, "R"]
+    positions: Int[Any, "R"]
+    targets: Int[Any, "R"]
+    rectangles: list[Rectangle]
+    slots: Int[Any, "R"]
 
 
 def grouped_logprobs(
     config: ModelConfig,
     params: Params,
-    prompts: Int[Array, "P S"],
-    prompt_starts: Int[Array, "P"],
-    prompt_of: Int[Array, "B"],
-    inputs: Int[Array, "B T"],
-    targets: Int[Array, "B T"],
+    ragged: Ragged,
     temperature: float,
     checkpointing: Checkpointing = "none",
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probability of each target and entropy of its distribution, in nats, float32.
+    entropy_gradient: bool = True,
+) -> tuple[Float[Array, "R"], Float[Array, "R"]]:
+    """Log-probability of each of the rows' targets and entropy of its distribution, in nats, float32.
 
     Args:
         config, params: the model.
-        prompts: left-padded; S is a multiple of 8.
-        prompt_starts: where each prompt's tokens begin; S for a prompt without tokens.
-        prompt_of: each row's prompt.
-        inputs: each row's tokens behind the prompt.
-        targets: what each input predicts.
+        ragged: the tokens.
         temperature: divides the logits.
         checkpointing: what the backward pass recomputes.
+        entropy_gradient: whether the entropy will be differentiated.
     """
-    P, S = prompts.shape
-    B, T = inputs.shape
-    starts = prompt_starts[prompt_of]
-    prompt_positions = jnp.maximum(jnp.arange(S)[None, :] - prompt_starts[:, None], 0)
-    row_positions = (S - starts)[:, None] + jnp.arange(T)[None, :]
-    prompt_visible = causal_from(prompt_starts, S)
+    num_prompt_tokens = ragged.prompts.shape[0]
+    starts = jnp.sum(ragged.prompt_cells < 0, axis=1)
+    all_cells = jnp.concatenate([rectangle.cells.reshape(-1) for rectangle in ragged.rectangles])
 
     def attend_in_groups(_: int, q: Array, k: Array, v: Array) -> Array:
-        (prompt_q, row_q), (prompt_k, row_k), (prompt_v, row_v) = (_split(x, (P, S), (B, T)) for x in (q, k, v))
-        prompt_out = attend(prompt_q, prompt_k, prompt_v, prompt_visible)
-        row_out = attend_with_prompt(row_q, row_k, row_v, prompt_k[prompt_of], prompt_v[prompt_of], starts)
-        return jnp.concatenate([prompt_out.reshape(P * S, *q.shape[1:]), row_out.reshape(B * T, *q.shape[1:])])
+        of_prompts = [taken(x[:num_prompt_tokens], ragged.prompt_cells, ragged.prompt_slots) for x in (q, k, v)]
+        prompt_q, prompt_k, prompt_v = of_prompts
+        prompt_out = attend(prompt_q, prompt_k, prompt_v, starts)
+        outs, before = [], 0
+        for rectangle in ragged.rectangles:
+            size = rectangle.cells.size
+            inside = (ragged.slots >= before) & (ragged.slots < before + size)
+            slots = jnp.where(inside, ragged.slots - before, -1)
+            row_q, row_k, row_v = (taken(x[num_prompt_tokens:], rectangle.cells, slots) for x in (q, k, v))
+            of = rectangle.prompt_of
+            out = attend_with_prompt(row_q, row_k, row_v, prompt_k[of], prompt_v[of], starts[of])
+            outs.append(out.reshape(size, *q.shape[1:]))
+            before += size
+        row_out = taken(jnp.concatenate(outs), ragged.slots, all_cells)
+        prompt_out = taken(prompt_out.reshape(-1, *q.shape[1:]), ragged.prompt_slots, ragged.prompt_cells.reshape(-1))
+        return jnp.concatenate([prompt_out, row_out])
 
-    tokens = jnp.concatenate([prompts.reshape(-1), inputs.reshape(-1)])
-    positions = jnp.concatenate([prompt_positions.reshape(-1), row_positions.reshape(-1)])
-    hidden = forward(config, params, tokens, positions, attend_in_groups, checkpointing)[P * S :]
-    logp, entropy = token_logprobs(hidden, head_weights(params), targets.reshape(-1), temperature)
-    return logp.reshape(B, T), entropy.reshape(B, T)
+    tokens = jnp.concatenate([ragged.prompts, ragged.inputs])
+    positions = jnp.concatenate([ragged.prompt_positions, ragged.positions])
+    hidden = forward(config, params, tokens, positions, attend_in_groups, checkpointing)[num_prompt_tokens:]
+    return token_logprobs(hidden, head_weights(params), ragged.targets, temperature, entropy_gradient)
 
 
-def _split(x: Array, first: tuple[int, int], second: tuple[int, int]) -> tuple[Array, Array]:
-    size = first[0] * first[1]
-    return x[:size].reshape(*first, *x.shape[1:]), x[size:].reshape(*second, *x.shape[1:])
+@jax.custom_vjp
+def taken(x: Array, index: Array, inverse: Array) -> Array:
+    """x[index], with zeros where the index is -1.
+
+    Args:
+        x: any number of items, the first dim.
+        index: of an item for each place; no item is named twice.
+        inverse: for each item its place among the places laid in a row, -1 for none; the backward pass takes by it,
+            which is far cheaper than adding up.
+    """
+    del inverse
+    return x.at[jnp.where(index < 0, x.shape[0], index)].get(mode="fill", fill_value=0)
+
+
+def _taken_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
+    return taken(x, index, inverse), (index, inverse)
+
+
+def _taken_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
+    index, inverse = saved
+    flat = gradient.reshape(index.size, *gradient.shape[index.ndim :])
+    return taken(flat, inverse, index.reshape(-1)), None, None
+
+
+taken.defvjp(_taken_forward, _taken_backward)

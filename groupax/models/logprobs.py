@@ -1,4 +1,11 @@
-"""Log-probabilities of given tokens, without ever holding [tokens, vocabulary]."""
+"""Log-probabilities of given tokens, without ever holding [tokens, vocabulary], forward or backward.
+
+Forward, the tokens are taken in chunks, each against the whole vocabulary, so that a row's sum has the order of
+additions that the engine's has. Backward, the vocabulary is taken in blocks, each for all tokens, so that the head's
+gradient is written once; a block's logits are computed again from the hidden states and the log of each token's sum.
+"""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from groupax.models.layers import einsum_f32, sum_last
 
-# Logits in flight, in numbers: chunks of this size stay in a CPU's cache and are small on an accelerator.
+# Logits in flight, in numbers: blocks of this size stay in a CPU's cache and are small on an accelerator.
 CHUNK_LOGITS = 1 << 21
+# Fewest tokens of a chunk and fewest words of a block: below, products are slow for their size.
+FEWEST_TOKENS = 64
+FEWEST_WORDS = 512
 
 
 def token_logprobs(
@@ -17,33 +27,97 @@ def token_logprobs(
     head: Float[Array, "V D"],
     targets: Int[Array, "M"],
     temperature: float,
+    entropy_gradient: bool = True,
 ) -> tuple[Float[Array, "M"], Float[Array, "M"]]:
     """log softmax(hidden head' / temperature)[target] and the entropy of that distribution, in nats, float32.
 
-    The tokens are taken in chunks of about `CHUNK_LOGITS` logits; the backward pass computes a chunk's logits
-    again instead of keeping them.
+    Args:
+        hidden: after the final norm.
+        head: the vocabulary's matrix, the embedding itself if they are tied.
+        targets: one per token.
+        temperature: divides the logits.
+        entropy_gradient: whether the entropy will be differentiated; if not its gradient is taken to be zero.
     """
+    return _token_logprobs(hidden, head, targets, temperature, entropy_gradient)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _token_logprobs(hidden: Array, head: Array, targets: Array, temperature: float, _: bool) -> tuple[Array, Array]:
+    logp, entropy, _log_sum = _forward(hidden, head, targets, temperature)
+    return logp, entropy
+
+
+def _forward(hidden: Array, head: Array, targets: Array, temperature: float) -> tuple[Array, Array, Array]:
+    """Log-probs, entropies, and the log of each token's sum of exponentials."""
     M, V = hidden.shape[0], head.shape[0]
-    num_chunks = max(1, -(-M * V // CHUNK_LOGITS))
+    num_chunks = max(1, -(-M // max(FEWEST_TOKENS, CHUNK_LOGITS // V)))
     chunk = -(-M // num_chunks)
     pad = num_chunks * chunk - M
 
-    # a product, as in the engine's sampler: a division by a constant may round differently
-    inverse_temperature = np.float32(1.0) / np.float32(temperature)
-
-    @jax.checkpoint
-    def chunk_logprobs(xs: tuple[Array, Array]) -> tuple[Array, Array]:
+    def of_chunk(xs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         hidden, targets = xs
-        logits = einsum_f32("md,vd->mv", hidden, head) * inverse_temperature
-        logits = logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+        logits = _logits(hidden, head, temperature)
+        highest = jnp.max(logits, axis=-1, keepdims=True)
+        logits = logits - highest
         exps = jnp.exp(logits)
         total = sum_last(exps)[:, 0]
+        log_total = jnp.log(total)
         target_logits = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-        return target_logits - jnp.log(total), jnp.log(total) - jnp.sum(exps * logits, axis=-1) / total
+        entropy = log_total - jnp.sum(exps * logits, axis=-1) / total
+        return target_logits - log_total, entropy, log_total + highest[:, 0]
 
     if num_chunks == 1:
-        return chunk_logprobs((hidden, targets))
+        return of_chunk((hidden, targets))
     hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(num_chunks, chunk, -1)
     targets = jnp.pad(targets, (0, pad)).reshape(num_chunks, chunk)
-    logps, entropies = lax.map(chunk_logprobs, (hidden, targets))
-    return logps.reshape(-1)[:M], entropies.reshape(-1)[:M]
+    logp, entropy, log_sum = lax.map(of_chunk, (hidden, targets))
+    return logp.reshape(-1)[:M], entropy.reshape(-1)[:M], log_sum.reshape(-1)[:M]
+
+
+def _logits(hidden: Array, head: Array, temperature: float) -> Array:
+    # a product, as in the engine's sampler: a division by a constant may round differently
+    return einsum_f32("md,vd->mv", hidden, head) * (np.float32(1.0) / np.float32(temperature))
+
+
+def _saved(
+    hidden: Array, head: Array, targets: Array, temperature: float, _: bool
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    logp, entropy, log_sum = _forward(hidden, head, targets, temperature)
+    return (logp, entropy), (hidden, head, targets, entropy, log_sum)
+
+
+def _backward(
+    temperature: float, entropy_gradient: bool, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None]:
+    """Gradients of hidden states and head, block by block of the vocabulary.
+
+    With p a token's distribution and H its entropy, d logp / d logit = [target] - p and
+    d H / d logit = -p (log p + H).
+    """
+    hidden, head, targets, entropy, log_sum = saved
+    of_logp, of_entropy = (x[:, None] for x in cotangents)
+    M, V = hidden.shape[0], head.shape[0]
+    block = min(V, max(FEWEST_WORDS, CHUNK_LOGITS // M))
+    inverse_temperature = np.float32(1.0) / np.float32(temperature)
+
+    def add_block(index: Array, grads: tuple[Array, Array]) -> tuple[Array, Array]:
+        of_hidden, of_head = grads
+        first = jnp.minimum(index * block, V - block)  # the last block begins earlier, and counts only what is new
+        words = first + jnp.arange(block)
+        part = lax.dynamic_slice_in_dim(head, first, block)
+        logp = _logits(hidden, part, temperature) - log_sum[:, None]
+        p = jnp.exp(logp)
+        gradient = jnp.where(targets[:, None] == words[None, :], of_logp, 0.0) - of_logp * p
+        if entropy_gradient:
+            gradient = gradient - of_entropy * p * (logp + entropy[:, None])
+        gradient = jnp.where(words[None, :] >= index * block, gradient * inverse_temperature, 0.0).astype(hidden.dtype)
+        of_hidden = of_hidden + einsum_f32("mv,vd->md", gradient, part)
+        of_part = einsum_f32("mv,md->vd", gradient, hidden) + lax.dynamic_slice_in_dim(of_head, first, block)
+        return of_hidden, lax.dynamic_update_slice_in_dim(of_head, of_part, first, 0)
+
+    start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(head.shape, jnp.float32)
+    of_hidden, of_head = lax.fori_loop(0, -(-V // block), add_block, start)
+    return of_hidden.astype(hidden.dtype), of_head.astype(head.dtype), None
+
+
+_token_logprobs.defvjp(_saved, _backward)

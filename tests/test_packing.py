@@ -1,0 +1,116 @@
+"""From rollouts to micro-batches: every token once, little padding, few shapes."""
+
+import numpy as np
+import pytest
+
+from groupax.batch import Row, pack
+from groupax.packing import placed, plan, round_up
+
+RNG = np.random.default_rng(0)
+
+
+def rows_of(num_groups, group_size, longest=60, rng=RNG):
+    rows = []
+    for group in range(num_groups):
+        prompt = rng.integers(0, 9, rng.integers(1, 30))
+        for length in rng.integers(1, longest, group_size):
+            rows.append(Row(group, prompt, rng.integers(0, 9, length), np.ones(length, bool), 1.0, rng.random(length)))
+    return rows
+
+
+@pytest.mark.parametrize(("shards", "budget"), [(1, 500), (2, 500), (4, 100), (2, 10_000)])
+@pytest.mark.parametrize("share_prefix", ["auto", "always", "never"])
+def test_every_row_lies_in_one_place_with_its_prompt(shards, budget, share_prefix):
+    rows = rows_of(9, 5)
+    packed, _ = pack(rows, shards, budget, share_prefix=share_prefix)
+    assert sorted(int(index) for part in packed for index in part.rows if index >= 0) == list(range(len(rows)))
+    for part in packed:
+        ragged, evidence = part.batch.ragged, part.batch.evidence
+        Q, R, (P, S) = len(ragged.prompts) // shards, len(ragged.inputs) // shards, ragged.prompt_cells.shape
+        for position, index in enumerate(part.rows):
+            cells = part.batch.cells[position]
+            if index < 0:
+                assert not evidence.mask[position].any()
+                assert (cells < 0).all()
+                continue
+            row, shard = rows[index], position // (len(part.rows) // shards)
+            length = len(row.completion)
+            own = shard * R + cells[:length]
+            assert (cells[length:] < 0).all()
+            assert ragged.targets[own].tolist() == row.completion.tolist()
+            assert ragged.inputs[own].tolist() == [row.prompt[-1], *row.completion[:-1]]
+            assert ragged.positions[own].tolist() == list(range(len(row.prompt) - 1, len(row.prompt) - 1 + length))
+            assert evidence.rollout_logp[position, :length].tolist() == np.float32(row.rollout_logp).tolist()
+            [(rectangle, b)] = [
+                (rectangle, b)
+                for rectangle in ragged.rectangles
+                for b in range(shard * len(rectangle.cells) // shards, (shard + 1) * len(rectangle.cells) // shards)
+                if rectangle.cells[b, 0] == cells[0]
+            ]
+            assert rectangle.cells[b, :length].tolist() == cells[:length].tolist()
+            prompt_cells = ragged.prompt_cells[shard * (P // shards) + rectangle.prompt_of[b]]
+            prompt = shard * Q + prompt_cells[prompt_cells >= 0]
+            assert ragged.prompts[prompt].tolist() == row.prompt[:-1].tolist()
+            assert ragged.prompt_positions[prompt].tolist() == list(range(len(row.prompt) - 1))
+            assert (prompt_cells[S - len(prompt) :] >= 0).all()
+
+
+def test_slots_and_cells_are_inverse():
+    [part], _ = pack(rows_of(3, 4), 1, 10_000)
+    batch, ragged = part.batch, part.batch.ragged
+    all_cells = np.concatenate([rectangle.cells.reshape(-1) for rectangle in ragged.rectangles])
+    for cells, slots in (
+        (batch.cells.reshape(-1), batch.slots),
+        (ragged.prompt_cells.reshape(-1), ragged.prompt_slots),
+        (all_cells, ragged.slots),
+    ):
+        used = np.flatnonzero(slots >= 0)
+        assert cells[slots[used]].tolist() == used.tolist()
+        assert (cells >= 0).sum() == len(used)
+
+
+def test_a_prompt_is_computed_once_for_its_group_unless_that_is_switched_off():
+    rows = rows_of(4, 8)
+    distinct = sum(len(rows[8 * group].prompt) - 1 for group in range(4))
+    for share, copies in (("always", 1), ("never", 8), ("auto", 1)):
+        [each] = plan(rows, 1, 10**6, share_prefix=share)
+        assert sum(part.prompt for part in each.shards[0]) == copies * distinct
+
+
+def test_groups_are_cut_where_shards_would_be_unequal():
+    prompt = np.arange(10)
+    rows = [Row(0, prompt, prompt, np.ones(10, bool), 1.0, np.zeros(10)) for _ in range(8)]
+    [each] = plan(rows, 4, 10_000)
+    assert [sum(len(part.rows) for part in parts) for parts in each.shards] == [2, 2, 2, 2]
+
+
+def test_fewer_rows_than_shards():
+    rows = rows_of(1, 2)
+    [each] = plan(rows, 4, 10_000)
+    assert sorted(len(parts) for parts in each.shards) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("mean", [20, 96])
+def test_over_many_steps_padding_is_little_and_shapes_are_few(mean):
+    rng = np.random.default_rng(2)
+    shapes, padding, counts = [], [], []
+    for _ in range(50):
+        rows, real = [], 0
+        for group in range(16):
+            prompt = np.zeros(int(np.clip(rng.gamma(4, 30), 20, 400)), np.int64)
+            real += len(prompt) - 1
+            for length in np.clip(rng.geometric(1 / mean, 8), 1, 512):
+                rows.append(Row(group, prompt, np.zeros(length, int), np.ones(length, bool), 1.0, np.zeros(length)))
+                real += length
+        packed, shapes = pack(rows, 2, 4096, shapes)
+        padding.append(1 - real / sum(part.num_cells for part in packed))
+        counts.append(len(shapes))
+    assert np.mean(padding) < 0.22
+    assert counts[-1] <= 14, counts
+    assert counts[-1] - counts[10] <= 8, counts
+
+
+def test_rows_go_into_the_narrowest_rectangle_with_room():
+    assert placed([(2, 16), (2, 64)], [10, 12, 3, 60]) == [[1, 0], [3, 2]]
+    assert placed([(2, 16), (2, 64)], [17, 17, 17]) is None
+    assert [round_up(size, 32) for size in (1, 33, 100, 1000)] == [32, 40, 112, 1024]
