@@ -1,5 +1,6 @@
 """Tokenizers: loading, prompts to ids, ids to completions. Imports no jax."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import numpy as np
 
 Prompt = str | list[dict[str, Any]]
+# What transformers calls a tokenizer that is no family's own.
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 # Chat templates by name, for `GRPOConfig.chat_template`.
 CHAT_TEMPLATES = {
@@ -33,13 +36,23 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
         ValueError: there is no tokenizer in the folder, or no such template.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        # AutoTokenizer goes by the model's type, and would split text as that family does whatever the files say
+        loader = PreTrainedTokenizerFast if _is_generic(Path(folder)) else AutoTokenizer
+        tokenizer = loader.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder} has no tokenizer that transformers can load: {error}") from error
     return prepare_tokenizer(tokenizer, chat_template)
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether the tokenizer's files say that all there is to it is in `tokenizer.json`."""
+    file = folder / "tokenizer_config.json"
+    if not file.is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    return json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_CLASSES
 
 
 def prepare_tokenizer(tokenizer: Any, chat_template: str | None = None) -> Any:

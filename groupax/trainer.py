@@ -148,7 +148,7 @@ class GRPOTrainer:
         self.num_steps = num_steps(
             len(self.prompts), args.prompts_per_step, args.num_iterations, args.num_train_epochs, args.max_steps
         )
-        self.learner = Learner(self.model, _learner_settings(args), self.num_steps)
+        self.learner = Learner(self.model, learner_settings(args), self.num_steps)
         self.engine = Engine(
             self.model.config,
             self.learner.policy,
@@ -435,7 +435,8 @@ def _weights(args: GRPOConfig, num_rewards: int) -> np.ndarray:
     return weights
 
 
-def _learner_settings(args: GRPOConfig) -> LearnerSettings:
+def learner_settings(args: GRPOConfig) -> LearnerSettings:
+    """The part of the settings that says how updates are computed."""
     entropy = args.part(EntropyControl)
     return args.part(
         LearnerSettings,

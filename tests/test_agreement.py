@@ -110,3 +110,27 @@ def test_grouped_logps_are_those_of_the_whole_sequence(family):
         dense = forward(tokens)[:length]
         expected = np.asarray(dense)[len(row.prompt) - 1 : -1][np.arange(len(row.completion)), row.completion]
         np.testing.assert_allclose(logp, expected, atol=1e-5)
+
+
+def test_sharing_prompts_changes_neither_loss_nor_gradients():
+    model = init_model({**TINY, "head_dim": 8}, seed=1)
+    rng = np.random.default_rng(1)
+    rows = []
+    for group, prompt_length in enumerate((1, 2, 9, 31)):
+        prompt = rng.integers(0, 96, prompt_length)
+        for length in rng.integers(1, 30, 4):
+            mask = np.ones(length, bool)
+            rows.append(Row(group, prompt, rng.integers(0, 96, length), mask, rng.normal(), rng.normal(size=length)))
+    settings = ObjectiveSettings()
+    counts = Denominators(jnp.float32(len(rows)), jnp.float32(sum(len(row.completion) for row in rows)))
+    static = {"config": model.config, "settings": settings, "mesh": model.mesh, "checkpointing": "none"}
+
+    def loss_and_grads(share_prefix):
+        totals = zero_totals(model.params, settings=settings)
+        for part in pack(rows, num_data_shards(model.mesh), 300, share_prefix=share_prefix)[0]:
+            batch = to_rows(part.batch, model.mesh)
+            totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)
+        return jax.tree.leaves((totals.loss, totals.grads))
+
+    for a, b in zip(loss_and_grads("always"), loss_and_grads("never"), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

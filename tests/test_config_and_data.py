@@ -7,11 +7,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from groupax import GRPOConfig
+from groupax import GRPOConfig, init_model, save_model
 from groupax.data import encode_examples, load_examples, num_steps, visit_order
 from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
 
-from .conftest import SHARED
+from .conftest import SHARED, TINY
 
 # -- settings
 
@@ -138,6 +138,15 @@ def test_prompts_that_are_too_long():
         encode_examples(rows, tokenizer, 1, "drop")
     with pytest.raises(ValueError, match="prompt 0 is empty"):
         encode_examples([{"prompt": ""}], tokenizer, 4, "drop")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_a_tokenizer_of_ones_own_splits_as_its_files_say(tmp_path, model_type):
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    save_model(init_model({**TINY, "model_type": model_type, "vocab_size": 13}), tmp_path / "model", tokenizer)
+    loaded = load_tokenizer(tmp_path / "model")
+    assert loaded("abjx cd")["input_ids"] == tokenizer("abjx cd")["input_ids"]
+    assert loaded.eos_token == "<eos>"
 
 
 def test_conversational_prompts_need_a_template(tmp_path):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, init_model
-from groupax.errors import DivergedError
+from groupax.errors import DivergedError, RunError
 from groupax.health import setup_findings
 from groupax.metrics import solved_metrics
-from groupax.models.flops import forward_flops
+from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.specs import num_params
 
 from .conftest import TINY
@@ -438,3 +438,64 @@ def test_fewer_bits_without_a_correction_are_told():
     assert not setup_findings(GRPOConfig(), [1])
     with pytest.raises(ValueError, match="kv_cache_gb must be at least"):
         GRPOConfig(kv_cache_gb=0)
+
+
+# -- how updates are computed
+
+
+def test_ways_of_computing_the_same_update(tmp_path):
+    ways = {
+        "plain": {},
+        "never": {"share_prefix": "never"},
+        "always": {"share_prefix": "always"},
+        "full": {"gradient_checkpointing": "full"},
+        "dots": {"gradient_checkpointing": "dots"},
+        "all_dots": {"gradient_checkpointing": "all_dots"},
+        "small": {"micro_batch_tokens": 12},
+    }
+    results, cells = {}, {}
+    for name, options in ways.items():
+        trainer = a_trainer(tmp_path / name, optimizer="sgd", learning_rate=1e-2, max_steps=1, beta=0.1, **options)
+        trainer.train()
+        results[name] = leaves(trainer)
+        cells[name] = trainer.learner.shapes[0].prompt_tokens
+    start = leaves(a_trainer(tmp_path / "start"))
+    for name, weights in results.items():
+        for a, b, c in zip(weights, results["plain"], start, strict=True):
+            np.testing.assert_allclose(a - c, b - c, atol=1e-7, rtol=1e-4, err_msg=name)
+    assert cells["never"] >= cells["always"]
+
+
+def test_running_out_of_memory_is_explained(tmp_path, monkeypatch):
+    trainer = a_trainer(tmp_path, max_steps=1)
+
+    def no_memory(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes")
+
+    monkeypatch.setattr("groupax.learner.micro_step", no_memory)
+    with pytest.raises(
+        RunError, match=r"(?s)set micro_batch_tokens \(now 4096\) to 2048, or gradient_checkpointing.*7 b"
+    ):
+        trainer.train()
+    monkeypatch.setattr("groupax.learner.micro_step", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        a_trainer(tmp_path / "other", max_steps=1).train()
+
+
+def test_the_micro_batch_follows_the_memory(tmp_path, monkeypatch):
+    learner = a_trainer(tmp_path).learner
+    learner.on_cpu = False
+    monkeypatch.setattr("groupax.learner.free_memory_bytes", lambda mesh: 1e8)
+    per_token = activation_bytes_per_token(learner.config, 4, "none")
+    assert learner._fitting_tokens() == int(0.5e8 / per_token) // 1024 * 1024
+    monkeypatch.setattr("groupax.learner.free_memory_bytes", lambda mesh: 1e12)
+    assert learner._fitting_tokens() == 65_536
+    by_way = [activation_bytes_per_token(learner.config, 4, way) for way in ("full", "dots", "all_dots", "none")]
+    assert by_way == sorted(by_way)
+
+
+def test_a_trace_of_some_steps(tmp_path):
+    a_trainer(tmp_path, max_steps=4, profile=1).train()
+    assert list((tmp_path / "run" / "profile").rglob("*.json.gz"))
+    a_trainer(tmp_path / "short", max_steps=3, profile=5).train()
+    assert list((tmp_path / "short" / "run" / "profile").rglob("*.json.gz")), "what there is when the run ends"

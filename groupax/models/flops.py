@@ -30,7 +30,7 @@ def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]
     return layers + 2.0 * config.vocab_size * config.hidden_size * num_completion_tokens
 
 
-def activation_bytes_per_token(config: ModelConfig, itemsize: int, checkpointing: str) -> float:
+def activation_bytes_per_token(config: ModelConfig, itemsize: int, checkpointing: str) -> int:
     """What the backward pass finds of one token, roughly: the inputs of each product, layer by layer.
 
     Args:

@@ -1,0 +1,68 @@
+"""Memory of an update over long rows: it grows with their length, not with its square.
+
+    python benchmarks/long_rows.py [--json]
+
+The 7M-parameter model, one prompt of 64 tokens with 2 completions of 4,096, 8,192 and 16,384 tokens, with
+`gradient_checkpointing="full"`: what the compiled program needs beside weights and gradients, seconds, and the
+process's peak.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from models import QWEN_7M, parser, show
+
+from groupax import GRPOConfig, init_model
+from groupax.batch import Row, pack
+from groupax.learner import Learner
+from groupax.objective.aggregation import Denominators
+from groupax.parallel.mesh import num_data_shards
+from groupax.parallel.peak import peak_memory_bytes
+from groupax.step import micro_step, to_rows, zero_totals
+from groupax.trainer import learner_settings
+
+LENGTHS = (4096, 8192, 16_384)
+
+
+def main() -> None:
+    args = parser(__doc__ or "").parse_args()
+    model = init_model({**QWEN_7M, "max_position_embeddings": 32_768}, seed=0)
+    settings = learner_settings(GRPOConfig(gradient_checkpointing="full", micro_batch_tokens=32_768))
+    learner = Learner(model, settings, 100)
+    rng = np.random.default_rng(0)
+    results: list[dict[str, Any]] = []
+    for length in LENGTHS:
+        rows = [
+            Row(0, np.arange(64), rng.integers(1, 8000, length), np.ones(length, bool), 1.0 - 2 * i, np.zeros(length))
+            for i in range(2)
+        ]
+        [part], _ = pack(rows, num_data_shards(model.mesh), settings.micro_batch_tokens or 0)
+        totals = zero_totals(model.params, settings=settings.objective)
+        counts = Denominators(jnp.float32(2), jnp.float32(2 * length))
+        static: dict[str, Any] = {"config": model.config, "settings": settings.objective, "mesh": model.mesh}
+        batch = to_rows(part.batch, model.mesh)
+        lowered = micro_step.lower(model.params, totals, batch, counts, jnp.float32(0), checkpointing="full", **static)
+        memory: Any = lowered.compile().memory_analysis()
+        started_s = time.perf_counter()
+        jax.block_until_ready(learner.update(rows).logps)
+        results.append(
+            {
+                "tokens_per_row": length,
+                "temporaries_gb_per_device": memory.temp_size_in_bytes / 1e9,
+                "update_s": time.perf_counter() - started_s,
+                "process_peak_gb": peak_memory_bytes(model.mesh) / 1e9,
+            }
+        )
+    show(results, args.json)
+
+
+if __name__ == "__main__":
+    main()
