@@ -22,9 +22,9 @@ MOST_RECTANGLES = 3
 COLUMN_COST = 3e-4
 # What a micro-batch takes beside its tokens, in tokens.
 MICRO_BATCH_COST = 200
-# A known shape is used where it costs at most so many times as much as one of its own would: so much more with each
-# shape that is known, so that there cannot be many.
-TOLERANCE_PER_SHAPE = 0.08
+# A known shape is used where it costs little more than one of its own would: so much more, as a part and in tokens,
+# with each shape that is known, so that there cannot be many. Compiling takes seconds, and small steps take less.
+TOLERANCE_PER_SHAPE, TOLERATED_TOKENS_PER_SHAPE = 0.06, 200
 # How much more a new shape may cost than the narrowest one, to be wide enough for later steps.
 WIDENING = 1.2
 # The fullest shard has at most so many times the tokens of the mean, if cutting groups can bring that about.
@@ -115,8 +115,10 @@ def plan(
         ]
 
     def price(plan: list[MicroBatchPlan]) -> float:
-        dearer = _tolerance(known)
-        costs = (each.shape.cost * (1 if each.shape in known else dearer) for each in plan)
+        costs = (
+            each.shape.cost if each.shape in known else _tolerated(each.shape.cost, [*known, each.shape])
+            for each in plan
+        )
         return sum(costs) + MICRO_BATCH_COST * num_shards * len(plan)
 
     return min(plans, key=price)
@@ -166,11 +168,11 @@ def shape_for(shards: Sequence[Sequence[Part]], known: Sequence[Shape]) -> Shape
     own = _own_shape(shards)
     fitting = [shape for shape in known if all(_fits(shape, shard) for shard in shards)]
     best = min(fitting, key=lambda shape: shape.cost, default=own)
-    return best if best in fitting and best.cost <= _tolerance(known) * own.cost else _widened(own, shards, known)
+    return best if best in fitting and best.cost <= _tolerated(own.cost, known) else _widened(own, shards, known)
 
 
-def _tolerance(known: Sequence[Shape]) -> float:
-    return 1.0 + TOLERANCE_PER_SHAPE * len(known)
+def _tolerated(cost: float, known: Sequence[Shape]) -> float:
+    return cost + len(known) * (TOLERANCE_PER_SHAPE * cost + TOLERATED_TOKENS_PER_SHAPE)
 
 
 def _widened(own: Shape, shards: Sequence[Sequence[Part]], known: Sequence[Shape]) -> Shape:
@@ -184,6 +186,12 @@ def _widened(own: Shape, shards: Sequence[Sequence[Part]], known: Sequence[Shape
     for rectangles in sorted(used, key=lambda each: replace(own, rectangles=each).cost)[:1]:
         candidate = replace(new, rectangles=rectangles)
         new = candidate if candidate.cost <= WIDENING * own.cost else new
+    tokens = replace(
+        new,
+        prompt_tokens=max(shape.prompt_tokens for shape in (own, *known)),
+        row_tokens=max(shape.row_tokens for shape in (own, *known)),
+    )
+    new = tokens if tokens.cost <= WIDENING * own.cost else new
     for prompts in ((num_prompts, columns), (own.prompts[0], columns), (num_prompts, own.prompts[1])):
         candidate = replace(new, prompts=prompts)
         if candidate.cost <= WIDENING * own.cost:

@@ -105,9 +105,9 @@ def test_over_many_steps_padding_is_little_and_shapes_are_few(mean):
         packed, shapes = pack(rows, 2, 4096, shapes)
         padding.append(1 - real / sum(part.num_cells for part in packed))
         counts.append(len(shapes))
-    assert np.mean(padding) < 0.22
-    assert counts[-1] <= 14, counts
-    assert counts[-1] - counts[10] <= 8, counts
+    assert np.mean(padding) < (0.31 if mean == 20 else 0.16)  # small steps would rather pad than compile
+    assert counts[-1] <= 9, counts
+    assert counts[-1] - counts[10] <= 4, counts
 
 
 def test_rows_go_into_the_narrowest_rectangle_with_room():
