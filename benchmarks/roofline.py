@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_05B, QWEN_7M, parser, show
 
 from groupax import Engine, Model, SamplingParams, init_model
+from groupax.engine.batch import Batch
 from groupax.engine.cache import Cache
 from groupax.engine.decode import REPLICATED, ROWS
 from groupax.models.attention import attend_cached
@@ -58,19 +60,19 @@ def timed_steps(model: Model, rows: int) -> tuple[float, Cache]:
     engine = Engine(model.config, model.params, model.mesh, eos_ids=(), chunk_steps=STEPS)
     prompts = list(np.random.default_rng(0).integers(0, 8000, (rows // GROUP, PROMPT_TOKENS)).astype(np.int32))
     seconds, caches = [], []
-    whole = engine._decode_chunk
 
-    def timed(batch: Any, scheduler: Any) -> Any:
-        jax.block_until_ready(batch.cache)
-        started_s = time.perf_counter()
-        batch, grown = whole(batch, scheduler)
-        seconds.append((time.perf_counter() - started_s) / STEPS)
-        caches[:] = [batch.cache]
-        return batch, grown
+    class TimedBatch(Batch):
+        def decode(self, params: Any) -> Any:
+            jax.block_until_ready(self.cache)
+            started_s = time.perf_counter()
+            grown = super().decode(params)
+            seconds.append((time.perf_counter() - started_s) / STEPS)
+            caches[:] = [self.cache]
+            return grown
 
-    engine._decode_chunk = timed  # pyright: ignore[reportAttributeAccessIssue]
-    for seed in range(4):
-        engine.generate(prompts, SamplingParams(n=GROUP, max_tokens=NEW_TOKENS, seed=seed))
+    with patch("groupax.engine.engine.Batch", TimedBatch):
+        for seed in range(4):
+            engine.generate(prompts, SamplingParams(n=GROUP, max_tokens=NEW_TOKENS, seed=seed))
     return statistics.median(seconds[5::3]), caches[0]
 
 

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from groupax.config import SharePrefix
 from groupax.models.grouped import Ragged, Rectangle
 from groupax.objective.objective import Evidence
-from groupax.packing import Part, Shape, SharePrefix, placed, plan
+from groupax.packing import Part, Shape, placed, plan
 from groupax.pytree import pytree
 
 

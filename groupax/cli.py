@@ -5,11 +5,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
-from groupax.config import GRPOConfig, nearest
+from groupax.config import DecodingWeights, GRPOConfig, nearest
 from groupax.engine.params import SamplingParams
 from groupax.errors import RunError
 from groupax.recipes import RECIPES, load_recipe
@@ -54,7 +54,7 @@ class Generate:
     """Put each prompt through the model's chat template."""
     chat_template: str | None = None
     """A template for a tokenizer without one: chatml, plain, or a file."""
-    weights: Literal["same", "bfloat16", "int8", "float8"] = "same"
+    weights: DecodingWeights = "same"
     """Weights to decode with: as the model has them, or with fewer bits."""
     kv_cache_gb: float | None = None
     """Most memory of a device for keys and values, in GB; by default 80 % of what is free."""

@@ -6,7 +6,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
-from groupax.objective.settings import ImportanceSamplingLevel, KLEstimator, LossType, RolloutCorrection
+from groupax.objective.settings import (
+    ImportanceSamplingLevel,
+    KLEstimator,
+    LossType,
+    MultiObjectiveAggregation,
+    RolloutCorrection,
+    ScaleRewards,
+)
+
+PromptOverflow = Literal["error", "drop", "truncate_left"]
+OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
+LRScheduler = Literal["constant", "linear", "cosine"]
+WeightDecayScope = Literal["matrices", "all"]
+Checkpointing = Literal["none", "full", "dots", "all_dots"]
+SharePrefix = Literal["auto", "always", "never"]
+DecodingWeights = Literal["same", "bfloat16", "int8", "float8"]
 
 T = TypeVar("T")
 
@@ -111,7 +126,7 @@ class GRPOConfig:
     # Prompts and completions
     max_prompt_length: int | None = None
     """Longest prompt in tokens; None leaves what the model's context has beside max_completion_length."""
-    prompt_overflow: Literal["error", "drop", "truncate_left"] = "error"
+    prompt_overflow: PromptOverflow = "error"
     """What happens to a longer prompt: stop, leave it out, or keep its end."""
     max_completion_length: int = 256
     """Longest completion in tokens."""
@@ -163,9 +178,9 @@ class GRPOConfig:
     """The policy's share in the new reference."""
     ref_model_sync_steps: int = 512
     """Updates between two moves of the reference."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
+    scale_rewards: ScaleRewards = "group"
     """Divide advantages by the rewards' standard deviation in the group, in the batch, or not."""
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize"
     """Normalize the sum of several rewards, or each of them before they are summed (GDPO)."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward function; None weighs all 1."""
@@ -209,13 +224,13 @@ class GRPOConfig:
     """Completions of a failed call get no reward and are counted, or the run stops."""
 
     # Optimizer
-    optimizer: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """What turns gradients into updates."""
     learning_rate: float = 1e-6
     """Peak learning rate. Small models trained from scratch need far more, e.g. 2e-4."""
     learning_rate_end: float = 0.0
     """Where "linear" and "cosine" end."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    lr_scheduler_type: LRScheduler = "linear"
     """The schedule after warm-up."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
@@ -231,7 +246,7 @@ class GRPOConfig:
     """Of sgd."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
-    weight_decay_scope: Literal["matrices", "all"] = "matrices"
+    weight_decay_scope: WeightDecayScope = "matrices"
     """Whether norms and biases decay too."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 does not clip."""
@@ -241,20 +256,18 @@ class GRPOConfig:
     # Compute
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward pass; "auto" is float32 on CPU and bfloat16 elsewhere. Master weights are float32 always."""
-    gradient_checkpointing: Literal["none", "full", "dots", "all_dots"] = "none"
+    gradient_checkpointing: Checkpointing = "none"
     """To save memory the backward pass computes layers again: "full" everything, "dots" all but the products with
     weights, "all_dots" all but products."""
-    share_prefix: Literal["auto", "always", "never"] = "auto"
+    share_prefix: SharePrefix = "auto"
     """Whether updates compute a prompt once for the rows of its group; "auto" does what takes less."""
-    profile: int = 0
-    """Trace so many steps, from the third on, into profile/ of the run folder, for Perfetto or XProf."""
     max_concurrent_rows: int = 256
     """Most completions decoded at once."""
     kv_cache_gb: float | None = None
     """Most memory of a device for keys and values, in GB; None allows 80 % of what is free. What does not fit waits."""
     kv_cache_dtype: Literal["same", "float32", "bfloat16"] = "same"
     """Of the keys and values; "same" as the weights that are decoded with."""
-    decoding_weights: Literal["same", "bfloat16", "int8", "float8"] = "same"
+    decoding_weights: DecodingWeights = "same"
     """What rollouts decode with: the policy's weights, or a copy of them in fewer bits, which is faster but not quite
     the policy (see rollout_correction)."""
 
@@ -269,6 +282,8 @@ class GRPOConfig:
     """The reward function whose 1 means that a completion is right; pass@k and solved groups are then reported."""
     logging_steps: int = 1
     """Write metrics (means over these steps) and rollouts every so many steps."""
+    profile: int = 0
+    """Trace so many steps, from the third on, into profile/ of the run folder, for Perfetto or XProf."""
     progress_bar: Literal["rich", "tqdm", "json", "none"] = "rich"
     """What is shown while training."""
     log_completions: bool = True

@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from groupax.config import PromptOverflow
 from groupax.tokenizer import encode_prompts
 
 Example = Mapping[str, Any]
-Overflow = Literal["error", "drop", "truncate_left"]
 
 
 @runtime_checkable
@@ -105,7 +105,7 @@ def _parse_lines(text: str, path: Path) -> list[Any]:
     return rows
 
 
-def encode_examples(examples: Examples, tokenizer: Any, max_length: int, overflow: Overflow) -> PromptSet:
+def encode_examples(examples: Examples, tokenizer: Any, max_length: int, overflow: PromptOverflow) -> PromptSet:
     """Tokenize all prompts and apply the policy for those longer than `max_length` tokens.
 
     Raises:

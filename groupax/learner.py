@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from groupax.batch import Packed, Row, pack
+from groupax.config import Checkpointing, SharePrefix
 from groupax.errors import RunError
 from groupax.metrics import Metrics
 from groupax.models.checkpoint import Model
-from groupax.models.decoder import Checkpointing
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators
@@ -23,7 +23,7 @@ from groupax.objective.masks import top_entropy_threshold
 from groupax.objective.settings import ObjectiveSettings
 from groupax.objective.tally import Tally
 from groupax.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
-from groupax.packing import Shape, SharePrefix
+from groupax.packing import Shape
 from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
 from groupax.step import (
@@ -161,9 +161,10 @@ class Learner:
         packed = self._pack(rows)
         scored = []
         for part in packed:
-            batch = to_rows(part.batch, self.mesh)
-            pair = score(params, batch, config=self.config, settings=self.settings.objective, mesh=self.mesh)
-            scored.append(jax.device_get(pair))
+            with self._memory_explained(part):
+                batch = to_rows(part.batch, self.mesh)
+                pair = score(params, batch, config=self.config, settings=self.settings.objective, mesh=self.mesh)
+                scored.append(jax.device_get(pair))
         logps, entropies = zip(*scored, strict=True)
         return _by_row(packed, logps, rows), _by_row(packed, entropies, rows)
 

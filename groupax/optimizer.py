@@ -2,15 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import optax
 import optax.contrib
 
-Scheduler = Literal["constant", "linear", "cosine"]
-OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
-WeightDecayScope = Literal["matrices", "all"]
+from groupax.config import LRScheduler, OptimizerName, WeightDecayScope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +17,7 @@ class ScheduleSettings:
 
     learning_rate: float
     learning_rate_end: float = 0.0
-    lr_scheduler_type: Scheduler = "linear"
+    lr_scheduler_type: LRScheduler = "linear"
     warmup_steps: int = 0
     warmup_ratio: float = 0.0
 

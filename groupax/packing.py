@@ -7,7 +7,9 @@ fit and waste little.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from groupax.config import SharePrefix
 
 if TYPE_CHECKING:
     from groupax.batch import Row
@@ -31,7 +33,6 @@ WIDENING = 1.2
 IMBALANCE = 1.15
 
 Side = tuple[int, int]
-SharePrefix = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,9 @@ def _micro_batches(
 def shape_for(shards: Sequence[Sequence[Part]], known: Sequence[Shape]) -> Shape:
     """The shape to compute these parts in: a known one that fits and wastes little, else a new one."""
     own = _own_shape(shards)
-    fitting = [shape for shape in known if all(_fits(shape, shard) for shard in shards)]
-    best = min(fitting, key=lambda shape: shape.cost, default=own)
-    return best if best in fitting and best.cost <= _tolerated(own.cost, known) else _widened(own, shards, known)
+    fitting = (shape for shape in known if all(_fits(shape, shard) for shard in shards))
+    best = min(fitting, key=lambda shape: shape.cost, default=None)
+    return best if best and best.cost <= _tolerated(own.cost, known) else _widened(own, shards, known)
 
 
 def _tolerated(cost: float, known: Sequence[Shape]) -> float:

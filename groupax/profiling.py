@@ -14,10 +14,10 @@ class Profile:
 
     def step_ended(self, step: int) -> bool:
         """To be called after each step; returns whether the trace has just been written."""
-        import jax
-
         if not self.num_steps:
             return False
+        import jax
+
         if self.first is None and step >= WARM_UP_STEPS:
             self.first = step
             jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
@@ -28,8 +28,8 @@ class Profile:
 
     def close(self) -> None:
         """Write what there is, if a trace is under way."""
-        import jax
-
         if self.first is not None and self.num_steps:
+            import jax
+
             jax.profiler.stop_trace()
             self.num_steps = 0

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from groupax.batch import MicroBatch
+from groupax.config import Checkpointing
 from groupax.models.config import ModelConfig
-from groupax.models.decoder import Checkpointing
 from groupax.models.grouped import grouped_logprobs, taken
 from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators

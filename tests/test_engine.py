@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from groupax import Engine, SamplingParams, load_model
+from groupax.engine.batch import Batch
 from groupax.engine.prefixes import Prefix, PrefixStore
 from groupax.engine.sampling import History, SamplingSettings, alternatives, changed_logits, kept_tokens, sample
 from groupax.engine.stops import find_stop, text_before_stop
@@ -537,20 +538,20 @@ def test_little_memory_makes_sequences_wait_and_does_not_show(tiny_model, expect
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_sequences_that_make_room_begin_again_and_end_the_same(tiny_model, num_devices):
+def test_sequences_that_make_room_begin_again_and_end_the_same(tiny_model, num_devices, monkeypatch):
     params = SamplingParams(n=4, max_tokens=150, seed=3, ignore_eos=True)
     prompts = PROMPTS[:6]
     plenty = tokens_of(engine_for(tiny_model, num_devices).generate(prompts, params))
     engine = engine_for(tiny_model, num_devices)
     engine.kv_bytes = 1700 // num_devices * engine.bytes_per_token
     shapes, counted = [], {}
-    whole = engine._decode_chunk
+    decode = Batch.decode
 
-    def watched(batch, scheduler):
-        shapes.append((scheduler.slots_per_shard, batch.cache.num_columns))
-        return whole(batch, scheduler)
+    def watched(batch, params):
+        shapes.append((batch.scheduler.slots_per_shard, batch.cache.num_columns))
+        return decode(batch, params)
 
-    engine._decode_chunk = watched
+    monkeypatch.setattr(Batch, "decode", watched)
     sequences = engine.sequences(prompts, params)
     for sequence, num_new in engine.updates(sequences):
         counted[id(sequence)] = counted.get(id(sequence), 0) + num_new
@@ -562,18 +563,18 @@ def test_sequences_that_make_room_begin_again_and_end_the_same(tiny_model, num_d
     assert max(slots * columns for slots, columns in shapes) <= plan.max_tokens
 
 
-def test_columns_become_fewer_when_long_completions_have_ended(tiny_model):
+def test_columns_become_fewer_when_long_completions_have_ended(tiny_model, monkeypatch):
     engine = engine_for(tiny_model, num_devices=1, max_slots=2)
     sequences = engine.sequences([PROMPTS[0]], SamplingParams(n=12, max_tokens=40, seed=3, ignore_eos=True))
     sequences[0].params = replace(sequences[0].params, max_tokens=200)
     widths = []
-    whole = engine._decode_chunk
+    decode = Batch.decode
 
-    def watched(batch, scheduler):
+    def watched(batch, params):
         widths.append(batch.cache.num_columns)
-        return whole(batch, scheduler)
+        return decode(batch, params)
 
-    engine._decode_chunk = watched
+    monkeypatch.setattr(Batch, "decode", watched)
     assert [len(sequence.tokens) for sequence in engine.stream(sequences)].count(40) == 11
     assert max(widths) >= 192
     assert widths[-1] == 64
@@ -612,16 +613,16 @@ def test_a_next_turn_reuses_what_was_computed(tiny_model):
     engine = engine_for(tiny_model, 2, prefix_bytes=1 << 20)
     plain = engine_for(tiny_model, 2)
     [first] = engine.generate([PROMPTS[3]], params)
-    assert engine.num_reused_tokens == 0
+    assert engine.prefixes.num_reused_tokens == 0
     turns = [np.array([*PROMPTS[3], *sequence.tokens, 7, 8, 9]) for sequence in first]
     again = engine.generate(turns, params)
-    assert engine.num_reused_tokens == 2 * (len(PROMPTS[3]) + 19)
+    assert engine.prefixes.num_reused_tokens == 2 * (len(PROMPTS[3]) + 19)
     expected = plain.generate(turns, params)
     assert tokens_of(again) == tokens_of(expected)
     np.testing.assert_array_equal(again[1][1].policy_logps, expected[1][1].policy_logps)
     engine.params = jax.tree.map(lambda x: x * 1.5, engine.params)
     engine.generate(turns, params)
-    assert engine.num_reused_tokens == 2 * (len(PROMPTS[3]) + 19), "other weights, nothing known"
+    assert engine.prefixes.num_reused_tokens == 2 * (len(PROMPTS[3]) + 19), "other weights, nothing known"
 
 
 def test_the_store_keeps_the_most_recent_within_its_size():
@@ -659,7 +660,7 @@ def test_the_cache_may_have_its_own_dtype(tiny_model, dtype):
     assert difference < 0.05
     assert engine.bytes_per_token == 2 * 2 * 2 * 8 * np.dtype(dtype).itemsize
     again = engine.generate([np.array([*PROMPTS[3], *groups[3][0].tokens])], params)
-    assert engine.num_reused_tokens > 0
+    assert engine.prefixes.num_reused_tokens > 0
     assert len(again[0][0].tokens) == 20
 
 

@@ -8,14 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from groupax.config import GRPOConfig
+from groupax.config import GRPOConfig, LRScheduler, OptimizerName, WeightDecayScope
 from groupax.optimizer import (
     OPTIMIZERS,
-    OptimizerName,
     OptimizerSettings,
-    Scheduler,
     ScheduleSettings,
-    WeightDecayScope,
     make_optimizer,
     make_schedule,
 )
@@ -41,7 +38,7 @@ def test_the_config_lists_the_tables():
         return get_args(GRPOConfig.__annotations__[name])
 
     assert set(OPTIMIZERS) == set(get_args(OptimizerName)) == set(choices("optimizer"))
-    assert choices("lr_scheduler_type") == get_args(Scheduler)
+    assert choices("lr_scheduler_type") == get_args(LRScheduler)
     assert choices("weight_decay_scope") == get_args(WeightDecayScope)
 
 

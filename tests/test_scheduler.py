@@ -101,7 +101,9 @@ def test_those_that_are_not_far_make_room_and_begin_again():
     assert [len(bundle) for bundle in scheduler.waiting] == [1] * 7
     scheduler.grow(2)
     assert [sequence and len(sequence.tokens) for sequence in scheduler.slots] == [5, None, 9, None]
+    assert scheduler.num_unplaced == 5, "of seven that wait, two have a free slot"
     assert len(scheduler.admit(8).placed) == 2
+    assert scheduler.num_unplaced == 5
 
 
 def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():

@@ -453,17 +453,15 @@ def test_ways_of_computing_the_same_update(tmp_path):
         "all_dots": {"gradient_checkpointing": "all_dots"},
         "small": {"micro_batch_tokens": 12},
     }
-    results, cells = {}, {}
+    results = {}
     for name, options in ways.items():
         trainer = a_trainer(tmp_path / name, optimizer="sgd", learning_rate=1e-2, max_steps=1, beta=0.1, **options)
         trainer.train()
         results[name] = leaves(trainer)
-        cells[name] = trainer.learner.shapes[0].prompt_tokens
     start = leaves(a_trainer(tmp_path / "start"))
     for name, weights in results.items():
         for a, b, c in zip(weights, results["plain"], start, strict=True):
             np.testing.assert_allclose(a - c, b - c, atol=1e-7, rtol=1e-4, err_msg=name)
-    assert cells["never"] >= cells["always"]
 
 
 def test_running_out_of_memory_is_explained(tmp_path, monkeypatch):

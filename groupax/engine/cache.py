@@ -11,8 +11,7 @@ running completion.
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from groupax.models.config import ModelConfig
 from groupax.pytree import pytree
@@ -63,22 +62,3 @@ def empty_cache(
         k=[jnp.zeros((num_slots, K, H, num_columns), dtype) for _ in layers],
         v=[jnp.zeros((num_slots, K, num_columns, H), dtype) for _ in layers],
     )
-
-
-def moved(
-    x: Array, rows: Int[Array, "B"] | None, axis: int, num_columns: int, shift: Int[Array, ""]
-) -> Shaped[Array, "..."]:
-    """One of the cache's arrays with other rows, `num_columns` columns, and its contents moved by `shift` columns.
-
-    Args:
-        x: rows first.
-        rows: old index of each new row, any where the contents do not matter; None for the rows as they are.
-        axis: of the columns.
-        num_columns: there are afterwards.
-        shift: to the right if positive. What is moved out at one end comes in at the other or is lost; it must be
-            hidden or be overwritten.
-    """
-    x = x if rows is None else x[rows]
-    added = num_columns - x.shape[axis]
-    padded = jnp.pad(x, [(0, max(0, added) if dim == axis else 0) for dim in range(x.ndim)])
-    return lax.slice_in_dim(jnp.roll(padded, shift, axis), 0, num_columns, axis=axis)

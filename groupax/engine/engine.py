@@ -1,57 +1,27 @@
 """The rollout engine: continuous batching over slots, one chunk of decoding at a time."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from groupax.engine.cache import Cache, empty_cache
-from groupax.engine.decode import (
-    ROWS,
-    Chunk,
-    Known,
-    Slots,
-    admit,
-    decode_chunk,
-    move,
-    move_slots,
-    rearrange,
-    release,
-    stored_of,
-    take,
-)
+from groupax.engine.batch import PROGRAMS, Batch
 from groupax.engine.params import SamplingParams
-from groupax.engine.plan import (
-    CACHE_COLUMNS,
-    MIN_SLOTS,
-    PREFILL_COLUMNS,
-    CacheShape,
-    Plan,
-    bucket,
-    max_prompts,
-    power_of_two,
-)
-from groupax.engine.prefixes import Prefix, PrefixStore
+from groupax.engine.plan import FREE_PART, Plan
+from groupax.engine.prefixes import PrefixStore
 from groupax.engine.sampling import row_keys
-from groupax.engine.scheduler import Admission, Scheduler, Sequence
-from groupax.engine.slots import BIASED_TOKENS, STOP_IDS, fill, slot_table, slots_of
+from groupax.engine.scheduler import Sequence
 from groupax.engine.stops import find_stop, text_before_stop
 from groupax.models.checkpoint import load_model
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import decoding_params
 from groupax.models.specs import Params
-from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.peak import free_memory_bytes
 from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokenizer
-
-# The part of the free memory that keys and values may take unless `kv_bytes` says otherwise.
-FREE_PART = 0.8
 
 
 class Engine:
@@ -77,7 +47,7 @@ class Engine:
         weights: to decode with: "same" as `params`, or a copy of them in "bfloat16", "int8" or "float8".
 
     Attributes:
-        num_reused_tokens: prompt tokens that were not computed because of that.
+        prefixes: what is stored of finished sequences.
 
     Example:
         >>> engine = Engine.load("Qwen/Qwen3-0.6B")  # doctest: +SKIP
@@ -128,6 +98,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.weights = weights
+        self._given: Params | None = None
         self.params = params
         self.mesh = mesh
         self.eos_ids = eos_ids
@@ -137,7 +108,6 @@ class Engine:
         self.kv_bytes = kv_bytes
         self.kv_dtype = jnp.dtype(kv_dtype or self.params["embed"].dtype)
         self.prefixes = PrefixStore(prefix_bytes)
-        self.num_reused_tokens = 0
 
     @property
     def params(self) -> Params:
@@ -146,7 +116,8 @@ class Engine:
 
     @params.setter
     def params(self, params: Params) -> None:
-        self._params = decoding_params(self.config, params, self.weights)
+        if params is not self._given:  # a copy in fewer bits is not made twice
+            self._given, self._params = params, decoding_params(self.config, params, self.weights)
 
     def generate(self, prompts: Any, params: SamplingParams | None = None, step: int = 0) -> list[list[Sequence]]:
         """`params.n` completions of each prompt, in order.
@@ -215,7 +186,8 @@ class Engine:
     def updates(self, sequences: Iterable[Sequence]) -> Iterator[tuple[Sequence, int]]:
         """Run sequences to their ends; yields each after every chunk, with the number of its new tokens.
 
-        Between two of these, sequences can be cancelled (`Sequence.cancel`).
+        Between two of these, sequences can be cancelled (`Sequence.cancel`). One that had to begin again is told again
+        only when it is further than before; if it is cancelled by then, the number is negative.
 
         Raises:
             ValueError: the memory for keys and values does not hold two of the longest sequences.
@@ -223,27 +195,27 @@ class Engine:
         sequences = list(sequences)
         if not sequences:
             return
-        plan = self.plan()
-        scheduler, batch = self._begin(sequences, plan)
+        batch = Batch(self.config, self.mesh, self.plan(), sequences, self.chunk_steps, self.kv_dtype, self.prefixes)
         told: dict[int, int] = {}  # by sequence; one that had to start again has been told more than it has
         ended: set[int] = set()
-        while scheduler.busy:
-            cancelled = scheduler.cancelled()
+        while batch.scheduler.busy:
+            cancelled = batch.scheduler.cancelled()
             for sequence in cancelled:
                 self._finish(sequence, len(sequence.tokens))
-            batch = self._retired(batch, scheduler, plan)
+            batch.retire()
             for sequence in cancelled:
                 if id(sequence) not in ended:
                     yield sequence, 0
-            batch = self._with_room(batch, scheduler, plan)
-            while admission := scheduler.admit(max_prompts(batch.cache.num_prompt_columns)):
-                batch = self._admit(batch, admission, scheduler.slots_per_shard)
-            if not scheduler.running:
+            batch.make_room()
+            batch.admit(self.params)
+            if not batch.scheduler.running:
                 break
-            batch, grown = self._decode_chunk(batch, scheduler)
-            self._keep_prefixes(batch, scheduler)
-            batch = self._retired(batch, scheduler, plan)
-            for sequence in grown:
+            grown = batch.decode(self.params)
+            for sequence, num_before in grown:
+                self._finish(sequence, num_before)
+            batch.keep_prefixes()
+            batch.retire()
+            for sequence, _ in grown:
                 num_new = len(sequence.tokens) - told.get(id(sequence), 0)
                 told[id(sequence)] = max(told.get(id(sequence), 0), len(sequence.tokens))
                 if sequence.finish_reason:
@@ -253,7 +225,7 @@ class Engine:
 
     def plan(self) -> Plan:
         """How much of the cache fits into `kv_bytes`, or into a part of the memory that is free now."""
-        allowed = self.kv_bytes or int(FREE_PART * free_memory_bytes(self.mesh))
+        allowed = int(FREE_PART * free_memory_bytes(self.mesh)) if self.kv_bytes is None else self.kv_bytes
         return Plan(allowed // self.bytes_per_token, self.config.num_layers, self.max_slots)
 
     @property
@@ -270,14 +242,7 @@ class Engine:
     @property
     def num_programs(self) -> int:
         """Programs that engines of this process have compiled."""
-        programs: Any = (admit, decode_chunk, move, move_slots, release, stored_of, take)
-        return sum(program._cache_size() for program in programs)
-
-    def _fetch(self, chunk: Chunk, running: Iterable[Sequence]) -> Chunk:
-        """The chunk on the host, its alternatives only if a sequence wants them."""
-        if not any(sequence.params.logprobs for sequence in running):
-            chunk = replace(chunk, alternatives=None, alternative_logps=None)
-        return jax.device_get(chunk)
+        return sum(program._cache_size() for program in PROGRAMS)
 
     def _finish(self, sequence: Sequence, num_before: int) -> None:
         """Look for stop texts in what is new, and set the text of a sequence that has ended."""
@@ -293,103 +258,6 @@ class Engine:
     def _decode(self, tokens: Iterable[int]) -> str:
         return decode(self.tokenizer, [list(tokens)])[0]
 
-    def _begin(self, sequences: list[Sequence], plan: Plan) -> tuple[Scheduler, "_Batch"]:
-        """A scheduler with the sequences waiting, and idle slots for them."""
-        num_shards = num_data_shards(self.mesh)
-        counts: dict[int, int] = {}
-        stop_ids, biased, prompt, completion = STOP_IDS, BIASED_TOKENS, 0, 0
-        for sequence in sequences:
-            counts[sequence.prompt_index] = counts.get(sequence.prompt_index, 0) + 1
-            stop_ids = max(stop_ids, power_of_two(len(sequence.stop_ids)))
-            biased = max(biased, power_of_two(len(sequence.params.logit_bias)))
-            prompt = max(prompt, len(sequence.prompt) - 1)
-            completion = max(completion, sequence.params.max_tokens)
-        longest = (prompt, _multiple_of_8(completion) + self.chunk_steps)
-        shape = plan.first_shape(counts.values(), num_shards, longest)
-        scheduler = Scheduler(num_shards, shape.num_slots, shape.share)
-        scheduler.submit(sequences)
-        num_columns = bucket(self.chunk_steps, CACHE_COLUMNS)
-        sizes = (num_shards * shape.num_places, shape.num_prompt_columns, num_shards * shape.num_slots, num_columns)
-        cache = _cache_maker(self.config, *sizes, self.kv_dtype, self.mesh)()
-        slots = slots_of(slot_table(num_shards * shape.num_slots, stop_ids, biased), self._on_rows)
-        return scheduler, _Batch(cache, slots, np.int32(0))
-
-    def _decode_chunk(self, batch: "_Batch", scheduler: Scheduler) -> tuple["_Batch", list[Sequence]]:
-        """Another chunk for all running sequences, which are returned."""
-        cache, slots, chunk = decode_chunk(
-            self.params,
-            batch.cache,
-            batch.slots,
-            batch.column,
-            config=self.config,
-            mesh=self.mesh,
-            num_steps=self.chunk_steps,
-        )
-        lengths = {id(sequence): len(sequence.tokens) for sequence in scheduler.running}
-        grown = scheduler.append(self._fetch(chunk, scheduler.running))
-        for sequence in grown:
-            self._finish(sequence, lengths[id(sequence)])
-        return _Batch(cache, slots, np.int32(batch.column + self.chunk_steps)), grown
-
-    def _keep_prefixes(self, batch: "_Batch", scheduler: Scheduler) -> None:
-        """Store what was computed for the sequences that have just ended, if that is wanted."""
-        if not self.prefixes.max_bytes:
-            return
-        for slot, sequence in enumerate(scheduler.slots):
-            if sequence is None or sequence.finish_reason is None or not sequence.tokens:
-                continue
-            stored = jax.device_get(stored_of(batch.cache, batch.slots, slot, slot // scheduler.share))
-            of_prompt = slice(batch.cache.num_prompt_columns - (len(sequence.prompt) - 1), None)
-            of_row = slice(int(stored["start"]), int(stored["start"]) + len(sequence.tokens))
-            pairs = zip(stored["prompt_k"], stored["k"], strict=True)
-            k = [np.concatenate([prompt[..., of_prompt], row[..., of_row]], axis=2) for prompt, row in pairs]
-            pairs = zip(stored["prompt_v"], stored["v"], strict=True)
-            v = [np.concatenate([prompt[:, of_prompt], row[:, of_row]], axis=1) for prompt, row in pairs]
-            fed = np.array([*sequence.prompt, *sequence.tokens[:-1]], np.int32)
-            self.prefixes.add(Prefix(fed, k, v))
-
-    def _known(self, prompts: np.ndarray, starts: np.ndarray) -> Known | None:
-        """What the store has of these left-padded prompts, [P, S]; None if nothing."""
-        self.prefixes.belong_to(self.params)
-        found = [self.prefixes.find(row[start:]) for row, start in zip(prompts, starts, strict=True)]
-        if not any(length for length, _ in found):
-            return None
-        (P, S), K, H = prompts.shape, self.config.num_kv_heads, self.config.head_dim
-        layers = range(self.config.num_layers)
-        k = [np.zeros((P, K, H, S), self.kv_dtype) for _ in layers]
-        v = [np.zeros((P, K, S, H), self.kv_dtype) for _ in layers]
-        for index, (length, prefix) in enumerate(found):
-            if prefix is not None:
-                columns = slice(starts[index], starts[index] + length)
-                for layer in layers:
-                    k[layer][index][..., columns] = prefix.k[layer][..., :length]
-                    v[layer][index][:, columns] = prefix.v[layer][:, :length]
-        lengths = np.array([length for length, _ in found], np.int32)
-        self.num_reused_tokens += int(lengths.sum())
-        return Known(
-            self._on_rows(starts + lengths), [self._on_rows(each) for each in k], [self._on_rows(each) for each in v]
-        )
-
-    def _retired(self, batch: "_Batch", scheduler: Scheduler, plan: Plan) -> "_Batch":
-        """The batch without the sequences that have ended, in fewer slots if that pays."""
-        freed = scheduler.retire()
-        if not freed:
-            return batch
-        released = np.zeros(len(scheduler.slots), bool)
-        released[freed] = True
-        return self._shrunk(replace(batch, slots=release(batch.slots, self._on_rows(released))), scheduler, plan)
-
-    def _shrunk(self, batch: "_Batch", scheduler: Scheduler, plan: Plan) -> "_Batch":
-        """The batch with half as many slots or fewer, once so many have nothing to do any more."""
-        needed = max(MIN_SLOTS, power_of_two(scheduler.num_slots_needed()))
-        if scheduler.waiting or not scheduler.running or needed > scheduler.slots_per_shard // 2:
-            return batch
-        if not plan.allows(replace(_shape(batch, scheduler), num_slots=needed, share=1)):
-            return batch  # a prompt for each slot would take more room than fewer slots save
-        share = scheduler.share
-        kept = scheduler.shrink(needed)
-        return self._rearranged(batch, kept, kept // share, int(batch.column), batch.cache.num_columns)
-
     def _check(self, index: int, prompt: np.ndarray, params: SamplingParams) -> None:
         limit = self.config.max_positions
         if prompt.size == 0:
@@ -404,114 +272,3 @@ class Engine:
                 f"prompt {index} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has "
                 f"{self.config.vocab_size} tokens: is this its tokenizer?"
             )
-
-    def _with_room(self, batch: "_Batch", scheduler: Scheduler, plan: Plan) -> "_Batch":
-        """The batch with columns for another chunk: moved, grown, made smaller, or with fewer slots if need be."""
-        column, shape = int(batch.column), _shape(batch, scheduler)
-        # a slot's columns begin at a multiple of 8, as a row's do in training (see `models.attention`)
-        target = _multiple_of_8(scheduler.num_fed)
-        needed = bucket(target + self.chunk_steps, CACHE_COLUMNS)
-        is_wide = needed <= shape.num_columns // 2
-        if column <= shape.num_columns - self.chunk_steps and not is_wide:
-            return batch
-        shape = replace(shape, num_columns=needed if is_wide else max(needed, shape.num_columns))
-        rows = places = None
-        if not plan.allows(shape):
-            shape = plan.smaller(shape)
-            places, rows = scheduler.evict(shape.num_places, shape.share)
-        elif scheduler.waiting and plan.allows(replace(shape, num_slots=2 * shape.num_slots)):
-            rows, places = self._doubled(scheduler, plan)
-        return self._rearranged(batch, rows, places, target, shape.num_columns)
-
-    def _doubled(self, scheduler: Scheduler, plan: Plan) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Twice as many slots for the sequences that wait, unless there are as many as allowed."""
-        num_slots, num_shards = scheduler.slots_per_shard, scheduler.num_shards
-        if 2 * num_slots > power_of_two(plan.max_slots, num_shards):
-            return None, None
-        old = np.arange(num_slots), np.arange(num_slots // scheduler.share)
-        scheduler.grow(2 * num_slots)
-        rows, places = (np.tile(np.concatenate([x, np.full_like(x, -1)]), num_shards) for x in old)
-        return rows.astype(np.int32), places.astype(np.int32)
-
-    def _rearranged(
-        self, batch: "_Batch", rows: np.ndarray | None, places: np.ndarray | None, column: int, num_columns: int
-    ) -> "_Batch":
-        """The batch with these slots and places, its next column at `column`."""
-        cache, slots = rearrange(
-            batch.cache,
-            batch.slots,
-            None if rows is None else self._on_rows(rows),
-            None if places is None else self._on_rows(places),
-            column - int(batch.column),
-            num_columns=num_columns,
-            mesh=self.mesh,
-        )
-        return _Batch(cache, slots, np.int32(column))
-
-    def _admit(self, batch: "_Batch", admission: Admission, slots_per_shard: int) -> "_Batch":
-        num_slots, num_stop_ids = batch.slots.stop_ids.shape
-        num_biased = batch.slots.settings.bias.shape[1]
-        num_prompts = max(2, power_of_two(max(len(prompts) for prompts in admission.prompts)))
-        length = _prompt_columns(admission)
-        prompts = np.zeros((num_slots // slots_per_shard, num_prompts, length), np.int32)
-        starts = np.full(prompts.shape[:2], length, np.int32)
-        for shard, shard_prompts in enumerate(admission.prompts):
-            for index, prompt in enumerate(shard_prompts):
-                starts[shard, index] = length - (len(prompt) - 1)
-                prompts[shard, index, starts[shard, index] :] = prompt[:-1]
-        source = np.full(batch.cache.prompt_tokens.shape[0], -1, np.int32)
-        for place, index in admission.places:
-            source[place] = index
-        admitted = slot_table(num_slots, num_stop_ids, num_biased)
-        is_new = np.zeros(num_slots, bool)
-        for slot, sequence in admission.placed:
-            is_new[slot] = True
-            fill(admitted[slot], sequence, int(batch.column))
-        prompts, starts = prompts.reshape(-1, length), starts.reshape(-1)
-        cache, slots = admit(
-            self.params,
-            batch.cache,
-            batch.slots,
-            self._on_rows(prompts),
-            self._on_rows(starts),
-            self._on_rows(source),
-            self._on_rows(is_new),
-            slots_of(admitted, self._on_rows),
-            self._known(prompts, starts) if self.prefixes.max_bytes else None,
-            config=self.config,
-            mesh=self.mesh,
-        )
-        return _Batch(cache, slots, batch.column)
-
-    def _on_rows(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))
-
-
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """What is on the devices: the cache, the slots, and the next column that all slots write."""
-
-    cache: Cache
-    slots: Slots
-    column: np.int32
-
-
-def _shape(batch: _Batch, scheduler: Scheduler) -> CacheShape:
-    cache = batch.cache
-    return CacheShape(scheduler.slots_per_shard, scheduler.share, cache.num_prompt_columns, cache.num_columns)
-
-
-def _multiple_of_8(size: int) -> int:
-    return -(-size // 8) * 8
-
-
-@lru_cache(maxsize=64)
-def _cache_maker(config: ModelConfig, *sizes_dtype_mesh: Any) -> Callable[[], Cache]:
-    """A program that makes an empty cache of these sizes on the devices."""
-    *sizes, dtype, mesh = sizes_dtype_mesh
-    return jax.jit(partial(empty_cache, config, *sizes, dtype), out_shardings=NamedSharding(mesh, ROWS))
-
-
-def _prompt_columns(admission: Admission) -> int:
-    """The columns that the admitted prompts are padded to, each without its last token."""
-    return bucket(max(len(prompt) for prompts in admission.prompts for prompt in prompts) - 1, PREFILL_COLUMNS)

@@ -19,6 +19,8 @@ PREFILL_TOKENS = 16_384
 # Prompts are computed in pieces of at most so many tokens, but at least so many columns.
 PIECE_TOKENS = 4096
 PIECE_COLUMNS = 64
+# The part of the free memory that keys and values may take if nothing else is said.
+FREE_PART = 0.8
 # Until completions are seen to be longer, they are expected to take this part of `max_tokens`.
 EXPECTED_PART = 0.5
 

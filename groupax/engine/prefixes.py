@@ -26,11 +26,16 @@ class Prefix:
 
 
 class PrefixStore:
-    """The most recently used prefixes that fit into `max_bytes` of host memory."""
+    """The most recently used prefixes that fit into `max_bytes` of host memory.
+
+    Attributes:
+        num_bytes: of what is stored.
+        num_reused_tokens: of prompts that were not computed because of it.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.num_bytes = 0
+        self.num_bytes = self.num_reused_tokens = 0
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
         self._owner: Any = None
 
@@ -55,6 +60,32 @@ class PrefixStore:
             return 0, None
         self._prefixes.move_to_end(best)
         return longest, self._prefixes[best]
+
+    def gather(
+        self, prompts: np.ndarray, starts: np.ndarray
+    ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]] | None:
+        """What is known of left-padded prompts, [P, S], that begin at `starts`; None if nothing.
+
+        Returns:
+            Each one's number of known tokens, and per layer keys [P, K, H, S] and values [P, K, S, H].
+        """
+        found = [self.find(row[start:]) for row, start in zip(prompts, starts, strict=True)]
+        some = next((prefix for _, prefix in found if prefix), None)
+        if some is None:
+            return None
+        (P, S), (K, H, _), dtype = prompts.shape, some.k[0].shape, some.k[0].dtype
+        k = [np.zeros((P, K, H, S), dtype) for _ in some.k]
+        v = [np.zeros((P, K, S, H), dtype) for _ in some.v]
+        for index, (length, prefix) in enumerate(found):
+            if prefix is None:
+                continue
+            columns = slice(starts[index], starts[index] + length)
+            for layer, (keys, values) in enumerate(zip(prefix.k, prefix.v, strict=True)):
+                k[layer][index][..., columns] = keys[..., :length]
+                v[layer][index][:, columns] = values[:, :length]
+        lengths = np.array([length for length, _ in found], np.int32)
+        self.num_reused_tokens += int(lengths.sum())
+        return lengths, k, v
 
     def add(self, prefix: Prefix) -> None:
         """Keep a prefix, in place of those that it continues and of the longest unused ones if need be."""

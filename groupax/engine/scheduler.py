@@ -56,10 +56,6 @@ class Sequence:
         """End it: it is finished, with what it has, after the next chunk."""
         self.finish_reason = self.finish_reason or "abort"
 
-    def restart(self) -> None:
-        """Forget what was sampled; the same seed samples it again."""
-        self.cut(0)
-
     def cut(self, num_tokens: int) -> None:
         """Keep the first tokens only."""
         for values in (self.tokens, self.policy_logps, self.sampler_logps, self.alternatives):
@@ -104,6 +100,12 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether any sequence is waiting or running."""
         return bool(self.waiting) or bool(self.running)
+
+    @property
+    def num_unplaced(self) -> int:
+        """Waiting sequences for which no slot is free."""
+        waiting = sum(len(bundle) for bundle in self.waiting)
+        return max(0, waiting - sum(sequence is None for sequence in self.slots))
 
     @property
     def num_fed(self) -> int:
@@ -238,7 +240,7 @@ class Scheduler:
         others = [sequence for bundle in self.waiting for sequence in bundle]
         self.waiting.clear()
         for sequence in evicted:
-            sequence.restart()
+            sequence.cut(0)
         self.submit([*evicted, *others])
         return np.array(kept_places, np.int32), slots.reshape(-1)
 

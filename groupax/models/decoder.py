@@ -6,12 +6,12 @@ tokens and returns what each token attended to.
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from groupax.config import Checkpointing
 from groupax.models.attention import attend
 from groupax.models.config import ModelConfig
 from groupax.models.layers import Weight, linear, rms_norm, rope_tables, rotate, swiglu, vocabulary_logits
@@ -19,9 +19,8 @@ from groupax.models.specs import Params
 
 # (layer, queries [M, N, H], keys [M, K, H], values [M, K, H]) -> [M, N, H]
 Attend = Callable[[int, Array, Array, Array], Array]
-# What the backward pass finds of a layer: everything, its input alone, its input and the products with weights, or
-# those with each other (attention's) too. The rest is computed again.
-Checkpointing = Literal["none", "full", "dots", "all_dots"]
+# What the backward pass finds of a layer: its input alone, its input and the products with weights, or those with each
+# other (attention's) too. The rest is computed again.
 _SAVED = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

@@ -36,7 +36,7 @@ def activation_bytes_per_token(config: ModelConfig, itemsize: int, checkpointing
     Args:
         config: the model.
         itemsize: bytes of a number.
-        checkpointing: what is computed again (see `decoder.Checkpointing`); at the same time one layer is there whole.
+        checkpointing: what is computed again (see `config.Checkpointing`); at the same time one layer is there whole.
     """
     D, F, NH, KH = config.hidden_size, config.ffn_size, config.num_heads * config.head_dim, config.num_kv_heads
     whole = 6 * D + 4 * F + 4 * NH + 4 * KH * config.head_dim

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from groupax.config import Checkpointing
 from groupax.models.attention import attend, attend_with_prompt
 from groupax.models.config import ModelConfig
-from groupax.models.decoder import Checkpointing, forward, head_weights
+from groupax.models.decoder import forward, head_weights
 from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import Params
 from groupax.pytree import pytree
@@ -76,20 +77,22 @@ def grouped_logprobs(
     starts = jnp.sum(ragged.prompt_cells < 0, axis=1)
     all_cells = jnp.concatenate([rectangle.cells.reshape(-1) for rectangle in ragged.rectangles])
 
+    slots_in, before = [], 0
+    for rectangle in ragged.rectangles:
+        own = ragged.slots - before
+        slots_in.append(jnp.where((own >= 0) & (own < rectangle.cells.size), own, -1))
+        before += rectangle.cells.size
+
     def attend_in_groups(_: int, q: Array, k: Array, v: Array) -> Array:
         of_prompts = [taken(x[:num_prompt_tokens], ragged.prompt_cells, ragged.prompt_slots) for x in (q, k, v)]
         prompt_q, prompt_k, prompt_v = of_prompts
         prompt_out = attend(prompt_q, prompt_k, prompt_v, starts)
-        outs, before = [], 0
-        for rectangle in ragged.rectangles:
-            size = rectangle.cells.size
-            inside = (ragged.slots >= before) & (ragged.slots < before + size)
-            slots = jnp.where(inside, ragged.slots - before, -1)
+        outs = []
+        for rectangle, slots in zip(ragged.rectangles, slots_in, strict=True):
             row_q, row_k, row_v = (taken(x[num_prompt_tokens:], rectangle.cells, slots) for x in (q, k, v))
             of = rectangle.prompt_of
             out = attend_with_prompt(row_q, row_k, row_v, prompt_k[of], prompt_v[of], starts[of])
-            outs.append(out.reshape(size, *q.shape[1:]))
-            before += size
+            outs.append(out.reshape(-1, *q.shape[1:]))
         row_out = taken(jnp.concatenate(outs), ragged.slots, all_cells)
         prompt_out = taken(prompt_out.reshape(-1, *q.shape[1:]), ragged.prompt_slots, ragged.prompt_cells.reshape(-1))
         return jnp.concatenate([prompt_out, row_out])

@@ -5,17 +5,17 @@ A quantized weight is qwix's `QArray`, integers or 8-bit floats with a scale per
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
+from groupax.config import DecodingWeights
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import head_weights
 from groupax.models.specs import Params, model_specs
 
 # "same" leaves weights as they are.
-DecodingDtype = Literal["same", "bfloat16", "int8", "float8"]
 _QTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
 
@@ -30,8 +30,8 @@ def decoding_params(config: ModelConfig, params: Params, dtype: str) -> Params:
         ImportError: 8 bits are asked for and qwix is not installed.
         ValueError: there is no such dtype.
     """
-    if dtype not in get_args(DecodingDtype):
-        raise ValueError(f"weights to decode with must be one of {', '.join(get_args(DecodingDtype))}, got {dtype!r}")
+    if dtype not in get_args(DecodingWeights):
+        raise ValueError(f"weights to decode with must be one of {', '.join(get_args(DecodingWeights))}, got {dtype!r}")
     return params if dtype == "same" else _converter(config, dtype)(params)
 
 

@@ -1,13 +1,12 @@
 """From rewards to group-relative advantages: on the host, in float64, over whole groups."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-ScaleRewards = Literal["group", "batch", "none"]
-MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+from groupax.objective.settings import MultiObjectiveAggregation, ScaleRewards
+
 STD_FLOOR = 1e-4  # keeps groups of almost equal rewards from blowing up
 
 

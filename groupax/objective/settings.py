@@ -6,6 +6,8 @@ from typing import Literal
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k2", "k3"]
+ScaleRewards = Literal["group", "batch", "none"]
+MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 RolloutCorrection = Literal[
     "none",
     "token_truncate",

@@ -65,7 +65,7 @@ def call_noticing(function: Callable[[], Any]) -> Any:
     _noticing.active, _noticing.wanted = True, False
     try:
         returned = function()
-    except ValueError as error:
+    except Exception as error:
         if _noticing.wanted or _was_refused(error):
             raise SignalWanted from None
         raise
@@ -87,7 +87,7 @@ def _was_refused(error: BaseException | None) -> bool:
 @dataclass
 class _Job:
     function: Callable[[], Any]
-    begun: Callable[[], None]
+    begun: Callable[[], object]
     future: "Future[Any]" = field(default_factory=Future)
 
 
@@ -107,7 +107,7 @@ class MainThread:
             begun: called in the current loop when its turn has come.
         """
         loop = asyncio.get_running_loop()
-        job = _Job(function, lambda: loop.call_soon_threadsafe(begun) and None)
+        job = _Job(function, lambda: loop.call_soon_threadsafe(begun))
         self._jobs.put(job)
         try:
             return await asyncio.wrap_future(job.future)

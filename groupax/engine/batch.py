@@ -1,0 +1,270 @@
+"""The sequences of one request on the devices: they enter slots, are decoded a chunk at a time, and leave.
+
+    make_room ──► admit ──► decode ──► keep_prefixes ──► retire ──► make_room ...
+
+The scheduler knows which sequence sits in which slot, the plan what memory allows; here is what follows from both for
+the arrays.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from groupax.engine.cache import Cache, empty_cache
+from groupax.engine.decode import ROWS, Chunk, Known, admit, decode_chunk
+from groupax.engine.plan import (
+    CACHE_COLUMNS,
+    MIN_SLOTS,
+    PREFILL_COLUMNS,
+    CacheShape,
+    Plan,
+    bucket,
+    max_prompts,
+    power_of_two,
+)
+from groupax.engine.prefixes import Prefix, PrefixStore
+from groupax.engine.rearrange import move, move_slots, rearrange, release, stored_of, take
+from groupax.engine.scheduler import Admission, Scheduler, Sequence
+from groupax.engine.slots import BIASED_TOKENS, STOP_IDS, fill, slot_table, slots_of
+from groupax.models.config import ModelConfig
+from groupax.models.specs import Params
+from groupax.parallel.mesh import num_data_shards
+
+# All that is compiled for decoding.
+PROGRAMS: tuple[Any, ...] = (admit, decode_chunk, move, move_slots, release, stored_of, take)
+
+
+class Batch:
+    """Sequences that wait or run, and the slots and the cache of those that run.
+
+    Args:
+        config: the model's architecture.
+        mesh: slots are spread over its data axes.
+        plan: what the cache may take.
+        sequences: unstarted ones.
+        chunk_steps: tokens decoded between two visits to the host.
+        kv_dtype: of the cache.
+        prefixes: what is known of earlier sequences, and where to store what is computed.
+
+    Attributes:
+        scheduler: which sequence sits in which slot.
+        cache, slots: on the devices.
+        column: of the cache, which all slots write next.
+
+    Raises:
+        ValueError: the plan does not allow two of the longest sequences.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        plan: Plan,
+        sequences: list[Sequence],
+        chunk_steps: int,
+        kv_dtype: Any,
+        prefixes: PrefixStore,
+    ) -> None:
+        self.config, self.mesh, self.plan, self.prefixes = config, mesh, plan, prefixes
+        self.chunk_steps = chunk_steps
+        num_shards = num_data_shards(mesh)
+        counts: dict[int, int] = {}
+        for sequence in sequences:
+            counts[sequence.prompt_index] = counts.get(sequence.prompt_index, 0) + 1
+        longest_prompt = max(len(sequence.prompt) for sequence in sequences) - 1
+        longest_completion = max(sequence.params.max_tokens for sequence in sequences)
+        longest = (longest_prompt, _multiple_of_8(longest_completion) + chunk_steps)
+        shape = plan.first_shape(counts.values(), num_shards, longest)
+        self.scheduler = Scheduler(num_shards, shape.num_slots, shape.share)
+        self.scheduler.submit(sequences)
+        self.num_stop_ids = max(STOP_IDS, *(power_of_two(len(sequence.stop_ids)) for sequence in sequences))
+        self.num_biased = max(BIASED_TOKENS, *(power_of_two(len(each.params.logit_bias)) for each in sequences))
+        num_columns = bucket(chunk_steps, CACHE_COLUMNS)
+        sizes = (num_shards * shape.num_places, shape.num_prompt_columns, num_shards * shape.num_slots, num_columns)
+        self.cache: Cache = _cache_maker(config, *sizes, kv_dtype, mesh)()
+        self.slots = slots_of(self._idle_slots(), self._on_rows)
+        self.column = 0
+
+    @property
+    def shape(self) -> CacheShape:
+        """Of each shard's cache."""
+        scheduler, cache = self.scheduler, self.cache
+        return CacheShape(scheduler.slots_per_shard, scheduler.share, cache.num_prompt_columns, cache.num_columns)
+
+    def make_room(self) -> None:
+        """Have columns for another chunk: they are moved, made more or fewer, or slots are given up or added."""
+        scheduler, shape = self.scheduler, self.shape
+        # a slot's columns begin at a multiple of 8, as a row's do in training (see `models.attention`)
+        target = _multiple_of_8(scheduler.num_fed)
+        needed = bucket(target + self.chunk_steps, CACHE_COLUMNS)
+        is_wide = needed <= shape.num_columns // 2
+        if self.column <= shape.num_columns - self.chunk_steps and not is_wide:
+            return
+        shape = replace(shape, num_columns=needed if is_wide else max(needed, shape.num_columns))
+        doubled = replace(shape, num_slots=2 * shape.num_slots)
+        rows = places = None
+        if not self.plan.allows(shape):
+            shape = self.plan.smaller(shape)
+            places, rows = scheduler.evict(shape.num_places, shape.share)
+        elif scheduler.num_unplaced and self.plan.allows(doubled) and self._may_have(doubled.num_slots):
+            rows, places = (self._twice(number) for number in (shape.num_slots, shape.num_places))
+            scheduler.grow(doubled.num_slots)
+        self._rearrange(rows, places, target, shape.num_columns)
+
+    def admit(self, params: Params) -> None:
+        """Let waiting sequences into free slots, as many prompts at a time as are computed at once."""
+        while admission := self.scheduler.admit(max_prompts(self.cache.num_prompt_columns)):
+            self._admit(params, admission)
+
+    def decode(self, params: Params) -> list[tuple[Sequence, int]]:
+        """Another chunk for all running sequences; returns them with their numbers of tokens before."""
+        running = self.scheduler.running
+        lengths = {id(sequence): len(sequence.tokens) for sequence in running}
+        self.cache, self.slots, chunk = decode_chunk(
+            params,
+            self.cache,
+            self.slots,
+            np.int32(self.column),
+            config=self.config,
+            mesh=self.mesh,
+            num_steps=self.chunk_steps,
+        )
+        self.column += self.chunk_steps
+        grown = self.scheduler.append(_fetched(chunk, running))
+        return [(sequence, lengths[id(sequence)]) for sequence in grown]
+
+    def keep_prefixes(self) -> None:
+        """Store what was computed for the sequences that have just ended, if that is wanted."""
+        if not self.prefixes.max_bytes:
+            return
+        for slot, sequence in enumerate(self.scheduler.slots):
+            if sequence is None or sequence.finish_reason is None or not sequence.tokens:
+                continue
+            stored = jax.device_get(stored_of(self.cache, self.slots, slot, slot // self.scheduler.share))
+            of_prompt = slice(self.cache.num_prompt_columns - (len(sequence.prompt) - 1), None)
+            of_row = slice(int(stored["start"]), int(stored["start"]) + len(sequence.tokens))
+            pairs = zip(stored["prompt_k"], stored["k"], strict=True)
+            k = [np.concatenate([prompt[..., of_prompt], row[..., of_row]], axis=2) for prompt, row in pairs]
+            pairs = zip(stored["prompt_v"], stored["v"], strict=True)
+            v = [np.concatenate([prompt[:, of_prompt], row[:, of_row]], axis=1) for prompt, row in pairs]
+            fed = np.array([*sequence.prompt, *sequence.tokens[:-1]], np.int32)
+            self.prefixes.add(Prefix(fed, k, v))
+
+    def retire(self) -> None:
+        """Free the slots of the sequences that have ended, and have fewer slots if that pays."""
+        freed = self.scheduler.retire()
+        if not freed:
+            return
+        released = np.zeros(len(self.scheduler.slots), bool)
+        released[freed] = True
+        self.slots = release(self.slots, self._on_rows(released))
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """Have half as many slots or fewer, once so many have nothing to do any more."""
+        scheduler = self.scheduler
+        needed = max(MIN_SLOTS, power_of_two(scheduler.num_slots_needed()))
+        if scheduler.waiting or not scheduler.running or needed > scheduler.slots_per_shard // 2:
+            return
+        if not self.plan.allows(replace(self.shape, num_slots=needed, share=1)):
+            return  # a prompt for each slot would take more room than fewer slots save
+        share = scheduler.share
+        kept = scheduler.shrink(needed)
+        self._rearrange(kept, kept // share, self.column, self.cache.num_columns)
+
+    def _may_have(self, num_slots: int) -> bool:
+        """Whether each shard may have so many slots."""
+        return num_slots <= power_of_two(self.plan.max_slots, self.scheduler.num_shards)
+
+    def _twice(self, number: int) -> np.ndarray:
+        """Indices of each shard's slots or places, and behind them as many new ones."""
+        own = np.concatenate([np.arange(number), np.full(number, -1)])
+        return np.tile(own, self.scheduler.num_shards).astype(np.int32)
+
+    def _rearrange(self, rows: np.ndarray | None, places: np.ndarray | None, column: int, num_columns: int) -> None:
+        """Have these slots and places, and the next column at `column`."""
+        self.cache, self.slots = rearrange(
+            self.cache,
+            self.slots,
+            None if rows is None else self._on_rows(rows),
+            None if places is None else self._on_rows(places),
+            column - self.column,
+            num_columns=num_columns,
+            mesh=self.mesh,
+        )
+        self.column = column
+
+    def _admit(self, params: Params, admission: Admission) -> None:
+        num_prompts = max(2, power_of_two(max(len(prompts) for prompts in admission.prompts)))
+        length = _prompt_columns(admission)
+        prompts = np.zeros((self.scheduler.num_shards, num_prompts, length), np.int32)
+        starts = np.full(prompts.shape[:2], length, np.int32)
+        for shard, shard_prompts in enumerate(admission.prompts):
+            for index, prompt in enumerate(shard_prompts):
+                starts[shard, index] = length - (len(prompt) - 1)
+                prompts[shard, index, starts[shard, index] :] = prompt[:-1]
+        source = np.full(self.cache.prompt_tokens.shape[0], -1, np.int32)
+        for place, index in admission.places:
+            source[place] = index
+        admitted = self._idle_slots()
+        is_new = np.zeros(len(admitted), bool)
+        for slot, sequence in admission.placed:
+            is_new[slot] = True
+            fill(admitted[slot], sequence, self.column)
+        prompts, starts = prompts.reshape(-1, length), starts.reshape(-1)
+        self.cache, self.slots = admit(
+            params,
+            self.cache,
+            self.slots,
+            self._on_rows(prompts),
+            self._on_rows(starts),
+            self._on_rows(source),
+            self._on_rows(is_new),
+            slots_of(admitted, self._on_rows),
+            self._known(params, prompts, starts),
+            config=self.config,
+            mesh=self.mesh,
+        )
+
+    def _known(self, params: Params, prompts: np.ndarray, starts: np.ndarray) -> Known | None:
+        """What is stored of these left-padded prompts, [P, S], for these weights; None if nothing."""
+        self.prefixes.belong_to(params)
+        gathered = self.prefixes.gather(prompts, starts)
+        if gathered is None:
+            return None
+        lengths, k, v = gathered
+        return Known(self._on_rows(starts + lengths), *([self._on_rows(each) for each in layers] for layers in (k, v)))
+
+    def _idle_slots(self) -> np.ndarray:
+        return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased)
+
+    def _on_rows(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))
+
+
+def _fetched(chunk: Chunk, running: list[Sequence]) -> Chunk:
+    """The chunk on the host, its alternatives only if a sequence wants them."""
+    if not any(sequence.params.logprobs for sequence in running):
+        chunk = replace(chunk, alternatives=None, alternative_logps=None)
+    return jax.device_get(chunk)
+
+
+def _multiple_of_8(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+@lru_cache(maxsize=64)
+def _cache_maker(config: ModelConfig, *sizes_dtype_mesh: Any) -> Callable[[], Cache]:
+    """A program that makes an empty cache of these sizes on the devices."""
+    *sizes, dtype, mesh = sizes_dtype_mesh
+    return jax.jit(partial(empty_cache, config, *sizes, dtype), out_shardings=NamedSharding(mesh, ROWS))
+
+
+def _prompt_columns(admission: Admission) -> int:
+    """The columns that the admitted prompts are padded to, each without its last token."""
+    return bucket(max(len(prompt) for prompts in admission.prompts for prompt in prompts) - 1, PREFILL_COLUMNS)

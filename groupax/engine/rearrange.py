@@ -1,0 +1,117 @@
+"""The programs between two chunks: slots, places and columns of the cache are given up, added or moved."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int
+
+from groupax.engine.cache import Cache
+from groupax.engine.decode import REPLICATED, ROWS, Slots
+
+
+def rearrange(
+    cache: Cache,
+    slots: Slots,
+    rows: Int[Array, "B"] | None,
+    places: Int[Array, "Q"] | None,
+    shift: int,
+    *,
+    num_columns: int,
+    mesh: Mesh,
+) -> tuple[Cache, Slots]:
+    """Other slots in other places, with another number of columns; layer by layer, so that only one exists twice.
+
+    Args:
+        cache, slots: not to be used again.
+        rows: for each new slot its old index on its device, -1 for an idle one; None for all as they are.
+        places: likewise the places of their prompts.
+        shift: how far all slots' contents move, to the right if positive.
+        num_columns, mesh: static.
+    """
+    by = jnp.int32(shift)
+
+    def columns(x: Array, axis: int) -> Array:
+        new = move(x, rows, by, axis=axis, num_columns=num_columns, mesh=mesh)
+        return _instead_of(x, new)
+
+    def prompts(x: Array) -> Array:
+        return x if places is None else _instead_of(x, take(x, places, mesh=mesh))
+
+    cache = Cache(
+        prompt_tokens=prompts(cache.prompt_tokens),
+        prompt_starts=prompts(cache.prompt_starts),
+        prompt_k=[prompts(k) for k in cache.prompt_k],
+        prompt_v=[prompts(v) for v in cache.prompt_v],
+        tokens=columns(cache.tokens, 1),
+        k=[columns(k, 3) for k in cache.k],
+        v=[columns(v, 2) for v in cache.v],
+    )
+    return cache, move_slots(slots, rows, by, mesh=mesh)
+
+
+def _instead_of(old: Array, new: Array) -> Array:
+    """The new array, once it exists; the old one is deleted."""
+    jax.block_until_ready(new)
+    old.delete()
+    return new
+
+
+@partial(jax.jit, static_argnames=("axis", "num_columns", "mesh"))
+def move(
+    x: Array, rows: Int[Array, "B"] | None, shift: Int[Array, ""], *, axis: int, num_columns: int, mesh: Mesh
+) -> Array:
+    """One array of the slots' part of the cache, rows first, with its columns at `axis`.
+
+    What is moved out at one end comes in at the other or is lost; it must be hidden or be overwritten.
+    """
+
+    def local(x: Array, shift: Array, *rows: Array) -> Array:
+        x = x[rows[0]] if rows else x
+        added = max(0, num_columns - x.shape[axis])
+        padded = jnp.pad(x, [(0, added if dim == axis else 0) for dim in range(x.ndim)])
+        return lax.slice_in_dim(jnp.roll(padded, shift, axis), 0, num_columns, axis=axis)
+
+    given = () if rows is None else (rows,)
+    in_specs = (ROWS, REPLICATED, *(ROWS for _ in given))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)(x, shift, *given)
+
+
+@partial(jax.jit, static_argnames="mesh")
+def take(x: Array, places: Int[Array, "Q"], *, mesh: Mesh) -> Array:
+    """Some rows of an array, each from its own device."""
+    return jax.shard_map(
+        lambda x, places: x[places], mesh=mesh, in_specs=(ROWS, ROWS), out_specs=ROWS, check_vma=False
+    )(x, places)
+
+
+@partial(jax.jit, static_argnames="mesh")
+def move_slots(slots: Slots, rows: Int[Array, "B"] | None, shift: Int[Array, ""], *, mesh: Mesh) -> Slots:
+    """The slots of these rows, where their columns have moved by `shift`; idle ones where a row is -1."""
+    if rows is None:
+        return replace(slots, start=slots.start + shift)
+
+    def local(slots: Slots, rows: Array, shift: Array) -> Slots:
+        taken: Slots = jax.tree.map(lambda x: x[rows], slots)
+        return replace(taken, start=taken.start + shift, remaining=jnp.where(rows < 0, 0, taken.remaining))
+
+    program = jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS, REPLICATED), out_specs=ROWS, check_vma=False)
+    return program(slots, rows, shift)
+
+
+@jax.jit
+def stored_of(cache: Cache, slots: Slots, slot: Int[Array, ""], place: Int[Array, ""]) -> dict[str, Any]:
+    """The keys and values of one slot and of its prompt, per layer, and the slot's first column."""
+    rows = {"k": (cache.k, slot), "v": (cache.v, slot), "prompt_k": (cache.prompt_k, place)}
+    rows["prompt_v"] = (cache.prompt_v, place)
+    return {"start": slots.start[slot], **{name: [x[row] for x in layers] for name, (layers, row) in rows.items()}}
+
+
+@partial(jax.jit, donate_argnames=("slots",))
+def release(slots: Slots, released: Bool[Array, "B"]) -> Slots:
+    """The slots, of which some are to do no more."""
+    return replace(slots, remaining=jnp.where(released, 0, slots.remaining))
