@@ -54,8 +54,8 @@ class MicroBatch:
 
     Attributes:
         ragged: prompts and rows; indices count within a shard.
-        cells: where among the rows' tokens each token of each row is, -1 for none.
-        slots: where in `cells` each of the rows' tokens is, -1 for padding.
+        cells: where among the targets each token of each row is, -1 for none.
+        slots: where in `cells` each of the targets is, -1 for padding.
         evidence: of each row; rows that only pad have no token that counts.
     """
 
@@ -86,6 +86,7 @@ def pack(
     micro_batch_tokens: int,
     known: Sequence[Shape] = (),
     share_prefix: SharePrefix = "auto",
+    longest: tuple[int, int] = (0, 0),
 ) -> tuple[list[Packed], list[Shape]]:
     """Cut rows into micro-batches of about `micro_batch_tokens` tokens per shard.
 
@@ -96,11 +97,13 @@ def pack(
         known: shapes that there are programs for already.
         share_prefix: whether to compute a prompt once for the rows of its group that lie on one shard; "auto" does
             what takes less.
+        longest: tokens of the longest prompt and completion that may come, for which shapes are made where that costs
+            little.
 
     Returns:
         The micro-batches, and the shapes that are known from now on.
     """
-    planned = plan(rows, num_shards, micro_batch_tokens, known, share_prefix)
+    planned = plan(rows, num_shards, micro_batch_tokens, known, share_prefix, longest)
     new = dict.fromkeys(each.shape for each in planned if each.shape not in known)
     return [_packed(rows, each.shards, each.shape) for each in planned], [*known, *new]
 
@@ -112,7 +115,7 @@ _OPTIONAL = {"old_logp": np.float32, "ref_logp": np.float32, "sampler_logp": np.
 def _packed(rows: Sequence[Row], shards: Sequence[Sequence[Part]], shape: Shape) -> Packed:
     parts = [_shard(rows, shard, shape) for shard in shards]
     batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(batch for batch, _ in parts))
-    return Packed(batch, np.concatenate([where for _, where in parts]), len(shards) * shape.num_tokens)
+    return Packed(batch, np.concatenate([where for _, where in parts]), len(shards) * shape.tokens)
 
 
 def _shard(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[MicroBatch, np.ndarray]:
@@ -139,42 +142,39 @@ def _shard(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[Mi
 
 
 def _ragged(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[Ragged, list[int]]:
-    """The tokens of one shard, and where each row's begin."""
-    P, S = shape.prompts
-    prompts, prompt_positions = np.zeros((2, shape.prompt_tokens), np.int32)
-    prompt_cells = np.full((P, S), -1, np.int32)
-    prompt_slots = np.full(shape.prompt_tokens, -1, np.int32)
-    inputs, targets, positions = np.zeros((3, shape.row_tokens), np.int32)
-    prompt_of, lengths, begins, prompt_end, row_end = [], [], [], 0, 0
+    """The tokens of one shard, and where among the targets each row's begin."""
+    (P, S), M, R = shape.prompts, shape.tokens, shape.row_tokens
+    tokens, positions = np.zeros((2, M), np.int32)
+    targets, prompts, slots = np.zeros(R, np.int32), np.full((P, S), -1, np.int32), np.full(M, -1, np.int32)
+    lengths = [length for part in parts for length in part.lengths]
+    begins = (M - sum(lengths) + np.cumsum([0, *lengths])).tolist()
+    prompt_of, prompt_end, row = [], 0, 0
     for p, part in enumerate(parts):
         prompt, size = rows[part.rows[0]].prompt, part.prompt
         own = slice(prompt_end, prompt_end + size)
-        prompts[own], prompt_positions[own] = prompt[:-1], np.arange(size)
-        prompt_cells[p, S - size :] = np.arange(prompt_end, prompt_end + size)
-        prompt_slots[own] = p * S + np.arange(S - size, S)
+        tokens[own], positions[own] = prompt[:-1], np.arange(size)
+        prompts[p, S - size :] = np.arange(prompt_end, prompt_end + size)
+        slots[own] = p * S + np.arange(S - size, S)
         prompt_end += size
         for index in part.rows:
-            completion = rows[index].completion
-            own = slice(row_end, row_end + len(completion))
-            inputs[own] = np.concatenate([prompt[-1:], completion[:-1]])
-            targets[own], positions[own] = completion, size + np.arange(len(completion))
+            completion, begin = rows[index].completion, begins[row]
+            own = slice(begin, begin + len(completion))
+            tokens[own] = np.concatenate([prompt[-1:], completion[:-1]])
+            positions[own] = size + np.arange(len(completion))
+            targets[begin - (M - R) : begin - (M - R) + len(completion)] = completion
             prompt_of.append(p)
-            lengths.append(len(completion))
-            begins.append(row_end)
-            row_end += len(completion)
+            row += 1
     taken = placed(shape.rectangles, lengths)
     assert taken is not None, "the shape fits"
-    rectangles, row_slots, before = [], np.full(shape.row_tokens, -1, np.int32), 0
+    rectangles, before = [], P * S
     for (B, T), mine in zip(shape.rectangles, taken, strict=True):
         cells, prompts_of = np.full((B, T), -1, np.int32), np.zeros(B, np.int32)
         for b, row in enumerate(mine):
             begin, length = begins[row], lengths[row]
             cells[b, :length] = np.arange(begin, begin + length)
-            row_slots[begin : begin + length] = before + b * T + np.arange(length)
+            slots[begin : begin + length] = before + b * T + np.arange(length)
             prompts_of[b] = prompt_of[row]
         rectangles.append(Rectangle(cells, prompts_of))
         before += B * T
-    ragged = Ragged(
-        prompts, prompt_positions, prompt_cells, prompt_slots, inputs, positions, targets, rectangles, row_slots
-    )
-    return ragged, begins
+    ragged = Ragged(tokens, positions, targets, prompts, rectangles, slots)
+    return ragged, [begin - (M - R) for begin in begins[:-1]]

@@ -87,6 +87,12 @@ class Update:
 class Learner:
     """Master weights, optimizer, reference, and what adapts from step to step.
 
+    Args:
+        model: its weights are copied.
+        settings: how updates are computed.
+        num_steps: of the schedule.
+        longest: tokens of the longest prompt and completion that may come; 0 for unknown.
+
     Attributes:
         state: float32 masters and optimizer state.
         policy: the weights in compute dtype, which engine and gradients read.
@@ -96,7 +102,9 @@ class Learner:
         entropy: state of the entropy bonus.
     """
 
-    def __init__(self, model: Model, settings: LearnerSettings, num_steps: int) -> None:
+    def __init__(
+        self, model: Model, settings: LearnerSettings, num_steps: int, longest: tuple[int, int] = (0, 0)
+    ) -> None:
         self.config, self.mesh, self.settings = model.config, model.mesh, settings
         self.schedule = make_schedule(settings.schedule, num_steps)
         self.optimizer = make_optimizer(settings.optimizer, self.schedule)
@@ -109,6 +117,7 @@ class Learner:
         self.reference = compute_view(self.state.params, dtype=self.dtype) if has_reference else None
         self.micro_batch_tokens = settings.micro_batch_tokens or self._fitting_tokens()
         self.num_updates = 0
+        self.longest = longest
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
 
@@ -216,7 +225,7 @@ class Learner:
 
     def _pack(self, rows: Sequence[Row]) -> list[Packed]:
         num_shards, share = num_data_shards(self.mesh), self.settings.share_prefix
-        packed, self.shapes = pack(rows, num_shards, self.micro_batch_tokens, self.shapes, share)
+        packed, self.shapes = pack(rows, num_shards, self.micro_batch_tokens, self.shapes, share, self.longest)
         return packed
 
     def _efficiency(self, packed: list[Packed], rows: Sequence[Row], seconds: float) -> Metrics:

@@ -1,12 +1,12 @@
 """Which rows are computed together, and in which shape. Imports no jax.
 
-Tokens lie one behind another, without padding but at the end; only attention sees rectangles, a few per micro-batch, of
-rows of similar length. Every shape is a program of its own, so shapes that were used before are used again where they
-fit and waste little.
+Tokens lie one behind another, without padding but at one place; only attention sees rectangles, a few per micro-batch,
+of rows of similar length. Every shape is a program of its own, so a step is put together from micro-batches of a base
+size, its half, its quarter and its eighth, and a shape that was used before is used again where it fits.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from groupax.config import SharePrefix
@@ -22,15 +22,17 @@ FEWEST_TOKENS = 32
 MOST_RECTANGLES = 3
 # What a query costs per column that it may see, in units of what a token costs in all else.
 COLUMN_COST = 3e-4
-# What a micro-batch takes beside its tokens, in tokens.
-MICRO_BATCH_COST = 200
-# A known shape is used where it costs little more than one of its own would: so much more, as a part and in tokens,
-# with each shape that is known, so that there cannot be many. Compiling takes seconds, and small steps take less.
-TOLERANCE_PER_SHAPE, TOLERATED_TOKENS_PER_SHAPE = 0.06, 200
-# How much more a new shape may cost than the narrowest one, to be wide enough for later steps.
-WIDENING = 1.2
-# The fullest shard has at most so many times the tokens of the mean, if cutting groups can bring that about.
-IMBALANCE = 1.15
+# What a micro-batch takes beside its tokens, in tokens of each shard.
+MICRO_BATCH_COST = 100
+# A step is put together from sizes of base / 2^k for these k.
+HALVINGS = (0, 1, 2, 3)
+# What known shapes that would do may cost more than a new one, as a part of the step and in tokens, times the square of
+# the number of known shapes: compiling takes seconds, and small steps take less.
+COMPILE_PART, COMPILE_TOKENS = 0.01, 20
+# Room in a new shape beyond what its rows need, as a part, so that later steps fit.
+SPARE = 0.25
+# A new shape is made wide enough for more than that where it costs at most such a part of its tokens.
+WIDER = 0.1
 
 Side = tuple[int, int]
 
@@ -40,28 +42,24 @@ class Shape:
     """The sizes of one shard's part of a micro-batch.
 
     Attributes:
-        prompt_tokens, row_tokens: room for the tokens of prompts and of rows.
+        tokens: of prompts and rows together.
+        row_tokens: room for the rows' part of them.
         prompts: number and columns of the prompts' rectangle.
         rows: number and columns of all rows, as the objective sees them.
         rectangles: number and columns of the rectangles in which rows attend, by columns.
     """
 
-    prompt_tokens: int
+    tokens: int
     row_tokens: int
     prompts: Side
     rows: Side
     rectangles: tuple[Side, ...]
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that are computed, padding included."""
-        return self.prompt_tokens + self.row_tokens
-
-    @property
     def cost(self) -> float:
         """What computing it takes, in tokens."""
-        (P, S), columns = self.prompts, self.prompts[1]
-        return self.num_tokens + COLUMN_COST * (P * S * S + sum(B * T * (T + columns) for B, T in self.rectangles))
+        P, S = self.prompts
+        return self.tokens + COLUMN_COST * (P * S * S + sum(B * T * (T + S) for B, T in self.rectangles))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,10 +90,11 @@ def plan(
     micro_batch_tokens: int,
     known: Sequence[Shape] = (),
     share_prefix: SharePrefix = "auto",
+    longest: Side = (0, 0),
 ) -> list[MicroBatchPlan]:
-    """Micro-batches of at most about `micro_batch_tokens` tokens per shard, of about equal size.
+    """Micro-batches of at most about `micro_batch_tokens` tokens per shard.
 
-    Of a few numbers of micro-batches the one is taken that costs the least in known shapes or, dearer, in new ones.
+    Of a few ways to put the step together the one is taken that costs the least, new shapes counting more.
 
     Args:
         rows: in any order.
@@ -104,33 +103,61 @@ def plan(
         known: shapes that there are programs for.
         share_prefix: whether rows of a group share their prompt, as far as they are on one shard, or each has its own;
             "auto" does what costs less.
+        longest: tokens of the longest prompt and completion that may come.
     """
     plans = []
     for share in {"always": (True,), "never": (False,), "auto": (True, False)}[share_prefix]:
         parts = _parts(rows, share)
-        fewest = max(1, -(-_load(parts) // (num_shards * micro_batch_tokens)))
-        plans += [
-            _in_shapes(_micro_batches(rows, parts, num_shards, num), known)
-            for num in range(fewest, fewest + 3)
-            if num == fewest or num * num_shards <= len(rows)
-        ]
+        for sizes in _sizes(parts, num_shards, micro_batch_tokens, known):
+            batches = _filled(rows, parts, num_shards, sizes)
+            if batches is not None:
+                plans.append(_in_shapes(batches, sizes, known, longest))
 
     def price(plan: list[MicroBatchPlan]) -> float:
-        costs = (
-            each.shape.cost if each.shape in known else _tolerated(each.shape.cost, [*known, each.shape])
-            for each in plan
-        )
-        return sum(costs) + MICRO_BATCH_COST * num_shards * len(plan)
+        shapes = {each.shape for each in plan}
+        cost = sum(each.shape.cost + MICRO_BATCH_COST for each in plan)
+        compiling = len(known) ** 2 * (COMPILE_PART * cost + COMPILE_TOKENS)
+        return cost + compiling * len(shapes - set(known))
 
     return min(plans, key=price)
 
 
-def _in_shapes(batches: list[list[list[Part]]], known: Sequence[Shape]) -> list[MicroBatchPlan]:
-    """Each micro-batch with its shape; one may have the shape of an earlier one that is new too."""
+def _sizes(parts: Sequence[Part], num_shards: int, budget: int, known: Sequence[Shape]) -> Iterator[list[int]]:
+    """Ways to put a step together: the sizes of micro-batches that likely hold these parts, largest first.
+
+    The last one holds them in any case, each row in a micro-batch of its own if need be.
+    """
+    per_shard = max(1, -(-_load(parts) // num_shards))
+    largest_row = round_up(max(part.prompt + part.lengths[-1] for part in parts), FEWEST_TOKENS)
+    own = round_up(-(-per_shard // max(1, -(-per_shard // budget))), FEWEST_TOKENS)
+    base = max((shape.tokens for shape in known), default=own)
+    base = max(own, largest_row) if base < largest_row or per_shard > 4 * base else base
+    seen = set()
+    for halvings in HALVINGS:
+        unit = max(FEWEST_TOKENS, base >> halvings)
+        for spare in range(3):
+            left = -(-per_shard // unit) + spare
+            whole = base // unit
+            sizes = [base] * (left // whole)
+            left %= whole
+            sizes += [unit << bit for bit in reversed(range(halvings)) if left >> bit & 1]
+            if tuple(sizes) not in seen:
+                seen.add(tuple(sizes))
+                yield sizes
+    yield [base] * (-(-2 * per_shard // base) + 1)
+
+
+def _in_shapes(
+    batches: list[list[list[Part]]], sizes: Sequence[int], known: Sequence[Shape], longest: Side
+) -> list[MicroBatchPlan]:
+    """Each micro-batch with its shape: a known one of its size that fits, else a new one, with room for later steps."""
     planned, shapes = [], list(known)
-    for shards in batches:
-        shape = shape_for(shards, shapes)
-        if shape not in shapes:
+    every = [part for shards in batches for shard in shards for part in shard]
+    for shards, size in zip(batches, sizes, strict=True):
+        fitting = (shape for shape in shapes if shape.tokens == size and all(_fits(shape, shard) for shard in shards))
+        shape = min(fitting, key=lambda shape: shape.cost, default=None)
+        if shape is None:
+            shape = _new_shape(shards, size, every, shapes, longest)
             shapes.append(shape)
         planned.append(MicroBatchPlan(shards, shape))
     return planned
@@ -143,61 +170,26 @@ def _parts(rows: "Sequence[Row]", share: bool) -> list[Part]:
     return [_part(rows, indices) for indices in groups.values()]
 
 
-def _micro_batches(
-    rows: "Sequence[Row]", parts: Sequence[Part], num_shards: int, num_batches: int
-) -> list[list[list[Part]]]:
-    """Parts for each shard of each micro-batch, of about equal numbers of tokens; large ones are cut for that."""
-    parts, num_bins = list(parts), num_shards * num_batches
-    best = bins = _balanced(parts, num_bins)
-    for _ in range(4 * num_bins):
-        fullest = max(bins, key=_load)
-        if _load(fullest) <= IMBALANCE * sum(map(_load, bins)) / num_bins:
-            break
-        largest = max(fullest, key=lambda part: part.num_tokens * (len(part.rows) > 1))
+def _filled(
+    rows: "Sequence[Row]", parts: Sequence[Part], num_shards: int, sizes: Sequence[int]
+) -> list[list[list[Part]]] | None:
+    """Parts for each shard of micro-batches of these sizes, about equally full; None if they do not fit.
+
+    Large parts are cut for that, which has their prompts computed more often.
+    """
+    parts, rooms = list(parts), [size for size in sizes for _ in range(num_shards)]
+    for _ in range(4 * len(rooms) + 8):
+        bins = _balanced(parts, rooms)
+        fullest = max(range(len(rooms)), key=lambda index: _load(bins[index]) / rooms[index])
+        if _load(bins[fullest]) <= rooms[fullest]:
+            order = [bins[first : first + num_shards] for first in range(0, len(rooms), num_shards)]
+            return [sorted(shards, key=lambda shard: -_load(shard)) for shards in order]
+        largest = max(bins[fullest], key=lambda part: part.num_tokens * (len(part.rows) > 1))
         if len(largest.rows) < 2:
-            break
+            return None
         parts.remove(largest)
         parts += [_part(rows, largest.rows[0::2]), _part(rows, largest.rows[1::2])]
-        bins = _balanced(parts, num_bins)
-        best = min(best, bins, key=lambda bins: max(map(_load, bins)))
-    best.sort(key=lambda each: (-_load(each), each[0].rows if each else ()))
-    return [best[first : first + num_shards] for first in range(0, num_bins, num_shards) if best[first]]
-
-
-def shape_for(shards: Sequence[Sequence[Part]], known: Sequence[Shape]) -> Shape:
-    """The shape to compute these parts in: a known one that fits and wastes little, else a new one."""
-    own = _own_shape(shards)
-    fitting = (shape for shape in known if all(_fits(shape, shard) for shard in shards))
-    best = min(fitting, key=lambda shape: shape.cost, default=None)
-    return best if best and best.cost <= _tolerated(own.cost, known) else _widened(own, shards, known)
-
-
-def _tolerated(cost: float, known: Sequence[Shape]) -> float:
-    return cost + len(known) * (TOLERANCE_PER_SHAPE * cost + TOLERATED_TOKENS_PER_SHAPE)
-
-
-def _widened(own: Shape, shards: Sequence[Sequence[Part]], known: Sequence[Shape]) -> Shape:
-    """The shape as wide as the known ones in what costs little, so that more of what comes will fit."""
-    lengths = [[n for part in shard for n in part.lengths] for shard in shards]
-    used = {shape.rectangles for shape in known if all(placed(shape.rectangles, each) is not None for each in lengths)}
-    rows = max(shape.rows[0] for shape in (own, *known)), max(shape.rows[1] for shape in (own, *known))
-    num_prompts = max(shape.prompts[0] for shape in (own, *known))
-    columns = max(shape.prompts[1] for shape in (own, *known))
-    new = replace(own, rows=rows)
-    for rectangles in sorted(used, key=lambda each: replace(own, rectangles=each).cost)[:1]:
-        candidate = replace(new, rectangles=rectangles)
-        new = candidate if candidate.cost <= WIDENING * own.cost else new
-    tokens = replace(
-        new,
-        prompt_tokens=max(shape.prompt_tokens for shape in (own, *known)),
-        row_tokens=max(shape.row_tokens for shape in (own, *known)),
-    )
-    new = tokens if tokens.cost <= WIDENING * own.cost else new
-    for prompts in ((num_prompts, columns), (own.prompts[0], columns), (num_prompts, own.prompts[1])):
-        candidate = replace(new, prompts=prompts)
-        if candidate.cost <= WIDENING * own.cost:
-            return candidate
-    return new
+    return None
 
 
 def placed(rectangles: Sequence[Side], lengths: Sequence[int]) -> list[list[int]] | None:
@@ -231,60 +223,104 @@ def _load(parts: Sequence[Part]) -> int:
     return sum(part.num_tokens for part in parts)
 
 
-def _balanced(parts: Sequence[Part], num_bins: int) -> list[list[Part]]:
-    """Largest first, each into the emptiest bin."""
-    bins: list[list[Part]] = [[] for _ in range(num_bins)]
-    loads = [0] * num_bins
+def _balanced(parts: Sequence[Part], rooms: Sequence[int]) -> list[list[Part]]:
+    """Largest first, each into the bin that it leaves the emptiest, as a part of its room."""
+    bins: list[list[Part]] = [[] for _ in rooms]
+    loads = [0] * len(rooms)
     for part in sorted(parts, key=lambda part: (-part.num_tokens, part.rows)):
-        emptiest = loads.index(min(loads))
+        size = part.num_tokens
+        emptiest = min(range(len(rooms)), key=lambda index: (loads[index] + size) / rooms[index])
         bins[emptiest].append(part)
-        loads[emptiest] += part.num_tokens
+        loads[emptiest] += size
     return bins
 
 
-def _own_shape(shards: Sequence[Sequence[Part]]) -> Shape:
-    parts = [part for shard in shards for part in shard]
-    columns = _columns(max(part.prompt for part in parts), FEWEST_PROMPT_COLUMNS)
-    longest = _columns(max(part.lengths[-1] for part in parts), FEWEST_ROW_COLUMNS)
+def _new_shape(
+    shards: Sequence[Sequence[Part]], size: int, every: Sequence[Part], known: Sequence[Shape], longest: Side
+) -> Shape:
+    """A shape of so many tokens that holds these parts and likely those of later steps, to judge by all of this step.
+
+    What would not cost much more is made wide enough for the longest rows, and for what known shapes of its size hold.
+    """
+    share, alike = size / _load(every), [shape for shape in known if shape.tokens == size]
+    num_parts = max(*(len(shard) for shard in shards), round((1 + SPARE) * share * len(every)))
+    num_rows = max(*(len(_lengths(shard)) for shard in shards), round((1 + SPARE) * share * len(_lengths(every))))
+    num_row_tokens = max(sum(_lengths(shard)) for shard in shards)
+    P = max(_count(num_parts), *(shape.prompts[0] for shape in alike), 0)
+    S = _columns(max(part.prompt for part in every), FEWEST_PROMPT_COLUMNS)
+    for wider in (*(shape.prompts[1] for shape in known), _columns(longest[0], FEWEST_PROMPT_COLUMNS)):
+        if wider > S and COLUMN_COST * P * wider**2 <= WIDER * size:
+            S = wider
+    T = max(_columns(max(_lengths(every)), FEWEST_ROW_COLUMNS), *(shape.rows[1] for shape in known), 0)
+    rectangles = _rectangles([_lengths(shard) for shard in shards], _lengths(every), share, S)
+    for more in (*((side,) for shape in alike for side in shape.rectangles), ((2, _columns(longest[1], T)),)):
+        wider = _united(rectangles, more, S)
+        if COLUMN_COST * (_area(wider, S) - _area(rectangles, S)) <= WIDER * size:
+            rectangles = wider
     return Shape(
-        prompt_tokens=round_up(max(sum(part.prompt for part in shard) for shard in shards), FEWEST_TOKENS),
-        row_tokens=round_up(max(sum(sum(part.lengths) for part in shard) for shard in shards), FEWEST_TOKENS),
-        prompts=(_count(max(len(shard) for shard in shards)), columns),
-        rows=(_count(max(sum(len(part.rows) for part in shard) for shard in shards)), longest),
-        rectangles=_rectangles([[n for part in shard for n in part.lengths] for shard in shards], columns, longest),
+        tokens=size,
+        row_tokens=min(size, round_up(round((1 + SPARE) * num_row_tokens), FEWEST_ROW_COLUMNS)),
+        prompts=(P, S),
+        rows=(max(_count(num_rows), *(shape.rows[0] for shape in alike), 0), max(T, rectangles[-1][1])),
+        rectangles=rectangles,
     )
 
 
-def _rectangles(lengths: Sequence[Sequence[int]], prompt_columns: int, longest: int) -> tuple[Side, ...]:
-    """A few rectangles that hold the rows of each shard, by columns: powers of two and the longest."""
-    sides = [FEWEST_ROW_COLUMNS]
+def _lengths(parts: Sequence[Part]) -> list[int]:
+    return [length for part in parts for length in part.lengths]
+
+
+def _rectangles(
+    lengths: Sequence[Sequence[int]], every: Sequence[int], share: float, prompt_columns: int
+) -> tuple[Side, ...]:
+    """A few rectangles that hold the rows of each shard and, with some to spare, such a share of all rows.
+
+    Their columns are powers of two and the longest.
+    """
+    longest, sides = _columns(max(every), FEWEST_ROW_COLUMNS), [FEWEST_ROW_COLUMNS]
     while sides[-1] < longest:
         sides.append(min(2 * sides[-1], longest))
-    counts = [
-        [sum(low < n <= high for n in shard) for low, high in zip([0, *sides], sides, strict=False)]
-        for shard in lengths
-    ]
-    classes = [(max(count), side) for count, side in zip(zip(*counts, strict=True), sides, strict=True) if any(count)]
 
-    def cost(sides: Sequence[Side]) -> float:
-        return sum(_count(B) * T * (T + prompt_columns + 1 / COLUMN_COST / 8) for B, T in sides)
+    def counts(lengths: Sequence[int]) -> list[int]:
+        return [sum(low < n <= high for n in lengths) for low, high in zip([0, *sides], sides, strict=False)]
 
-    while len(classes) > 1:
+    expected = [round((1 + SPARE) * share * count + 0.5) for count in counts(every)]
+    most = [max(each) for each in zip(expected, *map(counts, lengths), strict=True)]
+    return _few([(count, side) for count, side in zip(most, sides, strict=True) if count], prompt_columns)
+
+
+def _united(some: Sequence[Side], others: Sequence[Side], prompt_columns: int) -> tuple[Side, ...]:
+    """Rectangles that hold what either of these hold."""
+    counts: dict[int, int] = {}
+    for rows, columns in (*some, *others):
+        counts[columns] = max(counts.get(columns, 0), rows)
+    return _few([(rows, columns) for columns, rows in sorted(counts.items())], prompt_columns)
+
+
+def _few(rectangles: list[Side], prompt_columns: int) -> tuple[Side, ...]:
+    """At most `MOST_RECTANGLES`, fewer where that costs little: neighbours are put together."""
+    while len(rectangles) > 1:
         merged = [
-            [*classes[:k], (classes[k][0] + classes[k + 1][0], classes[k + 1][1]), *classes[k + 2 :]]
-            for k in range(len(classes) - 1)
+            [*rectangles[:k], (rectangles[k][0] + rectangles[k + 1][0], rectangles[k + 1][1]), *rectangles[k + 2 :]]
+            for k in range(len(rectangles) - 1)
         ]
-        best = min(merged, key=cost)
-        if len(classes) <= MOST_RECTANGLES and cost(best) > 1.1 * cost(classes):
+        best = min(merged, key=lambda each: _area(each, prompt_columns))
+        cost = _area(rectangles, prompt_columns)
+        if len(rectangles) <= MOST_RECTANGLES and _area(best, prompt_columns) > 1.1 * cost:
             break
-        classes = best
-    return tuple((_count(B), T) for B, T in classes)
+        rectangles = best
+    return tuple((_count(rows), columns) for rows, columns in rectangles)
+
+
+def _area(rectangles: Sequence[Side], prompt_columns: int) -> float:
+    """Queries times the columns that they may see, and a little for each query."""
+    return sum(_count(B) * T * (T + prompt_columns + 1 / COLUMN_COST / 8) for B, T in rectangles)
 
 
 def _fits(shape: Shape, parts: Sequence[Part]) -> bool:
-    lengths = [n for part in parts for n in part.lengths]
+    lengths = _lengths(parts)
     return (
-        sum(part.prompt for part in parts) <= shape.prompt_tokens
+        _load(parts) <= shape.tokens
         and sum(lengths) <= shape.row_tokens
         and len(parts) <= shape.prompts[0]
         and max((part.prompt for part in parts), default=0) <= shape.prompts[1]
@@ -302,9 +338,7 @@ def _count(count: int) -> int:
 
 
 def _columns(size: int, smallest: int) -> int:
-    """The next of `smallest` and 32, 48, 64, 96, 128, ..., multiples of 8."""
+    """The next of `smallest` and 24, 32, 48, 64, 96, 128, ..."""
     if size <= smallest:
         return smallest
-    return next(
-        step for power in range(4, 40) for step in (1 << power, 3 << (power - 1)) if step >= size and not step % 8
-    )
+    return next(step for power in range(4, 40) for step in (1 << power, 3 << (power - 1)) if step >= size)

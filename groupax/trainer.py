@@ -148,7 +148,8 @@ class GRPOTrainer:
         self.num_steps = num_steps(
             len(self.prompts), args.prompts_per_step, args.num_iterations, args.num_train_epochs, args.max_steps
         )
-        self.learner = Learner(self.model, learner_settings(args), self.num_steps)
+        longest = max(map(len, self.prompts.token_ids)), args.max_completion_length
+        self.learner = Learner(self.model, learner_settings(args), self.num_steps, longest)
         self.engine = Engine(
             self.model.config,
             self.learner.policy,

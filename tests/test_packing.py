@@ -26,7 +26,7 @@ def test_every_row_lies_in_one_place_with_its_prompt(shards, budget, share_prefi
     assert sorted(int(index) for part in packed for index in part.rows if index >= 0) == list(range(len(rows)))
     for part in packed:
         ragged, evidence = part.batch.ragged, part.batch.evidence
-        Q, R, (P, S) = len(ragged.prompts) // shards, len(ragged.inputs) // shards, ragged.prompt_cells.shape
+        M, R, (P, S) = len(ragged.tokens) // shards, len(ragged.targets) // shards, ragged.prompts.shape
         for position, index in enumerate(part.rows):
             cells = part.batch.cells[position]
             if index < 0:
@@ -35,35 +35,32 @@ def test_every_row_lies_in_one_place_with_its_prompt(shards, budget, share_prefi
                 continue
             row, shard = rows[index], position // (len(part.rows) // shards)
             length = len(row.completion)
-            own = shard * R + cells[:length]
             assert (cells[length:] < 0).all()
-            assert ragged.targets[own].tolist() == row.completion.tolist()
-            assert ragged.inputs[own].tolist() == [row.prompt[-1], *row.completion[:-1]]
+            assert ragged.targets[shard * R + cells[:length]].tolist() == row.completion.tolist()
+            own = shard * M + (M - R) + cells[:length]
+            assert ragged.tokens[own].tolist() == [row.prompt[-1], *row.completion[:-1]]
             assert ragged.positions[own].tolist() == list(range(len(row.prompt) - 1, len(row.prompt) - 1 + length))
             assert evidence.rollout_logp[position, :length].tolist() == np.float32(row.rollout_logp).tolist()
             [(rectangle, b)] = [
                 (rectangle, b)
                 for rectangle in ragged.rectangles
                 for b in range(shard * len(rectangle.cells) // shards, (shard + 1) * len(rectangle.cells) // shards)
-                if rectangle.cells[b, 0] == cells[0]
+                if rectangle.cells[b, 0] == M - R + cells[0]
             ]
-            assert rectangle.cells[b, :length].tolist() == cells[:length].tolist()
-            prompt_cells = ragged.prompt_cells[shard * (P // shards) + rectangle.prompt_of[b]]
-            prompt = shard * Q + prompt_cells[prompt_cells >= 0]
-            assert ragged.prompts[prompt].tolist() == row.prompt[:-1].tolist()
-            assert ragged.prompt_positions[prompt].tolist() == list(range(len(row.prompt) - 1))
+            assert (rectangle.cells[b, :length] == M - R + cells[:length]).all()
+            prompt_cells = ragged.prompts[shard * (P // shards) + rectangle.prompt_of[b]]
+            prompt = shard * M + prompt_cells[prompt_cells >= 0]
+            assert ragged.tokens[prompt].tolist() == row.prompt[:-1].tolist()
+            assert ragged.positions[prompt].tolist() == list(range(len(row.prompt) - 1))
             assert (prompt_cells[S - len(prompt) :] >= 0).all()
 
 
 def test_slots_and_cells_are_inverse():
     [part], _ = pack(rows_of(3, 4), 1, 10_000)
     batch, ragged = part.batch, part.batch.ragged
-    all_cells = np.concatenate([rectangle.cells.reshape(-1) for rectangle in ragged.rectangles])
-    for cells, slots in (
-        (batch.cells.reshape(-1), batch.slots),
-        (ragged.prompt_cells.reshape(-1), ragged.prompt_slots),
-        (all_cells, ragged.slots),
-    ):
+    sides = [ragged.prompts, *(rectangle.cells for rectangle in ragged.rectangles)]
+    all_cells = np.concatenate([side.reshape(-1) for side in sides])
+    for cells, slots in ((batch.cells.reshape(-1), batch.slots), (all_cells, ragged.slots)):
         used = np.flatnonzero(slots >= 0)
         assert cells[slots[used]].tolist() == used.tolist()
         assert (cells >= 0).sum() == len(used)
@@ -87,7 +84,7 @@ def test_groups_are_cut_where_shards_would_be_unequal():
 def test_fewer_rows_than_shards():
     rows = rows_of(1, 2)
     [each] = plan(rows, 4, 10_000)
-    assert sorted(len(parts) for parts in each.shards) == [0, 0, 1, 1]
+    assert sum(len(part.rows) for parts in each.shards for part in parts) == 2
 
 
 @pytest.mark.parametrize("mean", [20, 96])
@@ -102,12 +99,12 @@ def test_over_many_steps_padding_is_little_and_shapes_are_few(mean):
             for length in np.clip(rng.geometric(1 / mean, 8), 1, 512):
                 rows.append(Row(group, prompt, np.zeros(length, int), np.ones(length, bool), 1.0, np.zeros(length)))
                 real += length
-        packed, shapes = pack(rows, 2, 4096, shapes)
+        packed, shapes = pack(rows, 2, 4096, shapes, longest=(400, 512))
         padding.append(1 - real / sum(part.num_cells for part in packed))
         counts.append(len(shapes))
-    assert np.mean(padding) < (0.31 if mean == 20 else 0.16)  # small steps would rather pad than compile
-    assert counts[-1] <= 9, counts
-    assert counts[-1] - counts[10] <= 4, counts
+    assert np.mean(padding) < 0.15
+    assert counts[-1] <= 8, counts
+    assert counts[-1] == counts[10], counts
 
 
 def test_rows_go_into_the_narrowest_rectangle_with_room():

@@ -52,7 +52,7 @@ def empty_cache(
     config: ModelConfig, num_prompts: int, num_prompt_columns: int, num_slots: int, num_columns: int, dtype: Any
 ) -> Cache:
     """A cache of zeros."""
-    K, H, layers = config.num_kv_heads, config.head_dim, range(config.num_layers)
+    K, H, layers = config.num_kv_heads, config.attention_dim, range(config.num_layers)
     return Cache(
         prompt_tokens=jnp.zeros((num_prompts, num_prompt_columns), jnp.int32),
         prompt_starts=jnp.full(num_prompts, num_prompt_columns, jnp.int32),

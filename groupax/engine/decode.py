@@ -196,7 +196,7 @@ def _prefill(
     P, S = prompts.shape
     M = piece_columns(P, S)
     if known is None:
-        K, H, layers = config.num_kv_heads, config.head_dim, range(config.num_layers)
+        K, H, layers = config.num_kv_heads, config.attention_dim, range(config.num_layers)
         keys = [jnp.zeros((P, K, H, S), dtype) for _ in layers]
         values = [jnp.zeros((P, K, S, H), dtype) for _ in layers]
         first_unknown = starts

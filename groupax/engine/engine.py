@@ -231,7 +231,9 @@ class Engine:
     @property
     def bytes_per_token(self) -> int:
         """Of the keys and values of one token in all layers."""
-        return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim * self.kv_dtype.itemsize
+        return (
+            2 * self.config.num_layers * self.config.num_kv_heads * self.config.attention_dim * self.kv_dtype.itemsize
+        )
 
     def warmup(self, prompt_length: int, params: SamplingParams | None = None, num_prompts: int = 1) -> int:
         """Compile what a request of this shape needs, by running it on made-up prompts; returns `num_programs`."""

@@ -40,6 +40,14 @@ class ModelConfig:
     qk_norm: bool = False
     num_labels: int = 0
 
+    @property
+    def attention_dim(self) -> int:
+        """Of a head's queries, keys and values in attention and in the cache; what exceeds `head_dim` is zero.
+
+        XLA's CPU kernels add up products of fewer than 64 dims in orders that depend on all other sizes.
+        """
+        return max(64, self.head_dim)
+
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size"):
             if getattr(self, name) < 1:

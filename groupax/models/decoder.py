@@ -68,7 +68,10 @@ def _attention(
     if config.qk_norm:
         q = rms_norm(q, weights["q_norm"], config.norm_eps)
         k = rms_norm(k, weights["k_norm"], config.norm_eps)
-    out = attend(rotate(q, rope), rotate(k, rope), v)
+    # `attend` divides by the root of the dims that it gets
+    q = rotate(q, rope) * jnp.asarray((config.attention_dim / config.head_dim) ** 0.5, q.dtype)
+    unused = ((0, 0), (0, 0), (0, config.attention_dim - config.head_dim))
+    out = attend(*(jnp.pad(x, unused) for x in (q, rotate(k, rope), v)))[..., : config.head_dim]
     return linear(out.reshape(M, -1), weights["o"], weights.get("o_bias"))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from groupax.config import Checkpointing
@@ -24,7 +25,7 @@ class Rectangle:
     """Rows that attend together.
 
     Attributes:
-        cells: where among the rows' tokens each cell's token is, -1 for none; a row begins at its first column.
+        cells: where each cell's token is, -1 for none; a row begins at its first column.
         prompt_of: each row's prompt.
     """
 
@@ -37,23 +38,20 @@ class Ragged:
     """Tokens of prompts and of the rows behind them, and where attention finds them.
 
     Attributes:
-        prompts, prompt_positions: the prompts' tokens, each prompt without its last, and their positions.
-        prompt_cells: the prompts as rectangle, each ending at the last column: where its tokens are, -1 for none.
-        prompt_slots: the cell of each of the prompts' tokens, -1 for padding.
-        inputs, positions, targets: the rows' tokens, their positions, and what each predicts.
+        tokens, positions: the prompts' from the left, each without its last, and the rows' up to the right end;
+            padding lies between.
+        targets: what each of the last R tokens predicts; there is room for R of rows.
+        prompts: the prompts as rectangle, each ending at the last column: where its tokens are, -1 for none.
         rectangles: of rows; each row is in one of them.
-        slots: the cell of each of the rows' tokens, where the rectangles' cells count on from one to the next.
+        slots: where in the prompts' and then the rectangles' cells, laid in a row, each token is; -1 for padding.
     """
 
-    prompts: Int[Any, "Q"]
-    prompt_positions: Int[Any, "Q"]
-    prompt_cells: Int[Any, "P S"]
-    prompt_slots: Int[Any, "Q"]
-    inputs: Int[Any, "R"]
-    positions: Int[Any, "R"]
+    tokens: Int[Any, "M"]
+    positions: Int[Any, "M"]
     targets: Int[Any, "R"]
+    prompts: Int[Any, "P S"]
     rectangles: list[Rectangle]
-    slots: Int[Any, "R"]
+    slots: Int[Any, "M"]
 
 
 def grouped_logprobs(
@@ -73,34 +71,26 @@ def grouped_logprobs(
         checkpointing: what the backward pass recomputes.
         entropy_gradient: whether the entropy will be differentiated.
     """
-    num_prompt_tokens = ragged.prompts.shape[0]
-    starts = jnp.sum(ragged.prompt_cells < 0, axis=1)
-    all_cells = jnp.concatenate([rectangle.cells.reshape(-1) for rectangle in ragged.rectangles])
-
-    slots_in, before = [], 0
-    for rectangle in ragged.rectangles:
-        own = ragged.slots - before
-        slots_in.append(jnp.where((own >= 0) & (own < rectangle.cells.size), own, -1))
-        before += rectangle.cells.size
+    starts = jnp.sum(ragged.prompts < 0, axis=1)
+    sides = [ragged.prompts, *(rectangle.cells for rectangle in ragged.rectangles)]
+    cells = jnp.concatenate([side.reshape(-1) for side in sides])
+    ends = np.cumsum([side.size for side in sides])
 
     def attend_in_groups(_: int, q: Array, k: Array, v: Array) -> Array:
-        of_prompts = [taken(x[:num_prompt_tokens], ragged.prompt_cells, ragged.prompt_slots) for x in (q, k, v)]
-        prompt_q, prompt_k, prompt_v = of_prompts
-        prompt_out = attend(prompt_q, prompt_k, prompt_v, starts)
-        outs = []
-        for rectangle, slots in zip(ragged.rectangles, slots_in, strict=True):
-            row_q, row_k, row_v = (taken(x[num_prompt_tokens:], rectangle.cells, slots) for x in (q, k, v))
-            of = rectangle.prompt_of
-            out = attend_with_prompt(row_q, row_k, row_v, prompt_k[of], prompt_v[of], starts[of])
-            outs.append(out.reshape(-1, *q.shape[1:]))
-        row_out = taken(jnp.concatenate(outs), ragged.slots, all_cells)
-        prompt_out = taken(prompt_out.reshape(-1, *q.shape[1:]), ragged.prompt_slots, ragged.prompt_cells.reshape(-1))
-        return jnp.concatenate([prompt_out, row_out])
+        def in_rectangles(x: Array) -> list[Array]:
+            parts = jnp.split(taken(x, cells, ragged.slots), ends[:-1])
+            return [part.reshape(*side.shape, *x.shape[1:]) for part, side in zip(parts, sides, strict=True)]
 
-    tokens = jnp.concatenate([ragged.prompts, ragged.inputs])
-    positions = jnp.concatenate([ragged.prompt_positions, ragged.positions])
-    hidden = forward(config, params, tokens, positions, attend_in_groups, checkpointing)[num_prompt_tokens:]
-    return token_logprobs(hidden, head_weights(params), ragged.targets, temperature, entropy_gradient)
+        (prompt_q, *row_q), (prompt_k, *row_k), (prompt_v, *row_v) = map(in_rectangles, (q, k, v))
+        outs = [attend(prompt_q, prompt_k, prompt_v, starts)]
+        for rectangle, own_q, own_k, own_v in zip(ragged.rectangles, row_q, row_k, row_v, strict=True):
+            of = rectangle.prompt_of
+            outs.append(attend_with_prompt(own_q, own_k, own_v, prompt_k[of], prompt_v[of], starts[of]))
+        return taken(jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs]), ragged.slots, cells)
+
+    hidden = forward(config, params, ragged.tokens, ragged.positions, attend_in_groups, checkpointing)
+    of_rows = hidden[hidden.shape[0] - ragged.targets.shape[0] :]
+    return token_logprobs(of_rows, head_weights(params), ragged.targets, temperature, entropy_gradient)
 
 
 @jax.custom_vjp
