@@ -112,6 +112,12 @@ class Learner:
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
 
+    def restore(self, state: TrainState, reference: Params | None) -> None:
+        """Go on from a saved state; the reference stays as it is if there is none."""
+        self.state = state
+        self.policy = self._policy()
+        self.reference = self.reference if reference is None else reference
+
     def update(self, rows: Sequence[Row]) -> Update:
         """One optimizer step: the gradient of the objective over the rows, in micro-batches."""
         started_s = time.perf_counter()
