@@ -16,6 +16,11 @@ class RewardError(RunError):
 PREEMPTED = 75  # exit status: stopped from outside, to be started again (EX_TEMPFAIL of sysexits.h)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of the devices says that their memory is full."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+
+
 class PreemptedError(SystemExit):
     """The run was asked to stop and has saved its state. A program that does not catch this exits with status 75."""
 

@@ -19,7 +19,7 @@ from groupax.config import GRPOConfig, nearest
 from groupax.data import Examples, PromptSet, encode_examples, load_examples, num_steps, visit_order
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
-from groupax.errors import DivergedError, RewardError
+from groupax.errors import DivergedError, RewardError, RunError, is_out_of_memory
 from groupax.evaluate import Evaluation, evaluate
 from groupax.health import setup_findings
 from groupax.learner import Learner, LearnerSettings, Update
@@ -272,7 +272,15 @@ class GRPOTrainer:
             policy_version=self.cursor.step,
             first_prompt=first,
         )
-        return score_groups(groups, self.reward_runner)
+        try:
+            return score_groups(groups, self.reward_runner)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(
+                f"out of memory while sampling; lower max_concurrent_rows (now {args.max_concurrent_rows}) or "
+                f"kv_cache_gb (now {args.kv_cache_gb}). The devices say:\n{error}"
+            ) from error
 
     def _stop_if_a_reward_never_works(self, rounds: Sequence[Scored]) -> None:
         """A function that fails for all of a rollout is broken, or what it asks is down: no prompts for that."""

@@ -6,20 +6,12 @@ FOLDER/final.npz.
 
 import json
 import mmap
-import os
 import sys
 import time
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-
 import jax
 import numpy as np
-
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 PHASES = ("other", "rollout", "reward", "update", "evaluation", "checkpoint")
 # Reuse of rollouts, dynamic sampling, KL to a moving reference, windows of metrics, an adaptive entropy bonus.
@@ -46,10 +38,9 @@ SETTINGS = {
 
 
 class Phase:
-    """Two bytes that another process reads: what the main thread is doing, and whether a checkpoint is being written."""
+    """Two bytes for another process to read: what the main thread is doing, and whether a checkpoint is written."""
 
     def __init__(self, path):
-        Path(path).write_bytes(b"\0\0")
         self.file = open(path, "r+b")  # noqa: SIM115 - for the life of the process
         self.bytes = mmap.mmap(self.file.fileno(), 2)
 
@@ -101,4 +92,7 @@ def final_state(trainer):
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     main(sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3]))

@@ -3,12 +3,21 @@
 A tree is stored flat, by the names of its leaves, so that nothing depends on the classes that it is made of.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+
+
+def _quiet(record: logging.LogRecord) -> bool:
+    """Orbax logs every error with its traceback before it raises it."""
+    return "orbax" not in record.pathname
+
+
+logging.getLogger("absl").addFilter(_quiet)
 
 
 def begin_writing(folder: Path, tree: Any) -> Callable[[], None]:

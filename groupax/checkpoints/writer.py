@@ -7,8 +7,10 @@ A checkpoint that cannot be written costs nothing but itself: that is told, the 
 again.
 """
 
+import errno
 import json
 import math
+import os
 import shutil
 import threading
 import time
@@ -173,5 +175,9 @@ class CheckpointWriter:
 
 
 def _words(error: BaseException) -> str:
+    """What an error says, in short; array libraries wrap the system's own words into many."""
+    for words in map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)):
+        if words in str(error):
+            return words
     text = str(error).strip() or type(error).__name__
     return text if len(text) < 400 else f"{text[:397]}..."
