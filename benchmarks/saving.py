@@ -1,7 +1,7 @@
 """What checkpoints cost: the arithmetic recipe with `save_steps=10`, how long training waits for them.
 
-Both runs are made in this process after one that compiles; wall times on a busy machine differ by more than checkpoints cost,
-so that the time that training waits, and the CPU time of writing, are measured by themselves too.
+The runs are made in one process, after one that compiles. Wall times on a busy machine differ by more than checkpoints
+cost, so that the time that training waits is measured by itself too.
 """
 
 import tempfile
@@ -12,6 +12,7 @@ from typing import Any
 from groupax import GRPOConfig, GRPOTrainer
 from groupax.checkpoints.saver import RunSaver
 from groupax.recipes import load_recipe
+from groupax.run_state import Cursor, Experience
 
 SAVE_STEPS = 10
 
@@ -24,9 +25,9 @@ def run(folder: str, **settings: Any) -> tuple[float, float, int]:
     waits: list[float] = []
     save = RunSaver.save
 
-    def timed(self: RunSaver, *arguments: Any) -> None:
+    def timed(self: RunSaver, cursor: Cursor, experience: Experience | None) -> None:
         begun_s = time.perf_counter()
-        save(self, *arguments)
+        save(self, cursor, experience)
         waits.append(time.perf_counter() - begun_s)
 
     RunSaver.save = timed
@@ -43,9 +44,8 @@ def main() -> None:
         run(str(Path(folder) / "warm_up"), save_steps=SAVE_STEPS)
         without, _, _ = run(str(Path(folder) / "without"), save_interval_minutes=0.0, do_last_save=False)
         seconds, waited, count = run(str(Path(folder) / "with"), save_steps=SAVE_STEPS)
-    print(
-        f"without checkpoints {without:.1f} s, with save_steps={SAVE_STEPS} {seconds:.1f} s ({seconds / without - 1:+.1%})"
-    )
+    change = seconds / without - 1
+    print(f"without checkpoints {without:.1f} s, with save_steps={SAVE_STEPS} {seconds:.1f} s ({change:+.1%})")
     print(f"training waited {waited:.2f} s for {count} checkpoints: {waited / seconds:.2%} of the wall time")
 
 

