@@ -1,17 +1,19 @@
 """The command `groupax`: train and generate from a shell. Each command imports what it needs."""
 
 import argparse
+import json
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from groupax.config import DecodingWeights, GRPOConfig, nearest
 from groupax.engine.params import SamplingParams
-from groupax.errors import RunError
+from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.recipes import RECIPES, load_recipe
 
 USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
@@ -19,6 +21,8 @@ USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists 
 commands:
   train      train a model: --model, --dataset and --reward_funcs, or --recipe ({", ".join(RECIPES)})
   generate   sample completions from a model
+  resume     go on with a run that was stopped: groupax resume RUN_DIR [options of train that are to differ]
+  checkpoints   of a run: groupax checkpoints RUN_DIR list | verify | delete STEP | export [STEP] --to FOLDER
 """
 
 
@@ -40,6 +44,20 @@ class Train:
     """Rewards: names of built-in ones, or module:function."""
     args: Annotated[GRPOConfig, tyro.conf.arg(name="")] = field(default_factory=GRPOConfig)
     """Settings of the run."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """List a run's checkpoints, check their files, delete one, or export one as a Hugging Face folder."""
+
+    run_dir: tyro.conf.Positional[str]
+    """A run's folder or URL, or one of its checkpoints."""
+    action: tyro.conf.Positional[Literal["list", "verify", "delete", "export"]] = "list"
+    """What to do."""
+    step: tyro.conf.Positional[int | None] = None
+    """Of the checkpoint to delete or export; by default the newest is exported."""
+    to: Path | None = None
+    """Folder for the exported model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +83,7 @@ class Generate:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. A user's mistake is told in one line, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "generate": generate}
+    commands = {"train": train, "generate": generate, "resume": resume, "checkpoints": checkpoints}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
@@ -77,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         commands[arguments[0]](arguments[1:])
+    except PreemptedError as stopped:  # it was told, and what to do
+        return PREEMPTED if stopped.code == PREEMPTED else 1
     except (ValueError, TypeError) as error:
         if error.__traceback__ and _raised_outside(error):
             raise
@@ -92,9 +112,122 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(arguments: Sequence[str]) -> None:
     """`groupax train`."""
-    command = tyro.cli(
-        Train, prog="groupax train", args=list(arguments), default=train_defaults(arguments), use_underscores=True
+    _train(
+        tyro.cli(
+            Train, prog="groupax train", args=list(arguments), default=train_defaults(arguments), use_underscores=True
+        )
     )
+
+
+def resume(arguments: Sequence[str]) -> None:
+    """`groupax resume`: the command that began the run, with `resume` set to it."""
+    if not arguments or arguments[0].startswith("-"):
+        raise ValueError("which run? groupax resume RUN_DIR [options of groupax train that are to differ]")
+    run = arguments[0].rstrip("/")
+    default = resumed_command(run)
+    _train(
+        tyro.cli(Train, prog="groupax resume RUN_DIR", args=list(arguments[1:]), default=default, use_underscores=True)
+    )
+
+
+def resumed_command(run: str) -> Train:
+    """The command that began a run, made to go on with it.
+
+    Raises:
+        ValueError: there is no run, or it was not begun by `groupax train`.
+    """
+    config = _run_file(run, "config.json")
+    if config is None:
+        raise ValueError(f"{run} is no run folder: it has no config.json")
+    command = _run_file(run, "command.json")
+    if command is None:
+        raise ValueError(
+            f"the run in {run} was begun from Python; run that program again, which goes on by itself (resume='auto')"
+        )
+    args = GRPOConfig.from_mapping({**config, "output_dir": run, "resume": run})
+    rewards = command["reward_funcs"]
+    return Train(**{**command, "reward_funcs": rewards and tuple(rewards)}, args=args)
+
+
+def _run_file(run: str, name: str) -> dict[str, Any] | None:
+    from groupax.remote import Remote, is_remote
+
+    try:
+        text = Remote(run).read(name) if is_remote(run) else (Path(run) / name).read_bytes()
+        return json.loads(text)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{run}/{name} cannot be read: {error}") from error
+
+
+def checkpoints(arguments: Sequence[str]) -> None:
+    """`groupax checkpoints`."""
+    command = tyro.cli(Checkpoints, prog="groupax checkpoints", args=list(arguments), use_underscores=True)
+
+    from groupax.checkpoints.choose import split_path, store_of
+
+    run, step = split_path(command.run_dir)
+    with tempfile.TemporaryDirectory() as scratch:
+        store = store_of(run, Path(scratch))
+        steps = store.steps()
+        if not steps:
+            raise ValueError(f"{run} has no checkpoints")
+        chosen = command.step if command.step is not None else step
+        if chosen is not None and chosen not in steps:
+            raise ValueError(f"{run} has no checkpoint of step {chosen}; it has {', '.join(map(str, steps))}")
+        CHECKPOINT_ACTIONS[command.action](store, chosen, command)
+
+
+def _list_checkpoints(store: Any, _: int | None, command: Checkpoints) -> None:
+    from groupax.checkpoints.inspect import listed
+
+    for each in listed(store):
+        shown = {name: each.metrics[name] for name in ("reward", "eval_reward", "loss", "kl") if name in each.metrics}
+        values = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        where = "within the updates on a rollout" if each.rollout else ""
+        print(f"step {each.step:6d}  {each.saved_at or 'state.json cannot be read'}  {values}  {where}".rstrip())
+    print(f"\nto check their files: groupax checkpoints {command.run_dir} verify")
+
+
+def _verify_checkpoints(store: Any, _: int | None, command: Checkpoints) -> None:
+    from groupax.checkpoints.inspect import damages
+
+    found = damages(store)
+    for step, fault in found.items():
+        print(f"step {step:6d}  {'whole' if fault is None else f'DAMAGED: {fault}'}")
+    num_damaged = sum(fault is not None for fault in found.values())
+    if num_damaged:
+        raise ValueError(f"{num_damaged} of {len(found)} checkpoints in {command.run_dir} are damaged")
+
+
+def _delete_checkpoint(store: Any, step: int | None, command: Checkpoints) -> None:
+    if step is None:
+        raise ValueError(f"which one? groupax checkpoints {command.run_dir} delete STEP")
+    store.delete(step)
+    print(f"deleted {store.where(step)}")
+
+
+def _export_checkpoint(store: Any, step: int | None, command: Checkpoints) -> None:
+    from groupax.checkpoints.inspect import export, tokenizer_of
+
+    if command.to is None:
+        raise ValueError("where to? give --to FOLDER")
+    chosen = store.steps()[-1] if step is None else step
+    folder = export(store, chosen, command.to, tokenizer_of(store))
+    print(f"the model of {store.where(chosen)} is in {folder}")
+
+
+# What `groupax checkpoints` can do, by name.
+CHECKPOINT_ACTIONS = {
+    "list": _list_checkpoints,
+    "verify": _verify_checkpoints,
+    "delete": _delete_checkpoint,
+    "export": _export_checkpoint,
+}
+
+
+def _train(command: Train) -> None:
     recipe = load_recipe(command.recipe) if command.recipe else None
     model: Any = command.model or (recipe and recipe.model)
     dataset = command.dataset or (recipe and recipe.train_dataset())
@@ -108,6 +241,7 @@ def train(arguments: Sequence[str]) -> None:
     from groupax.trainer import GRPOTrainer
 
     trainer = GRPOTrainer(model, list(rewards), command.args, dataset, eval_dataset)
+    trainer.run_folder.command = _recorded(command)
     if eval_dataset is None:
         trainer.train()
         return
@@ -115,6 +249,16 @@ def train(arguments: Sequence[str]) -> None:
     result = trainer.train()
     solved_by = command.args.solved_by or trainer.rewards[0].name
     write_report(Comparison(before, trainer.evaluate(), result, solved_by), trainer.run_folder.path)
+    trainer.run_folder.sync()
+
+
+def _recorded(command: Train) -> dict[str, Any]:
+    """The command without its settings, to be begun again from whatever folder."""
+    recorded = {item.name: getattr(command, item.name) for item in fields(Train) if item.name not in ("args", "config")}
+    for name in ("model", "dataset", "eval_dataset"):
+        if recorded[name] and Path(recorded[name]).exists():
+            recorded[name] = str(Path(recorded[name]).resolve())
+    return recorded
 
 
 def train_defaults(arguments: Sequence[str]) -> Train:

@@ -71,6 +71,9 @@ _AT_LEAST = {
     "weight_decay": 0,
     "eval_steps": 0,
     "eval_temperature": 0,
+    "save_steps": 0,
+    "save_interval_minutes": 0,
+    "save_total_limit": 0,
     "top_k": 0,
     "entropy_coef_delta": 0,
     "vespo_k_pos": 0,
@@ -97,7 +100,8 @@ class GRPOConfig:
     """
 
     output_dir: str = "runs/grpo"
-    """The run's folder: config.json, metrics.jsonl, rollouts/ and the trained model/. An earlier run is moved aside."""
+    """The run's folder, or its place in a bucket (s3://, gs://): config.json, metrics.jsonl, rollouts/, checkpoints/
+    and the trained model/. An earlier run is continued if it is the same one (see resume), or else moved aside."""
     seed: int = 0
     """Of data order and sampling. The same seed gives the same run on the same machine."""
 
@@ -276,6 +280,25 @@ class GRPOConfig:
     """Evaluate on eval_dataset every so many steps; 0 never does."""
     eval_temperature: float = 0.0
     """Sampling temperature in evaluation; 0 is greedy."""
+
+    # Checkpoints
+    save_steps: int = 0
+    """Save everything that the next step depends on every so many steps; 0 goes by time alone."""
+    save_interval_minutes: float = 10.0
+    """Save it when so many minutes have passed since the last time; 0 goes by steps alone."""
+    save_total_limit: int | None = 2
+    """Checkpoints to keep, the newest ones; 0 or None keeps all."""
+    save_optimizer_state: bool = True
+    """Whether checkpoints have the optimizer's state; without it they are smaller, but a resumed run is another one."""
+    do_last_save: bool = True
+    """Save a checkpoint at the end of the run too, so that a longer run can go on from there."""
+    metric_for_best_model: str | None = None
+    """Keep the checkpoint at which this metric was best too, e.g. "eval_reward"."""
+    greater_is_better: bool = True
+    """Whether the best metric is the highest."""
+    resume: str = "auto"
+    """What to go on from: "auto" takes the newest whole checkpoint in output_dir if it is of the same run; "never"
+    begins anew; the path of a run or a checkpoint continues that one, with this run's settings where they differ."""
 
     # Reporting
     solved_by: str | None = None

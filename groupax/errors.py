@@ -11,3 +11,22 @@ class DivergedError(RunError):
 
 class RewardError(RunError):
     """A reward function failed, and the run is to stop for it."""
+
+
+PREEMPTED = 75  # exit status: stopped from outside, to be started again (EX_TEMPFAIL of sysexits.h)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of the devices says that their memory is full."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+
+
+class PreemptedError(SystemExit):
+    """The run was asked to stop and has saved its state. A program that does not catch this exits with status 75."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(PREEMPTED)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message

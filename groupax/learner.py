@@ -12,7 +12,7 @@ import numpy as np
 
 from groupax.batch import Packed, Row, pack
 from groupax.config import Checkpointing, SharePrefix
-from groupax.errors import RunError
+from groupax.errors import RunError, is_out_of_memory
 from groupax.metrics import Metrics
 from groupax.models.checkpoint import Model
 from groupax.models.flops import activation_bytes_per_token, forward_flops
@@ -121,6 +121,12 @@ class Learner:
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
 
+    def restore(self, state: TrainState, reference: Params | None) -> None:
+        """Go on from a saved state; the reference stays as it is if there is none."""
+        self.state = state
+        self.policy = self._policy()
+        self.reference = self.reference if reference is None else reference
+
     def update(self, rows: Sequence[Row]) -> Update:
         """One optimizer step: the gradient of the objective over the rows, in micro-batches."""
         started_s = time.perf_counter()
@@ -208,7 +214,7 @@ class Learner:
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+            if not is_out_of_memory(error):
                 raise
             tokens = part.num_cells // num_data_shards(self.mesh)
             longest = int((part.batch.cells >= 0).sum(axis=1).max())

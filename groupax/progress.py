@@ -106,6 +106,7 @@ class Rich:
 
         self.num_steps = num_steps
         self.started_s = time.monotonic()
+        self.steps_before: int | None = None  # made by an earlier process
         self.console = Console(highlight=False)
         self.rewards: deque[float] = deque(maxlen=60)
         self.sampled_s = float("-inf")
@@ -119,6 +120,8 @@ class Rich:
         from rich.console import Group
         from rich.text import Text
 
+        if self.steps_before is None:
+            self.steps_before = step - 1
         line = self._line(step, metrics)
         self.rewards.append(metrics["reward"])
         if self.console.is_terminal:
@@ -147,7 +150,7 @@ class Rich:
 
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         elapsed_s = time.monotonic() - self.started_s
-        left_s = elapsed_s / step * (self.num_steps - step)
+        left_s = elapsed_s / (step - (self.steps_before or 0)) * (self.num_steps - step)
         shown = "  ".join(f"{label} {_number(metrics[name])}" for name, label in SHOWN.items() if name in metrics)
         return f"step {step}/{self.num_steps}  {shown}  eta {_clock(left_s)}"
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from groupax.config import GRPOConfig
 from groupax.evaluate import Evaluation
@@ -32,13 +33,47 @@ class RunLog:
         self.num_sampled_tokens = self.rollout_s = 0.0
         self.rollouts: Sequence[Rollout] = []
         self.rollout_metrics: Metrics = {}
-        self.step_started_s = time.perf_counter()
+        self.evaluated: Metrics = {}
+        self.fault = ""
+        self.started_s = self.step_started_s = time.perf_counter()
         self.profile = Profile(folder.path / "profile", args.profile)
 
     @property
     def rollout_tokens_per_s(self) -> float:
         """Of the run so far."""
         return self.num_sampled_tokens / self.rollout_s if self.rollout_s else 0.0
+
+    @property
+    def train_seconds(self) -> float:
+        """Wall time so far, that of earlier processes of the run included."""
+        return time.perf_counter() - self.started_s
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run's log depends on, as plain data."""
+        return {
+            "history": self.history,
+            "window": self.window,
+            "told": sorted(self.told),
+            "last": self.last,
+            "evaluated": self.evaluated,
+            "num_sampled_tokens": self.num_sampled_tokens,
+            "rollout_s": self.rollout_s,
+            "train_seconds": self.train_seconds,
+        }
+
+    def resume(self, state: Mapping[str, Any], rollouts: Sequence[Rollout], metrics: Metrics) -> None:
+        """Go on from an earlier `state`, in the middle of the updates on a rollout if there is one.
+
+        Args:
+            state: of the log.
+            rollouts: of the rollout in progress.
+            metrics: of that rollout.
+        """
+        self.history, self.window, self.told = list(state["history"]), list(state["window"]), set(state["told"])
+        self.last, self.evaluated = state["last"], state["evaluated"]
+        self.num_sampled_tokens, self.rollout_s = state["num_sampled_tokens"], state["rollout_s"]
+        self.started_s = time.perf_counter() - state["train_seconds"]
+        self.rollouts, self.rollout_metrics = rollouts, metrics
 
     def rollout(self, groups: Sequence[Sequence[Rollout]], metrics: Metrics, reward_errors: Mapping[str, str]) -> None:
         """Groups were sampled and scored; their metrics belong to each optimizer step on them."""
@@ -70,14 +105,28 @@ class RunLog:
             self.folder.write_metrics(self.last)
             if self.args.log_completions:
                 self.folder.write_rollouts(step, self.rollouts)
+            self.tell_fault()
         if self.profile.step_ended(step):
             self.message(f"the trace of {self.args.profile} steps is in {self.profile.folder}")
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """The policy was evaluated."""
-        metrics = {f"eval_{name}": value for name, value in evaluation.metrics.items()}
-        self.folder.write_metrics({"step": float(step), **metrics})
+        self.evaluated = {f"eval_{name}": value for name, value in evaluation.metrics.items()}
+        self.folder.write_metrics({"step": float(step), **self.evaluated})
         self.progress.message(f"step {step}: eval reward {evaluation.metrics['reward']:.3f}")
+
+    def tell_fault(self) -> None:
+        """Tell when the run folder can no longer be written to, and when it can again."""
+        fault, self.fault = self.fault, self.folder.fault
+        if self.fault and not fault:
+            self.message(
+                f"{self.folder.place} cannot be written to: {self.fault}. Metrics and rollouts wait in memory, and "
+                "training goes on; make room or mend the folder",
+                warning=True,
+            )
+        elif fault and not self.fault:
+            dropped = f", but {self.folder.num_dropped} tables of rollouts" if self.folder.num_dropped else ""
+            self.message(f"{self.folder.place} can be written to again; what waited is there{dropped}")
 
     def findings(self, findings: Mapping[str, str]) -> None:
         """Warn of what is off, of each finding once."""

@@ -1,20 +1,25 @@
 """The trainer: GRPO as the paper's Algorithm 1 has it (arXiv:2402.03300)."""
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from groupax.batch import Row
+from groupax.checkpoints.choose import Saved
+from groupax.checkpoints.identity import identity_of
+from groupax.checkpoints.record import read_rollout, stored_dtype, with_scores
+from groupax.checkpoints.saver import RunSaver, patiently, remove_download
 from groupax.config import GRPOConfig, nearest
 from groupax.data import Examples, PromptSet, encode_examples, load_examples, num_steps, visit_order
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
-from groupax.errors import DivergedError, RewardError
+from groupax.errors import DivergedError, RewardError, RunError, is_out_of_memory
 from groupax.evaluate import Evaluation, evaluate
 from groupax.health import setup_findings
 from groupax.learner import Learner, LearnerSettings, Update
@@ -24,34 +29,16 @@ from groupax.objective.advantages import Advantages, group_advantages
 from groupax.objective.entropy import EntropyControl
 from groupax.objective.settings import ObjectiveSettings
 from groupax.optimizer import OptimizerSettings, ScheduleSettings
+from groupax.preemption import AbandonedError, StopRequests
 from groupax.rewards.contract import TrainerState, resolve_rewards, reward_matrix
 from groupax.rewards.runner import RewardRunner, RewardSettings
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollout import Rollout, rollout
 from groupax.run_log import RunLog
+from groupax.run_state import Cursor, Experience, Group
+from groupax.step import TrainState
 from groupax.tokenizer import eos_token_ids, load_tokenizer, prepare_tokenizer
 from groupax.tracking import RunFolder
-
-Group = list[Rollout]
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """How far a run has come; the next step is a function of this, the seed and the learner's state.
-
-    Attributes:
-        step: optimizer steps, skipped ones included.
-        num_rollouts: rollouts that were sampled.
-        num_prompts: prompts that were visited.
-        num_tokens: prompt and completion tokens that were sampled.
-        num_bad_steps: skipped updates in a row.
-    """
-
-    step: int = 0
-    num_rollouts: int = 0
-    num_prompts: int = 0
-    num_tokens: int = 0
-    num_bad_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +47,8 @@ class TrainResult:
 
     Attributes:
         num_steps: optimizer steps.
-        train_seconds: wall time of the loop, evaluation included, loading and saving not.
+        train_seconds: wall time of the loop, evaluation and checkpoints included, loading and saving the model not;
+            that of earlier processes of the run included.
         rollout_tokens_per_s: sampled tokens over the time spent sampling.
         metrics: of the last logged step.
     """
@@ -69,21 +57,6 @@ class TrainResult:
     train_seconds: float
     rollout_tokens_per_s: float
     metrics: Metrics
-
-
-@dataclass(frozen=True, eq=False)
-class Experience:
-    """A rollout, ready to be trained on.
-
-    Attributes:
-        groups: with rewards and advantages; those to train on first, then those that dynamic sampling dropped.
-        metrics: of everything that was sampled.
-        errors: by reward that failed, what went wrong first.
-    """
-
-    groups: list[Group]
-    metrics: Metrics
-    errors: Mapping[str, str]
 
 
 class GRPOTrainer:
@@ -161,48 +134,67 @@ class GRPOTrainer:
             weights=args.decoding_weights,
         )
         self.cursor = Cursor()
+        self.experience: Experience | None = None  # the rollout whose updates are not all made
+        self._state_before: TrainState | None = None  # while an update is under way
 
     # -- Algorithm 1 ---------------------------------------------------------------------------------------------
 
     def train(self) -> TrainResult:
-        """Run all steps, write the run folder, and save the trained model in its `model/`.
+        """Run all steps that are left, write the run folder, and save the trained model in its `model/`.
 
         Raises:
             DivergedError: `max_bad_steps` updates in a row were not finite. The model is saved as it was before them.
-            RewardError: a reward function failed and `reward_errors` is "raise", or it failed for every completion of
-                the first rollout.
+            RewardError: a reward function failed and `reward_errors` is "raise", or it failed for every completion of a
+                rollout.
+            PreemptedError: SIGTERM, SIGINT or a notice of maintenance asked the run to stop; its state is saved.
+            RunError: the run cannot go on; its state is saved if there is where.
+            ValueError: `resume` names a checkpoint that this run cannot continue.
         """
-        args = self.args
-        self.run_folder.start(args.to_dict())
-        log = RunLog(args, self.run_folder, self.num_steps)
-        self._tell_setup(log)
-        started_s = time.perf_counter()
+        log = RunLog(self.args, self.run_folder, self.num_steps)
         try:
-            with self.reward_runner:
-                while self.cursor.step < self.num_steps:
-                    experience = self._collect()
-                    log.rollout(experience.groups, experience.metrics, experience.errors)
-                    for rows, update in self._updates(experience.groups[: self._prompts_per_rollout]):
-                        log.step(self.cursor.step, update.metrics)
-                        self._stop_if_diverged(log, rows, update)
-                        if args.eval_steps and self.cursor.step % args.eval_steps == 0:
-                            log.evaluation(self.cursor.step, self.evaluate())
-            train_seconds = time.perf_counter() - started_s
-        except KeyboardInterrupt:
-            log.message(
-                f"interrupted in step {self.cursor.step + 1}; the model is in {self.save_model()}", warning=True
-            )
-            raise
+            with StopRequests(self.model.mesh.devices.flat[0].platform == "tpu") as stop, self.reward_runner:
+                saver = self._begin(log)
+                try:
+                    self._loop(log, saver, stop)
+                except AbandonedError:
+                    saver.stop(self.cursor, self.experience, stop.reason or "")
+                except Exception:
+                    saver.fail(self.cursor, self.experience, self._is_whole)
+                    raise
+                train_seconds = log.train_seconds
+                self._end(log, saver, stop)
         finally:
             log.close()
-        self.save_model()
         return TrainResult(self.cursor.step, train_seconds, log.rollout_tokens_per_s, log.last)
+
+    def _loop(self, log: RunLog, saver: RunSaver, stop: StopRequests) -> None:
+        while True:
+            if self._evaluation_is_due:
+                with stop.abandonable():
+                    evaluation = self.evaluate()
+                self.cursor = replace(self.cursor, evaluated_step=self.cursor.step)
+                log.evaluation(self.cursor.step, evaluation)
+            saver.save_if_due(self.cursor, self.experience)
+            if self.cursor.step >= self.num_steps:
+                return
+            stop.check()
+            if self.experience is None:
+                with stop.abandonable(), self._shapes_kept():
+                    experience = self._collect()
+                self._take(experience)
+                log.rollout(experience.groups, experience.metrics, experience.errors)
+            with self._shapes_kept():
+                rows, update = self._update()
+            log.step(self.cursor.step, update.metrics)
+            self._stop_if_diverged(log, rows, update)
 
     def _collect(self) -> Experience:
         """A rollout: groups with their rewards and advantages, those to train on first.
 
         With `filter_zero_variance` groups without signal make room for groups of further prompts, as long as the
         budget lasts. What it leaves open is filled up with them, so that a step keeps its size.
+
+        A function of cursor and learner, whose known shapes alone may change.
         """
         args, wanted = self.args, self._prompts_per_rollout
         budget = int(wanted * args.filter_budget) if args.filter_zero_variance else wanted
@@ -221,13 +213,12 @@ class GRPOTrainer:
         self._stop_if_a_reward_never_works(rounds)
         rows = [row for group in groups for row in group]
         num_new = sum(len(row.completion_ids) for row in rows)
-        self.cursor = replace(
-            self.cursor,
-            num_rollouts=self.cursor.num_rollouts + 1,
-            num_prompts=self.cursor.num_prompts + num_sampled,
-            num_tokens=self.cursor.num_tokens + num_new + sum(len(row.prompt_ids) for row in rows),
-        )
+        num_tokens = num_new + sum(len(row.prompt_ids) for row in rows)
         metrics = self._rollout_metrics(groups) | scoring_metrics(rounds)
+        metrics |= {
+            "epoch": (self.cursor.num_prompts + num_sampled) / len(self.prompts),
+            "num_tokens": float(self.cursor.num_tokens + num_tokens),
+        }
         if args.filter_zero_variance:
             metrics |= {
                 "filter/sampled_prompts": float(num_sampled),
@@ -237,7 +228,18 @@ class GRPOTrainer:
             }
         metrics["rollout/tokens_per_s"] = num_new / metrics["time/rollout_s"]
         errors = {name: error for scored in reversed(rounds) for name, error in scored.errors.items()}
-        return Experience(groups, metrics, errors)
+        minibatches = self._scored(self._minibatches(groups[:wanted]))
+        return Experience(groups, metrics, errors, self.cursor.num_prompts, num_tokens, minibatches)
+
+    def _take(self, experience: Experience) -> None:
+        """A rollout is there to be trained on."""
+        self.experience = experience
+        self.cursor = replace(
+            self.cursor,
+            num_rollouts=self.cursor.num_rollouts + 1,
+            num_prompts=self.cursor.num_prompts + len(experience.groups),
+            num_tokens=self.cursor.num_tokens + experience.num_tokens,
+        )
 
     def _rollout_metrics(self, groups: Sequence[Group]) -> Metrics:
         rows = [row for group in groups for row in group]
@@ -246,10 +248,7 @@ class GRPOTrainer:
         if self.args.solved_by:
             solved = [[row.rewards[self.args.solved_by] == 1.0 for row in group] for group in groups]
             metrics |= solved_metrics(np.array(solved))
-        return metrics | {
-            "epoch": self.cursor.num_prompts / len(self.prompts),
-            "num_tokens": float(self.cursor.num_tokens),
-        }
+        return metrics
 
     def _sample(self, first: int, count: int) -> Scored:
         """G completions of each of the next prompts, from the current policy, scored as they end.
@@ -274,16 +273,27 @@ class GRPOTrainer:
             policy_version=self.cursor.step,
             first_prompt=first,
         )
-        return score_groups(groups, self.reward_runner)
+        try:
+            return score_groups(groups, self.reward_runner)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(
+                f"out of memory while sampling; lower max_concurrent_rows (now {args.max_concurrent_rows}) or "
+                f"kv_cache_gb (now {args.kv_cache_gb}). The devices say:\n{error}"
+            ) from error
 
     def _stop_if_a_reward_never_works(self, rounds: Sequence[Scored]) -> None:
-        """A function that fails for all of the first rollout is broken, and nothing is lost yet."""
+        """A function that fails for all of a rollout is broken, or what it asks is down: no prompts for that."""
         num_completions = sum(len(group) for scored in rounds for group in scored.groups)
         for reward in self.rewards:
-            if self.cursor.num_rollouts == 0 and sum(s.failures[reward.name] for s in rounds) == num_completions:
+            if sum(s.failures[reward.name] for s in rounds) == num_completions:
                 error = next(s.errors[reward.name] for s in rounds if reward.name in s.errors)
+                first = self.cursor.num_rollouts == 0
+                which = "the first rollout" if first else f"the rollout of step {self.cursor.step + 1}"
+                advice = "" if first else "\nNothing was trained on it, and a resumed run samples it again"
                 raise RewardError(
-                    f"the reward function {reward.name!r} failed for every completion of the first rollout:\n{error}"
+                    f"the reward function {reward.name!r} failed for every completion of {which}:\n{error}{advice}"
                 )
 
     def _advantages(self, groups: Sequence[Group]) -> Advantages:
@@ -296,30 +306,42 @@ class GRPOTrainer:
             self.args.multi_objective_aggregation,
         )
 
-    def _updates(self, groups: Sequence[Group]) -> Iterator[tuple[list[Row], Update]]:
-        """The optimizer steps on a rollout: `updates_per_rollout` minibatches, `num_iterations` times each."""
-        args, learner = self.args, self.learner
+    def _minibatches(self, groups: Sequence[Group]) -> list[list[Row]]:
+        """The rows of each of a rollout's `updates_per_rollout` optimizer steps."""
         rows = [[self._row(index, row) for row in group] for index, group in enumerate(groups)]
-        P = args.prompts_per_step
-        minibatches = [[row for group in rows[start : start + P] for row in group] for start in range(0, len(rows), P)]
+        P = self.args.prompts_per_step
+        return [[row for group in rows[start : start + P] for row in group] for start in range(0, len(rows), P)]
+
+    def _scored(self, minibatches: list[list[Row]]) -> list[list[Row]]:
+        """The rows with log-probs of reference and old policy, but for the old ones that the first update will know."""
+        learner = self.learner
         if learner.reference is not None:
             minibatches = [
                 _with(batch, "ref_logp", learner.logprobs(learner.reference, batch)[0]) for batch in minibatches
             ]
-        # the first one's own update will know them
         minibatches[1:] = [
             _with(batch, "old_logp", learner.logprobs(learner.policy, batch)[0]) for batch in minibatches[1:]
         ]
-        for _ in range(args.num_iterations):
-            for index, batch in enumerate(minibatches):
-                if self.cursor.step == self.num_steps:
-                    return
-                update = learner.update(batch)
-                if batch[0].old_logp is None:
-                    minibatches[index] = _with(batch, "old_logp", update.logps)
-                num_bad_steps = 0 if update.made else self.cursor.num_bad_steps + 1
-                self.cursor = replace(self.cursor, step=self.cursor.step + 1, num_bad_steps=num_bad_steps)
-                yield batch, update
+        return minibatches
+
+    def _update(self) -> tuple[Sequence[Row], Update]:
+        """The next optimizer step on the rollout: each of its minibatches, `num_iterations` times."""
+        experience = self.experience
+        assert experience is not None, "there is a rollout"
+        minibatches = list(experience.minibatches)
+        index = experience.num_updates % len(minibatches)
+        batch = minibatches[index]
+        self._state_before = self.learner.state
+        update = self.learner.update(batch)
+        if batch[0].old_logp is None:
+            minibatches[index] = _with(batch, "old_logp", update.logps)
+        num_updates = experience.num_updates + 1
+        is_last = num_updates == self.args.num_iterations * len(minibatches)
+        self.experience = None if is_last else replace(experience, minibatches=minibatches, num_updates=num_updates)
+        num_bad_steps = 0 if update.made else self.cursor.num_bad_steps + 1
+        self.cursor = replace(self.cursor, step=self.cursor.step + 1, num_bad_steps=num_bad_steps)
+        self._state_before = None
+        return batch, update
 
     def _row(self, index: int, row: Rollout) -> Row:
         counts = not (self.args.mask_truncated_completions and row.finish_reason == "length")
@@ -353,6 +375,70 @@ class GRPOTrainer:
 
     # -- beside the loop -----------------------------------------------------------------------------------------
 
+    def _begin(self, log: RunLog) -> RunSaver:
+        """Go on where `resume` says, or begin."""
+        names = [reward.name for reward in self.rewards]
+        identity = identity_of(self.args, self.model, self.tokenizer, self.prompts.token_ids, names, self.num_steps)
+        saver = RunSaver(self.args, identity, self.model, self.run_folder, self.learner, log)
+        saved = saver.begin()
+        self.run_folder.write_tokenizer(self.tokenizer)
+        if saved is not None:
+            self._restore(saved, log)
+        self._tell_setup(log)
+        return saver
+
+    def _restore(self, saved: Saved, log: RunLog) -> None:
+        self.cursor, self.experience = Cursor(**saved.state["cursor"]), None
+        state = saved.state["rollout"]
+        if state is not None:
+            first, end = state["first_prompt"], self.cursor.num_prompts
+            order = visit_order(len(self.prompts), first, end - first, self.args.seed)
+            experience, scores = read_rollout(saved.folder, state, lambda index: self.prompts.examples[order[index]])
+            minibatches = self._minibatches(experience.groups[: self._prompts_per_rollout])
+            self.experience = replace(experience, minibatches=with_scores(minibatches, scores))
+        experience = self.experience
+        rollouts = [row for group in experience.groups for row in group] if experience else []
+        log.resume(saved.state["log"], rollouts, experience.metrics if experience else {})
+        remove_download(saved)
+        if self.cursor.step >= self.num_steps:
+            log.message(
+                f"the run in {self.run_folder.place} is complete; for a new one set resume='never' or another "
+                "output_dir"
+            )
+
+    def _end(self, log: RunLog, saver: RunSaver, stop: StopRequests) -> None:
+        """Save the last checkpoint and the model; as long as there is no room for them, wait."""
+
+        def save() -> None:
+            saver.end(self.cursor)
+            self.save_model()
+            self.run_folder.settle()
+            self.run_folder.sync()
+
+        patiently(save, self.run_folder.place, log.message, stop)
+
+    @contextmanager
+    def _shapes_kept(self) -> Iterator[None]:
+        """If the block fails, the next try begins with the same known shapes, which its rounding depends on."""
+        shapes = self.learner.shapes
+        try:
+            yield
+        except BaseException:
+            self.learner.shapes = shapes
+            raise
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether cursor, rollout and learner belong together: not if an update failed half-way."""
+        state = self._state_before
+        leaves = jax.tree.leaves(state)
+        return state is None or (state is self.learner.state and not any(leaf.is_deleted() for leaf in leaves))
+
+    @property
+    def _evaluation_is_due(self) -> bool:
+        step, every = self.cursor.step, self.args.eval_steps
+        return every > 0 and step % every == 0 and self.cursor.evaluated_step < step
+
     def evaluate(self, params: SamplingParams | None = None) -> Evaluation:
         """Score the current policy on `eval_dataset`.
 
@@ -368,9 +454,9 @@ class GRPOTrainer:
 
     def save_model(self, folder: str | Path | None = None) -> Path:
         """Write the current policy as a Hugging Face folder, by default the run's `model/`, in its original dtype."""
-        stored = self.model.hf_config.get("dtype") or self.model.hf_config.get("torch_dtype") or "float32"
         trained = replace(self.model, params=self.learner.state.params)
-        return save_model(trained, folder or self.run_folder.path / "model", self.tokenizer, jnp.dtype(stored))
+        dtype = jnp.dtype(stored_dtype(self.model))
+        return save_model(trained, folder or self.run_folder.path / "model", self.tokenizer, dtype)
 
     @property
     def _prompts_per_rollout(self) -> int:

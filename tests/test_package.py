@@ -18,16 +18,17 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 
 # A module imports from its own line or from those above it.
 LAYERS = [
-    ["errors", "pytree", "objective.settings", "objective", "parallel.runtime"],
+    ["errors", "pytree", "remote", "preemption", "objective.settings", "objective", "parallel.runtime"],
     ["config", "parallel"],
     ["models", "tokenizer"],
     ["engine", "data", "packing"],
     ["batch"],
     ["rollout", "optimizer"],
     ["rewards", "metrics", "health"],
-    ["progress", "profiling", "tracking", "step"],
+    ["progress", "profiling", "tracking", "step", "run_state"],
     ["evaluate", "learner"],
     ["run_log"],
+    ["checkpoints"],
     ["trainer"],
     ["report", "recipes"],
     ["cli"],
@@ -41,6 +42,11 @@ WITHOUT_JAX = [
     "groupax.rewards.scoring",
     "groupax.engine.scheduler",
     "groupax.packing",
+    "groupax.preemption",
+    "groupax.remote",
+    "groupax.run_state",
+    "groupax.tracking",
+    "groupax.checkpoints.store",
     "groupax.cli",
 ]
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from groupax.errors import PreemptedError
 from groupax.rewards import RewardError
 from groupax.rewards.contract import resolve_rewards
 from groupax.rewards.runner import RewardRunner, RewardSettings
@@ -323,7 +324,7 @@ def test_what_functions_log_lands_in_metrics_and_rollouts(tmp_path):
     assert all(row["extra/num_a"] == row["completion_ids"].count(3) for row in rows)
 
 
-def test_an_interrupt_saves_the_model(tmp_path, caplog):
+def test_an_interrupt_saves_the_run(tmp_path, caplog):
     calls = []
 
     def interrupted(completion_ids, trainer_state):
@@ -335,10 +336,10 @@ def test_an_interrupt_saves_the_model(tmp_path, caplog):
             time.sleep(0.5)
         return count_a(completion_ids)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(PreemptedError):
         a_trainer(tmp_path, interrupted).train()
-    assert "interrupted in step 2; the model is in" in caplog.text
-    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert "stopped (SIGINT) after step 1; its state is in" in caplog.text
+    assert (tmp_path / "run" / "checkpoints" / "step_000001" / "params").is_dir()
 
 
 # -- signals, which only the main thread gets

@@ -1,0 +1,202 @@
+"""What a run is: model, tokenizer, data, rewards, settings. A checkpoint continues a run only if these agree."""
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from groupax.config import GRPOConfig
+from groupax.models.checkpoint import Model
+
+# Settings that say how a run is computed, shown, limited and saved; they may differ at any time.
+FREE = {
+    "output_dir",
+    "micro_batch_tokens",
+    "gradient_checkpointing",
+    "share_prefix",
+    "max_concurrent_rows",
+    "kv_cache_gb",
+    "reward_batch",
+    "reward_concurrency",
+    "reward_workers",
+    "reward_timeout_s",
+    "reward_retries",
+    "reward_errors",
+    "max_bad_steps",
+    "eval_steps",
+    "eval_temperature",
+    "solved_by",
+    "logging_steps",
+    "profile",
+    "progress_bar",
+    "log_completions",
+    "save_steps",
+    "save_interval_minutes",
+    "save_total_limit",
+    "save_optimizer_state",
+    "do_last_save",
+    "metric_for_best_model",
+    "greater_is_better",
+    "resume",
+}
+# Settings on which the saved state itself depends.
+FIXED = {
+    "seed",
+    "prompts_per_step",
+    "num_generations",
+    "updates_per_rollout",
+    "num_iterations",
+    "max_prompt_length",
+    "prompt_overflow",
+    "chat_template",
+    "optimizer",
+    "weight_decay_scope",
+    "momentum",
+    "dtype",
+}
+# Settings whose change from or to 0 changes the saved state.
+ZERO_OR_NOT = {"beta", "max_grad_norm"}
+NO_WHOLE_BYTES = ("bool", "int2", "uint2", "int4", "uint4")
+LIBRARIES = ("groupax", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "transformers")
+
+Identity = Mapping[str, Any]
+
+
+def identity_of(
+    args: GRPOConfig,
+    model: Model,
+    tokenizer: Any,
+    prompts: Sequence[np.ndarray],
+    rewards: Sequence[str],
+    num_steps: int,
+) -> Identity:
+    """Everything that two runs have to have in common to be one, as plain data.
+
+    Args:
+        args: settings.
+        model: at the start of the run.
+        tokenizer: with its chat template.
+        prompts: token ids of each training prompt.
+        rewards: names of the reward functions.
+        num_steps: optimizer steps of the run.
+    """
+    return _plain(
+        {
+            "model": asdict(model.config),
+            "weights": weights_fingerprint(model.params),
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+            "train_dataset": {"prompts": len(prompts), "sha256": _sha256(ids.tobytes() for ids in prompts)},
+            "rewards": list(rewards),
+            "num_steps": num_steps,
+            "settings": args.to_dict(),
+        }
+    )
+
+
+def versions() -> Mapping[str, str]:
+    """Of the libraries that a run's numbers depend on."""
+    return {name: importlib.metadata.version(name) for name in LIBRARIES}
+
+
+def devices_of(mesh: Mesh) -> Mapping[str, Any]:
+    """What a run computes on, as plain data."""
+    return {"kind": mesh.devices.flat[0].device_kind, "mesh": {name: int(size) for name, size in mesh.shape.items()}}
+
+
+def differences(saved: Identity, now: Identity) -> dict[str, tuple[Any, Any]]:
+    """What differs between two runs, by name: then and now. Settings that may differ at any time do not count."""
+    a, b = _flat(saved), _flat(now)
+    return {name: (a.get(name), b.get(name)) for name in [*a, *(b.keys() - a.keys())] if a.get(name) != b.get(name)}
+
+
+def forbidden(found: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Those differences with which a checkpoint cannot be continued, even on purpose."""
+    return {
+        name: (then, now)
+        for name, (then, now) in found.items()
+        if name.partition(".")[0] in ("model", "weights", "tokenizer", "train_dataset")
+        or name in FIXED
+        or (name in ZERO_OR_NOT and bool(then) != bool(now))
+        or (name == "sync_ref_model" and now)
+    }
+
+
+def told(found: Mapping[str, tuple[Any, Any]]) -> str:
+    """Differences as lines to read."""
+    return "\n".join(
+        f"  {name}: {_short(then)} in the checkpoint, {_short(now)} now" for name, (then, now) in found.items()
+    )
+
+
+def weights_fingerprint(params: Any) -> str:
+    """A digest of all weights and their names that does not depend on how they are spread over devices."""
+    named = jax.tree_util.tree_leaves_with_path(params)
+    sums = [_digest(jnp.asarray(leaf)) for _, leaf in named]
+    lines = [
+        f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} {[int(part) for part in np.asarray(digest)]}"
+        for (path, leaf), digest in zip(named, sums, strict=True)
+    ]
+    return _sha256(line.encode() for line in lines)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A digest of a tokenizer's vocabulary, special tokens and chat template."""
+    vocabulary = sorted((token, index) for token, index in tokenizer.get_vocab().items())
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else ""
+    return _sha256(str(part).encode() for part in (vocabulary, rules, tokenizer.eos_token_id, tokenizer.chat_template))
+
+
+@partial(jax.jit)
+def _digest(x: jax.Array) -> jax.Array:
+    """Two sums modulo 2^32 of a weight's bits, the second weighted by position: exact, so in any order of additions."""
+    if x.dtype.name in NO_WHOLE_BYTES:
+        x = x.astype(jnp.int32)
+    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    bits = lax.bitcast_convert_type(x, width).astype(jnp.uint32)
+    position = jnp.zeros(x.shape, jnp.uint32)
+    for axis in range(x.ndim):
+        position = position * jnp.uint32(x.shape[axis]) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    mixed = (bits ^ (position * jnp.uint32(2654435761))) * jnp.uint32(2246822519)
+    mixed = mixed ^ (mixed >> jnp.uint32(15))
+    return jnp.stack([jnp.sum(bits, dtype=jnp.uint32), jnp.sum(mixed, dtype=jnp.uint32)])
+
+
+def _flat(identity: Identity) -> dict[str, Any]:
+    known = _plain(GRPOConfig().to_dict())  # what an older version did not have yet was as the default is
+    settings = {name: value for name, value in {**known, **identity["settings"]}.items() if name not in FREE}
+    flat: dict[str, Any] = {}
+    for name, value in identity.items():
+        if name == "settings":
+            flat |= settings
+        elif isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(value))
+
+
+def _sha256(parts: Any) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = "absent" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

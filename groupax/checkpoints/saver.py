@@ -1,0 +1,226 @@
+"""Saves a run as it goes, and brings it back."""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from groupax.checkpoints.choose import Saved, Tell, to_continue
+from groupax.checkpoints.identity import Identity, devices_of, versions
+from groupax.checkpoints.record import begin_writing, has_optimizer, restore_learner, state_of, write_rollout
+from groupax.checkpoints.store import LocalStore, RemoteStore, Store
+from groupax.checkpoints.writer import CheckpointWriter, SaveSettings, Snapshot
+from groupax.config import GRPOConfig, nearest
+from groupax.errors import PreemptedError, RunError
+from groupax.learner import Learner
+from groupax.models.checkpoint import Model
+from groupax.preemption import StopRequests
+from groupax.run_log import RunLog
+from groupax.run_state import Cursor, Experience
+from groupax.tracking import RunFolder
+
+# How long the end of a run waits for room, and between two tries.
+PATIENCE_S, RETRY_END_S = 1800.0, 5.0
+
+
+class RunSaver:
+    """The checkpoints of one run.
+
+    Args:
+        args: when to save, and what to continue.
+        identity: what the run is.
+        model: that it began with.
+        folder: where it is written; prepared by `begin`.
+        learner: new; `begin` makes it the saved one.
+        log: tells what happens; likewise.
+    """
+
+    def __init__(
+        self, args: GRPOConfig, identity: Identity, model: Model, folder: RunFolder, learner: Learner, log: RunLog
+    ) -> None:
+        self.args, self.identity, self.model = args, identity, model
+        self.folder, self.learner, self.log = folder, learner, log
+        self.origin = args.resume if args.resume not in ("auto", "never") else None
+        self.scratch = folder.path / "checkpoints" if folder.remote else Path(tempfile.gettempdir())
+        self.store: Store = (
+            RemoteStore(folder.remote, self.scratch) if folder.remote else LocalStore(folder.path / "checkpoints")
+        )
+        self.writer = CheckpointWriter(self.store, args.part(SaveSettings), log.message, folder.sync)
+
+    def begin(self) -> Saved | None:
+        """Bring back the learner that `resume` asks for, and prepare the run folder; None for a run from its start.
+
+        The log has to be brought back with `RunLog.resume`.
+
+        Raises:
+            ValueError: `resume` names what cannot be continued.
+        """
+        saved = to_continue(self.args.resume, self.store, self.scratch, self.identity, self.log.message)
+        config = self.args.to_dict()
+        if saved is None:
+            self.folder.start(config)
+            return None
+        self._tell(saved)
+        restore_learner(self.learner, saved.folder, saved.state["learner"])
+        num_bytes = saved.state["metrics_bytes"]
+        if saved.where != self.store.where(saved.step):  # a run of its own, that begins where another one was
+            self.folder.start(config)
+            return saved
+        metrics = self.folder.metrics(num_bytes)
+        if len(metrics) < num_bytes:
+            self.log.message(f"metrics.jsonl has {len(metrics)} bytes of the {num_bytes} it had", warning=True)
+        self.folder.resume(config, metrics, saved.step)
+        for step in self.store.steps():
+            if step > saved.step:
+                self.log.message(f"{self.store.where(step)} is now {self.store.set_aside(step)}")
+        self.writer.last_step = saved.step
+        return saved
+
+    def save_if_due(self, cursor: Cursor, experience: Experience | None) -> None:
+        """Begin to write a checkpoint if it is time for one."""
+        self.writer.look()
+        if cursor.step and self.writer.due(cursor.step):
+            self.save(cursor, experience)
+
+    def save(self, cursor: Cursor, experience: Experience | None) -> None:
+        """Begin to write a checkpoint of the run as it is now."""
+        self.folder.flush()
+        self.log.tell_fault()
+        metrics = {**self.log.last, **self.log.evaluated}
+        self._tell_if_unknown(metrics)
+        state = {
+            **state_of(cursor, self.learner, experience, self.identity, self.model),
+            "log": self.log.state(),
+            "metrics": metrics,
+            "metrics_bytes": self.folder.num_metrics_bytes,
+            "origin": self.origin,
+        }
+        begin = begin_writing(self.learner, self.args.save_optimizer_state)
+
+        def begin_with_metrics(folder: Path) -> Callable[[], None]:
+            self.folder.settle()
+            return begin(folder)
+
+        def write_more(folder: Path) -> None:
+            if experience is not None:
+                write_rollout(experience, folder)
+
+        self.writer.save(Snapshot(cursor.step, state, begin_with_metrics, write_more))
+
+    def save_and_wait(self, cursor: Cursor, experience: Experience | None) -> bool:
+        """Have a checkpoint of the run as it is now; returns whether there is one."""
+        self.writer.wait()
+        if self.writer.last_step != cursor.step:
+            self.save(cursor, experience)
+            self.writer.wait()
+        return self.writer.last_step == cursor.step
+
+    def stop(self, cursor: Cursor, experience: Experience | None, reason: str) -> None:
+        """The run was asked to stop: have its state saved.
+
+        Raises:
+            PreemptedError: always.
+        """
+        if not cursor.step:
+            raise PreemptedError(f"stopped ({reason}) before the first step was made; there is nothing to save")
+        if self.save_and_wait(cursor, experience):
+            kept = f"its state is in {self.store.where(cursor.step)}"
+        elif self.writer.last_step:
+            kept = f"its state could not be saved; the newest one is {self.store.where(self.writer.last_step)}"
+        else:
+            kept = "its state could not be saved"
+        message = f"stopped ({reason}) after step {cursor.step}; {kept}. {self._how_to_go_on}"
+        self.log.message(message, warning=True)
+        raise PreemptedError(message)
+
+    def fail(self, cursor: Cursor, experience: Experience | None, whole: bool) -> None:
+        """The run cannot go on: keep what was achieved.
+
+        Args:
+            cursor: of the run.
+            experience: likewise.
+            whole: whether cursor, experience and learner belong together; otherwise the newest checkpoint has to do.
+        """
+        if cursor.step and whole:
+            self.save_and_wait(cursor, experience)
+        self.writer.wait()
+        if self.writer.last_step:
+            where = self.store.where(self.writer.last_step)
+            self.log.message(f"the run's state is in {where}. {self._how_to_go_on}", warning=True)
+
+    def end(self, cursor: Cursor) -> None:
+        """The last step was made.
+
+        Raises:
+            RunError: the last checkpoint could not be written.
+        """
+        self.writer.wait()
+        if self.args.do_last_save and not self.save_and_wait(cursor, None):
+            raise RunError(f"the last checkpoint could not be written to {self.store.where(cursor.step)}")
+
+    @property
+    def _how_to_go_on(self) -> str:
+        again = "start it again as before (resume is 'auto')" if self.args.resume != "never" else "set resume"
+        command = f", or: groupax resume {self.folder.place}" if self.folder.command is not None else ""
+        return f"To go on, {again}{command}"
+
+    def _tell(self, saved: Saved) -> None:
+        self.log.message(f"going on after step {saved.step}, from {saved.where}")
+        then, now = saved.state["versions"], versions()
+        changed = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
+        if changed:
+            self.log.message(
+                f"libraries have changed since: {', '.join(changed)}; numbers may differ slightly", warning=True
+            )
+        devices = devices_of(self.learner.mesh)
+        if saved.state["devices"] != devices:
+            self.log.message(
+                f"devices have changed from {saved.state['devices']} to {devices}; sums may round differently"
+            )
+        if not has_optimizer(saved.folder):
+            self.log.message(
+                "the checkpoint has no optimizer state (save_optimizer_state); it begins anew", warning=True
+            )
+
+    def _tell_if_unknown(self, metrics: dict[str, float]) -> None:
+        name = self.args.metric_for_best_model
+        if name is not None and name not in metrics:
+            self.log.findings(
+                {
+                    "metric_for_best_model": f"metric_for_best_model is {name!r}, which is not among the metrics so far"
+                    f"{nearest(name, metrics)}; no checkpoint is the best one"
+                }
+            )
+
+
+def remove_download(saved: Saved) -> None:
+    """Remove the local copy of a checkpoint that came from a bucket."""
+    if str(saved.folder) != saved.where:
+        shutil.rmtree(saved.folder, ignore_errors=True)
+
+
+def patiently(action: Callable[[], None], place: str, tell: Tell, stop: StopRequests) -> None:
+    """Do what needs room on a disk or an answer from a server, and try again for a while if it fails.
+
+    Raises:
+        RunError: it failed for `PATIENCE_S`, or the run was asked to stop meanwhile.
+    """
+    begun_s, told = time.monotonic(), False
+    while True:
+        try:
+            action()
+            return
+        except (OSError, RunError, SafetensorError) as error:
+            if stop.reason is not None or time.monotonic() - begun_s > PATIENCE_S:
+                raise RunError(f"the end of the run could not be saved in {place}: {error}") from error
+            if not told:
+                tell(
+                    f"the end of the run cannot be saved in {place}: {error}. Make room or mend the folder; it is "
+                    f"tried again for {PATIENCE_S / 60:.0f} minutes",
+                    warning=True,
+                )
+            told = True
+            time.sleep(RETRY_END_S)

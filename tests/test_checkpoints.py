@@ -1,0 +1,687 @@
+"""Checkpoints as files: which are written and kept, which are used, what happens where they cannot be written."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import fields, replace
+
+import jax
+import numpy as np
+import pytest
+
+from groupax import GRPOConfig, init_model, load_model, save_model
+from groupax.checkpoints import saver, writer
+from groupax.checkpoints.files import damage, seal
+from groupax.checkpoints.identity import FIXED, FREE, ZERO_OR_NOT, tokenizer_fingerprint, weights_fingerprint
+from groupax.checkpoints.store import LocalStore, RemoteStore
+from groupax.cli import main
+from groupax.errors import DivergedError, PreemptedError, RunError
+from groupax.parallel.mesh import AXES
+from groupax.remote import Remote
+from groupax.rewards import RewardError
+
+from .conftest import TINY
+from .stopped_run import final_state
+from .test_config_and_data import a_tokenizer
+from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
+
+
+def steps_in(folder):
+    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+
+
+def checkpoint(folder, step):
+    return folder / "run" / "checkpoints" / f"step_{step:06d}"
+
+
+def assert_same_end(a, b):
+    found, expected = final_state(a), final_state(b)
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory):
+    """A run of four steps with a checkpoint at each."""
+    folder = tmp_path_factory.mktemp("earlier")
+    trainer = a_trainer(folder, save_steps=1, save_total_limit=0, max_steps=4)
+    trainer.train()
+    return trainer, folder
+
+
+@pytest.fixture
+def stopped(earlier, tmp_path):
+    """A copy of it as it was after its third step."""
+    trainer, folder = earlier
+    shutil.copytree(folder / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "model")
+    shutil.rmtree(checkpoint(tmp_path, 4))
+    return trainer, folder
+
+
+# -- what is written and kept
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"save_steps": 1}, [4, 5]),
+        ({"save_steps": 1, "save_total_limit": 1}, [5]),
+        ({"save_steps": 2, "save_total_limit": None}, [2, 4, 5]),
+        ({"save_steps": 2, "save_total_limit": 0, "do_last_save": False}, [2, 4]),
+        ({"save_interval_minutes": 1e-9, "save_total_limit": 3}, [3, 4, 5]),
+        ({}, [5]),
+        ({"save_steps": 1, "metric_for_best_model": "number", "save_total_limit": 1}, [2, 5]),
+        ({"save_steps": 1, "metric_for_best_model": "number", "greater_is_better": False}, [3, 4, 5]),
+    ],
+    ids=str,
+)
+def test_what_is_saved_and_kept(tmp_path, settings, expected):
+    def numbered(completion_ids, trainer_state, log_metric):
+        log_metric("number", [0.0, 7.0, -1.0, 3.0, 2.0][trainer_state.step])
+        return count_a(completion_ids)
+
+    a_trainer(tmp_path, numbered, max_steps=5, **settings).train()
+    assert steps_in(tmp_path) == [f"step_{step:06d}" for step in expected]
+    assert [damage(checkpoint(tmp_path, step)) for step in expected] == [None] * len(expected)
+
+
+def test_an_unknown_best_metric_is_told(tmp_path, caplog):
+    a_trainer(tmp_path, metric_for_best_model="rewrd", max_steps=2, save_steps=1).train()
+    assert caplog.text.count("'rewrd', which is not among the metrics so far; did you mean reward") == 1
+
+
+def test_checksums_are_those_of_sha256sum(earlier):
+    checked = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=checkpoint(earlier[1], 4))
+    assert checked.returncode == 0
+
+
+def test_without_the_optimizer_it_begins_anew_at_the_right_learning_rate(tmp_path, caplog):
+    settings = {"save_optimizer_state": False, "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "linear"}
+    a_trainer(tmp_path, **settings).train()
+    rates = [line["learning_rate"] for line in lines_of(tmp_path)]
+    shutil.rmtree(checkpoint(tmp_path, 4))
+    assert not (checkpoint(tmp_path, 2) / "optimizer").exists()
+    resumed = a_trainer(tmp_path, **settings)
+    resumed.train()
+    assert "the checkpoint has no optimizer state" in caplog.text
+    assert [line["learning_rate"] for line in lines_of(tmp_path)] == rates
+    counts = [x for x in jax.tree.leaves(resumed.learner.state.opt_state) if x.ndim == 0]
+    assert sorted(int(count) for count in counts) == [2, 4]  # of the moments, and of the schedule
+
+
+# -- damage
+
+
+def flip_a_byte(folder):
+    data = next(path for path in sorted((folder / "params").rglob("*")) if path.stat().st_size > 1000)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(bytes(content))
+
+
+def lose_a_file(folder):
+    (folder / "optimizer" / "manifest.ocdbt").unlink()
+
+
+def copy_half(folder):
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files[len(files) // 2 :]:
+        path.unlink()
+
+
+def cut_off(folder):
+    data = folder / "state.json"
+    data.write_bytes(data.read_bytes()[:100])
+
+
+def cut_off_the_checksums(folder):
+    sums = (folder / "SHA256SUMS").read_text().splitlines(keepends=True)
+    (folder / "SHA256SUMS").write_text("".join(line for line in sums if "params" not in line))
+
+
+@pytest.mark.parametrize(
+    ("do", "named"),
+    [
+        (flip_a_byte, r"params/.* \(\d+ bytes\) is not what was written: its checksum differs"),
+        (lose_a_file, "optimizer/manifest.ocdbt is missing"),
+        (copy_half, "is missing"),
+        (cut_off, r"state.json \(100 bytes\) is not what was written"),
+        (cut_off_the_checksums, "SHA256SUMS does not list params/.*: it is damaged"),
+    ],
+)
+def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_used(stopped, tmp_path, caplog, do, named):
+    trainer, folder = stopped
+    do(checkpoint(tmp_path, 3))
+    resumed = a_trainer(tmp_path, max_steps=4)
+    with caplog.at_level("INFO"):
+        resumed.train()
+    assert re.search(f"step_000003 is damaged and is not used: .*{named}", caplog.text)
+    assert re.search(r"step_000003 is now .*step_000003.aside", caplog.text)
+    assert "going on after step 2, from" in caplog.text
+    assert_same_end(resumed, trainer)
+    assert lines_of(tmp_path) == lines_of(folder)
+
+
+def test_if_all_are_damaged_the_run_begins_again_and_nothing_is_deleted(stopped, tmp_path, caplog):
+    for step in (1, 2, 3):
+        flip_a_byte(checkpoint(tmp_path, step))
+    resumed = a_trainer(tmp_path, max_steps=4)
+    with caplog.at_level("INFO"):
+        resumed.train()
+    assert caplog.text.count("is damaged and is not used") == 3
+    assert "the earlier run in" in caplog.text
+    assert (tmp_path / "run.1" / "checkpoints" / "step_000003").is_dir()
+    assert_same_end(resumed, stopped[0])
+
+
+def test_leftovers_of_a_killed_process_do_not_count(stopped, tmp_path):
+    shutil.copytree(checkpoint(tmp_path, 2), tmp_path / "run" / "checkpoints" / ".step_000009.partial")
+    (tmp_path / "run" / ".model.abc").mkdir()
+    (tmp_path / "run" / "rollouts" / ".step_000009.parquet").write_text("")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4.0, "los')
+    resumed = a_trainer(tmp_path, max_steps=4)
+    resumed.train()
+    assert_same_end(resumed, stopped[0])
+    assert lines_of(tmp_path) == lines_of(stopped[1])
+    assert steps_in(tmp_path) == ["step_000003", "step_000004"]
+    assert not list((tmp_path / "run").glob(".*"))
+
+
+# -- which run
+
+
+def test_another_run_is_moved_aside_with_what_differs(stopped, tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        a_trainer(tmp_path, count_a, max_steps=4, temperature=0.9, num_generations=2).train()
+    assert "temperature: 1.0 in the checkpoint, 0.9 now" in caplog.text
+    assert "num_generations: 4 in the checkpoint, 2 now" in caplog.text
+    assert "set resume to its folder" in caplog.text
+    assert (tmp_path / "run.1" / "checkpoints").is_dir()
+
+
+def test_never_begins_anew(stopped, tmp_path):
+    trainer = a_trainer(tmp_path, max_steps=4, resume="never")
+    trainer.train()
+    assert len(lines_of(tmp_path)) == 4
+    assert (tmp_path / "run.1" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"seed": 1}, "seed: 0 in the checkpoint, 1 now"),
+        ({"optimizer": "lion"}, "optimizer: 'adamw' in the checkpoint, 'lion' now"),
+        ({"beta": 0.1}, "beta: 0.0 in the checkpoint, 0.1 now"),
+        ({"dataset": PROMPTS[:6]}, "train_dataset.prompts: 8 in the checkpoint, 6 now"),
+        ({"model": init_model({**TINY, "vocab_size": 13}, seed=1)}, "weights: '"),
+        ({"model": init_model({**TINY, "vocab_size": 16}, seed=0)}, "model.vocab_size: 13 in the checkpoint, 16 now"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_go_on_is_refused_with_a_diff(stopped, tmp_path, settings, named):
+    with pytest.raises(ValueError, match="cannot be continued by this run") as refused:
+        a_trainer(tmp_path, max_steps=4, resume=str(tmp_path / "run"), **settings).train()
+    assert named in str(refused.value)
+    assert steps_in(tmp_path) == ["step_000001", "step_000002", "step_000003"]  # untouched
+    assert len(lines_of(tmp_path)) == 4
+
+
+def test_another_tokenizer_is_refused(stopped, tmp_path):
+    trainer = a_trainer(tmp_path, max_steps=4, resume=str(tmp_path / "run"))
+    trainer.tokenizer.chat_template = "{{ messages }}"
+    with pytest.raises(ValueError, match="tokenizer: '"):
+        trainer.train()
+
+
+def test_on_purpose_a_run_goes_on_with_other_settings(stopped, tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        trainer = a_trainer(tmp_path, max_steps=6, learning_rate=1e-3, resume=str(tmp_path / "run"))
+        trainer.train()
+    assert "is continued with other settings" in caplog.text
+    assert "learning_rate: 0.01 in the checkpoint, 0.001 now" in caplog.text
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose([line["learning_rate"] for line in lines], [1e-2] * 3 + [1e-3] * 3)
+    assert lines[:3] == lines_of(stopped[1])[:3]
+
+
+def test_an_earlier_checkpoint_can_be_chosen_and_later_ones_are_kept_aside(stopped, tmp_path):
+    chosen = str(checkpoint(tmp_path, 1))
+    trainer = a_trainer(tmp_path, max_steps=4, resume=chosen, save_total_limit=0)
+    trainer.train()
+    assert_same_end(trainer, stopped[0])
+    assert steps_in(tmp_path) == ["step_000001", "step_000002.aside", "step_000003.aside", "step_000004"]
+    # started again in the same way, as a scheduler would, it does not go back
+    again = a_trainer(tmp_path, max_steps=4, resume=chosen, save_total_limit=0)
+    again.train()
+    assert steps_in(tmp_path) == ["step_000001", "step_000002.aside", "step_000003.aside", "step_000004"]
+
+
+def test_a_run_can_begin_where_another_one_is(stopped, tmp_path):
+    trainer = a_trainer(tmp_path / "new", max_steps=4, resume=str(checkpoint(tmp_path, 2)))
+    trainer.train()
+    assert_same_end(trainer, stopped[0])
+    assert [line["step"] for line in lines_of(tmp_path / "new")] == [3, 4]
+    assert steps_in(tmp_path) == ["step_000001", "step_000002", "step_000003"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("nowhere", "has no checkpoints"), ("run/checkpoints/step_000009", r"there is no checkpoint .* has step_000001,")],
+)
+def test_a_checkpoint_that_is_not_there(stopped, tmp_path, path, message):
+    with pytest.raises(ValueError, match=message):
+        a_trainer(tmp_path, max_steps=4, resume=str(tmp_path / path)).train()
+
+
+def test_every_setting_that_is_named_exists_and_stands_in_one_list():
+    names = {field.name for field in fields(GRPOConfig)}
+    assert names >= FREE | FIXED | ZERO_OR_NOT
+    assert not FREE & FIXED
+
+
+def test_fingerprints_tell_apart_and_do_not_depend_on_the_mesh():
+    from jax.sharding import Mesh
+
+    devices = np.array(jax.devices())
+    one = Mesh(devices[:1].reshape(1, 1, 1, 1, 1), AXES)
+    split = Mesh(devices.reshape(1, 2, 1, 2, 1), AXES)
+    hf = {**TINY, "vocab_size": 14}
+    a, b = init_model(hf, mesh=one), init_model(hf, mesh=split)
+    assert weights_fingerprint(a.params) == weights_fingerprint(b.params)
+    changed = jax.tree.map(lambda x: x, a.params)
+    changed["embed"] = changed["embed"].at[3, 4].add(1e-7)
+    swapped = {**a.params, "embed": a.params["embed"][::-1]}
+    prints = [weights_fingerprint(params) for params in (a.params, changed, swapped)]
+    assert len(set(prints)) == 3
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    before = tokenizer_fingerprint(tokenizer)
+    assert before == tokenizer_fingerprint(a_tokenizer(eos_token="<eos>"))
+    assert before != tokenizer_fingerprint(a_tokenizer(eos_token="<pad>"))
+
+
+# -- where nothing can be written
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of 8 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["mount", "-o", "remount,rw", str(place)], check=False)
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place):
+    with (place / "filler").open("ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 12))
+        except OSError:
+            pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of tensorstore, after its error
+@pytest.mark.parametrize("how", ["full", "read-only"])
+def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, caplog, monkeypatch, how):
+    monkeypatch.setattr(writer, "RETRY_S", 0.0)
+    monkeypatch.setattr(saver, "RETRY_END_S", 0.01)
+    break_it = {"full": lambda: fill(small_disk), "read-only": lambda: remount(small_disk, "ro")}[how]
+    mend_it = {"full": (small_disk / "filler").unlink, "read-only": lambda: remount(small_disk, "rw")}[how]
+    seen = []
+
+    def breaking(completion_ids, trainer_state):
+        if 3 <= trainer_state.step < 6:
+            break_it()
+        elif trainer_state.step == 6 and not seen:
+            seen.extend(name for name in steps_in(small_disk) if not name.startswith("."))
+            mend_it()
+        return count_a(completion_ids)
+
+    trainer = a_trainer(small_disk, breaking, max_steps=8, save_steps=1)
+    trainer.train()
+    word = {"full": "No space left on device", "read-only": "Read-only file system"}[how]
+    assert "could not be written (" in caplog.text
+    assert word in caplog.text
+    newest = int(seen[-1].removeprefix("step_"))
+    assert newest in (2, 3)  # the disk filled up while the third was written, or after it
+    assert f"the newest one is that of step {newest}. Training goes on" in caplog.text
+    assert "Metrics and rollouts wait in memory" in caplog.text
+    assert damage(checkpoint(small_disk, 8)) is None
+    assert [line["step"] for line in lines_of(small_disk)] == list(range(1, 9))
+    assert len(list((small_disk / "run" / "rollouts").iterdir())) == 8
+    assert (small_disk / "run" / "model" / "model.safetensors").is_file()
+
+
+def remount(place, mode):
+    while subprocess.run(["mount", "-o", f"remount,{mode}", str(place)], capture_output=True).returncode:
+        time.sleep(0.01)  # a file is open
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_end_of_a_run_waits_for_room(small_disk, caplog, monkeypatch):
+    monkeypatch.setattr(saver, "RETRY_END_S", 0.01)
+    monkeypatch.setattr(saver.time, "sleep", lambda _: (small_disk / "filler").unlink())
+
+    def filling(completion_ids, trainer_state):
+        if trainer_state.step == 1:
+            fill(small_disk)
+        return count_a(completion_ids)
+
+    a_trainer(small_disk, filling, max_steps=2).train()
+    assert "the end of the run cannot be saved in" in caplog.text
+    assert "Make room" in caplog.text
+    assert damage(checkpoint(small_disk, 2)) is None
+    assert load_model(small_disk / "run" / "model").config.vocab_size == 13
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_end_of_a_run_does_not_wait_for_ever(small_disk, monkeypatch):
+    monkeypatch.setattr(saver, "PATIENCE_S", 0.0)
+
+    def filling(completion_ids, trainer_state):
+        if trainer_state.step == 1:
+            fill(small_disk)
+        return count_a(completion_ids)
+
+    with pytest.raises(RunError, match="the end of the run could not be saved in"):
+        a_trainer(small_disk, filling, max_steps=2).train()
+
+
+# -- faults of other parts
+
+
+def test_a_reward_service_that_goes_down_stops_the_run_and_costs_nothing(earlier, tmp_path, caplog):
+    up = []
+
+    def asks_a_service(completion_ids, trainer_state):
+        if trainer_state.step == 2 and not up:
+            raise ConnectionError("service down")
+        return count_a(completion_ids)
+
+    asks_a_service.__name__ = "count_a"
+    with pytest.raises(RewardError, match=r"'count_a' failed for every completion of the rollout of step 3:") as down:
+        a_trainer(tmp_path, asks_a_service, max_steps=4).train()
+    assert "ConnectionError: service down" in str(down.value)
+    assert "a resumed run samples it again" in str(down.value)
+    assert "the run's state is in" in caplog.text
+    up.append(True)
+    resumed = a_trainer(tmp_path, asks_a_service, max_steps=4)
+    resumed.train()
+    assert_same_end(resumed, earlier[0])
+    assert lines_of(tmp_path) == lines_of(earlier[1])
+
+
+@pytest.mark.parametrize("where", ["update", "rollout"])
+def test_out_of_memory_costs_nothing(earlier, tmp_path, where, monkeypatch):
+    trainer = a_trainer(tmp_path, max_steps=4)
+
+    def no_memory(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes")
+
+    update = trainer.learner.update
+
+    def update_until(rows):
+        if trainer.cursor.step == 2:
+            monkeypatch.setattr("groupax.learner.micro_step", no_memory)
+        return update(rows)
+
+    if where == "update":
+        trainer.learner.update = update_until
+    else:
+        decode = trainer.engine.updates
+        trainer.engine.updates = lambda each: no_memory() if trainer.cursor.step == 2 else decode(each)
+    advice = {"update": "set micro_batch_tokens", "rollout": "lower max_concurrent_rows"}[where]
+    with pytest.raises(RunError, match=f"out of memory.*{advice}"):
+        trainer.train()
+    monkeypatch.undo()
+    assert steps_in(tmp_path) == ["step_000002"]
+    resumed = a_trainer(tmp_path, max_steps=4)
+    resumed.train()
+    assert_same_end(resumed, earlier[0])
+
+
+def test_an_update_that_failed_half_way_is_not_saved(tmp_path, monkeypatch):
+    trainer = a_trainer(tmp_path, max_steps=4, save_steps=1)
+    update = trainer.learner.update
+
+    def fails_at_the_end(rows):
+        made = update(rows)
+        if trainer.cursor.step == 2:
+            raise RuntimeError("a device was lost")
+        return made
+
+    trainer.learner.update = fails_at_the_end
+    with pytest.raises(RuntimeError, match="a device was lost"):
+        trainer.train()
+    assert steps_in(tmp_path)[-1] == "step_000002"
+    whole = a_trainer(tmp_path / "whole", max_steps=4)
+    whole.train()
+    resumed = a_trainer(tmp_path, max_steps=4)
+    resumed.train()
+    assert_same_end(resumed, whole)
+
+
+def test_after_updates_that_are_not_finite_a_run_goes_on_behind_them(tmp_path, caplog):
+    trainer = a_trainer(tmp_path, max_steps=5, max_bad_steps=2)
+    update = trainer.learner.update
+    trainer.learner.update = lambda rows: update(
+        [replace(row, advantage=float("inf")) for row in rows] if trainer.cursor.step in (2, 3) else rows
+    )
+    with pytest.raises(DivergedError):
+        trainer.train()
+    assert steps_in(tmp_path) == ["step_000004"]
+    resumed = a_trainer(tmp_path, max_steps=5, max_bad_steps=2)
+    resumed.train()
+    assert [line["update_skipped"] for line in lines_of(tmp_path)] == [0, 0, 1, 1, 0]
+
+
+def dies_once(completion_ids):
+    marker = os.environ["GROUPAX_TEST_MARKER"]
+    if not os.path.exists(marker):
+        open(marker, "w").close()
+        os._exit(1)
+    return count_a(completion_ids)
+
+
+def test_a_lost_reward_worker_is_replaced(tmp_path):
+    marker = tmp_path / "died"
+    os.environ["GROUPAX_TEST_MARKER"] = str(marker)
+    try:
+        a_trainer(tmp_path, dies_once, max_steps=3, reward_workers=1, reward_retries=1).train()
+    finally:
+        del os.environ["GROUPAX_TEST_MARKER"]
+    assert marker.exists()
+    assert [line["rewards/dies_once/failures"] for line in lines_of(tmp_path)] == [0, 0, 0]
+
+
+# -- buckets
+
+
+def test_a_folder_in_memory_is_like_a_bucket(earlier, tmp_path):
+    place = f"memory://runs/{tmp_path.name}"
+    first = a_trainer(tmp_path, max_steps=4, output_dir=place, save_steps=1)
+    update = first.learner.update
+
+    def update_and_stop(rows):
+        if first.cursor.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(rows)
+
+    first.learner.update = update_and_stop
+    with pytest.raises(PreemptedError, match=f"its state is in {place}/checkpoints/step_000003"):
+        first.train()
+    remote = Remote(place)
+    assert remote.folders("checkpoints") == ["step_000002", "step_000003"]
+    resumed = a_trainer(tmp_path, max_steps=4, output_dir=place, save_steps=1)
+    resumed.train()
+    assert_same_end(resumed, earlier[0])
+    lines = remote.read("metrics.jsonl").decode().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [line["loss"] for line in lines_of(earlier[1])]
+    assert {"model", "rollouts", "checkpoints"} <= set(remote.folders(""))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A real S3 API on loopback."""
+    monkeypatch.setattr(saver, "PATIENCE_S", 0.0)
+    server_of = pytest.importorskip("moto.server")
+    boto3 = pytest.importorskip("boto3")
+    pytest.importorskip("s3fs")
+    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    port = server.get_host_and_port()[1]
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    boto3.client("s3").create_bucket(Bucket="bucket")
+    yield server, lambda: server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.stop()
+
+
+@pytest.mark.filterwarnings("ignore")  # of moto and of the clients
+def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch):
+    """The server dies while a checkpoint is uploaded; the one before it stays usable, and later ones are written."""
+    monkeypatch.setattr(writer, "RETRY_S", 0.0)
+    server, another = bucket
+    place = "s3://bucket/runs/one"
+    settings = {"max_steps": 4, "output_dir": place, "save_steps": 1, "save_total_limit": 2}
+    first = a_trainer(tmp_path, **settings)
+    upload, servers, uploads = Remote.upload, [server], []
+
+    def dying(self, file, name):
+        uploads.append(name)
+        if "step_000002/params" in name and servers == [server]:
+            servers.pop().stop()
+        upload(self, file, name)
+
+    monkeypatch.setattr(Remote, "upload", dying)
+    update = first.learner.update
+
+    def update_and_stop(rows):
+        if first.cursor.step == 2:  # the third step
+            first_saver.writer.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(rows)
+
+    begin = first._begin
+
+    def beginning(log):
+        nonlocal first_saver
+        first_saver = begin(log)
+        return first_saver
+
+    first_saver, first._begin, first.learner.update = None, beginning, update_and_stop
+    with pytest.raises(PreemptedError, match=r"could not be saved; the newest one is s3:.*/step_000001"):
+        first.train()
+    assert "the checkpoint of step 2 could not be written" in caplog.text
+    servers.append(another())
+    servers[0].start()
+    begun = [name for name in uploads if "step_000002" in name]
+    assert begun
+    assert not any(name.endswith("SHA256SUMS") for name in begun)
+    store = RemoteStore(Remote(place), tmp_path / "scratch")
+    assert store.steps() == [1, 2]
+    assert "SHA256SUMS is missing" in (damage(store.local(2)) or "")
+    resumed = a_trainer(tmp_path, **settings)
+    with caplog.at_level("INFO"):
+        resumed.train()
+    assert "step_000002 is damaged and is not used: SHA256SUMS is missing" in caplog.text
+    assert "going on after step 1, from s3://bucket/runs/one/checkpoints/step_000001" in caplog.text
+    assert_same_end(resumed, earlier[0])
+    assert store.steps() == [3, 4]
+    assert main(["checkpoints", place, "verify"]) == 0
+    assert main(["checkpoints", place, "export", "--to", str(tmp_path / "exported")]) == 0
+    exported = load_model(tmp_path / "exported")
+    np.testing.assert_array_equal(exported.params["embed"], resumed.learner.state.params["embed"])
+    assert (tmp_path / "exported" / "tokenizer.json").is_file()
+    servers[0].stop()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("gopher://x/y", "use a folder, s3:// or gs://"), ("gs://bucket/run", r"pip install 'groupax\[gcs\]'")],
+)
+def test_a_bucket_that_cannot_be_reached(tmp_path, url, message):
+    with pytest.raises(ValueError, match=message):
+        a_trainer(tmp_path, output_dir=url)
+
+
+# -- the command line
+
+
+def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys):
+    save_model(init_model({**TINY, "vocab_size": 13}), tmp_path / "model", a_tokenizer(eos_token="<eos>"))
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in ("ab", "cd")))
+    run = tmp_path / "run"
+    flags = f"--model {tmp_path}/model --dataset {tmp_path}/data.jsonl --output_dir {run} --progress_bar none"
+    flags += " --prompts_per_step 2 --num_generations 2 --max_completion_length 8 --max_steps 2 --save_steps 1"
+    assert main(["train", *flags.split(), "--reward_funcs", "think_answer_format"]) == 0
+    assert main(["checkpoints", str(run)]) == 0
+    assert "step      1  20" in capsys.readouterr().out
+    assert main(["resume", str(run), "--max_steps", "3"]) == 0
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
+    assert main(["checkpoints", str(run), "export", "3", "--to", str(tmp_path / "three")]) == 0
+    saved, exported = load_model(run / "model"), load_model(tmp_path / "three")
+    for a, b in zip(jax.tree.leaves(saved.params), jax.tree.leaves(exported.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (tmp_path / "three" / "config.json").read_text() == (run / "model" / "config.json").read_text()
+    assert main(["checkpoints", str(run), "verify"]) == 0
+    flip_a_byte(run / "checkpoints" / "step_000003")
+    capsys.readouterr()
+    assert main(["checkpoints", str(run), "verify"]) == 2
+    shown = capsys.readouterr()
+    assert "step      2  whole\nstep      3  DAMAGED: params/" in shown.out
+    assert "1 of 2 checkpoints" in shown.err
+    assert main(["checkpoints", f"{run}/checkpoints/step_000003", "export", "--to", str(tmp_path / "no")]) == 2
+    assert "step_000003 is damaged" in capsys.readouterr().err
+    assert main(["checkpoints", str(run), "delete", "3"]) == 0
+    assert steps_in(tmp_path) == ["step_000002"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["resume"], "which run?"),
+        (["resume", "nowhere"], "nowhere is no run folder"),
+        (["checkpoints", "nowhere"], "nowhere has no checkpoints"),
+        (["checkpoints", "RUN", "delete"], "which one?"),
+        (["checkpoints", "RUN", "export"], "where to? give --to FOLDER"),
+        (["checkpoints", "RUN", "delete", "9"], "no checkpoint of step 9; it has 1, 2, 3, 4"),
+        (["resume", "RUN"], "was begun from Python"),
+    ],
+)
+def test_mistakes_with_checkpoints_are_told(earlier, argv, message, capsys):
+    assert main([word.replace("RUN", str(earlier[1] / "run")) for word in argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+# -- files
+
+
+def test_a_sealed_folder_is_whole(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "c").write_bytes(b"123")
+    (tmp_path / "state.json").write_text("{}")
+    assert "is missing" in (damage(tmp_path) or "")
+    seal(tmp_path)
+    assert damage(tmp_path) is None
+    (tmp_path / "a" / "b" / "c").write_bytes(b"124")
+    assert "a/b/c (3 bytes) is not what was written" in (damage(tmp_path) or "")
+    store = LocalStore(tmp_path / "none")
+    assert store.steps() == []
