@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from groupax.batch import Row
+from groupax.card import run_card
 from groupax.config import GRPOConfig, nearest
 from groupax.data import Examples, PromptSet, encode_examples, load_examples, num_steps, visit_order
 from groupax.engine.engine import Engine
@@ -17,6 +18,7 @@ from groupax.engine.params import SamplingParams
 from groupax.errors import DivergedError, RewardError
 from groupax.evaluate import Evaluation, evaluate
 from groupax.health import setup_findings
+from groupax.hub import push_folder
 from groupax.learner import Learner, LearnerSettings, Update
 from groupax.metrics import Metrics, completion_metrics, reward_metrics, scoring_metrics, solved_metrics
 from groupax.models.checkpoint import Model, add_adapter, load_model, save_adapter, save_model
@@ -171,6 +173,8 @@ class GRPOTrainer:
             weights=args.decoding_weights,
         )
         self.cursor = Cursor()
+        self.dataset_name = train_dataset if isinstance(train_dataset, str) else f"{len(self.prompts)} prompts"
+        self.last_metrics: Metrics = {}
 
     # -- Algorithm 1 ---------------------------------------------------------------------------------------------
 
@@ -194,6 +198,7 @@ class GRPOTrainer:
                     log.rollout(experience.groups, experience.metrics, experience.errors)
                     for rows, update in self._updates(experience.groups[: self._prompts_per_rollout]):
                         log.step(self.cursor.step, update.metrics)
+                        self.last_metrics = log.last
                         self._stop_if_diverged(log, rows, update)
                         if args.eval_steps and self.cursor.step % args.eval_steps == 0:
                             log.evaluation(self.cursor.step, self.evaluate())
@@ -384,10 +389,26 @@ class GRPOTrainer:
         folder = folder or self.run_folder.path / "model"
         if self.model.adapter is not None:
             adapter = replace(self.model.adapter, trained=self.learner.state.params)
-            return save_adapter(replace(self.model, adapter=adapter), folder, self.tokenizer)
+            return save_adapter(replace(self.model, adapter=adapter), folder, self.tokenizer, self._card())
         stored = self.model.hf_config.get("dtype") or self.model.hf_config.get("torch_dtype") or "float32"
         trained = replace(self.model, params=self.learner.state.params)
-        return save_model(trained, folder, self.tokenizer, jnp.dtype(stored))
+        return save_model(trained, folder, self.tokenizer, jnp.dtype(stored), card=self._card())
+
+    def push_to_hub(self, repo_id: str, private: bool = True) -> str:
+        """Save the current policy in the run's `model/`, upload it, and return its address (see `hub.push_folder`).
+
+        Args:
+            repo_id: "owner/name".
+            private: of a repository that is made.
+        """
+        return push_folder(self.save_model(), repo_id, private)
+
+    def _card(self) -> str:
+        adapter = self.model.adapter
+        base = adapter.base_name if adapter else self.model.name
+        settings = {} if adapter is None else asdict(adapter.config)
+        names = [reward.name for reward in self.rewards]
+        return run_card(self.args, base, settings, self.dataset_name, names, self.cursor.step, self.last_metrics)
 
     def print_trainable_parameters(self) -> None:
         """Print how many of the model's parameters are trained, in PEFT's words."""

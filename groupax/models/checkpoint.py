@@ -98,7 +98,7 @@ def load_model(
         return _load_adapter(name_or_path, folder, dtype, mesh, weights, base)
     if base is not None:
         raise ValueError(f"{name_or_path} is a model and no adapter; it has no base ({base})")
-    hf_config = _read_json(folder / "config.json")
+    hf_config = read_json(folder / "config.json")
     is_nf4 = bitsandbytes_format.is_nf4(hf_config.get("quantization_config"))
     if is_nf4:
         hf_config.pop("quantization_config")
@@ -108,7 +108,7 @@ def load_model(
     mesh = mesh or mesh_for(num_params(config) * 4)
     generation_config = {}
     if (folder / "generation_config.json").is_file():
-        generation_config = _read_json(folder / "generation_config.json")
+        generation_config = read_json(folder / "generation_config.json")
     with _open_tensors(folder) as tensors:
         quantized = {name for name in tensors if is_nf4 and f"{name}.{bitsandbytes_format.FURTHER[0]}" in tensors}
         _check_tensors(config, tensors, folder, quantized)
@@ -125,7 +125,7 @@ def _absolute(name_or_path: str | os.PathLike[str]) -> str:
 def _load_adapter(
     name_or_path: str | os.PathLike[str], folder: Path, dtype: Any, mesh: Mesh | None, weights: BaseWeights, base: Any
 ) -> Model:
-    settings = _read_json(folder / peft_format.CONFIG_NAME)
+    settings = read_json(folder / peft_format.CONFIG_NAME)
     lora = lora_config(settings)
     named = base or settings.get("base_model_name_or_path")
     if not named:
@@ -269,7 +269,7 @@ Tensors = dict[str, Any]  # tensor name -> the open safetensors file that holds 
 @contextmanager
 def _open_tensors(folder: Path) -> Iterator[Tensors]:
     if (folder / INDEX_NAME).is_file():
-        names = sorted(set(_read_json(folder / INDEX_NAME)["weight_map"].values()))
+        names = sorted(set(read_json(folder / INDEX_NAME)["weight_map"].values()))
     elif (folder / "model.safetensors").is_file():
         names = ["model.safetensors"]
     else:
@@ -369,7 +369,12 @@ def _tensors_of(spec: Spec, weight: Any, dtype: Any, own: Any, weights: str) -> 
     return {spec.name: np.ascontiguousarray(_cast(np.asarray(array), dtype))}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: there is none.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -7,7 +7,7 @@ initialization, loading, saving and counts follow from it.
 import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -63,18 +63,18 @@ class LoRAConfig:
     """
 
     r: int = 8
-    lora_alpha: float = 8
-    lora_dropout: float = 0.0
-    target_modules: str | tuple[str, ...] = ALL_LINEAR
+    lora_alpha: float | int = 8
+    lora_dropout: float | int = 0.0
+    target_modules: str | Collection[str] = ALL_LINEAR
     bias: LoRABias = "none"
     use_rslora: bool = False
-    modules_to_save: tuple[str, ...] = ()
+    modules_to_save: str | Collection[str] = ()
 
     def __post_init__(self) -> None:
         for name in ("target_modules", "modules_to_save"):
             value = getattr(self, name)
             if not isinstance(value, str):
-                object.__setattr__(self, name, tuple(sorted(value) if isinstance(value, set) else value))
+                object.__setattr__(self, name, tuple(sorted(value) if isinstance(value, (set, frozenset)) else value))
         if isinstance(self.modules_to_save, str):
             raise ValueError(f"modules_to_save must be a list of names, got {self.modules_to_save!r}")
         if self.target_modules == (ALL_LINEAR,):

@@ -124,7 +124,7 @@ def quantized_nf4(weight: Float[Array, "O I"]) -> Nf4:
     return Nf4(pairs[..., 0] << 4 | pairs[..., 1], scales, scale_scales, offset)
 
 
-def dequantized(weight: Nf4, dtype: jnp.dtype) -> Float[Array, "O I"]:
+def dequantized(weight: Nf4, dtype: Any) -> Float[Array, "O I"]:
     """The matrix, in that dtype."""
     rows, columns = weight.shape
     num_blocks = weight.scales.shape[0]
