@@ -11,9 +11,12 @@ if TYPE_CHECKING:
     from groupax.engine.engine import Engine as Engine
     from groupax.engine.params import SamplingParams as SamplingParams
     from groupax.models.checkpoint import Model as Model
+    from groupax.models.checkpoint import add_adapter as add_adapter
     from groupax.models.checkpoint import init_model as init_model
     from groupax.models.checkpoint import load_model as load_model
+    from groupax.models.checkpoint import save_adapter as save_adapter
     from groupax.models.checkpoint import save_model as save_model
+    from groupax.models.lora import LoRAConfig as LoRAConfig
     from groupax.trainer import GRPOTrainer as GRPOTrainer
     from groupax.trainer import TrainResult as TrainResult
 
@@ -23,11 +26,14 @@ _HOME = {
     "Engine": "groupax.engine.engine",
     "GRPOConfig": "groupax.config",
     "GRPOTrainer": "groupax.trainer",
+    "LoRAConfig": "groupax.models.lora",
     "Model": "groupax.models.checkpoint",
     "SamplingParams": "groupax.engine.params",
     "TrainResult": "groupax.trainer",
+    "add_adapter": "groupax.models.checkpoint",
     "init_model": "groupax.models.checkpoint",
     "load_model": "groupax.models.checkpoint",
+    "save_adapter": "groupax.models.checkpoint",
     "save_model": "groupax.models.checkpoint",
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt32
 
 from groupax.config import SharePrefix
 from groupax.models.grouped import Ragged, Rectangle
@@ -57,12 +57,14 @@ class MicroBatch:
         cells: where among the targets each token of each row is, -1 for none.
         slots: where in `cells` each of the targets is, -1 for padding.
         evidence: of each row; rows that only pad have no token that counts.
+        numbers: of the tokens, the same wherever a token is computed; what is drawn for a token depends on it.
     """
 
     ragged: Ragged
     cells: Int[Any, "B T"]
     slots: Int[Any, "R"]
     evidence: Evidence
+    numbers: UInt32[Any, "M"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +140,24 @@ def _shard(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[Mi
         for name, values in optional.items():
             values[b, :length] = getattr(row, name)
     evidence = Evidence(advantages=advantages, mask=mask, rollout_logp=rollout_logp, **optional)
-    return MicroBatch(ragged, cells, slots, evidence), where
+    return MicroBatch(ragged, cells, slots, evidence, _numbers(rows, parts, begins, shape)), where
+
+
+def _numbers(rows: Sequence[Row], parts: Sequence[Part], begins: Sequence[int], shape: Shape) -> np.ndarray:
+    """Two large odd numbers spread (group or row, position) over 32 bits."""
+    numbers, first_target = np.zeros(shape.tokens, np.uint32), shape.tokens - shape.row_tokens
+
+    def write(begin: int, owner: int, size: int) -> None:
+        spread = np.arange(size, dtype=np.int64) * 0x85EBCA77 + owner * 0x9E3779B1
+        numbers[begin : begin + size] = (spread & 0xFFFFFFFF).astype(np.uint32)
+
+    end = 0
+    for part in parts:
+        write(end, -1 - rows[part.rows[0]].group, part.prompt)
+        end += part.prompt
+    for index, begin in zip((index for part in parts for index in part.rows), begins, strict=True):
+        write(first_target + begin, index, len(rows[index].completion))
+    return numbers
 
 
 def _ragged(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[Ragged, list[int]]:

@@ -1,4 +1,5 @@
-"""The command `groupax`: train and generate from a shell. Each command imports what it needs."""
+"""The command `groupax`: train and generate from a shell, and what is done with models. Each command imports what it
+needs."""
 
 import argparse
 import json
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from groupax import commands
 from groupax.config import DecodingWeights, GRPOConfig, nearest
 from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
@@ -23,6 +25,11 @@ commands:
   generate   sample completions from a model
   resume     go on with a run that was stopped: groupax resume RUN_DIR [options of train that are to differ]
   checkpoints   of a run: groupax checkpoints RUN_DIR list | verify | delete STEP | export [STEP] --to FOLDER
+  inspect    what a model is and takes, and what an adapter trains
+  merge      add an adapter to its base
+  convert    write a model anew, in another dtype
+  quantize   write a model in 4 bits
+  push       upload a model or an adapter to the Hugging Face hub
 """
 
 
@@ -83,18 +90,17 @@ class Generate:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. A user's mistake is told in one line, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "generate": generate, "resume": resume, "checkpoints": checkpoints}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
-    if arguments[0] not in commands:
+    if arguments[0] not in COMMANDS:
         print(
-            f"groupax: there is no command {arguments[0]!r}{nearest(arguments[0], commands)}\n\n{USAGE}",
+            f"groupax: there is no command {arguments[0]!r}{nearest(arguments[0], COMMANDS)}\n\n{USAGE}",
             file=sys.stderr,
         )
         return 2
     try:
-        commands[arguments[0]](arguments[1:])
+        COMMANDS[arguments[0]](arguments[1:])
     except PreemptedError as stopped:  # it was told, and what to do
         return PREEMPTED if stopped.code == PREEMPTED else 1
     except (ValueError, TypeError) as error:
@@ -308,6 +314,19 @@ def generate(arguments: Sequence[str]) -> None:
             print(f"--- {text!r} ({len(sequence.tokens)} tokens, {sequence.finish_reason})\n{sequence.text}")
     num_tokens = sum(len(sequence.tokens) for group in groups for sequence in group)
     print(f"\n{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.0f} tokens/s, compilation included")
+
+
+COMMANDS = {
+    "train": train,
+    "generate": generate,
+    "resume": resume,
+    "checkpoints": checkpoints,
+    "inspect": commands.inspect,
+    "merge": commands.merge,
+    "convert": commands.convert,
+    "quantize": commands.quantize,
+    "push": commands.push,
+}
 
 
 def _read_yaml(path: str) -> Mapping[str, Any]:

@@ -22,6 +22,8 @@ WeightDecayScope = Literal["matrices", "all"]
 Checkpointing = Literal["none", "full", "dots", "all_dots"]
 SharePrefix = Literal["auto", "always", "never"]
 DecodingWeights = Literal["same", "bfloat16", "int8", "float8"]
+BaseWeights = Literal["same", "int8", "float8", "nf4"]
+LoRABias = Literal["none", "all", "lora_only"]
 
 T = TypeVar("T")
 
@@ -55,6 +57,7 @@ _AT_LEAST = {
     "logging_steps": 1,
     "max_concurrent_rows": 1,
     "kv_cache_gb": 1e-6,
+    "lora_r": 0,
     "profile": 0,
     "max_bad_steps": 1,
     "reward_concurrency": 1,
@@ -89,6 +92,9 @@ _BETWEEN = {
     "ref_model_mixup_alpha": (0, 1),
     "momentum": (0, 1),
 }
+
+# Settings that say something only if there is an adapter.
+_OF_ADAPTER = ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_bias", "lora_modules_to_save", "use_rslora")
 
 
 @_refusing_unknown_fields
@@ -227,6 +233,24 @@ class GRPOConfig:
     reward_errors: Literal["none", "raise"] = "none"
     """Completions of a failed call get no reward and are counted, or the run stops."""
 
+    # Adapter
+    lora_r: int = 0
+    """Rank of a LoRA adapter, which is then all that is trained; 0 trains every weight. See docs/lora.md."""
+    lora_alpha: float = 32.0
+    """An adapter's changes are scaled by lora_alpha / lora_r."""
+    lora_dropout: float = 0.0
+    """Share of the inputs of an adapter's changes that is left out in training."""
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    """Modules to adapt, by the ends of their names, e.g. q_proj v_proj; "all-linear" is all matrices of the layers."""
+    lora_bias: LoRABias = "none"
+    """Biases that are trained too: none, all, or those of the adapted modules."""
+    lora_modules_to_save: tuple[str, ...] = ()
+    """Modules whose weights are trained whole, e.g. lm_head."""
+    use_rslora: bool = False
+    """Scale an adapter's changes by lora_alpha / sqrt(lora_r)."""
+    base_weights: BaseWeights = "same"
+    """The base's weights in memory: as they are stored, or quantized while loading ("nf4" is 4 bits)."""
+
     # Optimizer
     optimizer: OptimizerName = "adamw"
     """What turns gradients into updates."""
@@ -355,6 +379,7 @@ class GRPOConfig:
                 f"multi_objective_aggregation 'normalize_then_sum' normalizes by group and batch itself; leave "
                 f"scale_rewards at 'group', got {self.scale_rewards!r}"
             )
+        self._check_adapter()
         if self.sync_ref_model and self.beta == 0:
             raise ValueError("sync_ref_model needs a reference, and beta is 0; set beta above 0")
         if self.warmup_steps and self.warmup_ratio:
@@ -369,6 +394,12 @@ class GRPOConfig:
             raise ValueError(
                 f"entropy_coef_min {self.entropy_coef_min} is above entropy_coef_max {self.entropy_coef_max}"
             )
+
+    def _check_adapter(self) -> None:
+        own = [field for field in fields(self) if field.name in _OF_ADAPTER]
+        changed = [field.name for field in own if getattr(self, field.name) != field.default]
+        if not self.lora_r and changed:
+            raise ValueError(f"{' and '.join(changed)} without an adapter: set lora_r, e.g. to 16")
 
     def part(self, record: type[T], **more: Any) -> T:
         """The record of that class with the settings of its fields' names, and `more`."""

@@ -14,8 +14,10 @@ from groupax.batch import Packed, Row, pack
 from groupax.config import Checkpointing, SharePrefix
 from groupax.errors import RunError, is_out_of_memory
 from groupax.metrics import Metrics
+from groupax.models.adapted import Frozen, joined
 from groupax.models.checkpoint import Model
 from groupax.models.flops import activation_bytes_per_token, forward_flops
+from groupax.models.quantize import in_dtype, is_quantized
 from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators
 from groupax.objective.entropy import EntropyControl, EntropyState, applied_coef, next_entropy_state
@@ -59,6 +61,7 @@ class LearnerSettings:
     entropy: EntropyControl
     optimizer: OptimizerSettings
     schedule: ScheduleSettings
+    seed: int = 0
     dtype: str = "auto"
     micro_batch_tokens: int | None = None
     gradient_checkpointing: Checkpointing = "none"
@@ -94,9 +97,10 @@ class Learner:
         longest: tokens of the longest prompt and completion that may come; 0 for unknown.
 
     Attributes:
-        state: float32 masters and optimizer state.
-        policy: the weights in compute dtype, which engine and gradients read.
-        reference: the reference's; None if `beta` is 0.
+        state: float32 masters of what is trained, the model's weights or an adapter's, and optimizer state.
+        frozen: the base of an adapter in compute dtype; None if everything is trained.
+        policy: the weights in compute dtype, which the engine reads.
+        reference: the reference's, which of an adapter are the base's; None if `beta` is 0.
         shapes: of the micro-batches so far, which have programs.
         num_updates: optimizer steps that changed the weights.
         entropy: state of the entropy bonus.
@@ -111,10 +115,18 @@ class Learner:
         self.on_cpu = model.mesh.devices.flat[0].platform == "cpu"
         default = "float32" if self.on_cpu else "bfloat16"
         self.dtype: Any = jnp.dtype(default if settings.dtype == "auto" else settings.dtype)
-        self.state: TrainState = init_state(model.params, optimizer=self.optimizer)
+        adapter = model.adapter
+        if adapter is None and is_quantized(model.params):
+            raise ValueError(
+                "the weights are quantized and cannot be trained; train an adapter: set lora_r, e.g. to 16"
+            )
+        self.frozen = adapter and Frozen(in_dtype(adapter.frozen.params, self.dtype), adapter.frozen.scale)
+        self.dropout_rate = adapter.config.lora_dropout if adapter else 0.0
+        self.state: TrainState = init_state(adapter.trained if adapter else model.params, optimizer=self.optimizer)
         self.policy = self._policy()
-        has_reference = settings.objective.beta > 0
-        self.reference = compute_view(self.state.params, dtype=self.dtype) if has_reference else None
+        self.reference = None
+        if settings.objective.beta > 0:
+            self.reference = self.frozen.params if self.frozen else compute_view(self.state.params, dtype=self.dtype)
         self.micro_batch_tokens = settings.micro_batch_tokens or self._fitting_tokens()
         self.num_updates = 0
         self.longest = longest
@@ -138,20 +150,24 @@ class Learner:
         counts = Denominators(jnp.float32(max(num_rows, 1)), jnp.float32(max(num_tokens, 1)))
         coef = applied_coef(self.entropy, settings.entropy)
         packed = self._pack(rows)
-        totals = zero_totals(self.policy, settings=settings.objective)
+        trained = self._trained() if self.frozen else self.policy
+        totals = zero_totals(trained, settings=settings.objective)
         logps = []
         for part in packed:
             with self._memory_explained(part):
                 totals, logp = micro_step(
-                    self.policy,
+                    trained,
                     totals,
                     to_rows(part.batch, self.mesh),
                     counts,
                     jnp.float32(coef),
+                    self.frozen,
+                    self._dropout_key(),
                     config=self.config,
                     settings=settings.objective,
                     mesh=self.mesh,
                     checkpointing=settings.gradient_checkpointing,
+                    dropout_rate=self.dropout_rate,
                 )
                 if self.on_cpu:  # the virtual devices' collectives can starve each other when several steps are queued
                     jax.block_until_ready(totals)
@@ -197,8 +213,17 @@ class Learner:
             self.reference = mix(self.reference, self.policy, alpha=settings.ref_model_mixup_alpha)
 
     def _policy(self) -> Params:
-        """The master weights themselves where they have the compute dtype."""
+        return joined(self.frozen, self._trained())
+
+    def _trained(self) -> Params:
+        """What is trained, in compute dtype: the masters themselves where they have it."""
         return self.state.params if self.dtype == jnp.float32 else compute_view(self.state.params, dtype=self.dtype)
+
+    def _dropout_key(self) -> jax.Array | None:
+        """Of the next update, the same for all of its micro-batches."""
+        if not self.dropout_rate:
+            return None
+        return jax.random.fold_in(jax.random.key(self.settings.seed), self.num_updates)
 
     def _fitting_tokens(self) -> int:
         """Tokens of a micro-batch on one device: what stays in a CPU's caches, or what half of the memory holds."""

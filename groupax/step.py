@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from groupax.batch import MicroBatch
 from groupax.config import Checkpointing
+from groupax.models.adapted import Dropout, Frozen, joined
 from groupax.models.config import ModelConfig
 from groupax.models.grouped import grouped_logprobs, taken
 from groupax.models.specs import Params
@@ -35,7 +36,7 @@ class TrainState:
     """What an optimizer step changes.
 
     Attributes:
-        params: master weights, float32.
+        params: master weights, float32, of what is trained: the model, or its adapter.
         opt_state: of the optimizer.
     """
 
@@ -88,40 +89,56 @@ def zero_totals(params: Params, *, settings: ObjectiveSettings) -> Totals:
     )
 
 
-@partial(jax.jit, static_argnames=("config", "settings", "mesh", "checkpointing"), donate_argnames=("totals",))
+@partial(
+    jax.jit,
+    static_argnames=("config", "settings", "mesh", "checkpointing", "dropout_rate"),
+    donate_argnames=("totals",),
+)
 def micro_step(
     params: Params,
     totals: Totals,
     batch: MicroBatch,
     counts: Denominators,
     entropy_coef: Float[Array, ""],
+    frozen: Frozen | None = None,
+    dropout_key: Key[Array, ""] | None = None,
     *,
     config: ModelConfig,
     settings: ObjectiveSettings,
     mesh: Mesh,
     checkpointing: Checkpointing,
+    dropout_rate: float = 0.0,
 ) -> tuple[Totals, Float[Array, "B T"]]:
     """Add a micro-batch's loss, gradients and metrics to the totals of its optimizer step.
 
     Args:
-        params: in the compute dtype.
+        params: what is trained, in the compute dtype.
         totals: donated.
         batch: on the devices (`to_rows`).
         counts: denominators of the whole optimizer step.
         entropy_coef: weight of the entropy bonus, if the settings have one.
-        config, settings, mesh, checkpointing: static.
+        frozen: the base, if an adapter is trained.
+        dropout_key: of the optimizer step, if there is dropout.
+        config, settings, mesh, checkpointing, dropout_rate: static.
 
     Returns:
         The new totals, and the log-probs of the batch's targets under `params`.
     """
 
     def local(
-        params: Params, totals: Totals, batch: MicroBatch, counts: Denominators, entropy_coef: Array
+        params: Params,
+        totals: Totals,
+        batch: MicroBatch,
+        counts: Denominators,
+        entropy_coef: Array,
+        frozen: Frozen | None,
+        dropout_key: Array | None,
     ) -> tuple[Totals, Array]:
         evidence = batch.evidence
+        dropout = None if dropout_key is None else Dropout(dropout_key, batch.numbers, jnp.float32(dropout_rate))
 
         def loss_fn(params: Params) -> tuple[Array, tuple[Tally, Array]]:
-            logp, entropy = _logprobs(config, settings, checkpointing, params, batch)
+            logp, entropy = _logprobs(config, settings, checkpointing, joined(frozen, params, dropout), batch)
             loss, tally = policy_objective(logp, entropy, evidence, counts, settings, entropy_coef)
             return loss, (tally, logp)
 
@@ -137,10 +154,10 @@ def micro_step(
         )
         return new_totals, logp
 
-    in_specs = (REPLICATED, REPLICATED, ROWS, REPLICATED, REPLICATED)
+    in_specs = (REPLICATED, REPLICATED, ROWS, REPLICATED, REPLICATED, REPLICATED, REPLICATED)
     out_specs = (REPLICATED, ROWS)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return program(params, totals, batch, counts, entropy_coef)
+    return program(params, totals, batch, counts, entropy_coef, frozen, dropout_key)
 
 
 @partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("state", "grads"))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from groupax.batch import Row
+from groupax.card import run_card
 from groupax.checkpoints.choose import Saved
 from groupax.checkpoints.identity import identity_of
 from groupax.checkpoints.record import read_rollout, stored_dtype, with_scores
@@ -22,9 +23,11 @@ from groupax.engine.params import SamplingParams
 from groupax.errors import DivergedError, RewardError, RunError, is_out_of_memory
 from groupax.evaluate import Evaluation, evaluate
 from groupax.health import setup_findings
+from groupax.hub import push_folder
 from groupax.learner import Learner, LearnerSettings, Update
 from groupax.metrics import Metrics, completion_metrics, reward_metrics, scoring_metrics, solved_metrics
-from groupax.models.checkpoint import Model, load_model, save_model
+from groupax.models.checkpoint import Model, add_adapter, load_model, save_adapter, save_model
+from groupax.models.lora import LoRAConfig, counts, lora_config, trainable_line
 from groupax.objective.advantages import Advantages, group_advantages
 from groupax.objective.entropy import EntropyControl
 from groupax.objective.settings import ObjectiveSettings
@@ -72,6 +75,8 @@ class GRPOTrainer:
         processing_class: the tokenizer; by default the one in the model's folder.
         reward_processing_classes: tokenizers of the reward models, one per entry of `reward_funcs`; None takes each
             model's own.
+        peft_config: a `LoRAConfig` or a `peft.LoraConfig`: an adapter is trained, and the model's weights stay as they
+            are. Without it a model that has an adapter goes on training that one.
 
     Raises:
         ValueError: anything about these that could only fail later.
@@ -90,8 +95,10 @@ class GRPOTrainer:
         eval_dataset: Any = None,
         processing_class: Any = None,
         reward_processing_classes: Any = None,
+        peft_config: Any = None,
     ) -> None:
         self.args = args = args or GRPOConfig()
+        lora = _lora(args, peft_config)
         if train_dataset is None:
             raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
         train_examples = load_examples(train_dataset)
@@ -110,7 +117,10 @@ class GRPOTrainer:
             )
         self.run_folder = RunFolder(args.output_dir)
 
-        self.model = model if isinstance(model, Model) else load_model(model)
+        self.model = model if isinstance(model, Model) else load_model(model, weights=args.base_weights)
+        if lora is not None:
+            self.model = add_adapter(self.model, lora, args.seed)
+        self._check_adapter(loaded=not isinstance(model, Model))
         if self.model.config.num_labels:
             raise ValueError(f"{self.model.source or 'the model'} classifies sequences; a policy needs a causal model")
         self.tokenizer = self._tokenizer(processing_class)
@@ -123,6 +133,9 @@ class GRPOTrainer:
         )
         longest = max(map(len, self.prompts.token_ids)), args.max_completion_length
         self.learner = Learner(self.model, learner_settings(args), self.num_steps, longest)
+        if self.model.adapter is not None and self.learner.frozen is not None:
+            adapter = replace(self.model.adapter, frozen=self.learner.frozen)  # those loaded in another dtype can go
+            self.model = replace(self.model, params=self.learner.policy, adapter=adapter)
         self.engine = Engine(
             self.model.config,
             self.learner.policy,
@@ -136,6 +149,8 @@ class GRPOTrainer:
         self.cursor = Cursor()
         self.experience: Experience | None = None  # the rollout whose updates are not all made
         self._state_before: TrainState | None = None  # while an update is under way
+        self.dataset_name = train_dataset if isinstance(train_dataset, str) else f"{len(self.prompts)} prompts"
+        self.last_metrics: Metrics = {}
 
     # -- Algorithm 1 ---------------------------------------------------------------------------------------------
 
@@ -186,6 +201,7 @@ class GRPOTrainer:
             with self._shapes_kept():
                 rows, update = self._update()
             log.step(self.cursor.step, update.metrics)
+            self.last_metrics = log.last
             self._stop_if_diverged(log, rows, update)
 
     def _collect(self) -> Experience:
@@ -453,10 +469,47 @@ class GRPOTrainer:
             return evaluate(self.engine, self.tokenizer, runner, self.reward_weights, self.eval_prompts, params)
 
     def save_model(self, folder: str | Path | None = None) -> Path:
-        """Write the current policy as a Hugging Face folder, by default the run's `model/`, in its original dtype."""
+        """Write the current policy as a Hugging Face folder, by default the run's `model/`, in its original dtype.
+
+        If an adapter is trained, that is all that is written, as PEFT has it.
+        """
+        folder = folder or self.run_folder.path / "model"
+        if self.model.adapter is not None:
+            adapter = replace(self.model.adapter, trained=self.learner.state.params)
+            return save_adapter(replace(self.model, adapter=adapter), folder, self.tokenizer, self._card())
         trained = replace(self.model, params=self.learner.state.params)
-        dtype = jnp.dtype(stored_dtype(self.model))
-        return save_model(trained, folder or self.run_folder.path / "model", self.tokenizer, dtype)
+        return save_model(trained, folder, self.tokenizer, jnp.dtype(stored_dtype(self.model)), card=self._card())
+
+    def push_to_hub(self, repo_id: str, private: bool = True) -> str:
+        """Save the current policy in the run's `model/`, upload it, and return its address (see `hub.push_folder`).
+
+        Args:
+            repo_id: "owner/name".
+            private: of a repository that is made.
+        """
+        return push_folder(self.save_model(), repo_id, private)
+
+    def _card(self) -> str:
+        adapter = self.model.adapter
+        base = adapter.base_name if adapter else self.model.name
+        settings = {} if adapter is None else asdict(adapter.config)
+        names = [reward.name for reward in self.rewards]
+        return run_card(self.args, base, settings, self.dataset_name, names, self.cursor.step, self.last_metrics)
+
+    def print_trainable_parameters(self) -> None:
+        """Print how many of the model's parameters are trained, in PEFT's words."""
+        adapter = self.model.adapter
+        print(trainable_line(*counts(self.model.config, adapter and adapter.config)))
+
+    def _check_adapter(self, loaded: bool) -> None:
+        args, adapter = self.args, self.model.adapter
+        if args.base_weights != "same" and (adapter is None or not loaded):
+            raise ValueError(
+                f"base_weights {args.base_weights!r} quantizes the base of an adapter while it is loaded: give the "
+                "model as a folder or hub id, and set lora_r, e.g. to 16"
+            )
+        if adapter is not None and args.sync_ref_model:
+            raise ValueError("sync_ref_model moves the reference, which of an adapter is its base; set it to False")
 
     @property
     def _prompts_per_rollout(self) -> int:
@@ -520,6 +573,25 @@ def _weights(args: GRPOConfig, num_rewards: int) -> np.ndarray:
     if weights.shape != (num_rewards,):
         raise ValueError(f"reward_weights has {weights.size} entries for {num_rewards} reward functions")
     return weights
+
+
+def _lora(args: GRPOConfig, peft_config: Any) -> LoRAConfig | None:
+    """The adapter asked for, by either way."""
+    if peft_config is not None:
+        if args.lora_r:
+            raise ValueError(f"peft_config and lora_r ({args.lora_r}) both ask for an adapter; leave lora_r at 0")
+        return lora_config(peft_config)
+    if not args.lora_r:
+        return None
+    return LoRAConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=args.lora_target_modules,
+        bias=args.lora_bias,
+        use_rslora=args.use_rslora,
+        modules_to_save=args.lora_modules_to_save,
+    )
 
 
 def learner_settings(args: GRPOConfig) -> LearnerSettings:

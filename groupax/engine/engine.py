@@ -67,7 +67,7 @@ class Engine:
         """An engine with the model and the tokenizer of a folder or a hub id.
 
         Args:
-            name_or_path: a model's folder or hub id.
+            name_or_path: a model's folder or hub id, or an adapter's.
             dtype: of the weights in memory; None keeps their own.
             mesh: where to put them; by default on all devices.
             chat_template: for a tokenizer without one: a built-in name or a file.

@@ -1,25 +1,32 @@
-"""Models as Hugging Face folders: safetensors in, safetensors out. Never pickle, never remote code."""
+"""Models and adapters as Hugging Face folders: safetensors in, safetensors out. Never pickle, never remote code."""
 
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from groupax.config import BaseWeights
+from groupax.models import bitsandbytes_format, peft_format
+from groupax.models.adapted import Frozen, joined
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
+from groupax.models.lora import Adapter, LoRAConfig, init_adapter, lora_config
+from groupax.models.nf4 import Nf4, nf4_bytes, quantized_nf4
+from groupax.models.quantize import dense, is_quantizable, quantizer
 from groupax.models.specs import Params, Spec, init_params, model_specs, num_params, param_shardings
 from groupax.parallel.mesh import mesh_for
 
@@ -35,11 +42,13 @@ class Model:
 
     Attributes:
         config: the architecture.
-        params: the weights (see `models.specs`).
+        params: the weights (see `models.specs`), an adapter's among them.
         mesh: where they lie.
         hf_config: the parsed `config.json`.
         generation_config: the parsed `generation_config.json`, empty if there was none.
         source: the folder that it came from, where the tokenizer lies too; None for a model made here.
+        name: the folder or hub id that it was loaded by; None for a model made here.
+        adapter: base and changes, if the model is a base with an adapter.
     """
 
     config: ModelConfig
@@ -48,6 +57,8 @@ class Model:
     hf_config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     source: Path | None = None
+    name: str | None = None
+    adapter: Adapter | None = None
 
 
 def init_model(
@@ -59,33 +70,97 @@ def init_model(
     return Model(config, init_params(config, jax.random.key(seed), mesh, dtype), mesh, dict(hf_config), {})
 
 
-def load_model(name_or_path: str | os.PathLike[str], dtype: Any = None, mesh: Mesh | None = None) -> Model:
+def load_model(
+    name_or_path: str | os.PathLike[str],
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    weights: BaseWeights = "same",
+    base: str | os.PathLike[str] | None = None,
+) -> Model:
     """Load a causal language model from a folder or, if there is none of that name, from the Hugging Face hub.
 
     Each device receives its part of each tensor straight from the file, so that no host holds a second copy.
 
     Args:
-        name_or_path: a folder with `config.json` and safetensors files, or a hub id like "Qwen/Qwen3-0.6B".
+        name_or_path: a folder with `config.json` and safetensors files, or with a PEFT adapter, or a hub id like
+            "Qwen/Qwen3-0.6B".
         dtype: of the weights in memory; None keeps each tensor's own.
         mesh: where to put them; by default a copy on every device (see `parallel.mesh.mesh_for`).
+        weights: "int8", "float8" or "nf4" quantize the layers' matrices, each as it is read.
+        base: the base of an adapter, if it is not where `adapter_config.json` says.
 
     Raises:
         ValueError: the folder is no model, or its config or weights are unsupported, damaged or incomplete.
+        ImportError: 8 bits are asked for and qwix is not installed.
     """
     folder = resolve_folder(name_or_path)
-    hf_config = _read_json(folder / "config.json")
+    if (folder / peft_format.CONFIG_NAME).is_file():
+        return _load_adapter(name_or_path, folder, dtype, mesh, weights, base)
+    if base is not None:
+        raise ValueError(f"{name_or_path} is a model and no adapter; it has no base ({base})")
+    hf_config = read_json(folder / "config.json")
+    is_nf4 = bitsandbytes_format.is_nf4(hf_config.get("quantization_config"))
+    if is_nf4:
+        hf_config.pop("quantization_config")
+        if weights not in ("same", "nf4"):
+            raise ValueError(f"the weights in {folder} are 4-bit ones; they cannot be quantized to {weights}")
     config = read_config(hf_config)
     mesh = mesh or mesh_for(num_params(config) * 4)
     generation_config = {}
     if (folder / "generation_config.json").is_file():
-        generation_config = _read_json(folder / "generation_config.json")
+        generation_config = read_json(folder / "generation_config.json")
     with _open_tensors(folder) as tensors:
-        _check_tensors(config, tensors, folder)
-        shardings = param_shardings(config, mesh)
-        params = jax.tree.map(
-            lambda spec, sharding: _load(spec, sharding, tensors, dtype), model_specs(config), shardings
-        )
-    return Model(config, params, mesh, hf_config, generation_config, folder)
+        quantized = {name for name in tensors if is_nf4 and f"{name}.{bitsandbytes_format.FURTHER[0]}" in tensors}
+        _check_tensors(config, tensors, folder, quantized)
+        load = _loader(mesh, tensors, dtype, weights, quantized)
+        params = jax.tree.map(load, model_specs(config), param_shardings(config, mesh))
+    return Model(config, params, mesh, hf_config, generation_config, folder, _absolute(name_or_path))
+
+
+def _absolute(name_or_path: str | os.PathLike[str]) -> str:
+    path = Path(name_or_path).expanduser()
+    return str(path.resolve()) if path.is_dir() else str(name_or_path)
+
+
+def _load_adapter(
+    name_or_path: str | os.PathLike[str], folder: Path, dtype: Any, mesh: Mesh | None, weights: BaseWeights, base: Any
+) -> Model:
+    settings = read_json(folder / peft_format.CONFIG_NAME)
+    lora = lora_config(settings)
+    named = base or settings.get("base_model_name_or_path")
+    if not named:
+        raise ValueError(f"{folder / peft_format.CONFIG_NAME} does not say which base the adapter is for; give it")
+    try:
+        model = load_model(named, dtype, mesh, weights)
+    except ValueError as error:
+        raise ValueError(f"the base of the adapter in {folder} cannot be loaded: {error}") from error
+    if model.adapter is not None:
+        raise ValueError(f"the base of the adapter in {folder}, {named}, is an adapter too; merge it first")
+    trained = peft_format.read_tensors(model.config, lora, folder, _replicated(model.mesh))
+    adapted = _adapted(model, Adapter(lora, Frozen(model.params, np.float32(lora.scale)), trained, model.name))
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    return replace(adapted, source=folder if has_tokenizer else model.source, name=_absolute(name_or_path))
+
+
+def add_adapter(model: Model, lora: LoRAConfig, seed: int = 0) -> Model:
+    """The model with a new adapter, which changes nothing yet; the base's weights are not copied.
+
+    Raises:
+        ValueError: it has an adapter already, or the adapter's settings do not fit it.
+    """
+    if model.adapter is not None:
+        raise ValueError(f"{model.name or 'the model'} has an adapter already; merge it first, or train that one")
+    trained = init_adapter(model.config, lora, model.params, jax.random.key(seed), _replicated(model.mesh))
+    return _adapted(model, Adapter(lora, Frozen(model.params, np.float32(lora.scale)), trained, model.name))
+
+
+def _adapted(model: Model, adapter: Adapter) -> Model:
+    like_base = jax.tree.map(lambda x: x.astype(model.params["embed"].dtype), adapter.trained)
+    return replace(model, params=joined(adapter.frozen, like_base), adapter=adapter)
+
+
+def _replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
@@ -96,7 +171,7 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / "config.json").is_file() and not (path / peft_format.CONFIG_NAME).is_file():
             inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
             raise ValueError(f"{path} is no model folder: it has no config.json (it holds {inside})")
         return path
@@ -111,26 +186,62 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
         raise ValueError(f"there is no folder {name_or_path}, and the hub does not give it: {error}") from error
 
 
-def save_model(model: Model, folder: str | os.PathLike[str], tokenizer: Any = None, dtype: Any = None) -> Path:
+def save_model(
+    model: Model,
+    folder: str | os.PathLike[str],
+    tokenizer: Any = None,
+    dtype: Any = None,
+    weights: Literal["same", "nf4"] = "same",
+    card: str | None = None,
+) -> Path:
     """Write a folder that `transformers` loads. It appears whole or not at all.
 
     Args:
-        model: the model.
+        model: the model; quantized weights become numbers again, and an adapter is added to its base.
         folder: replaced if it exists.
         tokenizer: written beside the weights if given.
         dtype: of the weights on disk; None keeps each weight's own.
+        weights: "nf4" writes the layers' matrices in 4 bits, as bitsandbytes does.
+        card: the `README.md`, if given.
     """
     folder = Path(folder)
     with replacing_folder(folder) as partial:
         dtype_name = jnp.dtype(dtype or model.params["embed"].dtype).name
         hf_config = {key: value for key, value in model.hf_config.items() if key not in ("dtype", "torch_dtype")}
+        if weights == "nf4":
+            hf_config["quantization_config"] = bitsandbytes_format.quantization_config(dtype_name)
         _write_json(partial / "config.json", {**hf_config, "dtype": dtype_name})
         if model.generation_config:
             _write_json(partial / "generation_config.json", model.generation_config)
-        _save_params(model.config, model.params, partial, dtype)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+        _save_params(model, partial, dtype, weights)
+        _write_beside(partial, tokenizer, card)
     return folder
+
+
+def save_adapter(model: Model, folder: str | os.PathLike[str], tokenizer: Any = None, card: str | None = None) -> Path:
+    """Write the model's adapter as a folder that PEFT loads, without the base. It appears whole or not at all.
+
+    Args:
+        model: a base with an adapter.
+        folder: replaced if it exists.
+        tokenizer: written beside it if given.
+        card: the `README.md`, if given.
+    """
+    if model.adapter is None:
+        raise ValueError(f"{model.name or 'the model'} has no adapter to be saved")
+    folder = Path(folder)
+    with replacing_folder(folder) as partial:
+        _write_json(partial / peft_format.CONFIG_NAME, peft_format.adapter_json(model.adapter, model.config))
+        peft_format.write_tensors(model.config, model.adapter.config, model.adapter.trained, partial)
+        _write_beside(partial, tokenizer, card)
+    return folder
+
+
+def _write_beside(folder: Path, tokenizer: Any, card: str | None) -> None:
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if card is not None:
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 @contextmanager
@@ -158,7 +269,7 @@ Tensors = dict[str, Any]  # tensor name -> the open safetensors file that holds 
 @contextmanager
 def _open_tensors(folder: Path) -> Iterator[Tensors]:
     if (folder / INDEX_NAME).is_file():
-        names = sorted(set(_read_json(folder / INDEX_NAME)["weight_map"].values()))
+        names = sorted(set(read_json(folder / INDEX_NAME)["weight_map"].values()))
     elif (folder / "model.safetensors").is_file():
         names = ["model.safetensors"]
     else:
@@ -180,7 +291,7 @@ def _open_tensors(folder: Path) -> Iterator[Tensors]:
     yield tensors
 
 
-def _check_tensors(config: ModelConfig, tensors: Tensors, folder: Path) -> None:
+def _check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized: set[str]) -> None:
     specs = jax.tree.leaves(model_specs(config))
     missing = [spec.name for spec in specs if spec.name not in tensors]
     if missing:
@@ -188,12 +299,30 @@ def _check_tensors(config: ModelConfig, tensors: Tensors, folder: Path) -> None:
     for spec in specs:
         expected = list(spec.shape)
         found = tensors[spec.name].get_slice(spec.name).get_shape()
-        if found != expected:
+        if found != expected and spec.name not in quantized:
             raise ValueError(f"{folder}: {spec.name} has shape {found}, config.json says {expected}")
     known = {spec.name for spec in specs} | ({"lm_head.weight"} if config.tie_embeddings else set())
+    known |= {f"{name}.{further}" for name in quantized for further in bitsandbytes_format.FURTHER}
     unknown = sorted(name for name in tensors if name not in known and not DERIVED.search(name))
     if unknown:
         raise ValueError(f"{folder} has weights that a {config.model_type} model has no place for: {unknown[:4]}")
+
+
+def _loader(
+    mesh: Mesh, tensors: Tensors, dtype: Any, weights: BaseWeights, quantized: set[str]
+) -> Callable[[Spec, Any], Any]:
+    """What loads a weight to its devices; quantized weights are replicated."""
+    quantize = None if weights == "same" else jax.jit(quantizer(weights), out_shardings=_replicated(mesh))
+
+    def load(spec: Spec, sharding: Any) -> Any:
+        if spec.name in quantized:
+            return bitsandbytes_format.read_nf4(
+                spec.name, spec.shape, lambda name: tensors[name].get_tensor(name), _replicated(mesh)
+            )
+        array = _load(spec, sharding, tensors, dtype)
+        return array if quantize is None or not is_quantizable(spec) else jax.block_until_ready(quantize(array))
+
+    return load
 
 
 def _load(spec: Spec, sharding: Any, tensors: Tensors, dtype: Any) -> jax.Array:
@@ -206,21 +335,25 @@ def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
     return array if dtype is None else array.astype(dtype)
 
 
-def _save_params(config: ModelConfig, params: Params, folder: Path, dtype: Any) -> None:
-    pairs = list(zip(jax.tree.leaves(model_specs(config)), jax.tree.leaves(params), strict=True))
-    shards: list[list[tuple[Spec, jax.Array]]] = [[]]
+def _save_params(model: Model, folder: Path, dtype: Any, weights: str) -> None:
+    specs, structure = jax.tree.flatten(model_specs(model.config))
+    own = model.params["embed"].dtype
+    shards: list[list[tuple[Spec, Any]]] = [[]]
     size = total = 0
-    for spec, array in pairs:
-        num_bytes = array.size * jnp.dtype(dtype or array.dtype).itemsize
+    for spec, weight in zip(specs, structure.flatten_up_to(model.params), strict=True):
+        is_nf4 = weights == "nf4" and is_quantizable(spec)
+        num_bytes = nf4_bytes(spec.shape) if is_nf4 else math.prod(spec.shape) * jnp.dtype(dtype or own).itemsize
         if shards[-1] and size + num_bytes > SHARD_BYTES:
             shards.append([])
             size = 0
-        shards[-1].append((spec, array))
+        shards[-1].append((spec, weight))
         size, total = size + num_bytes, total + num_bytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {spec.name: np.ascontiguousarray(_cast(np.asarray(array), dtype)) for spec, array in shard}
+        tensors: dict[str, np.ndarray] = {}
+        for spec, weight in shard:
+            tensors |= _tensors_of(spec, weight, dtype, own, weights)
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(0o644)  # safetensors makes files that only their owner can read
         weight_map |= dict.fromkeys(tensors, name)
@@ -228,7 +361,20 @@ def _save_params(config: ModelConfig, params: Params, folder: Path, dtype: Any) 
         _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _tensors_of(spec: Spec, weight: Any, dtype: Any, own: Any, weights: str) -> dict[str, np.ndarray]:
+    if weights == "nf4" and is_quantizable(spec):
+        quantized = weight if isinstance(weight, Nf4) else jax.jit(quantized_nf4)(dense(weight, jnp.float32))
+        return bitsandbytes_format.nf4_tensors(spec.name, quantized, jnp.dtype(dtype or own).name)
+    array = weight if isinstance(weight, jax.Array) else dense(weight, dtype or own)
+    return {spec.name: np.ascontiguousarray(_cast(np.asarray(array), dtype))}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: there is none.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

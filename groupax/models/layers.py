@@ -8,9 +8,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from groupax.models.adapted import Adapted, low_rank_product
 from groupax.models.config import ModelConfig
+from groupax.models.nf4 import Nf4, dequantized
 
-# A matrix, or one with fewer bits and scales (see `models.quantize`).
+# A matrix, one with fewer bits and scales (see `models.quantize`), or either with a low-rank change beside it.
 Weight = Array | Any
 
 
@@ -41,16 +43,39 @@ def sum_last(x: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
 
 
 def linear(x: Float[Array, "*M I"], weight: Weight, bias: Array | None = None) -> Float[Array, "*M O"]:
-    """weight x (+ bias), with the weight as checkpoints have it, [O, I], or quantized.
+    """weight x (+ bias), with the weight as checkpoints have it, [O, I], quantized, or with a low-rank change.
 
     In this layout XLA's CPU backend adds up a row's products in the same order whether there are 8 rows or 8,000,
     so that decoding and training get the same bits; with [in, out] they would not.
     """
-    if isinstance(weight, Array):
-        y = jnp.einsum("...i,oi->...o", x, weight)
-    else:
-        y = jnp.einsum("...i,oi->...o", x, weight.qvalue.astype(x.dtype)) * _scales(weight, x)
+    if isinstance(weight, Adapted):
+        return linear(x, weight.base, bias) + low_rank_product(x, weight)
+    y = jnp.einsum("...i,oi->...o", x, weight) if isinstance(weight, Array) else _quantized_product(x, weight)
     return y if bias is None else y + jnp.expand_dims(bias, tuple(range(y.ndim - 1)))
+
+
+@jax.custom_vjp
+def _quantized_product(x: Float[Array, "*M I"], weight: Any) -> Float[Array, "*M O"]:
+    """weight x, with no gradient for the weight; the backward pass finds its bits and makes numbers of them again."""
+    if isinstance(weight, Nf4):
+        return jnp.einsum("...i,oi->...o", x, dequantized(weight, x.dtype))
+    return jnp.einsum("...i,oi->...o", x, weight.qvalue.astype(x.dtype)) * _scales(weight, x)
+
+
+def _quantized_product_forward(x: Array, weight: Any) -> tuple[Array, Any]:
+    return _quantized_product(x, weight), weight
+
+
+def _quantized_product_backward(weight: Any, gradient: Array) -> tuple[Array, None]:
+    # in the forward pass's program the compiler would keep the numbers that it has made there
+    weight, gradient = lax.optimization_barrier((weight, gradient))
+    if isinstance(weight, Nf4):
+        return jnp.einsum("...o,oi->...i", gradient, dequantized(weight, gradient.dtype)), None
+    scaled = gradient * _scales(weight, gradient)
+    return jnp.einsum("...o,oi->...i", scaled, weight.qvalue.astype(gradient.dtype)), None
+
+
+_quantized_product.defvjp(_quantized_product_forward, _quantized_product_backward)
 
 
 def vocabulary_logits(hidden: Float[Array, "*M D"], head: Weight) -> Float[Array, "*M V"]:

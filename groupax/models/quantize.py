@@ -1,19 +1,24 @@
-"""Weights in fewer bits, for decoding: what a step reads is mostly weights.
+"""Weights in fewer bits: for decoding, where a step reads mostly weights, and for the base of an adapter.
 
-A quantized weight is qwix's `QArray`, integers or 8-bit floats with a scale per output; `layers.linear` multiplies it.
+A quantized weight is qwix's `QArray`, integers or 8-bit floats with a scale per output, or an `Nf4`; `layers.linear`
+multiplies both.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from groupax.config import DecodingWeights
+from groupax.models.adapted import Adapted
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import head_weights
-from groupax.models.specs import Params, model_specs
+from groupax.models.nf4 import Nf4, dequantized, quantized_nf4
+from groupax.models.specs import Params, Spec, model_specs
 
 # "same" leaves weights as they are.
 _QTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
@@ -22,37 +27,86 @@ _QTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 def decoding_params(config: ModelConfig, params: Params, dtype: str) -> Params:
     """The weights to decode with: as they are, in bfloat16, or with their matrices in 8 bits.
 
-    Norms and biases keep their dtype under quantization, and so does the embedding; a head that is tied to it becomes
-    a quantized one of its own. Every output of a matrix has its own scale, which makes its largest weight the type's
-    largest number.
+    Norms and biases keep their dtype under quantization, and so do the embedding and low-rank changes; a head that is
+    tied to the embedding becomes a quantized one of its own. Every output of a matrix has its own scale, which makes
+    its largest weight the type's largest number.
 
     Raises:
         ImportError: 8 bits are asked for and qwix is not installed.
-        ValueError: there is no such dtype.
+        ValueError: there is no such dtype, or the weights are quantized already.
     """
     if dtype not in get_args(DecodingWeights):
         raise ValueError(f"weights to decode with must be one of {', '.join(get_args(DecodingWeights))}, got {dtype!r}")
-    return params if dtype == "same" else _converter(config, dtype)(params)
+    if dtype == "same":
+        return params
+    if is_quantized(params):
+        raise ValueError(f"the weights are quantized already; decode with them as they are ('same', not {dtype!r})")
+    return _converter(config, dtype)(params)
 
 
 @lru_cache(maxsize=16)
 def _converter(config: ModelConfig, dtype: str) -> Callable[[Params], Params]:
     if dtype == "bfloat16":
         return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
-    try:
-        import qwix
-    except ImportError as error:
-        raise ImportError(f"weights in {dtype} need qwix: pip install 'groupax[quantize]'") from error
+    quantized = quantizer(dtype)
 
-    def quantized(weight: Any) -> Any:
-        return qwix.quantize(weight, _QTYPES[dtype], channelwise_axes=[0])
+    def of_matrix(weight: Any) -> Any:
+        return replace(weight, base=quantized(weight.base)) if isinstance(weight, Adapted) else quantized(weight)
 
     def convert(params: Params) -> Params:
         specs = model_specs(config)["layers"]
         layers = [
-            {name: quantized(weight) if len(spec[name].shape) == 2 else weight for name, weight in layer.items()}
+            {name: of_matrix(weight) if len(spec[name].shape) == 2 else weight for name, weight in layer.items()}
             for layer, spec in zip(params["layers"], specs, strict=True)
         ]
         return {**params, "layers": layers, "head": quantized(head_weights(params))}
 
     return jax.jit(convert)
+
+
+def quantizer(kind: str) -> Callable[[Array], Any]:
+    """What makes a quantized weight of a matrix: "int8", "float8" or "nf4".
+
+    Raises:
+        ImportError: 8 bits are asked for and qwix is not installed.
+    """
+    if kind == "nf4":
+        return quantized_nf4
+    try:
+        import qwix
+    except ImportError as error:
+        raise ImportError(f"weights in {kind} need qwix: pip install 'groupax[quantize]'") from error
+    return lambda weight: qwix.quantize(weight, _QTYPES[kind], channelwise_axes=[0])
+
+
+def is_quantizable(spec: Spec) -> bool:
+    """Whether a weight of the base may have fewer bits: the layers' matrices, not the embedding and the head."""
+    return ".layers." in spec.name and len(spec.shape) == 2
+
+
+def is_quantized(params: Any) -> bool:
+    """Whether any of the weights has fewer bits."""
+    return any(_is_quantized_weight(x) for x in jax.tree.leaves(params, is_leaf=_is_quantized_weight))
+
+
+def _is_quantized_weight(weight: Any) -> bool:
+    return isinstance(weight, Nf4) or hasattr(weight, "qvalue")
+
+
+def in_dtype(params: Params, dtype: Any) -> Params:
+    """The weights in a dtype, those in fewer bits as they are; arrays that have it are not copied."""
+    return jax.tree.map(
+        lambda x: x if _is_quantized_weight(x) else x.astype(dtype), params, is_leaf=_is_quantized_weight
+    )
+
+
+def dense(weight: Any, dtype: Any) -> Float[Array, "..."]:
+    """A weight as plain array: numbers made of bits, low-rank changes added, in float32, then cast."""
+    if isinstance(weight, Adapted):
+        change = jnp.einsum("or,ri->oi", weight.change.b.astype(jnp.float32), weight.change.a.astype(jnp.float32))
+        return (dense(weight.base, jnp.float32) + weight.scale * change).astype(dtype)
+    if isinstance(weight, Nf4):
+        return dequantized(weight, dtype)
+    if hasattr(weight, "qvalue"):
+        return (weight.qvalue.astype(jnp.float32) * weight.scale.astype(jnp.float32)).astype(dtype)
+    return weight.astype(dtype)

@@ -1,0 +1,86 @@
+"""4-bit weights on disk, as bitsandbytes and transformers write and read them."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from groupax.models.nf4 import BLOCK, CODE, SCALE_BLOCK, Nf4, scale_code
+
+# What stands behind a weight's name for the further tensors of a quantized one.
+_SCALES, _CODE = "absmax", "quant_map"
+_SCALE_SCALES, _SCALE_CODE = "nested_absmax", "nested_quant_map"
+_STATE = "quant_state.bitsandbytes__nf4"
+FURTHER = (_SCALES, _CODE, _SCALE_SCALES, _SCALE_CODE, _STATE)
+
+
+def quantization_config(dtype: str) -> dict[str, Any]:
+    """What `config.json` says of such weights; `dtype` is what transformers is to compute in."""
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_quant_storage": "uint8",
+    }
+
+
+def is_nf4(quantization: Any) -> bool:
+    """Whether a `quantization_config` is of weights that can be read here: nf4 with double quantization."""
+    return isinstance(quantization, Mapping) and all(
+        quantization.get(key) == value
+        for key, value in quantization_config("").items()
+        if key in ("quant_method", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+    )
+
+
+def nf4_tensors(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
+    """The tensors of one weight."""
+    state = {
+        "quant_type": "nf4",
+        "blocksize": BLOCK,
+        "dtype": dtype,
+        "shape": list(weight.shape),
+        "nested_blocksize": SCALE_BLOCK,
+        "nested_dtype": "float32",
+        "nested_offset": float(np.asarray(weight.offset)),
+    }
+    return {
+        name: np.asarray(weight.codes).reshape(-1, 1),
+        f"{name}.{_SCALES}": np.asarray(weight.scales),
+        f"{name}.{_CODE}": np.array(CODE, np.float32),
+        f"{name}.{_SCALE_SCALES}": np.asarray(weight.scale_scales),
+        f"{name}.{_SCALE_CODE}": scale_code(),
+        f"{name}.{_STATE}": np.frombuffer(json.dumps(state).encode(), np.uint8),
+    }
+
+
+def read_nf4(name: str, shape: tuple[int, ...], get: Callable[[str], np.ndarray], sharding: Any) -> Nf4:
+    """One weight.
+
+    Args:
+        name: of the weight.
+        shape: that it must have.
+        get: gives a tensor by its name.
+        sharding: where to put it.
+
+    Raises:
+        ValueError: its layout is another one than `nf4_tensors`'.
+    """
+    try:
+        state = json.loads(bytes(get(f"{name}.{_STATE}")))
+        same = np.allclose(get(f"{name}.{_CODE}"), np.array(CODE, np.float32), atol=1e-6) and np.allclose(
+            get(f"{name}.{_SCALE_CODE}"), scale_code(), atol=1e-6
+        )
+        codes, scales, scale_scales = get(name), get(f"{name}.{_SCALES}"), get(f"{name}.{_SCALE_SCALES}")
+    except (KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name} is no 4-bit weight with double quantization: {error}") from error
+    if not same or (state.get("blocksize"), state.get("nested_blocksize")) != (BLOCK, SCALE_BLOCK):
+        raise ValueError(f"{name} is quantized in another way than nf4 in blocks of {BLOCK} and {SCALE_BLOCK}: {state}")
+    if tuple(state.get("shape", ())) != shape:
+        raise ValueError(f"{name} has shape {state.get('shape')}, config.json says {list(shape)}")
+    offset = np.float32(state["nested_offset"])
+    return jax.device_put(Nf4(codes.reshape(shape[0], -1), scales, scale_scales, offset), sharding)

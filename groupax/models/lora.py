@@ -1,0 +1,276 @@
+"""LoRA (arXiv:2106.09685): which weights an adapter trains, and the adapter of a model.
+
+The settings have PEFT's names and meaning. An adapter's weights stand in one table, like a model's (`models.specs`);
+initialization, loading, saving and counts follow from it.
+"""
+
+import math
+import re
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from groupax.config import LoRABias, nearest
+from groupax.models.adapted import Frozen, LowRank, Params
+from groupax.models.config import ModelConfig
+from groupax.models.quantize import dense
+from groupax.models.specs import Spec, model_specs, num_params
+
+ALL_LINEAR = "all-linear"
+# The modules that PEFT adapts in these families if nothing is said.
+PEFT_DEFAULT = ("q_proj", "v_proj")
+# How PEFT writes the names of a model's weights in its files.
+PREFIX = "base_model.model."
+# What a `peft.LoraConfig` may say that changes nothing here.
+_INERT = frozenset(
+    [
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "loftq_config",
+        "megatron_core",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "task_type",
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """An adapter: which matrices get a low-rank change beside them, and what else is trained. Names are PEFT's.
+
+    Attributes:
+        r: rank of the changes.
+        lora_alpha: a change is scaled by lora_alpha / r.
+        lora_dropout: share of a change's inputs that is left out in training.
+        target_modules: names of modules as they end ("q_proj", "self_attn.q_proj"), or one regular expression for
+            whole names, or "all-linear" for all matrices of the layers.
+        bias: biases that are trained: "none", "all", or "lora_only" for those of the adapted modules.
+        use_rslora: scale by lora_alpha / sqrt(r) instead (arXiv:2312.03732).
+        modules_to_save: names of modules whose weights are trained whole.
+
+    Raises:
+        ValueError: a value makes no sense.
+    """
+
+    r: int = 8
+    lora_alpha: float | int = 8
+    lora_dropout: float | int = 0.0
+    target_modules: str | Collection[str] = ALL_LINEAR
+    bias: LoRABias = "none"
+    use_rslora: bool = False
+    modules_to_save: str | Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("target_modules", "modules_to_save"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                object.__setattr__(self, name, tuple(sorted(value) if isinstance(value, (set, frozenset)) else value))
+        if isinstance(self.modules_to_save, str):
+            raise ValueError(f"modules_to_save must be a list of names, got {self.modules_to_save!r}")
+        if self.target_modules == (ALL_LINEAR,):
+            object.__setattr__(self, "target_modules", ALL_LINEAR)
+        if self.r < 1:
+            raise ValueError(f"the rank r must be at least 1, got {self.r}")
+        if not self.lora_alpha > 0:
+            raise ValueError(f"lora_alpha must be above 0, got {self.lora_alpha}")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
+        if self.bias not in ("none", "all", "lora_only"):
+            raise ValueError(f"bias must be one of none, all, lora_only, got {self.bias!r}")
+        if not self.target_modules:
+            raise ValueError(f"target_modules is empty; name modules like 'q_proj', or set {ALL_LINEAR!r}")
+
+    @property
+    def scale(self) -> float:
+        """Of the changes."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+
+def lora_config(settings: Any) -> LoRAConfig:
+    """A `LoRAConfig` from one, from a `peft.LoraConfig`, or from the contents of an `adapter_config.json`.
+
+    Raises:
+        ValueError: it is no LoRA, or asks for something that is not done here. Nothing is ignored in silence.
+    """
+    if isinstance(settings, LoRAConfig):
+        return settings
+    if not isinstance(settings, Mapping):
+        if not hasattr(settings, "peft_type"):
+            raise ValueError(f"peft_config must be a LoRAConfig or a peft.LoraConfig, got {type(settings).__name__}")
+        settings = vars(settings)
+    kind = settings.get("peft_type", "LORA")
+    if str(getattr(kind, "value", kind)) != "LORA":
+        raise ValueError(f"the adapter is of the kind {getattr(kind, 'value', kind)}; groupax has LORA only")
+    own = {field.name for field in fields(LoRAConfig)}
+    initialized = settings.get("init_lora_weights", True)
+    if initialized not in (True, False, "gaussian", "orthogonal"):
+        raise ValueError(f"init_lora_weights is {initialized!r}, which changes the base; groupax does not do that")
+    asked = {key: value for key, value in settings.items() if key not in own | _INERT | {"init_lora_weights"}}
+    unsupported = sorted(key for key, value in asked.items() if value and not key.startswith("_"))
+    if unsupported:
+        raise ValueError(
+            "groupax does not do what the LoRA settings ask for with "
+            + ", ".join(f"{key}={asked[key]!r}" for key in unsupported)
+        )
+    given = {key: settings[key] for key in own if settings.get(key) is not None}
+    return LoRAConfig(**{"target_modules": PEFT_DEFAULT, **given})
+
+
+def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Params:
+    """The table of what an adapter trains: part of the tree of the model's weights, a `LowRank` of `Spec`s for each
+    adapted matrix. Names are those of PEFT's files.
+
+    Raises:
+        ValueError: a name fits no module, or one that cannot be adapted.
+    """
+    modules = {module_name(spec): spec for spec in jax.tree.leaves(model_specs(config)) if _is_weight(spec)}
+    targets = _matching(lora.target_modules, modules, "target_modules")
+    saved = _matching(lora.modules_to_save, modules, "modules_to_save")
+    if lora.target_modules == ALL_LINEAR:
+        targets = {name for name, spec in modules.items() if _is_adaptable(spec)} - saved
+    for name in targets:
+        if not _is_adaptable(modules[name]):
+            raise ValueError(
+                f"target_modules names {name}, which is no matrix of a layer; train it whole with modules_to_save"
+            )
+    if config.tie_embeddings and saved & {"model.embed_tokens", "lm_head"}:
+        raise ValueError(
+            "modules_to_save names the embedding, which this model uses as its head too; PEFT would train a copy of "
+            "one of the two, so that they would differ afterwards"
+        )
+
+    def trained(specs: Params) -> Params:
+        tree = {}
+        for name, spec in specs.items():
+            module = module_name(spec)
+            if spec.name.endswith(".bias"):
+                if lora.bias == "all" or (lora.bias == "lora_only" and module in targets) or module in saved:
+                    infix = ".base_layer" if module in targets else ""
+                    tree[name] = Spec(spec.shape, spec.axes, f"{PREFIX}{module}{infix}.bias")
+            elif module in saved:
+                tree[name] = Spec(spec.shape, spec.axes, PREFIX + spec.name)
+            elif module in targets:
+                (rows, columns), (of_out, of_in) = spec.shape, spec.axes
+                a = Spec((lora.r, columns), (None, of_in), f"{PREFIX}{module}.lora_A.weight")
+                b = Spec((rows, lora.r), (of_out, None), f"{PREFIX}{module}.lora_B.weight", init="zeros")
+                tree[name] = LowRank(a, b)
+        return tree
+
+    specs = model_specs(config)
+    top = trained({name: spec for name, spec in specs.items() if isinstance(spec, Spec)})
+    return {**top, "layers": [trained(layer) for layer in specs["layers"]]}
+
+
+def module_name(spec: Spec) -> str:
+    """The name of the module that a weight belongs to in `transformers`."""
+    return spec.name.rpartition(".")[0]
+
+
+def _is_weight(spec: Spec) -> bool:
+    return spec.name.endswith(".weight")
+
+
+def _is_adaptable(spec: Spec) -> bool:
+    return ".layers." in spec.name and len(spec.shape) == 2
+
+
+def _matching(wanted: str | Iterable[str], modules: Mapping[str, Spec], setting: str) -> set[str]:
+    """The modules that are meant, by PEFT's rules: names as they end, those to save also within a word, or a regular
+    expression of the whole name."""
+    if wanted == ALL_LINEAR:
+        return set()
+    if isinstance(wanted, str):
+        found = {name for name in modules if re.fullmatch(wanted, name)}
+        if not found:
+            raise ValueError(f"{setting} {wanted!r} fits no module of the model; there are {_endings(modules)}")
+        return found
+    found = set()
+    for each in wanted:
+        ending = each if setting == "modules_to_save" else f".{each}"
+        own = {name for name in modules if name == each or name.endswith(ending)}
+        if not own:
+            endings = sorted({name.rpartition(".")[2] for name in modules})
+            raise ValueError(
+                f"{setting} names {each!r}, which is no module of the model{nearest(each, endings)}; there are "
+                f"{_endings(modules)}"
+            )
+        found |= own
+    return found
+
+
+def _endings(modules: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules))
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter in memory.
+
+    Attributes:
+        config: its settings.
+        frozen: the base.
+        trained: its weights, float32, in the structure of `adapter_specs`.
+        base_name: the folder or hub id of the base; None for one that was made in memory.
+    """
+
+    config: LoRAConfig
+    frozen: Frozen
+    trained: Params
+    base_name: str | None = None
+
+
+def init_adapter(config: ModelConfig, lora: LoRAConfig, params: Params, key: Key[Array, ""], sharding: Any) -> Params:
+    """What an adapter trains, before the first step, float32: changes of zero, and copies of the base's weights.
+
+    `LowRank.a` is uniform in [-1, 1] / sqrt(I), as in PEFT; values depend on the key and the weight's name only.
+    """
+
+    def init(spec: Any, base: Any) -> Any:
+        if isinstance(spec, LowRank):
+            own_key = jax.random.fold_in(key, zlib.crc32(spec.a.name.encode()))
+            bound = 1.0 / math.sqrt(spec.a.shape[1])
+            a = jax.random.uniform(own_key, spec.a.shape, jnp.float32, -bound, bound)
+            return LowRank(a, jnp.zeros(spec.b.shape, jnp.float32))
+        if isinstance(spec, dict):
+            return {name: init(each, base[name]) for name, each in spec.items()}
+        if isinstance(spec, list):
+            return [init(each, own) for each, own in zip(spec, base, strict=True)]
+        return jnp.array(dense(base, jnp.float32), copy=True)
+
+    specs = adapter_specs(config, lora)
+    return jax.jit(lambda params: init(specs, params), out_shardings=sharding)(params)
+
+
+def counts(config: ModelConfig, lora: LoRAConfig | None) -> tuple[int, int]:
+    """How many numbers are trained, and how many there are, as PEFT counts: copies of the base's weights are further
+    ones."""
+    total = num_params(config)
+    if lora is None:
+        return total, total
+    specs = jax.tree.leaves(adapter_specs(config, lora))
+    trained = sum(math.prod(spec.shape) for spec in specs)
+    in_place = sum(math.prod(spec.shape) for spec in specs if spec.name.endswith(".bias") and not _is_copy(spec, lora))
+    return trained, total + trained - in_place
+
+
+def _is_copy(spec: Spec, lora: LoRAConfig) -> bool:
+    return any(module_name(spec).endswith(name) for name in lora.modules_to_save)
+
+
+def trainable_line(trained: int, total: int) -> str:
+    """PEFT's line about the counts.
+
+    >>> trainable_line(20_971_520, 8_051_232_768)
+    'trainable params: 20,971,520 || all params: 8,051,232,768 || trainable%: 0.2605'
+    """
+    return f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}"

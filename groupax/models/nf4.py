@@ -1,0 +1,145 @@
+"""Matrices in 4-bit NormalFloat with double quantization (arXiv:2305.14314), as bitsandbytes lays them out.
+
+64 consecutive numbers of a matrix share a scale, their largest magnitude; 256 scales in turn are 8-bit numbers of a
+dynamic map with a scale of their own. That is 0.516 bytes a number. qwix's "nf4" has no double quantization and
+stores a number per byte.
+"""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from groupax.pytree import pytree
+
+BLOCK = 64
+SCALE_BLOCK = 256
+# Quantiles of a normal distribution within [-1, 1], among them 0 (appendix E of the paper).
+CODE = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)  # fmt: skip
+
+
+@pytree
+class Nf4:
+    """A matrix [O, I] in N blocks of 64 numbers, counted row by row; I = 2 J.
+
+    Attributes:
+        codes: indices into `CODE`, two in a byte, the first one in its upper half.
+        scales: of the blocks, indices into `scale_code`.
+        scale_scales: of 256 scales each.
+        offset: the scales' mean, which was taken off before they were quantized.
+    """
+
+    codes: UInt8[Any, "O J"]
+    scales: UInt8[Any, "N"]
+    scale_scales: Float[Any, "S"]
+    offset: Float[Any, ""]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix."""
+        return self.codes.shape[0], 2 * self.codes.shape[1]
+
+
+@lru_cache(maxsize=1)
+def scale_code() -> Float[np.ndarray, "256"]:
+    """The signed dynamic 8-bit map: 7 decades below 1, each with twice the numbers of the one below it.
+
+    Source: arXiv:1511.04561, as bitsandbytes' `create_dynamic_map` has it.
+    """
+    numbers = [0.0, 1.0]
+    for decade in range(7):
+        ends = _spaced(2**decade + 1)
+        magnitudes = np.float32(10.0 ** (decade - 6)) * ((ends[:-1] + ends[1:]) / np.float32(2.0))
+        numbers += [*magnitudes.tolist(), *(-magnitudes).tolist()]
+    return np.array(sorted(numbers), np.float32)
+
+
+def _spaced(num: int) -> Float[np.ndarray, "E"]:
+    """From 0.1 to 1.0 in equal steps, to the bit as PyTorch rounds them: from the nearer end, rounded once."""
+    low, high, index = np.float32(0.1), np.float32(1.0), np.arange(num)
+    step = float((high - low) / np.float32(num - 1))
+    return np.where(index < num // 2, low.item() + step * index, high.item() - step * (num - 1 - index)).astype(
+        np.float32
+    )
+
+
+def nf4_bytes(shape: tuple[int, ...]) -> int:
+    """What a matrix of this shape takes."""
+    size = math.prod(shape)
+    num_blocks = -(-size // BLOCK)
+    return size // 2 + num_blocks + 4 * -(-num_blocks // SCALE_BLOCK) + 4
+
+
+def quantized_nf4(weight: Float[Array, "O I"]) -> Nf4:
+    """The nearest numbers. Their magnitudes are relative to the largest one of each block.
+
+    Raises:
+        ValueError: the matrix has an odd number of columns.
+    """
+    rows, columns = weight.shape
+    if columns % 2:
+        raise ValueError(
+            f"a matrix of {rows} x {columns} cannot be packed into 4 bits: it has an odd number of columns"
+        )
+    num_blocks = -(-rows * columns // BLOCK)
+    flat = jnp.pad(weight.astype(jnp.float32).reshape(-1), (0, num_blocks * BLOCK - rows * columns)).reshape(
+        num_blocks, BLOCK
+    )
+    largest = jnp.max(jnp.abs(flat), axis=1)
+    relative = flat * (1.0 / jnp.maximum(largest, 1e-38))[:, None]
+    code = np.array(CODE, np.float32)
+    codes = jnp.zeros(relative.shape, jnp.uint8)
+    for bound in (code[:-1] + code[1:]) / np.float32(2.0):
+        codes = codes + (relative > bound).astype(jnp.uint8)
+    pairs = codes.reshape(-1)[: rows * columns].reshape(rows, columns // 2, 2)
+    offset = jnp.mean(largest)
+    centred = largest - offset
+    num_groups = -(-num_blocks // SCALE_BLOCK)
+    groups = jnp.pad(centred, (0, num_groups * SCALE_BLOCK - num_blocks)).reshape(num_groups, SCALE_BLOCK)
+    scale_scales = jnp.max(jnp.abs(groups), axis=1)
+    of_group = groups / jnp.maximum(scale_scales, 1e-38)[:, None]
+    numbers = scale_code()
+    bounds = jnp.asarray((numbers[:-1] + numbers[1:]) / np.float32(2.0))
+    scales = jnp.searchsorted(bounds, of_group.reshape(-1)[:num_blocks]).astype(jnp.uint8)
+    return Nf4(pairs[..., 0] << 4 | pairs[..., 1], scales, scale_scales, offset)
+
+
+def dequantized(weight: Nf4, dtype: Any) -> Float[Array, "O I"]:
+    """The matrix, in that dtype."""
+    rows, columns = weight.shape
+    num_blocks = weight.scales.shape[0]
+    of_scale = jnp.repeat(weight.scale_scales, SCALE_BLOCK)[:num_blocks]
+    scales = jnp.asarray(scale_code())[weight.scales.astype(jnp.int32)] * of_scale + weight.offset
+    codes = jnp.stack([weight.codes >> 4, weight.codes & 15], axis=-1).reshape(-1)
+    codes = jnp.pad(codes, (0, num_blocks * BLOCK - codes.shape[0])).reshape(num_blocks, BLOCK)
+    numbers = _numbers(codes) * scales[:, None]
+    return numbers.reshape(-1)[: rows * columns].reshape(rows, columns).astype(dtype)
+
+
+def _numbers(codes: UInt8[Array, "N B"]) -> Float[Array, "N B"]:
+    """CODE[codes] by the codes' bits: compilers turn choices into vector instructions, and look-ups into loops."""
+    numbers = [jnp.float32(number) for number in CODE]
+    for bit in range(4):
+        is_set = (codes >> bit) & 1 == 1
+        numbers = [jnp.where(is_set, odd, even) for even, odd in zip(numbers[::2], numbers[1::2], strict=True)]
+    return numbers[0]

@@ -1,0 +1,113 @@
+"""What a model is and takes, from its `config.json` alone."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from groupax.models import bitsandbytes_format, peft_format
+from groupax.models.checkpoint import read_json
+from groupax.models.config import ModelConfig
+from groupax.models.families import read_config
+from groupax.models.lora import LoRAConfig, counts, lora_config, trainable_line
+from groupax.models.nf4 import nf4_bytes
+from groupax.models.quantize import is_quantizable
+from groupax.models.specs import Spec, model_specs, num_params
+
+# Float32 masters and two moments of AdamW.
+TRAINED_BYTES = 12
+
+
+def find_config(name_or_path: str) -> tuple[dict[str, Any], LoRAConfig | None]:
+    """The `config.json` of a model or of an adapter's base, and the adapter's settings.
+
+    Args:
+        name_or_path: a folder, a `config.json`, or a hub id, of which nothing else is downloaded.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return read_json(path), None
+    if path.is_dir() and (path / peft_format.CONFIG_NAME).is_file():
+        settings = read_json(path / peft_format.CONFIG_NAME)
+        return find_config(str(settings.get("base_model_name_or_path")))[0], lora_config(settings)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{path} is no model folder: it has no config.json")
+        return read_json(path / "config.json"), None
+    if path.exists() or name_or_path.count("/") != 1:
+        raise ValueError(f"{name_or_path} is neither a model folder, nor a config.json, nor a hub id like 'owner/name'")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return read_json(Path(hf_hub_download(name_or_path, "config.json"))), None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"there is no folder {name_or_path}, and the hub does not give it: {error}") from error
+
+
+def summary(hf_config: Mapping[str, Any], lora: LoRAConfig | None = None) -> str:
+    """Architecture, counts of parameters, and memory of the weights, a line each.
+
+    Args:
+        hf_config: the parsed `config.json`.
+        lora: an adapter, which is then all that is trained.
+    """
+    hf_config = dict(hf_config)
+    if bitsandbytes_format.is_nf4(hf_config.get("quantization_config")):
+        hf_config.pop("quantization_config")
+    config = read_config(hf_config)
+    trained, total = counts(config, lora)
+    lines = [_architecture(config), *_parameters(config), *_memory(config)]
+    what = "the adapter" if lora else "all weights"
+    lines.append(_row(f"training {what} with AdamW", f"{_size_text(TRAINED_BYTES * trained)} of masters and moments"))
+    return "\n".join([*lines, trainable_line(trained, total)])
+
+
+def _architecture(config: ModelConfig) -> str:
+    head = "tied to the embedding" if config.tie_embeddings else "of its own"
+    return (
+        f"{config.model_type}: {config.num_layers} layers of {config.hidden_size} dims, {config.num_heads} query and "
+        f"{config.num_kv_heads} key/value heads of {config.head_dim}, feed-forward {config.ffn_size}, vocabulary "
+        f"{config.vocab_size} with a head {head}, {config.max_positions} positions"
+    )
+
+
+def _parameters(config: ModelConfig) -> list[str]:
+    specs = model_specs(config)
+    layers = sum(_size(spec) for spec in jax.tree.leaves(specs["layers"]))
+    beside = sum(_size(spec) for name in ("head", "score") if (spec := specs.get(name)))
+    parts = {"layers": layers, "embedding": _size(specs["embed"]), "head": beside}
+    counted = [_row(f"  {name}", f"{count:,}") for name, count in parts.items() if count]
+    return [_row("parameters", f"{num_params(config):,}"), *counted]
+
+
+def _memory(config: ModelConfig) -> list[str]:
+    """Of the weights in each dtype; quantized layers have the rest in bfloat16."""
+    specs: list[Spec] = jax.tree.leaves(model_specs(config))
+    rest = sum(2 * _size(spec) for spec in specs if not is_quantizable(spec))
+    matrices = [spec.shape for spec in specs if is_quantizable(spec)]
+    eight = sum(math.prod(shape) + 4 * shape[0] for shape in matrices)
+    by_dtype = {
+        "float32": 4 * num_params(config),
+        "bfloat16": 2 * num_params(config),
+        "int8, float8": rest + eight,
+        "nf4": rest + sum(nf4_bytes(shape) for shape in matrices),
+    }
+    return ["weights in memory", *(_row(f"  {name}", _size_text(size)) for name, size in by_dtype.items())]
+
+
+def _size_text(num_bytes: int) -> str:
+    unit, name = (1e9, "GB") if num_bytes >= 1e8 else (1e6, "MB")
+    return f"{num_bytes / unit:.2f} {name}"
+
+
+def _size(spec: Spec) -> int:
+    return math.prod(spec.shape)
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<34}{value:>18}" if len(value) <= 18 else f"{name:<34}{value}"
