@@ -365,7 +365,7 @@ def _tensors_of(spec: Spec, weight: Any, dtype: Any, own: Any, weights: str) -> 
     if weights == "nf4" and is_quantizable(spec):
         quantized = weight if isinstance(weight, Nf4) else jax.jit(quantized_nf4)(dense(weight, jnp.float32))
         return bitsandbytes_format.nf4_tensors(spec.name, quantized, jnp.dtype(dtype or own).name)
-    array = weight if isinstance(weight, jax.Array) else dense(weight, dtype or own)
+    array = weight if isinstance(weight, jax.Array | np.ndarray) else dense(weight, dtype or own)
     return {spec.name: np.ascontiguousarray(_cast(np.asarray(array), dtype))}
 
 
