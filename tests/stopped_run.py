@@ -1,7 +1,7 @@
-"""A run in a process of its own, for tests that kill it.
+"""A run in a process of its own, for tests that kill it: python stopped_run.py FOLDER SETTINGS_AS_JSON PAUSE_S [demo].
 
-`python stopped_run.py FOLDER SETTINGS_AS_JSON PAUSE_S [demo]`: with `demo` the arithmetic recipe's, else a tiny one whose
-model lies in FOLDER/../model. It tells what it is doing in FOLDER/phase, and leaves what it ends with in FOLDER/final.npz.
+With demo it is the arithmetic recipe's, else a tiny one, whose model lies in FOLDER/../model. It tells what it is
+doing in FOLDER/phase, and leaves what it ends with in FOLDER/final.npz.
 """
 
 import json

@@ -357,6 +357,7 @@ def test_the_demo_ends_within_half_a_minute_in_each_phase_and_goes_on_exactly(tm
 
 MESHES = """
 import json, sys
+from pathlib import Path
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
@@ -367,7 +368,7 @@ from tests.stopped_run import letters
 
 run, shape = sys.argv[1], json.loads(sys.argv[2])
 devices = np.array(jax.devices())[: int(np.prod(shape))].reshape(shape)
-model = load_model(f"{run}/../model", mesh=Mesh(devices, AXES))
+model = load_model(Path(run).parent / "model", mesh=Mesh(devices, AXES))
 args = GRPOConfig(output_dir=run, prompts_per_step=8, num_generations=4, max_completion_length=12, max_steps=4,
                   learning_rate=1e-2, beta=0.05, progress_bar="none", save_steps=2, save_total_limit=0)
 prompts = [{"prompt": text} for text in ("abc", "bcd", "ca", "dabc", "ef", "fed", "ge", "hi")]

@@ -1,5 +1,6 @@
 """Saves a run as it goes, and brings it back."""
 
+import json
 import shutil
 import tempfile
 import time
@@ -108,7 +109,8 @@ class RunSaver:
             if experience is not None:
                 write_rollout(experience, folder)
 
-        self.writer.save(Snapshot(cursor.step, state, begin_with_metrics, write_more))
+        text = json.dumps(state)  # now, as the log goes on
+        self.writer.save(Snapshot(cursor.step, text, begin_with_metrics, write_more))
 
     def save_and_wait(self, cursor: Cursor, experience: Experience | None) -> bool:
         """Have a checkpoint of the run as it is now; returns whether there is one."""

@@ -8,16 +8,14 @@ again.
 """
 
 import errno
-import json
 import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from groupax.checkpoints.choose import Tell
 from groupax.checkpoints.files import STATE, seal
@@ -43,13 +41,13 @@ class Snapshot:
 
     Attributes:
         step: of the run.
-        state: plain data, for `state.json`.
+        state: the text of `state.json`.
         begin_writing: takes the folder; begins to write the arrays and returns a function that waits for them.
         write_more: takes the folder; writes what else there is.
     """
 
     step: int
-    state: Mapping[str, Any]
+    state: str
     begin_writing: Callable[[Path], Callable[[], None]]
     write_more: Callable[[Path], None]
 
@@ -112,7 +110,7 @@ class CheckpointWriter:
                 snapshot.write_more(folder)
             finally:
                 written()
-            (folder / STATE).write_text(json.dumps(snapshot.state), encoding="utf-8")
+            (folder / STATE).write_text(snapshot.state, encoding="utf-8")
             seal(folder)
             self.before()
             self.store.publish(snapshot.step)
