@@ -15,9 +15,15 @@ from groupax.models.decoder import logits
 from groupax.models.lora import adapter_specs, counts, lora_config, trainable_line
 
 from .conftest import TINY
-from .test_trainer import PROMPTS, a_trainer, lines_of
+from .test_trainer import a_trainer, lines_of
 
 MODEL = {**TINY, "vocab_size": 13}
+
+
+def a_base(seed=0, **settings):
+    """A random model whose layers decide: with embeddings of its usual size no direction is much likelier."""
+    model = init_model({**MODEL, **settings}, seed=seed)
+    return replace(model, params={**model.params, "embed": 20.0 * model.params["embed"]})
 
 
 def trained_randomly(model, seed=0):
@@ -175,7 +181,7 @@ def test_an_adapter_survives_the_disk(tmp_path):
         (lambda path: path.unlink(), "pickled adapters are never loaded"),
         (lambda path: path.write_bytes(path.read_bytes()[:-50]), "damaged or truncated"),
         (lambda path: rename_first(path), "it lacks .*no place for"),
-        (lambda path: set_config(path, r=4), r"has shape \[3, 32\], not \[4, 32\]"),
+        (lambda path: set_config(path, r=4), r"has shape \[3, 64\], not \[4, 64\]"),
         (lambda path: set_config(path, base_model_name_or_path=None), "does not say which base"),
         (lambda path: set_config(path, target_modules=["x"]), "names 'x', which is no module"),
     ],
@@ -205,13 +211,9 @@ def set_config(path, **changes):
 
 
 def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
-    from groupax import SamplingParams
-
-    model = init_model(MODEL, seed=0)
+    model = a_base()
     before = [x.copy() for x in leaves(model.params)]
-    trainer = a_trainer(
-        tmp_path, model=model, lora_r=4, learning_rate=3e-2, max_steps=30, eval_dataset=PROMPTS, beta=1e-3
-    )
+    trainer = a_trainer(tmp_path, model=model, lora_r=4, learning_rate=3e-2, max_steps=20, beta=1e-3)
     num_trained = counts(model.config, trainer.model.adapter.config)[0]
     assert sum(x.size for x in leaves(trainer.learner.state.params)) == num_trained
     assert sum(x.size for x in leaves(trainer.learner.state.opt_state)) < 2 * num_trained + 8
@@ -220,8 +222,9 @@ def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
         np.testing.assert_array_equal(a, b)
     assert trainer.learner.reference is trainer.learner.frozen.params
     assert trainer.learner.reference["embed"] is model.params["embed"], "no copy of the base"
-    assert trainer.evaluate(SamplingParams(n=8, max_tokens=12)).metrics["reward"] > 0.8
     lines = lines_of(tmp_path)
+    assert lines[0]["reward"] < 0.3
+    assert lines[-1]["reward"] > 0.7
     assert abs(lines[0]["kl"]) < 1e-7 < lines[-1]["kl"]
     assert max(line["rollout/logp_diff_max"] for line in lines) < 1e-5
     files = {path.name for path in (tmp_path / "run" / "model").iterdir()}
@@ -263,10 +266,11 @@ def test_the_lines_of_trainable_parameters(tmp_path, capsys):
     a_trainer(tmp_path, lora_r=2, lora_target_modules=("q_proj",)).print_trainable_parameters()
     a_trainer(tmp_path).print_trainable_parameters()
     adapter, whole = capsys.readouterr().out.splitlines()
-    assert adapter == "trainable params: 256 || all params: 19,232 || trainable%: 1.3311"
-    assert whole == "trainable params: 18,976 || all params: 18,976 || trainable%: 100.0000"
+    assert adapter == "trainable params: 256 || all params: 19,264 || trainable%: 1.3289"
+    assert whole == "trainable params: 19,008 || all params: 19,008 || trainable%: 100.0000"
 
 
+@pytest.mark.heavy
 def test_low_rank_changes_in_bfloat16(tmp_path):
     a_trainer(tmp_path, lora_r=4, dtype="bfloat16", decoding_weights="bfloat16", rollout_correction="token_truncate")
     trainer = a_trainer(tmp_path, lora_r=4, dtype="bfloat16", max_steps=2)
@@ -276,6 +280,7 @@ def test_low_rank_changes_in_bfloat16(tmp_path):
     assert trainer.learner.state.params["layers"][0]["q"].a.dtype == jnp.float32
 
 
+@pytest.mark.heavy
 def test_rollouts_decode_the_adapted_model_in_8_bits(tmp_path):
     trainer = a_trainer(
         tmp_path,
@@ -296,6 +301,7 @@ def test_rollouts_decode_the_adapted_model_in_8_bits(tmp_path):
 # -- dropout
 
 
+@pytest.mark.heavy
 def test_dropout_does_not_depend_on_micro_batches(tmp_path):
     results = {}
     for name, options in (("whole", {}), ("small", {"micro_batch_tokens": 16}), ("never", {"share_prefix": "never"})):

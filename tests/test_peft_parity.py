@@ -120,7 +120,7 @@ def test_nf4_numbers_and_scales_are_those_of_bitsandbytes(shape):
     np.testing.assert_allclose(ours.offset, state.offset.item(), rtol=1e-6)
     # ours are the nearest numbers; theirs are the second nearest now and then, where two are about as near
     differ = np.flatnonzero(np.asarray(ours.scales) != state.absmax.numpy())
-    assert len(differ) <= max(1, 0.005 * ours.scales.size)
+    assert len(differ) <= max(2, 0.005 * ours.scales.size)
     largest = np.abs(np.pad(weight.reshape(-1), (0, -weight.size % 64)).reshape(-1, 64)).max(1) - state.offset.item()
     groups = np.repeat(state.state2.absmax.numpy(), 256)[: len(largest)]
     our_error = np.abs(scale_code()[np.asarray(ours.scales)] * groups - largest)
@@ -143,11 +143,15 @@ def test_what_we_quantize_transformers_loads_and_the_other_way(tmp_path):
     save_model(model, tmp_path / "ours", weights="nf4")
     ours = load_model(tmp_path / "ours")
     np.testing.assert_array_equal(our_logits(load_model(tmp_path / "plain", weights="nf4")), our_logits(ours))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+
+    def loaded():
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+
+    theirs = loaded()
     assert theirs.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
     # bitsandbytes multiplies in bfloat16 on CPU, so its weights are compared as float32 numbers
     np.testing.assert_allclose(our_logits(ours), torch_logits(theirs), atol=1e-2)
-    np.testing.assert_allclose(our_logits(ours), torch_logits(theirs.dequantize()), atol=1e-4)
+    np.testing.assert_allclose(our_logits(ours), torch_logits(loaded().dequantize()), atol=1e-4)
     settings = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax import GRPOConfig, GRPOTrainer, LoRAConfig, SamplingParams, add_adapter, init_model, load_model, save_model
+from groupax import GRPOConfig, GRPOTrainer, LoRAConfig, add_adapter, load_model, save_model
 from groupax.models.bitsandbytes_format import quantization_config
 from groupax.models.layers import linear
 from groupax.models.nf4 import CODE, Nf4, dequantized, nf4_bytes, quantized_nf4
 from groupax.models.quantize import decoding_params, dense, is_quantized, quantizer
 
-from .conftest import TINY
-from .test_lora import all_logits, leaves, trained_randomly
-from .test_trainer import PROMPTS, a_trainer, lines_of
+from .test_lora import a_base, all_logits, leaves, trained_randomly
+from .test_trainer import a_trainer, lines_of
 
 KINDS = ["nf4", "int8", "float8"]
 
@@ -23,7 +22,7 @@ KINDS = ["nf4", "int8", "float8"]
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quantized") / "model"
-    return save_model(init_model({**TINY, "vocab_size": 13}, seed=0), folder)
+    return save_model(a_base(), folder)
 
 
 def test_numbers_of_the_code_are_kept_and_others_become_the_nearest():
@@ -87,7 +86,7 @@ def test_loading_quantizes_the_layers_matrices(saved, kind):
     assert is_quantized(layer["q"])
     assert layer["attention_norm"].dtype == jnp.float32
     assert not is_quantized(model.params["embed"])
-    assert 0 < np.abs(all_logits(model) - all_logits(plain)).max() < 0.2
+    assert 0 < np.abs(all_logits(model) - all_logits(plain)).max() < 3
     with pytest.raises(ValueError, match="weights are quantized already"):
         decoding_params(model.config, model.params, "bfloat16")
 
@@ -130,15 +129,17 @@ def test_a_4_bit_checkpoint_of_another_layout_is_refused(saved, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.heavy)])
 def test_an_adapter_learns_on_a_quantized_base(saved, tmp_path, kind):
-    settings = {"lora_r": 8, "learning_rate": 3e-2, "max_steps": 30, "base_weights": kind, "beta": 1e-3}
-    trainer = a_trainer(tmp_path, model=str(saved), eval_dataset=PROMPTS, **settings)
+    settings = {"lora_r": 8, "learning_rate": 3e-2, "max_steps": 20, "base_weights": kind, "beta": 1e-3}
+    trainer = a_trainer(tmp_path, model=str(saved), **settings)
     before = leaves(trainer.learner.frozen.params)
     trainer.train()
-    assert trainer.evaluate(SamplingParams(n=8, max_tokens=12)).metrics["reward"] > 0.8
+    lines = lines_of(tmp_path)
+    assert lines[0]["reward"] < 0.3
+    assert lines[-1]["reward"] > 0.7
     for a, b in zip(before, leaves(trainer.learner.frozen.params), strict=True):
         np.testing.assert_array_equal(a, b)
     assert is_quantized(trainer.engine.params["layers"][0]["q"].base), "rollouts decode what is trained"
-    assert max(line["rollout/logp_diff_max"] for line in lines_of(tmp_path)) < 1e-5
+    assert max(line["rollout/logp_diff_max"] for line in lines) < 1e-5
 
 
 def test_a_quantized_model_is_not_trained_whole(saved, tmp_path):

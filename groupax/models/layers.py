@@ -1,5 +1,6 @@
 """Norms, rotary embeddings and projections: functions of arrays, for any leading dims."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -57,6 +58,7 @@ def linear(x: Float[Array, "*M I"], weight: Weight, bias: Array | None = None) -
 @jax.custom_vjp
 def _quantized_product(x: Float[Array, "*M I"], weight: Any) -> Float[Array, "*M O"]:
     """weight x, with no gradient for the weight; the backward pass finds its bits and makes numbers of them again."""
+    weight = _after(x, weight)
     if isinstance(weight, Nf4):
         return jnp.einsum("...i,oi->...o", x, dequantized(weight, x.dtype))
     return jnp.einsum("...i,oi->...o", x, weight.qvalue.astype(x.dtype)) * _scales(weight, x)
@@ -67,12 +69,24 @@ def _quantized_product_forward(x: Array, weight: Any) -> tuple[Array, Any]:
 
 
 def _quantized_product_backward(weight: Any, gradient: Array) -> tuple[Array, None]:
-    # in the forward pass's program the compiler would keep the numbers that it has made there
-    weight, gradient = lax.optimization_barrier((weight, gradient))
+    weight = _after(gradient, weight)
     if isinstance(weight, Nf4):
         return jnp.einsum("...o,oi->...i", gradient, dequantized(weight, gradient.dtype)), None
     scaled = gradient * _scales(weight, gradient)
     return jnp.einsum("...o,oi->...i", scaled, weight.qvalue.astype(gradient.dtype)), None
+
+
+def _after(x: Array, weight: Any) -> Any:
+    """The same weight with its bits as a function of x.
+
+    Otherwise compilers make all layers' numbers first, or keep them from the forward to the backward pass: a model in
+    full precision. (XLA's CPU backend looks through an optimization barrier.)
+    """
+    zero = (x.reshape(-1)[0] * 0.0).astype(jnp.uint8)
+    if isinstance(weight, Nf4):
+        return replace(weight, codes=weight.codes ^ zero)
+    bits = lax.bitcast_convert_type(weight.qvalue, jnp.uint8) ^ zero
+    return replace(weight, qvalue=lax.bitcast_convert_type(bits, weight.qvalue.dtype))
 
 
 _quantized_product.defvjp(_quantized_product_forward, _quantized_product_backward)

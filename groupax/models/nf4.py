@@ -17,6 +17,8 @@ from groupax.pytree import pytree
 
 BLOCK = 64
 SCALE_BLOCK = 256
+# In place of 0 as largest number; its inverse is finite on devices that have no numbers below 1.2e-38.
+TINY = 1e-30
 # Quantiles of a normal distribution within [-1, 1], among them 0 (appendix E of the paper).
 CODE = (
     -1.0,
@@ -106,7 +108,7 @@ def quantized_nf4(weight: Float[Array, "O I"]) -> Nf4:
         num_blocks, BLOCK
     )
     largest = jnp.max(jnp.abs(flat), axis=1)
-    relative = flat * (1.0 / jnp.maximum(largest, 1e-38))[:, None]
+    relative = flat * (1.0 / jnp.maximum(largest, TINY))[:, None]
     code = np.array(CODE, np.float32)
     codes = jnp.zeros(relative.shape, jnp.uint8)
     for bound in (code[:-1] + code[1:]) / np.float32(2.0):
@@ -117,7 +119,7 @@ def quantized_nf4(weight: Float[Array, "O I"]) -> Nf4:
     num_groups = -(-num_blocks // SCALE_BLOCK)
     groups = jnp.pad(centred, (0, num_groups * SCALE_BLOCK - num_blocks)).reshape(num_groups, SCALE_BLOCK)
     scale_scales = jnp.max(jnp.abs(groups), axis=1)
-    of_group = groups / jnp.maximum(scale_scales, 1e-38)[:, None]
+    of_group = groups / jnp.maximum(scale_scales, TINY)[:, None]
     numbers = scale_code()
     bounds = jnp.asarray((numbers[:-1] + numbers[1:]) / np.float32(2.0))
     scales = jnp.searchsorted(bounds, of_group.reshape(-1)[:num_blocks]).astype(jnp.uint8)
