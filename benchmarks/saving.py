@@ -41,7 +41,7 @@ def run(folder: str, **settings: Any) -> tuple[float, float, int]:
 def main() -> None:
     """Print both runs and the share."""
     with tempfile.TemporaryDirectory() as folder:
-        run(str(Path(folder) / "warm_up"), save_steps=SAVE_STEPS)
+        run(str(Path(folder) / "warm_up"), save_steps=SAVE_STEPS, max_steps=20)
         without, _, _ = run(str(Path(folder) / "without"), save_interval_minutes=0.0, do_last_save=False)
         seconds, waited, count = run(str(Path(folder) / "with"), save_steps=SAVE_STEPS)
     change = seconds / without - 1
