@@ -51,7 +51,7 @@ def run_card(
     rows += [(f"adapter: {name}", str(value)) for name, value in (adapter or {}).items()]
     rows += [(f"{name} (last step)", f"{metrics[name]:.4g}") for name in _METRICS if name in metrics]
     text = (
-        f"{what} `{_name(base)}`, trained with Group Relative Policy Optimization by "
+        f"{what} `{shown_name(base)}`, trained with Group Relative Policy Optimization by "
         f"[groupax](https://pypi.org/project/groupax).\n\n{_table(rows)}"
     )
     return card("GRPO run", text, base, is_adapter=adapter is not None)
@@ -61,7 +61,7 @@ def derived_card(how: str, base: str | None, of_source: str | None) -> str:
     """The card of a model that was made of another one, with what that one's card says behind it.
 
     Args:
-        how: what was done: "merged into", "converted from", ...
+        how: what was done, a sentence.
         base: what it was made of.
         of_source: the `README.md` of what it was made of, if there is one.
     """
@@ -72,16 +72,16 @@ def derived_card(how: str, base: str | None, of_source: str | None) -> str:
 def card(title: str, text: str, base: str | None, is_adapter: bool = False) -> str:
     """A card with the metadata that the hub reads."""
     front = ["tags:", "- groupax", "- grpo", f"library_name: {'peft' if is_adapter else 'transformers'}"]
-    if base and not Path(base).is_absolute():
+    if base and shown_name(base) == base:
         front += [f"base_model: {json.dumps(base)}"]
     return "\n".join(["---", *front, "pipeline_tag: text-generation", "---", "", f"# {title}", "", text, ""])
 
 
-def _name(base: str | None) -> str:
+def shown_name(model: str | None) -> str:
     """A hub id as it is, and of a folder its own name: where it lies is nobody's business."""
-    if base is None:
+    if model is None:
         return "a model made in memory"
-    return Path(base).name if Path(base).is_absolute() else base
+    return Path(model).name if Path(model).is_absolute() or Path(model).exists() else model
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from groupax.card import shown_name
 from groupax.config import LoRABias
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -106,8 +107,9 @@ def merge(arguments: Sequence[str]) -> None:
     model = load_model(command.adapter, base=command.base)
     if model.adapter is None:
         raise ValueError(f"{command.adapter} is a model and no adapter; there is nothing to merge (see convert)")
-    how = f"The LoRA adapter `{command.adapter}`, merged into its base `{model.adapter.base_name}`."
-    _write(model, command.folder, command.dtype, how, model.adapter.base_name, command.adapter)
+    base = model.adapter.base_name
+    how = f"The LoRA adapter `{shown_name(command.adapter)}`, merged into its base `{shown_name(base)}`."
+    _write(model, command.folder, command.dtype, how, base, command.adapter)
 
 
 def convert(arguments: Sequence[str]) -> None:
@@ -119,7 +121,9 @@ def convert(arguments: Sequence[str]) -> None:
     model = load_model(command.model)
     if model.adapter is not None:
         raise ValueError(f"{command.model} is an adapter; use merge to add it to its base")
-    _write(model, command.folder, command.dtype, f"`{command.model}`, converted.", command.model, command.model)
+    _write(
+        model, command.folder, command.dtype, f"`{shown_name(command.model)}`, converted.", command.model, command.model
+    )
 
 
 def quantize(arguments: Sequence[str]) -> None:
@@ -129,7 +133,7 @@ def quantize(arguments: Sequence[str]) -> None:
     from groupax.models.checkpoint import load_model
 
     model = load_model(command.model)
-    how = f"`{command.model}` with its layers' matrices in 4 bits (nf4, double quantization)."
+    how = f"`{shown_name(command.model)}` with its layers' matrices in 4 bits (nf4, double quantization)."
     _write(model, command.folder, command.dtype, how, command.model, command.model, weights="nf4")
 
 

@@ -26,6 +26,7 @@ from groupax.health import setup_findings
 from groupax.hub import push_folder
 from groupax.learner import Learner, LearnerSettings, Update
 from groupax.metrics import Metrics, completion_metrics, reward_metrics, scoring_metrics, solved_metrics
+from groupax.models.adapted import joined
 from groupax.models.checkpoint import Model, add_adapter, load_model, save_adapter, save_model
 from groupax.models.lora import LoRAConfig, counts, lora_config, trainable_line
 from groupax.objective.advantages import Advantages, group_advantages
@@ -135,7 +136,7 @@ class GRPOTrainer:
         self.learner = Learner(self.model, learner_settings(args), self.num_steps, longest)
         if self.model.adapter is not None and self.learner.frozen is not None:
             adapter = replace(self.model.adapter, frozen=self.learner.frozen)  # those loaded in another dtype can go
-            self.model = replace(self.model, params=self.learner.policy, adapter=adapter)
+            self.model = replace(self.model, params=joined(adapter.frozen, adapter.trained), adapter=adapter)
         self.engine = Engine(
             self.model.config,
             self.learner.policy,

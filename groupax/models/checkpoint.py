@@ -26,7 +26,7 @@ from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
 from groupax.models.lora import Adapter, LoRAConfig, init_adapter, lora_config
 from groupax.models.nf4 import Nf4, nf4_bytes, quantized_nf4
-from groupax.models.quantize import dense, is_quantizable, quantizer
+from groupax.models.quantize import dense, is_layer_matrix, quantizer
 from groupax.models.specs import Params, Spec, init_params, model_specs, num_params, param_shardings
 from groupax.parallel.mesh import mesh_for
 
@@ -320,7 +320,7 @@ def _loader(
                 spec.name, spec.shape, lambda name: tensors[name].get_tensor(name), _replicated(mesh)
             )
         array = _load(spec, sharding, tensors, dtype)
-        return array if quantize is None or not is_quantizable(spec) else jax.block_until_ready(quantize(array))
+        return array if quantize is None or not is_layer_matrix(spec) else jax.block_until_ready(quantize(array))
 
     return load
 
@@ -341,7 +341,7 @@ def _save_params(model: Model, folder: Path, dtype: Any, weights: str) -> None:
     shards: list[list[tuple[Spec, Any]]] = [[]]
     size = total = 0
     for spec, weight in zip(specs, structure.flatten_up_to(model.params), strict=True):
-        is_nf4 = weights == "nf4" and is_quantizable(spec)
+        is_nf4 = weights == "nf4" and is_layer_matrix(spec)
         num_bytes = nf4_bytes(spec.shape) if is_nf4 else math.prod(spec.shape) * jnp.dtype(dtype or own).itemsize
         if shards[-1] and size + num_bytes > SHARD_BYTES:
             shards.append([])
@@ -362,7 +362,7 @@ def _save_params(model: Model, folder: Path, dtype: Any, weights: str) -> None:
 
 
 def _tensors_of(spec: Spec, weight: Any, dtype: Any, own: Any, weights: str) -> dict[str, np.ndarray]:
-    if weights == "nf4" and is_quantizable(spec):
+    if weights == "nf4" and is_layer_matrix(spec):
         quantized = weight if isinstance(weight, Nf4) else jax.jit(quantized_nf4)(dense(weight, jnp.float32))
         return bitsandbytes_format.nf4_tensors(spec.name, quantized, jnp.dtype(dtype or own).name)
     array = weight if isinstance(weight, jax.Array | np.ndarray) else dense(weight, dtype or own)

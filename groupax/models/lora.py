@@ -7,6 +7,7 @@ initialization, loading, saving and counts follow from it.
 import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,7 +19,7 @@ from jaxtyping import Array, Key
 from groupax.config import LoRABias, nearest
 from groupax.models.adapted import Frozen, LowRank, Params
 from groupax.models.config import ModelConfig
-from groupax.models.quantize import dense
+from groupax.models.quantize import dense, is_layer_matrix
 from groupax.models.specs import Spec, model_specs, num_params
 
 ALL_LINEAR = "all-linear"
@@ -133,13 +134,17 @@ def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Params:
     Raises:
         ValueError: a name fits no module, or one that cannot be adapted.
     """
-    modules = {module_name(spec): spec for spec in jax.tree.leaves(model_specs(config)) if _is_weight(spec)}
+    weights = [spec for spec in jax.tree.leaves(model_specs(config)) if spec.name.endswith(".weight")]
+    modules = {module_name(spec): spec for spec in weights}
+    shared = {name for name, count in Counter(map(module_name, weights)).items() if count > 1}
     targets = _matching(lora.target_modules, modules, "target_modules")
     saved = _matching(lora.modules_to_save, modules, "modules_to_save")
     if lora.target_modules == ALL_LINEAR:
-        targets = {name for name, spec in modules.items() if _is_adaptable(spec)} - saved
+        targets = {name for name, spec in modules.items() if is_layer_matrix(spec)} - saved
+    for name in (targets | saved) & shared:
+        raise ValueError(f"{name} holds several matrices in one tensor; groupax does not adapt or train these apart")
     for name in targets:
-        if not _is_adaptable(modules[name]):
+        if not is_layer_matrix(modules[name]):
             raise ValueError(
                 f"target_modules names {name}, which is no matrix of a layer; train it whole with modules_to_save"
             )
@@ -174,14 +179,6 @@ def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Params:
 def module_name(spec: Spec) -> str:
     """The name of the module that a weight belongs to in `transformers`."""
     return spec.name.rpartition(".")[0]
-
-
-def _is_weight(spec: Spec) -> bool:
-    return spec.name.endswith(".weight")
-
-
-def _is_adaptable(spec: Spec) -> bool:
-    return ".layers." in spec.name and len(spec.shape) == 2
 
 
 def _matching(wanted: str | Iterable[str], modules: Mapping[str, Spec], setting: str) -> set[str]:

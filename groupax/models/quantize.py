@@ -79,9 +79,9 @@ def quantizer(kind: str) -> Callable[[Array], Any]:
     return lambda weight: qwix.quantize(weight, _QTYPES[kind], channelwise_axes=[0])
 
 
-def is_quantizable(spec: Spec) -> bool:
-    """Whether a weight of the base may have fewer bits: the layers' matrices, not the embedding and the head."""
-    return ".layers." in spec.name and len(spec.shape) == 2
+def is_layer_matrix(spec: Spec) -> bool:
+    """Whether a weight is a matrix of a layer: what may have fewer bits and low-rank changes."""
+    return ".layers." in spec.name and len(spec.shape) == 2 and None not in spec.axes
 
 
 def is_quantized(params: Any) -> bool:
