@@ -546,6 +546,7 @@ def bucket(monkeypatch):
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
     }.items():
         monkeypatch.setenv(name, value)

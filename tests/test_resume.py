@@ -258,7 +258,6 @@ class Killed:
             **os.environ,
             "PYTHONPATH": str(REPO),
             "HF_HUB_OFFLINE": "1",
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder.parent / "xla"),
         }
         command = [sys.executable, str(REPO / "tests" / "stopped_run.py"), *arguments]
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
