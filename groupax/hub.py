@@ -51,8 +51,9 @@ def push_folder(folder: str | os.PathLike[str], repo_id: str, private: bool = Tr
         if status in reasons:
             raise ValueError(f"{reasons[status]} (status {status}: {error.server_message or 'no message'})") from error
         raise RunError(_broken(folder, repo_id, f"status {status}: {error.server_message or error}")) from error
-    except (HTTPError, ConnectionError) as error:
-        raise RunError(_broken(folder, repo_id, f"{type(error).__name__}: {error}")) from error
+    except (HTTPError, ConnectionError, RuntimeError) as error:  # the client tells of failed uploads as RuntimeError
+        reason = error.__cause__ or error
+        raise RunError(_broken(folder, repo_id, f"{type(reason).__name__}: {reason}")) from error
     return str(address)
 
 

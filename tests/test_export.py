@@ -182,8 +182,13 @@ class Hub(BaseHTTPRequestHandler):
                     files[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
                     files[value["path"]] = hub.blobs[value["oid"]]
-            hub.repos.setdefault("/".join(self.path.split("/")[3:5]), {}).update(files)
-            commit = {"commitUrl": "http://x/commit/1", "commitOid": "1" * 40, "success": True}
+            name = "/".join(self.path.split("/")[3:5])
+            hub.repos.setdefault(name, {}).update(files)
+            commit = {
+                "commitUrl": f"http://127.0.0.1:{hub.server_port}/{name}/commit/1",
+                "commitOid": "1" * 40,
+                "success": True,
+            }
             self.answer(200, commit)
         else:
             self.answer(404, {"error": self.path})
@@ -305,6 +310,7 @@ def test_a_connection_that_stays_down_is_told(folders, hub):
     assert not hub.repos
 
 
+@pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # of the hub's own client
 def test_the_trainer_pushes_its_model(tmp_path, hub, monkeypatch):
     """In this process, whose conftest has taken the hub offline."""
     import huggingface_hub
