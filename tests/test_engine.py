@@ -619,7 +619,8 @@ def test_a_next_turn_reuses_what_was_computed(tiny_model):
     assert engine.prefixes.num_reused_tokens == 2 * (len(PROMPTS[3]) + 19)
     expected = plain.generate(turns, params)
     assert tokens_of(again) == tokens_of(expected)
-    np.testing.assert_array_equal(again[1][1].policy_logps, expected[1][1].policy_logps)
+    # stored keys were added up in two parts, prompt and row, and a prompt's are in one: the last bit may differ
+    np.testing.assert_allclose(again[1][1].policy_logps, expected[1][1].policy_logps, atol=2e-6, rtol=0)
     engine.params = jax.tree.map(lambda x: x * 1.5, engine.params)
     engine.generate(turns, params)
     assert engine.prefixes.num_reused_tokens == 2 * (len(PROMPTS[3]) + 19), "other weights, nothing known"
@@ -658,7 +659,7 @@ def test_the_cache_may_have_its_own_dtype(tiny_model, dtype):
     )
     assert (difference == 0) == (dtype == jnp.float32)
     assert difference < 0.05
-    assert engine.bytes_per_token == 2 * 2 * 2 * 8 * np.dtype(dtype).itemsize
+    assert engine.bytes_per_token == 2 * 2 * 2 * 64 * np.dtype(dtype).itemsize
     again = engine.generate([np.array([*PROMPTS[3], *groups[3][0].tokens])], params)
     assert engine.prefixes.num_reused_tokens > 0
     assert len(again[0][0].tokens) == 20
