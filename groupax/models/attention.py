@@ -14,7 +14,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.models.layers import einsum_f32, sum_last
+from groupax.models.config import Attention
+from groupax.models.layers import einsum_f32, softcapped, sum_last
 
 # More queries than this are taken in blocks of so many.
 MOST_QUERIES = 1024
@@ -23,11 +24,16 @@ MASKED = -1e30  # not -inf: a query without any visible key must give finite num
 
 
 def attend(
-    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], starts: Int[Array, "B"]
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    starts: Int[Array, "B"],
+    how: Attention,
 ) -> Float[Array, "B T N H"]:
-    """softmax(q k' / sqrt(H)) v, where each query sees its own position and those before it, from `starts` on.
+    """softmax(scale q k') v, where each query sees its own position and those before it, from `starts` on.
 
-    A query before its row's start sees nothing and gets the mean of all values.
+    A query before its row's start sees nothing and gets the mean of all values. With a window, of the positions before
+    it the query sees the nearest only.
     """
     keys, values = _row_major(k.transpose(0, 2, 3, 1)), _row_major(v.transpose(0, 2, 1, 3))
     columns = jnp.arange(k.shape[1])[None, None, :]
@@ -35,7 +41,8 @@ def attend(
     def of_block(first: Array | int, q: Array) -> Array:
         own = first + jnp.arange(q.shape[1])
         visible = (columns >= starts[:, None, None]) & (columns <= own[None, :, None])
-        return attend_stored(q, keys, values, visible)
+        visible = visible & within_window(own[None, :, None] - columns, how.window)
+        return attend_stored(q, keys, values, visible, how)
 
     return _in_blocks(of_block, q)
 
@@ -61,13 +68,14 @@ def attend_stored(
     keys: Float[Array, "B K H S"],
     values: Float[Array, "B K S H"],
     visible: Bool[Array, "B T S"],
+    how: Attention,
 ) -> Float[Array, "B T N H"]:
     """`attend` with keys and values as the cache has them, maybe in another dtype."""
     B, T, N, H = q.shape
     K = keys.shape[1]
     keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-    grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
-    scores = einsum_f32("btkgh,bkhs->bkgts", grouped, keys)
+    grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(how.scale, q.dtype)
+    scores = softcapped(einsum_f32("btkgh,bkhs->bkgts", grouped, keys), how.softcap)
     weights, inverse_sum = _softmax_terms(jnp.where(visible[:, None, None], scores, MASKED))
     out = einsum_f32("bkgts,bksh->bkgth", weights.astype(q.dtype), values)
     out = out * inverse_sum
@@ -81,6 +89,7 @@ def attend_with_prompt(
     prompt_k: Float[Array, "B S K H"],
     prompt_v: Float[Array, "B S K H"],
     prompt_starts: Int[Array, "B"],
+    how: Attention,
 ) -> Float[Array, "B T N H"]:
     """Rows that continue a left-padded prompt: each query sees the row's prompt and, causally, the row itself."""
     S, K, T = *prompt_k.shape[1:3], k.shape[1]
@@ -90,11 +99,14 @@ def attend_with_prompt(
 
     def of_block(first: Array | int, q: Array) -> Array:
         B, t, N, H = q.shape
-        grouped = q.reshape(B, t, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
-        row_visible = (jnp.arange(T)[None, :] <= first + jnp.arange(t)[:, None])[None, None, None]
+        grouped = q.reshape(B, t, K, N // K, H) * jnp.asarray(how.scale, q.dtype)
+        own = first + jnp.arange(t)[:, None]
+        behind, behind_row = S + own - jnp.arange(S)[None, :], own - jnp.arange(T)[None, :]
+        row_visible = (behind_row >= 0) & within_window(behind_row, how.window)
+        prompt_seen = prompt_visible & within_window(behind[None, None, None], how.window)
         on_prompt, on_row = (
-            jnp.where(visible, einsum_f32("btkgh,bkhs->bkgts", grouped, keys), MASKED)
-            for visible, keys in ((prompt_visible, prompt_keys), (row_visible, keys))
+            jnp.where(visible, softcapped(einsum_f32("btkgh,bkhs->bkgts", grouped, keys), how.softcap), MASKED)
+            for visible, keys in ((prompt_seen, prompt_keys), (row_visible[None, None, None], keys))
         )
         highest = jnp.maximum(_highest(on_prompt), _highest(on_row))
         prompt_weights, row_weights = jnp.exp(on_prompt - highest), jnp.exp(on_row - highest)
@@ -113,14 +125,16 @@ def attend_cached(
     q: Float[Array, "B N H"],
     prompt_k: Float[Array, "Q K H S"],
     prompt_v: Float[Array, "Q K S H"],
-    prompt_visible: Bool[Array, "Q S"],
+    prompt_visible: Bool[Array, "Q S"] | Bool[Array, "B S"],
     k: Float[Array, "B K H T"],
     v: Float[Array, "B K T H"],
     visible: Bool[Array, "B T"],
+    how: Attention,
 ) -> Float[Array, "B N H"]:
     """One query per row over its prompt's and its own visible columns; B / Q neighbouring rows share a prompt.
 
-    The rows of a prompt multiply its keys and values together, so that these are read once for all of them.
+    The rows of a prompt multiply its keys and values together, so that these are read once for all of them. What of the
+    prompt is visible may differ from row to row.
     """
     B, N, H = q.shape
     Q, K = prompt_k.shape[:2]
@@ -133,16 +147,26 @@ def attend_cached(
     def by_row(x: Array) -> Array:
         return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
 
-    grouped = q.reshape(B, K, G, H) * jnp.asarray(H**-0.5, q.dtype)
-    on_prompt = einsum_f32("qkmh,qkhs->qkms", by_prompt(grouped), prompt_k)
-    on_prompt = jnp.where(prompt_visible[:, None, None], on_prompt, MASKED)
-    on_row = jnp.where(visible[:, None, None], einsum_f32("bkgh,bkht->bkgt", grouped, k), MASKED)
+    grouped = q.reshape(B, K, G, H) * jnp.asarray(how.scale, q.dtype)
+    on_prompt = softcapped(einsum_f32("qkmh,qkhs->qkms", by_prompt(grouped), prompt_k), how.softcap)
+    if prompt_visible.shape[0] == Q:
+        prompt_visible = prompt_visible[:, None, None]
+    else:
+        prompt_visible = jnp.repeat(prompt_visible.reshape(Q, 1, R, -1), G, axis=2)
+    on_prompt = jnp.where(prompt_visible, on_prompt, MASKED)
+    on_row = softcapped(einsum_f32("bkgh,bkht->bkgt", grouped, k), how.softcap)
+    on_row = jnp.where(visible[:, None, None], on_row, MASKED)
     highest = jnp.maximum(by_row(_highest(on_prompt)), _highest(on_row))
     prompt_weights, row_weights = jnp.exp(on_prompt - by_prompt(highest)), jnp.exp(on_row - highest)
     inverse_sum = 1.0 / (by_row(sum_last(prompt_weights)) + sum_last(row_weights))
     of_prompt = einsum_f32("qkms,qksh->qkmh", prompt_weights.astype(v.dtype), prompt_v)
     of_row = einsum_f32("bkgt,bkth->bkgh", row_weights.astype(v.dtype), v)
     return ((by_row(of_prompt) + of_row) * inverse_sum).astype(v.dtype).reshape(B, N, H)
+
+
+def within_window(behind: Int[Array, "*M S"], window: int | None) -> Bool[Array, "*M S"] | bool:
+    """Whether a position so far behind a query's own is in its window."""
+    return True if window is None else behind < window
 
 
 def _highest(scores: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
-from groupax.models.specs import Params, Spec, init_params, model_specs, num_params, param_shardings
+from groupax.models.specs import Params, Spec, init_params, model_specs, num_params, param_shardings, spec_leaves
 from groupax.parallel.mesh import mesh_for
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -181,25 +181,32 @@ def _open_tensors(folder: Path) -> Iterator[Tensors]:
 
 
 def _check_tensors(config: ModelConfig, tensors: Tensors, folder: Path) -> None:
-    specs = jax.tree.leaves(model_specs(config))
-    missing = [spec.name for spec in specs if spec.name not in tensors]
+    expected = {name: spec.tensor_shape for spec in spec_leaves(config) for name in spec.tensor_names}
+    missing = [name for name in expected if name not in tensors]
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} weights of its config.json: {', '.join(missing[:4])} ...")
-    for spec in specs:
-        expected = list(spec.shape)
-        found = tensors[spec.name].get_slice(spec.name).get_shape()
-        if found != expected:
-            raise ValueError(f"{folder}: {spec.name} has shape {found}, config.json says {expected}")
-    known = {spec.name for spec in specs} | ({"lm_head.weight"} if config.tie_embeddings else set())
+    for name, shape in expected.items():
+        found = tensors[name].get_slice(name).get_shape()
+        if found != list(shape):
+            raise ValueError(f"{folder}: {name} has shape {found}, config.json says {list(shape)}")
+    known = {*expected, *(["lm_head.weight"] if config.tie_embeddings else [])}
     unknown = sorted(name for name in tensors if name not in known and not DERIVED.search(name))
     if unknown:
         raise ValueError(f"{folder} has weights that a {config.model_type} model has no place for: {unknown[:4]}")
 
 
 def _load(spec: Spec, sharding: Any, tensors: Tensors, dtype: Any) -> jax.Array:
-    stored = tensors[spec.name].get_slice(spec.name)
+    return jax.make_array_from_callback(spec.shape, sharding, lambda index: _cast(_stored(spec, tensors, index), dtype))
 
-    return jax.make_array_from_callback(spec.shape, sharding, lambda index: _cast(stored[index], dtype))
+
+def _stored(spec: Spec, tensors: Tensors, index: Any) -> np.ndarray:
+    """The part of a weight that a tuple of slices says, straight from the files."""
+    if spec.is_stacked:
+        return np.stack([tensors[name].get_slice(name)[index[1:]] for name in spec.tensor_names[index[0]]])
+    if spec.num_rows is not None:
+        first, end, _ = index[0].indices(spec.shape[0])
+        index = (slice(spec.first_row + first, spec.first_row + end), *index[1:])
+    return tensors[spec.name].get_slice(spec.name)[index]
 
 
 def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
@@ -207,25 +214,37 @@ def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def _save_params(config: ModelConfig, params: Params, folder: Path, dtype: Any) -> None:
-    pairs = list(zip(jax.tree.leaves(model_specs(config)), jax.tree.leaves(params), strict=True))
-    shards: list[list[tuple[Spec, jax.Array]]] = [[]]
+    weights: dict[str, list[tuple[Spec, jax.Array]]] = {}  # that are stored together, by the name of their place
+    for spec, array in zip(spec_leaves(config), jax.tree.leaves(params), strict=True):
+        weights.setdefault(spec.name, []).append((spec, array))
+    shards: list[list[str]] = [[]]
     size = total = 0
-    for spec, array in pairs:
-        num_bytes = array.size * jnp.dtype(dtype or array.dtype).itemsize
+    for place, parts in weights.items():
+        num_bytes = sum(array.size * jnp.dtype(dtype or array.dtype).itemsize for _, array in parts)
         if shards[-1] and size + num_bytes > SHARD_BYTES:
             shards.append([])
             size = 0
-        shards[-1].append((spec, array))
+        shards[-1].append(place)
         size, total = size + num_bytes, total + num_bytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {spec.name: np.ascontiguousarray(_cast(np.asarray(array), dtype)) for spec, array in shard}
+        tensors = {name: tensor for place in shard for name, tensor in _tensors_of(weights[place], dtype)}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(0o644)  # safetensors makes files that only their owner can read
         weight_map |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _tensors_of(parts: list[tuple[Spec, jax.Array]], dtype: Any) -> list[tuple[str, np.ndarray]]:
+    """The checkpoint's tensors that weights of one place make: one each, one for each index of one, or one of all."""
+    ordered = sorted(parts, key=lambda part: part[0].first_row)
+    arrays = [np.ascontiguousarray(_cast(np.asarray(array), dtype)) for _, array in ordered]
+    spec, array = ordered[0][0], arrays[0]
+    if spec.is_stacked:
+        return list(zip(spec.tensor_names, array, strict=True))
+    return [(spec.name, array if len(arrays) == 1 else np.concatenate(arrays))]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -83,15 +83,16 @@ def grouped_logprobs(
         slots_in.append(jnp.where((own >= 0) & (own < rectangle.cells.size), own, -1))
         before += rectangle.cells.size
 
-    def attend_in_groups(_: int, q: Array, k: Array, v: Array) -> Array:
+    def attend_in_groups(layer: int, q: Array, k: Array, v: Array) -> Array:
         of_prompts = [taken(x[:num_prompt_tokens], ragged.prompt_cells, ragged.prompt_slots) for x in (q, k, v)]
         prompt_q, prompt_k, prompt_v = of_prompts
-        prompt_out = attend(prompt_q, prompt_k, prompt_v, starts)
+        how = config.attention(layer)
+        prompt_out = attend(prompt_q, prompt_k, prompt_v, starts, how)
         outs = []
         for rectangle, slots in zip(ragged.rectangles, slots_in, strict=True):
             row_q, row_k, row_v = (taken(x[num_prompt_tokens:], rectangle.cells, slots) for x in (q, k, v))
             of = rectangle.prompt_of
-            out = attend_with_prompt(row_q, row_k, row_v, prompt_k[of], prompt_v[of], starts[of])
+            out = attend_with_prompt(row_q, row_k, row_v, prompt_k[of], prompt_v[of], starts[of], how)
             outs.append(out.reshape(-1, *q.shape[1:]))
         row_out = taken(jnp.concatenate(outs), ragged.slots, all_cells)
         prompt_out = taken(prompt_out.reshape(-1, *q.shape[1:]), ragged.prompt_slots, ragged.prompt_cells.reshape(-1))
@@ -100,7 +101,8 @@ def grouped_logprobs(
     tokens = jnp.concatenate([ragged.prompts, ragged.inputs])
     positions = jnp.concatenate([ragged.prompt_positions, ragged.positions])
     hidden = forward(config, params, tokens, positions, attend_in_groups, checkpointing)[num_prompt_tokens:]
-    return token_logprobs(hidden, head_weights(params), ragged.targets, temperature, entropy_gradient)
+    head = head_weights(params)
+    return token_logprobs(hidden, head, ragged.targets, temperature, entropy_gradient, config.logit_softcap)
 
 
 @jax.custom_vjp
