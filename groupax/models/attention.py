@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.config import Attention
-from groupax.models.layers import einsum_f32, softcapped, sum_last
+from groupax.models.layers import einsum_f32, sum_last
 
 # More queries than this are taken in blocks of so many.
 MOST_QUERIES = 1024
@@ -74,9 +75,12 @@ def attend_stored(
     B, T, N, H = q.shape
     K = keys.shape[1]
     keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-    grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(how.scale, q.dtype)
-    scores = softcapped(einsum_f32("btkgh,bkhs->bkgts", grouped, keys), how.softcap)
-    weights, inverse_sum = _softmax_terms(jnp.where(visible[:, None, None], scores, MASKED))
+    grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(how.query_scale, q.dtype)
+    scores = _bounded(einsum_f32("btkgh,bkhs->bkgts", grouped, keys), how)
+    scores = jnp.where(visible[:, None, None], scores, MASKED)
+    weights = _exp(scores - _highest(scores), how)
+    # A division by the sum would be compiled as such or as a product with its inverse, depending on its surroundings.
+    inverse_sum = 1.0 / sum_last(weights)
     out = einsum_f32("bkgts,bksh->bkgth", weights.astype(q.dtype), values)
     out = out * inverse_sum
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
@@ -99,17 +103,17 @@ def attend_with_prompt(
 
     def of_block(first: Array | int, q: Array) -> Array:
         B, t, N, H = q.shape
-        grouped = q.reshape(B, t, K, N // K, H) * jnp.asarray(how.scale, q.dtype)
+        grouped = q.reshape(B, t, K, N // K, H) * jnp.asarray(how.query_scale, q.dtype)
         own = first + jnp.arange(t)[:, None]
         behind, behind_row = S + own - jnp.arange(S)[None, :], own - jnp.arange(T)[None, :]
         row_visible = (behind_row >= 0) & within_window(behind_row, how.window)
         prompt_seen = prompt_visible & within_window(behind[None, None, None], how.window)
         on_prompt, on_row = (
-            jnp.where(visible, softcapped(einsum_f32("btkgh,bkhs->bkgts", grouped, keys), how.softcap), MASKED)
+            jnp.where(visible, _bounded(einsum_f32("btkgh,bkhs->bkgts", grouped, keys), how), MASKED)
             for visible, keys in ((prompt_seen, prompt_keys), (row_visible[None, None, None], keys))
         )
         highest = jnp.maximum(_highest(on_prompt), _highest(on_row))
-        prompt_weights, row_weights = jnp.exp(on_prompt - highest), jnp.exp(on_row - highest)
+        prompt_weights, row_weights = _exp(on_prompt - highest, how), _exp(on_row - highest, how)
         inverse_sum = 1.0 / (sum_last(prompt_weights) + sum_last(row_weights))
         of_prompt, of_row = (
             einsum_f32("bkgts,bksh->bkgth", weights.astype(q.dtype), values)
@@ -147,17 +151,17 @@ def attend_cached(
     def by_row(x: Array) -> Array:
         return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
 
-    grouped = q.reshape(B, K, G, H) * jnp.asarray(how.scale, q.dtype)
-    on_prompt = softcapped(einsum_f32("qkmh,qkhs->qkms", by_prompt(grouped), prompt_k), how.softcap)
+    grouped = q.reshape(B, K, G, H) * jnp.asarray(how.query_scale, q.dtype)
+    on_prompt = _bounded(einsum_f32("qkmh,qkhs->qkms", by_prompt(grouped), prompt_k), how)
     if prompt_visible.shape[0] == Q:
         prompt_visible = prompt_visible[:, None, None]
     else:
         prompt_visible = jnp.repeat(prompt_visible.reshape(Q, 1, R, -1), G, axis=2)
     on_prompt = jnp.where(prompt_visible, on_prompt, MASKED)
-    on_row = softcapped(einsum_f32("bkgh,bkht->bkgt", grouped, k), how.softcap)
+    on_row = _bounded(einsum_f32("bkgh,bkht->bkgt", grouped, k), how)
     on_row = jnp.where(visible[:, None, None], on_row, MASKED)
     highest = jnp.maximum(by_row(_highest(on_prompt)), _highest(on_row))
-    prompt_weights, row_weights = jnp.exp(on_prompt - by_prompt(highest)), jnp.exp(on_row - highest)
+    prompt_weights, row_weights = _exp(on_prompt - by_prompt(highest), how), _exp(on_row - highest, how)
     inverse_sum = 1.0 / (by_row(sum_last(prompt_weights)) + sum_last(row_weights))
     of_prompt = einsum_f32("qkms,qksh->qkmh", prompt_weights.astype(v.dtype), prompt_v)
     of_row = einsum_f32("bkgt,bkth->bkgh", row_weights.astype(v.dtype), v)
@@ -169,6 +173,19 @@ def within_window(behind: Int[Array, "*M S"], window: int | None) -> Bool[Array,
     return True if window is None else behind < window
 
 
+def _bounded(scores: Float[Array, "*M S"], how: Attention) -> Float[Array, "*M S"]:
+    """Scores; with a softcap, which the queries are divided by, in units of it."""
+    return scores if how.softcap is None else jnp.tanh(scores)
+
+
+def _exp(below: Float[Array, "*M S"], how: Attention) -> Float[Array, "*M S"]:
+    """The exponential of how far scores, as `_bounded` has them, lie below the highest.
+
+    The softcap multiplies the difference: a difference of products would be rounded as its surroundings want it.
+    """
+    return jnp.exp(below if how.softcap is None else below * np.float32(how.softcap))
+
+
 def _highest(scores: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
     return lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
 
@@ -176,12 +193,3 @@ def _highest(scores: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
 def _row_major(x: Float[Array, "B K S H"]) -> Float[Array, "B K S H"]:
     """Keep the compiler from undoing a transposition, which would multiply the operands in another order."""
     return with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2, 3)))
-
-
-def _softmax_terms(scores: Float[Array, "*M S"]) -> tuple[Float[Array, "*M S"], Float[Array, "*M 1"]]:
-    """Weights before normalization, and what to multiply them by.
-
-    A division by the sum would be compiled as such or as a product with its inverse, depending on its surroundings.
-    """
-    weights = jnp.exp(scores - _highest(scores))
-    return weights, 1.0 / sum_last(weights)

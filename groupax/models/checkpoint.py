@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,12 @@ def init_model(
     return Model(config, init_params(config, jax.random.key(seed), mesh, dtype), mesh, dict(hf_config), {})
 
 
-def load_model(name_or_path: str | os.PathLike[str], dtype: Any = None, mesh: Mesh | None = None) -> Model:
+def load_model(
+    name_or_path: str | os.PathLike[str],
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    max_positions: int | None = None,
+) -> Model:
     """Load a causal language model from a folder or, if there is none of that name, from the Hugging Face hub.
 
     Each device receives its part of each tensor straight from the file, so that no host holds a second copy.
@@ -68,6 +73,8 @@ def load_model(name_or_path: str | os.PathLike[str], dtype: Any = None, mesh: Me
         name_or_path: a folder with `config.json` and safetensors files, or a hub id like "Qwen/Qwen3-0.6B".
         dtype: of the weights in memory; None keeps each tensor's own.
         mesh: where to put them; by default a copy on every device (see `parallel.mesh.mesh_for`).
+        max_positions: the longest sequence; None for what `config.json` says, and for the original context if rotary
+            embeddings are others beyond it ("longrope"). It decides for all sequences (see `rope.frequencies`).
 
     Raises:
         ValueError: the folder is no model, or its config or weights are unsupported, damaged or incomplete.
@@ -75,6 +82,7 @@ def load_model(name_or_path: str | os.PathLike[str], dtype: Any = None, mesh: Me
     folder = resolve_folder(name_or_path)
     hf_config = _read_json(folder / "config.json")
     config = read_config(hf_config)
+    config = config if max_positions is None else replace(config, max_positions=max_positions)
     mesh = mesh or mesh_for(num_params(config) * 4)
     generation_config = {}
     if (folder / "generation_config.json").is_file():

@@ -96,6 +96,11 @@ class Attention:
     softcap: float | None = None
     window: int | None = None
 
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by; scores are then in units of the softcap, if there is one."""
+        return self.scale / (self.softcap or 1.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
@@ -198,6 +203,11 @@ class ModelConfig:
     def attention(self, layer: int) -> Attention:
         """How this layer attends."""
         return Attention(self.attention_scale, self.attention_softcap, self.windows[layer])
+
+    @property
+    def hidden_scale(self) -> float:
+        """What the last hidden states are multiplied by; logits are then in units of their softcap, if there is one."""
+        return 1.0 if self.num_labels else self.logit_scale / (self.logit_softcap or 1.0)
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer is a mixture of experts."""

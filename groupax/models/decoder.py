@@ -15,7 +15,7 @@ from groupax.config import Checkpointing
 from groupax.models.attention import attend
 from groupax.models.config import ModelConfig, Rope
 from groupax.models.experts import Routing, mixture
-from groupax.models.layers import NORMS, Weight, gated_mlp, linear, vocabulary_logits
+from groupax.models.layers import NORMS, Weight, gated_mlp, linear, rounded, vocabulary_logits
 from groupax.models.rope import Tables, rope_tables, rotate
 from groupax.models.specs import Params
 
@@ -38,7 +38,7 @@ def forward(
     attend: Attend,
     checkpointing: Checkpointing = "none",
 ) -> Float[Array, "M D"]:
-    """Hidden states after the final norm, times `logit_scale`, in the dtype of the parameters."""
+    """Hidden states after the final norm, times `hidden_scale`, in the dtype of the parameters."""
     return routed_forward(config, params, tokens, positions, attend, checkpointing)[0]
 
 
@@ -51,17 +51,17 @@ def routed_forward(
     checkpointing: Checkpointing = "none",
 ) -> tuple[Float[Array, "M D"], list[Routing]]:
     """`forward`, and where the router of each layer with experts sent the tokens."""
-    x = _scaled(params["embed"][tokens], config.embedding_scale)
+    x = params["embed"][tokens]
+    x = x if config.embedding_scale == 1.0 else rounded(_scaled(x, config.embedding_scale))
     tables = {rope: rope_tables(rope, config.max_positions, positions, x.dtype) for rope in config.ropes if rope}
 
     def layer(x: Array, weights: Params, index: int) -> tuple[Array, Routing | None]:
         h = _normed(config, x, weights.get("attention_norm"))
         attended = _attention(config, index, weights, h, tables, lambda q, k, v: attend(index, q, k, v))
-        attended = _scaled(_normed(config, attended, weights.get("attention_out_norm")), config.residual_scale)
-        x = x + attended
+        x = x + _added(config, attended, weights.get("attention_out_norm"))
         h = h if config.block == "parallel" else _normed(config, x, weights.get("mlp_norm"))
         out, routing = _mlp(config, index, weights, h)
-        return x + _scaled(_normed(config, out, weights.get("mlp_out_norm")), config.residual_scale), routing
+        return x + _added(config, out, weights.get("mlp_out_norm")), routing
 
     if checkpointing != "none":
         layer = jax.checkpoint(layer, static_argnums=2, policy=_SAVED[checkpointing])
@@ -69,7 +69,7 @@ def routed_forward(
     for index, weights in enumerate(params["layers"]):
         x, routing = layer(x, weights, index)
         routings += [] if routing is None else [routing]
-    return _scaled(_normed(config, x, params["final_norm"]), config.logit_scale), routings
+    return _scaled(_normed(config, x, params["final_norm"]), config.hidden_scale), routings
 
 
 def _attention(
@@ -108,6 +108,13 @@ def _mlp(
 def _normed(config: ModelConfig, x: Array, weight: Array | None) -> Array:
     """Normalized as the family does it, if there is a norm in this place."""
     return x if weight is None else NORMS[config.norm](x, weight, config.norm_eps)
+
+
+def _added(config: ModelConfig, x: Array, norm: Array | None) -> Array:
+    """What a part of a layer adds to the stream."""
+    if norm is None and config.residual_scale == 1.0:
+        return x
+    return rounded(_scaled(_normed(config, x, norm), config.residual_scale))
 
 
 def _scaled(x: Array, scale: float) -> Array:

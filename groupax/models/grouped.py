@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 from groupax.config import Checkpointing
 from groupax.models.attention import attend, attend_with_prompt
 from groupax.models.config import ModelConfig
-from groupax.models.decoder import forward, head_weights
+from groupax.models.decoder import head_weights, routed_forward
+from groupax.models.experts import Routing
 from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import Params
 from groupax.pytree import pytree
@@ -63,8 +64,10 @@ def grouped_logprobs(
     temperature: float,
     checkpointing: Checkpointing = "none",
     entropy_gradient: bool = True,
-) -> tuple[Float[Array, "R"], Float[Array, "R"]]:
+) -> tuple[Float[Array, "R"], Float[Array, "R"], list[Routing]]:
     """Log-probability of each of the rows' targets and entropy of its distribution, in nats, float32.
+
+    Also where the routers of a mixture of experts sent all tokens, the prompts' and behind them the rows'.
 
     Args:
         config, params: the model.
@@ -100,9 +103,10 @@ def grouped_logprobs(
 
     tokens = jnp.concatenate([ragged.prompts, ragged.inputs])
     positions = jnp.concatenate([ragged.prompt_positions, ragged.positions])
-    hidden = forward(config, params, tokens, positions, attend_in_groups, checkpointing)[num_prompt_tokens:]
-    head = head_weights(params)
-    return token_logprobs(hidden, head, ragged.targets, temperature, entropy_gradient, config.logit_softcap)
+    hidden, routings = routed_forward(config, params, tokens, positions, attend_in_groups, checkpointing)
+    hidden, head = hidden[num_prompt_tokens:], head_weights(params)
+    logp, entropy = token_logprobs(hidden, head, ragged.targets, temperature, entropy_gradient, config.logit_softcap)
+    return logp, entropy, routings
 
 
 @jax.custom_vjp

@@ -33,7 +33,7 @@ def rms_norm_around_zero(x: Float[Array, "*M D"], weight: Float[Array, "*W"], ep
 def layer_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
     """(x - mean(x)) / deviation(x) * weight, without a bias, all in float32 (arXiv:1607.06450)."""
     wide = x.astype(jnp.float32)
-    centred = wide - sum_last(wide) * (1.0 / wide.shape[-1])
+    centred = wide - rounded(sum_last(wide) * (1.0 / wide.shape[-1]))
     inverse_deviation = lax.rsqrt(sum_last(jnp.square(centred)) * (1.0 / wide.shape[-1]) + eps)
     return (centred * inverse_deviation * _for_last(weight.astype(jnp.float32), x)).astype(x.dtype)
 
@@ -50,8 +50,20 @@ ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
 
 
 def softcapped(x: Float[Array, "*M S"], softcap: float | None) -> Float[Array, "*M S"]:
-    """softcap tanh(x / softcap), which keeps x within +-softcap (arXiv:2408.00118, section 2); x itself for None."""
-    return x if softcap is None else jnp.tanh(x * np.float32(1.0 / softcap)) * np.float32(softcap)
+    """softcap tanh(x), with x in units of the softcap (arXiv:2408.00118, section 2); x itself for None.
+
+    Whoever makes x divides by the softcap before its last product; the compiler would move a factor behind a product to
+    one of its operands or the other, by their sizes.
+    """
+    return x if softcap is None else rounded(jnp.tanh(x) * np.float32(softcap))
+
+
+def rounded(x: Array) -> Array:
+    """x, which is a product, before something is added to it.
+
+    The compiler would make one operation of both, which rounds once, or not, depending on their surroundings.
+    """
+    return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
 def _for_last(weight: Float[Array, "*W"], x: Float[Array, "*M D"]) -> Array:
@@ -92,7 +104,7 @@ def linear(x: Float[Array, "*M I"], weight: Weight, bias: Array | None = None) -
 
 
 def vocabulary_logits(hidden: Float[Array, "*M D"], head: Weight, softcap: float | None = None) -> Float[Array, "*M V"]:
-    """head hidden, float32, softcapped if there is a softcap; the head may be quantized."""
+    """head hidden, float32, or softcap tanh(head hidden); the head may be quantized."""
     if isinstance(head, Array):
         return softcapped(einsum_f32("...d,vd->...v", hidden, head), softcap)
     wide = einsum_f32("...d,vd->...v", hidden, head.qvalue.astype(hidden.dtype))

@@ -7,7 +7,6 @@ gradient is written once; a block's logits are computed again from the hidden st
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ def token_logprobs(
     entropy_gradient: bool = True,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "M"], Float[Array, "M"]]:
-    """log softmax(hidden head' / temperature)[target] and the entropy of that distribution, in nats, float32.
+    """log softmax(logits / temperature)[target] and the entropy of that distribution, in nats, float32.
 
     Args:
         hidden: after the final norm.
@@ -40,14 +39,14 @@ def token_logprobs(
         targets: one per token.
         temperature: divides the logits.
         entropy_gradient: whether the entropy will be differentiated; if not its gradient is taken to be zero.
-        softcap: of the logits, before the temperature (see `layers.softcapped`).
+        softcap: logits are softcap tanh(hidden head'); if it is None, hidden head'.
     """
     return _token_logprobs(hidden, head, targets, _Logits(temperature, softcap), entropy_gradient)
 
 
 @dataclass(frozen=True)
 class _Logits:
-    """What logits are but a product: softcap tanh(product / softcap) / temperature."""
+    """What becomes of a product: softcap tanh(product) / temperature."""
 
     temperature: float
     softcap: float | None
@@ -60,13 +59,12 @@ class _Logits:
         """d logits / d product."""
         if self.softcap is None:
             return self.inverse_temperature
-        return (1.0 - jnp.square(logits * np.float32(self.temperature / self.softcap))) * self.inverse_temperature
+        tanh = logits * np.float32(self.temperature / self.softcap)
+        return (1.0 - jnp.square(tanh)) * np.float32(self.softcap / self.temperature)
 
     @property
-    def inverse_temperature(self) -> Any:
-        inverse = np.float32(1.0) / np.float32(self.temperature)
-        # hidden from the compiler, which would multiply it with the softcap beforehand; the engine's is no constant
-        return inverse if self.softcap is None else lax.optimization_barrier(jnp.asarray(inverse))
+    def inverse_temperature(self) -> np.float32:
+        return np.float32(1.0) / np.float32(self.temperature)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

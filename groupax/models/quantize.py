@@ -22,8 +22,8 @@ _QTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 def decoding_params(config: ModelConfig, params: Params, dtype: str) -> Params:
     """The weights to decode with: as they are, in bfloat16, or with their matrices in 8 bits.
 
-    Norms and biases keep their dtype under quantization, and so does the embedding; a head that is tied to it becomes
-    a quantized one of its own. Every output of a matrix has its own scale, which makes its largest weight the type's
+    Norms, biases, routers and experts keep their dtype under quantization, and so does the embedding; a head that is
+    tied to it becomes a quantized one of its own. Every output of a matrix has its own scale, which makes its largest weight the type's
     largest number.
 
     Raises:
@@ -50,7 +50,7 @@ def _converter(config: ModelConfig, dtype: str) -> Callable[[Params], Params]:
     def convert(params: Params) -> Params:
         specs = model_specs(config)["layers"]
         layers = [
-            {name: quantized(weight) if len(spec[name].shape) == 2 else weight for name, weight in layer.items()}
+            {name: quantized(weight) if spec[name].is_matrix else weight for name, weight in layer.items()}
             for layer, spec in zip(params["layers"], specs, strict=True)
         ]
         return {**params, "layers": layers, "head": quantized(head_weights(params))}

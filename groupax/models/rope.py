@@ -5,6 +5,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from groupax.models.config import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
+from groupax.models.layers import rounded
 
 Tables = tuple[Array, Array]
 
@@ -39,7 +40,7 @@ def rope_tables(rope: Rope, max_positions: int, positions: Int[Array, "M"], dtyp
     angles = positions[:, None, None].astype(jnp.float32) * frequencies(rope, max_positions)[None, None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.scale != 1.0:
-        cos, sin = cos * np.float32(rope.scale), sin * np.float32(rope.scale)
+        cos, sin = rounded(cos * np.float32(rope.scale)), rounded(sin * np.float32(rope.scale))
     return cos.astype(dtype), sin.astype(dtype)
 
 

@@ -43,6 +43,11 @@ class Spec:
     num_rows: int | None = None
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it multiplies tokens, all of them."""
+        return len(self.shape) == 2 and None not in self.axes
+
+    @property
     def is_stacked(self) -> bool:
         """Whether each index of the first dim is a tensor of its own in the checkpoint."""
         return "{expert}" in self.name
