@@ -133,7 +133,7 @@ def micro_step(
                 coef = settings.router_aux_loss_coef
                 coef = config.experts.aux_loss_coef if coef is None else coef
                 balance = _balance(routings, batch)
-                loss = loss + coef * balance / counts.tokens
+                loss = loss + coef * balance / counts.num_tokens
                 tally = Tally(tally.sums | {ROUTER_LOSS: balance}, tally.minima, tally.maxima)
             return loss, (tally, logp)
 

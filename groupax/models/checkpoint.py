@@ -87,12 +87,10 @@ def load_model(
     generation_config = {}
     if (folder / "generation_config.json").is_file():
         generation_config = _read_json(folder / "generation_config.json")
-    with _open_tensors(folder) as tensors:
-        _check_tensors(config, tensors, folder)
-        shardings = param_shardings(config, mesh)
-        params = jax.tree.map(
-            lambda spec, sharding: _load(spec, sharding, tensors, dtype), model_specs(config), shardings
-        )
+    tensors = _tensors_in(folder)
+    _check_tensors(config, tensors, folder)
+    shardings = param_shardings(config, mesh)
+    params = jax.tree.map(lambda spec, sharding: _load(spec, sharding, tensors, dtype), model_specs(config), shardings)
     return Model(config, params, mesh, hf_config, generation_config, folder)
 
 
@@ -160,11 +158,44 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-Tensors = dict[str, Any]  # tensor name -> the open safetensors file that holds it
+class TensorFile:
+    """A safetensors file that is mapped only while a weight is read.
+
+    What was read of a mapped file counts as memory of the process, as a second copy of the weights would.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: Any = None
+
+    @property
+    def file(self) -> Any:
+        """The file, opened if need be.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        if self._file is None:
+            try:
+                self._file = safe_open(self.path, framework="np")
+            except SafetensorError as error:
+                size = self.path.stat().st_size
+                raise ValueError(f"{self.path} ({size} bytes) is damaged or truncated: {error}") from error
+        return self._file
+
+    def get_slice(self, name: str) -> Any:
+        """A tensor, of which parts can be read."""
+        return self.file.get_slice(name)
+
+    def close(self) -> None:
+        """Give back the memory; the file is opened again when it is needed."""
+        self._file = None
 
 
-@contextmanager
-def _open_tensors(folder: Path) -> Iterator[Tensors]:
+Tensors = dict[str, TensorFile]  # tensor name -> the file that holds it
+
+
+def _tensors_in(folder: Path) -> Tensors:
     if (folder / INDEX_NAME).is_file():
         names = sorted(set(_read_json(folder / INDEX_NAME)["weight_map"].values()))
     elif (folder / "model.safetensors").is_file():
@@ -179,13 +210,9 @@ def _open_tensors(folder: Path) -> Iterator[Tensors]:
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} is incomplete: {INDEX_NAME} names {name}, which is missing")
-        try:
-            file = safe_open(folder / name, framework="np")
-        except SafetensorError as error:
-            size = (folder / name).stat().st_size
-            raise ValueError(f"{folder / name} ({size} bytes) is damaged or truncated: {error}") from error
-        tensors.update(dict.fromkeys(file.keys(), file))
-    yield tensors
+        file = TensorFile(folder / name)
+        tensors.update(dict.fromkeys(file.file.keys(), file))
+    return tensors
 
 
 def _check_tensors(config: ModelConfig, tensors: Tensors, folder: Path) -> None:
@@ -204,7 +231,12 @@ def _check_tensors(config: ModelConfig, tensors: Tensors, folder: Path) -> None:
 
 
 def _load(spec: Spec, sharding: Any, tensors: Tensors, dtype: Any) -> jax.Array:
-    return jax.make_array_from_callback(spec.shape, sharding, lambda index: _cast(_stored(spec, tensors, index), dtype))
+    array = jax.make_array_from_callback(
+        spec.shape, sharding, lambda index: _cast(_stored(spec, tensors, index), dtype)
+    )
+    for name in spec.tensor_names:
+        tensors[name].close()
+    return array
 
 
 def _stored(spec: Spec, tensors: Tensors, index: Any) -> np.ndarray:

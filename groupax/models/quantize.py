@@ -23,8 +23,8 @@ def decoding_params(config: ModelConfig, params: Params, dtype: str) -> Params:
     """The weights to decode with: as they are, in bfloat16, or with their matrices in 8 bits.
 
     Norms, biases, routers and experts keep their dtype under quantization, and so does the embedding; a head that is
-    tied to it becomes a quantized one of its own. Every output of a matrix has its own scale, which makes its largest weight the type's
-    largest number.
+    tied to it becomes a quantized one of its own. Every output of a matrix has its own scale, which makes its largest
+    weight the type's largest number.
 
     Raises:
         ImportError: 8 bits are asked for and qwix is not installed.
