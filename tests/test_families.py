@@ -21,6 +21,7 @@ from groupax.models.logprobs import token_logprobs
 from groupax.models.rope import frequencies
 from groupax.objective.aggregation import Denominators
 from groupax.objective.settings import ObjectiveSettings
+from groupax.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
 from groupax.parallel.mesh import make_mesh, num_data_shards
 from groupax.step import ROUTER_LOSS, micro_step, to_rows, zero_totals
 
@@ -335,6 +336,17 @@ def test_8_bits_leave_routers_and_experts_alone():
     model = init_model(hf)
     layer = Engine(model.config, model.params, model.mesh, (), weights="int8").params["layers"][0]
     assert {name for name, weight in layer.items() if hasattr(weight, "qvalue")} == {"q", "k", "v", "o"}
+
+
+def test_norms_with_a_row_for_each_head_are_no_matrices():
+    params = init_model({**BASE, "model_type": "cohere", "use_qk_norm": True}).params
+    for name in ("adamw", "muon"):
+        settings = OptimizerSettings(optimizer=name, weight_decay=0.5, max_grad_norm=0.0)
+        optimizer = make_optimizer(settings, make_schedule(ScheduleSettings(learning_rate=0.1), 10))
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+        assert float(jnp.abs(updates["layers"][0]["q_norm"]).max()) == 0
+        assert float(jnp.abs(updates["layers"][0]["q"]).max()) > 0
 
 
 # -- against PyTorch
