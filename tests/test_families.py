@@ -340,13 +340,12 @@ def test_8_bits_leave_routers_and_experts_alone():
 
 def test_norms_with_a_row_for_each_head_are_no_matrices():
     params = init_model({**BASE, "model_type": "cohere", "use_qk_norm": True}).params
-    for name in ("adamw", "muon"):
-        settings = OptimizerSettings(optimizer=name, weight_decay=0.5, max_grad_norm=0.0)
-        optimizer = make_optimizer(settings, make_schedule(ScheduleSettings(learning_rate=0.1), 10))
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        updates, _ = optimizer.update(zeros, optimizer.init(params), params)
-        assert float(jnp.abs(updates["layers"][0]["q_norm"]).max()) == 0
-        assert float(jnp.abs(updates["layers"][0]["q"]).max()) > 0
+    settings = OptimizerSettings(weight_decay=0.5, max_grad_norm=0.0)
+    optimizer = make_optimizer(settings, make_schedule(ScheduleSettings(learning_rate=0.1), 10))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
+    assert float(jnp.abs(updates["layers"][0]["q_norm"]).max()) == 0
+    assert float(jnp.abs(updates["layers"][0]["q"]).max()) > 0
 
 
 # -- against PyTorch
