@@ -88,7 +88,9 @@ def part_seconds(model: Model, cache: Cache, with_attention: bool, with_head: bo
             if not with_attention:
                 return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1)
             prompt = cache.prompt_k[layer], cache.prompt_v[layer], prompt_visible
-            return attend_cached(q + k[:, :1] + v[:, :1], *prompt, cache.k[layer], cache.v[layer], visible)
+            return attend_cached(
+                q + k[:, :1] + v[:, :1], *prompt, cache.k[layer], cache.v[layer], visible, config.attention(layer)
+            )
 
         def step(_: Any, tokens: Any) -> Any:
             hidden = forward(config, params, tokens, tokens, attend)

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from groupax.models.attention import attend_stored
 from groupax.models.checkpoint import Model, init_model, load_model, save_model
-from groupax.models.config import ModelConfig
+from groupax.models.config import Attention, ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import Params, num_params
@@ -81,7 +81,8 @@ MAX_COMPLETION = 64
 
 def attend(q: Array, k: Array, v: Array, visible: Array) -> Array:
     """Attention over the visible keys, [B, S, K, H]."""
-    return attend_stored(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), visible)
+    how = Attention(scale=q.shape[-1] ** -0.5)
+    return attend_stored(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), visible, how)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -79,6 +79,7 @@ _AT_LEAST = {
     "save_total_limit": 0,
     "top_k": 0,
     "entropy_coef_delta": 0,
+    "router_aux_loss_coef": 0,
     "vespo_k_pos": 0,
     "vespo_k_neg": 0,
     "vespo_lambda_pos": 0,
@@ -216,6 +217,8 @@ class GRPOConfig:
     """Upper bound of the adaptive weight."""
     entropy_coef_delta: float = 0.005
     """Change of the adaptive weight per update."""
+    router_aux_loss_coef: float | None = None
+    """Mixtures of experts: weight of the load-balancing loss; None takes the one of the model's config.json."""
     entropy_target: float = 0.2
     """Mean token entropy to hold, in nats; set it near what early steps report as `entropy`."""
 

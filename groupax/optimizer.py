@@ -125,12 +125,17 @@ OPTIMIZERS: dict[str, Callable[[OptimizerSettings, optax.Schedule, Mask], optax.
 
 
 def _matrices(params: Any) -> Any:
-    return jax.tree.map(lambda x: x.ndim >= 2, params)
+    return jax.tree_util.tree_map_with_path(lambda path, x: x.ndim >= 2 and not _is_norm(path), params)
+
+
+def _is_norm(path: Any) -> bool:
+    return str(getattr(path[-1], "key", "")).endswith("norm")  # some families' norms have a row for each head
 
 
 def _muon_or_adamw(params: Any) -> Any:
     def label(path: Any, x: Any) -> str:
-        return "muon" if getattr(path[0], "key", None) == "layers" and x.ndim == 2 else "adamw"
+        is_matrix = x.ndim == 2 and not _is_norm(path)
+        return "muon" if getattr(path[0], "key", None) == "layers" and is_matrix else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, params)
 

@@ -17,6 +17,7 @@ from groupax.batch import MicroBatch
 from groupax.config import Checkpointing
 from groupax.models.adapted import Dropout, Frozen, joined
 from groupax.models.config import ModelConfig
+from groupax.models.experts import Routing, load_balancing_loss
 from groupax.models.grouped import grouped_logprobs, taken
 from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators
@@ -29,6 +30,9 @@ from groupax.pytree import pytree
 ROWS = PartitionSpec(DATA)
 REPLICATED = PartitionSpec()
 LOGP_DIFF = "rollout/logp_diff"  # |log-prob of the engine - log-prob of the trainer|, of the same weights
+
+
+ROUTER_LOSS = "router/aux_loss"  # how unevenly a mixture's routers spread tokens, before its coefficient
 
 
 @pytree
@@ -81,6 +85,8 @@ def compute_view(params: Params, *, dtype: Any) -> Params:
 def zero_totals(params: Params, *, settings: ObjectiveSettings) -> Totals:
     """Totals before the first micro-batch."""
     own = empty_objective_tally(settings)
+    has_router = any("router" in layer for layer in params["layers"])
+    own = _joined(own, empty_tally([ROUTER_LOSS] if has_router else [], [], []))
     engine = empty_tally([f"{LOGP_DIFF}_mean"], [], [f"{LOGP_DIFF}_max"])
     return Totals(
         grads=jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params),
@@ -138,8 +144,15 @@ def micro_step(
         dropout = None if dropout_key is None else Dropout(dropout_key, batch.numbers, jnp.float32(dropout_rate))
 
         def loss_fn(params: Params) -> tuple[Array, tuple[Tally, Array]]:
-            logp, entropy = _logprobs(config, settings, checkpointing, joined(frozen, params, dropout), batch)
+            weights = joined(frozen, params, dropout)
+            logp, entropy, routings = _logprobs(config, settings, checkpointing, weights, batch)
             loss, tally = policy_objective(logp, entropy, evidence, counts, settings, entropy_coef)
+            if config.experts:
+                coef = settings.router_aux_loss_coef
+                coef = config.experts.aux_loss_coef if coef is None else coef
+                balance = _balance(routings, batch)
+                loss = loss + coef * balance / counts.num_tokens
+                tally = Tally(tally.sums | {ROUTER_LOSS: balance}, tally.minima, tally.maxima)
             return loss, (tally, logp)
 
         (loss, (tally, logp)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
@@ -185,7 +198,7 @@ def score(
     """Log-probabilities of the batch's targets under some weights, and the entropies of their distributions."""
 
     def local(params: Params, batch: MicroBatch) -> tuple[Array, Array]:
-        return _logprobs(config, settings, "none", params, batch)
+        return _logprobs(config, settings, "none", params, batch)[:2]
 
     return jax.shard_map(local, mesh=mesh, in_specs=(REPLICATED, ROWS), out_specs=ROWS, check_vma=False)(params, batch)
 
@@ -210,8 +223,14 @@ def _logprobs(
     checkpointing: Checkpointing,
     params: Params,
     batch: MicroBatch,
-) -> tuple[Array, Array]:
-    logp, entropy = grouped_logprobs(
+) -> tuple[Array, Array, list[Routing]]:
+    logp, entropy, routings = grouped_logprobs(
         config, params, batch.ragged, settings.temperature, checkpointing, settings.entropy_bonus
     )
-    return taken(logp, batch.cells, batch.slots), taken(entropy, batch.cells, batch.slots)
+    return taken(logp, batch.cells, batch.slots), taken(entropy, batch.cells, batch.slots), routings
+
+
+def _balance(routings: list[Routing], batch: MicroBatch) -> Float[Array, ""]:
+    """This device's part of the micro-batch's load-balancing loss, times the micro-batch's number of loss tokens."""
+    num_tokens = lax.psum(jnp.sum(batch.evidence.mask).astype(jnp.float32), DATA)
+    return load_balancing_loss(routings, batch.ragged.slots >= 0, DATA) * num_tokens

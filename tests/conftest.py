@@ -36,6 +36,13 @@ TINY = {
 }
 
 
+def one_device_mesh():
+    """The first device alone, for what compiles once per test."""
+    from groupax.parallel.mesh import AXES, make_mesh
+
+    return jax.sharding.Mesh(make_mesh().devices.reshape(-1)[:1].reshape((1,) * len(AXES)), AXES)
+
+
 @pytest.fixture(scope="session")
 def stories() -> Path:
     """The real 260K-parameter story model; tests that need it skip where it is not."""

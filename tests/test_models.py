@@ -12,11 +12,11 @@ from safetensors.numpy import load_file, save_file
 
 from groupax import init_model, load_model, save_model
 from groupax.models.attention import attend, attend_with_prompt
-from groupax.models.config import Llama3Rope
+from groupax.models.config import Attention, Llama3Rope
 from groupax.models.decoder import logits
 from groupax.models.families import read_config
-from groupax.models.layers import rope_frequencies
 from groupax.models.logprobs import token_logprobs
+from groupax.models.rope import frequencies
 from groupax.models.specs import num_params
 from groupax.parallel.mesh import make_mesh
 
@@ -86,10 +86,10 @@ def test_llama3_rope_blends_between_kept_and_slowed():
         "original_max_position_embeddings": 8192,
     }
     plain, scaled = read_config(hf), read_config({**hf, "rope_scaling": scaling})
-    assert scaled.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 8192)
+    assert scaled.ropes[0].scaling == Llama3Rope(8.0, 1.0, 4.0, 8192)
     assert read_config({**TINY, "head_dim": 64, "rope_parameters": {**scaling, "rope_theta": 500_000.0}}) == scaled
-    ratio = rope_frequencies(plain) / rope_frequencies(scaled)
-    turns = 8192 * rope_frequencies(plain) / (2 * np.pi)
+    plain, scaled = (frequencies(config.ropes[0], config.max_positions) for config in (plain, scaled))
+    ratio, turns = plain / scaled, 8192 * plain / (2 * np.pi)
     np.testing.assert_allclose(ratio[turns > 4], 1.0, rtol=1e-6)
     np.testing.assert_allclose(ratio[turns < 1], 8.0, rtol=1e-6)
     assert ((ratio > 1) & (ratio < 8))[(turns > 1) & (turns < 4)].all()
@@ -157,7 +157,8 @@ def test_attention_in_blocks_is_attention(monkeypatch):
     prompt_k, prompt_v, starts = draw(2, 16, 2, 8), draw(2, 16, 2, 8), jnp.array([3, 9])
 
     def outputs(q, k, v, prompt_k, prompt_v):
-        return attend(q, k, v, starts), attend_with_prompt(q, k, v, prompt_k, prompt_v, starts)
+        how = Attention(8**-0.5)
+        return attend(q, k, v, starts, how), attend_with_prompt(q, k, v, prompt_k, prompt_v, starts, how)
 
     def total(*arrays):
         return sum(jnp.sum(jnp.sin(out)) for out in outputs(*arrays))
@@ -186,7 +187,7 @@ def test_a_folder_that_is_no_model(tmp_path):
 
 def test_unsupported_model_type_lists_the_supported_ones(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "mamba"}))
-    with pytest.raises(ValueError, match="'mamba' is not supported; supported are llama, qwen2, qwen3"):
+    with pytest.raises(ValueError, match=r"'mamba' is not supported; supported are cohere, .*llama.* smollm3"):
         load_model(tmp_path)
 
 
@@ -194,7 +195,19 @@ def test_unsupported_model_type_lists_the_supported_ones(tmp_path):
     ("change", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope type 'axial' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' of config.json lacks factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mrope_section": [1]}}, "mrope_section=.* not apply"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, "needs 4 factors"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .* not supported for llama"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "1 layers where .* 2 in num_hidden_layers"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({"model_type": "cohere2", "position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
+        ({"model_type": "mixtral", "num_local_experts": 4}, "lacks num_experts_per_tok"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "1 to 4 experts, got 5"),
+        ({"head_dim": 7}, "even head_dim"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"num_attention_heads": 3}, "multiple of num_kv_heads"),
         ({"vocab_size": 0}, "vocab_size must be at least 1"),

@@ -19,7 +19,7 @@ from groupax.engine.cache import Cache
 from groupax.engine.params import MAX_LOGPROBS
 from groupax.engine.plan import piece_columns
 from groupax.engine.sampling import History, SamplingSettings, alternatives, sample
-from groupax.models.attention import attend_cached, attend_stored
+from groupax.models.attention import attend_cached, attend_stored, within_window
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.layers import vocabulary_logits
@@ -209,6 +209,7 @@ def _prefill(
         first = index * M
         own = first + jnp.arange(M)
         visible = (columns >= starts[:, None])[:, None, :] & (columns <= own[:, None])[None]
+        behind = (own[:, None] - columns)[None]
         is_unknown = own[None, :] >= first_unknown[:, None]
 
         def attend_to_stored(layer: int, q: Array, k: Array, v: Array) -> Array:
@@ -219,7 +220,9 @@ def _prefill(
                 v = jnp.where(is_unknown[:, None, :, None], v, lax.dynamic_slice_in_dim(values[layer], first, M, 2))
             keys[layer] = lax.dynamic_update_slice_in_dim(keys[layer], k, first, 3)
             values[layer] = lax.dynamic_update_slice_in_dim(values[layer], v, first, 2)
-            return attend_stored(q, keys[layer], values[layer], visible).reshape(P * M, *q.shape[2:])
+            how = config.attention(layer)
+            seen = visible & within_window(behind, how.window)
+            return attend_stored(q, keys[layer], values[layer], seen, how).reshape(P * M, *q.shape[2:])
 
         tokens = lax.dynamic_slice_in_dim(prompts, first, M, 1)
         positions = jnp.maximum(own[None, :] - starts[:, None], 0)
@@ -246,7 +249,9 @@ def _decode_chunk(
         alternative_logps=jnp.zeros(places),
     )
     columns = jnp.arange(cache.num_columns)[None, :]
-    prompt_visible = jnp.arange(cache.num_prompt_columns)[None, :] >= cache.prompt_starts[:, None]
+    prompt_columns = jnp.arange(cache.num_prompt_columns)[None, :]
+    prompt_visible = prompt_columns >= cache.prompt_starts[:, None]
+    rows_per_prompt = B // prompt_visible.shape[0]
 
     def busy(carry: tuple[Array, Slots, Cache, Chunk]) -> Array:
         index, slots, _, _ = carry
@@ -262,11 +267,17 @@ def _decode_chunk(
             k, v = k.astype(keys[layer].dtype), v.astype(values[layer].dtype)
             keys[layer] = lax.dynamic_update_index_in_dim(keys[layer], k, current, axis=3)
             values[layer] = lax.dynamic_update_index_in_dim(values[layer], v, current, axis=2)
-            prompt = cache.prompt_k[layer], cache.prompt_v[layer], prompt_visible
-            return attend_cached(q, *prompt, keys[layer], values[layer], visible)
+            how, of_prompt, of_row = config.attention(layer), prompt_visible, visible
+            if how.window is not None:
+                behind_prompt = (current - slots.start)[:, None] + cache.num_prompt_columns - prompt_columns
+                of_prompt = jnp.repeat(prompt_visible, rows_per_prompt, axis=0)
+                of_prompt = of_prompt & within_window(behind_prompt, how.window)
+                of_row = visible & within_window(current - columns, how.window)
+            prompt = cache.prompt_k[layer], cache.prompt_v[layer], of_prompt
+            return attend_cached(q, *prompt, keys[layer], values[layer], of_row, how)
 
         hidden = forward(config, params, slots.token, slots.position, attend_to_past)
-        logits = vocabulary_logits(hidden, head_weights(params))
+        logits = vocabulary_logits(hidden, head_weights(params), config.logit_softcap)
         tokens = lax.dynamic_update_index_in_dim(cache.tokens, slots.token, current, axis=1)
         history = History(
             prompt_tokens=cache.prompt_tokens,

@@ -10,10 +10,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
+from groupax.models.config import Attention
 from groupax.models.layers import einsum_f32, sum_last
 
 # More queries than this are taken in blocks of so many.
@@ -23,11 +25,16 @@ MASKED = -1e30  # not -inf: a query without any visible key must give finite num
 
 
 def attend(
-    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], starts: Int[Array, "B"]
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    starts: Int[Array, "B"],
+    how: Attention,
 ) -> Float[Array, "B T N H"]:
-    """softmax(q k' / sqrt(H)) v, where each query sees its own position and those before it, from `starts` on.
+    """softmax(scale q k') v, where each query sees its own position and those before it, from `starts` on.
 
-    A query before its row's start sees nothing and gets the mean of all values.
+    A query before its row's start sees nothing and gets the mean of all values. With a window, of the positions before
+    it the query sees the nearest only.
     """
     keys, values = _row_major(k.transpose(0, 2, 3, 1)), _row_major(v.transpose(0, 2, 1, 3))
     columns = jnp.arange(k.shape[1])[None, None, :]
@@ -35,7 +42,8 @@ def attend(
     def of_block(first: Array | int, q: Array) -> Array:
         own = first + jnp.arange(q.shape[1])
         visible = (columns >= starts[:, None, None]) & (columns <= own[None, :, None])
-        return attend_stored(q, keys, values, visible)
+        visible = visible & within_window(own[None, :, None] - columns, how.window)
+        return attend_stored(q, keys, values, visible, how)
 
     return _in_blocks(of_block, q)
 
@@ -61,14 +69,18 @@ def attend_stored(
     keys: Float[Array, "B K H S"],
     values: Float[Array, "B K S H"],
     visible: Bool[Array, "B T S"],
+    how: Attention,
 ) -> Float[Array, "B T N H"]:
     """`attend` with keys and values as the cache has them, maybe in another dtype."""
     B, T, N, H = q.shape
     K = keys.shape[1]
     keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-    grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
-    scores = einsum_f32("btkgh,bkhs->bkgts", grouped, keys)
-    weights, inverse_sum = _softmax_terms(jnp.where(visible[:, None, None], scores, MASKED))
+    grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(how.query_scale, q.dtype)
+    scores = _bounded(einsum_f32("btkgh,bkhs->bkgts", grouped, keys), how)
+    scores = jnp.where(visible[:, None, None], scores, MASKED)
+    weights = _exp(scores - _highest(scores), how)
+    # A division by the sum would be compiled as such or as a product with its inverse, depending on its surroundings.
+    inverse_sum = 1.0 / sum_last(weights)
     out = einsum_f32("bkgts,bksh->bkgth", weights.astype(q.dtype), values)
     out = out * inverse_sum
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
@@ -81,6 +93,7 @@ def attend_with_prompt(
     prompt_k: Float[Array, "B S K H"],
     prompt_v: Float[Array, "B S K H"],
     prompt_starts: Int[Array, "B"],
+    how: Attention,
 ) -> Float[Array, "B T N H"]:
     """Rows that continue a left-padded prompt: each query sees the row's prompt and, causally, the row itself."""
     S, K, T = *prompt_k.shape[1:3], k.shape[1]
@@ -90,14 +103,17 @@ def attend_with_prompt(
 
     def of_block(first: Array | int, q: Array) -> Array:
         B, t, N, H = q.shape
-        grouped = q.reshape(B, t, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
-        row_visible = (jnp.arange(T)[None, :] <= first + jnp.arange(t)[:, None])[None, None, None]
+        grouped = q.reshape(B, t, K, N // K, H) * jnp.asarray(how.query_scale, q.dtype)
+        own = first + jnp.arange(t)[:, None]
+        behind, behind_row = S + own - jnp.arange(S)[None, :], own - jnp.arange(T)[None, :]
+        row_visible = (behind_row >= 0) & within_window(behind_row, how.window)
+        prompt_seen = prompt_visible & within_window(behind[None, None, None], how.window)
         on_prompt, on_row = (
-            jnp.where(visible, einsum_f32("btkgh,bkhs->bkgts", grouped, keys), MASKED)
-            for visible, keys in ((prompt_visible, prompt_keys), (row_visible, keys))
+            jnp.where(visible, _bounded(einsum_f32("btkgh,bkhs->bkgts", grouped, keys), how), MASKED)
+            for visible, keys in ((prompt_seen, prompt_keys), (row_visible[None, None, None], keys))
         )
         highest = jnp.maximum(_highest(on_prompt), _highest(on_row))
-        prompt_weights, row_weights = jnp.exp(on_prompt - highest), jnp.exp(on_row - highest)
+        prompt_weights, row_weights = _exp(on_prompt - highest, how), _exp(on_row - highest, how)
         inverse_sum = 1.0 / (sum_last(prompt_weights) + sum_last(row_weights))
         of_prompt, of_row = (
             einsum_f32("bkgts,bksh->bkgth", weights.astype(q.dtype), values)
@@ -113,14 +129,16 @@ def attend_cached(
     q: Float[Array, "B N H"],
     prompt_k: Float[Array, "Q K H S"],
     prompt_v: Float[Array, "Q K S H"],
-    prompt_visible: Bool[Array, "Q S"],
+    prompt_visible: Bool[Array, "Q S"] | Bool[Array, "B S"],
     k: Float[Array, "B K H T"],
     v: Float[Array, "B K T H"],
     visible: Bool[Array, "B T"],
+    how: Attention,
 ) -> Float[Array, "B N H"]:
     """One query per row over its prompt's and its own visible columns; B / Q neighbouring rows share a prompt.
 
-    The rows of a prompt multiply its keys and values together, so that these are read once for all of them.
+    The rows of a prompt multiply its keys and values together, so that these are read once for all of them. What of the
+    prompt is visible may differ from row to row.
     """
     B, N, H = q.shape
     Q, K = prompt_k.shape[:2]
@@ -133,16 +151,39 @@ def attend_cached(
     def by_row(x: Array) -> Array:
         return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
 
-    grouped = q.reshape(B, K, G, H) * jnp.asarray(H**-0.5, q.dtype)
-    on_prompt = einsum_f32("qkmh,qkhs->qkms", by_prompt(grouped), prompt_k)
-    on_prompt = jnp.where(prompt_visible[:, None, None], on_prompt, MASKED)
-    on_row = jnp.where(visible[:, None, None], einsum_f32("bkgh,bkht->bkgt", grouped, k), MASKED)
+    grouped = q.reshape(B, K, G, H) * jnp.asarray(how.query_scale, q.dtype)
+    on_prompt = _bounded(einsum_f32("qkmh,qkhs->qkms", by_prompt(grouped), prompt_k), how)
+    if prompt_visible.shape[0] == Q:
+        prompt_visible = prompt_visible[:, None, None]
+    else:
+        prompt_visible = jnp.repeat(prompt_visible.reshape(Q, 1, R, -1), G, axis=2)
+    on_prompt = jnp.where(prompt_visible, on_prompt, MASKED)
+    on_row = _bounded(einsum_f32("bkgh,bkht->bkgt", grouped, k), how)
+    on_row = jnp.where(visible[:, None, None], on_row, MASKED)
     highest = jnp.maximum(by_row(_highest(on_prompt)), _highest(on_row))
-    prompt_weights, row_weights = jnp.exp(on_prompt - by_prompt(highest)), jnp.exp(on_row - highest)
+    prompt_weights, row_weights = _exp(on_prompt - by_prompt(highest), how), _exp(on_row - highest, how)
     inverse_sum = 1.0 / (by_row(sum_last(prompt_weights)) + sum_last(row_weights))
     of_prompt = einsum_f32("qkms,qksh->qkmh", prompt_weights.astype(v.dtype), prompt_v)
     of_row = einsum_f32("bkgt,bkth->bkgh", row_weights.astype(v.dtype), v)
     return ((by_row(of_prompt) + of_row) * inverse_sum).astype(v.dtype).reshape(B, N, H)
+
+
+def within_window(behind: Int[Array, "*M S"], window: int | None) -> Bool[Array, "*M S"] | bool:
+    """Whether a position so far behind a query's own is in its window."""
+    return True if window is None else behind < window
+
+
+def _bounded(scores: Float[Array, "*M S"], how: Attention) -> Float[Array, "*M S"]:
+    """Scores; with a softcap, which the queries are divided by, in units of it."""
+    return scores if how.softcap is None else jnp.tanh(scores)
+
+
+def _exp(below: Float[Array, "*M S"], how: Attention) -> Float[Array, "*M S"]:
+    """The exponential of how far scores, as `_bounded` has them, lie below the highest.
+
+    The softcap multiplies the difference: a difference of products would be rounded as its surroundings want it.
+    """
+    return jnp.exp(below if how.softcap is None else below * np.float32(how.softcap))
 
 
 def _highest(scores: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
@@ -152,12 +193,3 @@ def _highest(scores: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
 def _row_major(x: Float[Array, "B K S H"]) -> Float[Array, "B K S H"]:
     """Keep the compiler from undoing a transposition, which would multiply the operands in another order."""
     return with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2, 3)))
-
-
-def _softmax_terms(scores: Float[Array, "*M S"]) -> tuple[Float[Array, "*M S"], Float[Array, "*M 1"]]:
-    """Weights before normalization, and what to multiply them by.
-
-    A division by the sum would be compiled as such or as a product with its inverse, depending on its surroundings.
-    """
-    weights = jnp.exp(scores - _highest(scores))
-    return weights, 1.0 / sum_last(weights)

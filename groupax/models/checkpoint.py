@@ -26,8 +26,8 @@ from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
 from groupax.models.lora import Adapter, LoRAConfig, init_adapter, lora_config
 from groupax.models.nf4 import Nf4, nf4_bytes, quantized_nf4
-from groupax.models.quantize import dense, is_layer_matrix, quantizer
-from groupax.models.specs import Params, Spec, init_params, model_specs, num_params, param_shardings
+from groupax.models.quantize import dense, quantizer
+from groupax.models.specs import Params, Spec, init_params, model_specs, num_params, param_shardings, spec_leaves
 from groupax.parallel.mesh import mesh_for
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -76,6 +76,7 @@ def load_model(
     mesh: Mesh | None = None,
     weights: BaseWeights = "same",
     base: str | os.PathLike[str] | None = None,
+    max_positions: int | None = None,
 ) -> Model:
     """Load a causal language model from a folder or, if there is none of that name, from the Hugging Face hub.
 
@@ -88,6 +89,8 @@ def load_model(
         mesh: where to put them; by default a copy on every device (see `parallel.mesh.mesh_for`).
         weights: "int8", "float8" or "nf4" quantize the layers' matrices, each as it is read.
         base: the base of an adapter, if it is not where `adapter_config.json` says.
+        max_positions: the longest sequence; None for what `config.json` says, and for the original context if rotary
+            embeddings are others beyond it ("longrope"). It decides for all sequences (see `rope.frequencies`).
 
     Raises:
         ValueError: the folder is no model, or its config or weights are unsupported, damaged or incomplete.
@@ -95,7 +98,9 @@ def load_model(
     """
     folder = resolve_folder(name_or_path)
     if (folder / peft_format.CONFIG_NAME).is_file():
-        return _load_adapter(name_or_path, folder, dtype, mesh, weights, base)
+        return _load_adapter(
+            name_or_path, folder, base, lambda name: load_model(name, dtype, mesh, weights, max_positions=max_positions)
+        )
     if base is not None:
         raise ValueError(f"{name_or_path} is a model and no adapter; it has no base ({base})")
     hf_config = read_json(folder / "config.json")
@@ -105,15 +110,16 @@ def load_model(
         if weights not in ("same", "nf4"):
             raise ValueError(f"the weights in {folder} are 4-bit ones; they cannot be quantized to {weights}")
     config = read_config(hf_config)
+    config = config if max_positions is None else replace(config, max_positions=max_positions)
     mesh = mesh or mesh_for(num_params(config) * 4)
     generation_config = {}
     if (folder / "generation_config.json").is_file():
         generation_config = read_json(folder / "generation_config.json")
-    with _open_tensors(folder) as tensors:
-        quantized = {name for name in tensors if is_nf4 and f"{name}.{bitsandbytes_format.FURTHER[0]}" in tensors}
-        _check_tensors(config, tensors, folder, quantized)
-        load = _loader(mesh, tensors, dtype, weights, quantized)
-        params = jax.tree.map(load, model_specs(config), param_shardings(config, mesh))
+    tensors = _tensors_in(folder)
+    quantized = {name for name in tensors if is_nf4 and f"{name}.{bitsandbytes_format.FURTHER[0]}" in tensors}
+    _check_tensors(config, tensors, folder, quantized)
+    load = _loader(mesh, tensors, dtype, weights, quantized)
+    params = jax.tree.map(load, model_specs(config), param_shardings(config, mesh))
     return Model(config, params, mesh, hf_config, generation_config, folder, _absolute(name_or_path))
 
 
@@ -123,7 +129,7 @@ def _absolute(name_or_path: str | os.PathLike[str]) -> str:
 
 
 def _load_adapter(
-    name_or_path: str | os.PathLike[str], folder: Path, dtype: Any, mesh: Mesh | None, weights: BaseWeights, base: Any
+    name_or_path: str | os.PathLike[str], folder: Path, base: Any, load_base: Callable[[str], Model]
 ) -> Model:
     settings = read_json(folder / peft_format.CONFIG_NAME)
     lora = lora_config(settings)
@@ -131,7 +137,7 @@ def _load_adapter(
     if not named:
         raise ValueError(f"{folder / peft_format.CONFIG_NAME} does not say which base the adapter is for; give it")
     try:
-        model = load_model(named, dtype, mesh, weights)
+        model = load_base(named)
     except ValueError as error:
         raise ValueError(f"the base of the adapter in {folder} cannot be loaded: {error}") from error
     if model.adapter is not None:
@@ -203,7 +209,14 @@ def save_model(
         dtype: of the weights on disk; None keeps each weight's own.
         weights: "nf4" writes the layers' matrices in 4 bits, as bitsandbytes does.
         card: the `README.md`, if given.
+
+    Raises:
+        ValueError: 4 bits are asked of tensors that hold several matrices.
     """
+    if weights == "nf4" and model.config.fused_projections:
+        raise ValueError(
+            f"{model.config.model_type} has several matrices in one tensor; groupax writes no 4 bits of it"
+        )
     folder = Path(folder)
     with replacing_folder(folder) as partial:
         dtype_name = jnp.dtype(dtype or model.params["embed"].dtype).name
@@ -263,11 +276,48 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-Tensors = dict[str, Any]  # tensor name -> the open safetensors file that holds it
+class TensorFile:
+    """A safetensors file that is mapped only while a weight is read.
+
+    What was read of a mapped file counts as memory of the process, as a second copy of the weights would.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: Any = None
+
+    @property
+    def file(self) -> Any:
+        """The file, opened if need be.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        if self._file is None:
+            try:
+                self._file = safe_open(self.path, framework="np")
+            except SafetensorError as error:
+                size = self.path.stat().st_size
+                raise ValueError(f"{self.path} ({size} bytes) is damaged or truncated: {error}") from error
+        return self._file
+
+    def get_slice(self, name: str) -> Any:
+        """A tensor, of which parts can be read."""
+        return self.file.get_slice(name)
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """A whole tensor."""
+        return self.file.get_tensor(name)
+
+    def close(self) -> None:
+        """Give back the memory; the file is opened again when it is needed."""
+        self._file = None
 
 
-@contextmanager
-def _open_tensors(folder: Path) -> Iterator[Tensors]:
+Tensors = dict[str, TensorFile]  # tensor name -> the file that holds it
+
+
+def _tensors_in(folder: Path) -> Tensors:
     if (folder / INDEX_NAME).is_file():
         names = sorted(set(read_json(folder / INDEX_NAME)["weight_map"].values()))
     elif (folder / "model.safetensors").is_file():
@@ -282,26 +332,25 @@ def _open_tensors(folder: Path) -> Iterator[Tensors]:
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} is incomplete: {INDEX_NAME} names {name}, which is missing")
-        try:
-            file = safe_open(folder / name, framework="np")
-        except SafetensorError as error:
-            size = (folder / name).stat().st_size
-            raise ValueError(f"{folder / name} ({size} bytes) is damaged or truncated: {error}") from error
-        tensors.update(dict.fromkeys(file.keys(), file))
-    yield tensors
+        file = TensorFile(folder / name)
+        tensors.update(dict.fromkeys(file.file.keys(), file))
+    return tensors
 
 
 def _check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized: set[str]) -> None:
-    specs = jax.tree.leaves(model_specs(config))
-    missing = [spec.name for spec in specs if spec.name not in tensors]
+    specs = {name: spec for spec in spec_leaves(config) for name in spec.tensor_names}
+    missing = [name for name in specs if name not in tensors]
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} weights of its config.json: {', '.join(missing[:4])} ...")
-    for spec in specs:
-        expected = list(spec.shape)
-        found = tensors[spec.name].get_slice(spec.name).get_shape()
-        if found != expected and spec.name not in quantized:
-            raise ValueError(f"{folder}: {spec.name} has shape {found}, config.json says {expected}")
-    known = {spec.name for spec in specs} | ({"lm_head.weight"} if config.tie_embeddings else set())
+    for name, spec in specs.items():
+        if name in quantized:
+            if not spec.is_layer_matrix or spec.num_rows is not None:
+                raise ValueError(f"{folder}: {name} is a 4-bit weight; groupax reads such only of single matrices")
+            continue
+        found = tensors[name].get_slice(name).get_shape()
+        if found != list(spec.tensor_shape):
+            raise ValueError(f"{folder}: {name} has shape {found}, config.json says {list(spec.tensor_shape)}")
+    known = {*specs, *(["lm_head.weight"] if config.tie_embeddings else [])}
     known |= {f"{name}.{further}" for name in quantized for further in bitsandbytes_format.FURTHER}
     unknown = sorted(name for name in tensors if name not in known and not DERIVED.search(name))
     if unknown:
@@ -320,15 +369,28 @@ def _loader(
                 spec.name, spec.shape, lambda name: tensors[name].get_tensor(name), _replicated(mesh)
             )
         array = _load(spec, sharding, tensors, dtype)
-        return array if quantize is None or not is_layer_matrix(spec) else jax.block_until_ready(quantize(array))
+        return array if quantize is None or not spec.is_layer_matrix else jax.block_until_ready(quantize(array))
 
     return load
 
 
 def _load(spec: Spec, sharding: Any, tensors: Tensors, dtype: Any) -> jax.Array:
-    stored = tensors[spec.name].get_slice(spec.name)
+    array = jax.make_array_from_callback(
+        spec.shape, sharding, lambda index: _cast(_stored(spec, tensors, index), dtype)
+    )
+    for name in spec.tensor_names:
+        tensors[name].close()
+    return array
 
-    return jax.make_array_from_callback(spec.shape, sharding, lambda index: _cast(stored[index], dtype))
+
+def _stored(spec: Spec, tensors: Tensors, index: Any) -> np.ndarray:
+    """The part of a weight that a tuple of slices says, straight from the files."""
+    if spec.is_stacked:
+        return np.stack([tensors[name].get_slice(name)[index[1:]] for name in spec.tensor_names[index[0]]])
+    if spec.num_rows is not None:
+        first, end, _ = index[0].indices(spec.shape[0])
+        index = (slice(spec.first_row + first, spec.first_row + end), *index[1:])
+    return tensors[spec.name].get_slice(spec.name)[index]
 
 
 def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
@@ -336,24 +398,28 @@ def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def _save_params(model: Model, folder: Path, dtype: Any, weights: str) -> None:
-    specs, structure = jax.tree.flatten(model_specs(model.config))
     own = model.params["embed"].dtype
-    shards: list[list[tuple[Spec, Any]]] = [[]]
-    size = total = 0
+    specs, structure = jax.tree.flatten(model_specs(model.config))
+    places: dict[str, list[tuple[Spec, Any]]] = {}  # weights that are stored together
     for spec, weight in zip(specs, structure.flatten_up_to(model.params), strict=True):
-        is_nf4 = weights == "nf4" and is_layer_matrix(spec)
-        num_bytes = nf4_bytes(spec.shape) if is_nf4 else math.prod(spec.shape) * jnp.dtype(dtype or own).itemsize
+        places.setdefault(spec.name, []).append((spec, weight))
+    shards: list[list[str]] = [[]]
+    size = total = 0
+    for place, parts in places.items():
+        is_nf4 = weights == "nf4" and parts[0][0].is_layer_matrix
+        itemsize = jnp.dtype(dtype or own).itemsize
+        num_bytes = sum(nf4_bytes(spec.shape) if is_nf4 else math.prod(spec.shape) * itemsize for spec, _ in parts)
         if shards[-1] and size + num_bytes > SHARD_BYTES:
             shards.append([])
             size = 0
-        shards[-1].append((spec, weight))
+        shards[-1].append(place)
         size, total = size + num_bytes, total + num_bytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, np.ndarray] = {}
-        for spec, weight in shard:
-            tensors |= _tensors_of(spec, weight, dtype, own, weights)
+        for place in shard:
+            tensors |= _tensors_of(places[place], dtype, own, weights)
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(0o644)  # safetensors makes files that only their owner can read
         weight_map |= dict.fromkeys(tensors, name)
@@ -361,12 +427,22 @@ def _save_params(model: Model, folder: Path, dtype: Any, weights: str) -> None:
         _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _tensors_of(spec: Spec, weight: Any, dtype: Any, own: Any, weights: str) -> dict[str, np.ndarray]:
-    if weights == "nf4" and is_layer_matrix(spec):
+def _tensors_of(parts: list[tuple[Spec, Any]], dtype: Any, own: Any, weights: str) -> dict[str, np.ndarray]:
+    """The checkpoint's tensors that weights of one place make: one each, one for each index of one, or one of all."""
+    spec, weight = parts[0]
+    if weights == "nf4" and spec.is_layer_matrix:
         quantized = weight if isinstance(weight, Nf4) else jax.jit(quantized_nf4)(dense(weight, jnp.float32))
         return bitsandbytes_format.nf4_tensors(spec.name, quantized, jnp.dtype(dtype or own).name)
+    ordered = sorted(parts, key=lambda part: part[0].first_row)
+    arrays = [_numbers(weight, dtype, own) for _, weight in ordered]
+    if spec.is_stacked:
+        return dict(zip(spec.tensor_names, arrays[0], strict=True))
+    return {spec.name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays)}
+
+
+def _numbers(weight: Any, dtype: Any, own: Any) -> np.ndarray:
     array = weight if isinstance(weight, jax.Array | np.ndarray) else dense(weight, dtype or own)
-    return {spec.name: np.ascontiguousarray(_cast(np.asarray(array), dtype))}
+    return np.ascontiguousarray(_cast(np.asarray(array), dtype))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from groupax.config import Checkpointing
 from groupax.models.attention import attend
-from groupax.models.config import ModelConfig
-from groupax.models.layers import Weight, linear, rms_norm, rope_tables, rotate, swiglu, vocabulary_logits
+from groupax.models.config import ModelConfig, Rope
+from groupax.models.experts import Routing, mixture
+from groupax.models.layers import NORMS, Weight, gated_mlp, linear, rounded, vocabulary_logits
+from groupax.models.rope import Tables, rope_tables, rotate
 from groupax.models.specs import Params
 
 # (layer, queries [M, N, H], keys [M, K, H], values [M, K, H]) -> [M, N, H]
@@ -36,43 +38,89 @@ def forward(
     attend: Attend,
     checkpointing: Checkpointing = "none",
 ) -> Float[Array, "M D"]:
-    """Hidden states after the final norm, in the dtype of the parameters."""
-    x = params["embed"][tokens]
-    rope = rope_tables(config, positions, x.dtype)
+    """Hidden states after the final norm, times `hidden_scale`, in the dtype of the parameters."""
+    return routed_forward(config, params, tokens, positions, attend, checkpointing)[0]
 
-    def layer(x: Array, weights: Params, index: int) -> Array:
-        x = x + _attention(config, weights, x, rope, lambda q, k, v: attend(index, q, k, v))
-        h = rms_norm(x, weights["mlp_norm"], config.norm_eps)
-        biases = (weights.get("gate_bias"), weights.get("up_bias"), weights.get("down_bias"))
-        return x + swiglu(h, weights["gate"], weights["up"], weights["down"], biases)
+
+def routed_forward(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "M"],
+    positions: Int[Array, "M"],
+    attend: Attend,
+    checkpointing: Checkpointing = "none",
+) -> tuple[Float[Array, "M D"], list[Routing]]:
+    """`forward`, and where the router of each layer with experts sent the tokens."""
+    x = params["embed"][tokens]
+    x = x if config.embedding_scale == 1.0 else rounded(_scaled(x, config.embedding_scale))
+    tables = {rope: rope_tables(rope, config.max_positions, positions, x.dtype) for rope in config.ropes if rope}
+
+    def layer(x: Array, weights: Params, index: int) -> tuple[Array, Routing | None]:
+        h = _normed(config, x, weights.get("attention_norm"))
+        attended = _attention(config, index, weights, h, tables, lambda q, k, v: attend(index, q, k, v))
+        x = x + _added(config, attended, weights.get("attention_out_norm"))
+        h = h if config.block == "parallel" else _normed(config, x, weights.get("mlp_norm"))
+        out, routing = _mlp(config, index, weights, h)
+        return x + _added(config, out, weights.get("mlp_out_norm")), routing
 
     if checkpointing != "none":
         layer = jax.checkpoint(layer, static_argnums=2, policy=_SAVED[checkpointing])
+    routings = []
     for index, weights in enumerate(params["layers"]):
-        x = layer(x, weights, index)
-    return rms_norm(x, params["final_norm"], config.norm_eps)
+        x, routing = layer(x, weights, index)
+        routings += [] if routing is None else [routing]
+    return _scaled(_normed(config, x, params["final_norm"]), config.hidden_scale), routings
 
 
 def _attention(
     config: ModelConfig,
+    index: int,
     weights: Params,
-    x: Float[Array, "M D"],
-    rope: tuple[Array, Array],
+    h: Float[Array, "M D"],
+    tables: dict[Rope, Tables],
     attend: Callable[[Array, Array, Array], Array],
 ) -> Float[Array, "M D"]:
-    M = x.shape[0]
-    h = rms_norm(x, weights["attention_norm"], config.norm_eps)
-    q = linear(h, weights["q"], weights.get("q_bias")).reshape(M, config.num_heads, config.head_dim)
-    k = linear(h, weights["k"], weights.get("k_bias")).reshape(M, config.num_kv_heads, config.head_dim)
+    M = h.shape[0]
+    q, k = (linear(h, weights[name], weights.get(f"{name}_bias")) for name in ("q", "k"))
+    if config.qk_norm == "all_heads":
+        q, k = _normed(config, q, weights["q_norm"]), _normed(config, k, weights["k_norm"])
+    q = q.reshape(M, config.num_heads, config.head_dim)
+    k = k.reshape(M, config.num_kv_heads, config.head_dim)
     v = linear(h, weights["v"], weights.get("v_bias")).reshape(M, config.num_kv_heads, config.head_dim)
-    if config.qk_norm:
-        q = rms_norm(q, weights["q_norm"], config.norm_eps)
-        k = rms_norm(k, weights["k_norm"], config.norm_eps)
-    # `attend` divides by the root of the dims that it gets
-    q = rotate(q, rope) * jnp.asarray((config.attention_dim / config.head_dim) ** 0.5, q.dtype)
+    if config.qk_norm in ("head", "each_head"):
+        q, k = _normed(config, q, weights["q_norm"]), _normed(config, k, weights["k_norm"])
+    if rope := config.ropes[index]:
+        q, k = (rotate(x, tables[rope], rope.interleaved) for x in (q, k))
     unused = ((0, 0), (0, 0), (0, config.attention_dim - config.head_dim))
-    out = attend(*(jnp.pad(x, unused) for x in (q, rotate(k, rope), v)))[..., : config.head_dim]
+    out = attend(*(jnp.pad(x, unused) for x in (q, k, v)))[..., : config.head_dim]
     return linear(out.reshape(M, -1), weights["o"], weights.get("o_bias"))
+
+
+def _mlp(
+    config: ModelConfig, index: int, weights: Params, h: Float[Array, "M D"]
+) -> tuple[Float[Array, "M D"], Routing | None]:
+    if config.has_experts(index):
+        assert config.experts is not None, "the layer has some"
+        matrices = weights["expert_gate"], weights["expert_up"], weights["expert_down"]
+        return mixture(config.experts, h, weights["router"], *matrices, config.activation)
+    biases = (weights.get("gate_bias"), weights.get("up_bias"), weights.get("down_bias"))
+    return gated_mlp(h, weights["gate"], weights["up"], weights["down"], biases, config.activation), None
+
+
+def _normed(config: ModelConfig, x: Array, weight: Array | None) -> Array:
+    """Normalized as the family does it, if there is a norm in this place."""
+    return x if weight is None else NORMS[config.norm](x, weight, config.norm_eps)
+
+
+def _added(config: ModelConfig, x: Array, norm: Array | None) -> Array:
+    """What a part of a layer adds to the stream."""
+    if norm is None and config.residual_scale == 1.0:
+        return x
+    return rounded(_scaled(_normed(config, x, norm), config.residual_scale))
+
+
+def _scaled(x: Array, scale: float) -> Array:
+    return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
 
 def head_weights(params: Params) -> Weight:
@@ -86,9 +134,9 @@ def causal_hidden(
     """Hidden states after the final norm of whole, left-padded sequences; `starts` are their first columns."""
     B, T = tokens.shape
 
-    def attend_causally(_: int, q: Array, k: Array, v: Array) -> Array:
+    def attend_causally(layer: int, q: Array, k: Array, v: Array) -> Array:
         q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
-        return attend(q, k, v, starts).reshape(B * T, *q.shape[2:])
+        return attend(q, k, v, starts, config.attention(layer)).reshape(B * T, *q.shape[2:])
 
     positions = jnp.maximum(jnp.arange(T)[None, :] - starts[:, None], 0).reshape(-1)
     return forward(config, params, tokens.reshape(-1), positions, attend_causally).reshape(B, T, -1)
@@ -97,4 +145,4 @@ def causal_hidden(
 def logits(config: ModelConfig, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Next-token logits of whole sequences, float32. For small inputs: nothing is chunked."""
     hidden = causal_hidden(config, params, tokens, jnp.zeros(tokens.shape[0], jnp.int32))
-    return vocabulary_logits(hidden, head_weights(params))
+    return vocabulary_logits(hidden, head_weights(params), config.logit_softcap)

@@ -1,27 +1,77 @@
-"""Norms, rotary embeddings and projections: functions of arrays, for any leading dims."""
+"""Norms and projections: functions of arrays, for any leading dims."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from groupax.models.adapted import Adapted, low_rank_product
-from groupax.models.config import ModelConfig
+from groupax.models.config import Activation, NormKind
 from groupax.models.nf4 import Nf4, dequantized
 
 # A matrix, one with fewer bits and scales (see `models.quantize`), or either with a low-rank change beside it.
 Weight = Array | Any
 
 
-def rms_norm(x: Float[Array, "*M D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*M D"]:
+def rms_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
     """x / rms(x) * weight, with the statistic in float32 (arXiv:1910.07467)."""
     wide = x.astype(jnp.float32)
     inverse_rms = lax.rsqrt(sum_last(jnp.square(wide)) * (1.0 / wide.shape[-1]) + eps)
-    return (wide * inverse_rms).astype(x.dtype) * jnp.expand_dims(weight, tuple(range(x.ndim - 1)))
+    return (wide * inverse_rms).astype(x.dtype) * _for_last(weight, x)
+
+
+def rms_norm_around_zero(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
+    """x / rms(x) * (1 + weight), all in float32 (Gemma's released model code)."""
+    wide = x.astype(jnp.float32)
+    inverse_rms = lax.rsqrt(sum_last(jnp.square(wide)) * (1.0 / wide.shape[-1]) + eps)
+    return (wide * inverse_rms * _for_last(1.0 + weight.astype(jnp.float32), x)).astype(x.dtype)
+
+
+def layer_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
+    """(x - mean(x)) / deviation(x) * weight, without a bias, all in float32 (arXiv:1607.06450)."""
+    wide = x.astype(jnp.float32)
+    centred = wide - rounded(sum_last(wide) * (1.0 / wide.shape[-1]))
+    inverse_deviation = lax.rsqrt(sum_last(jnp.square(centred)) * (1.0 / wide.shape[-1]) + eps)
+    return (centred * inverse_deviation * _for_last(weight.astype(jnp.float32), x)).astype(x.dtype)
+
+
+NORMS: dict[NormKind, Callable[[Array, Array, float], Array]] = {
+    "rms": rms_norm,
+    "rms_around_zero": rms_norm_around_zero,
+    "layer": layer_norm,
+}
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+def softcapped(x: Float[Array, "*M S"], softcap: float | None) -> Float[Array, "*M S"]:
+    """softcap tanh(x), with x in units of the softcap (arXiv:2408.00118, section 2); x itself for None.
+
+    Whoever makes x divides by the softcap before its last product; the compiler would move a factor behind a product to
+    one of its operands or the other, by their sizes.
+    """
+    return x if softcap is None else rounded(jnp.tanh(x) * np.float32(softcap))
+
+
+def rounded(x: Array) -> Array:
+    """x, which is a product, before something is added to it.
+
+    The compiler would make one operation of both, which rounds once, or not, depending on their surroundings.
+    """
+    return jnp.maximum(x, jnp.finfo(x.dtype).min)
+
+
+def _for_last(weight: Float[Array, "*W"], x: Float[Array, "*M D"]) -> Array:
+    """A weight of the last dims of x, with a dim of 1 for each other one."""
+    return jnp.expand_dims(weight, tuple(range(x.ndim - weight.ndim)))
 
 
 def einsum_f32(subscripts: str, x: Array, y: Array) -> Array:
@@ -92,12 +142,12 @@ def _after(x: Array, weight: Any) -> Any:
 _quantized_product.defvjp(_quantized_product_forward, _quantized_product_backward)
 
 
-def vocabulary_logits(hidden: Float[Array, "*M D"], head: Weight) -> Float[Array, "*M V"]:
-    """head hidden, float32; the head may be quantized."""
+def vocabulary_logits(hidden: Float[Array, "*M D"], head: Weight, softcap: float | None = None) -> Float[Array, "*M V"]:
+    """head hidden, float32, or softcap tanh(head hidden); the head may be quantized."""
     if isinstance(head, Array):
-        return einsum_f32("...d,vd->...v", hidden, head)
+        return softcapped(einsum_f32("...d,vd->...v", hidden, head), softcap)
     wide = einsum_f32("...d,vd->...v", hidden, head.qvalue.astype(hidden.dtype))
-    return wide * _scales(head, wide)
+    return softcapped(wide * _scales(head, wide), softcap)
 
 
 def _scales(weight: Any, x: Array) -> Float[Array, "*M O"]:
@@ -105,43 +155,15 @@ def _scales(weight: Any, x: Array) -> Float[Array, "*M O"]:
     return jnp.expand_dims(weight.scale[:, 0].astype(x.dtype), tuple(range(x.ndim - 1)))
 
 
-def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, "R"]:
-    """Radians per position of each of a head's R = H / 2 pairs of dims, float32 (arXiv:2104.09864).
-
-    With Llama-3 scaling, pairs that turn less than `low_freq_factor` times within the original context are
-    slowed by `factor`, those that turn more than `high_freq_factor` times are kept, and the rest is blended
-    linearly in the number of turns (Llama 3.1's released model code; arXiv:2407.21783, section 3.4.2).
-    """
-    frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies.astype(np.float32)
-    turns = scaling.original_max_positions * frequencies / (2 * np.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = np.clip(kept, 0.0, 1.0)
-    return (frequencies * (kept + (1.0 - kept) / scaling.factor)).astype(np.float32)
-
-
-def rope_tables(config: ModelConfig, positions: Int[Array, "M"], dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Cosine and sine of each position's angles, [M, 1, H/2] each: computed in float32, then cast."""
-    angles = positions[:, None, None].astype(jnp.float32) * rope_frequencies(config)[None, None, :]
-    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
-
-
-def rotate(x: Float[Array, "M N H"], tables: tuple[Array, Array]) -> Float[Array, "M N H"]:
-    """Apply rotary embeddings; a head's first half pairs with its second half, as Hugging Face checkpoints do."""
-    cos, sin = tables
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def swiglu(
+def gated_mlp(
     x: Float[Array, "*M D"],
     gate: Weight,
     up: Weight,
     down: Weight,
     biases: tuple[Array | None, Array | None, Array | None],
+    activation: Activation = "silu",
 ) -> Float[Array, "*M D"]:
-    """down(silu(gate x) * up x) (arXiv:2002.05202, without its constant)."""
+    """down(activation(gate x) * up x); with "silu", SwiGLU (arXiv:2002.05202, without its constant)."""
     gate_bias, up_bias, down_bias = biases
-    return linear(jax.nn.silu(linear(x, gate, gate_bias)) * linear(x, up, up_bias), down, down_bias)
+    gated = ACTIVATIONS[activation](linear(x, gate, gate_bias)) * linear(x, up, up_bias)
+    return linear(gated, down, down_bias)

@@ -5,6 +5,7 @@ additions that the engine's has. Backward, the vocabulary is taken in blocks, ea
 gradient is written once; a block's logits are computed again from the hidden states and the log of each token's sum.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from groupax.models.layers import einsum_f32, sum_last
+from groupax.models.layers import einsum_f32, softcapped, sum_last
 
 # Logits in flight, in numbers: blocks of this size stay in a CPU's cache and are small on an accelerator.
 CHUNK_LOGITS = 1 << 21
@@ -28,8 +29,9 @@ def token_logprobs(
     targets: Int[Array, "M"],
     temperature: float,
     entropy_gradient: bool = True,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "M"], Float[Array, "M"]]:
-    """log softmax(hidden head' / temperature)[target] and the entropy of that distribution, in nats, float32.
+    """log softmax(logits / temperature)[target] and the entropy of that distribution, in nats, float32.
 
     Args:
         hidden: after the final norm.
@@ -37,17 +39,41 @@ def token_logprobs(
         targets: one per token.
         temperature: divides the logits.
         entropy_gradient: whether the entropy will be differentiated; if not its gradient is taken to be zero.
+        softcap: logits are softcap tanh(hidden head'); if it is None, hidden head'.
     """
-    return _token_logprobs(hidden, head, targets, temperature, entropy_gradient)
+    return _token_logprobs(hidden, head, targets, _Logits(temperature, softcap), entropy_gradient)
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """What becomes of a product: softcap tanh(product) / temperature."""
+
+    temperature: float
+    softcap: float | None
+
+    def of(self, hidden: Array, head: Array) -> Array:
+        # a product, as in the engine's sampler: a division by a constant may round differently
+        return softcapped(einsum_f32("md,vd->mv", hidden, head), self.softcap) * self.inverse_temperature
+
+    def slope(self, logits: Array) -> Array | np.float32:
+        """d logits / d product."""
+        if self.softcap is None:
+            return self.inverse_temperature
+        tanh = logits * np.float32(self.temperature / self.softcap)
+        return (1.0 - jnp.square(tanh)) * np.float32(self.softcap / self.temperature)
+
+    @property
+    def inverse_temperature(self) -> np.float32:
+        return np.float32(1.0) / np.float32(self.temperature)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _token_logprobs(hidden: Array, head: Array, targets: Array, temperature: float, _: bool) -> tuple[Array, Array]:
-    logp, entropy, _log_sum = _forward(hidden, head, targets, temperature)
+def _token_logprobs(hidden: Array, head: Array, targets: Array, kind: _Logits, _: bool) -> tuple[Array, Array]:
+    logp, entropy, _log_sum = _forward(hidden, head, targets, kind)
     return logp, entropy
 
 
-def _forward(hidden: Array, head: Array, targets: Array, temperature: float) -> tuple[Array, Array, Array]:
+def _forward(hidden: Array, head: Array, targets: Array, kind: _Logits) -> tuple[Array, Array, Array]:
     """Log-probs, entropies, and the log of each token's sum of exponentials."""
     M, V = hidden.shape[0], head.shape[0]
     num_chunks = max(1, -(-M // max(FEWEST_TOKENS, CHUNK_LOGITS // V)))
@@ -56,7 +82,7 @@ def _forward(hidden: Array, head: Array, targets: Array, temperature: float) -> 
 
     def of_chunk(xs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         hidden, targets = xs
-        logits = _logits(hidden, head, temperature)
+        logits = kind.of(hidden, head)
         highest = jnp.max(logits, axis=-1, keepdims=True)
         logits = logits - highest
         exps = jnp.exp(logits)
@@ -74,20 +100,15 @@ def _forward(hidden: Array, head: Array, targets: Array, temperature: float) -> 
     return logp.reshape(-1)[:M], entropy.reshape(-1)[:M], log_sum.reshape(-1)[:M]
 
 
-def _logits(hidden: Array, head: Array, temperature: float) -> Array:
-    # a product, as in the engine's sampler: a division by a constant may round differently
-    return einsum_f32("md,vd->mv", hidden, head) * (np.float32(1.0) / np.float32(temperature))
-
-
 def _saved(
-    hidden: Array, head: Array, targets: Array, temperature: float, _: bool
+    hidden: Array, head: Array, targets: Array, kind: _Logits, _: bool
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    logp, entropy, log_sum = _forward(hidden, head, targets, temperature)
+    logp, entropy, log_sum = _forward(hidden, head, targets, kind)
     return (logp, entropy), (hidden, head, targets, entropy, log_sum)
 
 
 def _backward(
-    temperature: float, entropy_gradient: bool, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
+    kind: _Logits, entropy_gradient: bool, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
     """Gradients of hidden states and head, block by block of the vocabulary.
 
@@ -98,19 +119,19 @@ def _backward(
     of_logp, of_entropy = (x[:, None] for x in cotangents)
     M, V = hidden.shape[0], head.shape[0]
     block = min(V, max(FEWEST_WORDS, CHUNK_LOGITS // M))
-    inverse_temperature = np.float32(1.0) / np.float32(temperature)
 
     def add_block(index: Array, grads: tuple[Array, Array]) -> tuple[Array, Array]:
         of_hidden, of_head = grads
         first = jnp.minimum(index * block, V - block)  # the last block begins earlier, and counts only what is new
         words = first + jnp.arange(block)
         part = lax.dynamic_slice_in_dim(head, first, block)
-        logp = _logits(hidden, part, temperature) - log_sum[:, None]
+        logits = kind.of(hidden, part)
+        logp = logits - log_sum[:, None]
         p = jnp.exp(logp)
         gradient = jnp.where(targets[:, None] == words[None, :], of_logp, 0.0) - of_logp * p
         if entropy_gradient:
             gradient = gradient - of_entropy * p * (logp + entropy[:, None])
-        gradient = jnp.where(words[None, :] >= index * block, gradient * inverse_temperature, 0.0).astype(hidden.dtype)
+        gradient = jnp.where(words[None, :] >= index * block, gradient * kind.slope(logits), 0.0).astype(hidden.dtype)
         of_hidden = of_hidden + einsum_f32("mv,vd->md", gradient, part)
         of_part = einsum_f32("mv,md->vd", gradient, hidden) + lax.dynamic_slice_in_dim(of_head, first, block)
         return of_hidden, lax.dynamic_update_slice_in_dim(of_head, of_part, first, 0)

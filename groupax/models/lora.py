@@ -19,7 +19,7 @@ from jaxtyping import Array, Key
 from groupax.config import LoRABias, nearest
 from groupax.models.adapted import Frozen, LowRank, Params
 from groupax.models.config import ModelConfig
-from groupax.models.quantize import dense, is_layer_matrix
+from groupax.models.quantize import dense
 from groupax.models.specs import Spec, model_specs, num_params
 
 ALL_LINEAR = "all-linear"
@@ -137,14 +137,18 @@ def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Params:
     weights = [spec for spec in jax.tree.leaves(model_specs(config)) if spec.name.endswith(".weight")]
     modules = {module_name(spec): spec for spec in weights}
     shared = {name for name, count in Counter(map(module_name, weights)).items() if count > 1}
+    shared |= {name for name, spec in modules.items() if spec.is_stacked}
     targets = _matching(lora.target_modules, modules, "target_modules")
     saved = _matching(lora.modules_to_save, modules, "modules_to_save")
     if lora.target_modules == ALL_LINEAR:
-        targets = {name for name, spec in modules.items() if is_layer_matrix(spec)} - saved
+        targets = {name for name, spec in modules.items() if spec.is_layer_matrix} - saved
     for name in (targets | saved) & shared:
-        raise ValueError(f"{name} holds several matrices in one tensor; groupax does not adapt or train these apart")
+        raise ValueError(
+            f"{name} is several matrices that groupax keeps as one, or one that it keeps as several; it neither adapts "
+            "such nor trains them alone"
+        )
     for name in targets:
-        if not is_layer_matrix(modules[name]):
+        if not modules[name].is_layer_matrix:
             raise ValueError(
                 f"target_modules names {name}, which is no matrix of a layer; train it whole with modules_to_save"
             )

@@ -18,7 +18,7 @@ from groupax.models.adapted import Adapted
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import head_weights
 from groupax.models.nf4 import Nf4, dequantized, quantized_nf4
-from groupax.models.specs import Params, Spec, model_specs
+from groupax.models.specs import Params, model_specs
 
 # "same" leaves weights as they are.
 _QTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
@@ -27,9 +27,9 @@ _QTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 def decoding_params(config: ModelConfig, params: Params, dtype: str) -> Params:
     """The weights to decode with: as they are, in bfloat16, or with their matrices in 8 bits.
 
-    Norms and biases keep their dtype under quantization, and so do the embedding and low-rank changes; a head that is
-    tied to the embedding becomes a quantized one of its own. Every output of a matrix has its own scale, which makes
-    its largest weight the type's largest number.
+    Norms, biases, routers and experts keep their dtype under quantization, and so do the embedding and low-rank
+    changes; a head that is tied to the embedding becomes a quantized one of its own. Every output of a matrix has its
+    own scale, which makes its largest weight the type's largest number.
 
     Raises:
         ImportError: 8 bits are asked for and qwix is not installed.
@@ -56,7 +56,7 @@ def _converter(config: ModelConfig, dtype: str) -> Callable[[Params], Params]:
     def convert(params: Params) -> Params:
         specs = model_specs(config)["layers"]
         layers = [
-            {name: of_matrix(weight) if len(spec[name].shape) == 2 else weight for name, weight in layer.items()}
+            {name: of_matrix(weight) if spec[name].is_matrix else weight for name, weight in layer.items()}
             for layer, spec in zip(params["layers"], specs, strict=True)
         ]
         return {**params, "layers": layers, "head": quantized(head_weights(params))}
@@ -77,11 +77,6 @@ def quantizer(kind: str) -> Callable[[Array], Any]:
     except ImportError as error:
         raise ImportError(f"weights in {kind} need qwix: pip install 'groupax[quantize]'") from error
     return lambda weight: qwix.quantize(weight, _QTYPES[kind], channelwise_axes=[0])
-
-
-def is_layer_matrix(spec: Spec) -> bool:
-    """Whether a weight is a matrix of a layer: what may have fewer bits and low-rank changes."""
-    return ".layers." in spec.name and len(spec.shape) == 2 and None not in spec.axes
 
 
 def is_quantized(params: Any) -> bool:

@@ -1,13 +1,13 @@
 """The table of a model's weights, from which initialization, sharding, loading and saving follow.
 
-Every weight is one `Spec`: its shape and logical axes, the tensor's name in a Hugging Face checkpoint, and how it
-is initialized. Adding a weight to a family means adding a line here.
+Every weight is one `Spec`: its shape and logical axes, where it is in a Hugging Face checkpoint, and how it is
+initialized. Adding a weight to a family means adding a line here.
 """
 
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Key
 
-from groupax.models.config import ModelConfig
+from groupax.models.config import BlockKind, Experts, ModelConfig
 from groupax.parallel.mesh import sharding_for
 
 Params = dict[str, Any]
@@ -28,14 +28,46 @@ class Spec:
     Attributes:
         shape: as in the checkpoint; matrices are [out, in], the embedding and the head [V, D].
         axes: a logical axis name (or None) per dim; `parallel.mesh.RULES` maps them to mesh axes.
-        name: the tensor's name in a Hugging Face checkpoint.
+        name: the tensor's name in a Hugging Face checkpoint; with `{expert}` the tensors' names, one for each index of
+            the weight's first dim.
         init: "normal" draws from N(0, 0.02^2); "ones" and "zeros" say what they are.
+        first_row, num_rows: where the weight begins in a tensor that has the rows of others too, and how many rows that
+            tensor has; None if it is the whole tensor.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     name: str
     init: Literal["normal", "ones", "zeros"] = "normal"
+    first_row: int = 0
+    num_rows: int | None = None
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it multiplies tokens, all of them."""
+        return len(self.shape) == 2 and None not in self.axes
+
+    @property
+    def is_layer_matrix(self) -> bool:
+        """Whether it is such a matrix of a layer: what may have fewer bits and low-rank changes."""
+        return self.is_matrix and ".layers." in self.name
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether each index of the first dim is a tensor of its own in the checkpoint."""
+        return "{expert}" in self.name
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """Of the checkpoint's tensors that hold the weight."""
+        return [self.name.format(expert=index) for index in range(self.shape[0])] if self.is_stacked else [self.name]
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Of each of these tensors."""
+        if self.is_stacked:
+            return self.shape[1:]
+        return self.shape if self.num_rows is None else (self.num_rows, *self.shape[1:])
 
 
 def model_specs(config: ModelConfig) -> Params:
@@ -43,8 +75,8 @@ def model_specs(config: ModelConfig) -> Params:
     D, V = config.hidden_size, config.vocab_size
     specs: Params = {
         "embed": Spec((V, D), ("vocab", "embed"), "model.embed_tokens.weight"),
-        "layers": [_layer_specs(config, f"model.layers.{index}") for index in range(config.num_layers)],
-        "final_norm": Spec((D,), (None,), "model.norm.weight", init="ones"),
+        "layers": [_layer_specs(config, index) for index in range(config.num_layers)],
+        "final_norm": Spec((D,), (None,), "model.norm.weight", init=_norm_init(config)),
     }
     if config.num_labels:
         specs["score"] = Spec((config.num_labels, D), (None, "embed"), "score.weight")
@@ -53,44 +85,80 @@ def model_specs(config: ModelConfig) -> Params:
     return specs
 
 
-def _layer_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
-    D, F, H = config.hidden_size, config.ffn_size, config.head_dim
-    NH, KH = config.num_heads * H, config.num_kv_heads * H
+# Which norms a kind of block has, and what they are called in a checkpoint.
+_BLOCK_NORMS: dict[BlockKind, dict[str, str]] = {
+    "pre_norm": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "post_norm": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
+    "both_norms": {
+        "attention_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+    "parallel": {"attention_norm": "input_layernorm"},
+}
 
-    def linear(fan_in: int, fan_out: int, axes: tuple[str, str], name: str) -> Spec:
-        return Spec((fan_out, fan_in), axes, f"{prefix}.{name}.weight")
 
-    def bias(size: int, axis: str | None, name: str) -> Spec:
-        return Spec((size,), (axis,), f"{prefix}.{name}.bias", init="zeros")
+def _norm_init(config: ModelConfig) -> Literal["ones", "zeros"]:
+    return "zeros" if config.norm == "rms_around_zero" else "ones"
 
-    def norm(size: int, name: str) -> Spec:
-        return Spec((size,), (None,), f"{prefix}.{name}.weight", init="ones")
 
-    specs = {
-        "attention_norm": norm(D, "input_layernorm"),
-        "q": linear(D, NH, ("heads", "embed"), "self_attn.q_proj"),
-        "k": linear(D, KH, ("kv_heads", "embed"), "self_attn.k_proj"),
-        "v": linear(D, KH, ("kv_heads", "embed"), "self_attn.v_proj"),
-        "o": linear(NH, D, ("embed", "heads"), "self_attn.o_proj"),
-        "mlp_norm": norm(D, "post_attention_layernorm"),
-        "gate": linear(D, F, ("ffn", "embed"), "mlp.gate_proj"),
-        "up": linear(D, F, ("ffn", "embed"), "mlp.up_proj"),
-        "down": linear(F, D, ("embed", "ffn"), "mlp.down_proj"),
-    }
-    if config.qkv_bias:
-        specs["q_bias"] = bias(NH, "heads", "self_attn.q_proj")
-        specs["k_bias"] = bias(KH, "kv_heads", "self_attn.k_proj")
-        specs["v_bias"] = bias(KH, "kv_heads", "self_attn.v_proj")
+def _layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
+    prefix = f"model.layers.{index}"
+    D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+
+    def norm(shape: tuple[int, ...], name: str) -> Spec:
+        return Spec(shape, (None,) * len(shape), f"{prefix}.{name}.weight", init=_norm_init(config))
+
+    specs = {ours: norm((D,), theirs) for ours, theirs in _BLOCK_NORMS[config.block].items()}
+    rows = {"q": N * H, "k": K * H, "v": K * H}
+    for first_row, (name, size) in zip((0, N * H, (N + K) * H), rows.items(), strict=True):
+        axes = ("heads" if name == "q" else "kv_heads", "embed")
+        specs[name] = Spec((size, D), axes, f"{prefix}.self_attn.{name}_proj.weight")
+        if config.fused_projections:
+            whole = f"{prefix}.self_attn.qkv_proj.weight"
+            specs[name] = replace(specs[name], name=whole, first_row=first_row, num_rows=(N + 2 * K) * H)
+        if config.qkv_bias:
+            specs[f"{name}_bias"] = Spec((size,), axes[:1], f"{prefix}.self_attn.{name}_proj.bias", init="zeros")
+    specs["o"] = Spec((D, N * H), ("embed", "heads"), f"{prefix}.self_attn.o_proj.weight")
     if config.o_bias:
-        specs["o_bias"] = bias(D, None, "self_attn.o_proj")
-    if config.qk_norm:
-        specs["q_norm"] = norm(H, "self_attn.q_norm")
-        specs["k_norm"] = norm(H, "self_attn.k_norm")
+        specs["o_bias"] = Spec((D,), (None,), f"{prefix}.self_attn.o_proj.bias", init="zeros")
+    if config.qk_norm != "none":
+        shapes = {"head": ((H,), (H,)), "each_head": ((N, H), (K, H)), "all_heads": ((N * H,), (K * H,))}
+        of_q, of_k = shapes[config.qk_norm]
+        specs |= {"q_norm": norm(of_q, "self_attn.q_norm"), "k_norm": norm(of_k, "self_attn.k_norm")}
+    if config.has_experts(index):
+        assert config.experts is not None, "the layer has some"
+        return specs | _expert_specs(config.experts, D, prefix)
+    return specs | _mlp_specs(config, prefix)
+
+
+def _mlp_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
+    D, F = config.hidden_size, config.ffn_size
+    specs = {
+        "gate": Spec((F, D), ("ffn", "embed"), f"{prefix}.mlp.gate_proj.weight"),
+        "up": Spec((F, D), ("ffn", "embed"), f"{prefix}.mlp.up_proj.weight"),
+        "down": Spec((D, F), ("embed", "ffn"), f"{prefix}.mlp.down_proj.weight"),
+    }
+    if config.fused_projections:
+        for first_row, name in ((0, "gate"), (F, "up")):
+            whole = f"{prefix}.mlp.gate_up_proj.weight"
+            specs[name] = replace(specs[name], name=whole, first_row=first_row, num_rows=2 * F)
     if config.mlp_bias:
-        specs["gate_bias"] = bias(F, "ffn", "mlp.gate_proj")
-        specs["up_bias"] = bias(F, "ffn", "mlp.up_proj")
-        specs["down_bias"] = bias(D, None, "mlp.down_proj")
+        for name, size, axis in (("gate", F, "ffn"), ("up", F, "ffn"), ("down", D, None)):
+            specs[f"{name}_bias"] = Spec((size,), (axis,), f"{prefix}.mlp.{name}_proj.bias", init="zeros")
     return specs
+
+
+def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
+    E, F = experts.num, experts.ffn_size
+    into, out = ("expert", "ffn", "embed"), ("expert", "embed", "ffn")
+    return {
+        "router": Spec((E, D), (None, "embed"), f"{prefix}.{experts.router_name}.weight"),
+        "expert_gate": Spec((E, F, D), into, f"{prefix}.{experts.gate_name}.weight"),
+        "expert_up": Spec((E, F, D), into, f"{prefix}.{experts.up_name}.weight"),
+        "expert_down": Spec((E, D, F), out, f"{prefix}.{experts.down_name}.weight"),
+    }
 
 
 def spec_leaves(config: ModelConfig) -> Iterator[Spec]:
@@ -111,12 +179,13 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> Any:
 
 
 def init_params(config: ModelConfig, key: Key[Array, ""], mesh: Mesh, dtype: Any = jnp.float32) -> Params:
-    """Random weights, placed on `mesh`; a weight's values depend on the key and its name only."""
+    """Random weights, placed on `mesh`; a weight's values depend on the key and where it is in a checkpoint."""
 
     def init(spec: Spec) -> Array:
         if spec.init != "normal":
             return jnp.full(spec.shape, float(spec.init == "ones"), dtype)
-        own_key = jax.random.fold_in(key, zlib.crc32(spec.name.encode()))
+        place = spec.name if spec.num_rows is None else f"{spec.name}[{spec.first_row}]"
+        own_key = jax.random.fold_in(key, zlib.crc32(place.encode()))
         return (0.02 * jax.random.normal(own_key, spec.shape, jnp.float32)).astype(dtype)
 
     specs = model_specs(config)

@@ -13,7 +13,6 @@ from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig, counts, lora_config, trainable_line
 from groupax.models.nf4 import nf4_bytes
-from groupax.models.quantize import is_layer_matrix
 from groupax.models.specs import Spec, model_specs, num_params
 
 # Float32 masters and two moments of AdamW.
@@ -88,8 +87,8 @@ def _parameters(config: ModelConfig) -> list[str]:
 def _memory(config: ModelConfig) -> list[str]:
     """Of the weights in each dtype; quantized layers have the rest in bfloat16."""
     specs: list[Spec] = jax.tree.leaves(model_specs(config))
-    rest = sum(2 * _size(spec) for spec in specs if not is_layer_matrix(spec))
-    matrices = [spec.shape for spec in specs if is_layer_matrix(spec)]
+    rest = sum(2 * _size(spec) for spec in specs if not spec.is_layer_matrix)
+    matrices = [spec.shape for spec in specs if spec.is_layer_matrix]
     eight = sum(math.prod(shape) + 4 * shape[0] for shape in matrices)
     by_dtype = {
         "float32": 4 * num_params(config),

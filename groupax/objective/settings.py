@@ -44,6 +44,7 @@ class ObjectiveSettings:
         rollout_correction_min: lower bound of that weight; None for none.
         rollout_correction_max: upper bound of that weight; None for none.
         entropy_bonus: the loss has an entropy term.
+        router_aux_loss_coef: weight of a mixture of experts' load-balancing loss; None takes the model's own.
         temperature: of the distribution that log-probabilities are taken from.
         max_completion_length: dr_grpo's constant denominator per row.
     """
@@ -67,6 +68,7 @@ class ObjectiveSettings:
     rollout_correction_min: float | None = None
     rollout_correction_max: float | None = 3.0
     entropy_bonus: bool = False
+    router_aux_loss_coef: float | None = None
     temperature: float = 1.0
     max_completion_length: int = 256
 

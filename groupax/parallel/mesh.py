@@ -12,7 +12,14 @@ DATA = ("dp", "fsdp")
 # Largest weights that every virtual CPU device has a copy of.
 REPLICATED_BYTES = 1 << 28
 # Which mesh axis splits a dim of a weight; dims that are not named are replicated.
-RULES: dict[str, str] = {"embed": "fsdp", "vocab": "tp", "heads": "tp", "kv_heads": "tp", "ffn": "tp"}
+RULES: dict[str, str] = {
+    "embed": "fsdp",
+    "vocab": "tp",
+    "heads": "tp",
+    "kv_heads": "tp",
+    "ffn": "tp",
+    "expert": "ep",
+}
 
 
 def make_mesh(shape: tuple[int, int, int, int, int] = (-1, 1, 1, 1, 1)) -> Mesh:

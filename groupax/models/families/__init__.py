@@ -4,12 +4,38 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from groupax.models.config import ModelConfig
-from groupax.models.families import llama, qwen2, qwen3
+from groupax.models.families import (
+    cohere,
+    cohere2,
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
+    "cohere": cohere.read_config,
+    "cohere2": cohere2.read_config,
+    "gemma2": gemma2.read_config,
+    "gemma3_text": gemma3.read_config,
+    "granite": granite.read_config,
     "llama": llama.read_config,
+    "mistral": mistral.read_config,
+    "mixtral": mixtral.read_config,
+    "olmo2": olmo2.read_config,
+    "phi3": phi3.read_config,
     "qwen2": qwen2.read_config,
     "qwen3": qwen3.read_config,
+    "qwen3_moe": qwen3_moe.read_config,
+    "smollm3": smollm3.read_config,
 }
 
 

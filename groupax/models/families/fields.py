@@ -1,92 +1,125 @@
 """Reading `config.json` strictly: what the families have in common."""
 
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
 
-from groupax.models.config import Llama3Rope
+from groupax.models.config import Activation, LongRope, ModelConfig
+from groupax.models.families.rope import read_rope
 
 # Keys that say nothing about what the forward pass computes.
 METADATA = frozenset(
     [
         "_name_or_path",
+        "_sliding_window_pattern",
         "architectures",
         "attention_dropout",
-        "classifier_dropout",
+        "auto_map",
         "bos_token_id",
+        "cache_implementation",
+        "classifier_dropout",
         "dtype",
+        "embd_pdrop",
         "eos_token_id",
-        "hidden_act",
         "id2label",
         "initializer_range",
         "label2id",
-        "layer_types",
-        "max_window_layers",
         "model_type",
         "num_labels",
+        "output_router_logits",
         "pad_token_id",
-        "pretraining_tp",
         "problem_type",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "sliding_window",
+        "resid_pdrop",
+        "tokenizer_class",
         "torch_dtype",
         "transformers_version",
         "use_cache",
-        "use_sliding_window",
+    ]
+)
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "ffn_size": "intermediate_size",
+}
+_READ = frozenset(
+    [
+        *_SIZES.values(),
+        "head_dim",
+        "hidden_act",
+        "max_position_embeddings",
+        "num_key_value_heads",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "pretraining_tp",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "tie_word_embeddings",
     ]
 )
 
 
-def common_fields(hf: Mapping[str, Any], read_elsewhere: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields of `ModelConfig` that every family here writes under the same names.
+def model_config(hf: Mapping[str, Any], reads: tuple[str, ...] = (), **differs: Any) -> ModelConfig:
+    """A Llama-like model, but for what differs.
 
     Args:
         hf: the parsed `config.json`.
-        read_elsewhere: further keys that the calling family interprets itself.
+        reads: further keys that the calling family interprets itself.
+        differs: fields of `ModelConfig`.
     """
-    sizes = {
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "ffn_size": "intermediate_size",
-    }
-    missing = [key for key in sizes.values() if key not in hf]
+    missing = [key for key in _SIZES.values() if key not in hf]
     if missing:
         raise ValueError(f"config.json of a {hf['model_type']} model lacks {', '.join(missing)}")
-    read = {*sizes.values(), "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"}
-    _account_for_all_keys(hf, read | {"tie_word_embeddings"} | set(read_elsewhere))
-
-    require(hf, "hidden_act", "silu")
+    _account_for_all_keys(hf, _READ | set(reads))
     require(hf, "pretraining_tp", 1)
-    require(hf, "use_sliding_window", False)
-    if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
-        raise ValueError(f"layer_types {hf['layer_types']} asks for sliding-window attention, which is not supported")
+    if "layer_types" not in reads and any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
+        raise ValueError(f"layer_types {hf['layer_types']} is not supported for {hf['model_type']}")
+    activation = hf.get("hidden_act") or "silu"
+    if activation not in get_args(Activation):
+        raise ValueError(f"config.json has hidden_act={activation!r}; supported are {', '.join(get_args(Activation))}")
 
-    num_heads = hf["num_attention_heads"]
-    theta, scaling = rope(hf)
-    return {
+    num_layers, num_heads = hf["num_hidden_layers"], hf["num_attention_heads"]
+    head_dim = head_dim_of(hf)
+    ropes = differs.pop("ropes", None) or (read_rope(hf, head_dim),) * num_layers
+    fields = {
         "model_type": hf["model_type"],
-        **{ours: int(hf[theirs]) for ours, theirs in sizes.items()},
+        **{ours: int(hf[theirs]) for ours, theirs in _SIZES.items()},
         "num_kv_heads": hf.get("num_key_value_heads") or num_heads,
-        "head_dim": hf.get("head_dim") or hf["hidden_size"] // num_heads,
-        "max_positions": hf.get("max_position_embeddings", 2048),
+        "head_dim": head_dim,
+        "max_positions": _max_positions(hf, ropes),
+        "ropes": ropes,
+        "windows": (None,) * num_layers,
+        "attention_scale": head_dim**-0.5,
         "norm_eps": hf.get("rms_norm_eps", 1e-6),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
+        "activation": activation,
         "tie_embeddings": hf.get("tie_word_embeddings", False),
         "num_labels": _num_labels(hf),
     }
+    return ModelConfig(**{**fields, **differs})
 
 
-def _num_labels(hf: Mapping[str, Any]) -> int:
-    """Of a sequence classifier, else 0. A file without labels means transformers' default of two."""
-    architectures = hf.get("architectures") or []
-    if not any(name.endswith("ForSequenceClassification") for name in architectures):
-        return 0
-    return len(hf.get("id2label") or ()) or int(hf.get("num_labels") or 2)
+def head_dim_of(hf: Mapping[str, Any]) -> int:
+    """Of queries, keys and values."""
+    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+
+
+def sliding_layers(hf: Mapping[str, Any], rule: Callable[[int], bool]) -> tuple[bool, ...]:
+    """Whether each layer sees a sliding window only: as `layer_types` says, or else by the family's rule."""
+    kinds = hf.get("layer_types")
+    if not kinds:
+        return tuple(rule(index) for index in range(hf["num_hidden_layers"]))
+    unknown = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
+    if unknown:
+        raise ValueError(f"layer_types has {', '.join(unknown)}; supported are full_attention and sliding_attention")
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def windows_of(sliding: tuple[bool, ...], window: int | None) -> tuple[int | None, ...]:
+    """`ModelConfig.windows` of layers of which some slide."""
+    return tuple(window if slides else None for slides in sliding)
 
 
 def require(hf: Mapping[str, Any], key: str, supported: Any) -> None:
@@ -97,26 +130,36 @@ def require(hf: Mapping[str, Any], key: str, supported: Any) -> None:
         )
 
 
-def rope(hf: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
-    """Base frequency and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    theta = float(parameters.get("rope_theta", hf.get("rope_theta", 10_000.0)))
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind == "llama3":
-        return theta, Llama3Rope(
-            factor=parameters["factor"],
-            low_freq_factor=parameters["low_freq_factor"],
-            high_freq_factor=parameters["high_freq_factor"],
-            original_max_positions=parameters["original_max_position_embeddings"],
-        )
-    raise ValueError(f"rope type {kind!r} is not supported; supported are 'default' and 'llama3'")
+def needed(hf: Mapping[str, Any], *keys: str) -> Any:
+    """The value of the first of these keys that is there.
+
+    Raises:
+        ValueError: none is.
+    """
+    for key in keys:
+        if hf.get(key) is not None:
+            return hf[key]
+    raise ValueError(f"config.json of a {hf['model_type']} model lacks {' or '.join(keys)}")
 
 
-def _account_for_all_keys(hf: Mapping[str, Any], read: set[str]) -> None:
+def _max_positions(hf: Mapping[str, Any], ropes: tuple[Any, ...]) -> int:
+    """As the file says; the original context, if the embeddings are others for longer sequences."""
+    limits = [rope.scaling.original_max_positions for rope in ropes if rope and isinstance(rope.scaling, LongRope)]
+    return min([hf.get("max_position_embeddings", 2048), *limits])
+
+
+def _num_labels(hf: Mapping[str, Any]) -> int:
+    """Of a sequence classifier, else 0. A file without labels means transformers' default of two."""
+    architectures = hf.get("architectures") or []
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        return 0
+    return len(hf.get("id2label") or ()) or int(hf.get("num_labels") or 2)
+
+
+def _account_for_all_keys(hf: Mapping[str, Any], read: set[str] | frozenset[str]) -> None:
     if hf.get("quantization_config"):
         raise ValueError("the checkpoint is quantized (quantization_config); load the unquantized weights instead")
-    unknown = sorted(key for key, value in hf.items() if key not in read | METADATA and value not in (None, False))
+    known = read | METADATA | {"layer_types"}
+    unknown = sorted(key for key, value in hf.items() if key not in known and value not in (None, False))
     if unknown:
         warnings.warn(f"config.json keys that groupax does not know and does not apply: {unknown}", stacklevel=5)

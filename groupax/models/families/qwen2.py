@@ -4,9 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupax.models.config import ModelConfig
-from groupax.models.families.fields import common_fields
+from groupax.models.families.fields import model_config, sliding_layers, windows_of
+
+WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Llama with biases on the query, key and value projections, whatever the file says."""
-    return ModelConfig(**common_fields(hf), qkv_bias=True)
+    return model_config(hf, WINDOW_KEYS, windows=windows(hf), qkv_bias=True)
+
+
+def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Sliding ones in the layers from `max_window_layers` on, if they are switched on."""
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    sliding = sliding_layers(hf, lambda index: index >= hf.get("max_window_layers", 28))
+    return windows_of(sliding, window)

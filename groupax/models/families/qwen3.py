@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupax.models.config import ModelConfig
-from groupax.models.families.fields import common_fields
+from groupax.models.families.fields import model_config
+from groupax.models.families.qwen2 import WINDOW_KEYS, windows
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Llama with RMS norms on each head's queries and keys."""
-    attention_bias = hf.get("attention_bias", False)
-    fields = common_fields(hf, read_elsewhere=("attention_bias",))
-    if not hf.get("head_dim"):
-        fields["head_dim"] = 128  # the family's default, which is not hidden_size / num_heads
-    return ModelConfig(**fields, qkv_bias=attention_bias, o_bias=attention_bias, qk_norm=True)
+    hf = {**hf, "head_dim": hf.get("head_dim") or 128}  # the family's default, which is not hidden_size / num_heads
+    bias = hf.get("attention_bias", False)
+    reads = ("attention_bias", *WINDOW_KEYS)
+    return model_config(hf, reads, windows=windows(hf), qkv_bias=bias, o_bias=bias, qk_norm="head")

@@ -1,0 +1,39 @@
+"""Command R7B, Command A and Aya Expanse (Cohere 2)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from groupax.models.config import ModelConfig
+from groupax.models.families.cohere import KEYS, differs
+from groupax.models.families.fields import head_dim_of, model_config, require, sliding_layers, windows_of
+from groupax.models.families.rope import read_rope
+
+# What released files state and the architecture fixes.
+FIXED = {
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rotary_pct": 1.0,
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_parallel_embedding": True,
+    "use_qk_norm": False,
+}
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Cohere with sliding windows; positions enter there only, and not where a layer sees everything."""
+    hf = {"tie_word_embeddings": True, **hf}
+    for key, value in FIXED.items():
+        require(hf, key, value)
+    pattern = hf.get("sliding_window_pattern") or 4
+    sliding = sliding_layers(hf, lambda index: (index + 1) % pattern != 0)
+    windows = windows_of(sliding, hf.get("sliding_window", 4096))
+    rope = read_rope(hf, head_dim_of(hf), interleaved=True)
+    return model_config(
+        hf,
+        (*KEYS, *FIXED, "sliding_window", "sliding_window_pattern", "layer_types"),
+        ropes=tuple(None if window is None else rope for window in windows),
+        windows=windows,
+        **differs(hf),
+    )

@@ -1,0 +1,46 @@
+"""Gemma 2."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from groupax.models.config import ModelConfig
+from groupax.models.families.fields import model_config, require, sliding_layers, windows_of
+
+KEYS = (
+    "attention_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "hidden_activation",
+    "layer_types",
+    "query_pre_attn_scalar",
+    "sliding_window",
+    "use_bidirectional_attention",
+)
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Norms before and behind each part, softcaps, and a sliding window in every other layer."""
+    hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **with_defaults(hf)}
+    sliding = sliding_layers(hf, lambda index: index % 2 == 0)
+    return model_config(hf, KEYS, windows=windows_of(sliding, hf.get("sliding_window", 4096)), **differs(hf))
+
+
+def with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The file, with what holds for Gemma where it says nothing."""
+    require(hf, "use_bidirectional_attention", False)
+    activation = hf.get("hidden_activation") or "gelu_pytorch_tanh"
+    return {"head_dim": 256, "tie_word_embeddings": True, **hf, "hidden_act": activation}
+
+
+def differs(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 2 and 3 have in common."""
+    return {
+        "block": "both_norms",
+        "norm": "rms_around_zero",
+        "attention_scale": float(hf.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "attention_softcap": hf.get("attn_logit_softcapping"),
+        "logit_softcap": hf.get("final_logit_softcapping"),
+        "embedding_scale": float(hf.get("hidden_size", 1)) ** 0.5,
+        "qkv_bias": hf.get("attention_bias", False),
+        "o_bias": hf.get("attention_bias", False),
+    }

@@ -1,0 +1,14 @@
+"""OLMo 2."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from groupax.models.config import ModelConfig
+from groupax.models.families.fields import model_config
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Norms behind attention and feed-forward part instead of before, and on all queries and all keys of a token."""
+    hf = {"rms_norm_eps": 1e-5, **hf}
+    bias = hf.get("attention_bias", False)
+    return model_config(hf, ("attention_bias",), block="post_norm", qk_norm="all_heads", qkv_bias=bias, o_bias=bias)

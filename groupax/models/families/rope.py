@@ -1,0 +1,143 @@
+"""Reading what `config.json` says about rotary embeddings."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from groupax.models.config import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, RopeScaling, YarnRope
+
+
+class Parameters:
+    """One table of rotary parameters, of which every entry must be taken.
+
+    Args:
+        table: `rope_parameters` (transformers 5), `rope_scaling`, or an entry of it for one kind of layer.
+        hf: the parsed `config.json`.
+    """
+
+    def __init__(self, table: Mapping[str, Any] | None, hf: Mapping[str, Any]) -> None:
+        self.left = {key: value for key, value in (table or {}).items() if value is not None}
+        self.hf = hf
+        named = [self.left.pop(key) for key in ("rope_type", "type") if key in self.left]
+        self.kind: str = named[0] if named else "default"
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """The entry, or the default if there is none.
+
+        Raises:
+            ValueError: there is neither.
+        """
+        value = self.left.pop(name, default)
+        if value is None:
+            raise ValueError(f"rope type {self.kind!r} of config.json lacks {name}")
+        return value
+
+    @property
+    def original_max_positions(self) -> int:
+        """The context before scaling."""
+        own = self.take("original_max_position_embeddings", self.max_positions)
+        return self.hf.get("original_max_position_embeddings") or own
+
+    @property
+    def max_positions(self) -> int:
+        """The context after scaling."""
+        return self.hf.get("max_position_embeddings", 2048)
+
+
+def read_rope(
+    hf: Mapping[str, Any],
+    head_dim: int,
+    table: Mapping[str, Any] | None = None,
+    theta: float | None = None,
+    kinds: Mapping[str, str] | None = None,
+    partial: bool = False,
+    interleaved: bool = False,
+) -> Rope:
+    """The rotary embeddings of `rope_parameters` (transformers 5) or of `rope_theta` and `rope_scaling`.
+
+    Args:
+        hf: the parsed `config.json`.
+        head_dim: of queries and keys.
+        table: the parameters, if they are elsewhere.
+        theta: the base, if it is elsewhere.
+        kinds: what the family means by a name of a type, where that is something else.
+        partial: the family may turn a part of each head only.
+        interleaved: neighbouring dims are pairs.
+
+    Raises:
+        ValueError: the type is unknown, an entry is missing, or there is one that the type here has not.
+    """
+    if table is None:
+        table = hf.get("rope_parameters") or hf.get("rope_scaling")
+    parameters = Parameters(table, hf)
+    parameters.kind = (kinds or {}).get(parameters.kind, parameters.kind)
+    if parameters.kind not in _READERS:
+        raise ValueError(f"rope type {parameters.kind!r} is not supported; supported are {', '.join(_READERS)}")
+    theta = float(parameters.take("rope_theta", hf.get("rope_theta") or 10_000.0) if theta is None else theta)
+    part = float(parameters.take("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0))
+    if part != 1.0 and not partial:
+        raise ValueError(
+            f"config.json has partial_rotary_factor={part}; groupax supports only 1 for {hf['model_type']}"
+        )
+    dims = int(head_dim * part)
+    scaling, scale = _READERS[parameters.kind](parameters)
+    if parameters.left:
+        entries = ", ".join(f"{key}={value!r}" for key, value in sorted(parameters.left.items()))
+        raise ValueError(f"rope type {parameters.kind!r} of config.json has {entries}, which groupax does not apply")
+    if isinstance(scaling, LongRope) and {len(scaling.short_factors), len(scaling.long_factors)} != {dims // 2}:
+        raise ValueError(
+            f"rope type 'longrope' needs {dims // 2} factors, a pair of dims each; config.json has "
+            f"{len(scaling.short_factors)} short and {len(scaling.long_factors)} long ones"
+        )
+    return Rope(theta=theta, dims=dims, scaling=scaling, scale=scale, interleaved=interleaved)
+
+
+def _default(_: Parameters) -> tuple[None, float]:
+    return None, 1.0
+
+
+def _linear(parameters: Parameters) -> tuple[RopeScaling, float]:
+    return LinearRope(parameters.take("factor")), 1.0
+
+
+def _dynamic(parameters: Parameters) -> tuple[RopeScaling, float]:
+    return DynamicRope(parameters.take("factor"), parameters.max_positions), 1.0
+
+
+def _llama3(parameters: Parameters) -> tuple[RopeScaling, float]:
+    factor, low, high = (parameters.take(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    return Llama3Rope(factor, low, high, parameters.original_max_positions), 1.0
+
+
+def _yarn(parameters: Parameters) -> tuple[RopeScaling, float]:
+    """With the temperature of attention, 0.1 ln(factor) + 1, in cosines and sines (arXiv:2309.00071, equation 22)."""
+    original, factor = parameters.original_max_positions, parameters.left.pop("factor", None)
+    factor = factor or parameters.max_positions / original
+
+    def temperature(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    own, all_dims = (parameters.left.pop(name, 0.0) for name in ("mscale", "mscale_all_dim"))
+    scale = temperature(own) / temperature(all_dims) if own and all_dims else temperature(1.0)
+    betas = parameters.take("beta_fast", 32.0), parameters.take("beta_slow", 1.0)
+    scaling = YarnRope(factor, original, *betas, parameters.take("truncate", True))
+    return scaling, parameters.take("attention_factor", scale)
+
+
+def _long(parameters: Parameters) -> tuple[RopeScaling, float]:
+    """With sqrt(1 + ln(factor) / ln(original context)) in cosines and sines (arXiv:2402.13753's released code)."""
+    original = parameters.original_max_positions
+    factor = parameters.take("factor", parameters.max_positions / original)
+    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = (tuple(map(float, parameters.take(name))) for name in ("short_factor", "long_factor"))
+    return LongRope(short, long, original), parameters.take("attention_factor", scale)
+
+
+_READERS: dict[str, Callable[[Parameters], tuple[RopeScaling | None, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _long,
+}

@@ -1,0 +1,39 @@
+"""SmolLM 3."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from groupax.models.config import ModelConfig
+from groupax.models.families.fields import head_dim_of, model_config, needed, sliding_layers, windows_of
+from groupax.models.families.rope import read_rope
+
+KEYS = (
+    "attention_bias",
+    "layer_types",
+    "max_window_layers",
+    "mlp_bias",
+    "no_rope_layer_interval",
+    "no_rope_layers",
+    "sliding_window",
+    "use_sliding_window",
+)
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Llama in which every fourth layer, or those that the file says, do without positions."""
+    hf = {"rope_theta": 2e6, "tie_word_embeddings": True, **hf}
+    rope, num_layers = read_rope(hf, head_dim_of(hf)), needed(hf, "num_hidden_layers")
+    interval = hf.get("no_rope_layer_interval", 4)
+    # 1 in `no_rope_layers` stands for a layer with positions
+    turns = hf.get("no_rope_layers") or [(index + 1) % interval != 0 for index in range(num_layers)]
+    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    bias = hf.get("attention_bias", False)
+    return model_config(
+        hf,
+        KEYS,
+        ropes=tuple(rope if each else None for each in turns[:num_layers]),
+        windows=windows_of(sliding_layers(hf, lambda index: not turns[index]), window),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=hf.get("mlp_bias", False),
+    )

@@ -1,0 +1,96 @@
+"""Rotary embeddings: the angles by which positions turn pairs of dims, and the turn (arXiv:2104.09864)."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from groupax.models.config import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
+from groupax.models.layers import rounded
+
+Tables = tuple[Array, Array]
+
+
+def frequencies(rope: Rope, max_positions: int) -> Float[np.ndarray, "R"]:
+    """Radians per position of each of the R = `dims` / 2 pairs, float32.
+
+    Args:
+        rope: of a layer.
+        max_positions: the longest sequence, on which some scalings depend. It stands for all sequences of a model, so
+            that a token's keys do not depend on how long its sequence becomes.
+    """
+    plain = rope.theta ** -(np.arange(0, rope.dims, 2) / rope.dims)
+    match rope.scaling:
+        case None:
+            scaled = plain
+        case LinearRope(factor):
+            scaled = plain / factor
+        case DynamicRope():
+            scaled = _dynamic(rope, rope.scaling, max_positions)
+        case Llama3Rope():
+            scaled = _llama3(plain, rope.scaling)
+        case YarnRope():
+            scaled = _yarn(rope, plain, rope.scaling)
+        case LongRope(short_factors, long_factors, original):
+            scaled = plain / np.asarray(long_factors if max_positions > original else short_factors)
+    return scaled.astype(np.float32)
+
+
+def rope_tables(rope: Rope, max_positions: int, positions: Int[Array, "M"], dtype: jnp.dtype) -> Tables:
+    """Cosine and sine of each position's angles, [M, 1, R] each: computed in float32, then cast."""
+    angles = positions[:, None, None].astype(jnp.float32) * frequencies(rope, max_positions)[None, None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.scale != 1.0:
+        cos, sin = rounded(cos * np.float32(rope.scale)), rounded(sin * np.float32(rope.scale))
+    return cos.astype(dtype), sin.astype(dtype)
+
+
+def rotate(x: Float[Array, "M N H"], tables: Tables, interleaved: bool = False) -> Float[Array, "M N H"]:
+    """Turn the pairs of the first 2 R dims, as Hugging Face checkpoints pair them; further dims stay as they are."""
+    cos, sin = tables
+    dims = 2 * cos.shape[-1]
+    turned, kept = x[..., :dims], x[..., dims:]
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+        pairs = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        turned = pairs.reshape(turned.shape)
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([turned, kept], axis=-1) if kept.shape[-1] else turned
+
+
+def _dynamic(rope: Rope, scaling: DynamicRope, max_positions: int) -> np.ndarray:
+    """With theta (factor n / original - factor + 1)^(dims / (dims - 2)) as the base, for sequences of n positions."""
+    longest, factor = max(max_positions, scaling.original_max_positions), scaling.factor
+    growth = factor * longest / scaling.original_max_positions - (factor - 1)
+    theta = rope.theta * growth ** (rope.dims / (rope.dims - 2))
+    return theta ** -(np.arange(0, rope.dims, 2) / rope.dims)
+
+
+def _llama3(plain: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
+    """Pairs that turn less than `low_freq_factor` times within the original context are slowed by `factor`.
+
+    Those that turn more than `high_freq_factor` times are kept, and the rest is blended linearly in the number of turns
+    (Llama 3.1's released model code; arXiv:2407.21783, section 3.4.2).
+    """
+    turns = scaling.original_max_positions * plain / (2 * np.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    return plain * (kept + (1.0 - kept) / scaling.factor)
+
+
+def _yarn(rope: Rope, plain: np.ndarray, scaling: YarnRope) -> np.ndarray:
+    """Pairs that turn more than `beta_fast` times in the original context are kept, less than `beta_slow` slowed.
+
+    Between them the blend is linear in the pair's index (arXiv:2309.00071, section 3.2).
+    """
+
+    def pair_that_turns(times: float) -> float:
+        return rope.dims * np.log(scaling.original_max_positions / (times * 2 * np.pi)) / (2 * np.log(rope.theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, rope.dims - 1)
+    slowed = np.clip((np.arange(rope.dims // 2) - low) / (high - low or 0.001), 0.0, 1.0)
+    return plain * (1.0 - slowed) + plain / scaling.factor * slowed

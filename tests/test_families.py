@@ -1,0 +1,474 @@
+"""Families: what `transformers` computes, we compute; what we save, it loads."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from groupax import Engine, SamplingParams, init_model, load_model, save_model
+from groupax.batch import Row, pack
+from groupax.models.attention import attend
+from groupax.models.config import DynamicRope, LongRope, Rope
+from groupax.models.decoder import causal_hidden, head_weights, logits, routed_forward
+from groupax.models.experts import Routing, grouped, load_balancing_loss, one_by_one
+from groupax.models.families import FAMILIES, read_config
+from groupax.models.flops import activation_bytes_per_token, forward_flops
+from groupax.models.layers import vocabulary_logits
+from groupax.models.logprobs import token_logprobs
+from groupax.models.rope import frequencies
+from groupax.objective.aggregation import Denominators
+from groupax.objective.settings import ObjectiveSettings
+from groupax.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
+from groupax.parallel.mesh import make_mesh, num_data_shards
+from groupax.step import ROUTER_LOSS, micro_step, to_rows, zero_totals
+
+from .conftest import one_device_mesh
+
+BASE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.0, 2.0, 3.0, 5.0]}
+MOE = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+# Settings of each family, at least three, unusual ones among them.
+CONFIGS = {
+    "llama": [
+        {"tie_word_embeddings": True, "rope_parameters": LINEAR},
+        {"num_key_value_heads": 4, "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 32}},
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 6, "num_key_value_heads": 1, "rope_parameters": DYNAMIC},
+        {"rope_parameters": YARN, "head_dim": 16},
+        {"rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0, "mscale": 0.7, "mscale_all_dim": 1.3}},
+    ],
+    "mistral": [
+        {"sliding_window": 8},
+        {"sliding_window": None, "head_dim": 10, "tie_word_embeddings": True},
+        {"sliding_window": 17, "num_key_value_heads": 1, "rope_parameters": YARN},
+    ],
+    "qwen2": [
+        {"tie_word_embeddings": True},
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": YARN | {"attention_factor": 1.5}},
+    ],
+    "qwen3": [
+        {"head_dim": 16, "tie_word_embeddings": True},
+        {"head_dim": 10, "attention_bias": True, "num_key_value_heads": 4},
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING, FULL]},
+    ],
+    "cohere": [
+        {},
+        {"use_qk_norm": True, "logit_scale": 0.5, "num_key_value_heads": 1},
+        {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4, "rope_parameters": LINEAR},
+    ],
+    "cohere2": [
+        {"sliding_window": 8, "layer_types": [SLIDING, FULL]},
+        {"sliding_window": 5, "num_hidden_layers": 4, "attention_bias": True, "logit_scale": 0.3},
+        {"sliding_window": 300, "num_key_value_heads": 1, "tie_word_embeddings": False, "rope_parameters": YARN},
+    ],
+    "gemma2": [
+        {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+        {"sliding_window": 64, "head_dim": 16, "attn_logit_softcapping": 2.0, "num_key_value_heads": 1},
+        {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": False, "attn_logit_softcapping": None},
+    ],
+    "gemma3_text": [
+        {"sliding_window": 8, "head_dim": 8, "layer_types": [SLIDING, FULL]},
+        {
+            "sliding_window": 5,
+            "head_dim": 16,
+            "num_hidden_layers": 6,
+            "rope_parameters": {FULL: LINEAR | {"rope_theta": 1e6}, SLIDING: {"rope_theta": 1e3}},
+        },
+        {"head_dim": 10, "num_key_value_heads": 4, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 20},
+    ],
+    "phi3": [
+        {"sliding_window": 12},
+        {"num_key_value_heads": 4, "rope_parameters": LONG, "original_max_position_embeddings": 64},
+        {"hidden_size": 64, "partial_rotary_factor": 0.5, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ],
+    "olmo2": [
+        {},
+        {"num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+        {"attention_bias": True, "num_key_value_heads": 4, "rope_parameters": DYNAMIC},
+    ],
+    "smollm3": [
+        {"no_rope_layers": [1, 0]},
+        {"num_hidden_layers": 4, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6, "num_key_value_heads": 1},
+    ],
+    "granite": [
+        {"attention_multiplier": 0.2, "logits_scaling": 4.0},
+        {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "attention_bias": True},
+        {"num_key_value_heads": 1, "mlp_bias": True, "tie_word_embeddings": True, "attention_multiplier": 0.35},
+    ],
+    "mixtral": [
+        {"num_local_experts": 4, **MOE},
+        {"num_local_experts": 3, **MOE, "sliding_window": 9, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        {"num_local_experts": 5, **MOE, "num_experts_per_tok": 1, "head_dim": 10, "rope_parameters": LINEAR},
+    ],
+    "qwen3_moe": [
+        {"num_experts": 4, "moe_intermediate_size": 24, **MOE, "head_dim": 8},
+        {"num_experts": 6, "moe_intermediate_size": 16, **MOE, "norm_topk_prob": True, "mlp_only_layers": [0]},
+        {
+            "num_experts": 3,
+            "moe_intermediate_size": 40,
+            **MOE,
+            "num_hidden_layers": 3,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 10,
+            "attention_bias": True,
+        },
+    ],
+}
+CASES = [(family, change) for family, changes in CONFIGS.items() for change in changes]
+LENGTHS = (50, 37, 3)
+
+
+def test_every_family_has_cases():
+    assert set(CONFIGS) == set(FAMILIES)
+    assert min(map(len, CONFIGS.values())) >= 3
+
+
+LOADED = [("mistral", 0), ("gemma3_text", 0), ("phi3", 0), ("smollm3", 2), ("mixtral", 1)]
+
+
+@pytest.mark.parametrize(("family", "index"), LOADED)
+def test_what_is_saved_is_loaded_and_the_window_is_where_it_should_be(tmp_path, family, index):
+    model = init_model({**BASE, "model_type": family, **CONFIGS[family][index]}, seed=2)
+    save_model(model, tmp_path / "model")
+    again = load_model(tmp_path / "model")
+    for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    tokens = np.random.default_rng(0).integers(3, 96, (1, 40)).astype(np.int32)
+    changed = tokens.copy()
+    changed[0, 5] += 1
+    a, b = (np.asarray(logits(model.config, model.params, jnp.asarray(each)))[0] for each in (tokens, changed))
+    reach = 40 if None in model.config.windows else 5 + sum(window - 1 for window in model.config.windows) + 1
+    np.testing.assert_array_equal(a[:5], b[:5])
+    assert np.abs(a[5] - b[5]).max() > 0
+    np.testing.assert_allclose(a[reach:], b[reach:], atol=1e-6)
+
+
+def test_names_in_files_are_those_of_the_families(tmp_path):
+    phi = init_model({**BASE, "model_type": "phi3"})
+    tensors = load_file(save_model(phi, tmp_path / "phi") / "model.safetensors")
+    qkv = np.concatenate([phi.params["layers"][1][name] for name in "qkv"])
+    np.testing.assert_array_equal(tensors["model.layers.1.self_attn.qkv_proj.weight"], qkv)
+    assert tensors["model.layers.0.mlp.gate_up_proj.weight"].shape == (128, 32)
+    mixtral = init_model({**BASE, "model_type": "mixtral", "num_local_experts": 3, **MOE})
+    tensors = load_file(save_model(mixtral, tmp_path / "mixtral") / "model.safetensors")
+    w3 = tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    np.testing.assert_array_equal(w3, mixtral.params["layers"][1]["expert_up"][2])
+    (tmp_path / "mixtral" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="no safetensors"):
+        load_model(tmp_path / "mixtral")
+
+
+def test_fused_and_stacked_weights_are_placed_as_the_mesh_says(tmp_path):
+    mesh = make_mesh((1, 2, 2, 1, 1))
+    for family, change in (("phi3", {}), ("mixtral", {"num_local_experts": 4, **MOE})):
+        model = init_model({**BASE, "model_type": family, **change}, seed=1)
+        again = load_model(save_model(model, tmp_path / family), mesh=mesh)
+        for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert again.params["layers"][0]["expert_up"].addressable_shards[0].data.shape == (2, 64, 16)
+
+
+# -- rotary embeddings
+
+
+def test_long_factors_are_for_models_of_longer_sequences(tmp_path):
+    hf = {**BASE, "model_type": "phi3", "rope_scaling": {**LONG, "type": "su"}, "original_max_position_embeddings": 64}
+    hf["rope_scaling"].pop("rope_type")
+    config = read_config(hf)
+    assert config.max_positions == 64
+    assert isinstance(config.ropes[0].scaling, LongRope)
+    assert config.ropes[0].scale == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)))
+    short, long = (frequencies(config.ropes[0], positions) for positions in (64, 65))
+    np.testing.assert_allclose(short / long, np.divide(LONG["long_factor"], LONG["short_factor"]), rtol=1e-6)
+    save_model(init_model(hf), tmp_path / "model")
+    assert load_model(tmp_path / "model", max_positions=200).config.max_positions == 200
+    with pytest.raises(ValueError, match="exceeds the model's 64 positions"):
+        Engine(config, {"embed": jnp.zeros((96, 32))}, make_mesh(), ()).generate([3], SamplingParams(max_tokens=64))
+
+
+def test_the_base_grows_with_the_context_beyond_the_original():
+    rope = Rope(theta=1e4, dims=8, scaling=DynamicRope(2.0, 100))
+    np.testing.assert_array_equal(frequencies(rope, 50), frequencies(Rope(theta=1e4, dims=8), 50))
+    grown = Rope(theta=1e4 * 3 ** (8 / 6), dims=8)  # 2 * 200 / 100 - 1
+    np.testing.assert_allclose(frequencies(rope, 200), frequencies(grown, 200), rtol=1e-6)
+
+
+# -- softcaps
+
+
+def test_softcapped_log_probs_are_those_of_a_dense_softmax():
+    rng = np.random.default_rng(0)
+    hidden, head = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((23, 8), (50, 8)))
+    targets = jnp.asarray(rng.integers(0, 50, 23), jnp.int32)
+    weights = jnp.asarray(rng.normal(size=23), jnp.float32)
+
+    def dense(hidden, head):
+        logp = jax.nn.log_softmax(3.0 * jnp.tanh(hidden @ head.T) / 0.7)
+        return jnp.take_along_axis(logp, targets[:, None], axis=1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+
+    def ours(hidden, head):
+        return token_logprobs(hidden, head, targets, 0.7, softcap=3.0)
+
+    for a, b in zip(ours(hidden, head), dense(hidden, head), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    of_ours, of_dense = (
+        jax.grad(lambda h, w, f=f: jnp.sum(f(h, w)[0] * weights) + jnp.sum(f(h, w)[1]), argnums=(0, 1))(hidden, head)
+        for f in (ours, dense)
+    )
+    for a, b in zip(of_ours, of_dense, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+# -- mixtures of experts
+
+
+def test_both_ways_through_the_experts_are_the_sum_over_them():
+    rng = np.random.default_rng(0)
+    x, gate, up, down = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((11, 8), (5, 6, 8), (5, 6, 8), (5, 8, 6))
+    )
+    chosen = jnp.asarray(np.argsort(rng.random((11, 5)))[:, :2], jnp.int32)
+    weights = jnp.asarray(rng.random((11, 2)), jnp.float32)
+
+    def expert(x, e):
+        return (jax.nn.silu(x @ gate[e].T) * (x @ up[e].T)) @ down[e].T
+
+    expected = [
+        sum(w * expert(row, e) for w, e in zip(ws, es, strict=True))
+        for row, ws, es in zip(x, weights, chosen, strict=True)
+    ]
+    for way in (grouped, one_by_one):
+        np.testing.assert_allclose(way(x, weights, chosen, gate, up, down, "silu"), expected, atol=1e-4)
+    grads = [
+        jax.grad(
+            lambda *args, way=way: jnp.sum(jnp.square(way(args[0], args[1], chosen, *args[2:], "silu"))), range(5)
+        )(x, weights, gate, up, down)
+        for way in (grouped, one_by_one)
+    ]
+    for a, b in zip(*grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_the_load_balancing_loss_counts_real_tokens_of_all_layers():
+    rng = np.random.default_rng(0)
+    probs = jnp.asarray(rng.dirichlet(np.ones(4), (2, 6)), jnp.float32)
+    chosen = jnp.argsort(-probs, axis=-1)[..., :2].astype(jnp.int32)
+    routings = [Routing(p, c) for p, c in zip(probs, chosen, strict=True)]
+    counted = jnp.array([True] * 5 + [False])
+    frequency = np.bincount(np.asarray(chosen[:, :5]).reshape(-1), minlength=4) / 10
+    expected = 4 * np.sum(frequency * np.asarray(probs[:, :5]).mean(axis=(0, 1)))
+    assert float(load_balancing_loss(routings, counted)) == pytest.approx(expected, rel=1e-5)
+    even = Routing(jnp.full((4, 4), 0.25), jnp.array([[0, 1], [2, 3], [0, 2], [1, 3]]))
+    assert float(load_balancing_loss([even], jnp.ones(4, bool))) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "coef", [None, pytest.param(0.0, marks=pytest.mark.heavy), pytest.param(3.0, marks=pytest.mark.heavy)]
+)
+def test_the_router_loss_is_added_whatever_the_number_of_devices(coef):
+    hf = {**BASE, "model_type": "mixtral", "num_local_experts": 4, **MOE, "num_hidden_layers": 1}
+    rng = np.random.default_rng(1)
+    rows = []
+    for group, prompt_length in enumerate((3, 9, 5, 7)):
+        for length in (6, 11):
+            mask, tokens = np.ones(length, bool), rng.integers(0, 96, length)
+            rows.append(Row(group, rng.integers(0, 96, prompt_length), tokens, mask, 0.0, np.zeros(length)))
+    settings = ObjectiveSettings(router_aux_loss_coef=coef)
+    counts = Denominators(jnp.float32(len(rows)), jnp.float32(sum(len(row.completion) for row in rows)))
+
+    def totals_on(mesh):
+        model = init_model(hf, seed=1, mesh=mesh)
+        totals = zero_totals(model.params, settings=settings)
+        (part,), _ = pack(rows, num_data_shards(mesh), 4096, share_prefix="never")
+        static = {"config": model.config, "settings": settings, "mesh": mesh, "checkpointing": "full"}
+        return micro_step(model.params, totals, to_rows(part.batch, mesh), counts, jnp.float32(0.0), **static)[0]
+
+    one, four = totals_on(one_device_mesh()), totals_on(make_mesh())
+    balance = float(one.tally.sums[ROUTER_LOSS]) / float(counts.num_tokens)
+    assert 2.0 < balance < 2.5
+    assert float(one.loss) == pytest.approx((0.02 if coef is None else coef) * balance, rel=1e-5)
+    assert float(four.loss) == pytest.approx(float(one.loss), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(one.grads), jax.tree.leaves(four.grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert (float(jnp.abs(one.grads["layers"][0]["router"]).max()) > 0) == (coef != 0.0)
+
+
+# -- costs
+
+
+def test_costs_count_the_experts_of_a_token_and_the_columns_of_a_window():
+    def config(**change):
+        return read_config({**BASE, "model_type": "mixtral", "num_local_experts": 8, **MOE, **change})
+
+    one, two = (forward_flops(config(num_experts_per_tok=n), [(0, [1])]) for n in (1, 2))
+    assert two - one == 2 * 2 * 3 * 32 * 64  # two layers, two per entry of three matrices
+    whole, window = (forward_flops(config(sliding_window=w), [(10, [5])]) for w in (None, 4))
+    per_column = 2 * 4 * 4 * 8
+    assert whole - window == per_column * (15 * 16 // 2 - (4 * 5 // 2 + 11 * 4))
+    bytes_of = [activation_bytes_per_token(config(num_experts_per_tok=n), 4, "dots") for n in (1, 2)]
+    assert bytes_of[0] < bytes_of[1] < 2 * bytes_of[0]
+
+
+def test_8_bits_leave_routers_and_experts_alone():
+    hf = {**BASE, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24, **MOE, "head_dim": 8}
+    model = init_model(hf)
+    layer = Engine(model.config, model.params, model.mesh, (), weights="int8").params["layers"][0]
+    assert {name for name, weight in layer.items() if hasattr(weight, "qvalue")} == {"q", "k", "v", "o"}
+
+
+def test_norms_with_a_row_for_each_head_are_no_matrices():
+    params = init_model({**BASE, "model_type": "cohere", "use_qk_norm": True}).params
+    settings = OptimizerSettings(weight_decay=0.5, max_grad_norm=0.0)
+    optimizer = make_optimizer(settings, make_schedule(ScheduleSettings(learning_rate=0.1), 10))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
+    assert float(jnp.abs(updates["layers"][0]["q_norm"]).max()) == 0
+    assert float(jnp.abs(updates["layers"][0]["q"]).max()) > 0
+
+
+# -- against PyTorch
+
+
+def torch_model(family, change):
+    """A random model of `transformers` with weights of a size at which everything matters."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **{**BASE, **change})
+    logit_scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            around = (
+                0.0 if (weight.ndim > 1 and "norm" not in name) or name.endswith("bias") or "gemma" in family else 1.0
+            )
+            size = 0.15 if weight.ndim > 1 else 0.3
+            size = size / logit_scale if "embed" in name or "lm_head" in name else size
+            weight.copy_(around + size * torch.randn(weight.shape))
+    return model.eval()
+
+
+def torch_logits(model, rows, length):
+    """Logits of left-padded rows of this length."""
+    import torch
+
+    tokens, mask = np.zeros((2, len(rows), length), np.int64)
+    for index, row in enumerate(rows):
+        tokens[index, length - len(row) :] = row
+        mask[index, length - len(row) :] = 1
+    positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+    with torch.no_grad():
+        arrays = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+        logits = model(**{name: torch.tensor(array) for name, array in arrays.items()}).logits.numpy()
+    return [out[length - len(row) :] for out, row in zip(logits, rows, strict=True)]
+
+
+def our_logits(model, rows, length):
+    tokens = np.zeros((len(rows), length), np.int32)
+    starts = np.array([length - len(row) for row in rows], np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, starts[index] :] = row
+    hidden = causal_hidden(model.config, model.params, jnp.asarray(tokens), jnp.asarray(starts))
+    logits = vocabulary_logits(hidden, head_weights(model.params), model.config.logit_softcap)
+    return [out[start:] for out, start in zip(np.asarray(logits), starts, strict=True)]
+
+
+def check_logits(ours, theirs, atol=1e-4):
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=atol, rtol=0)
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("error:config.json keys")
+@pytest.mark.parametrize(("family", "change"), CASES, ids=str)
+def test_logits_are_those_of_transformers(tmp_path, family, change):
+    from transformers import AutoModelForCausalLM
+
+    theirs = torch_model(family, change)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs", mesh=one_device_mesh())
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(3, 96, length) for length in LENGTHS]
+    expected = torch_logits(theirs, rows, length=56)
+    assert 0.5 < np.std(expected[0]) < 50
+    check_logits(our_logits(ours, rows, length=56), expected)
+    check_logits([our_logits(ours, [row], len(row))[0] for row in rows], expected)
+
+    save_model(ours, tmp_path / "ours")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    check_logits(torch_logits(again, rows, length=56), expected, atol=1e-6)
+
+    engine = Engine(ours.config, ours.params, ours.mesh, eos_ids=())
+    prompts = [row[:20].astype(np.int32) for row in rows]
+    for group in engine.generate(prompts, SamplingParams(n=2, max_tokens=30)):
+        for sequence in group:
+            whole = np.concatenate([sequence.prompt, sequence.tokens])
+            out = torch_logits(theirs, [whole], len(whole))[0][len(sequence.prompt) - 1 : -1]
+            logps = out - np.log(np.sum(np.exp(out), axis=-1, keepdims=True))
+            np.testing.assert_allclose(
+                sequence.policy_logps, logps[np.arange(len(logps)), sequence.tokens], atol=1e-4, rtol=0
+            )
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 40, "max_position_embeddings": 160}),
+        ("llama", {"rope_parameters": {**DYNAMIC}, "max_position_embeddings": 30}),
+    ],
+)
+def test_sequences_beyond_the_original_context(tmp_path, family, change):
+    theirs = torch_model(family, change)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs", mesh=one_device_mesh(), max_positions=50)
+    row = np.random.default_rng(0).integers(3, 96, 50)
+    check_logits(our_logits(ours, [row], 50), torch_logits(theirs, [row], 50))
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_the_router_loss_is_that_of_transformers(tmp_path):
+    import torch
+
+    theirs = torch_model("mixtral", {"num_local_experts": 4, **MOE})
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs", mesh=one_device_mesh())
+    tokens = np.random.default_rng(0).integers(3, 96, (1, 40))
+    expected = theirs(input_ids=torch.tensor(tokens), output_router_logits=True).aux_loss.item()
+    _, routings = routed_logits(ours, tokens)
+    assert float(load_balancing_loss(routings, jnp.ones(40, bool))) == pytest.approx(expected, rel=1e-5)
+
+
+def routed_logits(model, tokens):
+    def attend_causally(layer, q, k, v):
+        how = model.config.attention(layer)
+        return attend(q[None], k[None], v[None], jnp.zeros(1, jnp.int32), how)[0]
+
+    flat = jnp.asarray(tokens[0], jnp.int32)
+    return routed_forward(model.config, model.params, flat, jnp.arange(len(flat)), attend_causally)

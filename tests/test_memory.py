@@ -1,0 +1,82 @@
+"""Loading holds one copy of the weights, whatever the number of devices."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from groupax.models.families import read_config
+from groupax.models.specs import num_params, spec_leaves
+
+GB = 10**9
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14_336,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": False,
+}
+# In a process of its own, whose peak nothing else has part in.
+LOAD = """
+import resource, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+from groupax import load_model
+from groupax.parallel.mesh import make_mesh
+
+model = load_model(sys.argv[1], mesh=make_mesh((1, -1, 1, 1, 1)))
+q = model.params["layers"][0]["q"]
+assert q.addressable_shards[0].data.shape == (4096, 512), q.sharding
+print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def write_checkpoint(folder, hf, num_files=4):
+    """Random bytes of a model in bfloat16, one file at a time; its size in bytes."""
+    import ml_dtypes
+
+    specs = list(spec_leaves(read_config(hf)))
+    bits = np.random.default_rng(0).integers(0, 1 << 15, 1 << 20, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    weight_map = {}
+    for number in range(num_files):
+        name = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        part = specs[number * len(specs) // num_files : (number + 1) * len(specs) // num_files]
+        save_file({spec.name: np.resize(bits, spec.shape) for spec in part}, folder / name)
+        weight_map |= dict.fromkeys((spec.name for spec in part), name)
+    (folder / "config.json").write_text(json.dumps(hf))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return 2 * num_params(read_config(hf))
+
+
+def layers_that_fit(folder):
+    """Of the 8B shape, as many as disk and memory of this machine bear."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    allowed = min(0.72 * available, 0.8 * shutil.disk_usage(folder).free)
+    sizes = {n: 2 * num_params(read_config({**LLAMA_8B, "num_hidden_layers": n})) for n in range(1, 33)}
+    return max((n for n, size in sizes.items() if size <= allowed), default=0)
+
+
+@pytest.mark.heavy
+def test_loading_onto_eight_devices_needs_one_copy(tmp_path):
+    num_layers = layers_that_fit(tmp_path)
+    if num_layers < 4:
+        pytest.skip("not enough memory or disk for four layers of the 8B shape")
+    size = write_checkpoint(tmp_path, {**LLAMA_8B, "num_hidden_layers": num_layers})
+    done = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, check=True)
+    peak = int(done.stdout)
+    print(f"{num_layers} layers, {size / GB:.2f} GB: peak {peak / GB:.2f} GB")
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    assert peak < 1.3 * size, f"peak {peak / GB:.2f} GB for {num_layers} layers of {size / GB:.2f} GB"
