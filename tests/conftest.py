@@ -43,6 +43,13 @@ def one_device_mesh():
     return jax.sharding.Mesh(make_mesh().devices.reshape(-1)[:1].reshape((1,) * len(AXES)), AXES)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _programs_are_given_back():
+    """Compiled programs of a whole suite take gigabytes; those on disk are quick to load again."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def stories() -> Path:
     """The real 260K-parameter story model; tests that need it skip where it is not."""

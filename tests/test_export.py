@@ -142,8 +142,13 @@ class Hub(BaseHTTPRequestHandler):
         return False
 
     def do_GET(self):
-        if self.allowed():
-            self.answer(200, {"sha": "0" * 40, "siblings": [], "id": "me/model"})
+        if not self.allowed():
+            return
+        name = "/".join(self.path.split("/")[3:5]).partition("?")[0]
+        if self.path.startswith("/api/models/") and name not in self.server.private:
+            self.answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
+        else:
+            self.answer(200, {"sha": "0" * 40, "siblings": [], "id": name})
 
     def do_POST(self):
         if not self.allowed():
@@ -157,7 +162,8 @@ class Hub(BaseHTTPRequestHandler):
                 self.answer(403, {"error": "You don't have the rights"})
                 return
             exists = name in hub.private
-            hub.private.setdefault(name, asked.get("private"))
+            # clients before 2.0 say "private"
+            hub.private.setdefault(name, asked.get("private") or asked.get("visibility") == "private")
             url = f"http://127.0.0.1:{hub.server_port}/{name}"
             self.answer(409 if exists else 200, {"url": url, "id": name, "name": name})
         elif self.path == "/api/validate-yaml":
