@@ -30,6 +30,7 @@ from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
 from groupax.step import (
     TrainState,
+    across_shards,
     apply_update,
     compute_view,
     init_state,
@@ -151,7 +152,7 @@ class Learner:
         coef = applied_coef(self.entropy, settings.entropy)
         packed = self._pack(rows)
         trained = self._trained() if self.frozen else self.policy
-        totals = zero_totals(trained, settings=settings.objective)
+        totals = zero_totals(trained, settings=settings.objective, mesh=self.mesh)
         logps = []
         for part in packed:
             with self._memory_explained(part):
@@ -169,9 +170,10 @@ class Learner:
                     checkpointing=settings.gradient_checkpointing,
                     dropout_rate=self.dropout_rate,
                 )
-                if self.on_cpu:  # the virtual devices' collectives can starve each other when several steps are queued
-                    jax.block_until_ready(totals)
+                if self.on_cpu and self.config.experts:
+                    jax.block_until_ready(totals)  # collectives of virtual devices can starve each other in a queue
             logps.append(logp)
+        totals = across_shards(totals, mesh=self.mesh)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
         self.state, grad_norm, made = apply_update(self.state, totals.grads, totals.loss, optimizer=self.optimizer)
         self.policy = self._policy()

@@ -1,6 +1,7 @@
 """The optimizer step: gradients of micro-batches added up, then one update of the master weights.
 
-Each device of the data axes works on its own rows; gradients and metrics are summed over them.
+Each device of the data axes works on its own rows, and adds up gradients and metrics by itself; they meet once, before the
+update.
 """
 
 from functools import partial
@@ -50,7 +51,7 @@ class TrainState:
 
 @pytree
 class Totals:
-    """What an optimizer step's micro-batches add up to.
+    """What an optimizer step's micro-batches add up to; of each device, along a first dim, until `across_shards`.
 
     Attributes:
         grads: of the loss, float32.
@@ -81,9 +82,20 @@ def compute_view(params: Params, *, dtype: Any) -> Params:
     return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params)
 
 
-@partial(jax.jit, static_argnames=("settings",))
-def zero_totals(params: Params, *, settings: ObjectiveSettings) -> Totals:
-    """Totals before the first micro-batch."""
+@partial(jax.jit, static_argnames=("settings", "mesh"))
+def zero_totals(params: Params, *, settings: ObjectiveSettings, mesh: Mesh) -> Totals:
+    """Each device's totals before the first micro-batch."""
+    program = jax.shard_map(
+        lambda params: jax.tree.map(lambda x: x[None], _zeros(params, settings)),
+        mesh=mesh,
+        in_specs=REPLICATED,
+        out_specs=ROWS,
+        check_vma=False,
+    )
+    return program(params)
+
+
+def _zeros(params: Params, settings: ObjectiveSettings) -> Totals:
     own = empty_objective_tally(settings)
     has_router = any("router" in layer for layer in params["layers"])
     own = _joined(own, empty_tally([ROUTER_LOSS] if has_router else [], [], []))
@@ -115,7 +127,7 @@ def micro_step(
     checkpointing: Checkpointing,
     dropout_rate: float = 0.0,
 ) -> tuple[Totals, Float[Array, "B T"]]:
-    """Add a micro-batch's loss, gradients and metrics to the totals of its optimizer step.
+    """Add a micro-batch's loss, gradients and metrics to each device's totals of its optimizer step.
 
     Args:
         params: what is trained, in the compute dtype.
@@ -159,18 +171,29 @@ def micro_step(
         sampled_under = logp if evidence.old_logp is None else evidence.old_logp
         logp_diff = jnp.where(evidence.mask, jnp.abs(sampled_under - evidence.rollout_logp), 0.0)
         own = Tally({f"{LOGP_DIFF}_mean": jnp.sum(logp_diff)}, {}, {f"{LOGP_DIFF}_max": jnp.max(logp_diff)})
-        grads, loss = lax.psum((grads, loss), DATA)
-        new_totals = Totals(
-            grads=jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), totals.grads, grads),
-            loss=totals.loss + loss,
-            tally=merge(totals.tally, across_devices(_joined(tally, own), DATA)),
+        before = jax.tree.map(lambda x: x[0], totals)
+        after = Totals(
+            grads=jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), before.grads, grads),
+            loss=before.loss + loss,
+            tally=merge(before.tally, _joined(tally, own)),
         )
-        return new_totals, logp
+        return jax.tree.map(lambda x: x[None], after), logp
 
-    in_specs = (REPLICATED, REPLICATED, ROWS, REPLICATED, REPLICATED, REPLICATED, REPLICATED)
-    out_specs = (REPLICATED, ROWS)
-    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    in_specs = (REPLICATED, ROWS, ROWS, REPLICATED, REPLICATED, REPLICATED, REPLICATED)
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)
     return program(params, totals, batch, counts, entropy_coef, frozen, dropout_key)
+
+
+@partial(jax.jit, static_argnames=("mesh",), donate_argnames=("totals",))
+def across_shards(totals: Totals, *, mesh: Mesh) -> Totals:
+    """The totals of all devices together."""
+
+    def local(totals: Totals) -> Totals:
+        own = jax.tree.map(lambda x: x[0], totals)
+        grads, loss = lax.psum((own.grads, own.loss), DATA)
+        return Totals(grads, loss, across_devices(own.tally, DATA))
+
+    return jax.shard_map(local, mesh=mesh, in_specs=ROWS, out_specs=REPLICATED, check_vma=False)(totals)
 
 
 @partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("state", "grads"))

@@ -14,7 +14,7 @@ from groupax.objective.aggregation import Denominators
 from groupax.objective.settings import ObjectiveSettings
 from groupax.parallel.mesh import num_data_shards
 from groupax.recipes import load_recipe
-from groupax.step import LOGP_DIFF, micro_step, score, to_rows, zero_totals
+from groupax.step import LOGP_DIFF, across_shards, micro_step, score, to_rows, zero_totals
 
 from .conftest import TINY
 
@@ -67,7 +67,7 @@ def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
     engine = Engine(model.config, model.params, model.mesh, eos_ids=(2,))
     rows = rows_of(engine.generate(prompts, SamplingParams(n=8, max_tokens=64)), prompts)
     counts = Denominators(jnp.float32(64.0), jnp.float32(64.0 * 64))
-    totals = zero_totals(model.params, settings=ObjectiveSettings())
+    totals = zero_totals(model.params, settings=ObjectiveSettings(), mesh=model.mesh)
     for part in pack(rows, num_data_shards(model.mesh), 2000)[0]:
         totals, _ = micro_step(
             model.params,
@@ -80,6 +80,7 @@ def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
             mesh=model.mesh,
             checkpointing="none",
         )
+    totals = across_shards(totals, mesh=model.mesh)
     assert float(totals.tally.maxima[f"{LOGP_DIFF}_max"]) == 0.0
 
 
@@ -151,10 +152,11 @@ def test_sharing_prompts_changes_neither_loss_nor_gradients():
     static = {"config": model.config, "settings": settings, "mesh": model.mesh, "checkpointing": "none"}
 
     def loss_and_grads(share_prefix):
-        totals = zero_totals(model.params, settings=settings)
+        totals = zero_totals(model.params, settings=settings, mesh=model.mesh)
         for part in pack(rows, num_data_shards(model.mesh), 300, share_prefix=share_prefix)[0]:
             batch = to_rows(part.batch, model.mesh)
             totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)
+        totals = across_shards(totals, mesh=model.mesh)
         return jax.tree.leaves((totals.loss, totals.grads))
 
     for a, b in zip(loss_and_grads("always"), loss_and_grads("never"), strict=True):

@@ -23,7 +23,7 @@ from groupax.objective.aggregation import Denominators
 from groupax.objective.settings import ObjectiveSettings
 from groupax.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
 from groupax.parallel.mesh import make_mesh, num_data_shards
-from groupax.step import ROUTER_LOSS, micro_step, to_rows, zero_totals
+from groupax.step import ROUTER_LOSS, across_shards, micro_step, to_rows, zero_totals
 
 from .conftest import one_device_mesh
 
@@ -300,10 +300,12 @@ def test_the_router_loss_is_added_whatever_the_number_of_devices(coef):
 
     def totals_on(mesh):
         model = init_model(hf, seed=1, mesh=mesh)
-        totals = zero_totals(model.params, settings=settings)
+        totals = zero_totals(model.params, settings=settings, mesh=mesh)
         (part,), _ = pack(rows, num_data_shards(mesh), 4096, share_prefix="never")
         static = {"config": model.config, "settings": settings, "mesh": mesh, "checkpointing": "full"}
-        return micro_step(model.params, totals, to_rows(part.batch, mesh), counts, jnp.float32(0.0), **static)[0]
+        batch = to_rows(part.batch, mesh)
+        totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)
+        return across_shards(totals, mesh=mesh)
 
     one, four = totals_on(one_device_mesh()), totals_on(make_mesh())
     balance = float(one.tally.sums[ROUTER_LOSS]) / float(counts.num_tokens)
