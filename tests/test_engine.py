@@ -537,7 +537,7 @@ def test_little_memory_makes_sequences_wait_and_does_not_show(tiny_model, expect
     assert tokens_of(engine.generate(PROMPTS, PARAMS)) == expected
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_sequences_that_make_room_begin_again_and_end_the_same(tiny_model, num_devices, monkeypatch):
     params = SamplingParams(n=4, max_tokens=150, seed=3, ignore_eos=True)
     prompts = PROMPTS[:6]

@@ -175,6 +175,7 @@ def test_train_command_with_a_file_dataset(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_the_arithmetic_recipe_runs_and_reports(tmp_path, capsys):
     argv = ["train", "--recipe", "arithmetic", "--output_dir", str(tmp_path / "run"), "--max_steps", "2"]
     assert main([*argv, "--prompts_per_step", "4", "--progress_bar", "rich"]) == 0

@@ -127,7 +127,8 @@ def test_a_4_bit_checkpoint_of_another_layout_is_refused(saved, tmp_path):
         load_model(tmp_path / "nf4")
 
 
-@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_an_adapter_learns_on_a_quantized_base(saved, tmp_path, kind):
     settings = {"lora_r": 8, "learning_rate": 1e-2, "max_steps": 24, "base_weights": kind, "beta": 1e-3}
     trainer = a_trainer(tmp_path, model=str(saved), **settings)

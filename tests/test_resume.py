@@ -322,7 +322,7 @@ def check_killed(tmp_path, num_kills, settings, seed):
     return log
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_killed_in_the_middle_it_goes_on_exactly(tmp_path):
     check_killed(tmp_path, 1, {"max_steps": 6}, seed=0)
 
