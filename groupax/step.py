@@ -1,7 +1,7 @@
 """The optimizer step: gradients of micro-batches added up, then one update of the master weights.
 
-Each device of the data axes works on its own rows, and adds up gradients and metrics by itself; they meet once, before the
-update.
+Each device of the data axes works on its own rows, and adds up gradients and metrics by itself; they meet once, before
+the update.
 """
 
 from functools import partial

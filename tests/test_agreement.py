@@ -84,7 +84,7 @@ def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
     assert float(totals.tally.maxima[f"{LOGP_DIFF}_max"]) == 0.0
 
 
-@pytest.mark.parametrize("group_size", [1, 8])
+@pytest.mark.parametrize("group_size", [pytest.param(1, marks=pytest.mark.heavy), 8])
 def test_short_prompts_and_heads_of_their_own_agree_bit_for_bit(group_size):
     recipe = load_recipe("arithmetic")
     engine = Engine.load(recipe.model)
@@ -106,6 +106,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("family", "change", "tolerance"), FAMILIES, ids=str)
 def test_families_agree(family, change, tolerance):
     model = init_model({**TINY, "model_type": family, "head_dim": 8, **change}, seed=1)

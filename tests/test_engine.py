@@ -37,6 +37,7 @@ def expected(tiny_model):
     return tokens_of(engine_for(tiny_model).generate(PROMPTS, PARAMS))
 
 
+@pytest.mark.heavy
 def test_real_model_greedy_story(stories):
     model = load_model(stories)
     reference = np.load(stories / "greedy_reference.npz")
@@ -537,7 +538,8 @@ def test_little_memory_makes_sequences_wait_and_does_not_show(tiny_model, expect
     assert tokens_of(engine.generate(PROMPTS, PARAMS)) == expected
 
 
-@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.heavy), 2])
+@pytest.mark.heavy
+@pytest.mark.parametrize("num_devices", [1, 2])
 def test_sequences_that_make_room_begin_again_and_end_the_same(tiny_model, num_devices, monkeypatch):
     params = SamplingParams(n=4, max_tokens=150, seed=3, ignore_eos=True)
     prompts = PROMPTS[:6]
@@ -563,6 +565,7 @@ def test_sequences_that_make_room_begin_again_and_end_the_same(tiny_model, num_d
     assert max(slots * columns for slots, columns in shapes) <= plan.max_tokens
 
 
+@pytest.mark.heavy
 def test_columns_become_fewer_when_long_completions_have_ended(tiny_model, monkeypatch):
     engine = engine_for(tiny_model, num_devices=1, max_slots=2)
     sequences = engine.sequences([PROMPTS[0]], SamplingParams(n=12, max_tokens=40, seed=3, ignore_eos=True))
@@ -668,6 +671,7 @@ def test_the_cache_may_have_its_own_dtype(tiny_model, dtype):
 # -- weights in fewer bits
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.03), ("int8", 0.03), ("float8", 0.1)])
 def test_weights_in_fewer_bits_give_nearly_the_same_log_probs(tiny_model, dtype, bound):
     params = SamplingParams(n=2, max_tokens=1, temperature=0.0)

@@ -95,6 +95,7 @@ def test_merge_convert_and_quantize(folders, capsys):
     assert not (folder / "x").exists()
 
 
+@pytest.mark.heavy
 def test_a_run_states_itself_in_its_card(tmp_path):
     trainer = a_trainer(tmp_path, lora_r=2, max_steps=1)
     trainer.train()

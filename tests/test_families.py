@@ -284,6 +284,7 @@ def test_the_load_balancing_loss_counts_real_tokens_of_all_layers():
     assert float(load_balancing_loss([even], jnp.ones(4, bool))) == pytest.approx(2.0)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "coef", [None, pytest.param(0.0, marks=pytest.mark.heavy), pytest.param(3.0, marks=pytest.mark.heavy)]
 )

@@ -231,6 +231,7 @@ def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
     assert "model.safetensors" not in files
 
 
+@pytest.mark.heavy
 def test_everything_that_an_adapter_can_train_is_trained(tmp_path):
     model = init_model({**MODEL, "model_type": "qwen2", "tie_word_embeddings": False})
     lora = LoRAConfig(r=2, target_modules=("q_proj",), bias="all", modules_to_save=("lm_head", "model.norm"))
@@ -247,6 +248,7 @@ def test_everything_that_an_adapter_can_train_is_trained(tmp_path):
     np.testing.assert_array_equal(policy["head"], trainer.learner.state.params["head"])
 
 
+@pytest.mark.heavy
 def test_an_adapter_goes_on_where_it_was(tmp_path):
     save_model(init_model(MODEL, seed=0), tmp_path / "base")
     first = a_trainer(tmp_path, model=str(tmp_path / "base"), lora_r=4, learning_rate=3e-2)

@@ -147,6 +147,7 @@ def test_an_entropy_that_is_not_differentiated_has_no_gradient():
     assert float(jnp.abs(jax.grad(entropy)(hidden, False)).max()) == 0
 
 
+@pytest.mark.heavy
 def test_attention_in_blocks_is_attention(monkeypatch):
     rng = np.random.default_rng(0)
 

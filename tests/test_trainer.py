@@ -68,7 +68,10 @@ def test_it_learns(tmp_path):
             {"updates_per_rollout": 2, "num_iterations": 2, "prompts_per_step": 2, "beta": 0.05, "max_steps": 6},
             marks=pytest.mark.heavy,
         ),
-        {"mask_truncated_completions": True, "loss_type": "grpo", "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+        pytest.param(
+            {"mask_truncated_completions": True, "loss_type": "grpo", "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+            marks=pytest.mark.heavy,
+        ),
     ],
     ids=str,
 )
@@ -98,10 +101,7 @@ def test_micro_batches_change_the_result_by_rounding_only(tmp_path):
 
 @pytest.mark.parametrize(
     "loss_type",
-    [
-        pytest.param(word, marks=[] if word in ("dapo", "vespo") else pytest.mark.heavy)
-        for word in get_args(LossType)
-    ],
+    [pytest.param(word, marks=[] if word in ("dapo", "vespo") else pytest.mark.heavy) for word in get_args(LossType)],
 )
 def test_every_loss_trains(tmp_path, loss_type):
     trainer = a_trainer(tmp_path, loss_type=loss_type, epsilon_high=0.3, num_iterations=2, max_steps=2)
@@ -199,6 +199,7 @@ def test_a_models_own_weights_stay_as_they_are(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("settings", [{"gradient_checkpointing": "full"}, {"dtype": "bfloat16"}], ids=str)
 def test_other_ways_to_compute(tmp_path, settings):
     for name, extra in (("plain", {}), ("other", settings)):

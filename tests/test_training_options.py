@@ -27,6 +27,7 @@ def leaves(trainer):
 # -- reuse of rollouts
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("reuse", [{"num_iterations": 3}, {"updates_per_rollout": 2}], ids=str)
 def test_the_first_update_on_a_rollout_needs_no_old_logprobs_and_has_ratio_one(tmp_path, reuse):
     trainer = a_trainer(tmp_path, prompts_per_step=2, max_steps=3, learning_rate=3e-2, **reuse)
@@ -118,6 +119,7 @@ def test_refilled_prompts_draw_other_numbers(tmp_path):
     assert len({tuple(row.completion_ids.tolist()) for group in groups for row in group}) > 24
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "settings",
     [
@@ -175,6 +177,7 @@ def test_only_top_entropy_tokens_are_trained_on_however_the_step_is_cut(tmp_path
     np.testing.assert_allclose(*grads, rtol=1e-5)
 
 
+@pytest.mark.heavy
 def test_the_entropy_bonus_keeps_the_policy_open(tmp_path):
     entropies = []
     for coef in (0.0, 0.3):
@@ -193,6 +196,7 @@ def test_the_adaptive_bonus_is_applied_below_its_target(tmp_path):
     assert [line["entropy_coef"] for line in lines_of(tmp_path / "above")] == [0.2, 0.0]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("settings", "metric"),
     [
@@ -234,6 +238,7 @@ def test_pass_at_k_is_the_unbiased_estimate():
     assert metrics["groups/all_right_frac"] == metrics["groups/all_wrong_frac"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.heavy
 def test_solved_groups_are_reported(tmp_path):
     def right(completions, gold):
         return [float(index % 4 == 0) if letter == "a" else None for index, letter in enumerate(gold)]
@@ -262,6 +267,7 @@ def test_flops_are_two_per_weight_and_token_and_some_attention():
 # -- precision
 
 
+@pytest.mark.heavy
 def test_masters_move_in_bfloat16_as_in_float32(tmp_path):
     """At a rate of 1e-6 a bfloat16 weight cannot move; its float32 master moves as it would in float32."""
     moved = {}
@@ -422,6 +428,7 @@ def test_every_setting_survives_the_round_trip():
 # -- what rollouts decode with
 
 
+@pytest.mark.heavy
 def test_rollouts_may_decode_with_fewer_bits_and_little_memory(tmp_path):
     options = {"kv_cache_dtype": "bfloat16", "kv_cache_gb": 0.001, "rollout_correction": "token_truncate"}
     trainer = a_trainer(tmp_path, max_steps=2, decoding_weights="int8", **options)
@@ -443,6 +450,7 @@ def test_fewer_bits_without_a_correction_are_told():
 # -- how updates are computed
 
 
+@pytest.mark.heavy
 def test_ways_of_computing_the_same_update(tmp_path):
     ways = {
         "plain": {},
@@ -492,6 +500,7 @@ def test_the_micro_batch_follows_the_memory(tmp_path, monkeypatch):
     assert by_way == sorted(by_way)
 
 
+@pytest.mark.heavy
 def test_a_trace_of_some_steps(tmp_path):
     a_trainer(tmp_path, max_steps=4, profile=1).train()
     assert list((tmp_path / "run" / "profile").rglob("*.json.gz"))
