@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Most of the quick tests' time is compilation; what needs programs as users have them is marked heavy.
+QUICK := --xla_backend_optimization_level=0
+
 .PHONY: demo test lint parity bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 -m "not parity and not heavy"
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK)" $(BIN)/python -m pytest -n 2 -m "not parity and not heavy"
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

@@ -46,7 +46,7 @@ def trainer_logps(model, rows, temperature, micro_batch_tokens, share_prefix="au
     return [logps[index] for index in range(len(rows))]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.7, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("micro_batch_tokens", [4096, 200])
 def test_engine_and_trainer_logps_are_equal_on_the_real_model(stories, temperature, micro_batch_tokens):
     model = load_model(stories)
@@ -84,7 +84,8 @@ def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
     assert float(totals.tally.maxima[f"{LOGP_DIFF}_max"]) == 0.0
 
 
-@pytest.mark.parametrize("group_size", [pytest.param(1, marks=pytest.mark.heavy), 8])
+@pytest.mark.heavy
+@pytest.mark.parametrize("group_size", [1, 8])
 def test_short_prompts_and_heads_of_their_own_agree_bit_for_bit(group_size):
     recipe = load_recipe("arithmetic")
     engine = Engine.load(recipe.model)
@@ -139,6 +140,7 @@ def test_grouped_logps_are_those_of_the_whole_sequence(family):
         np.testing.assert_allclose(logp, expected, atol=1e-5)
 
 
+@pytest.mark.heavy
 def test_sharing_prompts_changes_neither_loss_nor_gradients():
     model = init_model({**TINY, "head_dim": 8}, seed=1)
     rng = np.random.default_rng(1)

@@ -219,7 +219,7 @@ def test_never_begins_anew(stopped, tmp_path):
         ({"optimizer": "lion"}, "optimizer: 'adamw' in the checkpoint, 'lion' now"),
         ({"beta": 0.1}, "beta: 0.0 in the checkpoint, 0.1 now"),
         ({"dataset": PROMPTS[:6]}, "train_dataset.prompts: 8 in the checkpoint, 6 now"),
-        ({"model": init_model({**TINY, "vocab_size": 13}, seed=1)}, "weights: '"),
+        ({"model": init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=1)}, "weights: '"),
         ({"model": init_model({**TINY, "vocab_size": 16}, seed=0)}, "model.vocab_size: 13 in the checkpoint, 16 now"),
     ],
     ids=lambda value: str(value)[:40],
@@ -494,6 +494,7 @@ def dies_once(completion_ids):
     return count_a(completion_ids)
 
 
+@pytest.mark.heavy
 def test_a_lost_reward_worker_is_replaced(tmp_path):
     marker = tmp_path / "died"
     os.environ["GROUPAX_TEST_MARKER"] = str(marker)
@@ -627,7 +628,11 @@ def test_a_bucket_that_cannot_be_reached(tmp_path, url, message):
 
 
 def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys):
-    save_model(init_model({**TINY, "vocab_size": 13}), tmp_path / "model", a_tokenizer(eos_token="<eos>"))
+    save_model(
+        init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}),
+        tmp_path / "model",
+        a_tokenizer(eos_token="<eos>"),
+    )
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in ("ab", "cd")))
     run = tmp_path / "run"
     flags = f"--model {tmp_path}/model --dataset {tmp_path}/data.jsonl --output_dir {run} --progress_bar none"

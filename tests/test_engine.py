@@ -650,6 +650,7 @@ def test_the_store_keeps_the_most_recent_within_its_size():
     assert (len(store), store.num_bytes) == (0, 0)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_the_cache_may_have_its_own_dtype(tiny_model, dtype):
     params = SamplingParams(n=2, max_tokens=20, temperature=0.0, ignore_eos=True)

@@ -267,8 +267,8 @@ def test_the_lines_of_trainable_parameters(tmp_path, capsys):
     a_trainer(tmp_path, lora_r=2, lora_target_modules=("q_proj",)).print_trainable_parameters()
     a_trainer(tmp_path).print_trainable_parameters()
     adapter, whole = capsys.readouterr().out.splitlines()
-    assert adapter == "trainable params: 256 || all params: 19,264 || trainable%: 1.3289"
-    assert whole == "trainable params: 19,008 || all params: 19,008 || trainable%: 100.0000"
+    assert adapter == "trainable params: 128 || all params: 9,856 || trainable%: 1.2987"
+    assert whole == "trainable params: 9,728 || all params: 9,728 || trainable%: 100.0000"
 
 
 @pytest.mark.heavy

@@ -159,7 +159,11 @@ def test_train_command_with_a_file_dataset(tmp_path, capsys):
 
     from .test_config_and_data import a_tokenizer
 
-    save_model(init_model({**TINY, "vocab_size": 13}), tmp_path / "model", a_tokenizer(eos_token="<eos>"))
+    save_model(
+        init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}),
+        tmp_path / "model",
+        a_tokenizer(eos_token="<eos>"),
+    )
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in ("ab", "cd")))
     flags = "--prompts_per_step 2 --num_generations 2 --max_completion_length 8 --max_steps 2 --progress_bar json"
     argv = f"train --model {tmp_path}/model --dataset {tmp_path}/data.jsonl --output_dir {tmp_path}/run {flags}".split()

@@ -87,7 +87,8 @@ def test_fewer_rows_than_shards():
     assert sum(len(part.rows) for parts in each.shards for part in parts) == 2
 
 
-@pytest.mark.parametrize("mean", [20, pytest.param(96, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("mean", [20, 96])
 def test_over_many_steps_padding_is_little_and_shapes_are_few(mean):
     rng = np.random.default_rng(2)
     shapes, padding, counts = [], [], []

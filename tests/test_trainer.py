@@ -40,7 +40,7 @@ def a_trainer(tmp_path, rewards=count_a, dataset=PROMPTS, model=None, eval_datas
             **settings,
         }
     )
-    model = model or init_model({**TINY, "vocab_size": 13}, seed=0)
+    model = model or init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
     tokenizer = a_tokenizer(eos_token="<eos>")
     return GRPOTrainer(model, rewards, args, dataset, eval_dataset, tokenizer, peft_config=peft_config)
 
@@ -192,7 +192,7 @@ def test_a_trainer_that_cannot_be_made_moves_nothing(tmp_path):
 
 
 def test_a_models_own_weights_stay_as_they_are(tmp_path):
-    model = init_model({**TINY, "vocab_size": 13}, seed=0)
+    model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
     before = jax.device_get(model.params)
     a_trainer(tmp_path, model=model, max_steps=2).train()
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(model.params), strict=True):
@@ -211,6 +211,7 @@ def test_other_ways_to_compute(tmp_path, settings):
         np.testing.assert_allclose(other["grad_norm"], plain["grad_norm"], rtol=1e-5)
 
 
+@pytest.mark.heavy
 def test_bfloat16_trains_float32_masters(tmp_path):
     trainer = a_trainer(tmp_path, dtype="bfloat16", learning_rate=1e-6, max_steps=2)
     start = jax.device_get(trainer.learner.state.params)
@@ -245,7 +246,7 @@ def test_a_model_without_eos_is_told_of(tmp_path, caplog):
 
 
 def test_an_update_that_is_not_finite_is_skipped(tmp_path):
-    model = init_model({**TINY, "vocab_size": 13}, seed=0)
+    model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
     trainer = a_trainer(tmp_path, model=model, learning_rate=1e-2, max_steps=1)
     rows = [
         Row(0, np.array([3, 4]), np.array([5, 6]), np.ones(2, bool), float("nan"), np.zeros(2)),

@@ -58,6 +58,7 @@ def test_the_old_logprobs_are_those_of_the_first_update(tmp_path):
         np.testing.assert_allclose(row.old_logp, logp, atol=1e-6)
 
 
+@pytest.mark.heavy
 def test_with_several_iterations_ratios_leave_one_and_it_still_learns(tmp_path):
     trainer = a_trainer(tmp_path, num_iterations=4, max_steps=40, learning_rate=1e-2)
     trainer.train()
@@ -188,6 +189,7 @@ def test_the_entropy_bonus_keeps_the_policy_open(tmp_path):
     assert entropies[1] > entropies[0] + 0.3
 
 
+@pytest.mark.heavy
 def test_the_adaptive_bonus_is_applied_below_its_target(tmp_path):
     settings = {"use_adaptive_entropy": True, "entropy_coef_delta": 0.1, "entropy_target": 10.0}
     a_trainer(tmp_path, max_steps=4, entropy_coef_max=0.25, **settings).train()
