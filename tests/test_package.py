@@ -19,19 +19,23 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 # A module imports from its own line or from those above it.
 LAYERS = [
     ["errors", "pytree", "remote", "preemption", "objective.settings", "objective", "parallel.runtime"],
+    ["evaluation.estimates", "evaluation.paired", "evaluation.sets"],
     ["config", "parallel"],
     ["models", "tokenizer"],
     ["engine", "data", "packing"],
     ["batch"],
     ["rollout", "optimizer"],
     ["rewards", "metrics", "health", "hub"],
+    ["evaluation.answers", "evaluation.items"],
     ["progress", "profiling", "tracking", "step", "card", "run_state"],
-    ["evaluate", "learner"],
+    ["evaluation", "learner"],
     ["run_log"],
     ["checkpoints"],
     ["trainer"],
-    ["report", "recipes", "commands"],
+    ["report", "recipes"],
+    ["commands", "eval_commands"],
     ["cli"],
+    ["scripts"],
     ["__main__", "__init__"],
 ]
 WITHOUT_JAX = [
@@ -46,6 +50,8 @@ WITHOUT_JAX = [
     "groupax.remote",
     "groupax.run_state",
     "groupax.tracking",
+    "groupax.evaluation.items",
+    "groupax.recipes.gsm8k",
     "groupax.checkpoints.store",
     "groupax.cli",
 ]
