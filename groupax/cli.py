@@ -5,7 +5,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -102,17 +102,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    return exit_status(f"groupax {arguments[0]}", lambda: COMMANDS[arguments[0]](arguments[1:]))
+
+
+def exit_status(name: str, command: Callable[[], object]) -> int:
+    """Run a command of that name, and tell mistakes and faults in one line."""
     try:
-        COMMANDS[arguments[0]](arguments[1:])
+        command()
     except PreemptedError as stopped:  # it was told, and what to do
         return PREEMPTED if stopped.code == PREEMPTED else 1
     except (ValueError, TypeError) as error:
         if error.__traceback__ and _raised_outside(error):
             raise
-        print(f"groupax {arguments[0]}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     except RunError as error:
-        print(f"groupax {arguments[0]}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -121,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(arguments: Sequence[str]) -> None:
     """`groupax train`."""
-    _train(
+    start(
         tyro.cli(
             Train, prog="groupax train", args=list(arguments), default=train_defaults(arguments), use_underscores=True
         )
@@ -134,7 +139,7 @@ def resume(arguments: Sequence[str]) -> None:
         raise ValueError("which run? groupax resume RUN_DIR [options of groupax train that are to differ]")
     run = arguments[0].rstrip("/")
     default = resumed_command(run)
-    _train(
+    start(
         tyro.cli(Train, prog="groupax resume RUN_DIR", args=list(arguments[1:]), default=default, use_underscores=True)
     )
 
@@ -236,25 +241,19 @@ CHECKPOINT_ACTIONS = {
 }
 
 
-def _train(command: Train) -> None:
+def start(command: Train) -> None:
+    """Train, and if there are held-out prompts, report how the model does before and after.
+
+    Raises:
+        ValueError: something is missing that no recipe has, or cannot be.
+    """
     recipe = load_recipe(command.recipe) if command.recipe else None
     model: Any = command.model or (recipe and recipe.model)
     rewards: Any = command.reward_funcs or (recipe and recipe.reward_funcs)
     for name, value in (("model", model), ("dataset", command.dataset or recipe), ("reward_funcs", rewards)):
         if not value:
             raise ValueError(f"--{name} is missing; give it, or a --recipe that has it ({', '.join(RECIPES)})")
-    run_training(command, recipe, model, list(rewards))
 
-
-def run_training(command: Train, recipe: Recipe | None, model: str, rewards: list[Any]) -> None:
-    """Train, and if there are held-out prompts, report how the model does before and after.
-
-    Args:
-        command: data and settings.
-        recipe: makes prompts of the rows.
-        model: a folder or hub id.
-        rewards: reward functions.
-    """
     from groupax.evaluation.sets import ONLY_SET, sources_by_name
 
     dataset: Any = recipe.train_dataset(command.dataset) if recipe else command.dataset
@@ -275,7 +274,7 @@ def run_training(command: Train, recipe: Recipe | None, model: str, rewards: lis
     from groupax.report import BeforeAfter, write_report
     from groupax.trainer import GRPOTrainer
 
-    trainer = GRPOTrainer(model, rewards, args, dataset, sets)
+    trainer = GRPOTrainer(model, list(rewards), args, dataset, sets)
     trainer.run_folder.command = _recorded(command)
     if sets is None:
         trainer.train()

@@ -142,7 +142,8 @@ def _read_folder(folder: Path, name: str, splits: Sequence[str], subset: str | N
     if (folder / "dataset_dict.json").is_file():
         from datasets import load_from_disk
 
-        return _pick(load_from_disk(str(folder)), splits, f"{name}: the folder {folder}")
+        saved: Any = load_from_disk(str(folder))
+        return _pick(saved, splits, f"{name}: the folder {folder}")
     if (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file():
         from datasets import load_from_disk
 

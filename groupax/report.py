@@ -103,8 +103,8 @@ def difference_table(title: str, comparison: Comparison, before: Metrics, after:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for header in ("", "before", "after", "difference, 95 % interval", "p"):
-        table.add_column(header, justify="left" if header == "" else "right")
+    for header in ("", "before", "after", "difference", "p"):
+        table.add_column(header, justify="left" if header == "" else "right", no_wrap=True)
     for name, pair in comparison.differences.items():
         p_value = "-" if np.isnan(pair.p_value) else f"{pair.p_value:.2g}"
         table.add_row(name, f"{pair.before:.3f}", f"{pair.after:.3f}", f"{pair.difference}", p_value)
@@ -120,7 +120,7 @@ def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
 
     table = Table(title=title, title_justify="left")
     for header in ("", "mean", "95 % interval", "method", "items"):
-        table.add_column(header, justify="right" if header in ("mean", "items") else "left")
+        table.add_column(header, justify="right" if header in ("mean", "items") else "left", no_wrap=True)
     for name, each in estimates.items():
         table.add_row(
             name, f"{each.value:.4f}", f"{each.low:.4f} to {each.high:.4f}", each.method, f"{each.num_items:,}"
@@ -185,7 +185,6 @@ def _summary(
         for when, evaluation in (("before", report.before), ("after", report.after))
         if all("pass@1" in evaluation.sets[name].estimates for name in sets)
     }
-    clipped = [metrics["completions/clipped_ratio"] for metrics in logged if "completions/clipped_ratio" in metrics]
     first = next(iter(sets))
     return {
         **{f"pass_at_1_{when}": values[first] for when, values in solved.items() if len(values) == 1},
@@ -194,7 +193,8 @@ def _summary(
         "rollout_tokens_per_s": round(report.result.rollout_tokens_per_s, 1),
         "verdicts": verdicts,
         "train_prompts": dict(report.train_prompts),
-        "train_completions_truncated": round(float(np.mean(clipped)), 4) if clipped else None,
+        "train_completions_truncated": _mean(logged, "completions/clipped_ratio"),
+        "train_groups_without_signal": _mean(logged, "frac_reward_zero_std"),
         "sets": sets,
     }
 
@@ -202,16 +202,25 @@ def _summary(
 _COUNTS = {"used": "", "dropped": "_dropped", "truncated": "_truncated", "unscorable": "_unscorable"}
 
 
+def _mean(logged: Sequence[Mapping[str, float]], name: str) -> float | None:
+    values = [metrics[name] for metrics in logged if metrics.get(name) is not None]
+    return round(float(np.mean(values)), 4) if values else None
+
+
 def _what_was_left_out(summary: Mapping[str, Any]) -> str:
-    """Prompts that were too long and completions that were cut off, a line per dataset."""
+    """Prompts that were too long, completions that were cut off, groups without signal: a line per dataset."""
     counts, clipped = summary["train_prompts"], summary["train_completions_truncated"]
     rows = [("training", counts, clipped)]
     rows += [(name, each["prompts"], each["completions_truncated"]["after"]) for name, each in summary["sets"].items()]
-    return "\n".join(
+    lines = [
         f"{name}: {counts['used']:,} prompts; too long: {counts['dropped']:,} dropped, {counts['truncated']:,} cut"
         + ("" if clipped is None else f"; completions cut off at the limit: {_percent(clipped)}")
         for name, counts, clipped in rows
-    )
+    ]
+    without_signal = summary["train_groups_without_signal"]
+    if without_signal is not None:
+        lines[0] += f"; groups without signal, whose completions all got one reward: {_percent(without_signal)}"
+    return "\n".join(lines)
 
 
 def _solved(evaluation: SetEvaluation) -> str:

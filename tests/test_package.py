@@ -185,11 +185,21 @@ def test_the_arithmetic_recipe_runs_and_reports(tmp_path, capsys):
     argv = ["train", "--recipe", "arithmetic", "--output_dir", str(tmp_path / "run"), "--max_steps", "2"]
     assert main([*argv, "--prompts_per_step", "4", "--progress_bar", "rich"]) == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert set(result) == {"pass_at_1_before", "pass_at_1_after", "steps", "train_seconds", "rollout_tokens_per_s"}
     assert 0.2 < result["pass_at_1_before"] < 0.5
+    found = result["sets"]["eval"]
+    assert found["before"]["pass@1"]["value"] == result["pass_at_1_before"]
+    assert found["comparison"]["differences"]["pass@1"]["test"] == "mcnemar, exact"
+    assert found["prompts"] == {"used": 500, "dropped": 0, "truncated": 0, "unscorable": 0}
+    assert result["steps"] == 2
+    assert "pass@1 went from" in result["verdicts"]["eval"]
     assert (tmp_path / "run" / "reward.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert "before and after, 500 held-out prompts" in out
+    assert "training: 4,096 prompts; too long: 0 dropped, 0 cut" in out
+    before, after = (str(tmp_path / "run" / "evaluations" / f"{when}.eval.jsonl") for when in ("before", "after"))
+    assert main(["compare", before, after, "--to", str(tmp_path / "compared.json")]) == 0
+    compared = json.loads((tmp_path / "compared.json").read_text())["after.eval"]
+    assert compared == found["comparison"]
     assert "mean reward by step" in out
 
 

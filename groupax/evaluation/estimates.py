@@ -39,12 +39,13 @@ class Estimate:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def mean_share(shares: Sequence[float], num_draws: int = 1) -> Estimate:
+def mean_share(shares: Sequence[float] | np.ndarray, num_draws: int = 1) -> Estimate:
     """The mean of a share per item, such as the share of its completions that are right, or its pass@k.
 
-    The interval is Wilson's score interval for p = mean(shares) with the number of independent draws that has the
-    variance seen between items, n = p (1 - p) / (var(shares) / N), at least N and at most N * num_draws. For one
-    completion per item n is N: Wilson's interval itself. It has a width even where all items agree.
+    The interval is Wilson's score interval for p = mean(shares) with as many independent draws as have the spread seen
+    between items, n = N p (1 - p) / var(shares), at least N and at most N * num_draws. Variance and p of this n are
+    taken with one item more, half of it right and half wrong, so that they tell something where items agree. For one
+    completion per item n is N: Wilson's interval itself.
 
     Args:
         shares: [N], each in [0, 1].
@@ -56,15 +57,17 @@ def mean_share(shares: Sequence[float], num_draws: int = 1) -> Estimate:
     N = values.size
     if N == 0:
         return Estimate(math.nan, math.nan, math.nan, WILSON, 0)
-    p, variance = float(values.mean()), float(values.var())
-    n = p * (1.0 - p) * N / variance if variance > 0 else math.inf if 0 < p < 1 else N
+    p = float(values.mean())
+    mean = (values.sum() + 0.5) / (N + 1)
+    variance = (((values - mean) ** 2).sum() + 0.5 * (mean**2 + (1.0 - mean) ** 2)) / (N + 1)
+    n = N * mean * (1.0 - mean) / variance
     n = min(max(n, float(N)), float(N * num_draws))
     center = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
     half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
     return Estimate(p, max(0.0, center - half), min(1.0, center + half), WILSON, N)
 
 
-def mean_value(values: Sequence[float]) -> Estimate:
+def mean_value(values: Sequence[float] | np.ndarray) -> Estimate:
     """The mean of any number per item, with Student's interval, mean +- t s / sqrt(N).
 
     Args:

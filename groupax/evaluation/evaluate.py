@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from groupax.config import nearest
 from groupax.data import PromptSet
-from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.evaluation.answers import ACCURACY_REWARDS
 from groupax.evaluation.estimates import Estimate
@@ -19,6 +18,9 @@ from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import score_groups
 from groupax.rollout import rollout
+
+if TYPE_CHECKING:
+    from groupax.engine.engine import Engine
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +61,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine,
+    engine: "Engine",
     tokenizer: Any,
     runner: RewardRunner,
     weights: np.ndarray,

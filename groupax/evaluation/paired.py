@@ -38,7 +38,7 @@ class PairedDifference:
         return self.difference.low > 0 or self.difference.high < 0
 
 
-def paired_difference(before: Sequence[float], after: Sequence[float]) -> PairedDifference:
+def paired_difference(before: Sequence[float] | np.ndarray, after: Sequence[float] | np.ndarray) -> PairedDifference:
     """The mean difference over items.
 
     Where an item is right or wrong (all values 0 or 1), the interval is Wald's over (gained + 1) / (N + 2) and
