@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -362,6 +363,8 @@ class Sampled:
 class ScriptedEngine:
     """Gives the completions that it is told to, by the order of the prompts."""
 
+    config = SimpleNamespace(max_positions=4096)
+
     def __init__(self, tokenizer, completions):
         self.tokenizer, self.completions = tokenizer, completions
 
@@ -411,21 +414,35 @@ def corrupted(answer):
     return f"{steps}#### {int(number.replace(',', '')) + 1}"
 
 
-def test_gsm8k_gold_answers_solve_all_and_corrupted_ones_do_not(qwen):
-    rows = the_rows("gsm8k", "gsm8k")
-    assert len(rows) == 1319
+def test_the_eval_command_on_gsm8k_with_gold_and_with_corrupted_answers(qwen, stories, tmp_path, monkeypatch, capsys):
+    from groupax import Engine
+    from groupax.cli import main
+
+    the_rows("gsm8k", "gsm8k")
     raw = [json.loads(line) for line in (SHARED / "data/gsm8k/test.jsonl").read_text().splitlines()]
     gold = [[row["answer"]] for row in raw]  # as they stand in the file: reasoning, then `#### n`
-    whole = scripted(qwen, rows, gold, "gsm8k_accuracy")
-    assert whole.estimates["pass@1"].value == 1.0
-    assert whole.estimates["pass@1"].low > 0.997
     chosen = set(np.random.default_rng(0).permutation(1319)[:132].tolist())
     partly = [[corrupted(row["answer"]) if index in chosen else row["answer"]] for index, row in enumerate(raw)]
-    part = scripted(qwen, rows, partly, "gsm8k_accuracy")
-    assert part.estimates["pass@1"].value == pytest.approx(1 - 132 / 1319)
-    found = compare(whole.items, part.items).differences["pass@1"]
-    assert (found.num_gained, found.num_lost) == (0, 132)
-    assert found.p_value < 1e-30
+    for name, completions in (("gold", gold), ("partly", partly)):
+        engine = ScriptedEngine(qwen, completions)
+        monkeypatch.setattr(Engine, "load", lambda *_, engine=engine, **__: engine)
+        argv = f"eval --recipe gsm8k --model {stories} --dataset {SHARED}/data/gsm8k --output_dir {tmp_path}/{name}"
+        assert main([*argv.split(), "--max_tokens", "256", "--chat_template", "plain"]) == 0
+        found = json.loads((tmp_path / name / "result.json").read_text())["sets"]["gsm8k"]["greedy"]["estimates"]
+        solved = found["pass@1"]
+        print(name, solved)
+        assert solved["num_items"] == 1319
+        if name == "gold":
+            assert solved["value"] == 1.0
+            assert solved["low"] > 0.997
+        else:
+            assert solved["value"] == pytest.approx(1 - 132 / 1319)
+            assert solved["low"] < 0.9 < solved["high"]
+    assert main(["compare", str(tmp_path / "gold"), str(tmp_path / "partly"), "--to", str(tmp_path / "x.json")]) == 0
+    found = json.loads((tmp_path / "x.json").read_text())["gsm8k.greedy"]["differences"]["pass@1"]
+    assert (found["num_gained"], found["num_lost"]) == (0, 132)
+    assert found["p_value"] < 1e-30
+    assert "gsm8k, greedy: 1,319 prompts" in capsys.readouterr().out
 
 
 def test_gsm8k_votes(qwen):
