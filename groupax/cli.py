@@ -259,10 +259,8 @@ def start(command: Train) -> None:
     dataset: Any = recipe.train_dataset(command.dataset) if recipe else command.dataset
     sets: Any = None
     if command.eval_dataset:
-        sets = sources_by_name(command.eval_dataset)
-        if len(sets) == 1 and "=" not in command.eval_dataset[0]:
-            sets = {ONLY_SET: next(iter(sets.values()))}
-        sets = {name: recipe.examples(source) if recipe else source for name, source in sets.items()}
+        sources = sources_by_name(command.eval_dataset, only=ONLY_SET)
+        sets = {name: recipe.examples(source) if recipe else source for name, source in sources.items()}
     elif recipe:
         sets = recipe.eval_dataset(command.dataset)
     args = command.args

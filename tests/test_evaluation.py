@@ -279,6 +279,8 @@ def test_sets_have_names():
         "hard": "x/test.jsonl",
         "name": "owner/name",
     }
+    assert sources_by_name(["a=b/x.jsonl"], only="eval") == {"a": "b/x.jsonl"}
+    assert sources_by_name(["c/odd=place/x.jsonl"], only="eval") == {"eval": "c/odd=place/x.jsonl"}
     for bad, message in (({}, "without a set"), ({"a/b": []}, "got 'a/b'"), ({1: []}, "got 1")):
         with pytest.raises(ValueError, match=message):
             named_sets(bad)

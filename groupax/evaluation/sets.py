@@ -24,8 +24,12 @@ def named_sets(dataset: Any) -> dict[str, Any]:
     return dict(dataset)
 
 
-def sources_by_name(texts: Sequence[str]) -> dict[str, str]:
+def sources_by_name(texts: Sequence[str], only: str | None = None) -> dict[str, str]:
     """Where sets are to be read from, of texts NAME=SOURCE; a source without a name is called after its last part.
+
+    Args:
+        texts: one per set.
+        only: what a single source without a name is called.
 
     Raises:
         ValueError: two sets have one name.
@@ -38,7 +42,7 @@ def sources_by_name(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, equals, source = text.partition("=")
         if not equals or "/" in name:
-            name, source = Path(text).stem or text, text
+            name, source = (only if only and len(texts) == 1 else Path(text).stem), text
         if name in sources:
             raise ValueError(
                 f"two evaluation sets are called {name!r}: {sources[name]} and {source}; name them, NAME=SOURCE"
