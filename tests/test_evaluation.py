@@ -432,7 +432,6 @@ def test_the_eval_command_on_gsm8k_with_gold_and_with_corrupted_answers(qwen, st
         assert main([*argv.split(), "--max_tokens", "256", "--chat_template", "plain"]) == 0
         found = json.loads((tmp_path / name / "result.json").read_text())["sets"]["gsm8k"]["greedy"]["estimates"]
         solved = found["pass@1"]
-        print(name, solved)
         assert solved["num_items"] == 1319
         if name == "gold":
             assert solved["value"] == 1.0
