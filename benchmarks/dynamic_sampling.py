@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from groupax import GRPOConfig, GRPOTrainer
-from groupax.evaluate import Evaluation
+from groupax.evaluation.evaluate import Evaluation
 from groupax.recipes import load_recipe
 
 GOALS = (0.8, 0.95)
@@ -32,7 +32,7 @@ class UntilSolved(GRPOTrainer):
 
     def evaluate(self, params=None) -> Evaluation:
         evaluation = super().evaluate(params)
-        solved = evaluation.metrics[f"rewards/{self.args.solved_by}/mean"]
+        solved = evaluation.metrics["pass@1"]
         for goal in GOALS:
             if solved >= goal:
                 self.reached.setdefault(goal, self.cursor.step)

@@ -5,23 +5,25 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from groupax import commands
+from groupax import commands, eval_commands
 from groupax.config import DecodingWeights, GRPOConfig, nearest
 from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
-from groupax.recipes import RECIPES, load_recipe
+from groupax.recipes import RECIPES, Recipe, load_recipe
 
 USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
 
 commands:
   train      train a model: --model, --dataset and --reward_funcs, or --recipe ({", ".join(RECIPES)})
+  eval       how well a model does: groupax eval --model MODEL --recipe gsm8k --dataset FILE_OR_FOLDER
+  compare    two evaluations on the same prompts: groupax compare BEFORE AFTER
   generate   sample completions from a model
   resume     go on with a run that was stopped: groupax resume RUN_DIR [options of train that are to differ]
   checkpoints   of a run: groupax checkpoints RUN_DIR list | verify | delete STEP | export [STEP] --to FOLDER
@@ -44,9 +46,10 @@ class Train:
     model: str | None = None
     """A folder or a Hugging Face hub id."""
     dataset: str | None = None
-    """Training prompts: a .jsonl, .json or .parquet file, or a hub id."""
-    eval_dataset: str | None = None
-    """Held-out prompts, likewise; evaluated before and after training."""
+    """Training prompts: a .jsonl, .json or .parquet file, a folder or a hub id. A recipe makes prompts of its rows."""
+    eval_dataset: tuple[str, ...] | None = None
+    """Held-out prompts, one or several sets, each SOURCE or NAME=SOURCE; evaluated before and after training. With a
+    recipe by default the test split of its dataset."""
     reward_funcs: tuple[str, ...] | None = None
     """Rewards: names of built-in ones, or module:function."""
     args: Annotated[GRPOConfig, tyro.conf.arg(name="")] = field(default_factory=GRPOConfig)
@@ -99,17 +102,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    return exit_status(f"groupax {arguments[0]}", lambda: COMMANDS[arguments[0]](arguments[1:]))
+
+
+def exit_status(name: str, command: Callable[[], object]) -> int:
+    """Run a command of that name, and tell mistakes and faults in one line."""
     try:
-        COMMANDS[arguments[0]](arguments[1:])
+        command()
     except PreemptedError as stopped:  # it was told, and what to do
         return PREEMPTED if stopped.code == PREEMPTED else 1
     except (ValueError, TypeError) as error:
         if error.__traceback__ and _raised_outside(error):
             raise
-        print(f"groupax {arguments[0]}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     except RunError as error:
-        print(f"groupax {arguments[0]}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -118,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(arguments: Sequence[str]) -> None:
     """`groupax train`."""
-    _train(
+    start(
         tyro.cli(
             Train, prog="groupax train", args=list(arguments), default=train_defaults(arguments), use_underscores=True
         )
@@ -131,7 +139,7 @@ def resume(arguments: Sequence[str]) -> None:
         raise ValueError("which run? groupax resume RUN_DIR [options of groupax train that are to differ]")
     run = arguments[0].rstrip("/")
     default = resumed_command(run)
-    _train(
+    start(
         tyro.cli(Train, prog="groupax resume RUN_DIR", args=list(arguments[1:]), default=default, use_underscores=True)
     )
 
@@ -151,8 +159,8 @@ def resumed_command(run: str) -> Train:
             f"the run in {run} was begun from Python; run that program again, which goes on by itself (resume='auto')"
         )
     args = GRPOConfig.from_mapping({**config, "output_dir": run, "resume": run})
-    rewards = command["reward_funcs"]
-    return Train(**{**command, "reward_funcs": rewards and tuple(rewards)}, args=args)
+    lists = {name: tuple(command[name]) for name in ("reward_funcs", "eval_dataset") if command[name]}
+    return Train(**{**command, **lists}, args=args)
 
 
 def _run_file(run: str, name: str) -> dict[str, Any] | None:
@@ -233,38 +241,74 @@ CHECKPOINT_ACTIONS = {
 }
 
 
-def _train(command: Train) -> None:
+def start(command: Train) -> None:
+    """Train, and if there are held-out prompts, report how the model does before and after.
+
+    Raises:
+        ValueError: something is missing that no recipe has, or cannot be.
+    """
     recipe = load_recipe(command.recipe) if command.recipe else None
     model: Any = command.model or (recipe and recipe.model)
-    dataset = command.dataset or (recipe and recipe.train_dataset())
     rewards: Any = command.reward_funcs or (recipe and recipe.reward_funcs)
-    for name, value in (("model", model), ("dataset", dataset), ("reward_funcs", rewards)):
+    for name, value in (("model", model), ("dataset", command.dataset or recipe), ("reward_funcs", rewards)):
         if not value:
             raise ValueError(f"--{name} is missing; give it, or a --recipe that has it ({', '.join(RECIPES)})")
-    eval_dataset = command.eval_dataset or (recipe and recipe.eval_dataset())
 
-    from groupax.report import Comparison, write_report
+    from groupax.evaluation.sets import ONLY_SET, sources_by_name
+
+    dataset: Any = recipe.train_dataset(command.dataset) if recipe else command.dataset
+    sets: Any = None
+    if command.eval_dataset:
+        sources = sources_by_name(command.eval_dataset, only=ONLY_SET)
+        sets = {name: recipe.examples(source) if recipe else source for name, source in sources.items()}
+    elif recipe:
+        sets = recipe.eval_dataset(command.dataset)
+    args = command.args
+    if recipe:
+        args, notes = _fitted(args, recipe, model, dataset)
+        for note in notes:
+            print(note)
+
+    from groupax.report import BeforeAfter, write_report
     from groupax.trainer import GRPOTrainer
 
-    trainer = GRPOTrainer(model, list(rewards), command.args, dataset, eval_dataset)
+    trainer = GRPOTrainer(model, list(rewards), args, dataset, sets)
     trainer.run_folder.command = _recorded(command)
-    if eval_dataset is None:
+    if sets is None:
         trainer.train()
         return
     before = trainer.evaluate()
     result = trainer.train()
-    solved_by = command.args.solved_by or trainer.rewards[0].name
-    write_report(Comparison(before, trainer.evaluate(), result, solved_by), trainer.run_folder.path)
+    prompts = trainer.prompts
+    counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
+    write_report(BeforeAfter(before, trainer.evaluate(), result, counts), trainer.run_folder.path)
     trainer.run_folder.sync()
+
+
+def _fitted(args: GRPOConfig, recipe: Recipe, model: str, dataset: Any) -> tuple[GRPOConfig, list[str]]:
+    """The settings with those defaults of the recipe changed that the model cannot have, and what to tell of it."""
+    from groupax.recipes.fit import fitting_length, fitting_template
+
+    longest, notes = args.max_completion_length, []
+    if longest == recipe.config["max_completion_length"]:
+        longest, notes = fitting_length(model, longest, args.max_prompt_length)
+    template, told = fitting_template(model, args.chat_template, [dataset])
+    return replace(args, max_completion_length=longest, chat_template=template), [*notes, *told]
 
 
 def _recorded(command: Train) -> dict[str, Any]:
     """The command without its settings, to be begun again from whatever folder."""
     recorded = {item.name: getattr(command, item.name) for item in fields(Train) if item.name not in ("args", "config")}
-    for name in ("model", "dataset", "eval_dataset"):
-        if recorded[name] and Path(recorded[name]).exists():
-            recorded[name] = str(Path(recorded[name]).resolve())
+    for name in ("model", "dataset"):
+        recorded[name] = _absolute(recorded[name])
+    if command.eval_dataset:
+        parts = [text.rpartition("=") for text in command.eval_dataset]
+        recorded["eval_dataset"] = [f"{name}{equals}{_absolute(source)}" for name, equals, source in parts]
     return recorded
+
+
+def _absolute(source: str | None) -> str | None:
+    return str(Path(source).resolve()) if source and Path(source).exists() else source
 
 
 def train_defaults(arguments: Sequence[str]) -> Train:
@@ -286,10 +330,12 @@ def train_defaults(arguments: Sequence[str]) -> Train:
     recipe = known.recipe or file.get("recipe")
     base = dict(load_recipe(recipe).config) if recipe else {}
     command = {key: file[key] for key in file if key in own}
-    if isinstance(command.get("reward_funcs"), str):
-        command["reward_funcs"] = [command["reward_funcs"]]
-    if "reward_funcs" in command:
-        command["reward_funcs"] = tuple(command["reward_funcs"])
+    if isinstance(command.get("eval_dataset"), dict):
+        command["eval_dataset"] = [f"{name}={source}" for name, source in command["eval_dataset"].items()]
+    for name in ("reward_funcs", "eval_dataset"):
+        if name in command:
+            given = command[name]
+            command[name] = (given,) if isinstance(given, str) else tuple(given)
     config = GRPOConfig.from_mapping(base | {key: file[key] for key in file if key in settings})
     return replace(Train(**command), recipe=recipe, args=config)
 
@@ -318,6 +364,8 @@ def generate(arguments: Sequence[str]) -> None:
 
 COMMANDS = {
     "train": train,
+    "eval": eval_commands.evaluate,
+    "compare": eval_commands.compare,
     "generate": generate,
     "resume": resume,
     "checkpoints": checkpoints,

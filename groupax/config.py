@@ -73,7 +73,9 @@ _AT_LEAST = {
     "warmup_steps": 0,
     "weight_decay": 0,
     "eval_steps": 0,
+    "eval_num_generations": 1,
     "eval_temperature": 0,
+    "eval_top_k": 0,
     "save_steps": 0,
     "save_interval_minutes": 0,
     "save_total_limit": 0,
@@ -305,8 +307,18 @@ class GRPOConfig:
     # Evaluation
     eval_steps: int = 0
     """Evaluate on eval_dataset every so many steps; 0 never does."""
+    eval_num_generations: int = 1
+    """Completions per prompt in evaluation; above 1, pass@k and maj@k up to that k are reported."""
     eval_temperature: float = 0.0
     """Sampling temperature in evaluation; 0 is greedy."""
+    eval_top_p: float = 1.0
+    """In evaluation: draw from the likeliest tokens that hold this probability."""
+    eval_top_k: int = 0
+    """In evaluation: draw from the likeliest tokens only; 0 keeps all."""
+    eval_min_p: float = 0.0
+    """In evaluation: drop tokens less likely than this share of the likeliest one's probability."""
+    eval_max_completion_length: int | None = None
+    """Longest completion in evaluation; None takes max_completion_length."""
 
     # Checkpoints
     save_steps: int = 0
@@ -329,7 +341,8 @@ class GRPOConfig:
 
     # Reporting
     solved_by: str | None = None
-    """The reward function whose 1 means that a completion is right; pass@k and solved groups are then reported."""
+    """The reward function whose 1 means that a completion is right, for pass@k and solved groups; None takes the first
+    built-in one of that kind, e.g. gsm8k_accuracy, if there is one."""
     logging_steps: int = 1
     """Write metrics (means over these steps) and rollouts every so many steps."""
     profile: int = 0
@@ -363,7 +376,16 @@ class GRPOConfig:
             raise ValueError(f"num_train_epochs must be above 0, got {self.num_train_epochs}")
         if not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
             raise ValueError(f"top_p must be in (0, 1] and min_p in [0, 1), got {self.top_p} and {self.min_p}")
-        for name in ("max_prompt_length", "micro_batch_tokens"):
+        if not 0 < self.eval_top_p <= 1 or not 0 <= self.eval_min_p < 1:
+            raise ValueError(
+                f"eval_top_p must be in (0, 1] and eval_min_p in [0, 1), got {self.eval_top_p} and {self.eval_min_p}"
+            )
+        if self.eval_num_generations > 1 and self.eval_temperature == 0:
+            raise ValueError(
+                f"eval_num_generations is {self.eval_num_generations}, but at eval_temperature 0 all completions of a "
+                "prompt are the same; set eval_temperature, e.g. to 0.8"
+            )
+        for name in ("max_prompt_length", "micro_batch_tokens", "eval_max_completion_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}")

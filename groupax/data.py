@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,13 @@ from groupax.config import PromptOverflow
 from groupax.tokenizer import encode_prompts
 
 Example = Mapping[str, Any]
+SUFFIXES = (".jsonl", ".json", ".parquet")
+TRAIN_SPLITS = ("train",)
+EVAL_SPLITS = ("test", "validation")
+
+
+class MissingSplitError(ValueError):
+    """A source of data has no split of the names asked for."""
 
 
 @runtime_checkable
@@ -38,28 +46,37 @@ class PromptSet:
         token_ids: of each prompt.
         num_dropped: prompts left out because they were too long.
         num_truncated: prompts whose beginning was cut off.
+        max_length: the longest prompt allowed, in tokens.
     """
 
     examples: Examples
     token_ids: Sequence[np.ndarray]
     num_dropped: int = 0
     num_truncated: int = 0
+    max_length: int = 0
 
     def __len__(self) -> int:
         return len(self.examples)
 
 
-def load_examples(dataset: Any, name: str = "train_dataset") -> Examples:
-    """Rows from a `datasets.Dataset`, a list of dicts, a .jsonl, .json or .parquet file, or a hub id.
+def load_examples(dataset: Any, name: str = "train_dataset", splits: Sequence[str] = TRAIN_SPLITS) -> Examples:
+    """Rows from a `datasets.Dataset`, a list of dicts, a file, a folder or a hub id.
+
+    Args:
+        dataset: where they are; for files, folders and hub ids see `read_rows`.
+        name: what to call it in an error.
+        splits: of a folder or hub id, the first that there is.
 
     Raises:
         ValueError: there are no rows, a row has no `prompt`, or the source cannot be read.
     """
     if isinstance(dataset, (str, os.PathLike)):
-        dataset = _read(dataset, name)
+        dataset = read_rows(dataset, name, splits)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or isinstance(dataset, Mapping):
-        splits = f" with the splits {', '.join(dataset)}; pick one" if isinstance(dataset, Mapping) else ""
-        raise ValueError(f"{name} must be a Dataset, a list of dicts, a file or a hub id, got {type(dataset)}{splits}")
+        found = f" with the splits {', '.join(dataset)}; pick one" if isinstance(dataset, Mapping) else ""
+        raise ValueError(
+            f"{name} must be a Dataset, a list of dicts, a file, a folder or a hub id, got {type(dataset)}{found}"
+        )
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty")
     columns = getattr(dataset, "column_names", None)
@@ -68,35 +85,104 @@ def load_examples(dataset: Any, name: str = "train_dataset") -> Examples:
         if not isinstance(row, Mapping) or "prompt" not in row:
             found = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
             raise ValueError(
-                f"{name} has no column 'prompt' (row {index} has {found}); rename the column with the prompts"
+                f"{name} has no column 'prompt' (row {index} has {found}); rename the column with the prompts, or "
+                "name a recipe that makes prompts of such rows"
             )
     return dataset
 
 
-def _read(source: str | os.PathLike[str], name: str) -> Any:
-    path = Path(source)
-    if path.suffix in (".jsonl", ".json", ".parquet"):
+def read_rows(
+    source: str | os.PathLike[str], name: str, splits: Sequence[str] = TRAIN_SPLITS, subset: str | None = None
+) -> Any:
+    """The rows of a file, of a split of a folder, or of a split of a hub id.
+
+    A folder's split is what its files are named for: `test.jsonl`, `data/test-00000-of-00002.parquet`; or it is a
+    folder that `datasets` has written with `save_to_disk`.
+
+    Args:
+        source: a .jsonl, .json or .parquet file, a folder, or a hub id.
+        name: what to call it in an error.
+        splits: the first that there is, is read.
+        subset: the configuration of a hub id that has several; in a folder the subfolder of that name, if there is one.
+
+    Raises:
+        MissingSplitError: there is none of these splits.
+        ValueError: the source cannot be read.
+    """
+    path = Path(source).expanduser()
+    if path.suffix in SUFFIXES:
         if not path.is_file():
             raise ValueError(f"{name}: there is no file {path}")
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            return pyarrow.parquet.read_table(path).to_pylist()
-        text = path.read_text(encoding="utf-8")
-        return _parse_lines(text, path) if path.suffix == ".jsonl" else json.loads(text)
+        return _read_file(path)
+    if path.is_dir():
+        return _read_folder(path, name, splits, subset)
     if path.exists():
         raise ValueError(f"{name}: {path} is not a .jsonl, .json or .parquet file")
-    from datasets import load_dataset
+    return _read_hub(str(source), name, splits, subset)
+
+
+def _read_file(path: Path) -> Any:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(path).to_pylist()
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        return _parse_lines(text, path)
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} must hold a list of rows, it holds a {type(rows).__name__}")
+    return rows
+
+
+def _read_folder(folder: Path, name: str, splits: Sequence[str], subset: str | None) -> Any:
+    if (folder / "dataset_dict.json").is_file():
+        from datasets import load_from_disk
+
+        saved: Any = load_from_disk(str(folder))
+        return _pick(saved, splits, f"{name}: the folder {folder}")
+    if (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file():
+        from datasets import load_from_disk
+
+        return load_from_disk(str(folder))
+    folder = folder / subset if subset and (folder / subset).is_dir() else folder
+    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    by_split: dict[str, list[Path]] = {}
+    for path in files:
+        by_split.setdefault(re.split(r"[-.]", path.stem)[0], []).append(path)
+    chosen = _pick(by_split, splits, f"{name}: the folder {folder}")
+    return [row for path in chosen for row in _read_file(path)]
+
+
+def _pick(by_split: Mapping[str, Any], splits: Sequence[str], where: str) -> Any:
+    for split in splits:
+        if split in by_split:
+            return by_split[split]
+    found = ", ".join(by_split) or "no .jsonl, .json or .parquet file"
+    raise MissingSplitError(f"{where} has no split {' or '.join(splits)}, it has {found}; give the file itself")
+
+
+def _read_hub(source: str, name: str, splits: Sequence[str], subset: str | None) -> Any:
+    from datasets import get_dataset_split_names, load_dataset
 
     try:
-        return load_dataset(str(source), split="train")
+        names = get_dataset_split_names(source, subset) if len(splits) > 1 else splits
+        _pick(dict.fromkeys(names), splits, f"{name}: {source}")
+        return load_dataset(source, subset, split=next(split for split in splits if split in names))
+    except MissingSplitError:
+        raise
     except (OSError, ValueError) as error:  # network, name and split faults of the hub's client
-        raise ValueError(f"{name}: there is no file {source}, and the hub does not give it: {error}") from error
+        raise ValueError(
+            f"{name}: there is no file or folder {source}, and the hub does not give it: {error}"
+        ) from error
 
 
 def _parse_lines(text: str, path: Path) -> list[Any]:
     rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # other line breaks may stand in strings
         if line.strip():
             try:
                 rows.append(json.loads(line))
@@ -119,7 +205,7 @@ def encode_examples(examples: Examples, tokenizer: Any, max_length: int, overflo
             raise ValueError(f"prompt {index} is empty and the tokenizer adds no token; the model needs at least one")
     too_long = [index for index, ids in enumerate(token_ids) if len(ids) > max_length]
     if not too_long:
-        return PromptSet(examples, token_ids)
+        return PromptSet(examples, token_ids, max_length=max_length)
     if overflow == "error":
         first = too_long[0]
         raise ValueError(
@@ -128,11 +214,35 @@ def encode_examples(examples: Examples, tokenizer: Any, max_length: int, overflo
             "or 'truncate_left'"
         )
     if overflow == "truncate_left":
-        return PromptSet(examples, [ids[-max_length:] for ids in token_ids], num_truncated=len(too_long))
+        cut = [ids[-max_length:] for ids in token_ids]
+        return PromptSet(examples, cut, num_truncated=len(too_long), max_length=max_length)
     kept = [index for index, ids in enumerate(token_ids) if len(ids) <= max_length]
     if not kept:
         raise ValueError(f"all {len(examples)} prompts are longer than max_prompt_length={max_length}; raise it")
-    return PromptSet([examples[i] for i in kept], [token_ids[i] for i in kept], num_dropped=len(too_long))
+    rows, ids = [examples[i] for i in kept], [token_ids[i] for i in kept]
+    return PromptSet(rows, ids, num_dropped=len(too_long), max_length=max_length)
+
+
+def prompt_limit(max_positions: int, max_completion_length: int, max_prompt_length: int | None, name: str) -> int:
+    """The longest prompt allowed, in tokens: what the completion leaves of the model's positions, or less.
+
+    Args:
+        max_positions: of the model.
+        max_completion_length: in tokens.
+        max_prompt_length: None for no limit but the model's.
+        name: what the completion's limit is called in an error.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    context = max_positions - max_completion_length
+    limit = min(context, max_prompt_length or context)
+    if limit < 1:
+        raise ValueError(
+            f"{name} {max_completion_length} leaves no room for a prompt in the model's {max_positions} positions; "
+            "lower it"
+        )
+    return limit
 
 
 def visit_order(num_examples: int, start: int, count: int, seed: int) -> list[int]:

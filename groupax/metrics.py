@@ -1,10 +1,10 @@
 """What is reported of a step: pure functions from records to numbers by name. Imports no jax."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from groupax.evaluation.estimates import pass_at_k, powers_up_to
 from groupax.objective.advantages import Advantages
 from groupax.rewards.scoring import Scored
 from groupax.rollout import Rollout
@@ -55,18 +55,14 @@ def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Advant
 
 
 def solved_metrics(solved: np.ndarray) -> Metrics:
-    """pass@k for k = 1, 2, 4, ... up to the size of a group, and the groups that are solved always or never.
-
-    pass@k is the chance that at least one of k of a group's completions is right, 1 - C(G - c, k) / C(G, k) for c
-    right ones of G (arXiv:2107.03374, eq. 1), averaged over groups.
+    """pass@k for k = 1, 2, 4, ... and the size of a group, and the groups that are solved always or never.
 
     Args:
         solved: [P, G] bool.
     """
     G = solved.shape[1]
     right = solved.sum(axis=1)
-    ks = [1 << power for power in range(G.bit_length()) if 1 << power <= G]
-    metrics = {f"pass@{k}": float(np.mean([1.0 - math.comb(G - c, k) / math.comb(G, k) for c in right])) for k in ks}
+    metrics = {f"pass@{k}": float(np.mean([pass_at_k(G, int(c), k) for c in right])) for k in powers_up_to(G)}
     return metrics | {
         "groups/all_right_frac": float((right == G).mean()),
         "groups/all_wrong_frac": float((right == 0).mean()),

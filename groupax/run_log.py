@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupax.config import GRPOConfig
-from groupax.evaluate import Evaluation
+from groupax.evaluation.evaluate import Evaluation
 from groupax.health import step_findings
 from groupax.metrics import Metrics, window_mean
 from groupax.profiling import Profile
@@ -113,7 +113,12 @@ class RunLog:
         """The policy was evaluated."""
         self.evaluated = {f"eval_{name}": value for name, value in evaluation.metrics.items()}
         self.folder.write_metrics({"step": float(step), **self.evaluated})
-        self.progress.message(f"step {step}: eval reward {evaluation.metrics['reward']:.3f}")
+        for name, each in evaluation.sets.items():
+            if self.args.log_completions:
+                self.folder.write_items(f"step_{step:06d}.{name}", each.items)
+            shown = [key for key in ("pass@1", "reward") if key in each.estimates]
+            told = ", ".join(f"{key} {each.estimates[key]}" for key in shown) or "no reward applies"
+            self.progress.message(f"step {step}: {name} ({len(each.items)} prompts): {told}")
 
     def tell_fault(self) -> None:
         """Tell when the run folder can no longer be written to, and when it can again."""

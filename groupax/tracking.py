@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupax.evaluation.items import Item, write_items
 from groupax.metrics import Metrics
 from groupax.remote import Remote, is_remote
 from groupax.rollout import Rollout
 
+STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
 MOST_WAITING_TABLES = 64  # that are kept in memory while they cannot be written
 
 
@@ -21,8 +23,9 @@ class RunFolder:
     """Writes what a run leaves behind.
 
     Layout: `config.json`; `command.json`, what the command line was asked for; `tokenizer/`; `metrics.jsonl`, one line
-    per logged step, written at once; `rollouts/step_N.parquet`, one row per completion; `bad_steps/`, batches whose
-    update was not finite; `checkpoints/`; `model/`, written by the trainer at the end.
+    per logged step, written at once; `rollouts/step_N.parquet`, one row per completion; `evaluations/step_N.SET.jsonl`,
+    one line per item; `bad_steps/`, batches whose update was not finite; `checkpoints/`; `model/`, written by the
+    trainer at the end.
 
     What cannot be written because the disk is full or read-only waits in memory until it can (`fault`, `flush`). The
     files of a run in a bucket are written to a temporary folder and uploaded by `sync`.
@@ -72,7 +75,7 @@ class RunFolder:
         if self.remote is not None and self.remote.exists("metrics.jsonl"):
             self.moved_aside = self.remote.move_all_aside()
         elif (self.path / "metrics.jsonl").exists():
-            free = _free_name(self.path)
+            free = free_name(self.path)
             self.path.rename(free)
             self.path.mkdir()
             self.moved_aside = str(free)
@@ -88,8 +91,8 @@ class RunFolder:
         """
         for leftover in self.path.glob(".model.*"):
             shutil.rmtree(leftover)
-        for table in (*self.path.glob("rollouts/*step_*"), *self.path.glob("bad_steps/*step_*")):
-            number = table.stem.rpartition("step_")[2]
+        for table in (file for kind in STEP_FOLDERS for file in self.path.glob(f"{kind}/*step_*")):
+            number = table.name.rpartition("step_")[2].partition(".")[0]
             if table.name.startswith(".") or (number.isdigit() and int(number) > step):
                 table.unlink()
         _write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
@@ -125,6 +128,12 @@ class RunFolder:
         """Write `rollouts/step_N.parquet`; it appears whole or not at all."""
         path = self.path / "rollouts" / f"step_{step:06d}.parquet"
         self._tables.append(lambda: _write_table(path, [_record(step, row) for row in rollouts]))
+        self.flush()
+
+    def write_items(self, name: str, items: Sequence[Item]) -> None:
+        """Write `evaluations/NAME.jsonl`, one line per item; it appears whole or not at all."""
+        path = self.path / "evaluations" / f"{name}.jsonl"
+        self._tables.append(lambda: write_items(path, items))
         self.flush()
 
     def write_bad_batch(self, step: int, rows: Sequence[Any]) -> Path:
@@ -240,7 +249,8 @@ def _record(step: int, row: Rollout) -> dict[str, Any]:
     }
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
+    """The first of `path.1`, `path.2`, ... that does not exist."""
     number = 1
     while path.with_name(f"{path.name}.{number}").exists():
         number += 1

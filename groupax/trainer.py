@@ -16,12 +16,22 @@ from groupax.checkpoints.choose import Saved
 from groupax.checkpoints.identity import identity_of
 from groupax.checkpoints.record import read_rollout, stored_dtype, with_scores
 from groupax.checkpoints.saver import RunSaver, patiently, remove_download
-from groupax.config import GRPOConfig, nearest
-from groupax.data import Examples, PromptSet, encode_examples, load_examples, num_steps, visit_order
+from groupax.config import GRPOConfig
+from groupax.data import (
+    EVAL_SPLITS,
+    Examples,
+    PromptSet,
+    encode_examples,
+    load_examples,
+    num_steps,
+    prompt_limit,
+    visit_order,
+)
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.errors import DivergedError, RewardError, RunError, is_out_of_memory
-from groupax.evaluate import Evaluation, evaluate
+from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
+from groupax.evaluation.sets import named_sets
 from groupax.health import setup_findings
 from groupax.hub import push_folder
 from groupax.learner import Learner, LearnerSettings, Update
@@ -34,7 +44,7 @@ from groupax.objective.entropy import EntropyControl
 from groupax.objective.settings import ObjectiveSettings
 from groupax.optimizer import OptimizerSettings, ScheduleSettings
 from groupax.preemption import AbandonedError, StopRequests
-from groupax.rewards.contract import TrainerState, resolve_rewards, reward_matrix
+from groupax.rewards.contract import TrainerState, check_columns, resolve_rewards, reward_matrix, weights_of
 from groupax.rewards.runner import RewardRunner, RewardSettings
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollout import Rollout, rollout
@@ -70,9 +80,9 @@ class GRPOTrainer:
         model: a folder, a hub id, or a `Model`. A `Model`'s own weights stay as they are.
         reward_funcs: one or several reward functions or reward models, by reference or name (see docs/rewards.md).
         args: settings; the defaults if None.
-        train_dataset: prompts: a `datasets.Dataset`, a list of dicts, a .jsonl, .json or .parquet file, or a hub id,
-            with a column `prompt`. Every other column reaches the reward functions.
-        eval_dataset: likewise, for `evaluate` and `eval_steps`.
+        train_dataset: prompts: a `datasets.Dataset`, a list of dicts, a .jsonl, .json or .parquet file, a folder, or a
+            hub id, with a column `prompt`. Every other column reaches the reward functions.
+        eval_dataset: likewise, for `evaluate` and `eval_steps`; or a dict of several by name.
         processing_class: the tokenizer; by default the one in the model's folder.
         reward_processing_classes: tokenizers of the reward models, one per entry of `reward_funcs`; None takes each
             model's own.
@@ -103,19 +113,19 @@ class GRPOTrainer:
         if train_dataset is None:
             raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
         train_examples = load_examples(train_dataset)
-        eval_examples = None if eval_dataset is None else load_examples(eval_dataset, "eval_dataset")
-        if args.eval_steps and eval_examples is None:
+        eval_examples = {
+            name: load_examples(dataset, f"eval_dataset {name!r}", EVAL_SPLITS)
+            for name, dataset in ({} if eval_dataset is None else named_sets(eval_dataset)).items()
+        }
+        if args.eval_steps and not eval_examples:
             raise ValueError(f"eval_steps is {args.eval_steps}, but there is no eval_dataset")
         columns = [name for name in train_examples[0] if name != "prompt"]
         self.rewards = resolve_rewards(reward_funcs, columns, reward_processing_classes)
+        for name, examples in eval_examples.items():
+            check_columns(self.rewards, columns, examples[0], f"eval_dataset {name!r}")
         self.reward_runner = RewardRunner(self.rewards, args.part(RewardSettings))
-        self.reward_weights = _weights(args, len(self.rewards))
-        names = [reward.name for reward in self.rewards]
-        if args.solved_by is not None and args.solved_by not in names:
-            raise ValueError(
-                f"solved_by is {args.solved_by!r}, which is no reward function{nearest(args.solved_by, names)}; "
-                f"there are {', '.join(names)}"
-            )
+        self.reward_weights = weights_of(args.reward_weights, self.rewards)
+        self.solved_by = which_solves(args.solved_by, self.rewards)
         self.run_folder = RunFolder(args.output_dir)
 
         self.model = model if isinstance(model, Model) else load_model(model, weights=args.base_weights)
@@ -127,7 +137,9 @@ class GRPOTrainer:
         self.tokenizer = self._tokenizer(processing_class)
         self.eos_ids = eos_token_ids(self.tokenizer, self.model.generation_config, self.model.hf_config)
         self.prompts = self._encode(train_examples)
-        self.eval_prompts = None if eval_examples is None else self._encode(eval_examples)
+        self.eval_prompts = {
+            name: self._encode(examples, args.eval_max_completion_length) for name, examples in eval_examples.items()
+        }
 
         self.num_steps = num_steps(
             len(self.prompts), args.prompts_per_step, args.num_iterations, args.num_train_epochs, args.max_steps
@@ -262,8 +274,8 @@ class GRPOTrainer:
         rows = [row for group in groups for row in group]
         names = [reward.name for reward in self.rewards]
         metrics = completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), self._advantages(groups))
-        if self.args.solved_by:
-            solved = [[row.rewards[self.args.solved_by] == 1.0 for row in group] for group in groups]
+        if self.solved_by:
+            solved = [[row.rewards[self.solved_by] == 1.0 for row in group] for group in groups]
             metrics |= solved_metrics(np.array(solved))
         return metrics
 
@@ -285,7 +297,7 @@ class GRPOTrainer:
             self.tokenizer,
             [self.prompts.examples[i] for i in visited],
             [self.prompts.token_ids[i] for i in visited],
-            self._sampling_params(args.num_generations, args.temperature, args.seed),
+            self._sampling_params(),
             step=self.cursor.num_rollouts,
             policy_version=self.cursor.step,
             first_prompt=first,
@@ -457,17 +469,24 @@ class GRPOTrainer:
         return every > 0 and step % every == 0 and self.cursor.evaluated_step < step
 
     def evaluate(self, params: SamplingParams | None = None) -> Evaluation:
-        """Score the current policy on `eval_dataset`.
+        """Sample completions of all prompts of the `eval_dataset`s with the current policy, and score them.
 
         Args:
-            params: how to sample; by default one completion at `eval_temperature`.
+            params: how to sample; by default as the settings `eval_...` say.
         """
-        if self.eval_prompts is None:
+        if not self.eval_prompts:
             raise ValueError("there is no eval_dataset to evaluate on; give one to GRPOTrainer")
         self.engine.params = self.learner.policy
-        params = params or self._sampling_params(1, self.args.eval_temperature, self.args.seed)
+        params = params or self._eval_params()
         with self.reward_runner as runner:
-            return evaluate(self.engine, self.tokenizer, runner, self.reward_weights, self.eval_prompts, params)
+            return Evaluation(
+                {
+                    name: evaluate(
+                        self.engine, self.tokenizer, runner, self.reward_weights, prompts, params, self.solved_by
+                    )
+                    for name, prompts in self.eval_prompts.items()
+                }
+            )
 
     def save_model(self, folder: str | Path | None = None) -> Path:
         """Write the current policy as a Hugging Face folder, by default the run's `model/`, in its original dtype.
@@ -523,36 +542,47 @@ class GRPOTrainer:
             raise ValueError("a model that was made in memory has no tokenizer; give one as processing_class")
         return load_tokenizer(self.model.source, self.args.chat_template)
 
-    def _encode(self, examples: Examples) -> PromptSet:
-        context = self.model.config.max_positions - self.args.max_completion_length
-        limit = min(context, self.args.max_prompt_length or context)
-        if limit < 1:
-            raise ValueError(
-                f"max_completion_length {self.args.max_completion_length} leaves no room for a prompt in the model's "
-                f"{self.model.config.max_positions} positions; lower it"
-            )
+    def _encode(self, examples: Examples, max_completion_length: int | None = None) -> PromptSet:
+        name = "max_completion_length" if max_completion_length is None else "eval_max_completion_length"
+        length = max_completion_length or self.args.max_completion_length
+        limit = prompt_limit(self.model.config.max_positions, length, self.args.max_prompt_length, name)
         return encode_examples(examples, self.tokenizer, limit, self.args.prompt_overflow)
 
-    def _sampling_params(self, n: int, temperature: float, seed: int) -> SamplingParams:
+    def _sampling_params(self) -> SamplingParams:
         args = self.args
         return SamplingParams(
-            n=n,
+            n=args.num_generations,
             max_tokens=args.max_completion_length,
-            temperature=temperature,
+            temperature=args.temperature,
             top_k=args.top_k,
             top_p=args.top_p,
             min_p=args.min_p,
-            seed=seed,
+            seed=args.seed,
+        )
+
+    def _eval_params(self) -> SamplingParams:
+        args = self.args
+        return SamplingParams(
+            n=args.eval_num_generations,
+            max_tokens=args.eval_max_completion_length or args.max_completion_length,
+            temperature=args.eval_temperature,
+            top_k=args.eval_top_k,
+            top_p=args.eval_top_p,
+            min_p=args.eval_min_p,
+            seed=args.seed,
         )
 
     def _tell_setup(self, log: RunLog) -> None:
         """What the user should know before the first step."""
         if self.run_folder.moved_aside:
             log.message(f"the earlier run in {self.run_folder.path} is now in {self.run_folder.moved_aside}")
-        for prompts, name in ((self.prompts, "train_dataset"), (self.eval_prompts, "eval_dataset")):
-            if prompts is not None and prompts.num_dropped + prompts.num_truncated:
-                did = f"{prompts.num_dropped} dropped, {prompts.num_truncated} truncated"
-                log.message(f"{name} has prompts longer than max_prompt_length: {did}", warning=True)
+        sets = {"train_dataset": self.prompts} | {
+            f"eval_dataset {name!r}": prompts for name, prompts in self.eval_prompts.items()
+        }
+        for name, prompts in sets.items():
+            if prompts.num_dropped + prompts.num_truncated:
+                did = f"{prompts.num_dropped} dropped, {prompts.num_truncated} truncated, {len(prompts)} left"
+                log.message(f"{name} has prompts longer than {prompts.max_length} tokens: {did}", warning=True)
         log.findings(setup_findings(self.args, self.eos_ids))
 
 
@@ -567,13 +597,6 @@ def _with_advantages(groups: Sequence[Group], advantages: np.ndarray) -> list[Gr
         [replace(row, advantage=float(value)) for row, value in zip(group, values, strict=True)]
         for group, values in zip(groups, by_group, strict=True)
     ]
-
-
-def _weights(args: GRPOConfig, num_rewards: int) -> np.ndarray:
-    weights = np.ones(num_rewards) if args.reward_weights is None else np.asarray(args.reward_weights, float)
-    if weights.shape != (num_rewards,):
-        raise ValueError(f"reward_weights has {weights.size} entries for {num_rewards} reward functions")
-    return weights
 
 
 def _lora(args: GRPOConfig, peft_config: Any) -> LoRAConfig | None:

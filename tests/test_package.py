@@ -19,19 +19,23 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 # A module imports from its own line or from those above it.
 LAYERS = [
     ["errors", "pytree", "remote", "preemption", "objective.settings", "objective", "parallel.runtime"],
+    ["evaluation.estimates", "evaluation.paired", "evaluation.sets"],
     ["config", "parallel"],
     ["models", "tokenizer"],
     ["engine", "data", "packing"],
     ["batch"],
     ["rollout", "optimizer"],
     ["rewards", "metrics", "health", "hub"],
+    ["evaluation.answers", "evaluation.items"],
     ["progress", "profiling", "tracking", "step", "card", "run_state"],
-    ["evaluate", "learner"],
+    ["evaluation", "learner"],
     ["run_log"],
     ["checkpoints"],
     ["trainer"],
-    ["report", "recipes", "commands"],
+    ["report", "recipes"],
+    ["commands", "eval_commands"],
     ["cli"],
+    ["scripts"],
     ["__main__", "__init__"],
 ]
 WITHOUT_JAX = [
@@ -46,6 +50,8 @@ WITHOUT_JAX = [
     "groupax.remote",
     "groupax.run_state",
     "groupax.tracking",
+    "groupax.evaluation.items",
+    "groupax.recipes.gsm8k",
     "groupax.checkpoints.store",
     "groupax.cli",
 ]
@@ -184,11 +190,21 @@ def test_the_arithmetic_recipe_runs_and_reports(tmp_path, capsys):
     argv = ["train", "--recipe", "arithmetic", "--output_dir", str(tmp_path / "run"), "--max_steps", "2"]
     assert main([*argv, "--prompts_per_step", "4", "--progress_bar", "rich"]) == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert set(result) == {"pass_at_1_before", "pass_at_1_after", "steps", "train_seconds", "rollout_tokens_per_s"}
     assert 0.2 < result["pass_at_1_before"] < 0.5
+    found = result["sets"]["eval"]
+    assert found["before"]["pass@1"]["value"] == result["pass_at_1_before"]
+    assert found["comparison"]["differences"]["pass@1"]["test"] == "mcnemar, exact"
+    assert found["prompts"] == {"used": 500, "dropped": 0, "truncated": 0, "unscorable": 0}
+    assert result["steps"] == 2
+    assert "pass@1 went from" in result["verdicts"]["eval"]
     assert (tmp_path / "run" / "reward.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert "before and after, 500 held-out prompts" in out
+    assert "training: 4,096 prompts; too long: 0 dropped, 0 cut" in out
+    before, after = (str(tmp_path / "run" / "evaluations" / f"{when}.eval.jsonl") for when in ("before", "after"))
+    assert main(["compare", before, after, "--to", str(tmp_path / "compared.json")]) == 0
+    compared = json.loads((tmp_path / "compared.json").read_text())["after.eval"]
+    assert compared == found["comparison"]
     assert "mean reward by step" in out
 
 

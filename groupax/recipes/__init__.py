@@ -1,11 +1,16 @@
-"""Recipes: data, rewards, defaults and a model that belong together, by name. Imports no jax."""
+"""Recipes: data, prompts, rewards, defaults and a model that belong together, by name. Imports no jax.
+
+A recipe is a module, which says how rows become prompts, and a YAML file beside it with everything that is a setting.
+"""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from groupax.config import nearest
+from groupax.data import EVAL_SPLITS, SUFFIXES, TRAIN_SPLITS, Example, Examples, MissingSplitError, read_rows
 
 
 @dataclass(frozen=True)
@@ -14,21 +19,32 @@ class Recipe:
 
     Attributes:
         model: a folder or hub id, used unless the user names another.
-        train_dataset: makes the training prompts.
-        eval_dataset: makes the held-out prompts.
-        reward_funcs: reward functions or names.
+        reward_funcs: names or references of the reward functions.
         config: settings of `GRPOConfig` that differ from its defaults.
+        expected: what a run comes to, or that nobody has measured it.
+        train_dataset: the training prompts, by default from the recipe's own source; else from a file, a folder or a
+            hub id.
+        eval_dataset: the held-out prompts, likewise; None where a source has none.
+        examples: the prompts of all rows of a file, or of the test split of a folder or hub id.
     """
 
     model: str
-    train_dataset: Callable[[], Sequence[Mapping[str, Any]]]
-    eval_dataset: Callable[[], Sequence[Mapping[str, Any]]]
-    reward_funcs: Sequence[Any]
+    reward_funcs: Sequence[str]
     config: Mapping[str, Any]
+    expected: str
+    train_dataset: Callable[..., Examples]
+    eval_dataset: Callable[..., Examples | None]
+    examples: Callable[[str], Examples]
 
 
 # The module of each recipe; it has a `RECIPE`.
-RECIPES = {"arithmetic": "groupax.recipes.arithmetic.recipe"}
+RECIPES = {
+    "arithmetic": "groupax.recipes.arithmetic.recipe",
+    "gsm8k": "groupax.recipes.gsm8k",
+    "numinamath": "groupax.recipes.numinamath",
+    "countdown": "groupax.recipes.countdown",
+    "tldr_length": "groupax.recipes.tldr_length",
+}
 
 
 def load_recipe(name: str) -> Recipe:
@@ -40,3 +56,65 @@ def load_recipe(name: str) -> Recipe:
     if name not in RECIPES:
         raise ValueError(f"there is no recipe {name!r}{nearest(name, RECIPES)}; there are {', '.join(RECIPES)}")
     return importlib.import_module(RECIPES[name]).RECIPE
+
+
+def make_recipe(
+    module_file: str,
+    example: Callable[[Example], dict[str, Any]],
+    generated: Mapping[str, Callable[[], Examples]] | None = None,
+) -> Recipe:
+    """The recipe of a module and of the YAML file beside it.
+
+    The file has `model`, `reward_funcs`, `expected`, settings of `GRPOConfig`, and where the data comes from:
+    `dataset`, a hub id, and `subset`, its configuration.
+
+    Args:
+        module_file: the module's `__file__`.
+        example: makes a row with a `prompt` of a row of the data; raises ValueError if it cannot.
+        generated: data that the recipe makes itself, "train" and "eval", in place of `dataset`.
+    """
+    import yaml
+
+    settings = yaml.safe_load(Path(module_file).with_suffix(".yaml").read_text(encoding="utf-8"))
+    model, rewards, expected = (settings.pop(name) for name in ("model", "reward_funcs", "expected"))
+    dataset, subset = settings.pop("dataset", None), settings.pop("subset", None)
+
+    def read(source: str, splits: Sequence[str], name: str) -> Examples:
+        rows = read_rows(source, name, splits, subset if source == dataset or Path(source).is_dir() else None)
+        return [_example(example, rows[index], index, source) for index in range(len(rows))]
+
+    def train_dataset(source: str | None = None) -> Examples:
+        if source is None and generated:
+            return generated["train"]()
+        return read(source or dataset, TRAIN_SPLITS, "train_dataset")
+
+    def eval_dataset(source: str | None = None) -> Examples | None:
+        if source is None and generated:
+            return generated["eval"]()
+        if source is not None and _is_one_set(Path(source)):
+            return None
+        try:
+            return read(source or dataset, EVAL_SPLITS, "eval_dataset")
+        except MissingSplitError:
+            return None
+
+    def examples(source: str) -> Examples:
+        return read(source, EVAL_SPLITS, "eval_dataset")
+
+    model = str(Path(module_file).parent / model) if model.startswith("./") else model
+    config = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    return Recipe(model, tuple(rewards), config, expected.strip(), train_dataset, eval_dataset, examples)
+
+
+def _is_one_set(source: Path) -> bool:
+    """Whether there is nothing to hold out: a file, or a single dataset as `datasets` saves it."""
+    return source.suffix in SUFFIXES or (source / "state.json").is_file()
+
+
+def _example(example: Callable[[Example], dict[str, Any]], row: Any, index: int, source: str) -> dict[str, Any]:
+    try:
+        if not isinstance(row, Mapping):
+            raise ValueError(f"it is a {type(row).__name__} and no mapping of columns")
+        return example(row)
+    except ValueError as error:
+        raise ValueError(f"row {index} of {source} does not fit the recipe: {error}") from error

@@ -152,6 +152,44 @@ def resolve_rewards(functions: Any, columns: Sequence[str], processing_classes: 
     return rewards
 
 
+def weights_of(given: Sequence[float] | None, rewards: Sequence[Reward]) -> np.ndarray:
+    """The weight of each reward, [K]; 1 if none are given.
+
+    Raises:
+        ValueError: there are more or fewer weights than rewards.
+    """
+    weights = np.ones(len(rewards)) if given is None else np.asarray(given, float)
+    if weights.shape != (len(rewards),):
+        raise ValueError(f"reward_weights has {weights.size} entries for {len(rewards)} reward functions")
+    return weights
+
+
+def check_columns(rewards: Sequence[Reward], columns: Sequence[str], row: Mapping[str, Any], name: str) -> None:
+    """Check that another dataset has the columns that the rewards take from the training prompts' one.
+
+    Args:
+        rewards: of the run.
+        columns: of the training prompts.
+        row: the first one of the other dataset.
+        name: of that dataset.
+
+    Raises:
+        ValueError: one lacks.
+    """
+    for reward in rewards:
+        if reward.on_device or reward.takes is None:
+            continue
+        parameters = inspect.signature(reward.function).parameters
+        for argument in reward.takes:
+            column = reward.columns.get(argument, argument)
+            required = argument in parameters and parameters[argument].default is inspect.Parameter.empty
+            if required and column in columns and column not in row:
+                raise ValueError(
+                    f"{name} has no column {column!r}, which the reward function {reward.name!r} takes; it has "
+                    f"{', '.join(row)}"
+                )
+
+
 def find_reward(reference: str) -> Any:
     """The reward that a name, with options if need be, or a "module:function" reference stands for.
 

@@ -2,30 +2,32 @@
 
 The model was pretrained on answers of mixed quality (see `model/README.md`). It can work a problem out step by step,
 but mostly guesses. The rewards pay for an answer in the form `<think>...</think><answer>...</answer>`, and far more for
-a right one.
+a right one. Rows of a source of your own have the columns `prompt` (such as `8*(2+5)-17=`) and `answer`.
 """
 
-from pathlib import Path
+from typing import Any
 
-from groupax.recipes import Recipe
+from groupax.data import Example
+from groupax.recipes import make_recipe
 from groupax.recipes.arithmetic.problems import generate
 
 NUM_TRAIN = 4096
 NUM_HELD_OUT = 500
 
-RECIPE = Recipe(
-    model=str(Path(__file__).parent / "model"),
-    train_dataset=lambda: generate(NUM_TRAIN, seed=1),
-    eval_dataset=lambda: generate(NUM_HELD_OUT, seed=0, split="held_out"),
-    reward_funcs=("think_answer_format", "think_answer_correct"),
-    config={
-        "output_dir": "runs/arithmetic",
-        "reward_weights": (0.2, 1.0),
-        "solved_by": "think_answer_correct",
-        "max_steps": 120,
-        "prompts_per_step": 16,
-        "num_generations": 8,
-        "max_completion_length": 64,
-        "learning_rate": 2e-4,
-    },
+
+def example(row: Example) -> dict[str, Any]:
+    """The row's prompt and answer.
+
+    Raises:
+        ValueError: one is missing.
+    """
+    if not row.get("prompt") or row.get("answer") is None:
+        raise ValueError(f"it needs the columns prompt and answer, it has {', '.join(row)}")
+    return {"prompt": row["prompt"], "answer": str(row["answer"])}
+
+
+RECIPE = make_recipe(
+    __file__,
+    example,
+    {"train": lambda: generate(NUM_TRAIN, seed=1), "eval": lambda: generate(NUM_HELD_OUT, seed=0, split="held_out")},
 )

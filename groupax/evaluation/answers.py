@@ -1,0 +1,64 @@
+"""What a completion answers, for counting votes (maj@k). Imports no jax."""
+
+import re
+from collections.abc import Callable
+
+from groupax.rewards.maths import final_number
+
+# The rewards whose 1 means that an answer is right, and how the answer is read from a completion; None where answers
+# cannot be compared with each other, so that there is no vote.
+ACCURACY_REWARDS: dict[str, str | None] = {
+    "gsm8k_accuracy": "number",
+    "math_accuracy": "math",
+    "think_answer_correct": "tagged",
+    "countdown_correct": None,
+    "code_tests": None,
+}
+
+
+def number_answer(text: str) -> str | None:
+    """The number that a completion ends in, as `gsm8k_accuracy` reads it."""
+    number = final_number(text)
+    return None if number is None else format(number.normalize(), "f")
+
+
+def tagged_answer(text: str) -> str | None:
+    """What stands in the last `<answer>...</answer>`."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+def math_answer(text: str) -> str | None:
+    r"""What stands in the last `\boxed{}`, or else in the last `<answer>`, or else the last number.
+
+    Spacing and the size of LaTeX's brackets and fractions do not count. Two ways to write one value are two answers
+    here; those that the reward calls right are one all the same (see `items.votes`).
+    """
+    boxed = last_boxed(text)
+    answer = boxed if boxed is not None else tagged_answer(text)
+    if answer is None:
+        return number_answer(text)
+    answer = re.sub(r"\\(?:left|right|,|!|;|:| )|\s|\$", "", answer)
+    return re.sub(r"\\[dt]frac", r"\\frac", answer).rstrip(".") or None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}`, whose braces may be nested."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    begin = start + len("\\boxed{")
+    depth = 1
+    for index in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if depth == 0:
+            return text[begin:index]
+    return None
+
+
+# By the words in `ACCURACY_REWARDS`.
+ANSWERS: dict[str, Callable[[str], str | None]] = {
+    "number": number_answer,
+    "math": math_answer,
+    "tagged": tagged_answer,
+}

@@ -1,0 +1,151 @@
+"""Estimates over the items of an evaluation, with 95 % intervals. Imports no jax.
+
+Items are what is drawn at random: the completions of one item belong together, so an item enters with one number, the
+mean over its completions or its pass@k, and intervals go by the spread of these numbers ("clustered by item").
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+CONFIDENCE = 0.95
+Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+WILSON = "wilson"  # see `mean_share`
+STUDENT = "student"  # see `mean_value`
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over items.
+
+    Attributes:
+        value: NaN if there are no items.
+        low, high: ends of the 95 % interval; NaN if there are too few items for one.
+        method: how the interval was made.
+        num_items: that the mean is over.
+    """
+
+    value: float
+    low: float
+    high: float
+    method: str
+    num_items: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def mean_share(shares: Sequence[float] | np.ndarray, num_draws: int = 1) -> Estimate:
+    """The mean of a share per item, such as the share of its completions that are right, or its pass@k.
+
+    The interval is Wilson's score interval for p = mean(shares) with as many independent draws as have the spread seen
+    between items, n = N p (1 - p) / var(shares), at least N and at most N * num_draws. Variance and p of this n are
+    taken with one item more, half of it right and half wrong, so that they tell something where items agree. For one
+    completion per item n is N: Wilson's interval itself.
+
+    Args:
+        shares: [N], each in [0, 1].
+        num_draws: completions of an item that its share is over.
+
+    Source: Wilson (1927); the effective number of draws as in Korn and Graubard, Survey Methodology 24 (1998).
+    """
+    values = np.asarray(shares, np.float64)
+    N = values.size
+    if N == 0:
+        return Estimate(math.nan, math.nan, math.nan, WILSON, 0)
+    p = float(values.mean())
+    mean = (values.sum() + 0.5) / (N + 1)
+    variance = (((values - mean) ** 2).sum() + 0.5 * (mean**2 + (1.0 - mean) ** 2)) / (N + 1)
+    n = N * mean * (1.0 - mean) / variance
+    n = min(max(n, float(N)), float(N * num_draws))
+    center = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
+    return Estimate(p, max(0.0, center - half), min(1.0, center + half), WILSON, N)
+
+
+def mean_value(values: Sequence[float] | np.ndarray) -> Estimate:
+    """The mean of any number per item, with Student's interval, mean +- t s / sqrt(N).
+
+    Args:
+        values: [N].
+    """
+    given = np.asarray(values, np.float64)
+    N = given.size
+    mean = float(given.mean()) if N else math.nan
+    if N < 2:
+        return Estimate(mean, math.nan, math.nan, STUDENT, N)
+    half = t_quantile(N - 1) * float(given.std(ddof=1)) / math.sqrt(N)
+    return Estimate(mean, mean - half, mean + half, STUDENT, N)
+
+
+def t_quantile(degrees: int) -> float:
+    """The number that Student's t exceeds in 2.5 % of cases."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, 0.5 + CONFIDENCE / 2))
+
+
+def pass_at_k(n: int, num_right: int, k: int) -> float:
+    """The chance that at least one of k of an item's n completions is right, 1 - C(n - c, k) / C(n, k).
+
+    Raises:
+        ValueError: k is above n, so that the completions do not tell.
+
+    Source: arXiv:2107.03374, eq. 1.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs at least {k} completions per item, there are {n}")
+    return 1.0 - math.comb(n - num_right, k) / math.comb(n, k)
+
+
+def powers_up_to(n: int) -> list[int]:
+    """1, 2, 4, ... and n itself: the k for which pass@k and maj@k are reported."""
+    return sorted({1 << power for power in range(n.bit_length())} | {n})
+
+
+def majority_at_k(votes: Sequence[int], right: int | None, num_silent: int, ks: Sequence[int]) -> list[float]:
+    """The chance that the most frequent answer among k of an item's completions is the right one, for each k.
+
+    It is exact over all subsets of k completions; of answers that tie, each is as likely to be taken. Completions
+    without an answer do not vote.
+
+    Args:
+        votes: completions that give each of the answers.
+        right: index of the right answer, or None if nobody gave it.
+        num_silent: completions without an answer.
+        ks: sizes of the subsets, each at most the number of completions.
+
+    Example:
+        >>> majority_at_k([3, 1], right=0, num_silent=0, ks=[1, 3, 4])
+        [0.75, 1.0, 1.0]
+    """
+    if right is None:
+        return [0.0] * len(ks)
+    others = tuple(sorted(count for index, count in enumerate(votes) if index != right))
+    return [_majority(votes[right], others, num_silent)[k] for k in ks]
+
+
+@functools.lru_cache(maxsize=4096)
+def _majority(num_right: int, others: tuple[int, ...], num_silent: int) -> tuple[float, ...]:
+    """For each k from 0 to the number of completions.
+
+    For each number c of votes for the right answer, `ways[v, t]` counts how the others cast v votes, none more than c
+    of them for one answer and exactly c for t answers.
+    """
+    n = num_right + sum(others) + num_silent
+    wins = np.zeros(n + 1)
+    for c in range(1, num_right + 1):
+        ways = np.zeros((n - num_right + 1, len(others) + 1))
+        ways[:, 0] = [math.comb(num_silent, v) for v in range(len(ways))]
+        for count in others:
+            before, ways = ways, np.zeros_like(ways)
+            for v in range(min(count, c) + 1):
+                tie = int(v == c)
+                ways[v:, tie:] += math.comb(count, v) * before[: len(before) - v, : before.shape[1] - tie]
+        weights = ways @ (1.0 / np.arange(1, ways.shape[1] + 1))
+        wins[c : c + len(weights)] += math.comb(num_right, c) * weights
+    return tuple(min(1.0, float(wins[k] / math.comb(n, k))) for k in range(n + 1))

@@ -1,0 +1,119 @@
+"""Sampling and scoring of held-out prompts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from groupax.config import nearest
+from groupax.data import PromptSet
+from groupax.engine.params import SamplingParams
+from groupax.evaluation.answers import ACCURACY_REWARDS
+from groupax.evaluation.estimates import Estimate
+from groupax.evaluation.items import Item, estimates, make_items
+from groupax.evaluation.sets import ONLY_SET
+from groupax.metrics import Metrics, completion_metrics
+from groupax.rewards.contract import Reward
+from groupax.rewards.runner import RewardRunner
+from groupax.rewards.scoring import score_groups
+from groupax.rollout import rollout
+
+if TYPE_CHECKING:
+    from groupax.engine.engine import Engine
+
+
+@dataclass(frozen=True, eq=False)
+class SetEvaluation:
+    """How well a model did on one evaluation set.
+
+    Attributes:
+        items: each prompt with its completions, in the order of the set.
+        estimates: pass@k, maj@k, the reward and each reward function, with 95 % intervals.
+        metrics: the estimates' values and ends, lengths, truncation, failures and what was left out, as plain numbers.
+        params: how it was sampled.
+        solved_by: the reward whose 1 means that a completion is right.
+    """
+
+    items: Sequence[Item]
+    estimates: Mapping[str, Estimate]
+    metrics: Metrics
+    params: SamplingParams
+    solved_by: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """How well a model did on each of its evaluation sets.
+
+    Attributes:
+        sets: by name.
+    """
+
+    sets: Mapping[str, SetEvaluation]
+
+    @property
+    def metrics(self) -> Metrics:
+        """Of all sets. A name is that of the metric, with the set's before it if sets were given by name."""
+        if set(self.sets) == {ONLY_SET}:
+            return dict(self.sets[ONLY_SET].metrics)
+        return {f"{name}_{metric}": value for name, each in self.sets.items() for metric, value in each.metrics.items()}
+
+
+def evaluate(
+    engine: "Engine",
+    tokenizer: Any,
+    runner: RewardRunner,
+    weights: np.ndarray,
+    prompts: PromptSet,
+    params: SamplingParams,
+    solved_by: str | None = None,
+) -> SetEvaluation:
+    """Sample `params.n` completions of every prompt and score them.
+
+    Args:
+        engine: with the weights to evaluate.
+        tokenizer: for the completions' text.
+        runner: of the K rewards.
+        weights: [K], of the weighted sum.
+        prompts: the evaluation set.
+        params: how to sample.
+        solved_by: the reward whose 1 means that a completion is right; without one there are no pass@k and maj@k.
+
+    Raises:
+        RewardError: a call failed and the runner is to stop for it.
+    """
+    scored = score_groups(rollout(engine, tokenizer, prompts.examples, prompts.token_ids, params, step=0), runner)
+    names = [reward.name for reward in runner.rewards]
+    items = make_items(scored.groups, names, weights, solved_by)
+    found = estimates(items)
+    metrics: Metrics = {}
+    for name, estimate in found.items():
+        metrics |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    for name in ("reward", *(f"rewards/{name}/mean" for name in names)):
+        metrics.setdefault(name, float("nan"))
+    metrics |= {f"rewards/{name}/failures": float(count) for name, count in scored.failures.items() if count}
+    metrics |= {
+        **scored.metrics,
+        **completion_metrics([row for group in scored.groups for row in group]),
+        "prompts": float(len(items)),
+        "prompts_dropped": float(prompts.num_dropped),
+        "prompts_truncated": float(prompts.num_truncated),
+        "prompts_unscorable": float(sum(not item.is_scorable for item in items)) if solved_by else 0.0,
+    }
+    return SetEvaluation(items, found, metrics, params, solved_by)
+
+
+def which_solves(solved_by: str | None, rewards: Sequence[Reward]) -> str | None:
+    """The reward whose 1 means that a completion is right: the one asked for, or the first known to be of that kind.
+
+    Raises:
+        ValueError: the one asked for is none of the rewards.
+    """
+    names = [reward.name for reward in rewards]
+    if solved_by is not None and solved_by not in names:
+        raise ValueError(
+            f"solved_by is {solved_by!r}, which is no reward function{nearest(solved_by, names)}; there are "
+            f"{', '.join(names)}"
+        )
+    return solved_by or next((name for name in names if name in ACCURACY_REWARDS), None)

@@ -1,0 +1,93 @@
+"""Two evaluations of the same items: what differs, and whether that could be chance. Imports no jax."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from groupax.evaluation.estimates import STUDENT, Estimate, Z, mean_value
+
+BONETT_PRICE = "bonett-price"  # see `paired_difference`
+MCNEMAR = "mcnemar, exact"
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """After minus before, over the items that both have.
+
+    Attributes:
+        before, after: means over these items.
+        difference: their difference with its interval.
+        p_value: chance of a difference at least as large if there were none; NaN with fewer than 2 items.
+        test: what that is of.
+        num_gained, num_lost: items whose value rose and fell.
+    """
+
+    before: float
+    after: float
+    difference: Estimate
+    p_value: float
+    test: str
+    num_gained: int
+    num_lost: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval excludes 0."""
+        return self.difference.low > 0 or self.difference.high < 0
+
+
+def paired_difference(before: Sequence[float] | np.ndarray, after: Sequence[float] | np.ndarray) -> PairedDifference:
+    """The mean difference over items.
+
+    Where an item is right or wrong (all values 0 or 1), the interval is Wald's over (gained + 1) / (N + 2) and
+    (lost + 1) / (N + 2), and the p-value is McNemar's, exact: of the items that changed, how many would improve by the
+    toss of a coin. Otherwise both are Student's over the items' differences.
+
+    Args:
+        before, after: [N], of the same items in the same order.
+
+    Raises:
+        ValueError: the lengths differ.
+
+    Source: Bonett and Price, J. Educational and Behavioral Statistics 37 (2012); McNemar, Psychometrika 12 (1947).
+    """
+    if len(before) != len(after):
+        raise ValueError(f"a paired comparison needs the same items, got {len(before)} and {len(after)}")
+    first, second = np.asarray(before, np.float64), np.asarray(after, np.float64)
+    differences = second - first
+    gained, lost = int((differences > 0).sum()), int((differences < 0).sum())
+    means = (float(first.mean()), float(second.mean())) if len(first) else (math.nan, math.nan)
+    is_binary = bool(np.isin(np.concatenate([first, second]), (0.0, 1.0)).all()) and len(first) > 0
+    if is_binary:
+        difference, p_value, test = _bonett_price(gained, lost, len(first)), mcnemar(gained, lost), MCNEMAR
+    else:
+        difference, p_value, test = mean_value(differences.tolist()), _student(differences), STUDENT
+    return PairedDifference(*means, difference, p_value, test, gained, lost)
+
+
+def mcnemar(num_gained: int, num_lost: int) -> float:
+    """The two-sided exact p-value: min(1, 2 P(X <= min(gained, lost))) for X ~ Binomial(gained + lost, 1/2)."""
+    n, least = num_gained + num_lost, min(num_gained, num_lost)
+    return min(1.0, 2.0 * sum(math.comb(n, i) for i in range(least + 1)) / (1 << n))
+
+
+def _bonett_price(gained: int, lost: int, N: int) -> Estimate:
+    up, down = (gained + 1) / (N + 2), (lost + 1) / (N + 2)
+    half = Z * math.sqrt((up + down - (up - down) ** 2) / (N + 2))
+    low, high = max(-1.0, up - down - half), min(1.0, up - down + half)
+    return Estimate((gained - lost) / N, low, high, BONETT_PRICE, N)
+
+
+def _student(differences: np.ndarray) -> float:
+    N = differences.size
+    if N < 2:
+        return math.nan
+    error = float(differences.std(ddof=1)) / math.sqrt(N)
+    mean = float(differences.mean())
+    if error == 0:
+        return 1.0 if mean == 0 else 0.0
+    from scipy.special import stdtr
+
+    return float(2.0 * stdtr(N - 1, -abs(mean / error)))

@@ -1,0 +1,42 @@
+"""The gsm8k recipe: word problems of grade school, with a gold answer behind `####`.
+
+Rows have the columns `question` and `answer`, as in the hub's openai/gsm8k; MIT licence.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from groupax.data import Example
+from groupax.recipes import make_recipe
+from groupax.recipes.rows import chat, gold, question
+from groupax.rewards.formats import xml_format
+
+SYSTEM_PROMPT = """Solve the problem step by step. Answer in exactly this form, with nothing before or behind it:
+<think>
+your reasoning
+</think>
+<answer>
+the final number, in digits and nothing else
+</answer>"""
+NUMBER = re.compile(r"[-+]?\$?\s*[\d,]*\.?\d+")
+
+
+def example(row: Example) -> dict[str, Any]:
+    """A row with the conversation to continue and the gold number.
+
+    Raises:
+        ValueError: there is no question, or the answer is no number.
+    """
+    number = gold(row)
+    if not NUMBER.fullmatch(number):
+        raise ValueError(f"its answer {number[:80]!r} is no number; for other mathematics use the recipe numinamath")
+    return {**chat(SYSTEM_PROMPT, row, question(row)), "answer": number}
+
+
+def strict_xml_format(completions: Sequence[Any]) -> list[float]:
+    """`xml_format` with nothing but the tags, each on a line of its own, under a name of its own in the metrics."""
+    return xml_format(completions, strict=True)
+
+
+RECIPE = make_recipe(__file__, example)

@@ -1,0 +1,1 @@
+"""Programs with the flags of the scripts that users of EasyDeL know."""
