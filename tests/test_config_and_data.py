@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from groupax import GRPOConfig, init_model, save_model
-from groupax.data import encode_examples, load_examples, num_steps, visit_order
+from groupax.data import encode_examples, load_examples, visit_order
 from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
 
 from .conftest import SHARED, TINY
