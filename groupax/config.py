@@ -161,7 +161,7 @@ class GRPOConfig:
     min_p: float = 0.0
     """Sample from tokens at least this fraction as likely as the likeliest; 0 is off."""
     repetition_penalty: float = 1.0
-    """Makes tokens that occurred before less likely, in sampling alone: the policy that is trained has none. 1 is off."""
+    """Makes tokens that occurred less likely, in sampling alone: the policy that is trained knows none. 1 is off."""
 
     # Objective
     loss_type: LossType = "dapo"

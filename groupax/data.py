@@ -175,7 +175,7 @@ def _shuffled_by_torch(num: int, seed: int, epoch: int) -> np.ndarray:
 
     PyTorch draws 32 bits of MT19937 for each place but the last, and swaps it with one of those from it on.
     """
-    bits = np.random.RandomState(seed)._bit_generator  # noqa: NPY002 - seeded as PyTorch seeds it
+    bits = np.random.RandomState(seed)._bit_generator  # seeded as PyTorch seeds it
     draws = bits.random_raw((epoch + 1) * (num - 1))[epoch * (num - 1) :]
     permutation = np.arange(num)
     for place, draw in enumerate(draws):

@@ -32,9 +32,7 @@ class RunLog:
         ends: a listener wants the run to end.
     """
 
-    def __init__(
-        self, args: GRPOConfig, folder: RunFolder, num_steps: int, listeners: Sequence[Listener] = ()
-    ) -> None:
+    def __init__(self, args: GRPOConfig, folder: RunFolder, num_steps: int, listeners: Sequence[Listener] = ()) -> None:
         self.args, self.folder, self.num_steps = args, folder, num_steps
         self.listeners, self.ends = listeners, False
         self.progress = PROGRESS_BARS[args.progress_bar](num_steps)

@@ -48,7 +48,7 @@ class Slices:
             )
         return num_examples - num_examples % self.prompts_per_rollout
 
-    def num_steps(self, num_examples: int, num_epochs: float, max_steps: int) -> int:
+    def num_steps(self, num_examples: int, num_epochs: float | int, max_steps: int) -> int:
         """Optimizer steps of a run: `max_steps`, or what it takes to visit every prompt `num_epochs` times."""
         prompts = self.prompts_per_epoch(num_examples)
         if max_steps > 0:
@@ -57,7 +57,10 @@ class Slices:
             slices = prompts // self.prompts_per_rollout * self.per_rollout * self.num_passes
             return math.ceil(num_epochs * math.ceil(slices / self.per_step))
         prompts_per_step = Fraction(self.prompts_per_rollout * self.per_step, self.per_rollout)
-        return max(1, math.ceil(num_examples * Fraction(num_epochs).limit_denominator(MOST_PARTS) / prompts_per_step)) * self.num_passes
+        return (
+            max(1, math.ceil(num_examples * Fraction(num_epochs).limit_denominator(MOST_PARTS) / prompts_per_step))
+            * self.num_passes
+        )
 
 
 def slices_of(args: GRPOConfig) -> Slices:
@@ -72,9 +75,9 @@ def slices_of(args: GRPOConfig) -> Slices:
     rows = prompts * args.num_generations / updates.denominator
     if of_rollout.denominator != 1 or rows.denominator != 1 or rows < 1:
         raise ValueError(
-            f"prompts_per_step {args.prompts_per_step} and updates_per_rollout {args.updates_per_rollout} make rollouts "
-            f"of {of_rollout} prompts and steps of {prompts * args.num_generations} completions, which are cut into "
-            f"{updates.numerator} and {updates.denominator} parts of {rows} completions; these must be whole numbers"
+            f"prompts_per_step {args.prompts_per_step} and updates_per_rollout {args.updates_per_rollout} make "
+            f"rollouts of {of_rollout} prompts and steps of {prompts * args.num_generations} completions, cut "
+            f"into {updates.numerator} and {updates.denominator} parts of {rows}; these must be whole numbers"
         )
     return Slices(
         int(of_rollout), updates.numerator, updates.denominator, int(rows), args.num_iterations, args.whole_epochs

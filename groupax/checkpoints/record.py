@@ -166,9 +166,7 @@ def read_rollout(
     return Experience(groups=groups, **state), scored
 
 
-def with_scores(
-    slices: Sequence[Sequence[Row]], scores: Sequence[Mapping[str, np.ndarray | None]]
-) -> list[list[Row]]:
+def with_scores(slices: Sequence[Sequence[Row]], scores: Sequence[Mapping[str, np.ndarray | None]]) -> list[list[Row]]:
     """The rows of slices with what they were scored with; there may be more scores than rows."""
     each = iter(scores)
     return [[replace(row, **next(each)) for row in part] for part in slices]
