@@ -108,12 +108,17 @@ def _parse_lines(text: str, path: Path) -> list[Any]:
 def encode_examples(examples: Examples, tokenizer: Any, max_length: int, overflow: PromptOverflow) -> PromptSet:
     """Tokenize all prompts and apply the policy for those longer than `max_length` tokens.
 
+    A column `prompt_ids` has the tokens of the prompts if they are others than the tokenizer would make.
+
     Raises:
         ValueError: a prompt is too long and the policy is "error", none is left after dropping, or one is empty.
     """
     columnar = hasattr(examples, "column_names")
     prompts = list(examples["prompt"]) if columnar else [examples[index]["prompt"] for index in range(len(examples))]
-    token_ids = encode_prompts(tokenizer, prompts)
+    if "prompt_ids" in examples[0]:
+        token_ids = [np.asarray(examples[index]["prompt_ids"], np.int32) for index in range(len(examples))]
+    else:
+        token_ids = encode_prompts(tokenizer, prompts)
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(f"prompt {index} is empty and the tokenizer adds no token; the model needs at least one")

@@ -30,7 +30,7 @@ LAYERS = [
     ["run_log"],
     ["checkpoints"],
     ["trainer"],
-    ["report", "recipes", "commands"],
+    ["report", "recipes", "commands", "compat"],
     ["cli"],
     ["__main__", "__init__"],
 ]
@@ -49,6 +49,8 @@ WITHOUT_JAX = [
     "groupax.tracking",
     "groupax.checkpoints.store",
     "groupax.cli",
+    "groupax.compat.trl_fields",
+    "groupax.compat.easydel_fields",
 ]
 
 

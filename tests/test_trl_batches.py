@@ -17,6 +17,7 @@ from .trl_batches import CASES, FILE, record
 
 RECORDED = json.loads(FILE.read_text())
 NAMES = [" ".join(f"{name}={value}" for name, value in settings.items()) or "defaults" for _, settings in CASES]
+METRICS = {"time/rollout_s": 1.0, "frac_reward_zero_std": 0.0, "completions/clipped_ratio": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,6 @@ def model():
 
 class Counting(GRPOTrainer):
     """As in `trl_batches.record`: only generation and update are replaced."""
-
-    metrics = {"time/rollout_s": 1.0, "frac_reward_zero_std": 0.0, "completions/clipped_ratio": 0.0}
 
     def count(self):
         self.generations, self.updates = [], []
@@ -43,7 +42,7 @@ class Counting(GRPOTrainer):
         ]
         self.generations.append([self.cursor.step, visited])
         slices = self._scored(self._cut(groups), len(visited) * G)
-        return Experience(groups, self.metrics, {}, self.cursor.num_prompts, 0, slices)
+        return Experience(groups, METRICS, {}, self.cursor.num_prompts, 0, slices)
 
     def completion(self, index, sample, generation):
         return Rollout(
