@@ -466,5 +466,5 @@ def _tell_mesh(dims: Sequence[int]) -> None:
     num = jax.device_count()
     tell(
         f"sharding_axis_dims={tuple(dims)}: rows are spread over {num} devices, mesh (dp, fsdp, ep, tp, sp) = "
-        f"({num}, 1, 1, 1, 1), and every device holds all weights: they are not split, so the model has to fit on one device"
+        f"({num}, 1, 1, 1, 1), and every device holds all weights: they are not split, so the model must fit on one"
     )
