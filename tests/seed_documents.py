@@ -98,7 +98,7 @@ SCRIPTS = "waits for groupax.scripts.finetune, which is built beside this"
 SHELL = "sets up a machine, with a network"
 # By document and block.
 TABLE = {
-    "000": {0: Run({"    # ... other GRPO parameters\n": "    num_train_epochs=1,\n"})},
+    "000": {0: Run({"    # ... other GRPO parameters\n": "    total_batch_size=4, num_train_epochs=1,\n"})},
     "001": {
         0: Run(),
         1: Run({"train[:10%]": "train[:50%]", "num_train_epochs=3": "num_train_epochs=1"}),
@@ -143,7 +143,7 @@ TABLE = {
                     "def check_math_solution(prompt, completion): return '4' in completion\n"
                     "def test_code_solution(prompt, completion): return 'def' in completion\n"
                 ),
-                "    train_dataset=dataset,\n)": "    train_dataset=dataset,\n    args=GRPOConfig('many', max_steps=2),\n)",
+                "    train_dataset=dataset,\n)": "    train_dataset=dataset,\n    args=GRPOConfig('', max_steps=2),\n)",
             }
         ),
         15: Run(TRL_STEPS),
@@ -159,6 +159,7 @@ TABLE = {
         **{cell: Run() for cell in range(2, 10)},
         10: Run(),
         **{cell: Run() for cell in range(11, 24)},
+        21: Run({"range(3000)": "range(16)"}),
         24: Not("downloads from Colab"),
         25: Run(),
         26: Not("logs in to the hub; the token is in HF_TOKEN"),

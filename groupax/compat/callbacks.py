@@ -60,7 +60,7 @@ class CallbackListener:
     """
 
     def __init__(
-        self, callbacks: Sequence[Any], args: Any, steps_per_epoch: float, state: State, more: dict[str, Any]
+        self, callbacks: Sequence[Any], args: Any, steps_per_epoch: int, state: State, more: dict[str, Any]
     ) -> None:
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         self.args, self.steps_per_epoch, self.state, self.more = args, steps_per_epoch, state, more
