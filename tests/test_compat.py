@@ -313,7 +313,13 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
     assert calls == ["begin", ("log", 1, True), ("log", 2, True)]
     assert states == [(0, 3), (1, 3)]
     assert [line["step"] for line in trainer.state.log_history] == [1, 2]
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "notes.txt").write_text("mine")
     trainer.save_model(tmp_path / "saved")
+    assert (tmp_path / "saved" / "notes.txt").is_file()
+    with pytest.warns(CompatWarning, match="is the run's folder"):
+        trainer.save_model(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()
     np.testing.assert_array_equal(load_model(tmp_path / "saved").params["embed"], trainer.model.model.params["embed"])
 
 
@@ -392,9 +398,7 @@ def test_an_easydel_trainer_with_columns_of_its_own(folder, tmp_path):
         assert batch["prompt"][0] == "abci"  # rendered by then
         left = {"padding": "max_length", "padding_side": "left", "max_length": 12}
         made = tokenizer(batch["prompt"], **left, return_tensors="np")
-        made["gold_ids"] = tokenizer(batch["gold"], padding="max_length", max_length=4, return_tensors="np")[
-            "input_ids"
-        ]
+        made["gold_ids"] = tokenizer(batch["gold"], return_tensors="np")["input_ids"]
         return made
 
     rows = [{"prompt": [{"role": "user", "content": "abc"}], "gold": "d"}] * 2

@@ -3,9 +3,11 @@
 from groupax.compat.hf import AutoModelForCausalLM, BitsAndBytesConfig, LoraConfig, PeftModel, get_peft_model
 """
 
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,10 +194,11 @@ class CausalLM:
     def save_pretrained(self, folder: Any, **inert: Any) -> None:
         """Write a folder that transformers, or peft if there is an adapter, loads."""
         _tell_inert(inert, {"safe_serialization", "max_shard_size"}, "save_pretrained")
+        weights = "nf4" if is_quantized(self.model.params) else "same"
         if self.model.adapter is not None:
-            save_adapter(self.model, folder)
+            beside_what_is_there(partial(save_adapter, self.model), folder)
         else:
-            save_model(self.model, folder, weights="nf4" if is_quantized(self.model.params) else "same")
+            beside_what_is_there(partial(save_model, self.model, weights=weights), folder)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, **inert: Any) -> str:
         """Upload it to the Hugging Face hub; the address."""
@@ -289,6 +292,13 @@ def base_weights(quantization_config: Any) -> BaseWeights:
             f"bnb_4bit_use_double_quant={bool(get('bnb_4bit_use_double_quant'))})"
         )
     return "nf4"
+
+
+def beside_what_is_there(save: Callable[[Path], Any], folder: Any) -> None:
+    """Save into a folder that may hold other files, which native saving would replace."""
+    with tempfile.TemporaryDirectory() as name:
+        save(Path(name) / "model")
+        shutil.copytree(Path(name) / "model", folder, dirs_exist_ok=True)
 
 
 def as_model(model: Any, weights: BaseWeights = "same") -> str | Path | Model:

@@ -439,9 +439,21 @@ class GRPOTrainer:
         self.state.log_history.append({"step": trainer.cursor.step, **metrics})
         return metrics
 
-    def save_model(self, output_dir: str | None = None) -> None:
-        """Write the current policy, or its adapter, by default into `output_dir` itself."""
-        self.native.save_model(output_dir or self.native.args.output_dir)
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the current policy, or its adapter, with the tokenizer; files beside them stay.
+
+        Args:
+            output_dir: by default `model/` in the run's folder, which itself has the run's own config.json.
+        """
+        own = Path(self.native.args.output_dir)
+        if output_dir is None or Path(output_dir).resolve() == own.resolve():
+            if output_dir is not None:
+                tell(
+                    f"{output_dir} is the run's folder, with a config.json of its own; the model is in {own / 'model'}"
+                )
+            self.native.save_model()
+            return
+        hf.beside_what_is_there(self.native.save_model, output_dir)
 
     def push_to_hub(self, commit_message: str = "", **_: Any) -> str:
         """Upload the current policy as `hub_model_id`, by default the name of `output_dir`."""
