@@ -402,8 +402,8 @@ def test_an_easydel_trainer_with_columns_of_its_own(folder, tmp_path):
         return made
 
     rows = [{"prompt": [{"role": "user", "content": "abc"}], "gold": "d"}] * 2
-    config = ed.GRPOConfig(save_directory=str(tmp_path), model_name="run", total_batch_size=2, num_return_sequences=2,
-                           max_completion_length=8, max_training_steps=1, log_steps=1, progress_bar_type="none")  # fmt: skip
+    config = ed.GRPOConfig(save_directory=str(tmp_path), model_name="run", total_batch_size=2, num_return_sequences=2)
+    config.max_completion_length, config.max_training_steps, config.progress_bar_type = 8, 1, "none"
     model = ed.AutoEasyDeLModelForCausalLM.from_pretrained(folder)
     trainer = ed.GRPOTrainer(
         config, ed.vInference(model, tokenizer), model, reward, None, rows, None, tokenizer, tokenize

@@ -13,7 +13,7 @@ from .test_config_and_data import a_tokenizer
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("page", ["rewards.md", "engine.md", "lora.md"])
+@pytest.mark.parametrize("page", ["rewards.md", "engine.md", "lora.md", "coming_from_trl.md", "coming_from_easydel.md"])
 def test_python_blocks_run(page, tmp_path):
     tokenizer = a_tokenizer(eos_token="<eos>")
     save_model(init_model({**TINY, "vocab_size": 13, "max_position_embeddings": 512}), tmp_path / "model", tokenizer)
