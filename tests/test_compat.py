@@ -108,7 +108,10 @@ def test_trl_settings_become_native_ones(settings, expected):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"per_device_train_batch_size": 6}, "6 completions.*no whole groups of num_generations 8.*counts completions"),
+        (
+            {"per_device_train_batch_size": 6, "steps_per_generation": 1},
+            "6 completions.*no whole groups of num_generations 8.*counts completions",
+        ),
         ({"generation_batch_size": 12}, "must be a multiple of the completions of a micro-batch, 8"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "both set"),
         ({"optim": "galore_adamw"}, "optim 'galore_adamw' is not supported"),
@@ -132,6 +135,12 @@ def test_settings_can_be_changed_until_a_trainer_is_made():
     assert config.to_native().prompts_per_step == 16
     assert config.batches(num_devices=2) == (16, 4, 4)
     assert config.to_dict()["num_generations"] == 2
+
+
+def test_small_batches_generate_for_several_steps():
+    config = trl.GRPOConfig(per_device_train_batch_size=4)
+    with pytest.warns(CompatWarning, match="4 completions, .* steps_per_generation is 2, so that 2 steps train"):
+        assert config.batches() == (4, 1, 2)
 
 
 def test_vllm_and_launchers_are_told_how_they_are_done(tmp_path):

@@ -144,7 +144,16 @@ class GRPOConfig(ForeignConfig):
                     f"{num_devices} devices)"
                 )
             generated = self.generation_batch_size // rows
-        generated = generated or accumulated
+        if generated is None:
+            generated = accumulated
+            while rows * generated % self.num_generations:
+                generated += accumulated
+            if generated > accumulated:
+                tell(
+                    f"an optimizer step has {rows * accumulated} completions, which are no whole groups of "
+                    f"num_generations {self.num_generations}: steps_per_generation is {generated}, so that "
+                    f"{generated // accumulated} steps train on a generation"
+                )
         if rows * generated % self.num_generations:
             raise ValueError(
                 f"a generation has {rows * generated} completions ({rows} in each of {generated} micro-batches), which "
