@@ -92,7 +92,7 @@ IDS = {
     }.items()
     for name in names
 }
-TRL_STEPS = {"logging_steps=10)": "logging_steps=10, max_steps=2)"}
+TRL_STEPS = {"logging_steps=10)": "logging_steps=10, max_steps=2, max_completion_length=64)"}
 LATER = "waits for issue 10: Ray's @execute"
 SCRIPTS = "waits for groupax.scripts.finetune, which is built beside this"
 SHELL = "sets up a machine, with a network"
@@ -130,7 +130,7 @@ TABLE = {
         5: Not("accelerate's launcher; the script itself is block 0"),
         6: Not("a SLURM cluster, and a server on one of its nodes (issues 10 and 12)"),
         7: Not("a server on a node of a SLURM cluster (issues 10 and 12)"),
-        8: Run({"logging_steps=10,": "logging_steps=10, max_steps=2,"}),
+        8: Run({"logging_steps=10,": "logging_steps=10, max_steps=2, max_completion_length=64,"}),
         9: Run(),
         10: Run(),
         11: Run(),
@@ -143,7 +143,9 @@ TABLE = {
                     "def check_math_solution(prompt, completion): return '4' in completion\n"
                     "def test_code_solution(prompt, completion): return 'def' in completion\n"
                 ),
-                "    train_dataset=dataset,\n)": "    train_dataset=dataset,\n    args=GRPOConfig('', max_steps=2),\n)",
+                "    train_dataset=dataset,\n)": (
+                    "    train_dataset=dataset,\n    args=GRPOConfig('m', max_steps=2, max_completion_length=64),\n)"
+                ),
             }
         ),
         15: Run(TRL_STEPS),
