@@ -99,7 +99,7 @@ def main() -> None:
             }
         rows.append(row)
     show(rows, args.json)
-    seconds = [
+    seconds: list[dict[str, Any]] = [
         {"trainer": library} | {name: statistics.median(run[name] for run in own) for name in ("step_s", "run_s")}
         for library, own in runs.items()
     ]
