@@ -19,6 +19,7 @@ PromptOverflow = Literal["error", "drop", "truncate_left"]
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
 LRScheduler = Literal["constant", "linear", "cosine"]
 WeightDecayScope = Literal["matrices", "all"]
+PromptOrder = Literal["shuffled", "shuffled_by_torch", "dataset"]
 Checkpointing = Literal["none", "full", "dots", "all_dots"]
 SharePrefix = Literal["auto", "always", "never"]
 DecodingWeights = Literal["same", "bfloat16", "int8", "float8"]
@@ -50,8 +51,6 @@ def _refusing_unknown_fields(cls: type[T]) -> type[T]:
 
 
 _AT_LEAST = {
-    "prompts_per_step": 1,
-    "updates_per_rollout": 1,
     "num_iterations": 1,
     "max_completion_length": 1,
     "logging_steps": 1,
@@ -87,6 +86,7 @@ _AT_LEAST = {
     "vespo_lambda_pos": 0,
     "vespo_lambda_neg": 0,
     "sapo_temperature_pos": 1e-6,
+    "repetition_penalty": 1e-6,
     "sapo_temperature_neg": 1e-6,
 }
 _BETWEEN = {
@@ -119,14 +119,21 @@ class GRPOConfig:
     """Passes over the dataset; ignored if max_steps is set."""
     max_steps: int = -1
     """Optimizer steps; -1 follows num_train_epochs."""
+    prompt_order: PromptOrder = "shuffled"
+    """How an epoch visits the prompts: in a permutation of its own, in the one that PyTorch's generator makes of the
+    seed, or as they stand in the dataset."""
+    whole_epochs: bool = False
+    """End an epoch with a whole rollout, leaving out the prompts that make none, and with a step, which may be small;
+    otherwise rollouts and steps go on into the next epoch."""
 
     # The batch
-    prompts_per_step: int = 8
-    """Prompts per optimizer step."""
+    prompts_per_step: int | float = 8
+    """Prompts per optimizer step; a fraction trains on a group in several steps."""
     num_generations: int = 8
     """Completions per prompt: the group whose rewards are compared."""
-    updates_per_rollout: int = 1
-    """Optimizer steps per rollout; a rollout then samples prompts_per_step times as many prompts."""
+    updates_per_rollout: int | float = 1
+    """Optimizer steps per pass over a rollout, which samples prompts_per_step times as many prompts; with a fraction
+    steps take completions of several rollouts."""
     num_iterations: int = 1
     """Passes over each rollout; more than 1 trains off policy, within the clip range."""
     micro_batch_tokens: int | None = None
@@ -155,6 +162,8 @@ class GRPOConfig:
     """Sample from the fewest tokens that hold this mass; 1 is off."""
     min_p: float = 0.0
     """Sample from tokens at least this fraction as likely as the likeliest; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that occurred less likely, in sampling alone: the policy that is trained knows none. 1 is off."""
 
     # Objective
     loss_type: LossType = "dapo"
@@ -385,6 +394,9 @@ class GRPOConfig:
                 f"eval_num_generations is {self.eval_num_generations}, but at eval_temperature 0 all completions of a "
                 "prompt are the same; set eval_temperature, e.g. to 0.8"
             )
+        for name in ("prompts_per_step", "updates_per_rollout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be at least 1, or a fraction of it above 0, got {getattr(self, name)}")
         for name in ("max_prompt_length", "micro_batch_tokens", "eval_max_completion_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -405,6 +417,8 @@ class GRPOConfig:
                 f"scale_rewards at 'group', got {self.scale_rewards!r}"
             )
         self._check_adapter()
+        if self.whole_epochs and self.filter_zero_variance:
+            raise ValueError("whole_epochs and filter_zero_variance exclude each other: rollouts differ in size then")
         if self.sync_ref_model and self.beta == 0:
             raise ValueError("sync_ref_model needs a reference, and beta is 0; set beta above 0")
         if self.warmup_steps and self.warmup_ratio:

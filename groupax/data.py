@@ -1,17 +1,17 @@
 """Datasets of prompts, and the order in which a run visits them. Imports no jax."""
 
 import json
-import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.config import PromptOverflow
+from groupax.config import PromptOrder, PromptOverflow
 from groupax.tokenizer import encode_prompts
 
 Example = Mapping[str, Any]
@@ -194,12 +194,17 @@ def _parse_lines(text: str, path: Path) -> list[Any]:
 def encode_examples(examples: Examples, tokenizer: Any, max_length: int, overflow: PromptOverflow) -> PromptSet:
     """Tokenize all prompts and apply the policy for those longer than `max_length` tokens.
 
+    A column `prompt_ids` has the tokens of the prompts if they are others than the tokenizer would make.
+
     Raises:
         ValueError: a prompt is too long and the policy is "error", none is left after dropping, or one is empty.
     """
     columnar = hasattr(examples, "column_names")
     prompts = list(examples["prompt"]) if columnar else [examples[index]["prompt"] for index in range(len(examples))]
-    token_ids = encode_prompts(tokenizer, prompts)
+    if "prompt_ids" in examples[0]:
+        token_ids = [np.asarray(examples[index]["prompt_ids"], np.int32) for index in range(len(examples))]
+    else:
+        token_ids = encode_prompts(tokenizer, prompts)
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(f"prompt {index} is empty and the tokenizer adds no token; the model needs at least one")
@@ -245,21 +250,58 @@ def prompt_limit(max_positions: int, max_completion_length: int, max_prompt_leng
     return limit
 
 
-def visit_order(num_examples: int, start: int, count: int, seed: int) -> list[int]:
+def visit_order(
+    num_examples: int,
+    start: int,
+    count: int,
+    seed: int,
+    order: PromptOrder = "shuffled",
+    per_epoch: int | None = None,
+) -> list[int]:
     """The examples at positions start .. start + count - 1 of the run: a new permutation for every epoch.
 
     A pure function, so that a resumed run needs no iterator state.
+
+    Args:
+        num_examples: in the dataset.
+        start: first position.
+        count: of positions.
+        seed: of the permutations.
+        order: which permutations.
+        per_epoch: positions of an epoch, if it leaves out the last of its permutation.
     """
-    positions = range(start, start + count)
-    permutations = {
-        epoch: np.random.default_rng((seed, epoch)).permutation(num_examples)
-        for epoch in {position // num_examples for position in positions}
-    }
-    return [int(permutations[position // num_examples][position % num_examples]) for position in positions]
+    per_epoch = per_epoch or num_examples
+    places = [divmod(position, per_epoch) for position in range(start, start + count)]
+    permutations = {epoch: _PERMUTATIONS[order](num_examples, seed, epoch) for epoch in {epoch for epoch, _ in places}}
+    return [int(permutations[epoch][index]) for epoch, index in places]
 
 
-def num_steps(num_examples: int, prompts_per_step: int, num_iterations: int, num_epochs: float, max_steps: int) -> int:
-    """Optimizer steps of a run: `max_steps`, or what it takes to visit every prompt `num_epochs` times."""
-    if max_steps > 0:
-        return max_steps
-    return max(1, math.ceil(num_examples * num_epochs / prompts_per_step)) * num_iterations
+def _shuffled(num: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(num)
+
+
+def _as_they_stand(num: int, _seed: int, _epoch: int) -> np.ndarray:
+    return np.arange(num)
+
+
+@lru_cache(maxsize=2)
+def _shuffled_by_torch(num: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation that call number `epoch` of `torch.randperm(num, generator)` gives after `manual_seed(seed)`.
+
+    PyTorch draws 32 bits of MT19937 for each place but the last, and swaps it with one of those from it on.
+    """
+    bits = np.random.RandomState(seed)._bit_generator  # seeded as PyTorch seeds it
+    draws = bits.random_raw((epoch + 1) * (num - 1))[epoch * (num - 1) :]
+    permutation = np.arange(num)
+    for place, draw in enumerate(draws):
+        other = place + int(draw) % (num - place)
+        permutation[place], permutation[other] = permutation[other], permutation[place]
+    return permutation
+
+
+# By `GRPOConfig.prompt_order`.
+_PERMUTATIONS: dict[PromptOrder, Callable[[int, int, int], np.ndarray]] = {
+    "shuffled": _shuffled,
+    "shuffled_by_torch": _shuffled_by_torch,
+    "dataset": _as_they_stand,
+}

@@ -1,8 +1,8 @@
 """Everything that a run tells while it trains: progress, metrics and rollouts on disk, findings."""
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from groupax.config import GRPOConfig
 from groupax.evaluation.evaluate import Evaluation
@@ -13,6 +13,11 @@ from groupax.progress import PROGRESS_BARS
 from groupax.rollout import Rollout
 from groupax.tracking import RunFolder
 
+Event = Literal["begin", "step_begin", "step_end", "log", "evaluate", "end"]
+# Is told of an event, the optimizer steps that were made, and metrics if there are any. A run ends after the step at
+# which one returns True.
+Listener = Callable[[Event, int, Metrics], bool | None]
+
 
 class RunLog:
     """Tells of one run.
@@ -21,10 +26,15 @@ class RunLog:
         args: what to show and how often to write.
         folder: where to write.
         num_steps: optimizer steps of the run.
+        listeners: who else is told.
+
+    Attributes:
+        ends: a listener wants the run to end.
     """
 
-    def __init__(self, args: GRPOConfig, folder: RunFolder, num_steps: int) -> None:
+    def __init__(self, args: GRPOConfig, folder: RunFolder, num_steps: int, listeners: Sequence[Listener] = ()) -> None:
         self.args, self.folder, self.num_steps = args, folder, num_steps
+        self.listeners, self.ends = listeners, False
         self.progress = PROGRESS_BARS[args.progress_bar](num_steps)
         self.history: list[Metrics] = []
         self.window: list[Metrics] = []
@@ -106,8 +116,10 @@ class RunLog:
             if self.args.log_completions:
                 self.folder.write_rollouts(step, self.rollouts)
             self.tell_fault()
+            self.event("log", step, self.last)
         if self.profile.step_ended(step):
             self.message(f"the trace of {self.args.profile} steps is in {self.profile.folder}")
+        self.event("step_end", step, metrics)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """The policy was evaluated."""
@@ -119,6 +131,13 @@ class RunLog:
             shown = [key for key in ("pass@1", "reward") if key in each.estimates]
             told = ", ".join(f"{key} {each.estimates[key]}" for key in shown) or "no reward applies"
             self.progress.message(f"step {step}: {name} ({len(each.items)} prompts): {told}")
+        self.event("evaluate", step, self.evaluated)
+
+    def event(self, name: Event, step: int, metrics: Metrics | None = None) -> None:
+        """Tell the listeners."""
+        for listener in self.listeners:
+            if listener(name, step, metrics or {}):
+                self.ends = True
 
     def tell_fault(self) -> None:
         """Tell when the run folder can no longer be written to, and when it can again."""

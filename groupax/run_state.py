@@ -44,8 +44,8 @@ class Experience:
         errors: by reward that failed, what went wrong first.
         first_prompt: prompts that the run had visited before it.
         num_tokens: prompt and completion tokens that were sampled.
-        minibatches: the rows of each optimizer step; their `old_logp` is None until it is known.
-        num_updates: optimizer steps that were made on it.
+        slices: the rows of each (see `groupax.slices`); their `old_logp` is None until it is known.
+        num_used: slices that were trained on, in all passes.
     """
 
     groups: Sequence[Group]
@@ -53,5 +53,5 @@ class Experience:
     errors: Mapping[str, str]
     first_prompt: int
     num_tokens: int
-    minibatches: "Sequence[Sequence[Row]]" = ()
-    num_updates: int = 0
+    slices: "Sequence[Sequence[Row]]" = ()
+    num_used: int = 0

@@ -17,16 +17,7 @@ from groupax.checkpoints.identity import identity_of
 from groupax.checkpoints.record import read_rollout, stored_dtype, with_scores
 from groupax.checkpoints.saver import RunSaver, patiently, remove_download
 from groupax.config import GRPOConfig
-from groupax.data import (
-    EVAL_SPLITS,
-    Examples,
-    PromptSet,
-    encode_examples,
-    load_examples,
-    num_steps,
-    prompt_limit,
-    visit_order,
-)
+from groupax.data import EVAL_SPLITS, Examples, PromptSet, encode_examples, load_examples, prompt_limit, visit_order
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.errors import DivergedError, RewardError, RunError, is_out_of_memory
@@ -48,8 +39,9 @@ from groupax.rewards.contract import TrainerState, check_columns, resolve_reward
 from groupax.rewards.runner import RewardRunner, RewardSettings
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollout import Rollout, rollout
-from groupax.run_log import RunLog
+from groupax.run_log import Listener, RunLog
 from groupax.run_state import Cursor, Experience, Group
+from groupax.slices import slices_of
 from groupax.step import TrainState
 from groupax.tokenizer import eos_token_ids, load_tokenizer, prepare_tokenizer
 from groupax.tracking import RunFolder
@@ -88,6 +80,7 @@ class GRPOTrainer:
             model's own.
         peft_config: a `LoRAConfig` or a `peft.LoraConfig`: an adapter is trained, and the model's weights stay as they
             are. Without it a model that has an adapter goes on training that one.
+        listeners: are told what happens while it trains, and can end the run (see `run_log.Listener`).
 
     Raises:
         ValueError: anything about these that could only fail later.
@@ -107,6 +100,7 @@ class GRPOTrainer:
         processing_class: Any = None,
         reward_processing_classes: Any = None,
         peft_config: Any = None,
+        listeners: Sequence[Listener] = (),
     ) -> None:
         self.args = args = args or GRPOConfig()
         lora = _lora(args, peft_config)
@@ -126,7 +120,7 @@ class GRPOTrainer:
         self.reward_runner = RewardRunner(self.rewards, args.part(RewardSettings))
         self.reward_weights = weights_of(args.reward_weights, self.rewards)
         self.solved_by = which_solves(args.solved_by, self.rewards)
-        self.run_folder = RunFolder(args.output_dir)
+        self.run_folder, self.listeners = RunFolder(args.output_dir), listeners
 
         self.model = model if isinstance(model, Model) else load_model(model, weights=args.base_weights)
         if lora is not None:
@@ -141,9 +135,8 @@ class GRPOTrainer:
             name: self._encode(examples, args.eval_max_completion_length) for name, examples in eval_examples.items()
         }
 
-        self.num_steps = num_steps(
-            len(self.prompts), args.prompts_per_step, args.num_iterations, args.num_train_epochs, args.max_steps
-        )
+        self.slices = slices_of(args)
+        self.num_steps = self.slices.num_steps(len(self.prompts), args.num_train_epochs, args.max_steps)
         longest = max(map(len, self.prompts.token_ids)), args.max_completion_length
         self.learner = Learner(self.model, learner_settings(args), self.num_steps, longest)
         if self.model.adapter is not None and self.learner.frozen is not None:
@@ -160,7 +153,8 @@ class GRPOTrainer:
             weights=args.decoding_weights,
         )
         self.cursor = Cursor()
-        self.experience: Experience | None = None  # the rollout whose updates are not all made
+        self.experience: Experience | None = None  # the rollout that is not used up
+        self._begun_at: tuple[Cursor, Experience | None] | None = None  # while a step takes rows of several rollouts
         self._state_before: TrainState | None = None  # while an update is under way
         self.dataset_name = train_dataset if isinstance(train_dataset, str) else f"{len(self.prompts)} prompts"
         self.last_metrics: Metrics = {}
@@ -178,19 +172,21 @@ class GRPOTrainer:
             RunError: the run cannot go on; its state is saved if there is where.
             ValueError: `resume` names a checkpoint that this run cannot continue.
         """
-        log = RunLog(self.args, self.run_folder, self.num_steps)
+        log = RunLog(self.args, self.run_folder, self.num_steps, self.listeners)
         try:
             with StopRequests(self.model.mesh.devices.flat[0].platform == "tpu") as stop, self.reward_runner:
                 saver = self._begin(log)
+                log.event("begin", self.cursor.step)
                 try:
                     self._loop(log, saver, stop)
                 except AbandonedError:
-                    saver.stop(self.cursor, self.experience, stop.reason or "")
+                    saver.stop(*self._place, stop.reason or "")
                 except Exception:
-                    saver.fail(self.cursor, self.experience, self._is_whole)
+                    saver.fail(*self._place, self._is_whole)
                     raise
                 train_seconds = log.train_seconds
                 self._end(log, saver, stop)
+                log.event("end", self.cursor.step)
         finally:
             log.close()
         return TrainResult(self.cursor.step, train_seconds, log.rollout_tokens_per_s, log.last)
@@ -203,29 +199,54 @@ class GRPOTrainer:
                 self.cursor = replace(self.cursor, evaluated_step=self.cursor.step)
                 log.evaluation(self.cursor.step, evaluation)
             saver.save_if_due(self.cursor, self.experience)
-            if self.cursor.step >= self.num_steps:
+            if self.cursor.step >= self.num_steps or log.ends:
                 return
             stop.check()
+            log.event("step_begin", self.cursor.step)
+            rows = self._rows_of_earlier_rollouts(log, stop)
             if self.experience is None:
-                with stop.abandonable(), self._shapes_kept():
-                    experience = self._collect()
-                self._take(experience)
-                log.rollout(experience.groups, experience.metrics, experience.errors)
+                self._sample_rollout(log, stop, self.slices.per_step - len(rows) // self.slices.rows)
             with self._shapes_kept():
-                rows, update = self._update()
+                rows, update = self._update(rows)
             log.step(self.cursor.step, update.metrics)
             self.last_metrics = log.last
             self._stop_if_diverged(log, rows, update)
 
-    def _collect(self) -> Experience:
+    def _rows_of_earlier_rollouts(self, log: RunLog, stop: StopRequests) -> list[Row]:
+        """What the next step takes of rollouts that it uses up; the rest it takes of `experience`."""
+        rows: list[Row] = []
+        while self._num_left < (wanted := self.slices.per_step - len(rows) // self.slices.rows):
+            if self.experience is not None:
+                if self._ends_an_epoch:
+                    break
+                self._begun_at = self._begun_at or (self.cursor, self.experience)
+                rows += self._next_rows(self._num_left, len(rows))
+                self.experience = None
+            elif rows or self.slices.per_rollout * self.slices.num_passes < wanted:
+                self._begun_at = self._begun_at or (self.cursor, None)
+                self._sample_rollout(log, stop, wanted)
+            else:
+                break
+        return rows
+
+    def _sample_rollout(self, log: RunLog, stop: StopRequests, num_wanted: int) -> None:
+        with stop.abandonable(), self._shapes_kept():
+            experience = self._collect(num_wanted)
+        self._take(experience)
+        log.rollout(experience.groups, experience.metrics, experience.errors)
+
+    def _collect(self, num_wanted: int = 1) -> Experience:
         """A rollout: groups with their rewards and advantages, those to train on first.
+
+        Args:
+            num_wanted: slices that the next step takes of it.
 
         With `filter_zero_variance` groups without signal make room for groups of further prompts, as long as the
         budget lasts. What it leaves open is filled up with them, so that a step keeps its size.
 
         A function of cursor and learner, whose known shapes alone may change.
         """
-        args, wanted = self.args, self._prompts_per_rollout
+        args, wanted = self.args, self.slices.prompts_per_rollout
         budget = int(wanted * args.filter_budget) if args.filter_zero_variance else wanted
         kept: list[Group] = []
         flat: list[Group] = []  # without signal
@@ -257,8 +278,8 @@ class GRPOTrainer:
             }
         metrics["rollout/tokens_per_s"] = num_new / metrics["time/rollout_s"]
         errors = {name: error for scored in reversed(rounds) for name, error in scored.errors.items()}
-        minibatches = self._scored(self._minibatches(groups[:wanted]))
-        return Experience(groups, metrics, errors, self.cursor.num_prompts, num_tokens, minibatches)
+        slices = self._scored(self._cut(groups[:wanted]), num_wanted)
+        return Experience(groups, metrics, errors, self.cursor.num_prompts, num_tokens, slices)
 
     def _take(self, experience: Experience) -> None:
         """A rollout is there to be trained on."""
@@ -287,7 +308,7 @@ class GRPOTrainer:
             count: prompts to sample.
         """
         args = self.args
-        visited = visit_order(len(self.prompts), self.cursor.num_prompts + first, count, args.seed)
+        visited = self._visited(self.cursor.num_prompts + first, count)
         self.engine.params = self.learner.policy
         self.reward_runner.state = TrainerState(
             self.cursor.step, self.num_steps, self.cursor.num_prompts / len(self.prompts)
@@ -335,42 +356,81 @@ class GRPOTrainer:
             self.args.multi_objective_aggregation,
         )
 
-    def _minibatches(self, groups: Sequence[Group]) -> list[list[Row]]:
-        """The rows of each of a rollout's `updates_per_rollout` optimizer steps."""
-        rows = [[self._row(index, row) for row in group] for index, group in enumerate(groups)]
-        P = self.args.prompts_per_step
-        return [[row for group in rows[start : start + P] for row in group] for start in range(0, len(rows), P)]
+    def _cut(self, groups: Sequence[Group]) -> list[list[Row]]:
+        """The slices of a rollout."""
+        rows = [self._row(index, row) for index, group in enumerate(groups) for row in group]
+        return [rows[start : start + self.slices.rows] for start in range(0, len(rows), self.slices.rows)]
 
-    def _scored(self, minibatches: list[list[Row]]) -> list[list[Row]]:
-        """The rows with log-probs of reference and old policy, but for the old ones that the first update will know."""
+    def _scored(self, slices: list[list[Row]], num_wanted: int) -> list[list[Row]]:
+        """The slices with log-probs of reference and old policy, but for the old ones that the next update will know.
+
+        Args:
+            slices: of a rollout.
+            num_wanted: how many the next update takes.
+        """
         learner = self.learner
         if learner.reference is not None:
-            minibatches = [
-                _with(batch, "ref_logp", learner.logprobs(learner.reference, batch)[0]) for batch in minibatches
-            ]
-        minibatches[1:] = [
-            _with(batch, "old_logp", learner.logprobs(learner.policy, batch)[0]) for batch in minibatches[1:]
+            slices = [_with(part, "ref_logp", learner.logprobs(learner.reference, part)[0]) for part in slices]
+        slices[num_wanted:] = [
+            _with(part, "old_logp", learner.logprobs(learner.policy, part)[0]) for part in slices[num_wanted:]
         ]
-        return minibatches
+        return slices
 
-    def _update(self) -> tuple[Sequence[Row], Update]:
-        """The next optimizer step on the rollout: each of its minibatches, `num_iterations` times."""
+    def _next_rows(self, num: int, num_before: int) -> list[Row]:
+        """The rows of the rollout's next slices.
+
+        Args:
+            num: of slices.
+            num_before: rows of other rollouts in the same step, from whose groups these are told apart.
+        """
         experience = self.experience
         assert experience is not None, "there is a rollout"
-        minibatches = list(experience.minibatches)
-        index = experience.num_updates % len(minibatches)
-        batch = minibatches[index]
+        places = [(experience.num_used + index) % len(experience.slices) for index in range(num)]
+        rows = [row for place in places for row in experience.slices[place]]
+        return [replace(row, group=row.group + num_before) for row in rows] if num_before else rows
+
+    def _update(self, rows: list[Row]) -> tuple[Sequence[Row], Update]:
+        """The next optimizer step, on these rows of earlier rollouts and the next ones of `experience`."""
+        experience = self.experience
+        assert experience is not None, "there is a rollout"
+        num = min(self._num_left, self.slices.per_step - len(rows) // self.slices.rows)
+        batch = rows + self._next_rows(num, len(rows))
         self._state_before = self.learner.state
         update = self.learner.update(batch)
-        if batch[0].old_logp is None:
-            minibatches[index] = _with(batch, "old_logp", update.logps)
-        num_updates = experience.num_updates + 1
-        is_last = num_updates == self.args.num_iterations * len(minibatches)
-        self.experience = None if is_last else replace(experience, minibatches=minibatches, num_updates=num_updates)
+        slices, logps = list(experience.slices), iter(update.logps[len(rows) :])
+        for place in range(experience.num_used, experience.num_used + num):
+            part = slices[place % len(slices)]
+            own = [next(logps) for _ in part]
+            if part[0].old_logp is None:
+                slices[place % len(slices)] = _with(part, "old_logp", own)
+        self.experience = replace(experience, slices=slices, num_used=experience.num_used + num)
+        if not self._num_left:
+            self.experience = None
         num_bad_steps = 0 if update.made else self.cursor.num_bad_steps + 1
         self.cursor = replace(self.cursor, step=self.cursor.step + 1, num_bad_steps=num_bad_steps)
-        self._state_before = None
+        self._begun_at = self._state_before = None
         return batch, update
+
+    @property
+    def _num_left(self) -> int:
+        """Slices of the rollout that are still to be trained on, in all passes."""
+        experience = self.experience
+        return len(experience.slices) * self.slices.num_passes - experience.num_used if experience else 0
+
+    @property
+    def _ends_an_epoch(self) -> bool:
+        per_epoch = self.slices.prompts_per_epoch(len(self.prompts))
+        return self.args.whole_epochs and self.cursor.num_prompts % per_epoch == 0
+
+    @property
+    def _place(self) -> tuple[Cursor, Experience | None]:
+        """Where the run stands: a step that takes rows of several rollouts is begun anew."""
+        return self._begun_at or (self.cursor, self.experience)
+
+    def _visited(self, first: int, count: int) -> list[int]:
+        """The examples at positions of the run."""
+        num, args = len(self.prompts), self.args
+        return visit_order(num, first, count, args.seed, args.prompt_order, self.slices.prompts_per_epoch(num))
 
     def _row(self, index: int, row: Rollout) -> Row:
         counts = not (self.args.mask_truncated_completions and row.finish_reason == "length")
@@ -421,10 +481,10 @@ class GRPOTrainer:
         state = saved.state["rollout"]
         if state is not None:
             first, end = state["first_prompt"], self.cursor.num_prompts
-            order = visit_order(len(self.prompts), first, end - first, self.args.seed)
+            order = self._visited(first, end - first)
             experience, scores = read_rollout(saved.folder, state, lambda index: self.prompts.examples[order[index]])
-            minibatches = self._minibatches(experience.groups[: self._prompts_per_rollout])
-            self.experience = replace(experience, minibatches=with_scores(minibatches, scores))
+            slices = self._cut(experience.groups[: self.slices.prompts_per_rollout])
+            self.experience = replace(experience, slices=with_scores(slices, scores))
         experience = self.experience
         rollouts = [row for group in experience.groups for row in group] if experience else []
         log.resume(saved.state["log"], rollouts, experience.metrics if experience else {})
@@ -531,10 +591,6 @@ class GRPOTrainer:
         if adapter is not None and args.sync_ref_model:
             raise ValueError("sync_ref_model moves the reference, which of an adapter is its base; set it to False")
 
-    @property
-    def _prompts_per_rollout(self) -> int:
-        return self.args.prompts_per_step * self.args.updates_per_rollout
-
     def _tokenizer(self, processing_class: Any) -> Any:
         if processing_class is not None:
             return prepare_tokenizer(processing_class, self.args.chat_template)
@@ -557,6 +613,7 @@ class GRPOTrainer:
             top_k=args.top_k,
             top_p=args.top_p,
             min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
             seed=args.seed,
         )
 
@@ -569,6 +626,7 @@ class GRPOTrainer:
             top_k=args.eval_top_k,
             top_p=args.eval_top_p,
             min_p=args.eval_min_p,
+            repetition_penalty=args.repetition_penalty,
             seed=args.seed,
         )
 

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from groupax import GRPOConfig, init_model, save_model
-from groupax.data import encode_examples, load_examples, num_steps, visit_order
+from groupax.data import encode_examples, load_examples, visit_order
+from groupax.slices import slices_of
 from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
 
 from .conftest import SHARED, TINY
@@ -107,10 +108,48 @@ def test_every_epoch_visits_every_prompt_once_in_another_order():
 
 
 def test_number_of_steps():
-    assert num_steps(100, 8, 1, 1.0, -1) == 13
-    assert num_steps(100, 8, 2, 3.0, -1) == 76
-    assert num_steps(100, 8, 1, 3.0, 5) == 5
-    assert num_steps(3, 8, 1, 1.0, -1) == 1
+    once, twice = slices_of(GRPOConfig()), slices_of(GRPOConfig(num_iterations=2))
+    assert once.num_steps(100, 1.0, -1) == 13
+    assert twice.num_steps(100, 3.0, -1) == 76
+    assert once.num_steps(100, 3.0, 5) == 5
+    assert once.num_steps(3, 1.0, -1) == 1
+
+
+def test_rollouts_are_cut_into_steps():
+    parts = slices_of(GRPOConfig(prompts_per_step=4.5, updates_per_rollout=4 / 3, num_generations=4))
+    assert (parts.prompts_per_rollout, parts.per_rollout, parts.per_step, parts.rows) == (6, 4, 3, 6)
+    halves = slices_of(GRPOConfig(prompts_per_step=0.5, updates_per_rollout=2, num_generations=8))
+    assert (halves.prompts_per_rollout, halves.per_rollout, halves.per_step, halves.rows) == (1, 2, 1, 4)
+    for wrong in ({"prompts_per_step": 4.5}, {"updates_per_rollout": 0.3}, {"prompts_per_step": 1 / 16}):
+        with pytest.raises(ValueError, match="these must be whole numbers"):
+            slices_of(GRPOConfig(**wrong))
+
+
+def test_whole_epochs_leave_out_what_makes_no_rollout():
+    parts = slices_of(GRPOConfig(prompts_per_step=4, updates_per_rollout=2, whole_epochs=True))
+    assert parts.prompts_per_epoch(19) == 16
+    assert parts.num_steps(19, 3.0, -1) == 12
+    with pytest.raises(ValueError, match="has 7 prompts and a rollout takes 8"):
+        parts.prompts_per_epoch(7)
+    order = visit_order(19, 0, 32, seed=1, per_epoch=16)
+    assert [len({*order[:16]}), len({*order[16:]})] == [16, 16]
+    assert visit_order(19, 9, 14, seed=1, per_epoch=16) == order[9:23]
+
+
+def test_prompts_in_other_orders():
+    assert visit_order(4, 2, 5, seed=3, order="dataset") == [2, 3, 0, 1, 2]
+    assert visit_order(6, 0, 12, seed=42, order="shuffled_by_torch") == [0, 3, 2, 4, 1, 5, 5, 1, 2, 4, 0, 3]
+    assert visit_order(6, 4, 5, seed=42, order="shuffled_by_torch") == [1, 5, 5, 1, 2]
+
+
+@pytest.mark.parity
+def test_the_order_of_torch_is_that_of_torch():
+    torch = pytest.importorskip("torch")
+    for seed, num in ((0, 1), (42, 6), (7, 1000)):
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+        expected = [index for _ in range(3) for index in torch.randperm(num, generator=generator).tolist()]
+        assert visit_order(num, 0, 3 * num, seed, "shuffled_by_torch") == expected
 
 
 # -- tokenizers

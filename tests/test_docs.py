@@ -13,7 +13,10 @@ from .test_config_and_data import a_tokenizer
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("page", ["rewards.md", "engine.md", "evaluation.md", pytest.param("lora.md", marks=pytest.mark.heavy)])
+PAGES = ["rewards.md", "engine.md", "evaluation.md", "coming_from_trl.md", "coming_from_easydel.md"]
+
+
+@pytest.mark.parametrize("page", [*PAGES, pytest.param("lora.md", marks=pytest.mark.heavy)])
 def test_python_blocks_run(page, tmp_path):
     tokenizer = a_tokenizer(eos_token="<eos>")
     save_model(init_model({**TINY, "vocab_size": 13, "max_position_embeddings": 512}), tmp_path / "model", tokenizer)

@@ -22,7 +22,7 @@ LAYERS = [
     ["evaluation.estimates", "evaluation.paired", "evaluation.sets"],
     ["config", "parallel"],
     ["models", "tokenizer"],
-    ["engine", "data", "packing"],
+    ["engine", "data", "packing", "slices"],
     ["batch"],
     ["rollout", "optimizer"],
     ["rewards", "metrics", "health", "hub"],
@@ -33,7 +33,7 @@ LAYERS = [
     ["checkpoints"],
     ["trainer"],
     ["report", "recipes"],
-    ["commands", "eval_commands"],
+    ["commands", "eval_commands", "compat"],
     ["cli"],
     ["scripts"],
     ["__main__", "__init__"],
@@ -49,11 +49,14 @@ WITHOUT_JAX = [
     "groupax.preemption",
     "groupax.remote",
     "groupax.run_state",
+    "groupax.slices",
     "groupax.tracking",
     "groupax.evaluation.items",
     "groupax.recipes.gsm8k",
     "groupax.checkpoints.store",
     "groupax.cli",
+    "groupax.compat.trl_fields",
+    "groupax.compat.easydel_fields",
 ]
 
 

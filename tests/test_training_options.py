@@ -508,3 +508,74 @@ def test_a_trace_of_some_steps(tmp_path):
     assert list((tmp_path / "run" / "profile").rglob("*.json.gz"))
     a_trainer(tmp_path / "short", max_steps=3, profile=5).train()
     assert list((tmp_path / "short" / "run" / "profile").rglob("*.json.gz")), "what there is when the run ends"
+
+
+# -- steps that take parts of rollouts
+
+
+ACROSS = {"prompts_per_step": 1.5, "updates_per_rollout": 4 / 3, "num_iterations": 2, "beta": 0.05}
+
+
+def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
+    trainer = a_trainer(tmp_path, max_steps=8, learning_rate=3e-2, whole_epochs=True, **ACROSS)
+    updated = []
+    update = trainer.learner.update
+    trainer.learner.update = lambda rows: updated.append(rows) or update(rows)
+    trainer.train()
+    assert [len(rows) for rows in updated] == [6] * 8
+    for rows in updated:
+        for row in rows:
+            same = [other.prompt for other in rows if other.group == row.group]
+            assert all(np.array_equal(prompt, row.prompt) for prompt in same)
+    seen = [row.completion.tobytes() for rows in updated[:3] for row in rows]  # 18 of 2 passes over 8, and 2 new ones
+    assert all(seen[index] == seen[index + 8] for index in range(8))
+    assert [row.old_logp is None for row in updated[0]] == [True] * 6
+    assert [row.old_logp is None for row in updated[2]] == [False] * 4 + [True] * 2  # the new ones are on policy
+
+
+@pytest.mark.parametrize("step", [2, 3, 5])
+def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
+    whole = a_trainer(tmp_path / "whole", max_steps=6, **ACROSS)
+    whole.train()
+    stopped = a_trainer(tmp_path / "parts", max_steps=6, save_steps=step, **ACROSS)
+    update, calls = stopped.learner.update, []
+
+    def failing(rows):
+        calls.append(len(rows))
+        if len(calls) == step + 1:
+            raise RuntimeError("the power is gone")
+        return update(rows)
+
+    stopped.learner.update = failing
+    with pytest.raises(RuntimeError, match="power is gone"):
+        stopped.train()
+    resumed = a_trainer(tmp_path / "parts", max_steps=6, **ACROSS)
+    resumed.train()
+    for a, b in zip(leaves(resumed), leaves(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
+    settings = {**ACROSS, "max_steps": -1, "num_train_epochs": 2.0, "num_iterations": 1}
+    trainer = a_trainer(tmp_path, dataset=PROMPTS[:5], whole_epochs=True, **settings)
+    sizes = []
+    update = trainer.learner.update
+    trainer.learner.update = lambda rows: sizes.append(len(rows)) or update(rows)
+    trainer.train()
+    assert sizes == [6, 6, 4] * 2  # two rollouts of 8 completions an epoch; the fifth prompt is left out
+
+
+def test_listeners_are_told_and_can_end_a_run(tmp_path):
+    told = []
+
+    def listen(event, step, metrics):
+        told.append((event, step))
+        assert ("reward" in metrics) == (event in ("step_end", "log"))
+        return event == "step_end" and step == 2
+
+    trainer = a_trainer(tmp_path, max_steps=5)
+    trainer.listeners = [listen]
+    assert trainer.train().num_steps == 2
+    events = ["begin", *["step_begin", "log", "step_end"] * 2, "end"]
+    assert [event for event, _ in told] == events
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

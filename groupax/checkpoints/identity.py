@@ -60,6 +60,8 @@ FIXED = {
     "num_generations",
     "updates_per_rollout",
     "num_iterations",
+    "prompt_order",
+    "whole_epochs",
     "max_prompt_length",
     "prompt_overflow",
     "chat_template",

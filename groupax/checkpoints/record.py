@@ -29,7 +29,7 @@ from groupax.run_state import Cursor, Experience
 from groupax.step import TrainState
 
 PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rollout.parquet"
-SCORED = ("old_logp", "ref_logp")  # of the rows of minibatches; the rest of a row follows from its rollout
+SCORED = ("old_logp", "ref_logp")  # of the rows of slices; the rest of a row follows from its rollout
 BY_NAME = ("rewards", "extra")  # the fields of a rollout that are mappings
 
 
@@ -53,7 +53,7 @@ def state_of(
             "errors": dict(experience.errors),
             "first_prompt": experience.first_prompt,
             "num_tokens": experience.num_tokens,
-            "num_updates": experience.num_updates,
+            "num_used": experience.num_used,
         },
         "identity": identity,
         "model": {
@@ -120,7 +120,7 @@ def write_rollout(experience: Experience, folder: Path) -> None:
     import pyarrow.parquet
 
     rollouts = [row for group in experience.groups for row in group]
-    trained = [row for batch in experience.minibatches for row in batch]
+    trained = [row for part in experience.slices for row in part]
     columns: dict[str, list[Any]] = {"group": [i for i, group in enumerate(experience.groups) for _ in group]}
     for field in fields(Rollout):
         if field.name not in ("example", *BY_NAME):
@@ -146,7 +146,7 @@ def read_rollout(
         example_of: the dataset row of a prompt by its index in the rollout.
 
     Returns:
-        The rollout without its minibatches, and what each completion was scored with.
+        The rollout without its slices, and what each completion was scored with.
     """
     import pyarrow.parquet
 
@@ -166,12 +166,10 @@ def read_rollout(
     return Experience(groups=groups, **state), scored
 
 
-def with_scores(
-    minibatches: Sequence[Sequence[Row]], scores: Sequence[Mapping[str, np.ndarray | None]]
-) -> list[list[Row]]:
-    """The rows of minibatches with what they were scored with; there may be more scores than rows."""
+def with_scores(slices: Sequence[Sequence[Row]], scores: Sequence[Mapping[str, np.ndarray | None]]) -> list[list[Row]]:
+    """The rows of slices with what they were scored with; there may be more scores than rows."""
     each = iter(scores)
-    return [[replace(row, **next(each)) for row in batch] for batch in minibatches]
+    return [[replace(row, **next(each)) for row in part] for part in slices]
 
 
 def _trees(learner: Learner, with_optimizer: bool) -> dict[str, Any]:

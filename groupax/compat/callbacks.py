@@ -1,0 +1,102 @@
+"""transformers' callbacks as listeners of a run. Imports no jax."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from groupax.compat.fields import tell
+from groupax.metrics import Metrics
+from groupax.run_log import Event
+
+# What a callback's method is called, by event.
+METHODS: dict[Event, str] = {
+    "begin": "on_train_begin",
+    "step_begin": "on_step_begin",
+    "step_end": "on_step_end",
+    "log": "on_log",
+    "evaluate": "on_evaluate",
+    "end": "on_train_end",
+}
+UNHEARD = ("on_epoch_begin", "on_epoch_end", "on_substep_end", "on_optimizer_step", "on_pre_optimizer_step", "on_save")
+
+
+@dataclass
+class State:
+    """Where a run stands, under the names of `transformers.TrainerState`."""
+
+    global_step: int = 0
+    max_steps: int = 0
+    epoch: float = 0.0
+    num_train_epochs: int = 0
+    logging_steps: int = 0
+    train_batch_size: int = 0
+    log_history: list[dict[str, float]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+
+
+@dataclass
+class Control:
+    """What callbacks want, under the names of `transformers.TrainerControl`."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+
+class CallbackListener:
+    """Calls callbacks as transformers' trainer does, and ends the run when one sets `should_training_stop`.
+
+    Args:
+        callbacks: objects with `on_...` methods, or classes of such.
+        args: what they get as the first argument.
+        steps_per_epoch: for `state.epoch`.
+        state: that they get; kept up to date.
+        more: keyword arguments of every call.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[Any], args: Any, steps_per_epoch: int, state: State, more: dict[str, Any]
+    ) -> None:
+        self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
+        self.args, self.steps_per_epoch, self.state, self.more = args, steps_per_epoch, state, more
+        self.control, self.told = Control(), False
+        for callback in self.callbacks:
+            self._tell_unheard(callback)
+            self._call(callback, "on_init_end")
+
+    def __call__(self, event: Event, step: int, metrics: Metrics) -> bool:
+        """Handle an event of the run."""
+        self.state.global_step, self.state.epoch = step, step / self.steps_per_epoch
+        more: dict[str, Any] = {}
+        if event in ("log", "evaluate"):
+            line = {"step": step, "epoch": self.state.epoch, **metrics}
+            self.state.log_history.append(line)
+            more = {"logs": dict(metrics)} if event == "log" else {"metrics": dict(metrics)}
+        for callback in self.callbacks:
+            self._call(callback, METHODS[event], more)
+        if (self.control.should_save or self.control.should_evaluate) and not self.told:
+            self.told = True
+            tell(
+                "a callback asks for a checkpoint or an evaluation, which go by save_steps and eval_steps in groupax; "
+                "callbacks can end a run (should_training_stop)"
+            )
+        return self.control.should_training_stop or self.control.should_epoch_stop
+
+    def _call(self, callback: Any, method: str, more: dict[str, Any] | None = None) -> None:
+        if hasattr(callback, method):
+            control = getattr(callback, method)(self.args, self.state, self.control, **self.more, **(more or {}))
+            self.control = control or self.control
+
+    def _tell_unheard(self, callback: Any) -> None:
+        classes = [cls for cls in type(callback).__mro__ if not cls.__module__.startswith("transformers.")]
+        own = [name for name in UNHEARD if any(name in vars(cls) for cls in classes)]
+        if own:
+            tell(
+                f"{type(callback).__name__}'s {', '.join(own)} will not be called: groupax tells of steps, logs, "
+                "evaluations, begin and end"
+            )

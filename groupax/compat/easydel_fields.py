@@ -1,0 +1,116 @@
+"""The fields of EasyDeL's `GRPOConfig`: their defaults, and which have no meaning here. Imports no jax."""
+
+from typing import Any
+
+# Fields that say something here, with EasyDeL's defaults; those of sampling are given by a `vInference` too.
+MEANINGFUL: dict[str, Any] = {
+    "model_name": "GRPOTrainer",
+    "save_directory": "EasyDeL-Checkpoints",
+    "seed": 0,
+    "num_train_epochs": 10,
+    "max_training_steps": None,
+    "total_batch_size": 32,
+    "num_return_sequences": 4,
+    "num_iterations": 1,
+    "max_prompt_length": 512,
+    "max_completion_length": 256,
+    "temperature": 0.7,
+    "top_p": 0.95,
+    "top_k": 50,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "loss_type": "grpo",
+    "beta": 0.04,
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "delta": None,
+    "importance_sampling_level": "token",
+    "scale_rewards": "group",
+    "reward_weights": None,
+    "mask_truncated_completions": False,
+    "sync_ref_model": False,
+    "ref_model_mixup_alpha": 0.9,
+    "ref_model_sync_steps": 64,
+    "optimizer": "adamw",
+    "scheduler": "none",
+    "learning_rate": 1e-6,
+    "learning_rate_end": None,
+    "warmup_steps": 0,
+    "weight_decay": 0.01,
+    "clip_grad": None,
+    "shuffle_train_dataset": True,
+    "evaluation_steps": None,
+    "save_steps": None,
+    "save_interval_minutes": None,
+    "save_total_limit": None,
+    "save_optimizer_state": True,
+    "do_last_save": True,
+    "resume_if_possible": True,
+    "log_steps": 10,
+    "progress_bar_type": "tqdm",
+    "tools": None,
+}
+# Fields without a meaning, by the reason.
+_WITHOUT: dict[str, dict[str, Any]] = {
+    "metrics go to metrics.jsonl and rollouts to rollouts/ in save_directory": {
+        "use_wandb": False,
+        "wandb_entity": None,
+        "wandb_name": None,
+        "log_all_workers": False,
+        "report_metrics": True,
+    },
+    "metrics.jsonl gets a line every log_steps": {"report_steps": 5, "verbose": True},
+    "the memory's peak is in every line of metrics (memory/peak_bytes)": {"track_memory": False},
+    "of gradients and weights the norm and the log-probs are logged, not distributions": {
+        "weight_distribution_log_steps": 0,
+        "weight_distribution_pattern": ".*",
+        "log_grad_norms": True,
+        "metrics_to_show_in_rich_pbar": None,
+    },
+    "a step is cut into micro-batches that fit, and its gradient does not depend on them": {
+        "gradient_accumulation_steps": 1
+    },
+    "conversations are rendered by the chat template and strings are taken as they are": {
+        "skip_apply_chat_template": False,
+        "dataset_num_proc": None,
+        "remove_unused_columns": False,
+    },
+    "prompts are tokenized once and picked by number": {
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+        "use_data_collator": True,
+        "use_grain": True,
+        "offload_dataset": False,
+        "ids_to_pop_from_dataset": [],
+        "truncation_mode": "keep_end",
+        "max_sequence_length": None,
+        "eval_batch_size": None,
+        "max_evaluation_steps": None,
+    },
+    "the devices' mesh follows from the model, and programs from the shapes": {
+        "auto_shard_states": True,
+        "backend": None,
+        "performance_mode": False,
+        "low_mem_usage": True,
+        "jax_distributed_config": None,
+        "process_zero_is_admin": True,
+        "step_partition_spec": None,
+        "loss_config": None,
+        "tx_mu_dtype": None,
+        "init_tx": True,
+        "aux_loss_enabled": False,
+    },
+    "the trainer's methods say what is done": {
+        "do_train": True,
+        "do_eval": False,
+        "is_fine_tuning": True,
+        "trainer_prefix": "grpotrainer",
+        "remove_ckpt_after_load": False,
+        "training_time_limit": None,
+        "step_start_point": None,
+    },
+}
+INERT = {name: why for why, names in _WITHOUT.items() for name in names}
+DEFAULTS = MEANINGFUL | {name: default for names in _WITHOUT.values() for name, default in names.items()}
+# Other names of the same.
+FORMER = {"num_generations": "num_return_sequences", "max_steps": "max_training_steps"}

@@ -1,0 +1,103 @@
+"""Settings under another library's names. Imports no jax."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from groupax.config import GRPOConfig, nearest
+
+
+class CompatWarning(UserWarning):
+    """What was asked for has no meaning in groupax, or another one; says why."""
+
+
+def tell(text: str) -> None:
+    """Warn the user of a difference."""
+    warnings.warn(text, CompatWarning, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What another library's settings are.
+
+    Attributes:
+        library: its name and version.
+        defaults: of every field.
+        inert: fields that have no meaning here, and why.
+        former: names in earlier versions, and what they are called now.
+    """
+
+    library: str
+    defaults: Mapping[str, Any]
+    inert: Mapping[str, str]
+    former: Mapping[str, str]
+
+
+class ForeignConfig:
+    """Settings with another library's names and defaults; they can be changed until a trainer is made of them.
+
+    Args:
+        settings: by name.
+
+    Raises:
+        TypeError: a name is unknown; says the nearest one.
+    """
+
+    FIELDS: ClassVar[Fields]
+
+    def __init__(self, **settings: Any) -> None:
+        object.__setattr__(self, "given", {})
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        fields = self.FIELDS
+        name = fields.former.get(name, name)
+        if name not in fields.defaults:
+            raise TypeError(f"{type(self).__name__} has no field {name!r}{nearest(name, fields.defaults)}")
+        if name in fields.inert and value != fields.defaults[name]:
+            tell(f"{fields.library}'s {name}={value!r} changes nothing in groupax: {fields.inert[name]}")
+        self.given[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "given":
+            raise AttributeError(name)
+        fields = self.FIELDS
+        name = fields.former.get(name, name)
+        if name not in fields.defaults:
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}{nearest(name, fields.defaults)}")
+        return self.given.get(name, fields.defaults[name])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field with its value."""
+        return {name: getattr(self, name) for name in self.FIELDS.defaults}
+
+
+def as_native(settings: Mapping[str, Any]) -> GRPOConfig:
+    """A native config; lists become tuples, and whole numbers floats where a float is meant."""
+    floats = {field.name for field in fields(GRPOConfig) if field.type is float}
+    return GRPOConfig.from_mapping(
+        {name: float(value) if name in floats else value for name, value in settings.items()}
+    )
+
+
+def steps_of(strategy: Any, steps: Any, steps_per_epoch: int, name: str) -> int:
+    """Every how many optimizer steps something happens, by transformers' strategies; 0 for never.
+
+    Raises:
+        ValueError: the strategy is unknown.
+    """
+    strategy = getattr(strategy, "value", strategy)
+    if strategy in ("no", None, False):
+        return 0
+    if strategy == "epoch":
+        return steps_per_epoch
+    if strategy != "steps":
+        raise ValueError(f"{name} must be no, steps or epoch, got {strategy!r}")
+    if steps < 1:
+        raise ValueError(f"{name} 'steps' with a share of the run ({steps}) is not supported; give a number of steps")
+    return int(steps)

@@ -1,0 +1,354 @@
+"""Names of transformers and peft over groupax's models, for scripts that load, adapt, merge and save one.
+
+from groupax.compat.hf import AutoModelForCausalLM, BitsAndBytesConfig, LoraConfig, PeftModel, get_peft_model
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from groupax.compat.fields import tell
+from groupax.config import BaseWeights, nearest
+from groupax.engine.engine import Engine
+from groupax.engine.params import SamplingParams
+from groupax.hub import push_folder
+from groupax.models.adapted import Adapted
+from groupax.models.checkpoint import Model, add_adapter, load_model, resolve_folder, save_adapter, save_model
+from groupax.models.lora import counts, lora_config, trainable_line
+from groupax.models.quantize import dense, is_quantized
+from groupax.tokenizer import eos_token_ids, load_tokenizer
+
+# Arguments of `from_pretrained` that have no meaning here, and why.
+INERT = {
+    "device_map": "weights are put on all devices",
+    "attn_implementation": "groupax has its own attention",
+    "trust_remote_code": "groupax never runs code from a model's folder",
+    "use_cache": "the engine always has a cache",
+    "low_cpu_mem_usage": "weights are read straight to the devices",
+    "max_memory": "weights are put on all devices",
+    "token": "set HF_TOKEN",
+    "use_safetensors": "weights are always safetensors",
+}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class BitsAndBytesConfig:
+    """How weights are quantized while they are loaded, in transformers' words; takes its arguments as they are."""
+
+    def __init__(self, load_in_4bit: bool = False, load_in_8bit: bool = False, **settings: Any) -> None:
+        self.load_in_4bit, self.load_in_8bit = load_in_4bit, load_in_8bit
+        known = (
+            "bnb_4bit_compute_dtype",
+            "bnb_4bit_quant_type",
+            "bnb_4bit_use_double_quant",
+            "bnb_4bit_quant_storage",
+            "llm_int8_threshold",
+            "llm_int8_skip_modules",
+            "llm_int8_enable_fp32_cpu_offload",
+            "llm_int8_has_fp16_weight",
+        )
+        for name, value in settings.items():
+            if name not in known:
+                raise TypeError(f"BitsAndBytesConfig has no field {name!r}{nearest(name, known)}")
+            setattr(self, name, value)
+
+
+class LoraConfig:
+    """An adapter's settings in PEFT's words; `models.lora.lora_config` reads them as it reads those of peft itself."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.peft_type = "LORA"
+        self.__dict__ |= settings
+        lora_config(self)
+
+
+class CausalLM:
+    """A model with the methods of one of transformers, or of peft if it has an adapter.
+
+    Attributes:
+        model: groupax's.
+    """
+
+    device = "cpu"  # of the arrays that `generate` takes and gives
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._engine: Engine | None = None
+
+    @property
+    def config(self) -> Any:
+        """The architecture."""
+        return self.model.config
+
+    def train(self, mode: bool = True) -> "CausalLM":
+        """Nothing: models have no modes; dropout belongs to a trainer's updates."""
+        del mode
+        return self
+
+    def eval(self) -> "CausalLM":
+        """Nothing, likewise."""
+        return self
+
+    def to(self, *_: Any, **__: Any) -> "CausalLM":
+        """Nothing: weights are on all devices."""
+        return self
+
+    def print_trainable_parameters(self) -> None:
+        """Print how many parameters an adapter trains, in PEFT's words."""
+        print(trainable_line(*counts(self.model.config, self.model.adapter and self.model.adapter.config)))
+
+    def generate(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        max_new_tokens: int = 20,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        num_return_sequences: int = 1,
+        pad_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        seed: int = 0,
+        **inert: Any,
+    ) -> Any:
+        """Prompts with their completions behind them, as `transformers` returns them.
+
+        Args:
+            input_ids: [B, S], padded on the left, as a NumPy array or a PyTorch tensor.
+            attention_mask: [B, S], 0 where it is padded; None for no padding.
+            max_new_tokens: the longest completion.
+            do_sample: otherwise each token is the likeliest.
+            temperature, top_k, top_p, min_p, repetition_penalty: as in `SamplingParams`.
+            num_return_sequences: completions of each prompt.
+            pad_token_id: fills up shorter ones; by default the first end-of-sequence token.
+            eos_token_id: ends a completion beside the model's own.
+            seed: of the randomness.
+            inert: `use_cache` and `synced_gpus`, which have no meaning here.
+
+        Returns:
+            [B * num_return_sequences, S + T], of the kind of `input_ids`.
+
+        Raises:
+            TypeError: there is no such argument.
+        """
+        for name in inert:
+            if name not in ("use_cache", "synced_gpus", "generation_config"):
+                raise TypeError(f"generate has no argument {name!r}{nearest(name, SamplingParams.__annotations__)}")
+        ids = np.asarray(input_ids, np.int32)
+        mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
+        if (np.diff(mask, axis=1) < 0).any():
+            raise ValueError("the prompts are padded on the right; set tokenizer.padding_side to 'left'")
+        further = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
+        params = SamplingParams(
+            n=num_return_sequences,
+            max_tokens=max_new_tokens,
+            temperature=temperature if do_sample else 0.0,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p or 0.0,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop_token_ids=tuple(further),
+        )
+        engine = self._engine_now()
+        groups = engine.generate([row[kept > 0] for row, kept in zip(ids, mask, strict=True)], params)
+        tokens = [completion.tokens for group in groups for completion in group]
+        fill = pad_token_id if pad_token_id is not None else (engine.eos_ids or (0,))[0]
+        new = np.full((len(tokens), max(map(len, tokens))), fill, ids.dtype)
+        for row, completion in zip(new, tokens, strict=True):
+            row[: len(completion)] = completion
+        out = np.concatenate([np.repeat(ids, num_return_sequences, axis=0), new], axis=1)
+        return input_ids.new_tensor(out) if hasattr(input_ids, "new_tensor") else out
+
+    def merge_and_unload(self) -> "CausalLM":
+        """The model with its adapter added to the base."""
+        model = self.model
+        if model.adapter is None:
+            raise ValueError("the model has no adapter to merge")
+        dtype = model.params["embed"].dtype
+        params = jax.tree.map(lambda weight: dense(weight, dtype), model.params, is_leaf=_is_weight)
+        return CausalLM(replace(model, params=params, adapter=None, name=model.adapter.base_name))
+
+    def resize_token_embeddings(self, num_tokens: int | None = None) -> None:
+        """Nothing, as long as every token has a row.
+
+        Raises:
+            ValueError: the tokenizer has more tokens than the model.
+        """
+        if num_tokens is not None and num_tokens > self.model.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {num_tokens} tokens, the model {self.model.config.vocab_size}; groupax adds none: "
+                "use a token that there is as padding, e.g. tokenizer.pad_token = tokenizer.eos_token"
+            )
+
+    def save_pretrained(self, folder: Any, **inert: Any) -> None:
+        """Write a folder that transformers, or peft if there is an adapter, loads."""
+        _tell_inert(inert, {"safe_serialization", "max_shard_size"}, "save_pretrained")
+        weights = "nf4" if is_quantized(self.model.params) else "same"
+        if self.model.adapter is not None:
+            beside_what_is_there(partial(save_adapter, self.model), folder)
+        else:
+            beside_what_is_there(partial(save_model, self.model, weights=weights), folder)
+
+    def push_to_hub(self, repo_id: str, private: bool | None = None, **inert: Any) -> str:
+        """Upload it to the Hugging Face hub; the address."""
+        _tell_inert(inert, {"token", "commit_message", "safe_serialization"}, "push_to_hub")
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / repo_id.rpartition("/")[2]
+            self.save_pretrained(folder)
+            return push_folder(folder, repo_id, private=bool(private))
+
+    def _engine_now(self) -> Engine:
+        if self._engine is None:
+            model = self.model
+            tokenizer = load_tokenizer(model.source) if model.source else None
+            eos_ids = eos_token_ids(tokenizer, model.generation_config, model.hf_config)
+            self._engine = Engine(model.config, model.params, model.mesh, eos_ids)
+        return self._engine
+
+
+class AutoModelForCausalLM:
+    """Loads models as transformers' class of that name does."""
+
+    @staticmethod
+    def from_pretrained(
+        name_or_path: Any, quantization_config: Any = None, dtype: Any = None, torch_dtype: Any = None, **inert: Any
+    ) -> CausalLM:
+        """The model of a folder or a hub id.
+
+        Args:
+            name_or_path: a model or an adapter.
+            quantization_config: quantizes the layers' matrices as they are read.
+            dtype: of the weights in memory; None and "auto" keep their own.
+            torch_dtype: its former name.
+            inert: arguments that have no meaning here; a warning says why.
+
+        Raises:
+            TypeError: there is no such argument.
+        """
+        _tell_inert(inert, set(), "from_pretrained")
+        weights = base_weights(quantization_config)
+        return CausalLM(load_model(name_or_path, _dtype(dtype or torch_dtype), weights=weights))
+
+
+class PeftModel(CausalLM):
+    """Loads adapters as peft's class of that name does."""
+
+    @staticmethod
+    def from_pretrained(model: CausalLM, adapter: Any, **inert: Any) -> CausalLM:
+        """The adapter of a folder or hub id on a base, which is read again from where it was loaded from."""
+        _tell_inert(inert, {"is_trainable", "adapter_name"}, "PeftModel.from_pretrained")
+        base = model.model.name
+        weights: BaseWeights = "nf4" if is_quantized(model.model.params) else "same"
+        return CausalLM(load_model(adapter, model.model.params["embed"].dtype, base=base, weights=weights))
+
+
+def get_peft_model(model: CausalLM, peft_config: Any, **inert: Any) -> CausalLM:
+    """The model with a new adapter."""
+    _tell_inert(inert, {"adapter_name"}, "get_peft_model")
+    return CausalLM(add_adapter(model.model, lora_config(peft_config)))
+
+
+def prepare_model_for_kbit_training(model: CausalLM, **inert: Any) -> CausalLM:
+    """The model itself: an adapter's base is never trained, and its norms are computed in float32 anyway."""
+    del inert
+    return model
+
+
+def base_weights(quantization_config: Any) -> BaseWeights:
+    """The setting `base_weights` that a `BitsAndBytesConfig`, transformers' or ours, or a dict of its fields asks for.
+
+    Raises:
+        ValueError: it is another kind of quantization.
+    """
+    if quantization_config is None:
+        return "same"
+    get = (
+        quantization_config.get
+        if isinstance(quantization_config, Mapping)
+        else lambda name, default=None: getattr(quantization_config, name, default)
+    )
+    if get("load_in_8bit"):
+        return "int8"
+    if not get("load_in_4bit"):
+        raise ValueError(
+            f"quantization_config {type(quantization_config).__name__} asks for neither load_in_4bit nor load_in_8bit, "
+            "which is what groupax does while loading"
+        )
+    kind = get("bnb_4bit_quant_type", "fp4")
+    if kind != "nf4" or not get("bnb_4bit_use_double_quant"):
+        tell(
+            f"4-bit weights are nf4 with double quantization in groupax (asked for: {kind}, "
+            f"bnb_4bit_use_double_quant={bool(get('bnb_4bit_use_double_quant'))})"
+        )
+    return "nf4"
+
+
+def beside_what_is_there(save: Callable[[Path], Any], folder: Any) -> None:
+    """Save into a folder that may hold other files, which native saving would replace."""
+    with tempfile.TemporaryDirectory() as name:
+        save(Path(name) / "model")
+        shutil.copytree(Path(name) / "model", folder, dirs_exist_ok=True)
+
+
+def as_model(model: Any, weights: BaseWeights = "same") -> str | Path | Model:
+    """What the native trainer takes for a model, from a name, a model of groupax or of this module, or one of PyTorch.
+
+    A model of PyTorch is written to a temporary folder and read again.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(model, CausalLM):
+        return model.model
+    if isinstance(model, (str, Path, Model)):
+        return model
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "state_dict"):
+        raise ValueError(f"model must be a folder, a hub id or a model, got {type(model).__name__}")
+    is_peft = hasattr(model, "peft_config")
+    base = model.get_base_model() if is_peft else model
+    name = base.config.name_or_path
+    quantized = getattr(base.config, "quantization_config", None)
+    weights = base_weights(quantized) if quantized is not None and is_peft else weights
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        if not is_peft:
+            base.config.save_pretrained(folder)
+        loaded = load_model(folder, base=name if is_peft else None, weights=weights)
+    return replace(loaded, source=resolve_folder(name) if name else None, name=name or None)
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, Adapted) or _is_quantized(x)
+
+
+def _is_quantized(x: Any) -> bool:
+    return hasattr(x, "codes") or hasattr(x, "qvalue")
+
+
+def _dtype(dtype: Any) -> Any:
+    """A dtype by any library's name for it."""
+    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.") if dtype is not None else "auto"
+    if name == "auto":
+        return None
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return name
+
+
+def _tell_inert(given: Mapping[str, Any], quiet: set[str], function: str) -> None:
+    for name, value in given.items():
+        if name in INERT:
+            tell(f"{function}'s {name}={value!r} changes nothing in groupax: {INERT[name]}")
+        elif name not in quiet:
+            raise TypeError(f"{function} has no argument {name!r}{nearest(name, INERT)}")

@@ -1,0 +1,205 @@
+"""The code blocks of the documents in shared/seeds, and what has to be replaced so that they run here.
+
+Replaced are imports, ids of models and datasets, numbers of steps and, where the demo would take minutes, lengths; and
+what a document leaves open ("# ... other parameters") is filled in. Everything else runs as it is written.
+"""
+
+import ast
+import re
+import textwrap
+from dataclasses import dataclass, field
+
+FENCE = re.compile(r"^[ \t]*```(\w*)\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
+CELL = re.compile(r"^In \[(?:\d+|None)\]:\n", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a document: its number there, its language ("cell" in a notebook), its text."""
+
+    number: int
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A block that runs, with its own replacements."""
+
+    replace: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Not:
+    """A block that does not run, and why."""
+
+    reason: str
+
+
+def blocks_of(text):
+    """The blocks of a document. A notebook has its cells, whose code is the longest beginning that is Python."""
+    if not CELL.search(text):
+        return [Block(n, m[1], textwrap.dedent(m[2])) for n, m in enumerate(FENCE.finditer(text))]
+    parts = CELL.split(text)
+    cells = [Block(n, "cell", _code(part)) for n, part in enumerate(parts[1:])]
+    fences = [m for part in parts for m in FENCE.finditer(part)]
+    return cells + [Block(len(cells) + n, m[1], textwrap.dedent(m[2])) for n, m in enumerate(fences)]
+
+
+def _code(text):
+    lines = text.splitlines()
+    if lines[0].startswith("!"):
+        return lines[0]
+    for end in range(len(lines), 0, -1):
+        code = "\n".join(lines[:end])
+        try:
+            ast.parse(re.sub(r"^!", "# !", code, flags=re.MULTILINE))
+        except SyntaxError:
+            continue
+        return code + "\n"
+    return text
+
+
+IMPORTS = {
+    "import easydel as ed": "import groupax.compat.easydel as ed",
+    "from easydel.trainers import": "from groupax.compat.easydel import",
+    "from trl import": "from groupax.compat.trl import",
+    "from peft import": "from groupax.compat.hf import",
+    "from transformers import BitsAndBytesConfig": "from groupax.compat.hf import BitsAndBytesConfig",
+    "from transformers import AutoModelForCausalLM, AutoTokenizer": (
+        "from groupax.compat.hf import AutoModelForCausalLM\nfrom transformers import AutoTokenizer"
+    ),
+    "from transformers import AutoModelForCausalLM\n": "from groupax.compat.hf import AutoModelForCausalLM\n",
+    "from bitsandbytes import Int8Params\n": "",
+}
+# By what follows in quotes; the folders are made by the test.
+IDS = {
+    name: f"{{{kind}}}"
+    for kind, names in {
+        "model": (
+            "your_model_name",
+            "meta-llama/Llama-3.1-8B-Instruct",
+            "meta-llama/Meta-Llama-3.1-8B-Instruct",
+            "cohereLabs/aya-expanse-8b",
+            "Qwen/Qwen2-0.5B-Instruct",
+            "Qwen/Qwen2.5-72B",
+        ),
+        "prompts": ("your_dataset_name", "trl-lib/tldr"),
+        "gsm8k": ("gsm8k",),
+        "gsm8k_raw": ("openai/gsm8k",),
+        "numina": ("AI-MO/NuminaMath-TIR",),
+        "repo": ("lordChipotle/Llama3GRPOReasoning",),
+    }.items()
+    for name in names
+}
+TRL_STEPS = {"logging_steps=10)": "logging_steps=10, max_steps=2, max_completion_length=64)"}
+LATER = "waits for issue 10: Ray's @execute"
+SCRIPTS = "waits for groupax.scripts.finetune, which is built beside this"
+SHELL = "sets up a machine, with a network"
+# By document and block.
+TABLE = {
+    "000": {0: Run({"    # ... other GRPO parameters\n": "    total_batch_size=4, num_train_epochs=1,\n"})},
+    "001": {
+        0: Run(),
+        1: Run({"train[:10%]": "train[:50%]", "num_train_epochs=3": "num_train_epochs=1"}),
+        2: Not(SCRIPTS),
+        3: Not(SCRIPTS),
+        4: Run(),
+        5: Run(
+            {
+                "    # Other parameters...\n": (
+                    "    arguments=config, vinference=inference, model=model, train_dataset=dataset,\n"
+                    "    processing_class=tokenizer,\n"
+                )
+            }
+        ),
+        6: Run(),
+    },
+    "002": {
+        0: Not(SHELL),
+        1: Run(),
+        2: Not(LATER),
+        3: Not(LATER),
+    },
+    "003": {
+        0: Run(TRL_STEPS),
+        1: Run(),
+        2: Run(),
+        3: Run(TRL_STEPS),
+        4: Run(),
+        5: Not("accelerate's launcher; the script itself is block 0"),
+        6: Not("a SLURM cluster, and a server on one of its nodes (issues 10 and 12)"),
+        7: Not("a server on a node of a SLURM cluster (issues 10 and 12)"),
+        8: Run({"logging_steps=10,": "logging_steps=10, max_steps=2, max_completion_length=64,"}),
+        9: Run(),
+        10: Run(),
+        11: Run(),
+        12: Run(),
+        13: Run(),
+        14: Run(
+            {
+                "from trl import GRPOTrainer": "from groupax.compat.trl import GRPOConfig, GRPOTrainer",
+                "# Math-specific reward function\n": (
+                    "def check_math_solution(prompt, completion): return '4' in completion\n"
+                    "def test_code_solution(prompt, completion): return 'def' in completion\n"
+                ),
+                "    train_dataset=dataset,\n)": (
+                    "    train_dataset=dataset,\n    args=GRPOConfig('m', max_steps=2, max_completion_length=64),\n)"
+                ),
+            }
+        ),
+        15: Run(TRL_STEPS),
+        16: Not("accelerate's launcher; the script itself is block 15"),
+        17: Run(),
+        18: Run(),
+        19: Run(),
+        20: Run(),
+    },
+    "004": {
+        0: Not(SHELL),
+        1: Not(SHELL),
+        **{cell: Run() for cell in range(2, 10)},
+        10: Run(),
+        **{cell: Run() for cell in range(11, 24)},
+        21: Run({"range(3000)": "range(16)"}),
+        24: Not("downloads from Colab"),
+        25: Run(),
+        26: Not("logs in to the hub; the token is in HF_TOKEN"),
+        **{cell: Run() for cell in range(27, 35)},
+        35: Not("TRL's own source, quoted"),
+        36: Not("a line of TRL's own source, quoted"),
+        37: Not("printed tensors"),
+        38: Not("printed tensors"),
+    },
+}
+# The function of document 002 without Ray around it: what issue 10 adds is taken out.
+WITHOUT_RAY = {
+    "import ray # For distributed computing\n": "",
+    "ray.init()\n": "",
+    "@execute(tpu_config)\n@ray.remote\n": "",
+    # given twice, which Python refuses
+    "        eval_dataset=test_dataset,\n        train_dataset=train_dataset,\n        arguments=grpo_config,\n": "",
+    "max_prompt_length = 2048": "max_prompt_length = 512",
+    "max_completion_length = 2048": "max_completion_length = 64",
+    "num_train_epochs=3": "num_train_epochs=1",
+}
+
+
+def code_of(document, block, folders):
+    """The text of a block as it runs, or None."""
+    how = TABLE[document][block.number]
+    if isinstance(how, Not):
+        return None
+    return replaced(block.text, how.replace, folders)
+
+
+def replaced(text, own, folders):
+    """A block's text with imports, ids, and its own replacements, each of which has to occur."""
+    for old, new in own.items():
+        assert old in text, f"{old!r} is not in the block"
+        text = text.replace(old, new)
+    for old, new in IMPORTS.items():
+        text = text.replace(old, new)
+    for old, new in IDS.items():
+        text = text.replace(f'"{old}"', f'"{new.format(**folders)}"')
+    return text

@@ -1,0 +1,463 @@
+"""Other libraries' names: what they become here, what is told, what is refused."""
+
+import json
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import groupax.compat.easydel as ed
+from groupax import GRPOConfig as NativeConfig
+from groupax import init_model, load_model, save_model
+from groupax.compat import hf, trl
+from groupax.compat.fields import CompatWarning
+from groupax.models.lora import lora_config
+
+from .conftest import TINY, one_device_mesh
+from .test_config_and_data import a_tokenizer
+from .test_trainer import PROMPTS, count_a
+
+CHAT = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if shout %}j{% endif %}{% if add_generation_prompt %}i{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model's folder with a tokenizer that has a chat template."""
+    tokenizer = a_tokenizer(eos_token="<eos>", pad_token="<pad>")
+    tokenizer.chat_template = CHAT
+    model = init_model({**TINY, "vocab_size": 13}, mesh=one_device_mesh())
+    return save_model(model, tmp_path_factory.mktemp("compat") / "model", tokenizer)
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "nearest"),
+    [
+        (trl.GRPOConfig, "num_generation", "num_generations"),
+        (trl.GRPOConfig, "per_device_batch_size", "per_device_"),
+        (ed.GRPOConfig, "num_return_sequence", "num_return_sequences"),
+        (ed.GRPOConfig, "total_batchsize", "total_batch_size"),
+    ],
+)
+def test_unknown_fields_fail_with_the_nearest_name(make, wrong, nearest):
+    with pytest.raises(TypeError, match=f"no field '{wrong}'; did you mean {nearest}"):
+        make(**{wrong: 1})
+    config = make()
+    with pytest.raises(TypeError, match=f"no field '{wrong}'"):
+        setattr(config, wrong, 1)
+    with pytest.raises(AttributeError, match=f"no field '{wrong}'"):
+        getattr(config, wrong)
+
+
+@pytest.mark.parametrize("make", [trl.GRPOConfig, ed.GRPOConfig])
+def test_every_field_without_a_meaning_is_told_with_its_reason(make):
+    fields = make.FIELDS
+    assert fields.inert.keys() <= fields.defaults.keys()
+    for name, why in fields.inert.items():
+        with pytest.warns(CompatWarning, match=f"{name}=.*changes nothing in groupax: ") as told:
+            make(**{name: "something else"})
+        assert str(told[0].message).endswith(why)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            make(**{name: fields.defaults[name]})  # as it is anyway
+
+
+@pytest.mark.parametrize("make", [trl.GRPOConfig, ed.GRPOConfig])
+def test_the_defaults_make_a_native_config(make):
+    config = make().to_native()
+    assert isinstance(config, NativeConfig)
+    assert config.max_completion_length == make().max_completion_length
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"scale_rewards": False}, {"scale_rewards": "none"}),
+        ({"warmup_steps": 0.1}, {"warmup_ratio": 0.1, "warmup_steps": 0}),
+        ({"warmup_ratio": 0.2}, {"warmup_ratio": 0.2}),
+        ({"optim": "adafactor"}, {"optimizer": "adafactor"}),
+        ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.5}},
+         {"lr_scheduler_type": "cosine", "learning_rate_end": 0.5}),
+        ({"lr_scheduler_kwargs": {"min_lr_rate": 0.5}, "learning_rate": 2e-4}, {"learning_rate_end": 1e-4}),
+        ({"bf16": True}, {"dtype": "bfloat16"}),
+        ({"gradient_checkpointing": True}, {"gradient_checkpointing": "full"}),
+        ({}, {"gradient_checkpointing": "none", "dtype": "auto", "prompts_per_step": 1, "whole_epochs": True}),
+        ({"evaluation_strategy": "steps", "eval_steps": 250}, {"eval_steps": 250}),
+        ({"eval_strategy": "epoch", "save_strategy": "epoch"}, {"eval_steps": 24, "save_steps": 24}),
+        ({"save_strategy": "no"}, {"save_steps": 0, "do_last_save": False}),
+        ({"max_prompt_length": 64}, {"max_prompt_length": 64, "prompt_overflow": "truncate_left"}),
+        ({"generation_kwargs": {"top_p": 0.5, "max_new_tokens": 9}}, {"top_p": 0.5, "max_completion_length": 9}),
+        ({"generation_kwargs": '{"min_p": 0.1}'}, {"min_p": 0.1}),
+        ({"shuffle_dataset": False}, {"prompt_order": "dataset"}),
+        ({"reward_weights": [1, 2]}, {"reward_weights": (1, 2)}),
+        ({"num_train_epochs": 2, "disable_tqdm": True}, {"num_train_epochs": 2.0, "progress_bar": "none"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_trl_settings_become_native_ones(settings, expected):
+    config = trl.GRPOConfig("here", **settings).to_native(1, 24)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"per_device_train_batch_size": 6, "steps_per_generation": 1},
+            "6 completions.*no whole groups of num_generations 8.*counts completions",
+        ),
+        ({"generation_batch_size": 12}, "must be a multiple of the completions of a micro-batch, 8"),
+        ({"generation_batch_size": 16, "steps_per_generation": 2}, "both set"),
+        ({"optim": "galore_adamw"}, "optim 'galore_adamw' is not supported"),
+        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type 'polynomial' is not supported"),
+        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "are not supported; there are min_lr"),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs has 'num_beams'"),
+        ({"eval_strategy": "sometimes"}, "eval_strategy must be no, steps or epoch"),
+        ({"loss_type": "cispo"}, "epsilon_high caps the ratio itself"),
+    ],
+    ids=str,
+)
+def test_what_trl_settings_cannot_become_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        trl.GRPOConfig(**settings).to_native(1, 24)
+
+
+def test_settings_can_be_changed_until_a_trainer_is_made():
+    config = trl.GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=8, num_generations=4)
+    config.num_generations, config.per_device_train_batch_size, config.gradient_accumulation_steps = 2, 8, 4
+    assert config.batches() == (8, 4, 4)
+    assert config.to_native().prompts_per_step == 16
+    assert config.batches(num_devices=2) == (16, 4, 4)
+    assert config.to_dict()["num_generations"] == 2
+
+
+def test_small_batches_generate_for_several_steps():
+    config = trl.GRPOConfig(per_device_train_batch_size=4)
+    with pytest.warns(CompatWarning, match="4 completions, .* steps_per_generation is 2, so that 2 steps train"):
+        assert config.batches() == (4, 1, 2)
+
+
+def test_vllm_and_launchers_are_told_how_they_are_done(tmp_path):
+    with pytest.warns(CompatWarning, match=r"own engine samples .*no server is asked at '10\.0\.0\.1'"):
+        config = trl.GRPOConfig(use_vllm=True, vllm_server_host="10.0.0.1").to_native()
+    assert config.rollout_correction == "none"
+    with pytest.warns(CompatWarning, match="own engine"):
+        config = trl.GRPOConfig(use_vllm=True, vllm_importance_sampling_mode="token_truncate").to_native()
+    assert (config.rollout_correction, config.rollout_correction_max) == ("token_truncate", 3.0)
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    with pytest.warns(CompatWarning, match=r"deepspeed=ZeRO stage 3: .*\(4, 1, 1, 1, 1\).*holds all weights"):
+        trl.GRPOConfig(deepspeed=str(tmp_path / "zero.json")).tell_mesh(4)
+    with pytest.warns(CompatWarning, match="fsdp='full_shard': .*have to fit|has to fit on one device"):
+        trl.GRPOConfig(fsdp="full_shard").tell_mesh(1)
+
+
+def test_easydel_settings_become_native_ones():
+    with pytest.warns(CompatWarning, match="use_wandb=True changes nothing"):
+        config = ed.GRPOConfig(
+            model_name="math",
+            save_directory="gs://bucket/runs",
+            total_batch_size=16,
+            num_return_sequences=4,
+            optimizer=ed.EasyDeLOptimizers.LION,
+            scheduler=ed.EasyDeLSchedulers.COSINE,
+            learning_rate_end=6e-7,
+            clip_grad=1.0,
+            save_total_limit=0,
+            progress_bar_type="json",
+            log_steps=5,
+            use_wandb=True,
+        ).to_native()
+    assert config.output_dir == "gs://bucket/runs/math"
+    assert (config.prompts_per_step, config.num_generations, config.optimizer) == (16, 4, "lion")
+    assert (config.lr_scheduler_type, config.learning_rate_end, config.max_grad_norm) == ("cosine", 6e-7, 1.0)
+    assert (config.progress_bar, config.logging_steps, config.save_total_limit) == ("json", 5, 0)
+    with pytest.raises(ValueError, match="optimizer 'adamww' is not supported; did you mean adamw"):
+        ed.GRPOConfig(optimizer="adamww").to_native()
+
+
+def test_easydel_sampling_comes_from_the_config_and_then_from_the_inference():
+    inference = ed.vInference(None, max_new_tokens=9, num_return_sequences=3, top_k=7, repetition_penalty=1.1)
+    with pytest.warns(CompatWarning, match="top_k=5 is taken, not vInference's top_k=7"):
+        config = ed._with_sampling(ed.GRPOConfig(top_k=5, temperature=0.5), inference).to_native()
+    assert (config.max_completion_length, config.num_generations, config.top_k) == (9, 3, 5)
+    assert (config.temperature, config.repetition_penalty) == (0.5, 1.1)
+    with pytest.raises(TypeError, match="no setting 'max_new_token'; did you mean max_new_tokens"):
+        ed.vInference(None, max_new_token=9)
+
+
+# -- models
+
+
+def test_a_model_with_the_methods_of_transformers_and_peft(folder, tmp_path, capsys):
+    tokenizer = a_tokenizer(eos_token="<eos>", pad_token="<pad>")
+    config = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    with pytest.warns(CompatWarning, match="device_map='auto' changes nothing"):
+        model = hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map="auto")
+    adapted = hf.get_peft_model(model.train(), hf.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    adapted.print_trainable_parameters()
+    assert "trainable params: 256" in capsys.readouterr().out
+    adapted.save_pretrained(tmp_path / "adapter")
+    base = hf.AutoModelForCausalLM.from_pretrained(folder, torch_dtype="auto")
+    merged = hf.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().eval()
+    assert merged.model.adapter is None
+    merged.resize_token_embeddings(len(tokenizer))
+    with pytest.raises(ValueError, match="has 99 tokens"):
+        merged.resize_token_embeddings(99)
+    tokenizer.padding_side = "left"
+    inputs = tokenizer(["abc", "d"], return_tensors="np", padding=True)
+    out = merged.generate(**inputs, max_new_tokens=5, do_sample=False, temperature=0.0)
+    assert out.shape[0] == 2
+    np.testing.assert_array_equal(out[:, :3], inputs["input_ids"])
+    again = merged.generate(input_ids=np.array([[6]]), max_new_tokens=5)
+    np.testing.assert_array_equal(out[1, 3 : 3 + again.shape[1] - 1], again[0, 1:])  # padding changes nothing
+    with pytest.raises(TypeError, match="no argument 'max_new_token'"):
+        merged.generate(**inputs, max_new_token=3)
+    merged.save_pretrained(tmp_path / "merged", safe_serialization=True)
+    quantized = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", quantization_config=config)
+    quantized.save_pretrained(tmp_path / "merged_4bit")
+    saved = json.loads((tmp_path / "merged_4bit" / "config.json").read_text())
+    assert saved["quantization_config"]["load_in_4bit"]
+    load_model(tmp_path / "merged_4bit")
+
+
+def test_quantization_settings():
+    with pytest.warns(CompatWarning, match="4-bit weights are nf4 with double quantization"):
+        assert hf.base_weights({"load_in_4bit": True}) == "nf4"
+    assert hf.base_weights(hf.BitsAndBytesConfig(load_in_8bit=True)) == "int8"
+    with pytest.raises(ValueError, match="neither load_in_4bit nor load_in_8bit"):
+        hf.base_weights({"bits": 4})
+    with pytest.raises(TypeError, match="no field 'bnb_4bit_quant_typ'; did you mean bnb_4bit_quant_type"):
+        hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_typ="nf4")
+    with pytest.raises(ValueError, match="does not do what the LoRA settings ask for"):
+        hf.LoraConfig(r=8, use_dora=True)
+
+
+def test_easydel_models(folder):
+    with pytest.warns(CompatWarning) as told:
+        model = ed.AutoEasyDeLModelForCausalLM.from_pretrained(
+            folder,
+            auto_shard_model=True,
+            sharding_axis_dims=(1, -1, 1, 1, 1),
+            config_kwargs=ed.EasyDeLBaseConfigDict(
+                mask_max_position_embeddings=512,
+                attn_softmax_dtype=jnp.bfloat16,
+                kvdtype=jnp.bfloat16,
+                attn_mechanism=ed.AttentionMechanisms.AUTO,
+                gradient_checkpointing=ed.EasyDeLGradientCheckPointers.NOTHING_SAVEABLE,
+            ),
+            param_dtype=jnp.bfloat16,
+            dtype=jnp.bfloat16,
+        )
+    text = " ".join(str(each.message) for each in told)
+    assert "every device holds all weights" in text
+    assert "attn_softmax_dtype=bfloat16: groupax adds up attention's weights in float32" in text
+    assert model.trainer_settings == {
+        "gradient_checkpointing": "full",
+        "kv_cache_dtype": "bfloat16",
+        "dtype": "bfloat16",
+    }
+    assert model.model.config.max_positions == 512
+    assert model.model.params["embed"].dtype == jnp.bfloat16
+    with pytest.raises(TypeError, match="no argument 'sharding_axis'"):
+        ed.AutoEasyDeLModelForCausalLM.from_pretrained(folder, sharding_axis=1)
+
+
+def test_an_inference_answers(folder):
+    inference = ed.vInference(
+        hf.AutoModelForCausalLM.from_pretrained(folder), a_tokenizer(eos_token="<eos>"), max_new_tokens=3,
+        num_return_sequences=2,
+    )  # fmt: skip
+    [answers] = inference.generate("abc")
+    assert len(answers) == 2
+
+
+def test_apply_chat_template():
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    tokenizer.chat_template = CHAT
+    messages = [{"role": "user", "content": "ab"}]
+    assert trl.apply_chat_template({"prompt": messages, "answer": "4"}, tokenizer) == {"prompt": "abi"}
+    assert trl.apply_chat_template({"prompt": messages}, tokenizer, shout=True) == {"prompt": "abji"}
+    assert trl.apply_chat_template({"messages": messages}, tokenizer) == {"messages": "ab"}
+    with pytest.raises(KeyError, match="neither prompt nor messages"):
+        trl.apply_chat_template({"question": "?"}, tokenizer)
+
+
+# -- trainers
+
+
+def a_config(tmp_path, **settings):
+    own = {"max_completion_length": 8, "learning_rate": 1e-2, "disable_tqdm": True, "logging_steps": 1, "max_steps": 3}
+    return trl.GRPOConfig(str(tmp_path / "run"), **{**own, "save_strategy": "no", **settings})
+
+
+def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
+    calls, states = [], []
+
+    class Watch:
+        def on_train_begin(self, args, state, control, **more):
+            assert args.num_generations == 8
+            assert more["processing_class"] is not None
+            calls.append("begin")
+
+        def on_log(self, args, state, control, logs, **more):
+            calls.append(("log", state.global_step, "reward" in logs))
+
+        def on_step_end(self, args, state, control, **more):
+            control.should_training_stop = state.global_step == 2
+            return control
+
+    def reward(completions, trainer_state, **kwargs):
+        states.append((trainer_state.global_step, trainer_state.max_steps))
+        return [float(text.count("a")) for text in completions]
+
+    trainer = trl.GRPOTrainer(str(folder), reward, a_config(tmp_path), PROMPTS, callbacks=[Watch()])
+    out = trainer.train()
+    assert out.global_step == trainer.state.global_step == 2
+    assert calls == ["begin", ("log", 1, True), ("log", 2, True)]
+    assert states == [(0, 3), (1, 3)]
+    assert [line["step"] for line in trainer.state.log_history] == [1, 2]
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "notes.txt").write_text("mine")
+    trainer.save_model(tmp_path / "saved")
+    assert (tmp_path / "saved" / "notes.txt").is_file()
+    with pytest.warns(CompatWarning, match="is the run's folder"):
+        trainer.save_model(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()
+    np.testing.assert_array_equal(load_model(tmp_path / "saved").params["embed"], trainer.model.model.params["embed"])
+
+
+def test_a_callback_that_will_not_be_heard_is_told(folder, tmp_path):
+    class Saving:
+        def on_save(self, args, state, control, **more):
+            raise AssertionError
+
+    trainer = trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path, max_steps=1), PROMPTS)
+    trainer.add_callback(Saving())
+    with pytest.warns(CompatWarning, match="Saving's on_save will not be called"):
+        trainer.train()
+
+
+def test_a_trl_trainer_adapts_a_quantized_base_and_evaluates(folder, tmp_path):
+    config = a_config(tmp_path, max_steps=1, num_generations_eval=2)
+    four_bits = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    lora = hf.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    trainer = trl.GRPOTrainer(
+        str(folder), count_a, config, PROMPTS, PROMPTS[:2], quantization_config=four_bits, peft_config=lora
+    )
+    assert trainer.native.args.base_weights == "nf4"
+    assert trainer.native.model.adapter.config == lora_config(lora)
+    trainer.train()
+    assert "eval_reward" in trainer.evaluate()
+    trainer.save_model(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
+def test_an_adapter_is_not_asked_for_twice(folder, tmp_path):
+    adapted = hf.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(folder), hf.LoraConfig(r=4))
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    with pytest.warns(CompatWarning, match="describes the adapter that the model has already"):
+        trl.GRPOTrainer(
+            adapted, count_a, a_config(tmp_path), PROMPTS, processing_class=tokenizer, peft_config=hf.LoraConfig(r=4)
+        )
+    with pytest.raises(ValueError, match="has an adapter already, and peft_config asks for another"):
+        trl.GRPOTrainer(adapted, count_a, a_config(tmp_path), PROMPTS, peft_config=hf.LoraConfig(r=8))
+
+
+def test_chat_template_arguments_reach_the_prompts(folder, tmp_path):
+    prompts = [{"prompt": [{"role": "user", "content": "abc"}]}] * 2
+    config = a_config(tmp_path, max_steps=1, chat_template_kwargs={"shout": True})
+    trainer = trl.GRPOTrainer(str(folder), lambda completions: [0.0] * len(completions), config, prompts)
+    assert trainer.processing_class.decode(trainer.native.prompts.token_ids[0]).replace(" ", "") == "abcji"
+
+
+class AdamW:
+    """What an optimizer of PyTorch shows of itself."""
+
+    defaults = {"lr": 3e-4, "betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": 0.1, "amsgrad": False}  # noqa: RUF012
+
+
+def test_optimizers_give_their_kind_and_numbers(folder, tmp_path):
+    with pytest.warns(CompatWarning, match="of the optimizer AdamW groupax takes its kind and"):
+        trainer = trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path), PROMPTS, optimizers=(AdamW(), None))
+    args = trainer.native.args
+    assert (args.optimizer, args.learning_rate, args.adam_beta1, args.weight_decay) == ("adamw", 3e-4, 0.8, 0.1)
+    with pytest.raises(ValueError, match="scheduler object cannot be carried over"):
+        trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path), PROMPTS, optimizers=(None, object()))
+    with pytest.raises(ValueError, match="tools is not supported"):
+        trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path), PROMPTS, tools=[print])
+
+
+def test_an_easydel_trainer_with_columns_of_its_own(folder, tmp_path):
+    tokenizer = a_tokenizer(eos_token="<eos>", pad_token="<pad>")
+    tokenizer.chat_template = CHAT
+    seen = []
+
+    def reward(prompts, completions, batch, **kwargs):
+        golds = tokenizer.batch_decode(batch["gold_ids"], skip_special_tokens=True)
+        seen.append((golds, prompts[0], completions[0][0]["role"]))
+        return [float(index) for index in range(len(completions))]
+
+    def tokenize(batch, tokenizer, tools):
+        assert batch["prompt"][0] == "abci"  # rendered by then
+        left = {"padding": "max_length", "padding_side": "left", "max_length": 12}
+        made = tokenizer(batch["prompt"], **left, return_tensors="np")
+        made["gold_ids"] = tokenizer(batch["gold"], return_tensors="np")["input_ids"]
+        return made
+
+    rows = [{"prompt": [{"role": "user", "content": "abc"}], "gold": "d"}] * 2
+    config = ed.GRPOConfig(save_directory=str(tmp_path), model_name="run", total_batch_size=2, num_return_sequences=2)
+    config.max_completion_length, config.max_training_steps, config.progress_bar_type = 8, 1, "none"
+    model = ed.AutoEasyDeLModelForCausalLM.from_pretrained(folder)
+    trainer = ed.GRPOTrainer(
+        config, ed.vInference(model, tokenizer), model, reward, None, rows, None, tokenizer, tokenize
+    )
+    assert trainer.native.prompts.token_ids[0].tolist() == [3, 4, 5, 11]
+    trainer.train()
+    assert seen == [(["d"], rows[0]["prompt"], "assistant")] * 2
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_an_easydel_dataset_of_questions(folder, tmp_path):
+    from datasets import Dataset
+
+    dataset = Dataset.from_list([{"question": "abc", "answer": "d"}] * 2)
+    with pytest.warns(CompatWarning, match="no column 'prompt'; 'question' is taken"):
+        trainer = ed.GRPOTrainer(
+            ed.GRPOConfig(save_directory=str(tmp_path), max_completion_length=8), None, str(folder), count_a,
+            train_dataset=dataset,
+        )  # fmt: skip
+    assert trainer.native.prompts.token_ids[0].tolist() == [3, 4, 5]
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_the_fields_of_trl_are_all_known_with_their_defaults():
+    import dataclasses
+
+    theirs = pytest.importorskip("trl").GRPOConfig
+    known = trl.GRPOConfig.FIELDS.defaults
+    for field in dataclasses.fields(theirs):
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        assert known[field.name] == default, field.name
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_models_of_pytorch_are_taken_over(folder, tmp_path):
+    pytest.importorskip("torch")
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    taken = hf.as_model(model)
+    np.testing.assert_array_equal(taken.params["embed"], load_model(folder).params["embed"])
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    taken = hf.as_model(adapted)
+    assert taken.adapter.config.r == 4
+    assert taken.name == str(folder)
