@@ -343,6 +343,7 @@ def test_a_callback_that_will_not_be_heard_is_told(folder, tmp_path):
         trainer.train()
 
 
+@pytest.mark.heavy
 def test_a_trl_trainer_adapts_a_quantized_base_and_evaluates(folder, tmp_path):
     config = a_config(tmp_path, max_steps=1, num_generations_eval=2)
     four_bits = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
@@ -393,6 +394,7 @@ def test_optimizers_give_their_kind_and_numbers(folder, tmp_path):
         trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path), PROMPTS, tools=[print])
 
 
+@pytest.mark.heavy
 def test_an_easydel_trainer_with_columns_of_its_own(folder, tmp_path):
     tokenizer = a_tokenizer(eos_token="<eos>", pad_token="<pad>")
     tokenizer.chat_template = CHAT

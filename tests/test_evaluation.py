@@ -295,6 +295,7 @@ def starts_right(completions, gold):
     return [float(text[:1] == letter) for text, letter in zip(completions, gold, strict=True)]
 
 
+@pytest.mark.heavy
 def test_evaluation_of_several_sets_with_settings_of_its_own(tmp_path):
     sets = {"all": PROMPTS, "few": PROMPTS[:3]}
     trainer = a_trainer(
@@ -416,6 +417,7 @@ def corrupted(answer):
     return f"{steps}#### {int(number.replace(',', '')) + 1}"
 
 
+@pytest.mark.heavy
 def test_the_eval_command_on_gsm8k_with_gold_and_with_corrupted_answers(qwen, stories, tmp_path, monkeypatch, capsys):
     from groupax import Engine
     from groupax.cli import main

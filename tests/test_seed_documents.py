@@ -104,9 +104,8 @@ def test_the_table_has_every_block(document):
     assert sorted(TABLE[document]) == [block.number for block in blocks_in(document)]
 
 
-@pytest.mark.parametrize(
-    "document", ["000", pytest.param("001", marks=pytest.mark.heavy), pytest.param("003", marks=pytest.mark.heavy)]
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("document", ["000", "001", "003"])
 def test_python_blocks_run(document, folders, tmp_path):
     run(running(document, folders), tmp_path)
 

@@ -533,6 +533,7 @@ def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
     assert [row.old_logp is None for row in updated[2]] == [False] * 4 + [True] * 2  # the new ones are on policy
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("step", [2, 3, 5])
 def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
     whole = a_trainer(tmp_path / "whole", max_steps=6, **ACROSS)
