@@ -94,7 +94,7 @@ IDS = {
 }
 TRL_STEPS = {"logging_steps=10)": "logging_steps=10, max_steps=2, max_completion_length=64)"}
 LATER = "waits for issue 10: Ray's @execute"
-SCRIPTS = "waits for groupax.scripts.finetune, which is built beside this"
+SCRIPTS = "run with these flags, on small data, by tests/test_recipes.py"
 SHELL = "sets up a machine, with a network"
 # By document and block.
 TABLE = {
