@@ -20,7 +20,7 @@ lint: $(VENV)/.lint
 	$(BIN)/pyright
 
 parity: $(VENV)/.parity build/libtpu
-	$(BIN)/python -m pytest -m "parity or heavy"
+	$(BIN)/python -m pytest -n 2 -m "parity or heavy"
 
 bench: $(VENV)/.parity
 	$(BIN)/python benchmarks/engine.py
