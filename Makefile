@@ -6,13 +6,13 @@ BIN := $(VENV)/bin
 # Most of the quick tests' time is compilation; what needs programs as users have them is marked heavy.
 QUICK := --xla_backend_optimization_level=0
 
-.PHONY: demo test lint parity bench clean
+.PHONY: demo test lint parity long bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
 
 test: $(VENV)/.test
-	XLA_FLAGS="$(XLA_FLAGS) $(QUICK)" $(BIN)/python -m pytest -n 2 -m "not parity and not heavy"
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK)" $(BIN)/python -m pytest -n 2 -m "not parity and not heavy and not long"
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
@@ -20,7 +20,10 @@ lint: $(VENV)/.lint
 	$(BIN)/pyright
 
 parity: $(VENV)/.parity build/libtpu
-	$(BIN)/python -m pytest -n 2 -m "parity or heavy"
+	$(BIN)/python -m pytest -n 2 -m "(parity or heavy) and not long"
+
+long: $(VENV)/.parity
+	$(BIN)/python -m pytest -m long
 
 bench: $(VENV)/.parity
 	$(BIN)/python benchmarks/engine.py

@@ -417,7 +417,7 @@ def corrupted(answer):
     return f"{steps}#### {int(number.replace(',', '')) + 1}"
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_the_eval_command_on_gsm8k_with_gold_and_with_corrupted_answers(qwen, stories, tmp_path, monkeypatch, capsys):
     from groupax import Engine
     from groupax.cli import main

@@ -104,13 +104,13 @@ def test_the_table_has_every_block(document):
     assert sorted(TABLE[document]) == [block.number for block in blocks_in(document)]
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 @pytest.mark.parametrize("document", ["000", "001", "003"])
 def test_python_blocks_run(document, folders, tmp_path):
     run(running(document, folders), tmp_path)
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_the_tutorial_runs_without_ray(folders, tmp_path):
     pytest.importorskip("math_verify")
     [block] = [block for block in blocks_in("002") if block.language == "python"]
@@ -120,7 +120,7 @@ def test_the_tutorial_runs_without_ray(folders, tmp_path):
     assert "Training finished" in out or "ran 002/2" in out
 
 
-@pytest.mark.parity
+@pytest.mark.long
 def test_the_notebook_runs(folders, tmp_path, hub):
     pytest.importorskip("torch")  # the notebook imports it
     environment = {
