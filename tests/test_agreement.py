@@ -61,6 +61,7 @@ def test_engine_and_trainer_logps_are_equal_on_the_real_model(stories, temperatu
         np.testing.assert_allclose(row.rollout_logp, logp, atol=1e-5, rtol=0)
 
 
+@pytest.mark.heavy
 def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
     model = load_model(stories)
     prompts = [np.array([1, *range(20, 20 + length)], np.int32) for length in (3, 5, 9, 14, 20, 6, 11, 31)]

@@ -196,6 +196,7 @@ def test_leftovers_of_a_killed_process_do_not_count(stopped, tmp_path):
 # -- which run
 
 
+@pytest.mark.heavy
 def test_another_run_is_moved_aside_with_what_differs(stopped, tmp_path, caplog):
     with caplog.at_level("INFO"):
         a_trainer(tmp_path, count_a, max_steps=4, temperature=0.9, num_generations=2).train()
@@ -627,6 +628,7 @@ def test_a_bucket_that_cannot_be_reached(tmp_path, url, message):
 # -- the command line
 
 
+@pytest.mark.heavy
 def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys):
     save_model(
         init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}),

@@ -296,6 +296,7 @@ def a_config(tmp_path, **settings):
     return trl.GRPOConfig(str(tmp_path / "run"), **{**own, "save_strategy": "no", **settings})
 
 
+@pytest.mark.heavy
 def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
     calls, states = [], []
 

@@ -69,6 +69,7 @@ def test_inspect_an_adapter_and_what_is_none(folders, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.heavy
 def test_merge_convert_and_quantize(folders, capsys):
     folder, model = folders
     assert main(["merge", str(folder / "adapter"), str(folder / "merged")]) == 0

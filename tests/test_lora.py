@@ -209,6 +209,7 @@ def set_config(path, **changes):
 # -- training
 
 
+@pytest.mark.heavy
 def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
     model = a_base()
     before = [x.copy() for x in leaves(model.params)]

@@ -284,6 +284,7 @@ def test_eval_command_on_several_sets(base_model, tmp_path, capsys):
     assert (tmp_path / "out.1" / "one.greedy.jsonl").exists()
 
 
+@pytest.mark.heavy
 def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     rows = [{"prompt": text, "answer": "1"} for text in ("a", "bc", "def")]
     file = write_jsonl(tmp_path / "test.jsonl", rows)
@@ -367,6 +368,7 @@ def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, 
     assert {"rewards/gsm8k_accuracy/mean", "rewards/strict_xml_format/mean", "pass@4"} <= set(line)
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_the_numinamath_program_with_the_flags_of_the_document(base_model, tmp_path, capsys):
     pytest.importorskip("math_verify")

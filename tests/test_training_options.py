@@ -516,6 +516,7 @@ def test_a_trace_of_some_steps(tmp_path):
 ACROSS = {"prompts_per_step": 1.5, "updates_per_rollout": 4 / 3, "num_iterations": 2, "beta": 0.05}
 
 
+@pytest.mark.heavy
 def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
     trainer = a_trainer(tmp_path, max_steps=8, learning_rate=3e-2, whole_epochs=True, **ACROSS)
     updated = []
