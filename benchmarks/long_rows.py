@@ -46,7 +46,7 @@ def main() -> None:
             for i in range(2)
         ]
         [part], _ = pack(rows, num_data_shards(model.mesh), settings.micro_batch_tokens or 0)
-        totals = zero_totals(model.params, settings=settings.objective, mesh=model.mesh)
+        totals = zero_totals(model.params, config=model.config, settings=settings.objective, mesh=model.mesh)
         counts = Denominators(jnp.float32(2), jnp.float32(2 * length))
         static: dict[str, Any] = {"config": model.config, "settings": settings.objective, "mesh": model.mesh}
         batch = to_rows(part.batch, model.mesh)

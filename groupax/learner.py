@@ -152,7 +152,7 @@ class Learner:
         coef = applied_coef(self.entropy, settings.entropy)
         packed = self._pack(rows)
         trained = self._trained() if self.frozen else self.policy
-        totals = zero_totals(trained, settings=settings.objective, mesh=self.mesh)
+        totals = zero_totals(trained, config=self.config, settings=settings.objective, mesh=self.mesh)
         logps = []
         for part in packed:
             with self._memory_explained(part):

@@ -104,7 +104,7 @@ def difference_table(title: str, comparison: Comparison, before: Metrics, after:
 
     table = Table(title=title, title_justify="left")
     for header in ("", "before", "after", "difference", "p"):
-        table.add_column(header, justify="left" if header == "" else "right", no_wrap=True)
+        table.add_column(header, justify="left" if header == "" else "right", no_wrap=header != "")
     for name, pair in comparison.differences.items():
         p_value = "-" if np.isnan(pair.p_value) else f"{pair.p_value:.2g}"
         table.add_row(name, f"{pair.before:.3f}", f"{pair.after:.3f}", f"{pair.difference}", p_value)
@@ -120,7 +120,7 @@ def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
 
     table = Table(title=title, title_justify="left")
     for header in ("", "mean", "95 % interval", "method", "items"):
-        table.add_column(header, justify="right" if header in ("mean", "items") else "left", no_wrap=True)
+        table.add_column(header, justify="right" if header in ("mean", "items") else "left", no_wrap=header != "")
     for name, each in estimates.items():
         table.add_row(
             name, f"{each.value:.4f}", f"{each.low:.4f} to {each.high:.4f}", each.method, f"{each.num_items:,}"

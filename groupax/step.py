@@ -82,11 +82,11 @@ def compute_view(params: Params, *, dtype: Any) -> Params:
     return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params)
 
 
-@partial(jax.jit, static_argnames=("settings", "mesh"))
-def zero_totals(params: Params, *, settings: ObjectiveSettings, mesh: Mesh) -> Totals:
+@partial(jax.jit, static_argnames=("config", "settings", "mesh"))
+def zero_totals(params: Params, *, config: ModelConfig, settings: ObjectiveSettings, mesh: Mesh) -> Totals:
     """Each device's totals before the first micro-batch."""
     program = jax.shard_map(
-        lambda params: jax.tree.map(lambda x: x[None], _zeros(params, settings)),
+        lambda params: jax.tree.map(lambda x: x[None], _zeros(params, config, settings)),
         mesh=mesh,
         in_specs=REPLICATED,
         out_specs=ROWS,
@@ -95,15 +95,14 @@ def zero_totals(params: Params, *, settings: ObjectiveSettings, mesh: Mesh) -> T
     return program(params)
 
 
-def _zeros(params: Params, settings: ObjectiveSettings) -> Totals:
+def _zeros(params: Params, config: ModelConfig, settings: ObjectiveSettings) -> Totals:
     own = empty_objective_tally(settings)
-    has_router = any("router" in layer for layer in params["layers"])
-    own = _joined(own, empty_tally([ROUTER_LOSS] if has_router else [], [], []))
+    own = _united(own, empty_tally([ROUTER_LOSS] if config.experts else [], [], []))
     engine = empty_tally([f"{LOGP_DIFF}_mean"], [], [f"{LOGP_DIFF}_max"])
     return Totals(
         grads=jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params),
         loss=jnp.float32(0.0),
-        tally=_joined(own, engine),
+        tally=_united(own, engine),
     )
 
 
@@ -175,7 +174,7 @@ def micro_step(
         after = Totals(
             grads=jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), before.grads, grads),
             loss=before.loss + loss,
-            tally=merge(before.tally, _joined(tally, own)),
+            tally=merge(before.tally, _united(tally, own)),
         )
         return jax.tree.map(lambda x: x[None], after), logp
 
@@ -236,7 +235,7 @@ def mix(reference: Params, policy: Params, *, alpha: float) -> Params:
     return jax.tree.map(mixed, reference, policy)
 
 
-def _joined(a: Tally, b: Tally) -> Tally:
+def _united(a: Tally, b: Tally) -> Tally:
     return Tally(a.sums | b.sums, a.minima | b.minima, a.maxima | b.maxima)
 
 

@@ -318,7 +318,7 @@ class GRPOTrainer:
             self.tokenizer,
             [self.prompts.examples[i] for i in visited],
             [self.prompts.token_ids[i] for i in visited],
-            self._sampling_params(),
+            self.sampling_params,
             step=self.cursor.num_rollouts,
             policy_version=self.cursor.step,
             first_prompt=first,
@@ -604,7 +604,9 @@ class GRPOTrainer:
         limit = prompt_limit(self.model.config.max_positions, length, self.args.max_prompt_length, name)
         return encode_examples(examples, self.tokenizer, limit, self.args.prompt_overflow)
 
-    def _sampling_params(self) -> SamplingParams:
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """How rollouts are sampled."""
         args = self.args
         return SamplingParams(
             n=args.num_generations,
@@ -619,15 +621,14 @@ class GRPOTrainer:
 
     def _eval_params(self) -> SamplingParams:
         args = self.args
-        return SamplingParams(
+        return replace(
+            self.sampling_params,
             n=args.eval_num_generations,
             max_tokens=args.eval_max_completion_length or args.max_completion_length,
             temperature=args.eval_temperature,
             top_k=args.eval_top_k,
             top_p=args.eval_top_p,
             min_p=args.eval_min_p,
-            repetition_penalty=args.repetition_penalty,
-            seed=args.seed,
         )
 
     def _tell_setup(self, log: RunLog) -> None:

@@ -68,7 +68,7 @@ def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
     engine = Engine(model.config, model.params, model.mesh, eos_ids=(2,))
     rows = rows_of(engine.generate(prompts, SamplingParams(n=8, max_tokens=64)), prompts)
     counts = Denominators(jnp.float32(64.0), jnp.float32(64.0 * 64))
-    totals = zero_totals(model.params, settings=ObjectiveSettings(), mesh=model.mesh)
+    totals = zero_totals(model.params, config=model.config, settings=ObjectiveSettings(), mesh=model.mesh)
     for part in pack(rows, num_data_shards(model.mesh), 2000)[0]:
         totals, _ = micro_step(
             model.params,
@@ -156,7 +156,7 @@ def test_sharing_prompts_changes_neither_loss_nor_gradients():
     static = {"config": model.config, "settings": settings, "mesh": model.mesh, "checkpointing": "none"}
 
     def loss_and_grads(share_prefix):
-        totals = zero_totals(model.params, settings=settings, mesh=model.mesh)
+        totals = zero_totals(model.params, config=model.config, settings=settings, mesh=model.mesh)
         for part in pack(rows, num_data_shards(model.mesh), 300, share_prefix=share_prefix)[0]:
             batch = to_rows(part.batch, model.mesh)
             totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)

@@ -301,7 +301,7 @@ def test_the_router_loss_is_added_whatever_the_number_of_devices(coef):
 
     def totals_on(mesh):
         model = init_model(hf, seed=1, mesh=mesh)
-        totals = zero_totals(model.params, settings=settings, mesh=mesh)
+        totals = zero_totals(model.params, config=model.config, settings=settings, mesh=mesh)
         (part,), _ = pack(rows, num_data_shards(mesh), 4096, share_prefix="never")
         static = {"config": model.config, "settings": settings, "mesh": mesh, "checkpointing": "full"}
         batch = to_rows(part.batch, mesh)

@@ -101,7 +101,7 @@ def restore_learner(learner: Learner, folder: Path, state: Mapping[str, Any]) ->
     for leaf in jax.tree.leaves(_trees(learner, with_optimizer=True)):
         leaf.delete()
     params = arrays.read(folder / PARAMS, like[PARAMS])
-    if (folder / OPTIMIZER).is_dir():
+    if has_optimizer(folder):
         optimizer = arrays.read(folder / OPTIMIZER, like[OPTIMIZER])
     else:
         optimizer = _scheduled(jax.jit(learner.optimizer.init)(params), learner.num_updates)

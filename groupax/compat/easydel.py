@@ -3,6 +3,7 @@
 import groupax.compat.easydel as ed
 """
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from groupax.data import load_examples
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.models.checkpoint import Model, load_model
-from groupax.tokenizer import eos_token_ids, is_conversational, load_tokenizer, prepare_tokenizer, render
+from groupax.tokenizer import is_conversational, prepare_tokenizer, render
 
 # What a `vInference` and a `GRPOConfig` may both say of sampling, and the latter's name for it.
 SAMPLING = {
@@ -266,22 +267,18 @@ class vInference:  # noqa: N801 - EasyDeL's name
         **settings: Any,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer or processor_class
-        more = generation_config if isinstance(generation_config, Mapping) else vars(generation_config or object)
-        own = {name: value for name, value in more.items() if name in SAMPLING and value is not None}
-        self.given = {name: value for name, value in {**own, **settings}.items() if name in SAMPLING}
         known = (*SAMPLING, "do_sample", "seed")
         for name in settings:
             if name not in known:
                 raise TypeError(f"vInference has no setting {name!r}{nearest(name, known)}")
+        config = generation_config or {}
+        more = config if isinstance(config, Mapping) else vars(config)
+        settings = {name: more[name] for name in known if more.get(name) is not None} | settings
+        self.given = {name: value for name, value in settings.items() if name in SAMPLING}
         self.do_sample, self.seed = settings.get("do_sample", True), settings.get("seed", 0)
 
     def generate(self, prompts: Any) -> list[list[str]]:
         """The completions of each prompt, as text."""
-        model = hf.as_model(self.model)
-        model = model if isinstance(model, Model) else load_model(model)
-        tokenizer = self.tokenizer or load_tokenizer(str(model.source))
-        eos_ids = eos_token_ids(tokenizer, model.generation_config, model.hf_config)
-        engine = Engine(model.config, model.params, model.mesh, eos_ids, tokenizer=tokenizer)
         given = {name: self.given[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in self.given}
         given |= {} if self.do_sample else {"temperature": 0.0}
         params = SamplingParams(
@@ -291,7 +288,12 @@ class vInference:  # noqa: N801 - EasyDeL's name
             seed=self.seed,
             **given,
         )
-        return [[completion.text or "" for completion in group] for group in engine.generate(prompts, params)]
+        return [[completion.text or "" for completion in group] for group in self._engine.generate(prompts, params)]
+
+    @functools.cached_property
+    def _engine(self) -> Engine:
+        model = hf.as_model(self.model)
+        return Engine.of(model if isinstance(model, Model) else load_model(model), self.tokenizer)
 
 
 class vInferenceConfig(SimpleNamespace):  # noqa: N801 - EasyDeL's name

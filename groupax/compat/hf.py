@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from groupax.compat.fields import tell
@@ -19,11 +18,9 @@ from groupax.config import BaseWeights, nearest
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.hub import push_folder
-from groupax.models.adapted import Adapted
 from groupax.models.checkpoint import Model, add_adapter, load_model, resolve_folder, save_adapter, save_model
 from groupax.models.lora import counts, lora_config, trainable_line
-from groupax.models.quantize import dense, is_quantized
-from groupax.tokenizer import eos_token_ids, load_tokenizer
+from groupax.models.quantize import dense_params, is_quantized
 
 # Arguments of `from_pretrained` that have no meaning here, and why.
 INERT = {
@@ -142,7 +139,7 @@ class CausalLM:
             TypeError: there is no such argument.
         """
         for name in inert:
-            if name not in ("use_cache", "synced_gpus", "generation_config"):
+            if name not in ("use_cache", "synced_gpus"):
                 raise TypeError(f"generate has no argument {name!r}{nearest(name, SamplingParams.__annotations__)}")
         ids = np.asarray(input_ids, np.int32)
         mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
@@ -175,8 +172,7 @@ class CausalLM:
         model = self.model
         if model.adapter is None:
             raise ValueError("the model has no adapter to merge")
-        dtype = model.params["embed"].dtype
-        params = jax.tree.map(lambda weight: dense(weight, dtype), model.params, is_leaf=_is_weight)
+        params = dense_params(model.params, model.params["embed"].dtype)
         return CausalLM(replace(model, params=params, adapter=None, name=model.adapter.base_name))
 
     def resize_token_embeddings(self, num_tokens: int | None = None) -> None:
@@ -193,7 +189,7 @@ class CausalLM:
 
     def save_pretrained(self, folder: Any, **inert: Any) -> None:
         """Write a folder that transformers, or peft if there is an adapter, loads."""
-        _tell_inert(inert, {"safe_serialization", "max_shard_size"}, "save_pretrained")
+        tell_inert(inert, {"safe_serialization", "max_shard_size"}, "save_pretrained")
         weights = "nf4" if is_quantized(self.model.params) else "same"
         if self.model.adapter is not None:
             beside_what_is_there(partial(save_adapter, self.model), folder)
@@ -202,7 +198,7 @@ class CausalLM:
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, **inert: Any) -> str:
         """Upload it to the Hugging Face hub; the address."""
-        _tell_inert(inert, {"token", "commit_message", "safe_serialization"}, "push_to_hub")
+        tell_inert(inert, {"token", "commit_message", "safe_serialization"}, "push_to_hub")
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name) / repo_id.rpartition("/")[2]
             self.save_pretrained(folder)
@@ -210,10 +206,7 @@ class CausalLM:
 
     def _engine_now(self) -> Engine:
         if self._engine is None:
-            model = self.model
-            tokenizer = load_tokenizer(model.source) if model.source else None
-            eos_ids = eos_token_ids(tokenizer, model.generation_config, model.hf_config)
-            self._engine = Engine(model.config, model.params, model.mesh, eos_ids)
+            self._engine = Engine.of(self.model)
         return self._engine
 
 
@@ -236,7 +229,7 @@ class AutoModelForCausalLM:
         Raises:
             TypeError: there is no such argument.
         """
-        _tell_inert(inert, set(), "from_pretrained")
+        tell_inert(inert, set(), "from_pretrained")
         weights = base_weights(quantization_config)
         return CausalLM(load_model(name_or_path, _dtype(dtype or torch_dtype), weights=weights))
 
@@ -247,7 +240,7 @@ class PeftModel(CausalLM):
     @staticmethod
     def from_pretrained(model: CausalLM, adapter: Any, **inert: Any) -> CausalLM:
         """The adapter of a folder or hub id on a base, which is read again from where it was loaded from."""
-        _tell_inert(inert, {"is_trainable", "adapter_name"}, "PeftModel.from_pretrained")
+        tell_inert(inert, {"is_trainable", "adapter_name"}, "PeftModel.from_pretrained")
         base = model.model.name
         weights: BaseWeights = "nf4" if is_quantized(model.model.params) else "same"
         return CausalLM(load_model(adapter, model.model.params["embed"].dtype, base=base, weights=weights))
@@ -255,13 +248,14 @@ class PeftModel(CausalLM):
 
 def get_peft_model(model: CausalLM, peft_config: Any, **inert: Any) -> CausalLM:
     """The model with a new adapter."""
-    _tell_inert(inert, {"adapter_name"}, "get_peft_model")
+    tell_inert(inert, {"adapter_name"}, "get_peft_model")
     return CausalLM(add_adapter(model.model, lora_config(peft_config)))
 
 
 def prepare_model_for_kbit_training(model: CausalLM, **inert: Any) -> CausalLM:
     """The model itself: an adapter's base is never trained, and its norms are computed in float32 anyway."""
-    del inert
+    known = {"use_gradient_checkpointing", "gradient_checkpointing_kwargs"}
+    tell_inert(inert, known, "prepare_model_for_kbit_training")
     return model
 
 
@@ -328,14 +322,6 @@ def as_model(model: Any, weights: BaseWeights = "same") -> str | Path | Model:
     return replace(loaded, source=resolve_folder(name) if name else None, name=name or None)
 
 
-def _is_weight(x: Any) -> bool:
-    return isinstance(x, Adapted) or _is_quantized(x)
-
-
-def _is_quantized(x: Any) -> bool:
-    return hasattr(x, "codes") or hasattr(x, "qvalue")
-
-
 def _dtype(dtype: Any) -> Any:
     """A dtype by any library's name for it."""
     name = str(getattr(dtype, "name", dtype)).removeprefix("torch.") if dtype is not None else "auto"
@@ -346,7 +332,12 @@ def _dtype(dtype: Any) -> Any:
     return name
 
 
-def _tell_inert(given: Mapping[str, Any], quiet: set[str], function: str) -> None:
+def tell_inert(given: Mapping[str, Any], quiet: set[str], function: str) -> None:
+    """Warn of arguments that change nothing here, but for those in `quiet`.
+
+    Raises:
+        TypeError: there is no such argument.
+    """
     for name, value in given.items():
         if name in INERT:
             tell(f"{function}'s {name}={value!r} changes nothing in groupax: {INERT[name]}")

@@ -21,7 +21,6 @@ from groupax.compat.fields import Fields, ForeignConfig, as_native, steps_of, te
 from groupax.compat.trl_fields import DEFAULTS, FORMER, INERT
 from groupax.config import nearest
 from groupax.data import load_examples
-from groupax.engine.params import SamplingParams
 from groupax.hub import push_folder
 from groupax.models.lora import lora_config
 from groupax.rewards.contract import TrainerState
@@ -434,16 +433,7 @@ class GRPOTrainer:
     def evaluate(self) -> dict[str, float]:
         """Score the current policy on `eval_dataset`, with `num_generations_eval` completions of each prompt."""
         trainer = self.native
-        settings = trainer.args
-        params = SamplingParams(
-            n=self.args.num_generations_eval or self.args.num_generations,
-            max_tokens=settings.max_completion_length,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            min_p=settings.min_p,
-            seed=settings.seed,
-        )
+        params = replace(trainer.sampling_params, n=self.args.num_generations_eval or self.args.num_generations)
         metrics = {f"eval_{name}": value for name, value in trainer.evaluate(params).metrics.items()}
         self.state.log_history.append({"step": trainer.cursor.step, **metrics})
         return metrics
@@ -464,9 +454,9 @@ class GRPOTrainer:
             return
         hf.beside_what_is_there(self.native.save_model, output_dir)
 
-    def push_to_hub(self, commit_message: str = "", **_: Any) -> str:
+    def push_to_hub(self, **inert: Any) -> str:
         """Upload the current policy as `hub_model_id`, by default the name of `output_dir`."""
-        del commit_message
+        hf.tell_inert(inert, {"commit_message", "blocking", "token", "revision", "dataset_name", "tags"}, "push_to_hub")
         repo_id = self.args.hub_model_id or Path(self.native.args.output_dir).name
         return push_folder(self.native.save_model(), repo_id, private=bool(self.args.hub_private_repo))
 

@@ -16,7 +16,7 @@ from groupax.engine.prefixes import PrefixStore
 from groupax.engine.sampling import row_keys
 from groupax.engine.scheduler import Sequence
 from groupax.engine.stops import find_stop, text_before_stop
-from groupax.models.checkpoint import load_model
+from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import decoding_params
 from groupax.models.specs import Params
@@ -78,7 +78,19 @@ class Engine:
         """
         model = load_model(name_or_path, dtype, mesh)
         assert model.source is not None, "a loaded model has a folder"
-        tokenizer = load_tokenizer(model.source, chat_template)
+        return cls.of(model, load_tokenizer(model.source, chat_template), **settings)
+
+    @classmethod
+    def of(cls, model: Model, tokenizer: Any = None, **settings: Any) -> "Engine":
+        """An engine with a model in memory.
+
+        Args:
+            model: its weights are not copied.
+            tokenizer: None takes that of the model's folder, if it has one.
+            settings: further arguments of `Engine`.
+        """
+        if tokenizer is None and model.source is not None:
+            tokenizer = load_tokenizer(model.source)
         eos_ids = eos_token_ids(tokenizer, model.generation_config, model.hf_config)
         return cls(model.config, model.params, model.mesh, eos_ids, tokenizer=tokenizer, **settings)
 

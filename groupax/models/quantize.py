@@ -105,3 +105,12 @@ def dense(weight: Any, dtype: Any) -> Float[Array, "..."]:
     if hasattr(weight, "qvalue"):
         return (weight.qvalue.astype(jnp.float32) * weight.scale.astype(jnp.float32)).astype(dtype)
     return weight.astype(dtype)
+
+
+def dense_params(params: Params, dtype: Any) -> Params:
+    """All weights as plain arrays (see `dense`): an adapter is added to its base."""
+
+    def is_weight(x: Any) -> bool:
+        return isinstance(x, Adapted) or _is_quantized_weight(x)
+
+    return jax.tree.map(lambda weight: dense(weight, dtype), params, is_leaf=is_weight)
