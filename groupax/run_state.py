@@ -1,8 +1,10 @@
 """What a run carries from step to step beside the policy. Imports no jax."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from groupax.metrics import Metrics
 from groupax.rollout import Rollout
@@ -55,3 +57,35 @@ class Experience:
     num_tokens: int
     slices: "Sequence[Sequence[Row]]" = ()
     num_used: int = 0
+
+    def num_left(self, num_passes: int) -> int:
+        """Slices that are still to be trained on, in all passes."""
+        return len(self.slices) * num_passes - self.num_used
+
+    def next_rows(self, num: int, num_before: int) -> "list[Row]":
+        """The rows of the next slices.
+
+        Args:
+            num: of slices.
+            num_before: rows of other rollouts in the same step, from whose groups these are told apart.
+        """
+        rows = [row for place in self._next_places(num) for row in self.slices[place]]
+        return [replace(row, group=row.group + num_before) for row in rows] if num_before else rows
+
+    def after(self, num: int, logps: Sequence[np.ndarray]) -> "Experience":
+        """The rollout after an update on the next slices.
+
+        Args:
+            num: of slices.
+            logps: of their rows, [T] each, as the update found them: those of the old policy from now on.
+        """
+        slices, logps_left = list(self.slices), iter(logps)
+        for place in self._next_places(num):
+            part = slices[place]
+            own = [next(logps_left) for _ in part]
+            if part[0].old_logp is None:
+                slices[place] = [replace(row, old_logp=logp) for row, logp in zip(part, own, strict=True)]
+        return replace(self, slices=slices, num_used=self.num_used + num)
+
+    def _next_places(self, num: int) -> list[int]:
+        return [(self.num_used + index) % len(self.slices) for index in range(num)]

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from groupax.batch import Row
 from groupax.card import run_card
@@ -16,31 +15,29 @@ from groupax.checkpoints.choose import Saved
 from groupax.checkpoints.identity import identity_of
 from groupax.checkpoints.record import read_rollout, stored_dtype, with_scores
 from groupax.checkpoints.saver import RunSaver, patiently, remove_download
+from groupax.collector import Collector, sampling_params
 from groupax.config import GRPOConfig
-from groupax.data import EVAL_SPLITS, Examples, PromptSet, encode_examples, load_examples, prompt_limit, visit_order
+from groupax.data import EVAL_SPLITS, Examples, PromptSet, encode_examples, load_examples, prompt_limit
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
-from groupax.errors import DivergedError, RewardError, RunError, is_out_of_memory
+from groupax.errors import DivergedError
 from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
 from groupax.evaluation.sets import named_sets
 from groupax.health import setup_findings
 from groupax.hub import push_folder
 from groupax.learner import Learner, LearnerSettings, Update
-from groupax.metrics import Metrics, completion_metrics, reward_metrics, scoring_metrics, solved_metrics
+from groupax.metrics import Metrics
 from groupax.models.adapted import joined
 from groupax.models.checkpoint import Model, add_adapter, load_model, save_adapter, save_model
 from groupax.models.lora import LoRAConfig, counts, lora_config, trainable_line
-from groupax.objective.advantages import Advantages, group_advantages
 from groupax.objective.entropy import EntropyControl
 from groupax.objective.settings import ObjectiveSettings
 from groupax.optimizer import OptimizerSettings, ScheduleSettings
 from groupax.preemption import AbandonedError, StopRequests
-from groupax.rewards.contract import TrainerState, check_columns, resolve_rewards, reward_matrix, weights_of
+from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
 from groupax.rewards.runner import RewardRunner, RewardSettings
-from groupax.rewards.scoring import Scored, score_groups
-from groupax.rollout import Rollout, rollout
 from groupax.run_log import Listener, RunLog
-from groupax.run_state import Cursor, Experience, Group
+from groupax.run_state import Cursor, Experience
 from groupax.slices import slices_of
 from groupax.step import TrainState
 from groupax.tokenizer import eos_token_ids, load_tokenizer, prepare_tokenizer
@@ -152,6 +149,18 @@ class GRPOTrainer:
             kv_dtype=None if args.kv_cache_dtype == "same" else args.kv_cache_dtype,
             weights=args.decoding_weights,
         )
+        self.collector = Collector(
+            args,
+            self.slices,
+            self.prompts,
+            self.tokenizer,
+            self.engine,
+            self.learner,
+            self.reward_runner,
+            self.reward_weights,
+            self.solved_by,
+            self.num_steps,
+        )
         self.cursor = Cursor()
         self.experience: Experience | None = None  # the rollout that is not used up
         self._begun_at: tuple[Cursor, Experience | None] | None = None  # while a step takes rows of several rollouts
@@ -220,7 +229,7 @@ class GRPOTrainer:
                 if self._ends_an_epoch:
                     break
                 self._begun_at = self._begun_at or (self.cursor, self.experience)
-                rows += self._next_rows(self._num_left, len(rows))
+                rows += self.experience.next_rows(self._num_left, len(rows))
                 self.experience = None
             elif rows or self.slices.per_rollout * self.slices.num_passes < wanted:
                 self._begun_at = self._begun_at or (self.cursor, None)
@@ -231,55 +240,9 @@ class GRPOTrainer:
 
     def _sample_rollout(self, log: RunLog, stop: StopRequests, num_wanted: int) -> None:
         with stop.abandonable(), self._shapes_kept():
-            experience = self._collect(num_wanted)
+            experience = self.collector.collect(self.cursor, num_wanted)
         self._take(experience)
         log.rollout(experience.groups, experience.metrics, experience.errors)
-
-    def _collect(self, num_wanted: int = 1) -> Experience:
-        """A rollout: groups with their rewards and advantages, those to train on first.
-
-        Args:
-            num_wanted: slices that the next step takes of it.
-
-        With `filter_zero_variance` groups without signal make room for groups of further prompts, as long as the
-        budget lasts. What it leaves open is filled up with them, so that a step keeps its size.
-
-        A function of cursor and learner, whose known shapes alone may change.
-        """
-        args, wanted = self.args, self.slices.prompts_per_rollout
-        budget = int(wanted * args.filter_budget) if args.filter_zero_variance else wanted
-        kept: list[Group] = []
-        flat: list[Group] = []  # without signal
-        rounds: list[Scored] = []
-        while len(kept) < wanted and len(kept) + len(flat) < budget:
-            num_sampled = len(kept) + len(flat)
-            rounds.append(self._sample(num_sampled, min(wanted - len(kept), budget - num_sampled)))
-            for group in rounds[-1].groups:
-                has_signal = not args.filter_zero_variance or not self._advantages([group]).zero_std[0]
-                (kept if has_signal else flat).append(group)
-        num_filled, num_sampled = wanted - len(kept), len(kept) + len(flat)
-        trained, dropped = kept + flat[:num_filled], flat[num_filled:]
-        groups = _with_advantages(trained, self._advantages(trained).values) + dropped
-        self._stop_if_a_reward_never_works(rounds)
-        rows = [row for group in groups for row in group]
-        num_new = sum(len(row.completion_ids) for row in rows)
-        num_tokens = num_new + sum(len(row.prompt_ids) for row in rows)
-        metrics = self._rollout_metrics(groups) | scoring_metrics(rounds)
-        metrics |= {
-            "epoch": (self.cursor.num_prompts + num_sampled) / len(self.prompts),
-            "num_tokens": float(self.cursor.num_tokens + num_tokens),
-        }
-        if args.filter_zero_variance:
-            metrics |= {
-                "filter/sampled_prompts": float(num_sampled),
-                "filter/rounds": float(len(rounds)),
-                "filter/dropped_frac": len(dropped) / num_sampled,
-                "filter/filled_up_frac": num_filled / wanted,
-            }
-        metrics["rollout/tokens_per_s"] = num_new / metrics["time/rollout_s"]
-        errors = {name: error for scored in reversed(rounds) for name, error in scored.errors.items()}
-        slices = self._scored(self._cut(groups[:wanted]), num_wanted)
-        return Experience(groups, metrics, errors, self.cursor.num_prompts, num_tokens, slices)
 
     def _take(self, experience: Experience) -> None:
         """A rollout is there to be trained on."""
@@ -291,119 +254,15 @@ class GRPOTrainer:
             num_tokens=self.cursor.num_tokens + experience.num_tokens,
         )
 
-    def _rollout_metrics(self, groups: Sequence[Group]) -> Metrics:
-        rows = [row for group in groups for row in group]
-        names = [reward.name for reward in self.rewards]
-        metrics = completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), self._advantages(groups))
-        if self.solved_by:
-            solved = [[row.rewards[self.solved_by] == 1.0 for row in group] for group in groups]
-            metrics |= solved_metrics(np.array(solved))
-        return metrics
-
-    def _sample(self, first: int, count: int) -> Scored:
-        """G completions of each of the next prompts, from the current policy, scored as they end.
-
-        Args:
-            first: prompts of this rollout that were sampled before.
-            count: prompts to sample.
-        """
-        args = self.args
-        visited = self._visited(self.cursor.num_prompts + first, count)
-        self.engine.params = self.learner.policy
-        self.reward_runner.state = TrainerState(
-            self.cursor.step, self.num_steps, self.cursor.num_prompts / len(self.prompts)
-        )
-        groups = rollout(
-            self.engine,
-            self.tokenizer,
-            [self.prompts.examples[i] for i in visited],
-            [self.prompts.token_ids[i] for i in visited],
-            self.sampling_params,
-            step=self.cursor.num_rollouts,
-            policy_version=self.cursor.step,
-            first_prompt=first,
-        )
-        try:
-            return score_groups(groups, self.reward_runner)
-        except jax.errors.JaxRuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise RunError(
-                f"out of memory while sampling; lower max_concurrent_rows (now {args.max_concurrent_rows}) or "
-                f"kv_cache_gb (now {args.kv_cache_gb}). The devices say:\n{error}"
-            ) from error
-
-    def _stop_if_a_reward_never_works(self, rounds: Sequence[Scored]) -> None:
-        """A function that fails for all of a rollout is broken, or what it asks is down: no prompts for that."""
-        num_completions = sum(len(group) for scored in rounds for group in scored.groups)
-        for reward in self.rewards:
-            if sum(s.failures[reward.name] for s in rounds) == num_completions:
-                error = next(s.errors[reward.name] for s in rounds if reward.name in s.errors)
-                first = self.cursor.num_rollouts == 0
-                which = "the first rollout" if first else f"the rollout of step {self.cursor.step + 1}"
-                advice = "" if first else "\nNothing was trained on it, and a resumed run samples it again"
-                raise RewardError(
-                    f"the reward function {reward.name!r} failed for every completion of {which}:\n{error}{advice}"
-                )
-
-    def _advantages(self, groups: Sequence[Group]) -> Advantages:
-        rows = [row for group in groups for row in group]
-        return group_advantages(
-            reward_matrix([reward.name for reward in self.rewards], rows),
-            self.reward_weights,
-            self.args.num_generations,
-            self.args.scale_rewards,
-            self.args.multi_objective_aggregation,
-        )
-
-    def _cut(self, groups: Sequence[Group]) -> list[list[Row]]:
-        """The slices of a rollout."""
-        rows = [self._row(index, row) for index, group in enumerate(groups) for row in group]
-        return [rows[start : start + self.slices.rows] for start in range(0, len(rows), self.slices.rows)]
-
-    def _scored(self, slices: list[list[Row]], num_wanted: int) -> list[list[Row]]:
-        """The slices with log-probs of reference and old policy, but for the old ones that the next update will know.
-
-        Args:
-            slices: of a rollout.
-            num_wanted: how many the next update takes.
-        """
-        learner = self.learner
-        if learner.reference is not None:
-            slices = [_with(part, "ref_logp", learner.logprobs(learner.reference, part)[0]) for part in slices]
-        slices[num_wanted:] = [
-            _with(part, "old_logp", learner.logprobs(learner.policy, part)[0]) for part in slices[num_wanted:]
-        ]
-        return slices
-
-    def _next_rows(self, num: int, num_before: int) -> list[Row]:
-        """The rows of the rollout's next slices.
-
-        Args:
-            num: of slices.
-            num_before: rows of other rollouts in the same step, from whose groups these are told apart.
-        """
-        experience = self.experience
-        assert experience is not None, "there is a rollout"
-        places = [(experience.num_used + index) % len(experience.slices) for index in range(num)]
-        rows = [row for place in places for row in experience.slices[place]]
-        return [replace(row, group=row.group + num_before) for row in rows] if num_before else rows
-
     def _update(self, rows: list[Row]) -> tuple[Sequence[Row], Update]:
         """The next optimizer step, on these rows of earlier rollouts and the next ones of `experience`."""
         experience = self.experience
         assert experience is not None, "there is a rollout"
         num = min(self._num_left, self.slices.per_step - len(rows) // self.slices.rows)
-        batch = rows + self._next_rows(num, len(rows))
+        batch = rows + experience.next_rows(num, len(rows))
         self._state_before = self.learner.state
         update = self.learner.update(batch)
-        slices, logps = list(experience.slices), iter(update.logps[len(rows) :])
-        for place in range(experience.num_used, experience.num_used + num):
-            part = slices[place % len(slices)]
-            own = [next(logps) for _ in part]
-            if part[0].old_logp is None:
-                slices[place % len(slices)] = _with(part, "old_logp", own)
-        self.experience = replace(experience, slices=slices, num_used=experience.num_used + num)
+        self.experience = experience.after(num, update.logps[len(rows) :])
         if not self._num_left:
             self.experience = None
         num_bad_steps = 0 if update.made else self.cursor.num_bad_steps + 1
@@ -414,8 +273,7 @@ class GRPOTrainer:
     @property
     def _num_left(self) -> int:
         """Slices of the rollout that are still to be trained on, in all passes."""
-        experience = self.experience
-        return len(experience.slices) * self.slices.num_passes - experience.num_used if experience else 0
+        return self.experience.num_left(self.slices.num_passes) if self.experience else 0
 
     @property
     def _ends_an_epoch(self) -> bool:
@@ -426,23 +284,6 @@ class GRPOTrainer:
     def _place(self) -> tuple[Cursor, Experience | None]:
         """Where the run stands: a step that takes rows of several rollouts is begun anew."""
         return self._begun_at or (self.cursor, self.experience)
-
-    def _visited(self, first: int, count: int) -> list[int]:
-        """The examples at positions of the run."""
-        num, args = len(self.prompts), self.args
-        return visit_order(num, first, count, args.seed, args.prompt_order, self.slices.prompts_per_epoch(num))
-
-    def _row(self, index: int, row: Rollout) -> Row:
-        counts = not (self.args.mask_truncated_completions and row.finish_reason == "length")
-        return Row(
-            group=index,
-            prompt=row.prompt_ids,
-            completion=row.completion_ids,
-            mask=np.full(len(row.completion_ids), counts),
-            advantage=row.advantage,
-            rollout_logp=row.policy_logps,
-            sampler_logp=None if self.args.rollout_correction == "none" else row.sampler_logps,
-        )
 
     def _stop_if_diverged(self, log: RunLog, rows: Sequence[Row], update: Update) -> None:
         if update.made:
@@ -481,9 +322,9 @@ class GRPOTrainer:
         state = saved.state["rollout"]
         if state is not None:
             first, end = state["first_prompt"], self.cursor.num_prompts
-            order = self._visited(first, end - first)
+            order = self.collector.visited(first, end - first)
             experience, scores = read_rollout(saved.folder, state, lambda index: self.prompts.examples[order[index]])
-            slices = self._cut(experience.groups[: self.slices.prompts_per_rollout])
+            slices = self.collector.cut(experience.groups[: self.slices.prompts_per_rollout])
             self.experience = replace(experience, slices=with_scores(slices, scores))
         experience = self.experience
         rollouts = [row for group in experience.groups for row in group] if experience else []
@@ -604,25 +445,10 @@ class GRPOTrainer:
         limit = prompt_limit(self.model.config.max_positions, length, self.args.max_prompt_length, name)
         return encode_examples(examples, self.tokenizer, limit, self.args.prompt_overflow)
 
-    @property
-    def sampling_params(self) -> SamplingParams:
-        """How rollouts are sampled."""
-        args = self.args
-        return SamplingParams(
-            n=args.num_generations,
-            max_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            repetition_penalty=args.repetition_penalty,
-            seed=args.seed,
-        )
-
     def _eval_params(self) -> SamplingParams:
         args = self.args
         return replace(
-            self.sampling_params,
+            sampling_params(self.args),
             n=args.eval_num_generations,
             max_tokens=args.eval_max_completion_length or args.max_completion_length,
             temperature=args.eval_temperature,
@@ -643,19 +469,6 @@ class GRPOTrainer:
                 did = f"{prompts.num_dropped} dropped, {prompts.num_truncated} truncated, {len(prompts)} left"
                 log.message(f"{name} has prompts longer than {prompts.max_length} tokens: {did}", warning=True)
         log.findings(setup_findings(self.args, self.eos_ids))
-
-
-def _with(rows: Sequence[Row], name: str, values: Sequence[np.ndarray]) -> list[Row]:
-    """The rows with a field of theirs set."""
-    return [replace(row, **{name: value}) for row, value in zip(rows, values, strict=True)]
-
-
-def _with_advantages(groups: Sequence[Group], advantages: np.ndarray) -> list[Group]:
-    by_group = advantages.reshape(len(groups), -1)
-    return [
-        [replace(row, advantage=float(value)) for row, value in zip(group, values, strict=True)]
-        for group, values in zip(groups, by_group, strict=True)
-    ]
 
 
 def _lora(args: GRPOConfig, peft_config: Any) -> LoRAConfig | None:

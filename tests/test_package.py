@@ -30,7 +30,7 @@ LAYERS = [
     ["progress", "profiling", "tracking", "step", "card", "run_state"],
     ["evaluation", "learner"],
     ["run_log"],
-    ["checkpoints"],
+    ["checkpoints", "collector"],
     ["trainer"],
     ["report", "recipes"],
     ["commands", "eval_commands", "compat"],

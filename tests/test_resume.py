@@ -130,7 +130,7 @@ def test_what_can_be_done_again_is_given_up(tmp_path, whole, phase, monkeypatch)
         return stopping
 
     trainer = a_run(tmp_path, save_steps=3)
-    trainer._rollout_metrics = stop_in(trainer._rollout_metrics, "rollout")
+    trainer.collector._rollout_metrics = stop_in(trainer.collector._rollout_metrics, "rollout")
     trainer.reward_runner.finish = stop_in(trainer.reward_runner.finish, "reward")
     if phase == "main thread":
         reward = stop_in(needing_signals, phase)

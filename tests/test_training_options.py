@@ -114,7 +114,7 @@ def test_the_budget_ends_the_search_and_the_step_keeps_its_size(tmp_path):
 def test_refilled_prompts_draw_other_numbers(tmp_path):
     trainer = a_trainer(tmp_path, sometimes, [PROMPTS[0]], filter_zero_variance=True, filter_budget=3.0)
     with trainer.reward_runner:
-        groups = trainer._collect().groups
+        groups = trainer.collector.collect(trainer.cursor).groups
     assert len(groups) == 12
     assert [group[0].prompt_index for group in groups] == list(range(12))
     assert len({tuple(row.completion_ids.tolist()) for group in groups for row in group}) > 24
@@ -294,8 +294,8 @@ def test_masters_move_in_bfloat16_as_in_float32(tmp_path):
 
 def fixed_rows(trainer):
     with trainer.reward_runner:
-        groups = trainer._collect().groups
-    return [replace(trainer._row(index, row)) for index, group in enumerate(groups) for row in group]
+        groups = trainer.collector.collect(trainer.cursor).groups
+    return [replace(trainer.collector._row(index, row)) for index, group in enumerate(groups) for row in group]
 
 
 # -- bad steps

@@ -30,19 +30,19 @@ class Counting(GRPOTrainer):
 
     def count(self):
         self.generations, self.updates = [], []
-        self.learner.update = self.made
+        self.learner.update, self.collector.collect = self.made, self.collected
         return self
 
-    def _collect(self, num_wanted=1):
-        visited = self._visited(self.cursor.num_prompts, self.slices.prompts_per_rollout)
+    def collected(self, cursor, num_wanted=1):
+        visited = self.collector.visited(cursor.num_prompts, self.slices.prompts_per_rollout)
         G = self.args.num_generations
         groups = [
             [self.completion(index, sample, len(self.generations)) for sample in range(G)]
             for index in range(len(visited))
         ]
-        self.generations.append([self.cursor.step, visited])
-        slices = self._scored(self._cut(groups), len(visited) * G)
-        return Experience(groups, METRICS, {}, self.cursor.num_prompts, 0, slices)
+        self.generations.append([cursor.step, visited])
+        slices = self.collector._scored(self.collector.cut(groups), len(visited) * G)
+        return Experience(groups, METRICS, {}, cursor.num_prompts, 0, slices)
 
     def completion(self, index, sample, generation):
         return Rollout(

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 
 import groupax.trainer as native
+from groupax.collector import sampling_params
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import Fields, ForeignConfig, as_native, steps_of, tell
@@ -433,7 +434,7 @@ class GRPOTrainer:
     def evaluate(self) -> dict[str, float]:
         """Score the current policy on `eval_dataset`, with `num_generations_eval` completions of each prompt."""
         trainer = self.native
-        params = replace(trainer.sampling_params, n=self.args.num_generations_eval or self.args.num_generations)
+        params = replace(sampling_params(trainer.args), n=self.args.num_generations_eval or self.args.num_generations)
         metrics = {f"eval_{name}": value for name, value in trainer.evaluate(params).metrics.items()}
         self.state.log_history.append({"step": trainer.cursor.step, **metrics})
         return metrics

@@ -1,0 +1,233 @@
+"""Experience: groups of completions with rewards, advantages and log-probs, for updates to train on."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from groupax.batch import Row
+from groupax.config import GRPOConfig
+from groupax.data import PromptSet, visit_order
+from groupax.engine.engine import Engine
+from groupax.engine.params import SamplingParams
+from groupax.errors import RewardError, RunError, is_out_of_memory
+from groupax.learner import Learner
+from groupax.metrics import Metrics, completion_metrics, reward_metrics, scoring_metrics, solved_metrics
+from groupax.objective.advantages import Advantages, group_advantages
+from groupax.rewards.contract import TrainerState, reward_matrix
+from groupax.rewards.runner import RewardRunner
+from groupax.rewards.scoring import Scored, score_groups
+from groupax.rollout import Rollout, rollout
+from groupax.run_state import Cursor, Experience, Group
+from groupax.slices import Slices
+
+
+class Collector:
+    """Samples completions of a run's prompts with the learner's policy, and prepares them for updates.
+
+    Args:
+        args: the run's settings.
+        slices: how rollouts become optimizer steps.
+        prompts: those of the run.
+        tokenizer: theirs.
+        engine: samples; its weights are set to the policy's.
+        learner: computes log-probs; their shapes become known to it, nothing else of it changes.
+        runner: of the reward functions; to be entered while it is used.
+        reward_weights: one per function.
+        solved_by: the function whose 1.0 means solved, if any.
+        num_steps: of the run.
+    """
+
+    def __init__(
+        self,
+        args: GRPOConfig,
+        slices: Slices,
+        prompts: PromptSet,
+        tokenizer: Any,
+        engine: Engine,
+        learner: Learner,
+        runner: RewardRunner,
+        reward_weights: np.ndarray,
+        solved_by: str | None,
+        num_steps: int,
+    ) -> None:
+        self.args, self.slices, self.prompts, self.tokenizer = args, slices, prompts, tokenizer
+        self.engine, self.learner, self.runner = engine, learner, runner
+        self.reward_weights, self.solved_by, self.num_steps = reward_weights, solved_by, num_steps
+
+    def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
+        """A rollout: groups with their rewards and advantages, those to train on first.
+
+        Args:
+            cursor: how far the run has come.
+            num_wanted: slices that the next step takes of it.
+
+        With `filter_zero_variance` groups without signal make room for groups of further prompts, as long as the
+        budget lasts. What it leaves open is filled up with them, so that a step keeps its size.
+
+        A function of cursor and learner, whose known shapes alone may change.
+        """
+        args, wanted = self.args, self.slices.prompts_per_rollout
+        budget = int(wanted * args.filter_budget) if args.filter_zero_variance else wanted
+        kept: list[Group] = []
+        flat: list[Group] = []  # without signal
+        rounds: list[Scored] = []
+        while len(kept) < wanted and len(kept) + len(flat) < budget:
+            num_sampled = len(kept) + len(flat)
+            rounds.append(self._sample(cursor, num_sampled, min(wanted - len(kept), budget - num_sampled)))
+            for group in rounds[-1].groups:
+                has_signal = not args.filter_zero_variance or not self._advantages([group]).zero_std[0]
+                (kept if has_signal else flat).append(group)
+        num_filled, num_sampled = wanted - len(kept), len(kept) + len(flat)
+        trained, dropped = kept + flat[:num_filled], flat[num_filled:]
+        groups = _with_advantages(trained, self._advantages(trained).values) + dropped
+        self._stop_if_a_reward_never_works(rounds, cursor)
+        rows = [row for group in groups for row in group]
+        num_new = sum(len(row.completion_ids) for row in rows)
+        num_tokens = num_new + sum(len(row.prompt_ids) for row in rows)
+        metrics = self._rollout_metrics(groups) | scoring_metrics(rounds)
+        metrics |= {
+            "epoch": (cursor.num_prompts + num_sampled) / len(self.prompts),
+            "num_tokens": float(cursor.num_tokens + num_tokens),
+        }
+        if args.filter_zero_variance:
+            metrics |= {
+                "filter/sampled_prompts": float(num_sampled),
+                "filter/rounds": float(len(rounds)),
+                "filter/dropped_frac": len(dropped) / num_sampled,
+                "filter/filled_up_frac": num_filled / wanted,
+            }
+        metrics["rollout/tokens_per_s"] = num_new / metrics["time/rollout_s"]
+        errors = {name: error for scored in reversed(rounds) for name, error in scored.errors.items()}
+        slices = self._scored(self.cut(groups[:wanted]), num_wanted)
+        return Experience(groups, metrics, errors, cursor.num_prompts, num_tokens, slices)
+
+    def _sample(self, cursor: Cursor, first: int, count: int) -> Scored:
+        """G completions of each of the next prompts, from the current policy, scored as they end.
+
+        Args:
+            cursor: how far the run has come.
+            first: prompts of this rollout that were sampled before.
+            count: prompts to sample.
+        """
+        args = self.args
+        visited = self.visited(cursor.num_prompts + first, count)
+        self.engine.params = self.learner.policy
+        self.runner.state = TrainerState(cursor.step, self.num_steps, cursor.num_prompts / len(self.prompts))
+        groups = rollout(
+            self.engine,
+            self.tokenizer,
+            [self.prompts.examples[i] for i in visited],
+            [self.prompts.token_ids[i] for i in visited],
+            sampling_params(self.args),
+            step=cursor.num_rollouts,
+            policy_version=cursor.step,
+            first_prompt=first,
+        )
+        try:
+            return score_groups(groups, self.runner)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(
+                f"out of memory while sampling; lower max_concurrent_rows (now {args.max_concurrent_rows}) or "
+                f"kv_cache_gb (now {args.kv_cache_gb}). The devices say:\n{error}"
+            ) from error
+
+    def _stop_if_a_reward_never_works(self, rounds: Sequence[Scored], cursor: Cursor) -> None:
+        """A function that fails for all of a rollout is broken, or what it asks is down: no prompts for that."""
+        num_completions = sum(len(group) for scored in rounds for group in scored.groups)
+        for reward in self.runner.rewards:
+            if sum(s.failures[reward.name] for s in rounds) == num_completions:
+                error = next(s.errors[reward.name] for s in rounds if reward.name in s.errors)
+                first = cursor.num_rollouts == 0
+                which = "the first rollout" if first else f"the rollout of step {cursor.step + 1}"
+                advice = "" if first else "\nNothing was trained on it, and a resumed run samples it again"
+                raise RewardError(
+                    f"the reward function {reward.name!r} failed for every completion of {which}:\n{error}{advice}"
+                )
+
+    def _rollout_metrics(self, groups: Sequence[Group]) -> Metrics:
+        rows = [row for group in groups for row in group]
+        names = [reward.name for reward in self.runner.rewards]
+        metrics = completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), self._advantages(groups))
+        if self.solved_by:
+            solved = [[row.rewards[self.solved_by] == 1.0 for row in group] for group in groups]
+            metrics |= solved_metrics(np.array(solved))
+        return metrics
+
+    def _advantages(self, groups: Sequence[Group]) -> Advantages:
+        rows = [row for group in groups for row in group]
+        return group_advantages(
+            reward_matrix([reward.name for reward in self.runner.rewards], rows),
+            self.reward_weights,
+            self.args.num_generations,
+            self.args.scale_rewards,
+            self.args.multi_objective_aggregation,
+        )
+
+    def cut(self, groups: Sequence[Group]) -> list[list[Row]]:
+        """The slices of a rollout."""
+        rows = [self._row(index, row) for index, group in enumerate(groups) for row in group]
+        return [rows[start : start + self.slices.rows] for start in range(0, len(rows), self.slices.rows)]
+
+    def _scored(self, slices: list[list[Row]], num_wanted: int) -> list[list[Row]]:
+        """The slices with log-probs of reference and old policy, but for the old ones that the next update will know.
+
+        Args:
+            slices: of a rollout.
+            num_wanted: how many the next update takes.
+        """
+        learner = self.learner
+        if learner.reference is not None:
+            slices = [_with(part, "ref_logp", learner.logprobs(learner.reference, part)[0]) for part in slices]
+        slices[num_wanted:] = [
+            _with(part, "old_logp", learner.logprobs(learner.policy, part)[0]) for part in slices[num_wanted:]
+        ]
+        return slices
+
+    def _row(self, index: int, row: Rollout) -> Row:
+        counts = not (self.args.mask_truncated_completions and row.finish_reason == "length")
+        return Row(
+            group=index,
+            prompt=row.prompt_ids,
+            completion=row.completion_ids,
+            mask=np.full(len(row.completion_ids), counts),
+            advantage=row.advantage,
+            rollout_logp=row.policy_logps,
+            sampler_logp=None if self.args.rollout_correction == "none" else row.sampler_logps,
+        )
+
+    def visited(self, first: int, count: int) -> list[int]:
+        """The examples at positions of the run."""
+        num, args = len(self.prompts), self.args
+        return visit_order(num, first, count, args.seed, args.prompt_order, self.slices.prompts_per_epoch(num))
+
+
+def sampling_params(args: GRPOConfig) -> SamplingParams:
+    """How rollouts are sampled."""
+    return SamplingParams(
+        n=args.num_generations,
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+    )
+
+
+def _with(rows: Sequence[Row], name: str, values: Sequence[np.ndarray]) -> list[Row]:
+    """The rows with a field of theirs set."""
+    return [replace(row, **{name: value}) for row, value in zip(rows, values, strict=True)]
+
+
+def _with_advantages(groups: Sequence[Group], advantages: np.ndarray) -> list[Group]:
+    by_group = advantages.reshape(len(groups), -1)
+    return [
+        [replace(row, advantage=float(value)) for row, value in zip(group, values, strict=True)]
+        for group, values in zip(groups, by_group, strict=True)
+    ]
