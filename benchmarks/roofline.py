@@ -84,16 +84,17 @@ def part_seconds(model: Model, cache: Cache, with_attention: bool, with_head: bo
         prompt_visible = jnp.ones((cache.prompt_tokens.shape[0], cache.num_prompt_columns), bool)
         visible = jnp.ones((tokens.shape[0], cache.num_columns), bool)
 
-        def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+        def attend(how: Any, kept: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
             if not with_attention:
-                return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1)
-            prompt = cache.prompt_k[layer], cache.prompt_v[layer], prompt_visible
-            return attend_cached(
-                q + k[:, :1] + v[:, :1], *prompt, cache.k[layer], cache.v[layer], visible, config.attention(layer)
-            )
+                return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1), kept
+            prompt_k, prompt_v, keys, values = kept
+            q = q + k[:, :1] + v[:, :1]
+            return attend_cached(q, prompt_k, prompt_v, prompt_visible, keys, values, visible, how), kept
+
+        layers = list(zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True))
 
         def step(_: Any, tokens: Any) -> Any:
-            hidden = forward(config, params, tokens, tokens, attend)
+            hidden = forward(config, params, tokens, tokens, attend, layers).hidden
             out = vocabulary_logits(hidden, head_weights(params)) if with_head else hidden
             return jnp.abs(out[:, 0]).astype(jnp.int32) + tokens
 

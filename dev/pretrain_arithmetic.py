@@ -79,9 +79,8 @@ NUM_EVALUATED = 500
 MAX_COMPLETION = 64
 
 
-def attend(q: Array, k: Array, v: Array, visible: Array) -> Array:
+def attend(how: Attention, q: Array, k: Array, v: Array, visible: Array) -> Array:
     """Attention over the visible keys, [B, S, K, H]."""
-    how = Attention(scale=q.shape[-1] ** -0.5)
     return attend_stored(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), visible, how)
 
 
@@ -160,11 +159,11 @@ def loss(config: ModelConfig, params: Params, rows: Int[Array, "B T"], learned: 
     causal = jnp.tril(jnp.ones((1, T, T), bool))
     visible = causal & (document[:, :-1, None] == document[:, None, :-1])
 
-    def attend_in_document(_: int, q: Array, k: Array, v: Array) -> Array:
+    def attend_in_document(how: Attention, kept: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
-        return attend(q, k, v, visible).reshape(B * T, *q.shape[2:])
+        return attend(how, q, k, v, visible).reshape(B * T, *q.shape[2:]), kept
 
-    hidden = forward(config, params, tokens.reshape(-1), jnp.tile(jnp.arange(T), B), attend_in_document)
+    hidden = forward(config, params, tokens.reshape(-1), jnp.tile(jnp.arange(T), B), attend_in_document).hidden
     logps, _ = token_logprobs(hidden, head_weights(params), rows[:, 1:].reshape(-1), 1.0)
     # A row may begin inside a document, whose prompt is then not to be seen.
     weights = (learned & (document > 0))[:, 1:].reshape(-1)
@@ -203,18 +202,17 @@ def sample(
     B, S = prompts.shape
     T = S + MAX_COMPLETION
     given = jnp.pad(prompts, ((0, 0), (0, MAX_COMPLETION)), constant_values=PAD)
-    cache = jnp.zeros((config.num_layers, 2, B, T, config.num_kv_heads, config.head_dim))
+    cache = [jnp.zeros((2, B, T, config.num_kv_heads, config.attention_dim)) for _ in range(config.num_layers)]
 
-    def step(carry: tuple[Array, Array], t: Array) -> tuple[tuple[Array, Array], Array]:
+    def step(carry: tuple[Array, list[Array]], t: Array) -> tuple[tuple[Array, list[Array]], Array]:
         tokens, cache = carry
 
-        def attend_cached(layer: int, q: Array, k: Array, v: Array) -> Array:
-            nonlocal cache
-            cache = cache.at[layer, :, :, t].set(jnp.stack([k, v]))
+        def attend_cached(how: Attention, kept: Array, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            kept = kept.at[:, :, t].set(jnp.stack([k, v]))
             visible = jnp.broadcast_to(jnp.arange(T) <= t, (B, 1, T))
-            return attend(q[:, None], cache[layer, 0], cache[layer, 1], visible)[:, 0]
+            return attend(how, q[:, None], kept[0], kept[1], visible)[:, 0], kept
 
-        hidden = forward(config, params, tokens, jnp.full(B, t), attend_cached)
+        hidden, cache, _ = forward(config, params, tokens, jnp.full(B, t), attend_cached, cache)
         logits = hidden @ head_weights(params).T
         if temperature:
             drawn = jax.random.categorical(jax.random.fold_in(key, t), logits / temperature)

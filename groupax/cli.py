@@ -398,5 +398,6 @@ def _raised_outside(error: BaseException) -> bool:
 
 
 def entry_point() -> None:
-    """The console script."""
+    """The console script, which finds modules in the current folder as `python -m` does, but behind installed ones."""
+    sys.path.append("")
     sys.exit(main())

@@ -12,7 +12,7 @@ from groupax import Engine, SamplingParams, init_model, load_model, save_model
 from groupax.batch import Row, pack
 from groupax.models.attention import attend
 from groupax.models.config import DynamicRope, LongRope, Rope
-from groupax.models.decoder import causal_hidden, head_weights, logits, routed_forward
+from groupax.models.decoder import causal_hidden, forward, head_weights, logits
 from groupax.models.experts import Routing, grouped, load_balancing_loss, one_by_one
 from groupax.models.families import FAMILIES, read_config
 from groupax.models.flops import activation_bytes_per_token, forward_flops
@@ -469,9 +469,9 @@ def test_the_router_loss_is_that_of_transformers(tmp_path):
 
 
 def routed_logits(model, tokens):
-    def attend_causally(layer, q, k, v):
-        how = model.config.attention(layer)
-        return attend(q[None], k[None], v[None], jnp.zeros(1, jnp.int32), how)[0]
+    def attend_causally(how, kept, q, k, v):
+        return attend(q[None], k[None], v[None], jnp.zeros(1, jnp.int32), how)[0], kept
 
     flat = jnp.asarray(tokens[0], jnp.int32)
-    return routed_forward(model.config, model.params, flat, jnp.arange(len(flat)), attend_causally)
+    hidden, _, routings = forward(model.config, model.params, flat, jnp.arange(len(flat)), attend_causally)
+    return hidden, routings

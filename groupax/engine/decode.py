@@ -20,7 +20,7 @@ from groupax.engine.params import MAX_LOGPROBS
 from groupax.engine.plan import piece_columns
 from groupax.engine.sampling import History, SamplingSettings, alternatives, sample
 from groupax.models.attention import attend_cached, attend_stored, within_window
-from groupax.models.config import ModelConfig
+from groupax.models.config import Attention, ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.layers import vocabulary_logits
 from groupax.models.specs import Params
@@ -205,29 +205,31 @@ def _prefill(
     columns = jnp.arange(S)[None, :]
 
     def piece(index: Array, stored: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
-        keys, values = (list(each) for each in stored)
         first = index * M
         own = first + jnp.arange(M)
         visible = (columns >= starts[:, None])[:, None, :] & (columns <= own[:, None])[None]
         behind = (own[:, None] - columns)[None]
         is_unknown = own[None, :] >= first_unknown[:, None]
 
-        def attend_to_stored(layer: int, q: Array, k: Array, v: Array) -> Array:
+        def attend_to_stored(
+            how: Attention, stored: tuple[Array, Array], q: Array, k: Array, v: Array
+        ) -> tuple[Array, tuple[Array, Array]]:
+            keys, values = stored
             q, k, v = (x.reshape(P, M, *x.shape[1:]) for x in (q, k, v))
             k, v = k.transpose(0, 2, 3, 1).astype(dtype), v.transpose(0, 2, 1, 3).astype(dtype)
             if known is not None:
-                k = jnp.where(is_unknown[:, None, None], k, lax.dynamic_slice_in_dim(keys[layer], first, M, 3))
-                v = jnp.where(is_unknown[:, None, :, None], v, lax.dynamic_slice_in_dim(values[layer], first, M, 2))
-            keys[layer] = lax.dynamic_update_slice_in_dim(keys[layer], k, first, 3)
-            values[layer] = lax.dynamic_update_slice_in_dim(values[layer], v, first, 2)
-            how = config.attention(layer)
+                k = jnp.where(is_unknown[:, None, None], k, lax.dynamic_slice_in_dim(keys, first, M, 3))
+                v = jnp.where(is_unknown[:, None, :, None], v, lax.dynamic_slice_in_dim(values, first, M, 2))
+            keys = lax.dynamic_update_slice_in_dim(keys, k, first, 3)
+            values = lax.dynamic_update_slice_in_dim(values, v, first, 2)
             seen = visible & within_window(behind, how.window)
-            return attend_stored(q, keys[layer], values[layer], seen, how).reshape(P * M, *q.shape[2:])
+            return attend_stored(q, keys, values, seen, how).reshape(P * M, *q.shape[2:]), (keys, values)
 
         tokens = lax.dynamic_slice_in_dim(prompts, first, M, 1)
         positions = jnp.maximum(own[None, :] - starts[:, None], 0)
-        forward(config, params, tokens.reshape(-1), positions.reshape(-1), attend_to_stored)
-        return keys, values
+        layers = list(zip(*stored, strict=True))
+        layers = forward(config, params, tokens.reshape(-1), positions.reshape(-1), attend_to_stored, layers).kept
+        return [keys for keys, _ in layers], [values for _, values in layers]
 
     first_piece = jnp.minimum(jnp.min(first_unknown), S - 1) // M
     return lax.fori_loop(first_piece, S // M, piece, (keys, values))
@@ -261,22 +263,25 @@ def _decode_chunk(
         index, slots, cache, chunk = carry
         current = column + index
         visible = (columns >= slots.start[:, None]) & (columns <= current)
-        keys, values = list(cache.k), list(cache.v)
 
-        def attend_to_past(layer: int, q: Array, k: Array, v: Array) -> Array:
-            k, v = k.astype(keys[layer].dtype), v.astype(values[layer].dtype)
-            keys[layer] = lax.dynamic_update_index_in_dim(keys[layer], k, current, axis=3)
-            values[layer] = lax.dynamic_update_index_in_dim(values[layer], v, current, axis=2)
-            how, of_prompt, of_row = config.attention(layer), prompt_visible, visible
+        def attend_to_past(
+            how: Attention, kept: tuple[Array, ...], q: Array, k: Array, v: Array
+        ) -> tuple[Array, tuple[Array, ...]]:
+            prompt_k, prompt_v, keys, values = kept
+            keys = lax.dynamic_update_index_in_dim(keys, k.astype(keys.dtype), current, axis=3)
+            values = lax.dynamic_update_index_in_dim(values, v.astype(values.dtype), current, axis=2)
+            of_prompt, of_row = prompt_visible, visible
             if how.window is not None:
                 behind_prompt = (current - slots.start)[:, None] + cache.num_prompt_columns - prompt_columns
                 of_prompt = jnp.repeat(prompt_visible, rows_per_prompt, axis=0)
                 of_prompt = of_prompt & within_window(behind_prompt, how.window)
                 of_row = visible & within_window(current - columns, how.window)
-            prompt = cache.prompt_k[layer], cache.prompt_v[layer], of_prompt
-            return attend_cached(q, *prompt, keys[layer], values[layer], of_row, how)
+            out = attend_cached(q, prompt_k, prompt_v, of_prompt, keys, values, of_row, how)
+            return out, (prompt_k, prompt_v, keys, values)
 
-        hidden = forward(config, params, slots.token, slots.position, attend_to_past)
+        layers = list(zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True))
+        hidden, layers, _ = forward(config, params, slots.token, slots.position, attend_to_past, layers)
+        _, _, keys, values = (list(each) for each in zip(*layers, strict=True))
         logits = vocabulary_logits(hidden, head_weights(params), config.logit_softcap)
         tokens = lax.dynamic_update_index_in_dim(cache.tokens, slots.token, current, axis=1)
         history = History(

@@ -212,6 +212,14 @@ class ModelConfig:
         """How this layer attends."""
         return Attention(self.attention_scale, self.attention_softcap, self.windows[layer])
 
+    def first_alike(self, layer: int) -> int:
+        """The first layer of the same kind."""
+        kinds = [
+            (rope, window, self.has_experts(i))
+            for i, (rope, window) in enumerate(zip(self.ropes, self.windows, strict=True))
+        ]
+        return kinds.index(kinds[layer])
+
     @property
     def hidden_scale(self) -> float:
         """What the last hidden states are multiplied by; logits are then in units of their softcap, if there is one."""

@@ -2,10 +2,12 @@
 
 The pass works on a flat list of M tokens with their positions. What differs between its uses is only which
 tokens see which, and that is the caller's `attend`: it gets a layer's queries, keys and values of all M
-tokens and returns what each token attended to.
+tokens and returns what each token attended to, and what the layer keeps: its part of a cache, if there is one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +15,15 @@ from jaxtyping import Array, Float, Int
 
 from groupax.config import Checkpointing
 from groupax.models.attention import attend
-from groupax.models.config import ModelConfig, Rope
+from groupax.models.config import Attention, ModelConfig, Rope
 from groupax.models.experts import Routing, mixture
 from groupax.models.layers import NORMS, Weight, gated_mlp, linear, rounded, vocabulary_logits
 from groupax.models.rope import Tables, rope_tables, rotate
 from groupax.models.specs import Params
 
-# (layer, queries [M, N, H], keys [M, K, H], values [M, K, H]) -> [M, N, H]
-Attend = Callable[[int, Array, Array, Array], Array]
+# (how the layer attends, what it keeps, queries [M, N, H], keys [M, K, H], values [M, K, H])
+# -> (what each token attended to [M, N, H], what the layer keeps from now on)
+Attend = Callable[[Attention, Any, Array, Array, Array], tuple[Array, Any]]
 # What the backward pass finds of a layer: its input alone, its input and the products with weights, or those with each
 # other (attention's) too. The rest is computed again.
 _SAVED = {
@@ -30,46 +33,61 @@ _SAVED = {
 }
 
 
+class Forward(NamedTuple):
+    """What a forward pass gives.
+
+    Attributes:
+        hidden: states after the final norm, times `hidden_scale`, in the dtype of the parameters.
+        kept: what each layer's `attend` keeps.
+        routings: where the router of each layer with experts sent the tokens.
+    """
+
+    hidden: Float[Array, "M D"]
+    kept: list[Any]
+    routings: list[Routing]
+
+
 def forward(
     config: ModelConfig,
     params: Params,
     tokens: Int[Array, "M"],
     positions: Int[Array, "M"],
     attend: Attend,
+    kept: Sequence[Any] | None = None,
     checkpointing: Checkpointing = "none",
-) -> Float[Array, "M D"]:
-    """Hidden states after the final norm, times `hidden_scale`, in the dtype of the parameters."""
-    return routed_forward(config, params, tokens, positions, attend, checkpointing)[0]
+) -> Forward:
+    """The forward pass.
 
+    Layers of the same kind are traced once: `attend` may read what is around it, but must change nothing there.
 
-def routed_forward(
-    config: ModelConfig,
-    params: Params,
-    tokens: Int[Array, "M"],
-    positions: Int[Array, "M"],
-    attend: Attend,
-    checkpointing: Checkpointing = "none",
-) -> tuple[Float[Array, "M D"], list[Routing]]:
-    """`forward`, and where the router of each layer with experts sent the tokens."""
+    Args:
+        config, params: the model.
+        tokens, positions: of the flat list.
+        attend: see above.
+        kept: what each layer's `attend` gets, its part of a cache; None for nothing.
+        checkpointing: what the backward pass computes again.
+    """
     x = params["embed"][tokens]
     x = x if config.embedding_scale == 1.0 else rounded(_scaled(x, config.embedding_scale))
     tables = {rope: rope_tables(rope, config.max_positions, positions, x.dtype) for rope in config.ropes if rope}
 
-    def layer(x: Array, weights: Params, index: int) -> tuple[Array, Routing | None]:
+    def layer(x: Array, weights: Params, kept: Any, index: int) -> tuple[Array, Any, Routing | None]:
         h = _normed(config, x, weights.get("attention_norm"))
-        attended = _attention(config, index, weights, h, tables, lambda q, k, v: attend(index, q, k, v))
+        attended, kept = _attention(config, index, weights, h, tables, partial(attend, config.attention(index), kept))
         x = x + _added(config, attended, weights.get("attention_out_norm"))
         h = h if config.block == "parallel" else _normed(config, x, weights.get("mlp_norm"))
         out, routing = _mlp(config, index, weights, h)
-        return x + _added(config, out, weights.get("mlp_out_norm")), routing
+        return x + _added(config, out, weights.get("mlp_out_norm")), kept, routing
 
     if checkpointing != "none":
-        layer = jax.checkpoint(layer, static_argnums=2, policy=_SAVED[checkpointing])
+        layer = jax.checkpoint(layer, static_argnums=3, policy=_SAVED[checkpointing])
+    layer = jax.jit(layer, static_argnums=3)
+    kept = list(kept) if kept is not None else [None] * config.num_layers
     routings = []
     for index, weights in enumerate(params["layers"]):
-        x, routing = layer(x, weights, index)
+        x, kept[index], routing = layer(x, weights, kept[index], config.first_alike(index))
         routings += [] if routing is None else [routing]
-    return _scaled(_normed(config, x, params["final_norm"]), config.hidden_scale), routings
+    return Forward(_scaled(_normed(config, x, params["final_norm"]), config.hidden_scale), kept, routings)
 
 
 def _attention(
@@ -78,8 +96,8 @@ def _attention(
     weights: Params,
     h: Float[Array, "M D"],
     tables: dict[Rope, Tables],
-    attend: Callable[[Array, Array, Array], Array],
-) -> Float[Array, "M D"]:
+    attend: Callable[[Array, Array, Array], tuple[Array, Any]],
+) -> tuple[Float[Array, "M D"], Any]:
     M = h.shape[0]
     q, k = (linear(h, weights[name], weights.get(f"{name}_bias")) for name in ("q", "k"))
     if config.qk_norm == "all_heads":
@@ -92,8 +110,8 @@ def _attention(
     if rope := config.ropes[index]:
         q, k = (rotate(x, tables[rope], rope.interleaved) for x in (q, k))
     unused = ((0, 0), (0, 0), (0, config.attention_dim - config.head_dim))
-    out = attend(*(jnp.pad(x, unused) for x in (q, k, v)))[..., : config.head_dim]
-    return linear(out.reshape(M, -1), weights["o"], weights.get("o_bias"))
+    out, kept = attend(*(jnp.pad(x, unused) for x in (q, k, v)))
+    return linear(out[..., : config.head_dim].reshape(M, -1), weights["o"], weights.get("o_bias")), kept
 
 
 def _mlp(
@@ -134,12 +152,12 @@ def causal_hidden(
     """Hidden states after the final norm of whole, left-padded sequences; `starts` are their first columns."""
     B, T = tokens.shape
 
-    def attend_causally(layer: int, q: Array, k: Array, v: Array) -> Array:
+    def attend_causally(how: Attention, kept: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
-        return attend(q, k, v, starts, config.attention(layer)).reshape(B * T, *q.shape[2:])
+        return attend(q, k, v, starts, how).reshape(B * T, *q.shape[2:]), kept
 
     positions = jnp.maximum(jnp.arange(T)[None, :] - starts[:, None], 0).reshape(-1)
-    return forward(config, params, tokens.reshape(-1), positions, attend_causally).reshape(B, T, -1)
+    return forward(config, params, tokens.reshape(-1), positions, attend_causally).hidden.reshape(B, T, -1)
 
 
 def logits(config: ModelConfig, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from groupax.config import Checkpointing
 from groupax.models.attention import attend, attend_with_prompt
-from groupax.models.config import ModelConfig
-from groupax.models.decoder import head_weights, routed_forward
+from groupax.models.config import Attention, ModelConfig
+from groupax.models.decoder import forward, head_weights
 from groupax.models.experts import Routing
 from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import Params
@@ -79,21 +79,21 @@ def grouped_logprobs(
     cells = jnp.concatenate([side.reshape(-1) for side in sides])
     ends = np.cumsum([side.size for side in sides])
 
-    def attend_in_groups(layer: int, q: Array, k: Array, v: Array) -> Array:
+    def attend_in_groups(how: Attention, kept: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         def in_rectangles(x: Array) -> list[Array]:
             parts = jnp.split(taken(x, cells, ragged.slots), ends[:-1])
             return [part.reshape(*side.shape, *x.shape[1:]) for part, side in zip(parts, sides, strict=True)]
 
         (prompt_q, *row_q), (prompt_k, *row_k), (prompt_v, *row_v) = map(in_rectangles, (q, k, v))
-        how = config.attention(layer)
         outs = [attend(prompt_q, prompt_k, prompt_v, starts, how)]
         for rectangle, own_q, own_k, own_v in zip(ragged.rectangles, row_q, row_k, row_v, strict=True):
             of = rectangle.prompt_of
             outs.append(attend_with_prompt(own_q, own_k, own_v, prompt_k[of], prompt_v[of], starts[of], how))
-        return taken(jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs]), ragged.slots, cells)
+        return taken(jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs]), ragged.slots, cells), kept
 
-    positions = ragged.positions
-    hidden, routings = routed_forward(config, params, ragged.tokens, positions, attend_in_groups, checkpointing)
+    hidden, _, routings = forward(
+        config, params, ragged.tokens, ragged.positions, attend_in_groups, checkpointing=checkpointing
+    )
     of_rows, head = hidden[hidden.shape[0] - ragged.targets.shape[0] :], head_weights(params)
     logp, entropy = token_logprobs(of_rows, head, ragged.targets, temperature, entropy_gradient, config.logit_softcap)
     return logp, entropy, routings

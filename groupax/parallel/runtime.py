@@ -34,7 +34,9 @@ def _use_all_cores() -> None:
 
 
 def _keep_compiled_programs() -> None:
-    """A program that took longer than a second to compile is read back by the next run of the same settings."""
+    """Compiled programs are read back by the next run with the same shapes, the many small ones too."""
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "groupax" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(cache))
+    if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # jax's own default
