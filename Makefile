@@ -28,6 +28,7 @@ long: $(VENV)/.parity
 bench: $(VENV)/.parity
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/start.py
 
 clean:
 	rm -rf $(VENV) runs build

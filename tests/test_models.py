@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from groupax import init_model, load_model, save_model
 from groupax.models.attention import attend, attend_with_prompt
 from groupax.models.config import Attention, Llama3Rope
-from groupax.models.decoder import logits
+from groupax.models.decoder import forward, logits
 from groupax.models.families import read_config
 from groupax.models.logprobs import token_logprobs
 from groupax.models.rope import frequencies
@@ -93,6 +94,20 @@ def test_llama3_rope_blends_between_kept_and_slowed():
     np.testing.assert_allclose(ratio[turns > 4], 1.0, rtol=1e-6)
     np.testing.assert_allclose(ratio[turns < 1], 8.0, rtol=1e-6)
     assert ((ratio > 1) & (ratio < 8))[(turns > 1) & (turns < 4)].all()
+
+
+def test_layers_of_one_kind_are_traced_once(tiny_model):
+    config = replace(tiny_model.config, windows=(None, 8, None, 8), ropes=tiny_model.config.ropes[:1] * 4, num_layers=4)
+    params = {**tiny_model.params, "layers": tiny_model.params["layers"][:1] * 4}
+    seen = []
+
+    def attend(how, kept, q, k, v):
+        seen.append(how.window)
+        return q, kept + 1
+
+    out = forward(config, params, jnp.arange(5), jnp.arange(5), attend, [jnp.int32(index) for index in range(4)])
+    assert seen == [None, 8]
+    assert [int(kept) for kept in out.kept] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("chunk", [1 << 21, 500])

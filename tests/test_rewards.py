@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -244,3 +245,17 @@ def test_every_built_in_reward_has_its_name():
         assert function.__doc__
     with pytest.raises(AttributeError, match="no attribute 'think_fromat'"):
         rewards.think_fromat
+
+
+def test_the_command_finds_modules_in_the_current_folder(tmp_path, monkeypatch, capsys):
+    from groupax.cli import entry_point
+
+    (tmp_path / "rewards_of_mine.py").write_text("def short(completions):\n    return [0.5 for _ in completions]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    monkeypatch.setattr(sys, "argv", ["groupax", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        entry_point()
+    assert "usage: groupax" in capsys.readouterr().out
+    [reward] = resolve_rewards("rewards_of_mine:short", [])
+    assert reward.name == "short"
