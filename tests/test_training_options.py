@@ -138,6 +138,7 @@ def test_a_run_is_a_function_of_cursor_and_learner(tmp_path, settings):
     first.train()
     second = a_trainer(tmp_path / "second", sometimes, max_steps=6, **settings)
     second.cursor, second.learner = first.cursor, first.learner
+    second.collector.learner = first.learner
     second.train()
     lines = [*lines_of(tmp_path / "first"), *lines_of(tmp_path / "second")]
     assert lines == lines_of(tmp_path / "whole")
