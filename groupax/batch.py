@@ -29,9 +29,10 @@ class Row:
         completion: token ids of the completion, its stop token included.
         mask: which completion tokens count in the loss.
         advantage: of the completion.
-        rollout_logp: the engine's log-probability of each completion token under the policy.
+        rollout_logp: the engine's log-probability of each completion token under the policy that sampled it.
         old_logp, ref_logp, sampler_logp, policy_mask: of each completion token, as in `objective.Evidence`; None where
             there is none, in all rows of a step alike.
+        policy_version: optimizer steps that the policy had seen which sampled it.
     """
 
     group: int
@@ -44,6 +45,7 @@ class Row:
     ref_logp: Float[np.ndarray, "T"] | None = None
     sampler_logp: Float[np.ndarray, "T"] | None = None
     policy_mask: Bool[np.ndarray, "T"] | None = None
+    policy_version: int = 0
 
 
 @pytree

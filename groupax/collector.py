@@ -19,7 +19,7 @@ from groupax.objective.advantages import Advantages, group_advantages
 from groupax.rewards.contract import TrainerState, reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
-from groupax.rollout import Rollout, rollout
+from groupax.rollout import Rollout, Sampler, rollout
 from groupax.run_state import Cursor, Experience, Group
 from groupax.slices import Slices
 
@@ -58,16 +58,27 @@ class Collector:
         self.reward_weights, self.solved_by, self.num_steps = reward_weights, solved_by, num_steps
 
     def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
-        """A rollout: groups with their rewards and advantages, those to train on first.
+        """A rollout by the learner's policy, ready for updates (see `sample` and `scored`).
 
         Args:
             cursor: how far the run has come.
             num_wanted: slices that the next step takes of it.
 
+        A function of cursor and learner, whose known shapes alone may change.
+        """
+        self.engine.params = self.learner.policy
+        return self.scored(self.sample(self.engine, cursor, cursor.step), cursor, num_wanted)
+
+    def sample(self, engine: Sampler, cursor: Cursor, policy_version: int) -> Experience:
+        """Groups with their rewards and advantages, those to train on first; touches neither learner nor its devices.
+
+        Args:
+            engine: with the weights to sample from.
+            cursor: how far the run will have come when it trains on them; its `num_tokens` does not matter.
+            policy_version: optimizer steps that these weights have seen.
+
         With `filter_zero_variance` groups without signal make room for groups of further prompts, as long as the
         budget lasts. What it leaves open is filled up with them, so that a step keeps its size.
-
-        A function of cursor and learner, whose known shapes alone may change.
         """
         args, wanted = self.args, self.slices.prompts_per_rollout
         budget = int(wanted * args.filter_budget) if args.filter_zero_variance else wanted
@@ -76,7 +87,8 @@ class Collector:
         rounds: list[Scored] = []
         while len(kept) < wanted and len(kept) + len(flat) < budget:
             num_sampled = len(kept) + len(flat)
-            rounds.append(self._sample(cursor, num_sampled, min(wanted - len(kept), budget - num_sampled)))
+            count = min(wanted - len(kept), budget - num_sampled)
+            rounds.append(self._sample(engine, cursor, policy_version, num_sampled, count))
             for group in rounds[-1].groups:
                 has_signal = not args.filter_zero_variance or not self._advantages([group]).zero_std[0]
                 (kept if has_signal else flat).append(group)
@@ -88,10 +100,7 @@ class Collector:
         num_new = sum(len(row.completion_ids) for row in rows)
         num_tokens = num_new + sum(len(row.prompt_ids) for row in rows)
         metrics = self._rollout_metrics(groups) | scoring_metrics(rounds)
-        metrics |= {
-            "epoch": (cursor.num_prompts + num_sampled) / len(self.prompts),
-            "num_tokens": float(cursor.num_tokens + num_tokens),
-        }
+        metrics["epoch"] = (cursor.num_prompts + num_sampled) / len(self.prompts)
         if args.filter_zero_variance:
             metrics |= {
                 "filter/sampled_prompts": float(num_sampled),
@@ -101,29 +110,45 @@ class Collector:
             }
         metrics["rollout/tokens_per_s"] = num_new / metrics["time/rollout_s"]
         errors = {name: error for scored in reversed(rounds) for name, error in scored.errors.items()}
-        slices = self._scored(self.cut(groups[:wanted]), num_wanted)
-        return Experience(groups, metrics, errors, cursor.num_prompts, num_tokens, slices)
+        return Experience(groups, metrics, errors, cursor.num_prompts, num_tokens)
 
-    def _sample(self, cursor: Cursor, first: int, count: int) -> Scored:
-        """G completions of each of the next prompts, from the current policy, scored as they end.
+    def scored(self, experience: Experience, cursor: Cursor, num_wanted: int) -> Experience:
+        """A rollout with its slices, and log-probs of reference and old policy, which is the learner's as it is now.
 
         Args:
+            experience: as it was sampled.
             cursor: how far the run has come.
+            num_wanted: slices that the next update takes, and whose old log-probs it will know by itself.
+        """
+        slices = self._scored(self.cut(experience.groups[: self.slices.prompts_per_rollout]), num_wanted)
+        num_tokens = float(cursor.num_tokens + experience.num_tokens)
+        return replace(experience, slices=slices, metrics=experience.metrics | {"num_tokens": num_tokens})
+
+    def trainer_state(self, cursor: Cursor) -> TrainerState:
+        """What reward functions are told of the run."""
+        return TrainerState(cursor.step, self.num_steps, cursor.num_prompts / len(self.prompts))
+
+    def _sample(self, engine: Sampler, cursor: Cursor, policy_version: int, first: int, count: int) -> Scored:
+        """G completions of each of the next prompts, scored as they end.
+
+        Args:
+            engine: with the weights to sample from.
+            cursor: how far the run has come.
+            policy_version: of these weights.
             first: prompts of this rollout that were sampled before.
             count: prompts to sample.
         """
         args = self.args
         visited = self.visited(cursor.num_prompts + first, count)
-        self.engine.params = self.learner.policy
-        self.runner.state = TrainerState(cursor.step, self.num_steps, cursor.num_prompts / len(self.prompts))
+        self.runner.state = self.trainer_state(cursor)
         groups = rollout(
-            self.engine,
+            engine,
             self.tokenizer,
             [self.prompts.examples[i] for i in visited],
             [self.prompts.token_ids[i] for i in visited],
             sampling_params(self.args),
             step=cursor.num_rollouts,
-            policy_version=cursor.step,
+            policy_version=policy_version,
             first_prompt=first,
         )
         try:
@@ -197,6 +222,7 @@ class Collector:
             mask=np.full(len(row.completion_ids), counts),
             advantage=row.advantage,
             rollout_logp=row.policy_logps,
+            policy_version=row.policy_version,
             sampler_logp=None if self.args.rollout_correction == "none" else row.sampler_logps,
         )
 

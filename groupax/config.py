@@ -58,6 +58,7 @@ _AT_LEAST = {
     "kv_cache_gb": 1e-6,
     "lora_r": 0,
     "profile": 0,
+    "max_staleness": 0,
     "max_bad_steps": 1,
     "reward_concurrency": 1,
     "reward_workers": 0,
@@ -136,6 +137,9 @@ class GRPOConfig:
     steps take completions of several rollouts."""
     num_iterations: int = 1
     """Passes over each rollout; more than 1 trains off policy, within the clip range."""
+    max_staleness: int = 0
+    """Make rollouts in threads while earlier steps train, by the policy of so many optimizer steps before the first
+    update on them; 0 samples and trains in turn. Needs rollout_correction. See docs/async.md."""
     micro_batch_tokens: int | None = None
     """Tokens per device that go through the model at once in training; None chooses for the device."""
     filter_zero_variance: bool = False
@@ -417,6 +421,7 @@ class GRPOConfig:
                 f"scale_rewards at 'group', got {self.scale_rewards!r}"
             )
         self._check_adapter()
+        self._check_staleness()
         if self.whole_epochs and self.filter_zero_variance:
             raise ValueError("whole_epochs and filter_zero_variance exclude each other: rollouts differ in size then")
         if self.sync_ref_model and self.beta == 0:
@@ -432,6 +437,20 @@ class GRPOConfig:
         if self.entropy_coef_min > self.entropy_coef_max:
             raise ValueError(
                 f"entropy_coef_min {self.entropy_coef_min} is above entropy_coef_max {self.entropy_coef_max}"
+            )
+
+    def _check_staleness(self) -> None:
+        if not self.max_staleness:
+            return
+        if self.rollout_correction == "none":
+            raise ValueError(
+                f"max_staleness {self.max_staleness} trains on completions of an earlier policy, and nothing makes up "
+                "for it; set rollout_correction, e.g. to 'token_truncate'"
+            )
+        if self.updates_per_rollout != int(self.updates_per_rollout):
+            raise ValueError(
+                f"updates_per_rollout {self.updates_per_rollout} has steps on several rollouts, which max_staleness "
+                "cannot tell apart; make it a whole number"
             )
 
     def _check_adapter(self) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,6 +105,7 @@ class Learner:
         shapes: of the micro-batches so far, which have programs.
         num_updates: optimizer steps that changed the weights.
         entropy: state of the entropy bonus.
+        turn: is held while programs run that others on the same devices must not come between; None if there are none.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Learner:
         self.longest = longest
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
+        self.turn: AbstractContextManager[None] | None = None
 
     def restore(self, state: TrainState, reference: Params | None) -> None:
         """Go on from a saved state; the reference stays as it is if there is none."""
@@ -155,7 +157,7 @@ class Learner:
         totals = zero_totals(trained, config=self.config, settings=settings.objective, mesh=self.mesh)
         logps = []
         for part in packed:
-            with self._memory_explained(part):
+            with self._memory_explained(part), self._turn():
                 totals, logp = micro_step(
                     trained,
                     totals,
@@ -170,14 +172,15 @@ class Learner:
                     checkpointing=settings.gradient_checkpointing,
                     dropout_rate=self.dropout_rate,
                 )
-                if self.on_cpu and self.config.experts:
+                if self.turn or (self.on_cpu and self.config.experts):
                     jax.block_until_ready(totals)  # collectives of virtual devices can starve each other in a queue
             logps.append(logp)
-        totals = across_shards(totals, mesh=self.mesh)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
-        self.state, grad_norm, made = apply_update(self.state, totals.grads, totals.loss, optimizer=self.optimizer)
-        self.policy = self._policy()
-        loss, tally, grad_norm, made = jax.device_get((totals.loss, totals.tally, grad_norm, made))
+        with self._turn():
+            totals = across_shards(totals, mesh=self.mesh)
+            self.state, grad_norm, made = apply_update(self.state, totals.grads, totals.loss, optimizer=self.optimizer)
+            self.policy = self._policy()
+            loss, tally, grad_norm, made = jax.device_get((totals.loss, totals.tally, grad_norm, made))
         metrics = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": learning_rate}
         metrics |= _means(tally, num_tokens) | {"update_skipped": float(not made), "loss_tokens": float(num_tokens)}
         if settings.objective.entropy_bonus:
@@ -185,16 +188,27 @@ class Learner:
         if made:
             self.num_updates += 1
             self.entropy = next_entropy_state(self.entropy, settings.entropy, metrics["entropy"])
-            self._sync_reference()
+            with self._turn():
+                self._sync_reference()
         metrics |= self._efficiency(packed, rows, time.perf_counter() - started_s)
         return Update(metrics, bool(made), _by_row(packed, logps, rows))
+
+    def snapshot(self) -> Params:
+        """What is trained, in compute dtype, as it is now: updates leave it alone."""
+        if self.frozen is None and self.dtype != jnp.float32:
+            return self.policy  # already a copy
+        return compute_view(self.state.params, dtype=self.dtype)
+
+    def policy_of(self, snapshot: Params) -> Params:
+        """The weights to sample from, of a snapshot."""
+        return joined(self.frozen, snapshot)
 
     def logprobs(self, params: Params, rows: Sequence[Row]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Log-probs of each row's completion tokens under some weights, and the entropies of their distributions."""
         packed = self._pack(rows)
         scored = []
         for part in packed:
-            with self._memory_explained(part):
+            with self._memory_explained(part), self._turn():
                 batch = to_rows(part.batch, self.mesh)
                 pair = score(params, batch, config=self.config, settings=self.settings.objective, mesh=self.mesh)
                 scored.append(jax.device_get(pair))
@@ -220,6 +234,9 @@ class Learner:
     def _trained(self) -> Params:
         """What is trained, in compute dtype: the masters themselves where they have it."""
         return self.state.params if self.dtype == jnp.float32 else compute_view(self.state.params, dtype=self.dtype)
+
+    def _turn(self) -> AbstractContextManager[None]:
+        return self.turn or nullcontext()
 
     def _dropout_key(self) -> jax.Array | None:
         """Of the next update, the same for all of its micro-batches."""

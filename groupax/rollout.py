@@ -1,17 +1,30 @@
 """Prompts to groups of completions, through the engine."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from groupax.engine.params import SamplingParams
 from groupax.engine.scheduler import FinishReason
+from groupax.engine.scheduler import Sequence as Completion
 from groupax.tokenizer import Prompt, decode, is_conversational
 
-if TYPE_CHECKING:
-    from groupax.engine.engine import Engine
+
+@runtime_checkable
+class Sampler(Protocol):
+    """What samples completions: an `Engine`, or what stands for one elsewhere."""
+
+    def sequences(
+        self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
+    ) -> list[Completion]:
+        """Unstarted sequences (see `Engine.sequences`)."""
+        ...
+
+    def stream(self, sequences: Iterable[Completion]) -> Iterator[Completion]:
+        """Run sequences to their ends, each yielded as soon as it is finished."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +74,7 @@ class Rollout:
 
 
 def rollout(
-    engine: "Engine",
+    engine: Sampler,
     tokenizer: Any,
     examples: Any,
     prompt_ids: Sequence[np.ndarray],

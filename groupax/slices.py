@@ -33,6 +33,11 @@ class Slices:
     num_passes: int
     whole_epochs: bool
 
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps on each rollout, if a step takes one slice."""
+        return self.per_rollout * self.num_passes // self.per_step
+
     def prompts_per_epoch(self, num_examples: int) -> int:
         """Prompts that an epoch visits.
 

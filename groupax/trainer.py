@@ -1,7 +1,7 @@
 """The trainer: GRPO as the paper's Algorithm 1 has it (arXiv:2402.03300)."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from groupax.batch import Row
 from groupax.card import run_card
 from groupax.checkpoints.choose import Saved
 from groupax.checkpoints.identity import identity_of
-from groupax.checkpoints.record import read_rollout, stored_dtype, with_scores
+from groupax.checkpoints.record import read_policies, read_rollout, stored_dtype, with_scores
 from groupax.checkpoints.saver import RunSaver, patiently, remove_download
 from groupax.collector import Collector, sampling_params
 from groupax.config import GRPOConfig
@@ -33,6 +33,8 @@ from groupax.models.lora import LoRAConfig, counts, lora_config, trainable_line
 from groupax.objective.entropy import EntropyControl
 from groupax.objective.settings import ObjectiveSettings
 from groupax.optimizer import OptimizerSettings, ScheduleSettings
+from groupax.parallel.peak import free_memory_bytes
+from groupax.pipeline import Pipeline
 from groupax.preemption import AbandonedError, StopRequests
 from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
 from groupax.rewards.runner import RewardRunner, RewardSettings
@@ -42,6 +44,9 @@ from groupax.slices import slices_of
 from groupax.step import TrainState
 from groupax.tokenizer import eos_token_ids, load_tokenizer, prepare_tokenizer
 from groupax.tracking import RunFolder
+
+# Of the memory that is free before the first step, for keys and values while updates run; those take half of it.
+KV_PART_BESIDE_UPDATES = 0.4
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ class GRPOTrainer:
             self.model.mesh,
             self.eos_ids,
             max_slots=args.max_concurrent_rows,
-            kv_bytes=None if args.kv_cache_gb is None else int(args.kv_cache_gb * 1e9),
+            kv_bytes=self._kv_bytes(),
             kv_dtype=None if args.kv_cache_dtype == "same" else args.kv_cache_dtype,
             weights=args.decoding_weights,
         )
@@ -161,6 +166,7 @@ class GRPOTrainer:
             self.solved_by,
             self.num_steps,
         )
+        self.pipeline = Pipeline(self.collector, args.max_staleness, self.num_steps) if args.max_staleness else None
         self.cursor = Cursor()
         self.experience: Experience | None = None  # the rollout that is not used up
         self._begun_at: tuple[Cursor, Experience | None] | None = None  # while a step takes rows of several rollouts
@@ -183,7 +189,8 @@ class GRPOTrainer:
         """
         log = RunLog(self.args, self.run_folder, self.num_steps, self.listeners)
         try:
-            with StopRequests(self.model.mesh.devices.flat[0].platform == "tpu") as stop, self.reward_runner:
+            watch = self.model.mesh.devices.flat[0].platform == "tpu"
+            with StopRequests(watch) as stop, self.reward_runner, self.pipeline or nullcontext():
                 saver = self._begin(log)
                 log.event("begin", self.cursor.step)
                 try:
@@ -212,12 +219,15 @@ class GRPOTrainer:
                 return
             stop.check()
             log.event("step_begin", self.cursor.step)
+            if self.pipeline is not None:
+                self.pipeline.begin(self.cursor)
             rows = self._rows_of_earlier_rollouts(log, stop)
             if self.experience is None:
                 self._sample_rollout(log, stop, self.slices.per_step - len(rows) // self.slices.rows)
             with self._shapes_kept():
                 rows, update = self._update(rows)
-            log.step(self.cursor.step, update.metrics)
+            staleness = self.cursor.step - 1 - sum(row.policy_version for row in rows) / len(rows)
+            log.step(self.cursor.step, update.metrics | {"rollout/staleness": staleness})
             self.last_metrics = log.last
             self._stop_if_diverged(log, rows, update)
 
@@ -240,7 +250,7 @@ class GRPOTrainer:
 
     def _sample_rollout(self, log: RunLog, stop: StopRequests, num_wanted: int) -> None:
         with stop.abandonable(), self._shapes_kept():
-            experience = self.collector.collect(self.cursor, num_wanted)
+            experience = (self.pipeline or self.collector).collect(self.cursor, num_wanted)
         self._take(experience)
         log.rollout(experience.groups, experience.metrics, experience.errors)
 
@@ -309,7 +319,8 @@ class GRPOTrainer:
         """Go on where `resume` says, or begin."""
         names = [reward.name for reward in self.rewards]
         identity = identity_of(self.args, self.model, self.tokenizer, self.prompts.token_ids, names, self.num_steps)
-        saver = RunSaver(self.args, identity, self.model, self.run_folder, self.learner, log)
+        policies = self.pipeline.policies if self.pipeline else lambda _: {}
+        saver = RunSaver(self.args, identity, self.model, self.run_folder, self.learner, log, policies)
         saved = saver.begin()
         self.run_folder.write_tokenizer(self.tokenizer)
         if saved is not None:
@@ -326,6 +337,8 @@ class GRPOTrainer:
             experience, scores = read_rollout(saved.folder, state, lambda index: self.prompts.examples[order[index]])
             slices = self.collector.cut(experience.groups[: self.slices.prompts_per_rollout])
             self.experience = replace(experience, slices=with_scores(slices, scores))
+        if self.pipeline is not None:
+            self.pipeline.restore(read_policies(saved.folder, saved.state.get("policies", []), self.learner))
         experience = self.experience
         rollouts = [row for group in experience.groups for row in group] if experience else []
         log.resume(saved.state["log"], rollouts, experience.metrics if experience else {})
@@ -377,6 +390,8 @@ class GRPOTrainer:
         """
         if not self.eval_prompts:
             raise ValueError("there is no eval_dataset to evaluate on; give one to GRPOTrainer")
+        if self.pipeline is not None:
+            self.pipeline.settle()
         self.engine.params = self.learner.policy
         params = params or self._eval_params()
         with self.reward_runner as runner:
@@ -421,6 +436,14 @@ class GRPOTrainer:
         """Print how many of the model's parameters are trained, in PEFT's words."""
         adapter = self.model.adapter
         print(trainable_line(*counts(self.model.config, adapter and adapter.config)))
+
+    def _kv_bytes(self) -> int | None:
+        """Most memory for keys and values; None leaves it to what is free whenever a rollout begins."""
+        if self.args.kv_cache_gb is not None:
+            return int(self.args.kv_cache_gb * 1e9)
+        if self.args.max_staleness:  # then an update is under way beside it
+            return int(KV_PART_BESIDE_UPDATES * free_memory_bytes(self.model.mesh))
+        return None
 
     def _check_adapter(self, loaded: bool) -> None:
         args, adapter = self.args, self.model.adapter

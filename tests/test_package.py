@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 # A module imports from its own line or from those above it.
 LAYERS = [
     ["errors", "pytree", "remote", "preemption", "objective.settings", "objective", "parallel.runtime"],
+    ["parallel.turns"],
     ["evaluation.estimates", "evaluation.paired", "evaluation.sets"],
     ["config", "parallel"],
     ["models", "tokenizer"],
@@ -30,7 +31,9 @@ LAYERS = [
     ["progress", "profiling", "tracking", "step", "card", "run_state"],
     ["evaluation", "learner"],
     ["run_log"],
-    ["checkpoints", "collector"],
+    ["collector"],
+    ["pipeline"],
+    ["checkpoints"],
     ["trainer"],
     ["report", "recipes"],
     ["commands", "eval_commands", "compat"],

@@ -4,6 +4,7 @@ state.json            cursor, what adapts, log, what the run is, versions
 params/ optimizer/    master weights, or the adapters, and the optimizer's state
 reference/            only if it moves
 rollout.parquet       only while there are updates left on a rollout: its completions, what they were scored with
+policies/             only with max_staleness: earlier policies, which sample rollouts to come
 """
 
 import datetime
@@ -24,17 +25,24 @@ from groupax.learner import Learner
 from groupax.models.checkpoint import Model
 from groupax.objective.entropy import EntropyState
 from groupax.packing import Shape
+from groupax.pipeline import Policy
 from groupax.rollout import Rollout
 from groupax.run_state import Cursor, Experience
 from groupax.step import TrainState
 
 PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rollout.parquet"
+POLICIES = "policies"
 SCORED = ("old_logp", "ref_logp")  # of the rows of slices; the rest of a row follows from its rollout
 BY_NAME = ("rewards", "extra")  # the fields of a rollout that are mappings
 
 
 def state_of(
-    cursor: Cursor, learner: Learner, experience: Experience | None, identity: Identity, model: Model
+    cursor: Cursor,
+    learner: Learner,
+    experience: Experience | None,
+    policies: Mapping[int, Policy],
+    identity: Identity,
+    model: Model,
 ) -> dict[str, Any]:
     """What `state.json` says of the run, without its log."""
     return {
@@ -55,6 +63,7 @@ def state_of(
             "num_tokens": experience.num_tokens,
             "num_used": experience.num_used,
         },
+        "policies": [{"rollout": number, "version": policy.version} for number, policy in policies.items()],
         "identity": identity,
         "model": {
             "config": dict(model.hf_config),
@@ -72,9 +81,13 @@ def stored_dtype(model: Model) -> str:
     return model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "float32"
 
 
-def begin_writing(learner: Learner, with_optimizer: bool) -> Callable[[Path], Callable[[], None]]:
-    """What writes a learner's arrays into a folder, in the background (see `arrays.begin_writing`)."""
+def begin_writing(
+    learner: Learner, policies: Mapping[int, Policy], with_optimizer: bool
+) -> Callable[[Path], Callable[[], None]]:
+    """What writes a run's arrays into a folder, in the background (see `arrays.begin_writing`)."""
     trees = _trees(learner, with_optimizer)
+    if policies:
+        trees[POLICIES] = {str(policy.version): policy.trained for policy in policies.values()}
 
     def begin(folder: Path) -> Callable[[], None]:
         waits = [arrays.begin_writing(folder / name, tree) for name, tree in trees.items()]
@@ -107,6 +120,24 @@ def restore_learner(learner: Learner, folder: Path, state: Mapping[str, Any]) ->
         optimizer = _scheduled(jax.jit(learner.optimizer.init)(params), learner.num_updates)
     reference = arrays.read(folder / REFERENCE, like[REFERENCE]) if REFERENCE in like else None
     learner.restore(TrainState(params, optimizer), reference)
+
+
+def read_policies(folder: Path, state: Sequence[Mapping[str, int]], learner: Learner) -> dict[int, Policy]:
+    """The policies that sample rollouts to come, by the rollout's number.
+
+    Args:
+        folder: of the checkpoint.
+        state: what `state.json` says of them.
+        learner: of the run.
+
+    Raises:
+        ValueError: the folder has other arrays.
+    """
+    if not state:
+        return {}
+    like = arrays.abstract(learner.snapshot())
+    trained = arrays.read(folder / POLICIES, {str(each["version"]): like for each in state})
+    return {each["rollout"]: Policy(each["version"], trained[str(each["version"])]) for each in state}
 
 
 def has_optimizer(folder: Path) -> bool:

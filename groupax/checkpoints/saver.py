@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -18,6 +18,7 @@ from groupax.config import GRPOConfig, nearest
 from groupax.errors import PreemptedError, RunError
 from groupax.learner import Learner
 from groupax.models.checkpoint import Model
+from groupax.pipeline import Policy
 from groupax.preemption import StopRequests
 from groupax.run_log import RunLog
 from groupax.run_state import Cursor, Experience
@@ -37,13 +38,21 @@ class RunSaver:
         folder: where it is written; prepared by `begin`.
         learner: new; `begin` makes it the saved one.
         log: tells what happens; likewise.
+        policies: the earlier ones that sample rollouts to come (see `Pipeline.policies`).
     """
 
     def __init__(
-        self, args: GRPOConfig, identity: Identity, model: Model, folder: RunFolder, learner: Learner, log: RunLog
+        self,
+        args: GRPOConfig,
+        identity: Identity,
+        model: Model,
+        folder: RunFolder,
+        learner: Learner,
+        log: RunLog,
+        policies: Callable[[Cursor], Mapping[int, Policy]],
     ) -> None:
         self.args, self.identity, self.model = args, identity, model
-        self.folder, self.learner, self.log = folder, learner, log
+        self.folder, self.learner, self.log, self.policies = folder, learner, log, policies
         self.origin = args.resume if args.resume not in ("auto", "never") else None
         self.scratch = folder.path / "checkpoints" if folder.remote else Path(tempfile.gettempdir())
         self.store: Store = (
@@ -92,14 +101,15 @@ class RunSaver:
         self.log.tell_fault()
         metrics = {**self.log.last, **self.log.evaluated}
         self._tell_if_unknown(metrics)
+        policies = self.policies(cursor)
         state = {
-            **state_of(cursor, self.learner, experience, self.identity, self.model),
+            **state_of(cursor, self.learner, experience, policies, self.identity, self.model),
             "log": self.log.state(),
             "metrics": metrics,
             "metrics_bytes": self.folder.num_metrics_bytes,
             "origin": self.origin,
         }
-        begin = begin_writing(self.learner, self.args.save_optimizer_state)
+        begin = begin_writing(self.learner, policies, self.args.save_optimizer_state)
 
         def begin_with_metrics(folder: Path) -> Callable[[], None]:
             self.folder.settle()

@@ -7,7 +7,8 @@
 
 Threads cannot be killed: one that hangs is left behind, and does not keep the interpreter from ending. Processes are
 killed. A function that asks for a signal while it runs in a thread is called again, and from then on, in the main
-thread. Imports no jax.
+thread. Several threads can score at the same time, each its own groups; what needs the main thread is then called while
+that one is in `serve`. Imports no jax.
 """
 
 import asyncio
@@ -76,6 +77,21 @@ class _Logged:
         self.metrics[name] = float(value)
 
 
+class _Scoring(threading.local):
+    """What a thread is scoring.
+
+    Attributes:
+        state: of the run, for the functions.
+        groups: since the last `finish`.
+        calls: for them.
+    """
+
+    def __init__(self) -> None:
+        self.state = TrainerState()
+        self.groups: list[list[Rollout]] = []
+        self.calls: list[list[concurrent.futures.Future[Scores]]] = []
+
+
 class RewardRunner:
     """Scores groups while others are decoded. As a context it is closed when the outermost block ends.
 
@@ -83,15 +99,20 @@ class RewardRunner:
         rewards: K rewards.
         settings: how to run them.
 
+    Attributes:
+        turn: is held while reward models compute.
+
     Raises:
         ValueError: `reward_workers` is set and a function cannot be sent to another process.
     """
 
     def __init__(self, rewards: Sequence[Reward], settings: RewardSettings) -> None:
         self.rewards, self.settings = rewards, settings
-        self.state = TrainerState()
-        self._groups: list[list[Rollout]] = []
-        self._calls: list[list[concurrent.futures.Future[Scores]]] = []
+        self.turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._own = _Scoring()
+        self._running: set[concurrent.futures.Future[Scores]] = set()
+        self._home: int | None = None  # the thread of the context
+        self._beginning = threading.Lock()
         self._supervisor: asyncio.AbstractEventLoop | None = None
         self._user_loops: dict[str, asyncio.AbstractEventLoop] = {}
         self._places: dict[str, asyncio.Semaphore] = {}
@@ -104,6 +125,7 @@ class RewardRunner:
 
     def __enter__(self) -> "RewardRunner":
         self._depth += 1
+        self._home = threading.get_ident()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,23 +133,34 @@ class RewardRunner:
         if not self._depth:
             self.close()
 
+    @property
+    def state(self) -> TrainerState:
+        """Of the run, for the functions that are called from this thread."""
+        return self._own.state
+
+    @state.setter
+    def state(self, state: TrainerState) -> None:
+        self._own.state = state
+
     def start(self, group: Sequence[Rollout]) -> None:
         """Begin to score a group; returns at once."""
-        self._groups.append(list(group))
+        self._own.groups.append(list(group))
         if self.settings.reward_batch == "group":
-            self._call_all(self._groups[-1])
+            self._call_all(self._own.groups[-1])
 
     def finish(self) -> list[list[Scores]]:
-        """The scores of each group since the last `finish`, by reward, in the order of their starts.
+        """The scores of each group since this thread's last `finish`, by reward, in the order of their starts.
 
         Raises:
             RewardError: a call failed and `reward_errors` is "raise".
         """
-        groups, self._groups = self._groups, []
+        own = self._own
+        groups, own.groups = own.groups, []
         if self.settings.reward_batch == "rollout" and groups:
             self._call_all([row for group in groups for row in group])
-        calls, self._calls = self._calls, []
-        self._main_thread.run_until([call for row in calls for call in row])
+        calls, own.calls = own.calls, []
+        if self._home in (None, threading.get_ident()):
+            self.serve([call for row in calls for call in row])
         results = [self._on_device(groups), *([call.result() for call in row] for row in calls)]
         on_device, called = results[0], results[1:]
         if self.settings.reward_batch == "rollout":
@@ -142,12 +175,19 @@ class RewardRunner:
             self._raise_failures(by_group)
         return by_group
 
+    def serve(self, until: "Sequence[concurrent.futures.Future[Any]]") -> None:
+        """Have this thread, the context's, call what needs it until all of these are done."""
+        self._main_thread.run_until(until)
+
+    def cancel(self) -> None:
+        """Give up the calls under way; who waits for them gets a `concurrent.futures.CancelledError`."""
+        for call in list(self._running):
+            call.cancel()
+
     def close(self) -> None:
         """End what still runs: processes are killed, threads left behind."""
-        for calls in self._calls:
-            for call in calls:
-                call.cancel()
-        self._calls, self._groups = [], []
+        self.cancel()
+        self._own.groups, self._own.calls = [], []
         if self._pool is not None:
             self._pool.stop()
             self._pool.join(timeout=5)
@@ -164,16 +204,19 @@ class RewardRunner:
     # -- in the main thread
 
     def _call_all(self, rollouts: list[Rollout]) -> None:
-        if self._supervisor is None:
-            self._supervisor = _new_loop("rewards")
-            hook()
-        self._calls.append(
-            [
-                asyncio.run_coroutine_threadsafe(self._supervised(reward, rollouts, self.state), self._supervisor)
-                for reward in self.rewards
-                if not reward.on_device
-            ]
-        )
+        with self._beginning:
+            if self._supervisor is None:
+                self._supervisor = _new_loop("rewards")
+                hook()
+        calls = [
+            asyncio.run_coroutine_threadsafe(self._supervised(reward, rollouts, self.state), self._supervisor)
+            for reward in self.rewards
+            if not reward.on_device
+        ]
+        self._own.calls.append(calls)
+        for call in calls:
+            self._running.add(call)
+            call.add_done_callback(self._running.discard)
 
     def _on_device(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, list[Scores]]:
         """Reward models' scores by name, by group: one call each, as they batch for themselves."""
@@ -181,7 +224,9 @@ class RewardRunner:
         scores: dict[str, list[Scores]] = {}
         for reward in self.rewards:
             if reward.on_device and rollouts:
-                values, faults = checked_values(reward.name, reward.function(rollouts), rollouts)
+                with self.turn:
+                    returned = reward.function(rollouts)
+                values, faults = checked_values(reward.name, returned, rollouts)
                 whole = Scores(values, len(faults), "\n".join(faults[:1]))
                 scores[reward.name] = [row[0] for row in _split([whole], [len(group) for group in groups])]
         return scores
