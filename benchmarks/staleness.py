@@ -1,8 +1,9 @@
-"""What rollouts made ahead save where rewards are slow: the arithmetic recipe with a judge that sleeps, and what it learns.
+"""What rollouts made ahead save where rewards are slow: the arithmetic recipe with a judge that sleeps.
 
 For each seed one run in turn (`max_staleness` 0) and one with rollouts made ahead: the recipe's own rewards and one of
-weight 0 that takes some seconds per group, for all groups at the same time, as a judge behind a network would. Steps per hour are counted from the sixth step on; the first ones compile. At the end the held-out problems are
-solved greedily.
+weight 0 that takes some seconds per group, for all groups at the same time, as a judge behind a network would.
+Steps per hour are counted from the sixth step on; the first ones compile. At the end the held-out problems are solved
+greedily.
 
     python benchmarks/staleness.py [--seeds 0 1 2] [--staleness 0 1] [--steps 60] [--sleep 2.0] [--json]
 """

@@ -22,7 +22,6 @@ from groupax.engine.engine import Engine
 from groupax.engine.scheduler import Sequence
 from groupax.models.specs import Params
 from groupax.parallel.turns import Turns
-from groupax.rollout import Sampler
 from groupax.run_state import Cursor, Experience
 
 
