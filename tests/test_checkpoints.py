@@ -452,6 +452,7 @@ def test_out_of_memory_costs_nothing(earlier, tmp_path, where, monkeypatch):
     assert_same_end(resumed, earlier[0])
 
 
+@pytest.mark.heavy
 def test_an_update_that_failed_half_way_is_not_saved(tmp_path, monkeypatch):
     trainer = a_trainer(tmp_path, max_steps=4, save_steps=1)
     update = trainer.learner.update
@@ -510,6 +511,7 @@ def test_a_lost_reward_worker_is_replaced(tmp_path):
 # -- buckets
 
 
+@pytest.mark.heavy
 def test_a_folder_in_memory_is_like_a_bucket(earlier, tmp_path):
     place = f"memory://runs/{tmp_path.name}"
     first = a_trainer(tmp_path, max_steps=4, output_dir=place, save_steps=1)
@@ -557,6 +559,7 @@ def bucket(monkeypatch):
     server.stop()
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore")  # of moto and of the clients
 def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch):
     """The server dies while a checkpoint is uploaded; the one before it stays usable, and later ones are written."""

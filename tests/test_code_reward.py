@@ -116,6 +116,7 @@ def test_trusted_code_needs_none():
     assert not passes("import time\ntime.sleep(60)", "pass", Limits(seconds=0.5), sandbox="none")
 
 
+@pytest.mark.heavy
 @needs_bubblewrap
 def test_the_trainer_goes_on(tmp_path):
     attacks = list(ATTACKS.values())

@@ -230,6 +230,7 @@ def test_no_tokenizer_in_the_folder(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.heavy
 def test_real_chat_tokenizer():
     folder = SHARED / "tokenizers" / "qwen"
     if not folder.is_dir():

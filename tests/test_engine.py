@@ -251,6 +251,7 @@ def test_settings_are_per_row():
     assert kept_tokens(rows - rows.max(), settings).sum(-1).tolist() == [V, 5, 1]
 
 
+@pytest.mark.heavy
 def test_tokens_of_weight_zero_are_never_drawn():
     weightless = jnp.where(jnp.arange(V) % 7 == 3, 0.0, -jnp.inf)
     rows = jnp.broadcast_to(weightless, (4096, V)).astype(jnp.float32)

@@ -458,6 +458,7 @@ def test_gsm8k_votes(qwen):
     assert found["maj@4"].value == 1.0
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_math500_gold_answers(qwen):
     pytest.importorskip("math_verify")

@@ -166,6 +166,7 @@ def test_help_lists_commands_and_settings(capsys):
     assert "--prompts_per_step" in capsys.readouterr().out
 
 
+@pytest.mark.heavy
 def test_train_command_with_a_file_dataset(tmp_path, capsys):
     from groupax import init_model, save_model
 

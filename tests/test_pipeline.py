@@ -67,7 +67,8 @@ def test_each_rollout_is_sampled_by_the_policy_of_max_staleness_steps_before(who
     assert not rollout_threads()
 
 
-@pytest.mark.parametrize("settings", [{}, pytest.param(REUSE, marks=pytest.mark.heavy)], ids=["plain", "reuse"])
+@pytest.mark.heavy
+@pytest.mark.parametrize("settings", [{}, REUSE], ids=["plain", "reuse"])
 def test_how_long_things_take_changes_nothing(tmp_path, whole, settings):
     def slow(prompts, completion_ids, log_extra):
         time.sleep(random.uniform(0, 0.05))
@@ -82,6 +83,7 @@ def test_how_long_things_take_changes_nothing(tmp_path, whole, settings):
     assert_same(trainers[0], tmp_path / "one", (final_state(trainers[1]), tmp_path / "two"))
 
 
+@pytest.mark.heavy
 def test_a_policy_that_stays_as_it_is_samples_what_it_samples_in_turn(tmp_path):
     runs = []
     for staleness in (0, 2):
@@ -103,9 +105,12 @@ def test_several_updates_on_a_rollout(tmp_path):
 
 @pytest.mark.parametrize("phase", ["update", pytest.param("reward", marks=pytest.mark.heavy)])
 def test_a_run_that_was_stopped_goes_on_exactly(tmp_path, whole, phase):
+    signaled = threading.Lock()  # once: a second signal ends the program
+
     def stops(completion_ids, trainer_state):
         if phase == "reward" and trainer_state.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+            if signaled.acquire(blocking=False):
+                os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)
         return count_a(completion_ids)
 
@@ -148,7 +153,7 @@ def test_adapters_and_other_dtypes_go_on_too(tmp_path, settings):
         assert steps_of(tmp_path / str(step)) == lines[step:]
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_killed_at_random_moments_it_goes_on_exactly(tmp_path):
     ahead = {"max_staleness": 3, "rollout_correction": "token_truncate", "updates_per_rollout": 1, "max_steps": 12}
     check_killed(tmp_path, 4, ahead, seed=2)

@@ -91,6 +91,7 @@ def test_loading_quantizes_the_layers_matrices(saved, kind):
         decoding_params(model.config, model.params, "bfloat16")
 
 
+@pytest.mark.heavy
 def test_4_bits_on_disk(saved, tmp_path):
     model = load_model(saved, weights="nf4")
     save_model(load_model(saved), tmp_path / "nf4", weights="nf4")
@@ -148,6 +149,7 @@ def test_a_quantized_model_is_not_trained_whole(saved, tmp_path):
         a_trainer(tmp_path, model=load_model(saved, weights="nf4"))
 
 
+@pytest.mark.heavy
 def test_an_adapter_on_4_bits_is_merged_into_their_numbers(saved, tmp_path):
     base = load_model(saved, weights="nf4")
     model = trained_randomly(add_adapter(base, LoRAConfig(r=4, modules_to_save=("mlp.up_proj",))))

@@ -249,6 +249,7 @@ def test_the_gsm8k_recipe_on_a_model_that_cannot_do_it(base_model, tmp_path, cap
     assert result["sets"]["eval"]["after"]["pass@1"]["high"] < 0.05
 
 
+@pytest.mark.heavy
 def test_eval_command_on_several_sets(base_model, tmp_path, capsys):
     file = write_jsonl(tmp_path / "test.jsonl", GSM8K_ROWS)
     common = [
@@ -348,6 +349,7 @@ DOCUMENTED = (
 )
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, capsys):
     write_jsonl(tmp_path / "data" / "train.jsonl", GSM8K_ROWS)

@@ -111,6 +111,7 @@ def test_a_run_stopped_by_a_signal_goes_on_exactly(tmp_path, whole, step):
     assert_same(resumed, tmp_path, whole)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("phase", ["rollout", "reward", "main thread", "evaluation", "checkpoint"])
 def test_what_can_be_done_again_is_given_up(tmp_path, whole, phase, monkeypatch):
     given_up, told = [], []
@@ -198,6 +199,7 @@ def test_a_second_signal_ends_the_program_at_once():
     assert ended.stdout == "still here\n"
 
 
+@pytest.mark.heavy
 def test_a_notice_of_maintenance_stops_the_run(tmp_path, whole, monkeypatch):
     import http.server
     import threading
@@ -328,14 +330,14 @@ def test_killed_in_the_middle_it_goes_on_exactly(tmp_path):
     check_killed(tmp_path, 1, {"max_steps": 6}, seed=0)
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_killed_at_twenty_random_moments_it_goes_on_exactly(tmp_path):
     log = check_killed(tmp_path, 20, {}, seed=1)
     print({phase: log.count(phase) for phase in log})
     assert {"rollout", "reward", "update", "checkpoint"} <= set(log)
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_the_demo_ends_within_half_a_minute_in_each_phase_and_goes_on_exactly(tmp_path):
     settings = {"max_steps": 10, "save_steps": 4, "eval_steps": 5}
     undisturbed = Killed(tmp_path / "undisturbed", settings, 0.0, demo=True)
@@ -393,7 +395,7 @@ trainer.train()
 """
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_another_mesh_continues_the_same_state(tmp_path):
     """Trained on a mesh whose weights are split over fsdp and tp, continued on one device, and on other data shards."""
     save_model(init_model({**TINY, "vocab_size": 16}), tmp_path / "model", a_tokenizer(eos_token="<eos>"))

@@ -141,6 +141,7 @@ def test_math_accuracy():
     assert rewards.math_accuracy(["1", "1"], ["", r"we get \boxed{1}"]) == [None, 1]
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_math_accuracy_on_math500():
     rows = read_lines("math500", "test.jsonl")

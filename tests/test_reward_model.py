@@ -75,6 +75,7 @@ def test_models_and_functions_mix_and_keep_their_places(tmp_path):
         assert [group[0].values[0] for group in scores] == [0.0, 0.0]
 
 
+@pytest.mark.heavy
 def test_it_trains_towards_a_reward_model(tmp_path):
     folder = a_reward_model(tmp_path / "judge")
     a_trainer(tmp_path, str(folder), max_steps=25).train()

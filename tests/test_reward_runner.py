@@ -204,6 +204,7 @@ def test_async_calls_run_together():
     assert time.monotonic() - started_s < 1.5
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_processes():
     results = run_groups([process_ids, awaited_length], groups_of(*["ab"] * 4), reward_workers=2)
@@ -220,6 +221,7 @@ def test_processes():
     assert time.monotonic() - started_s < 30
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_a_process_that_dies_takes_its_call_with_it_only():
     runner = RewardRunner(resolve_rewards([ends_its_process, lengths], []), RewardSettings(reward_workers=2))

@@ -89,6 +89,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path, settings):
     assert lines_of(tmp_path / "three") != runs[0][0]
 
 
+@pytest.mark.heavy
 def test_micro_batches_change_the_result_by_rounding_only(tmp_path):
     trainers = [a_trainer(tmp_path / str(budget), micro_batch_tokens=budget, max_steps=1) for budget in (16, 4096)]
     for trainer in trainers:
@@ -191,6 +192,7 @@ def test_a_trainer_that_cannot_be_made_moves_nothing(tmp_path):
     assert not (tmp_path / "run.1").exists()
 
 
+@pytest.mark.heavy
 def test_a_models_own_weights_stay_as_they_are(tmp_path):
     model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
     before = jax.device_get(model.params)
@@ -236,6 +238,7 @@ def test_a_run_explains_what_is_off(tmp_path, caplog, settings, reward, message)
     assert message in caplog.text
 
 
+@pytest.mark.heavy
 def test_a_model_without_eos_is_told_of(tmp_path, caplog):
     model = init_model({key: value for key, value in {**TINY, "vocab_size": 13}.items() if key != "eos_token_id"})
     args = GRPOConfig(output_dir=str(tmp_path / "run"), max_steps=5, max_completion_length=8, progress_bar="none")
@@ -306,6 +309,7 @@ def test_an_unwritable_output_folder(tmp_path):
         a_trainer(tmp_path, output_dir=str(tmp_path / "file" / "run"))
 
 
+@pytest.mark.heavy
 def test_long_prompts_can_be_dropped_or_cut(tmp_path, caplog):
     a_trainer(tmp_path, max_prompt_length=3, prompt_overflow="drop", max_steps=1).train()
     assert "1 dropped, 0 truncated" in caplog.text

@@ -45,6 +45,7 @@ def test_the_first_update_on_a_rollout_needs_no_old_logprobs_and_has_ratio_one(t
     assert first["rollout/logp_diff_max"] < 1e-5 > second["rollout/logp_diff_max"]  # of the same weights, always
 
 
+@pytest.mark.heavy
 def test_the_old_logprobs_are_those_of_the_first_update(tmp_path):
     trainer = a_trainer(tmp_path, num_iterations=2, max_steps=2)
     seen = []
@@ -149,6 +150,7 @@ def test_a_run_is_a_function_of_cursor_and_learner(tmp_path, settings):
 # -- reference, masks, entropy
 
 
+@pytest.mark.heavy
 def test_the_reference_moves_towards_the_policy(tmp_path):
     settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.75}
     trainer = a_trainer(tmp_path, max_steps=2, **settings)
@@ -558,6 +560,7 @@ def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.heavy
 def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
     settings = {**ACROSS, "max_steps": -1, "num_train_epochs": 2.0, "num_iterations": 1}
     trainer = a_trainer(tmp_path, dataset=PROMPTS[:5], whole_epochs=True, **settings)
