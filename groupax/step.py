@@ -82,6 +82,12 @@ def compute_view(params: Params, *, dtype: Any) -> Params:
     return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params)
 
 
+@jax.jit
+def copied(params: Params) -> Params:
+    """Weights of their own, which an update that is given the others does not free."""
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
+
+
 @partial(jax.jit, static_argnames=("config", "settings", "mesh"))
 def zero_totals(params: Params, *, config: ModelConfig, settings: ObjectiveSettings, mesh: Mesh) -> Totals:
     """Each device's totals before the first micro-batch."""
@@ -223,6 +229,20 @@ def score(
         return _logprobs(config, settings, "none", params, batch)[:2]
 
     return jax.shard_map(local, mesh=mesh, in_specs=(REPLICATED, ROWS), out_specs=ROWS, check_vma=False)(params, batch)
+
+
+@jax.jit
+def norms_and_changes(before: Params, after: Params) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    """The norm of each of N weights, and by how much of its norm an update has moved it; 0 where both are 0."""
+
+    def norm(x: Array) -> Array:
+        return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32))))
+
+    norms = jnp.stack([norm(x) for x in jax.tree.leaves(before)])
+    moved = jnp.stack(
+        [norm(new - old) for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)]
+    )
+    return norms, moved / jnp.maximum(norms, jnp.where(moved > 0, moved, 1.0) * 1e-8)
 
 
 @partial(jax.jit, static_argnames=("alpha",), donate_argnames=("reference",))
