@@ -380,8 +380,8 @@ class GRPOConfig:
     track_memory: bool = False
     """Measure after every step what memory is in use, beside its peak."""
     weight_distribution_log_steps: int = 0
-    """Every so many steps measure each weight's norm and how far the update moves it; 0 never does. Takes a copy of what
-    is trained at those steps."""
+    """Every so many steps measure each weight's norm and how far the update moves it, for which what is trained is
+    copied; 0 never does."""
 
     def __post_init__(self) -> None:
         for name, limit in _AT_LEAST.items():

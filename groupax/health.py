@@ -149,9 +149,9 @@ def _since_the_start(start: Steps, recent: Steps) -> dict[str, str]:
     fallen = [name for name, change in changes.items() if change < -REWARD_CHANGE]
     if risen and fallen:
         findings["reward_hacking"] = (
-            f"the reward {_listed(risen)} has risen while {_listed(fallen)} has fallen: the policy may have found a way "
-            "to get the one without the other; read the completions with the highest reward, and weigh the functions "
-            "otherwise (reward_weights) or make them depend on each other"
+            f"the reward {_listed(risen)} has risen while {_listed(fallen)} has fallen: the policy may have found a "
+            "way to get the one without the other; read the completions with the highest reward, and weigh the "
+            "functions otherwise (reward_weights) or make them depend on each other"
         )
     length, length_then = _mean(recent, "completions/mean_length"), _mean(start, "completions/mean_length")
     clipped, clipped_then = _mean(recent, "completions/clipped_ratio"), _mean(start, "completions/clipped_ratio")

@@ -239,9 +239,7 @@ def norms_and_changes(before: Params, after: Params) -> tuple[Float[Array, "N"],
         return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32))))
 
     norms = jnp.stack([norm(x) for x in jax.tree.leaves(before)])
-    moved = jnp.stack(
-        [norm(new - old) for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)]
-    )
+    moved = jnp.stack([norm(x) for x in jax.tree.leaves(jax.tree.map(jnp.subtract, after, before))])
     return norms, moved / jnp.maximum(norms, jnp.where(moved > 0, moved, 1.0) * 1e-8)
 
 

@@ -1,5 +1,6 @@
 """A tracker in a thread of its own, so that whatever it does costs training nothing. Imports no jax."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -37,7 +38,8 @@ class BackgroundTracker:
         run: TrackedRun,
         opens: Callable[[TrackerName, TrackedRun], Tracker] = open_tracker,
     ) -> None:
-        self.name, self.fault, self.num_dropped = name, "", 0
+        self.name: TrackerName = name
+        self.fault, self.num_dropped = "", 0
         self._run, self._opens = run, opens
         self._calls: queue.Queue[Call | None] = queue.Queue(MOST_WAITING)
         self._failed = False
@@ -61,10 +63,8 @@ class BackgroundTracker:
     def finish(self) -> None:
         """Have the tracker closed when it has been told everything; returns at once."""
         self._ending.set()
-        try:
+        with contextlib.suppress(queue.Full):  # the thread sees `_ending` once it has worked through them
             self._calls.put_nowait(None)
-        except queue.Full:  # the thread sees `_ending` once it has worked through them
-            pass
 
     def wait(self, deadline_s: float) -> None:
         """Wait for the thread after `finish`, until `time.monotonic()` has come to the deadline."""

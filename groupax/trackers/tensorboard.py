@@ -19,8 +19,8 @@ class TensorBoardTracker:
     def __init__(self, run: TrackedRun) -> None:
         from tensorboardX import SummaryWriter
 
-        again = {"purge_step": run.first_step + 1} if run.first_step else {}
-        self.writer = SummaryWriter(str(run.folder / "tensorboard"), flush_secs=10, **again)
+        purge_step = run.first_step + 1 if run.first_step else None
+        self.writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge_step, flush_secs=10)
         text = html.escape(json.dumps(dict(run.config), indent=2))
         self.writer.add_text("config", f"<pre>{text}</pre>", run.first_step)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -67,6 +67,7 @@ class Sample:
         return own | rewards | {"advantage": self.advantage, "finish_reason": self.finish_reason}
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """Something that a run is told to. It is used by one thread, which may take its time."""
 
@@ -98,12 +99,16 @@ def check_installed(names: Sequence[TrackerName]) -> None:
         ValueError: one is missing.
     """
     for name in names:
-        package = PACKAGES.get(name)
-        if package is not None and importlib.util.find_spec(package) is None:
+        if not is_installed(name):
             raise ValueError(
-                f"report_to has {name!r}, and the package {package} is not installed; "
+                f"report_to has {name!r}, and the package {PACKAGES[name]} is not installed; "
                 f"pip install 'groupax[{name}]', or leave it out of report_to"
             )
+
+
+def is_installed(name: TrackerName) -> bool:
+    """Whether a tracker's package, if it needs one, is there."""
+    return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
 
 
 def samples_of(step: int, rollouts: Sequence[Rollout], most: int) -> list[Sample]:

@@ -43,7 +43,7 @@ class WandbTracker:
 
     def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         """See `Tracker`."""
-        self.run.log({**{name: self.wandb.Histogram(each) for name, each in values.items()}, "step": step})
+        self.run.log({**{name: self.wandb.Histogram(each.tolist()) for name, each in values.items()}, "step": step})
 
     def finding(self, step: int, name: str, text: str) -> None:
         """See `Tracker`."""
