@@ -83,12 +83,14 @@ class Update:
         metrics: of the step.
         made: False if the loss or a gradient was not finite, and nothing changed.
         logps: of each row's tokens under the policy before the update.
+        entropies: of the distributions that those tokens are of, in nats.
         distributions: over what is trained, one number per weight, by name; empty if they were not asked for.
     """
 
     metrics: Metrics
     made: bool
     logps: Sequence[np.ndarray]
+    entropies: Sequence[np.ndarray]
     distributions: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -162,10 +164,10 @@ class Learner:
         packed = self._pack(rows)
         trained = self._trained() if self.frozen else self.policy
         totals = zero_totals(trained, config=self.config, settings=settings.objective, mesh=self.mesh)
-        logps = []
+        scored = []
         for part in packed:
             with self._memory_explained(part):
-                totals, logp = micro_step(
+                totals, pair = micro_step(
                     trained,
                     totals,
                     to_rows(part.batch, self.mesh),
@@ -181,7 +183,7 @@ class Learner:
                 )
                 if self.on_cpu and self.config.experts:
                     jax.block_until_ready(totals)  # collectives of virtual devices can starve each other in a queue
-            logps.append(logp)
+            scored.append(pair)
         totals = across_shards(totals, mesh=self.mesh)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
         before = copied(self.state.params) if with_distributions else None
@@ -199,10 +201,11 @@ class Learner:
         distributions: dict[str, np.ndarray] = {}
         if before is not None:
             norms, changes = jax.device_get(norms_and_changes(before, self.state.params))
-            distributions = {"weights/norm": norms, "weights/update_ratio": changes}
+            distributions = {"weights/norms": norms, "weights/update_ratios": changes}
             metrics |= _distribution_metrics(distributions)
         metrics |= self._efficiency(packed, rows, time.perf_counter() - started_s)
-        return Update(metrics, bool(made), _by_row(packed, logps, rows), distributions)
+        logps, entropies = (_by_row(packed, values, rows) for values in zip(*scored, strict=True))
+        return Update(metrics, bool(made), logps, entropies, distributions)
 
     def logprobs(self, params: Params, rows: Sequence[Row]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Log-probs of each row's completion tokens under some weights, and the entropies of their distributions."""
@@ -301,7 +304,7 @@ def _means(tally: Tally, num_tokens: int) -> Metrics:
 
 
 def _distribution_metrics(distributions: Mapping[str, np.ndarray]) -> Metrics:
-    norms, changes = distributions["weights/norm"], distributions["weights/update_ratio"]
+    norms, changes = distributions["weights/norms"], distributions["weights/update_ratios"]
     return {
         "weights/norm": float(np.sqrt(np.sum(np.square(norms.astype(float))))),
         "weights/update_ratio_mean": float(changes.mean()),

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,26 @@ KEPT_FRAC = 0.8  # of the budget, when files have to go
 ABOUT = b"groupax"  # key of a file's own metadata: {"step", "reward"}
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """What an update's forward pass, which is before the update, gives the tokens of a completion.
+
+    Attributes:
+        logps: their log-probs, [T].
+        entropies: of the distributions that they are of, in nats, [T].
+    """
+
+    logps: np.ndarray
+    entropies: np.ndarray
+
+
 class RolloutLog:
     """The files `step_N.parquet` of a folder.
 
     Their columns are of simple types: step, prompt_index, sample_index, prompt, completion, finish_reason,
     policy_version, advantage, `rewards/NAME`, `extra/NAME`, and lists: prompt_ids, completion_ids, and of each
     completion token its log-probs, policy_logps and sampler_logps by the engine, trainer_logps by the update's forward
-    pass, before the update (null where the step did not train on the row).
+    pass, and the entropies there, in nats (both null where the step did not train on the row).
 
     Args:
         folder: made when it is needed.
@@ -39,20 +53,20 @@ class RolloutLog:
         return self.folder / f"step_{step:06d}.parquet"
 
     def write(
-        self, step: int, rollouts: Sequence[Rollout], logps: Mapping[int, np.ndarray], reward: float = float("nan")
+        self, step: int, rollouts: Sequence[Rollout], scored: Mapping[int, TokenScores], reward: float = float("nan")
     ) -> None:
         """Write a step's file, which appears whole or not at all, and remove others if that is too much.
 
         Args:
             step: optimizer step.
             rollouts: those that it was about.
-            logps: of those that it trained on, by index into `rollouts`, [T] each: the trainer's.
+            scored: those that it trained on, by index into `rollouts`.
             reward: mean reward of the step.
 
         Raises:
             OSError: there is no room.
         """
-        write_table(self.path(step), rollout_table(step, rollouts, logps, reward))
+        write_table(self.path(step), rollout_table(step, rollouts, scored, reward))
         if self.most_bytes is None:
             return
         if self._sizes is None:
@@ -99,7 +113,7 @@ def to_remove(sizes: Mapping[int, int], most_bytes: int, best: int | None) -> li
 
 
 def rollout_table(
-    step: int, rollouts: Sequence[Rollout], logps: Mapping[int, np.ndarray], reward: float = float("nan")
+    step: int, rollouts: Sequence[Rollout], scored: Mapping[int, TokenScores], reward: float = float("nan")
 ) -> Any:
     """A step's rollouts as a `pyarrow.Table` (see `RolloutLog.write`)."""
     import pyarrow as pa
@@ -117,6 +131,7 @@ def rollout_table(
         "policy_version": column(pa.int32(), lambda row: row.policy_version),
         "advantage": column(pa.float32(), lambda row: row.advantage),
     }
+    trained = [scored.get(index) for index in range(len(rollouts))]
     for name in dict.fromkeys(name for row in rollouts for name in row.rewards):
         columns[f"rewards/{name}"] = pa.array([row.rewards.get(name) for row in rollouts], pa.float64())
     for name in dict.fromkeys(name for row in rollouts for name in row.extra):
@@ -126,7 +141,8 @@ def rollout_table(
         "completion_ids": _lists([row.completion_ids for row in rollouts], np.int32),
         "policy_logps": _lists([row.policy_logps for row in rollouts], np.float32),
         "sampler_logps": _lists([row.sampler_logps for row in rollouts], np.float32),
-        "trainer_logps": _lists([logps.get(index) for index in range(len(rollouts))], np.float32),
+        "trainer_logps": _lists([each and each.logps for each in trained], np.float32),
+        "entropies": _lists([each and each.entropies for each in trained], np.float32),
     }
     about = json.dumps({"step": step, "reward": reward if math.isfinite(reward) else None})
     return pa.table(columns).replace_schema_metadata({ABOUT: about.encode()})

@@ -14,6 +14,7 @@ from groupax.metrics import Metrics, window_mean
 from groupax.profiling import Profile
 from groupax.progress import PROGRESS_BARS
 from groupax.rollout import Rollout
+from groupax.rollout_log import TokenScores
 from groupax.trackers.background import CLOSE_S, BackgroundTracker, Call
 from groupax.trackers.tracker import TrackedRun, finite, samples_of
 from groupax.tracking import RunFolder
@@ -132,7 +133,7 @@ class RunLog:
         self,
         step: int,
         metrics: Metrics,
-        logps: Mapping[int, np.ndarray] | None = None,
+        scored: Mapping[int, TokenScores] | None = None,
         distributions: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """An optimizer step ended.
@@ -140,7 +141,7 @@ class RunLog:
         Args:
             step: its number.
             metrics: of the update.
-            logps: the trainer's, of completions of the last rollout by index, [T] each.
+            scored: what the update computed of completions of the last rollout, by index.
             distributions: what was measured of the weights, by name.
         """
         now_s = time.perf_counter()
@@ -160,7 +161,7 @@ class RunLog:
             self._write_metrics(step, self.last)
             if self.args.log_completions:
                 if is_first or step % self.args.log_completions_steps == 0 or step == self.num_steps:
-                    self.folder.write_rollouts(step, self.rollouts, logps, self.last["reward"])
+                    self.folder.write_rollouts(step, self.rollouts, scored, self.last["reward"])
                 self._tell_samples(step)
             self.tell_fault()
             self.event("log", step, self.last)

@@ -11,13 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from groupax.evaluation.items import Item, write_items
 from groupax.metrics import Metrics
 from groupax.remote import Remote, is_remote
 from groupax.rollout import Rollout
-from groupax.rollout_log import RolloutLog, write_table
+from groupax.rollout_log import RolloutLog, TokenScores, write_table
 
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
 MOST_WAITING_TABLES = 64  # that are kept in memory while they cannot be written
@@ -164,11 +162,11 @@ class RunFolder:
         self,
         step: int,
         rollouts: Sequence[Rollout],
-        logps: Mapping[int, np.ndarray] | None = None,
+        scored: Mapping[int, TokenScores] | None = None,
         reward: float = float("nan"),
     ) -> None:
         """Write `rollouts/step_N.parquet`; it appears whole or not at all (see `RolloutLog.write`)."""
-        self._tables.append(lambda: self._rollout_log.write(step, rollouts, logps or {}, reward))
+        self._tables.append(lambda: self._rollout_log.write(step, rollouts, scored or {}, reward))
         self.flush()
 
     def write_items(self, name: str, items: Sequence[Item]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from groupax.batch import Row
 from groupax.card import run_card
@@ -39,6 +38,7 @@ from groupax.parallel.peak import memory_in_use
 from groupax.preemption import AbandonedError, StopRequests
 from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
 from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.rollout_log import TokenScores
 from groupax.run_log import Listener, RunLog
 from groupax.run_state import Cursor, Experience
 from groupax.slices import slices_of
@@ -223,8 +223,8 @@ class GRPOTrainer:
             if self.experience is None:
                 self._sample_rollout(log, stop, self.slices.per_step - len(rows) // self.slices.rows)
             with self._shapes_kept():
-                rows, update, logps = self._update(rows)
-            log.step(self.cursor.step, update.metrics, logps, update.distributions)
+                rows, update, scored = self._update(rows)
+            log.step(self.cursor.step, update.metrics, scored, update.distributions)
             self.last_metrics = log.last
             self._stop_if_diverged(log, rows, update)
 
@@ -261,11 +261,11 @@ class GRPOTrainer:
             num_tokens=self.cursor.num_tokens + experience.num_tokens,
         )
 
-    def _update(self, rows: list[Row]) -> tuple[Sequence[Row], Update, dict[int, np.ndarray]]:
+    def _update(self, rows: list[Row]) -> tuple[Sequence[Row], Update, dict[int, TokenScores]]:
         """The next optimizer step, on these rows of earlier rollouts and the next ones of `experience`.
 
         Returns:
-            The rows, the update, and its log-probs of completions of `experience`, by their index in it.
+            The rows, the update, and what it computed of completions of `experience`, by their index in it.
         """
         experience, every = self.experience, self.args.weight_distribution_log_steps
         assert experience is not None, "there is a rollout"
@@ -273,14 +273,15 @@ class GRPOTrainer:
         batch = rows + experience.next_rows(num, len(rows))
         self._state_before = self.learner.state
         update = self.learner.update(batch, every > 0 and (self.cursor.step + 1) % every == 0)
-        logps = dict(zip(experience.next_indices(num), update.logps[len(rows) :], strict=False))
+        scores = map(TokenScores, update.logps[len(rows) :], update.entropies[len(rows) :])
+        scored = dict(zip(experience.next_indices(num), scores, strict=True))
         self.experience = experience.after(num, update.logps[len(rows) :])
         if not self._num_left:
             self.experience = None
         num_bad_steps = 0 if update.made else self.cursor.num_bad_steps + 1
         self.cursor = replace(self.cursor, step=self.cursor.step + 1, num_bad_steps=num_bad_steps)
         self._begun_at = self._state_before = None
-        return batch, update, logps
+        return batch, update, scored
 
     @property
     def _num_left(self) -> int:

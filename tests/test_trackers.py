@@ -81,14 +81,15 @@ def test_tensorboards_own_reader_gives_the_numbers_of_metrics_jsonl(tracked):
     read = {
         (name, event.step): event.value
         for name in events.Tags()["scalars"]
-        if name != "step"
         for event in events.Scalars(name)
     }
     assert read == {key: float(np.float32(value)) for key, value in wanted.items()}
     assert {step for name, step in read if name == "eval_reward"} == {2, 4}
-    [histogram, _] = events.Histograms("weights/norm")
+    [histogram, _] = events.Histograms("weights/norms")
     assert histogram.step == 2
-    texts = {name.split("/")[0]: events.Tensors(name)[0].tensor_proto.string_val[0] for name in events.Tags()["tensors"]}
+    texts = {
+        name.partition("/")[0]: events.Tensors(name)[0].tensor_proto.string_val[0] for name in events.Tags()["tensors"]
+    }
     assert b"&quot;run_name&quot;: &quot;a name&quot;" in texts["config"]
     assert b"finish_reason" in texts["samples"]
 
@@ -105,7 +106,6 @@ def test_json_lines_have_everything(tracked):
         for line in lines
         if line["kind"] == "metrics"
         for name, value in line["metrics"].items()
-        if name != "step"
     }
     assert read == logged(folder)
     [first, *_] = [line["samples"] for line in lines if line["kind"] == "samples"]
@@ -117,17 +117,17 @@ def test_norms_and_changes_of_weights_are_those_of_the_weights(tracked):
     weights = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(trainer.learner.state.params)]
     lines = [json.loads(line) for line in (folder / "tracked.jsonl").read_text().splitlines()]
     [early, late] = [line["values"] for line in lines if line["kind"] == "histograms"]
-    assert len(late["weights/norm"]) == len(weights)
+    assert set(late) == {"weights/norms", "weights/update_ratios"}
     norms = np.array([np.linalg.norm(weight) for weight in weights])
-    np.testing.assert_allclose(late["weights/norm"], norms, rtol=0.1)  # those are from before the last update
-    assert np.abs(np.array(early["weights/norm"]) - late["weights/norm"]).max() > 0
+    np.testing.assert_allclose(late["weights/norms"], norms, rtol=1e-5)
+    assert np.abs(np.array(early["weights/norms"]) - late["weights/norms"]).max() > 0
     numbers = logged(folder)
-    assert math.isclose(numbers["weights/update_ratio_max", 4], max(late["weights/update_ratio"]), rel_tol=1e-6)
+    assert math.isclose(numbers["weights/update_ratio_max", 4], max(late["weights/update_ratios"]), rel_tol=1e-6)
     assert ("weights/norm", 1) not in numbers
     assert numbers["memory/process_bytes", 1] > numbers["memory/arrays_bytes", 1] > 0
 
 
-BROKEN = '''
+BROKEN = """
 import time
 
 class Broken:
@@ -148,7 +148,7 @@ class Hangs(Broken):
 
 def open_tracker(run):
     return {kind}()
-'''
+"""
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_run_that_goes_on_is_the_same_one_there(tracked, tmp_path):
     def two_steps(event, step, metrics):
         return event == "step_end" and step == 3
 
-    whole, whole_folder = tracked
+    _, whole_folder = tracked
     first = a_trainer(tmp_path, hostile, eval_dataset=PROMPTS[:2], report_to=("tensorboard", "jsonl"), **TRACKED)
     first.listeners = [two_steps]
     first.train()
@@ -273,7 +273,6 @@ def wandb_records(path):
 @pytest.mark.heavy
 def test_wandbs_offline_files_give_the_numbers_of_metrics_jsonl(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_API_KEY", "")
     trainer = a_tracked_run(tmp_path, "wandb")
@@ -287,20 +286,16 @@ def test_wandbs_offline_files_give_the_numbers_of_metrics_jsonl(tmp_path, monkey
             runs.append(record.run)
             config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
         if kind == "history":
-            items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-            step = int(items.pop("step"))
-            tables += "samples" in items
-            for name, value in items.items():
-                if isinstance(value, dict):
-                    histograms += value.get("_type") == "histogram"
-                elif not name.startswith("_"):
-                    read[name, step] = value
-    read = {key: value for key, value in read.items() if not key[0].startswith(("samples", "weights/norm/"))}
+            items = {tuple(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            step = int(items.pop(("step",)))
+            tables += items.get(("samples", "_type")) == "table-file"
+            histograms += items.get(("weights/norms", "_type")) == "histogram"
+            read |= {(name, step): value for (name, *inside), value in items.items() if not inside and name[0] != "_"}
     assert read == logged(folder)
     assert (runs[0].run_id, runs[0].display_name, runs[0].project) == (trainer.run_folder.id, "a name", "a-project")
     assert config["learning_rate"] == trainer.args.learning_rate
-    assert tables
-    assert histograms
+    assert tables > 0
+    assert histograms == 2
 
 
 @pytest.mark.heavy

@@ -127,8 +127,8 @@ def samples_of(step: int, rollouts: Sequence[Rollout], most: int) -> list[Sample
 
 
 def finite(metrics: Metrics) -> Metrics:
-    """Those of the metrics that are numbers."""
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    """Those of the metrics that are numbers, without the step, which is told beside them."""
+    return {name: value for name, value in metrics.items() if name != "step" and math.isfinite(value)}
 
 
 def _cut(text: str) -> str:
