@@ -203,7 +203,7 @@ def _lists(values: Sequence[np.ndarray | None], dtype: Any) -> Any:
     flat = [np.asarray(value, dtype) for value in values if value is not None]
     ends = np.cumsum([0, *(0 if value is None else len(value) for value in values)]).astype(np.int32)
     joined = pa.array(np.concatenate(flat) if flat else np.zeros(0, dtype))
-    missing = pa.array([value is None for value in values])
+    missing = pa.array([value is None for value in values], pa.bool_())
     return pa.ListArray.from_arrays(pa.array(ends), joined, mask=missing)
 
 

@@ -78,11 +78,7 @@ def tensorboard_events(folder):
 def test_tensorboards_own_reader_gives_the_numbers_of_metrics_jsonl(tracked):
     _, folder = tracked
     events, wanted = tensorboard_events(folder), logged(folder)
-    read = {
-        (name, event.step): event.value
-        for name in events.Tags()["scalars"]
-        for event in events.Scalars(name)
-    }
+    read = {(name, event.step): event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)}
     assert read == {key: float(np.float32(value)) for key, value in wanted.items()}
     assert {step for name, step in read if name == "eval_reward"} == {2, 4}
     [histogram, _] = events.Histograms("weights/norms")
