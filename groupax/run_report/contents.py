@@ -193,7 +193,7 @@ def _plain(value: Any) -> str:
 
 
 def _cell(value: float | None) -> str:
-    return "-" if value is None else number(value)
+    return "-" if value is None or math.isnan(value) else number(value)
 
 
 def _signed(value: float | None) -> str:

@@ -132,11 +132,10 @@ def _spark_rows(each: Curve) -> Rows:
 
 
 def _thinned(values: Sequence[float], most: int = 40) -> list[float]:
-    return [values[round(index)] for index in _spread(len(values), most)]
-
-
-def _spread(size: int, most: int) -> list[float]:
-    return [index * (size - 1) / max(most - 1, 1) for index in range(most)] if size > most else list(range(size))
+    """Of many values some that are evenly spread, the first and the last one among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
 
 
 def _escaped(text: str) -> str:
