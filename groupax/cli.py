@@ -24,6 +24,7 @@ commands:
   train      train a model: --model, --dataset and --reward_funcs, or --recipe ({", ".join(RECIPES)})
   eval       how well a model does: groupax eval --model MODEL --recipe gsm8k --dataset FILE_OR_FOLDER
   compare    two evaluations on the same prompts: groupax compare BEFORE AFTER
+  report     what a run came to, as HTML and Markdown: groupax report RUN_DIR
   generate   sample completions from a model
   resume     go on with a run that was stopped: groupax resume RUN_DIR [options of train that are to differ]
   checkpoints   of a run: groupax checkpoints RUN_DIR list | verify | delete STEP | export [STEP] --to FOLDER
@@ -366,6 +367,7 @@ COMMANDS = {
     "train": train,
     "eval": eval_commands.evaluate,
     "compare": eval_commands.compare,
+    "report": eval_commands.report,
     "generate": generate,
     "resume": resume,
     "checkpoints": checkpoints,

@@ -1,9 +1,9 @@
 """The policy under training: what an optimizer step reads and changes."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -33,9 +33,11 @@ from groupax.step import (
     across_shards,
     apply_update,
     compute_view,
+    copied,
     init_state,
     micro_step,
     mix,
+    norms_and_changes,
     score,
     to_rows,
     zero_totals,
@@ -81,11 +83,15 @@ class Update:
         metrics: of the step.
         made: False if the loss or a gradient was not finite, and nothing changed.
         logps: of each row's tokens under the policy before the update.
+        entropies: of the distributions that those tokens are of, in nats.
+        distributions: over what is trained, one number per weight, by name; empty if they were not asked for.
     """
 
     metrics: Metrics
     made: bool
     logps: Sequence[np.ndarray]
+    entropies: Sequence[np.ndarray]
+    distributions: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class Learner:
@@ -142,8 +148,13 @@ class Learner:
         self.policy = self._policy()
         self.reference = self.reference if reference is None else reference
 
-    def update(self, rows: Sequence[Row]) -> Update:
-        """One optimizer step: the gradient of the objective over the rows, in micro-batches."""
+    def update(self, rows: Sequence[Row], with_distributions: bool = False) -> Update:
+        """One optimizer step: the gradient of the objective over the rows, in micro-batches.
+
+        Args:
+            rows: to train on.
+            with_distributions: measure the norm of each weight that is trained, and how far it moves.
+        """
         started_s = time.perf_counter()
         settings = self.settings
         if settings.top_entropy_quantile < 1:
@@ -155,10 +166,10 @@ class Learner:
         packed = self._pack(rows)
         trained = self._trained() if self.frozen else self.policy
         totals = zero_totals(trained, config=self.config, settings=settings.objective, mesh=self.mesh)
-        logps = []
+        scored = []
         for part in packed:
             with self._memory_explained(part), self._turn():
-                totals, logp = micro_step(
+                totals, pair = micro_step(
                     trained,
                     totals,
                     to_rows(part.batch, self.mesh),
@@ -174,10 +185,11 @@ class Learner:
                 )
                 if self.turn or (self.on_cpu and self.config.experts):
                     jax.block_until_ready(totals)  # collectives of virtual devices can starve each other in a queue
-            logps.append(logp)
+            scored.append(pair)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
         with self._turn():
             totals = across_shards(totals, mesh=self.mesh)
+            before = copied(self.state.params) if with_distributions else None
             self.state, grad_norm, made = apply_update(self.state, totals.grads, totals.loss, optimizer=self.optimizer)
             self.policy = self._policy()
             loss, tally, grad_norm, made = jax.device_get((totals.loss, totals.tally, grad_norm, made))
@@ -190,8 +202,15 @@ class Learner:
             self.entropy = next_entropy_state(self.entropy, settings.entropy, metrics["entropy"])
             with self._turn():
                 self._sync_reference()
+        distributions: dict[str, np.ndarray] = {}
+        if before is not None:
+            with self._turn():
+                norms, changes = jax.device_get(norms_and_changes(before, self.state.params))
+            distributions = {"weights/norms": norms, "weights/update_ratios": changes}
+            metrics |= _distribution_metrics(distributions)
         metrics |= self._efficiency(packed, rows, time.perf_counter() - started_s)
-        return Update(metrics, bool(made), _by_row(packed, logps, rows))
+        logps, entropies = (_by_row(packed, values, rows) for values in zip(*scored, strict=True))
+        return Update(metrics, bool(made), logps, entropies, distributions)
 
     def snapshot(self) -> Params:
         """What is trained, in compute dtype, as it is now: updates leave it alone."""
@@ -300,6 +319,15 @@ def _means(tally: Tally, num_tokens: int) -> Metrics:
     minima = {name: 0.0 if value == np.inf else float(value) for name, value in tally.minima.items()}
     maxima = {name: 0.0 if value == -np.inf else float(value) for name, value in tally.maxima.items()}
     return means | minima | maxima
+
+
+def _distribution_metrics(distributions: Mapping[str, np.ndarray]) -> Metrics:
+    norms, changes = distributions["weights/norms"], distributions["weights/update_ratios"]
+    return {
+        "weights/norm": float(np.sqrt(np.sum(np.square(norms.astype(float))))),
+        "weights/update_ratio_mean": float(changes.mean()),
+        "weights/update_ratio_max": float(changes.max()),
+    }
 
 
 def _by_row(packed: Sequence[Packed], values: Sequence[Any], rows: Sequence[Row]) -> list[np.ndarray]:
