@@ -432,10 +432,10 @@ def test_out_of_memory_costs_nothing(earlier, tmp_path, where, monkeypatch):
 
     update = trainer.learner.update
 
-    def update_until(rows, *more):
+    def update_until(rows):
         if trainer.cursor.step == 2:
             monkeypatch.setattr("groupax.learner.micro_step", no_memory)
-        return update(rows, *more)
+        return update(rows)
 
     if where == "update":
         trainer.learner.update = update_until
@@ -457,8 +457,8 @@ def test_an_update_that_failed_half_way_is_not_saved(tmp_path, monkeypatch):
     trainer = a_trainer(tmp_path, max_steps=4, save_steps=1)
     update = trainer.learner.update
 
-    def fails_at_the_end(rows, *more):
-        made = update(rows, *more)
+    def fails_at_the_end(rows):
+        made = update(rows)
         if trainer.cursor.step == 2:
             raise RuntimeError("a device was lost")
         return made
@@ -477,7 +477,7 @@ def test_an_update_that_failed_half_way_is_not_saved(tmp_path, monkeypatch):
 def test_after_updates_that_are_not_finite_a_run_goes_on_behind_them(tmp_path, caplog):
     trainer = a_trainer(tmp_path, max_steps=5, max_bad_steps=2)
     update = trainer.learner.update
-    trainer.learner.update = lambda rows, *more: update(
+    trainer.learner.update = lambda rows: update(
         [replace(row, advantage=float("inf")) for row in rows] if trainer.cursor.step in (2, 3) else rows
     )
     with pytest.raises(DivergedError):
@@ -517,10 +517,10 @@ def test_a_folder_in_memory_is_like_a_bucket(earlier, tmp_path):
     first = a_trainer(tmp_path, max_steps=4, output_dir=place, save_steps=1)
     update = first.learner.update
 
-    def update_and_stop(rows, *more):
+    def update_and_stop(rows):
         if first.cursor.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return update(rows, *more)
+        return update(rows)
 
     first.learner.update = update_and_stop
     with pytest.raises(PreemptedError, match=f"its state is in {place}/checkpoints/step_000003"):
@@ -579,11 +579,11 @@ def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch)
     monkeypatch.setattr(Remote, "upload", dying)
     update = first.learner.update
 
-    def update_and_stop(rows, *more):
+    def update_and_stop(rows):
         if first.cursor.step == 2:  # the third step
             first_saver.writer.wait()
             os.kill(os.getpid(), signal.SIGTERM)
-        return update(rows, *more)
+        return update(rows)
 
     begin = first._begin
 

@@ -77,10 +77,10 @@ def stopped_at(trainer, step, number=signal.SIGTERM):
     """The trainer's run, stopped by a signal while it makes this step's update."""
     update = trainer.learner.update
 
-    def update_and_stop(rows, *more):
+    def update_and_stop(rows):
         if trainer.cursor.step + 1 == step:
             os.kill(os.getpid(), number)
-        return update(rows, *more)
+        return update(rows)
 
     trainer.learner.update = update_and_stop
     with pytest.raises(PreemptedError) as stopped:
@@ -223,11 +223,11 @@ def test_a_notice_of_maintenance_stops_the_run(tmp_path, whole, monkeypatch):
     trainer = a_run(tmp_path)
     update = trainer.learner.update
 
-    def update_and_announce(rows, *more):
+    def update_and_announce(rows):
         if trainer.cursor.step + 1 == 2:
             said["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
             time.sleep(0.3)
-        return update(rows, *more)
+        return update(rows)
 
     trainer.learner.update = update_and_announce
     with pytest.raises(PreemptedError, match=r"the cloud announced maintenance-event TERMINATE_ON_HOST_MAINTENANCE"):

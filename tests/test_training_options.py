@@ -34,7 +34,7 @@ def test_the_first_update_on_a_rollout_needs_no_old_logprobs_and_has_ratio_one(t
     scored, updated = [], []
     logprobs, update = trainer.learner.logprobs, trainer.learner.update
     trainer.learner.logprobs = lambda params, rows: scored.append(len(rows)) or logprobs(params, rows)
-    trainer.learner.update = lambda rows, *more: updated.append(rows) or update(rows, *more)
+    trainer.learner.update = lambda rows: updated.append(rows) or update(rows)
     trainer.train()
     assert updated[0][0].old_logp is None
     # only minibatches whose first update is not on policy are scored: none, or the second of each rollout
@@ -50,9 +50,7 @@ def test_the_old_logprobs_are_those_of_the_first_update(tmp_path):
     trainer = a_trainer(tmp_path, num_iterations=2, max_steps=2)
     seen = []
     update = trainer.learner.update
-    trainer.learner.update = lambda rows, *more: (
-        seen.append((rows, copy.copy(trainer.learner.policy))) or update(rows, *more)
-    )
+    trainer.learner.update = lambda rows: seen.append((rows, copy.copy(trainer.learner.policy))) or update(rows)
     policy_before = jax.tree.map(jnp.copy, trainer.learner.policy)
     trainer.train()
     rows = seen[1][0]
@@ -85,7 +83,7 @@ def test_groups_without_signal_are_replaced(tmp_path):
     trainer = a_trainer(tmp_path, sometimes, filter_zero_variance=True, filter_budget=8.0, max_steps=3)
     trained = []
     update = trainer.learner.update
-    trainer.learner.update = lambda rows, *more: trained.append(rows) or update(rows, *more)
+    trainer.learner.update = lambda rows: trained.append(rows) or update(rows)
     trainer.train()
     for line, rows in zip(lines_of(tmp_path), trained, strict=True):
         assert len(rows) == 16
@@ -314,10 +312,10 @@ def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):
     update = trainer.learner.update
     poisoned = {3, 5, 6}
 
-    def sometimes_bad(rows, *more):
+    def sometimes_bad(rows):
         if trainer.cursor.step + 1 in poisoned:
             rows = [replace(row, advantage=float("inf")) for row in rows]
-        return update(rows, *more)
+        return update(rows)
 
     trainer.learner.update = sometimes_bad
     with pytest.raises(DivergedError, match=r"2 updates in a row were not finite \(max_bad_steps\), .* in step 6"):
@@ -526,7 +524,7 @@ def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
     trainer = a_trainer(tmp_path, max_steps=8, learning_rate=3e-2, whole_epochs=True, **ACROSS)
     updated = []
     update = trainer.learner.update
-    trainer.learner.update = lambda rows, *more: updated.append(rows) or update(rows, *more)
+    trainer.learner.update = lambda rows: updated.append(rows) or update(rows)
     trainer.train()
     assert [len(rows) for rows in updated] == [6] * 8
     for rows in updated:
@@ -547,11 +545,11 @@ def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
     stopped = a_trainer(tmp_path / "parts", max_steps=6, save_steps=step, **ACROSS)
     update, calls = stopped.learner.update, []
 
-    def failing(rows, *more):
+    def failing(rows):
         calls.append(len(rows))
         if len(calls) == step + 1:
             raise RuntimeError("the power is gone")
-        return update(rows, *more)
+        return update(rows)
 
     stopped.learner.update = failing
     with pytest.raises(RuntimeError, match="power is gone"):
@@ -568,7 +566,7 @@ def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
     trainer = a_trainer(tmp_path, dataset=PROMPTS[:5], whole_epochs=True, **settings)
     sizes = []
     update = trainer.learner.update
-    trainer.learner.update = lambda rows, *more: sizes.append(len(rows)) or update(rows, *more)
+    trainer.learner.update = lambda rows: sizes.append(len(rows)) or update(rows)
     trainer.train()
     assert sizes == [6, 6, 4] * 2  # two rollouts of 8 completions an epoch; the fifth prompt is left out
 
