@@ -150,7 +150,11 @@ def _curves(run: RunRecord) -> list[Curve]:
     for title, patterns in CURVES.items():
         lines = run.evaluations if title == "evaluation" else run.metrics
         found = dict.fromkeys(
-            name for pattern in patterns for line in (*lines[:1], *lines[-1:]) for name in line if _matches(name, pattern)
+            name
+            for pattern in patterns
+            for line in (*lines[:1], *lines[-1:])
+            for name in line
+            if _matches(name, pattern)
         )
         series = {name: [line.get(name, math.nan) for line in lines] for name in found}
         series = {name: values for name, values in series.items() if any(map(math.isfinite, values))}
