@@ -84,7 +84,7 @@ def scoring_metrics(rounds: Sequence[Scored]) -> Metrics:
 
 
 def is_measured(name: str) -> bool:
-    """Whether a metric is read off the machine, or may follow from such, and so differs between runs otherwise alike."""
+    """Whether a metric is read off the machine, or may follow from such, so differs between runs otherwise alike."""
     return name.startswith(("time/", "memory/", "health/")) or name in ("step_time", "mfu") or name.endswith("_per_s")
 
 
