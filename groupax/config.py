@@ -384,7 +384,7 @@ class GRPOConfig:
     track_memory: bool = False
     """Measure after every step what memory is in use, beside its peak."""
     weight_distribution_log_steps: int = 0
-    """Every so many steps measure each weight's norm and how far the update moves it, for which what is trained is
+    """Every so many updates measure each weight's norm and how far the update moves it, for which what is trained is
     copied; 0 never does."""
 
     def __post_init__(self) -> None:

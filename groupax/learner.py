@@ -70,6 +70,7 @@ class LearnerSettings:
     gradient_checkpointing: Checkpointing = "none"
     share_prefix: SharePrefix = "auto"
     top_entropy_quantile: float = 1.0
+    weight_distribution_log_steps: int = 0
     sync_ref_model: bool = False
     ref_model_mixup_alpha: float = 0.6
     ref_model_sync_steps: int = 512
@@ -84,7 +85,7 @@ class Update:
         made: False if the loss or a gradient was not finite, and nothing changed.
         logps: of each row's tokens under the policy before the update.
         entropies: of the distributions that those tokens are of, in nats.
-        distributions: over what is trained, one number per weight, by name; empty if they were not asked for.
+        distributions: over what is trained, one number per weight, by name; empty unless they are due.
     """
 
     metrics: Metrics
@@ -148,13 +149,8 @@ class Learner:
         self.policy = self._policy()
         self.reference = self.reference if reference is None else reference
 
-    def update(self, rows: Sequence[Row], with_distributions: bool = False) -> Update:
-        """One optimizer step: the gradient of the objective over the rows, in micro-batches.
-
-        Args:
-            rows: to train on.
-            with_distributions: measure the norm of each weight that is trained, and how far it moves.
-        """
+    def update(self, rows: Sequence[Row]) -> Update:
+        """One optimizer step: the gradient of the objective over the rows, in micro-batches."""
         started_s = time.perf_counter()
         settings = self.settings
         if settings.top_entropy_quantile < 1:
@@ -187,9 +183,10 @@ class Learner:
                     jax.block_until_ready(totals)  # collectives of virtual devices can starve each other in a queue
             scored.append(pair)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
+        every = settings.weight_distribution_log_steps
         with self._turn():
             totals = across_shards(totals, mesh=self.mesh)
-            before = copied(self.state.params) if with_distributions else None
+            before = copied(self.state.params) if every and (self.num_updates + 1) % every == 0 else None
             self.state, grad_norm, made = apply_update(self.state, totals.grads, totals.loss, optimizer=self.optimizer)
             self.policy = self._policy()
             loss, tally, grad_norm, made = jax.device_get((totals.loss, totals.tally, grad_norm, made))

@@ -84,7 +84,7 @@ def scoring_metrics(rounds: Sequence[Scored]) -> Metrics:
 
 
 def is_measured(name: str) -> bool:
-    """Whether a metric follows from the clock or the machine, and differs between two runs that are otherwise alike."""
+    """Whether a metric is read off the machine, or may follow from such, so differs between runs otherwise alike."""
     return name.startswith(("time/", "memory/", "health/")) or name in ("step_time", "mfu") or name.endswith("_per_s")
 
 

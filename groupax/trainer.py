@@ -277,12 +277,12 @@ class GRPOTrainer:
         Returns:
             The rows, the update, and what it computed of completions of `experience`, by their index in it.
         """
-        experience, every = self.experience, self.args.weight_distribution_log_steps
+        experience = self.experience
         assert experience is not None, "there is a rollout"
         num = min(self._num_left, self.slices.per_step - len(rows) // self.slices.rows)
         batch = rows + experience.next_rows(num, len(rows))
         self._state_before = self.learner.state
-        update = self.learner.update(batch, every > 0 and (self.cursor.step + 1) % every == 0)
+        update = self.learner.update(batch)
         scores = map(TokenScores, update.logps[len(rows) :], update.entropies[len(rows) :])
         scored = dict(zip(experience.next_indices(num), scores, strict=True))
         self.experience = experience.after(num, update.logps[len(rows) :])

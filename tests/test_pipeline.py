@@ -118,10 +118,10 @@ def test_a_run_that_was_stopped_goes_on_exactly(tmp_path, whole, phase):
     object.__setattr__(trainer.rewards[0], "name", "count_a")
     update = trainer.learner.update
 
-    def update_and_stop(rows, *more):
+    def update_and_stop(rows):
         if phase == "update" and trainer.cursor.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return update(rows, *more)
+        return update(rows)
 
     trainer.learner.update = update_and_stop
     begun_s = time.monotonic()
