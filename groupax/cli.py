@@ -17,6 +17,7 @@ from groupax.config import DecodingWeights, GRPOConfig, nearest
 from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.recipes import RECIPES, Recipe, load_recipe
+from groupax.serve import command as serve_command
 
 USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
 
@@ -25,6 +26,7 @@ commands:
   eval       how well a model does: groupax eval --model MODEL --recipe gsm8k --dataset FILE_OR_FOLDER
   compare    two evaluations on the same prompts: groupax compare BEFORE AFTER
   generate   sample completions from a model
+  serve      a model behind OpenAI's interface: groupax serve --model MODEL --port 8000
   resume     go on with a run that was stopped: groupax resume RUN_DIR [options of train that are to differ]
   checkpoints   of a run: groupax checkpoints RUN_DIR list | verify | delete STEP | export [STEP] --to FOLDER
   inspect    what a model is and takes, and what an adapter trains
@@ -367,6 +369,7 @@ COMMANDS = {
     "eval": eval_commands.evaluate,
     "compare": eval_commands.compare,
     "generate": generate,
+    "serve": serve_command.serve,
     "resume": resume,
     "checkpoints": checkpoints,
     "inspect": commands.inspect,
