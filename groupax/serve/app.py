@@ -9,7 +9,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,15 +23,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from groupax.models.checkpoint import Model
 from groupax.serve.answers import Answers, Completion, Vocabulary
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import ClosedError, EngineLoop, FullError, Growth, Job
 from groupax.serve.metrics import CONTENT_TYPE, Metrics
-from groupax.serve.requests import DEFAULT_MAX_TOKENS, Request, parse
+from groupax.serve.requests import DEFAULT_MAX_TOKENS, Request, parse, parse_json
 from groupax.serve.text import TextStream
+from groupax.serve.weights import Weights
+from groupax.serve.wire import MAX_PIECE_BYTES
 from groupax.tokenizer import decode, encode_prompts
 
 logger = logging.getLogger(__name__)
@@ -63,26 +66,30 @@ class Limits:
     send_timeout_s: float = 60.0
 
 
-def create_app(loop: EngineLoop, limits: Limits | None = None, routes: Sequence[BaseRoute] = ()) -> Starlette:
+def create_app(loop: EngineLoop, limits: Limits | None = None, models: Mapping[str, Model] | None = None) -> Starlette:
     """The application.
 
     Args:
         loop: started; all its engines have tokenizers. The first one's name is that of requests which name none.
         limits: what is allowed.
-        routes: further ones. Their endpoints become `Server.endpoint`s to be like the own ones (`app.state.server`).
+        models: those of the engines, by name, whose weights may be changed by who has a key.
     """
-    server = Server(loop, limits or Limits())
-    own = [
+    server = Server(loop, limits or Limits(), Weights(loop, models or {}))
+    weights, upload = "/groupax/v1/weights", "/groupax/v1/weights/{upload}"
+    routes = [
         Route("/v1/completions", server.endpoint(partial(server.complete, is_chat=False)), methods=["POST"]),
         Route("/v1/chat/completions", server.endpoint(partial(server.complete, is_chat=True)), methods=["POST"]),
         Route("/v1/models", server.endpoint(server.models)),
         Route("/v1/models/{model:path}", server.endpoint(server.model)),
         Route("/metrics", server.endpoint(server.metrics_text)),
         Route("/health", server.health),
+        Route(weights, server.endpoint(server.weights_states)),
+        Route(weights, server.endpoint(server.begin_upload), methods=["POST"]),
+        Route(upload, server.endpoint(server.abort_upload), methods=["DELETE"]),
+        Route(upload + "/{piece:int}", server.endpoint(server.put_piece), methods=["PUT"]),
+        Route(upload + "/commit", server.endpoint(server.commit_upload), methods=["POST"]),
     ]
-    app = Starlette(routes=[*own, *routes], exception_handlers={HTTPException: _http_error})
-    app.state.server = server
-    return app
+    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
 
 class Server:
@@ -91,10 +98,11 @@ class Server:
     Args:
         loop: with the engines.
         limits: what is allowed.
+        weights: those that may be changed.
     """
 
-    def __init__(self, loop: EngineLoop, limits: Limits) -> None:
-        self.loop, self.limits = loop, limits
+    def __init__(self, loop: EngineLoop, limits: Limits, weights: Weights) -> None:
+        self.loop, self.limits, self.weights = loop, limits, weights
         self.metrics = Metrics()
         self.started = int(time.time())
         for name, engine in loop.engines.items():
@@ -129,8 +137,11 @@ class Server:
     async def complete(self, http: HttpRequest, is_chat: bool) -> Response:
         """/v1/completions and /v1/chat/completions."""
         started_s = time.monotonic()
-        request = parse(await self.body(http), is_chat)
+        request = parse(await _body(http, self.limits.max_body_bytes), is_chat)
         name = self._model_name(request.model)
+        if request.weights_state not in (None, self.weights.state(name)):
+            message = f"{name} has other weights than {request.weights_state!r}"
+            raise ApiError(409, message, param="weights_state", code="other_weights")
         growths: asyncio.Queue[Growth] = asyncio.Queue()
         to_here = asyncio.get_running_loop().call_soon_threadsafe
 
@@ -170,23 +181,41 @@ class Server:
         alive = self.loop.is_alive
         return JSONResponse({"status": "ok" if alive else "the engine has stopped"}, 200 if alive else 503)
 
-    async def body(self, http: HttpRequest) -> bytes:
-        """The body of a request.
+    async def weights_states(self, _: HttpRequest) -> Response:
+        """/groupax/v1/weights: what each model has."""
+        return JSONResponse(self.weights.describe())
 
-        Raises:
-            ApiError: it is larger than is allowed.
-        """
-        limit = self.limits.max_body_bytes
-        parts, size = [], 0
-        async for part in http.stream():
-            size += len(part)
-            if size <= limit:
-                parts.append(part)
-            elif size > DRAINED_BODIES * limit:
-                break
-        if size > limit:
-            raise ApiError(413, f"the body has more than {limit} bytes, which is the most that this server takes")
-        return b"".join(parts)
+    async def begin_upload(self, http: HttpRequest) -> Response:
+        """POST /groupax/v1/weights: other weights are announced."""
+        self._check_may_change()
+        return JSONResponse(self.weights.begin(parse_json(await _body(http, self.limits.max_body_bytes))))
+
+    async def put_piece(self, http: HttpRequest) -> Response:
+        """PUT /groupax/v1/weights/UPLOAD/PIECE."""
+        self._check_may_change()
+        body = await _body(http, MAX_PIECE_BYTES)
+        where = http.path_params
+        return JSONResponse(self.weights.put(where["upload"], where["piece"], http.headers.get("x-crc32"), body))
+
+    async def abort_upload(self, http: HttpRequest) -> Response:
+        """DELETE /groupax/v1/weights/UPLOAD."""
+        self._check_may_change()
+        return JSONResponse(self.weights.abort(http.path_params["upload"]))
+
+    async def commit_upload(self, http: HttpRequest) -> Response:
+        """POST /groupax/v1/weights/UPLOAD/commit: the engine goes on with the new weights, or with its own."""
+        self._check_may_change()
+        upload = self.weights.close(http.path_params["upload"])
+        held = await run_in_threadpool(self.weights.prepared, upload)
+        try:
+            taken = self.loop.between_chunks(lambda: self.weights.take_over(upload, held))
+            return JSONResponse(await asyncio.wrap_future(taken))
+        except ClosedError as error:
+            raise _stopping() from error
+
+    def _check_may_change(self) -> None:
+        if not self.limits.api_keys:
+            raise ApiError(403, "weights can be changed only on a server with keys; start it with --api_key")
 
     def _begin(self, request: Request, name: str, tell: Callable[[Growth], Any]) -> tuple[Job, Answers]:
         """In a thread of its own: what takes a while with long prompts."""
@@ -223,7 +252,7 @@ class Server:
         vocabulary = self._vocabularies[name]
         answers = Answers(request, name, f"{kind}-{uuid.uuid4().hex}", ids, texts, params.n, vocabulary)
         try:
-            return self.loop.submit(name, prompts, params, tell), answers
+            return self.loop.submit(name, prompts, params, tell, request.row_keys), answers
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         except FullError as error:
@@ -234,7 +263,7 @@ class Server:
                 headers={"retry-after": str(RETRY_S)},
             ) from error
         except ClosedError as error:
-            raise ApiError(503, "the server is stopping", code="stopping") from error
+            raise _stopping() from error
 
     def _encoded(self, request: Request, tokenizer: Any) -> list[np.ndarray]:
         prompts: list[np.ndarray] = [np.zeros(0, np.int32)] * len(request.prompts)
@@ -374,6 +403,28 @@ class EventStream(Response):
                 work.cancel()
             self._cancel()
             self.ended()
+
+
+async def _body(http: HttpRequest, limit: int) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is larger than is allowed.
+    """
+    parts, size = [], 0
+    async for part in http.stream():
+        size += len(part)
+        if size <= limit:
+            parts.append(part)
+        elif size > DRAINED_BODIES * limit:
+            break
+    if size > limit:
+        raise ApiError(413, f"the body has more than {limit} bytes, which is the most that this server takes")
+    return b"".join(parts)
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", code="stopping")
 
 
 async def _gathered(arriving: AsyncIterator[Growth], num: int) -> list[Completion]:

@@ -3,7 +3,7 @@
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from groupax.config import DecodingWeights
 
 if TYPE_CHECKING:
     from groupax.engine.engine import Engine
+    from groupax.models.checkpoint import Model
 
 KEY_VARIABLE = "GROUPAX_API_KEY"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -80,7 +81,8 @@ def serve(arguments: Sequence[str]) -> None:
 
     keys = tuple(key for key in (*command.api_key, os.environ.get(KEY_VARIABLE, "")) if key)
     listener = _listener(command.host, command.port)
-    loop = EngineLoop(engines_of(command), command.max_queue).start()
+    models = models_of(command)
+    loop = EngineLoop(engines_of(command, models), command.max_queue).start()
     limits = Limits(
         api_keys=keys,
         max_body_bytes=int(command.max_body_mb * 1e6),
@@ -89,7 +91,7 @@ def serve(arguments: Sequence[str]) -> None:
         request_timeout_s=command.request_timeout_s,
     )
     config = uvicorn.Config(
-        create_app(loop, limits),
+        create_app(loop, limits, models),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -108,27 +110,33 @@ def serve(arguments: Sequence[str]) -> None:
         loop.close()
 
 
-def engines_of(command: Serve) -> "dict[str, Engine]":
-    """The engines that a command asks for, by the names of their models.
+def models_of(command: Serve) -> "dict[str, Model]":
+    """The models that a command asks for, by their names.
 
     Raises:
         ValueError: there is no such model or adapter, or two have one name.
     """
-    from groupax.engine.engine import Engine
-    from groupax.engine.plan import FREE_PART
     from groupax.models.checkpoint import load_adapter, load_model
     from groupax.parallel.mesh import make_mesh
-    from groupax.parallel.peak import free_memory_bytes
-    from groupax.tokenizer import load_tokenizer
 
     folders = dict(_named(text) for text in command.adapter)
     name = command.name or command.model
     if name in folders or len(folders) < len(command.adapter):
         raise ValueError(f"each model needs a name of its own, got {name} and {', '.join(command.adapter)}")
     base = load_model(command.model, command.dtype, make_mesh(command.mesh) if command.mesh else None)
+    return {name: base, **{each: load_adapter(base, folder) for each, folder in folders.items()}}
+
+
+def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engine]":
+    """An engine for each of these models."""
+    from groupax.engine.engine import Engine
+    from groupax.engine.plan import FREE_PART
+    from groupax.parallel.peak import free_memory_bytes
+    from groupax.tokenizer import load_tokenizer
+
+    base = next(iter(models.values()))
     assert base.source is not None, "a loaded model has a folder"
     tokenizer = load_tokenizer(base.source, command.chat_template)
-    models = {name: base, **{each: load_adapter(base, folder) for each, folder in folders.items()}}
     kv_gb = command.kv_cache_gb
     kv_bytes = FREE_PART * free_memory_bytes(base.mesh) if kv_gb is None else kv_gb * 1e9
     settings: dict[str, Any] = {

@@ -135,7 +135,14 @@ class EngineLoop:
         """Whether requests are worked on."""
         return self._thread.is_alive()
 
-    def submit(self, model: str, prompts: list[np.ndarray], params: SamplingParams, listener: Listener) -> Job:
+    def submit(
+        self,
+        model: str,
+        prompts: list[np.ndarray],
+        params: SamplingParams,
+        listener: Listener,
+        row_keys: np.ndarray | None = None,
+    ) -> Job:
         """Begin a request; from any thread.
 
         Args:
@@ -143,6 +150,7 @@ class EngineLoop:
             prompts: token ids of each; `params.n` completions of every one.
             params: how to sample.
             listener: called in the loop's thread.
+            row_keys: the source of each completion's randomness, [prompts * n, 2] uint32; None makes them of the seed.
 
         Raises:
             ValueError: the engine cannot do it (see `Engine.sequences` and `Session.check`).
@@ -150,6 +158,11 @@ class EngineLoop:
             ClosedError: the loop has ended.
         """
         sequences = self.engines[model].sequences(prompts, params)
+        if row_keys is not None:
+            if row_keys.shape != (len(sequences), 2):
+                raise ValueError(f"row_keys must be {len(sequences)} pairs, one for each completion")
+            for sequence, key in zip(sequences, row_keys, strict=True):
+                sequence.key = key
         session = self._sessions[model]
         session.check(sequences)
         job = Job(model, sequences, listener, [[] for _ in sequences], len(sequences))

@@ -75,7 +75,7 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
-def _family(name: str, kind: str, meaning: str, values: Mapping[str, float]) -> list[str]:
+def _family(name: str, kind: str, meaning: str, values: Mapping[str, int | float]) -> list[str]:
     return [*_head(name, kind, meaning), *(f"groupax_{name}{labels} {value}" for labels, value in values.items())]
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from groupax.config import nearest
 from groupax.engine.params import MAX_LOGPROBS, SamplingParams
 from groupax.serve.errors import ApiError
@@ -16,7 +18,7 @@ MAX_BIAS = 100.0
 MAX_STOPS = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """A request for completions.
 
@@ -32,6 +34,8 @@ class Request:
         logprobs: how many alternatives of each token to tell; None for no log-probs.
         return_token_ids: tell token ids, and both log-probs of each.
         ids_for_tokens: "token_id:7" in the place of a token's text, in log-probs.
+        row_keys: the source of each completion's randomness in the place of the seed, [prompts * n, 2] uint32.
+        weights_state: the weights that are meant (see `serve.weights`); with others the request is refused.
     """
 
     model: str | None
@@ -45,6 +49,8 @@ class Request:
     logprobs: int | None = None
     return_token_ids: bool = False
     ids_for_tokens: bool = False
+    row_keys: np.ndarray | None = None
+    weights_state: str | None = None
 
     def sampling_params(self, default_max_tokens: int) -> SamplingParams:
         """How to sample.
@@ -91,6 +97,8 @@ def parse(body: bytes, is_chat: bool) -> Request:
         "include_usage": _flag("stream_options.include_usage", options.get("include_usage") or False),
         "return_token_ids": _flag("return_token_ids", given.get("return_token_ids", False)),
         "ids_for_tokens": _flag("return_tokens_as_token_ids", given.get("return_tokens_as_token_ids", False)),
+        "row_keys": _keys("row_keys", given["row_keys"]) if "row_keys" in given else None,
+        "weights_state": _text("weights_state", given["weights_state"]) if "weights_state" in given else None,
     }
     return _chat(given, common) if is_chat else _completion(given, common)
 
@@ -228,6 +236,15 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _keys(name: str, value: Any) -> np.ndarray:
+    pairs = value if isinstance(value, list) else []
+    if not pairs or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise ApiError(400, f"{name} must be a list of pairs of numbers, got {_short(value)}", param=name)
+    if not all(_is_integer(number) and 0 <= number < 1 << 32 for pair in pairs for number in pair):
+        raise ApiError(400, f"{name} must hold numbers of 32 bits, got {_short(value)}", param=name)
+    return np.array(pairs, np.uint32)
+
+
 def _biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise ApiError(400, f"{name} must be an object of token ids and numbers, got {_short(value)}", param=name)
@@ -265,6 +282,7 @@ SETTINGS: dict[str, Callable[[str, Any], Any]] = {
 }
 assert {*SETTINGS, "max_tokens", "logprobs"} == {each.name for each in fields(SamplingParams)}, "all of them"
 COMMON_FIELDS = {"model", "max_tokens", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids"}
+COMMON_FIELDS |= {"row_keys", "weights_state"}
 COMPLETION_FIELDS = {"prompt", "logprobs", "echo"}
 CHAT_FIELDS = {"messages", "logprobs", "top_logprobs", "max_completion_tokens"}
 # What changes nothing here.
