@@ -50,6 +50,7 @@ WITHOUT_JAX = [
     "groupax.engine.scheduler",
     "groupax.serve.requests",
     "groupax.serve.text",
+    "groupax.serve.wire",
     "groupax.packing",
     "groupax.preemption",
     "groupax.remote",

@@ -35,11 +35,16 @@ KEY = "a key"
 LONG = {"max_tokens": 450, "extra_body": {"ignore_eos": True}}
 
 
-def demo_engines():
-    """The demo's model and one with an adapter that changes something, on one device."""
+def demo_model():
+    """The demo's model on one device, and its tokenizer."""
     mesh = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(AXES)), AXES)
     model = load_model(load_recipe("arithmetic").model, mesh=mesh)
-    tokenizer = load_tokenizer(model.source, "plain")
+    return model, load_tokenizer(model.source, "plain")
+
+
+def demo_engines():
+    """The demo's model and one with an adapter that changes something."""
+    model, tokenizer = demo_model()
     adapted = add_adapter(model, LoRAConfig(r=4), seed=1)
     for layer in adapted.params["layers"]:
         layer["q"] = replace(layer["q"], change=replace(layer["q"].change, b=layer["q"].change.b + 0.3))
@@ -48,9 +53,9 @@ def demo_engines():
 
 
 @contextmanager
-def listening(app):
+def listening(app, port=0):
     """The address of a server with the application."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

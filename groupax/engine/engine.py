@@ -184,13 +184,7 @@ class Engine:
         outside = [token for token in params.logit_bias if not 0 <= token < self.config.vocab_size]
         if outside:
             raise ValueError(f"logit_bias names tokens {outside}; the vocabulary has {self.config.vocab_size}")
-        stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids)))
-        rows = [(first_prompt + p, s) for p in range(len(prompts)) for s in range(params.n)]
-        keys = row_keys(params.seed, step, *np.array(rows).T) if rows else []
-        return [
-            Sequence(p, s, np.asarray(prompts[p - first_prompt], np.int32), params, stop_ids, key)
-            for (p, s), key in zip(rows, keys, strict=True)
-        ]
+        return unstarted(prompts, params, self.eos_ids, step, first_prompt)
 
     def stream(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
         """Run sequences to their ends, each yielded as soon as it is finished."""
@@ -249,3 +243,24 @@ class Engine:
                 f"prompt {index} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has "
                 f"{self.config.vocab_size} tokens: is this its tokenizer?"
             )
+
+
+def unstarted(
+    prompts: list[np.ndarray], params: SamplingParams, eos_ids: tuple[int, ...], step: int = 0, first_prompt: int = 0
+) -> list[Sequence]:
+    """Unstarted sequences of prompts, as `Engine.sequences` gives them, not checked against any model.
+
+    Args:
+        prompts: token ids of each prompt.
+        params: how to sample.
+        eos_ids: tokens that end every completion, unless `params.ignore_eos`.
+        step: distinguishes calls with the same seed.
+        first_prompt: the first one's `prompt_index`.
+    """
+    stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_ids), *params.stop_token_ids)))
+    rows = [(first_prompt + p, s) for p in range(len(prompts)) for s in range(params.n)]
+    keys = row_keys(params.seed, step, *np.array(rows).T) if rows else []
+    return [
+        Sequence(p, s, np.asarray(prompts[p - first_prompt], np.int32), params, stop_ids, key)
+        for (p, s), key in zip(rows, keys, strict=True)
+    ]

@@ -1,6 +1,6 @@
 """Weights as named tensors on the host and back: what travels from a trainer to a server. Names are those in files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ def leaves_of(specs: Params, params: Params) -> list[Any]:
     return leaves
 
 
-def tensors_of(specs: Params, leaves: list[Any], wanted: Iterator[str] | None = None) -> dict[str, np.ndarray]:
+def tensors_of(specs: Params, leaves: list[Any], wanted: Iterable[str] | None = None) -> dict[str, np.ndarray]:
     """Tensors on the host, without a copy where the devices allow it.
 
     Args:
