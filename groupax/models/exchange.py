@@ -63,7 +63,7 @@ def tensors_of(specs: Params, leaves: list[Any], wanted: Iterable[str] | None = 
 def _tensor(name: str, parts: list[tuple[int, Spec]], leaves: list[Any]) -> np.ndarray:
     index, spec = parts[0]
     if spec.is_stacked:
-        return np.asarray(leaves[index][spec.tensor_names.index(name)])
+        return np.asarray(leaves[index])[spec.tensor_names.index(name)]
     arrays = [np.asarray(leaves[index]) for index, spec in sorted(parts, key=lambda part: part[1].first_row)]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from groupax.config import DecodingWeights
+from groupax.serve.wire import API_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from groupax.engine.engine import Engine
     from groupax.models.checkpoint import Model
 
-KEY_VARIABLE = "GROUPAX_API_KEY"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -79,7 +79,7 @@ def serve(arguments: Sequence[str]) -> None:
         raise ValueError(f"a server needs starlette and uvicorn: pip install 'groupax[serve]' ({error})") from error
     from groupax.serve.loop import EngineLoop
 
-    keys = tuple(key for key in (*command.api_key, os.environ.get(KEY_VARIABLE, "")) if key)
+    keys = tuple(key for key in (*command.api_key, os.environ.get(API_KEY_VARIABLE, "")) if key)
     listener = _listener(command.host, command.port)
     models = models_of(command)
     loop = EngineLoop(engines_of(command, models), command.max_queue).start()
