@@ -63,8 +63,8 @@ def show(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
 
 
 @contextmanager
-def served(folder: Path, config: Mapping[str, Any], dtype: str, *options: str) -> Iterator[str]:
-    """The address of `groupax serve`, in another process, with random weights of a shape; its key is KEY.
+def served(folder: Path, config: Mapping[str, Any], dtype: str, *options: str) -> Iterator[tuple[str, int]]:
+    """Address and id of a `groupax serve` in another process, with random weights of a shape; its key is KEY.
 
     Args:
         folder: where the model is written.
@@ -85,6 +85,6 @@ def served(folder: Path, config: Mapping[str, Any], dtype: str, *options: str) -
     with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None, "piped"
         try:
-            yield server.stdout.readline().split(" at ")[1].strip().removesuffix("/v1")
+            yield server.stdout.readline().split(" at ")[1].strip().removesuffix("/v1"), server.pid
         finally:
             server.terminate()

@@ -66,7 +66,7 @@ def main() -> None:
     arguments = flags.parse_args()
     rows: list[dict[str, Any]] = []
     for dtype in arguments.dtypes:
-        with tempfile.TemporaryDirectory() as folder, served(Path(folder) / "model", QWEN_05B, dtype) as url:
+        with tempfile.TemporaryDirectory() as folder, served(Path(folder) / "model", QWEN_05B, dtype) as (url, _):
             model = init_model(QWEN_05B, dtype=jnp.dtype(dtype))
             rows += rows_of(model, url, dtype, arguments.repeats)
     show(rows, arguments.json)

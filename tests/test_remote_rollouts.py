@@ -6,13 +6,14 @@ import sys
 import threading
 from contextlib import contextmanager
 
+import jax
 import numpy as np
 import pytest
 
 from groupax import GRPOConfig, init_model, save_model
+from groupax.errors import RunError
 
 from .conftest import TINY
-from .stopped_run import final_state
 from .test_config_and_data import a_tokenizer
 from .test_server import KEY
 from .test_trainer import a_trainer, lines_of
@@ -61,32 +62,35 @@ def rollouts(folder):
 
 
 def assert_same_runs(one, other, folders):
-    first, second = (final_state(trainer) for trainer in (one, other))
-    assert first.keys() == second.keys()
-    for name in first:
-        np.testing.assert_allclose(first[name], second[name], atol=1e-5, err_msg=name)
+    for pair in zip(*(jax.tree.leaves(trainer.learner.policy) for trainer in (one, other)), strict=True):
+        np.testing.assert_allclose(*pair, rtol=0, atol=1e-5)
     assert rollouts(folders[0]) == rollouts(folders[1])
     lines = [lines_of(folder) for folder in folders]
     assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]]
-    assert all(line["rollout/logp_diff_max"] < 1e-5 for line in lines[1])
+    for line, other in zip(*lines, strict=True):
+        assert line["rollout/logp_diff_max"] == pytest.approx(other["rollout/logp_diff_max"], abs=1e-5)
+
+
+def assert_no_difference(folder, address, tmp_path, **settings):
+    trainers = []
+    for name, rollout in (("here", ()), ("there", address)):
+        trainers.append(a_trainer(tmp_path / name, model=str(folder), rollout=rollout, **settings))
+        trainers[-1].train()
+    assert_same_runs(*trainers, (tmp_path / "here", tmp_path / "there"))
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"lora_r": 4, "lora_alpha": 8.0},
-        {"max_staleness": 1, "rollout_correction": "token_truncate", "num_iterations": 2},
-    ],
-    ids=["all", "adapter", "ahead"],
+    "settings", [{}, {"max_staleness": 1, "rollout_correction": "token_truncate", "num_iterations": 2}], ids=str
 )
-def test_training_with_a_server_is_training_without(tmp_path, folder, settings):
-    trainers = []
-    with serving(folder) as (address, _):
-        for name, rollout in (("here", ()), ("there", address)):
-            trainers.append(a_trainer(tmp_path / name, model=str(folder), rollout=rollout, **settings))
-            trainers[-1].train()
-    assert_same_runs(*trainers, (tmp_path / "here", tmp_path / "there"))
+def test_training_with_a_server_is_training_without(tmp_path, folder, address, settings):
+    assert_no_difference(folder, address, tmp_path, **settings)
+
+
+def test_training_an_adapter_with_a_server_is_training_without(tmp_path, folder, address):
+    with serving(folder) as (own, _):
+        assert_no_difference(folder, own, tmp_path, lora_r=4, lora_alpha=8.0)
+    with pytest.raises(RunError, match=r"the base of .* was changed by uploads"):  # of the tests above
+        a_trainer(tmp_path / "other", model=str(folder), rollout=address, lora_r=4, lora_alpha=8.0).train()
 
 
 def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path, folder):

@@ -137,7 +137,7 @@ class RemoteSampler:
         config: the model's architecture.
         params: its weights; set them anew before each rollout. Servers get what has changed before they sample.
         eos_ids: tokens that end every completion.
-        adapter: if `params` are a base with one: only it is sent.
+        adapter: if `params` are a base with one: only it is sent, and the servers must have that base.
         model: its name on the servers; None for their first.
         api_key: of all servers.
         timeout_s: the longest that a request may take.

@@ -231,6 +231,8 @@ class Weights:
             specs = model_specs(config)
             leaves_of(specs, held.base)
         else:
+            if held.base is not _base(self.models[model]):
+                raise ValueError(f"the base of {model} was changed by uploads; start the server again")
             specs = adapter_specs(config, lora)
         expected = {name: parts[0][1].tensor_shape for name, parts in places(specs).items()}
         unknown = sorted(where.keys() - expected.keys())
@@ -254,8 +256,12 @@ def _held(model: Model) -> Held:
     adapter = model.adapter
     if adapter is None:
         return Held(model.params)
-    base = adapter.frozen.params
+    base = _base(model)
     return Held(base, adapter.config, _in_dtype_of(base, adapter.trained))
+
+
+def _base(model: Model) -> Params:
+    return model.params if model.adapter is None else model.adapter.frozen.params
 
 
 def _in_dtype_of(base: Params, trained: Params) -> Params:
