@@ -34,7 +34,6 @@ from groupax.serve.metrics import CONTENT_TYPE, Metrics
 from groupax.serve.requests import DEFAULT_MAX_TOKENS, Request, parse, parse_json
 from groupax.serve.text import TextStream
 from groupax.serve.weights import Weights
-from groupax.serve.wire import MAX_PIECE_BYTES
 from groupax.tokenizer import decode, encode_prompts
 
 logger = logging.getLogger(__name__)
@@ -193,9 +192,9 @@ class Server:
     async def put_piece(self, http: HttpRequest) -> Response:
         """PUT /groupax/v1/weights/UPLOAD/PIECE."""
         self._check_may_change()
-        body = await _body(http, MAX_PIECE_BYTES)
         where = http.path_params
-        return JSONResponse(self.weights.put(where["upload"], where["piece"], http.headers.get("x-crc32"), body))
+        crc = http.headers.get("x-crc32")
+        return JSONResponse(await self.weights.put(where["upload"], where["piece"], crc, http.stream()))
 
     async def abort_upload(self, http: HttpRequest) -> Response:
         """DELETE /groupax/v1/weights/UPLOAD."""

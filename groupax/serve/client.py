@@ -31,6 +31,7 @@ from groupax.models.specs import Params, model_specs
 from groupax.serve.wire import PIECE_BYTES, manifest_of, pieces_of
 
 MAX_REQUESTS = 64  # at once
+SENDERS = 2  # of pieces: one makes checksums while the server works on the other's
 PIECE_ATTEMPTS = 4
 LATER = (429, 500, 502, 503, 504)  # what another server, or the same one a little later, may do
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
@@ -303,12 +304,30 @@ class RemoteSampler:
         begin |= {"adapter": self._settings, "tensors": manifest_of(tensors), "piece_bytes": PIECE_BYTES}
         path = "/groupax/v1/weights"
         path += "/" + server.ask("POST", path, begin, connection)["upload"]
-        for piece, (parts, crc) in enumerate(pieces_of(tensors)):
-            for attempt in range(PIECE_ATTEMPTS):
-                try:
-                    server.ask("PUT", f"{path}/{piece}", parts, connection, x_crc32=f"{crc:08x}")
-                    break
-                except Refused as refused:
-                    if refused.code != "torn" or attempt == PIECE_ATTEMPTS - 1:
-                        raise
+        pieces, lock = enumerate(pieces_of(tensors)), threading.Lock()
+
+        def send() -> None:
+            with closing(server.connection()) as own:
+                while True:
+                    with lock:
+                        item = next(pieces, None)
+                    if item is None:
+                        return
+                    number, (parts, crc) = item
+                    _put(server, own, f"{path}/{number}", parts, crc)
+
+        with ThreadPoolExecutor(SENDERS) as pool:
+            for sender in [pool.submit(send) for _ in range(SENDERS)]:
+                sender.result()
         return server.ask("POST", f"{path}/commit", None, connection)
+
+
+def _put(server: Remote, connection: http.client.HTTPConnection, path: str, parts: list[memoryview], crc: int) -> None:
+    """Send a piece, anew if it does not come as it was sent."""
+    for attempt in range(PIECE_ATTEMPTS):
+        try:
+            server.ask("PUT", path, parts, connection, x_crc32=f"{crc:08x}")
+            return
+        except Refused as refused:
+            if refused.code != "torn" or attempt == PIECE_ATTEMPTS - 1:
+                raise

@@ -10,7 +10,7 @@ an upload that comes late, or changes weights that somebody else has changed, is
 import math
 import secrets
 import zlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from groupax.models.specs import Params, model_specs
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
 from groupax.serve.wire import MAX_PIECE_BYTES, PIECE_BYTES, Place, read_manifest, tensors_in
+
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,14 +135,14 @@ class Weights:
             raise ApiError(400, str(error), param="tensors") from error
         for name in [name for name, upload in self._uploads.items() if upload.model == model]:
             del self._uploads[name]
-        data = np.empty(max(place.end for place in where.values()), np.uint8)
+        data = _aligned(max(place.end for place in where.values()))
         upload = Upload(model, version, given["replaces"], lora, where, data, size)
         name = secrets.token_hex(8)
         self._uploads[name] = upload
         return {"upload": name, "num_pieces": upload.num_pieces, "piece_bytes": size}
 
-    def put(self, name: str, piece: int, crc: str | None, body: bytes) -> dict[str, Any]:
-        """Take a piece; sent twice, the last one counts.
+    async def put(self, name: str, piece: int, crc: str | None, parts: AsyncIterator[bytes]) -> dict[str, Any]:
+        """Take a piece, whose bytes go to their place as they come; sent twice, the last one counts.
 
         Raises:
             ApiError: there is no such upload or piece, or the bytes are not those that were sent.
@@ -148,14 +150,22 @@ class Weights:
         upload = self._upload(name)
         if not 0 <= piece < upload.num_pieces:
             raise ApiError(400, f"piece {piece} is not one of the {upload.num_pieces} pieces")
-        first = piece * upload.piece_bytes
+        at = first = piece * upload.piece_bytes
         end = min(first + upload.piece_bytes, len(upload.data))
-        if len(body) != end - first:
-            raise ApiError(400, f"piece {piece} has {end - first} bytes, {len(body)} came", code="torn")
-        if crc != f"{zlib.crc32(body):08x}":
-            message = f"piece {piece} has the checksum {zlib.crc32(body):08x}, x-crc32 says {crc}; send it again"
+        async for part in parts:
+            self._upload(name)  # it may have been closed meanwhile
+            if at + len(part) > end:
+                raise ApiError(400, f"piece {piece} has {end - first} bytes, more came", code="torn")
+            upload.arrived.discard(piece)
+            upload.data[at : at + len(part)] = np.frombuffer(part, np.uint8)
+            at += len(part)
+        self._upload(name)
+        if at != end:
+            raise ApiError(400, f"piece {piece} has {end - first} bytes, {at - first} came", code="torn")
+        found = f"{zlib.crc32(upload.data[first:end]):08x}"
+        if found != crc:
+            message = f"piece {piece} has the checksum {found}, x-crc32 says {crc}; send it again"
             raise ApiError(400, message, code="torn")
-        upload.data[first:end] = np.frombuffer(body, np.uint8)
         upload.arrived.add(piece)
         return {"arrived": len(upload.arrived)}
 
@@ -258,6 +268,13 @@ def _held(model: Model) -> Held:
         return Held(model.params)
     base = _base(model)
     return Held(base, adapter.config, _in_dtype_of(base, adapter.trained))
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Bytes that begin where devices of the host can take them over without a copy."""
+    data = np.empty(size + ALIGNMENT, np.uint8)
+    first = -data.ctypes.data % ALIGNMENT
+    return data[first : first + size]
 
 
 def _base(model: Model) -> Params:

@@ -97,7 +97,7 @@ def pieces_of(tensors: Mapping[str, np.ndarray], size: int = PIECE_BYTES) -> Ite
     parts: list[memoryview] = []
     room = size
     for tensor in tensors.values():
-        rest = memoryview(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+        rest = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
         while len(rest):
             part, rest = rest[:room], rest[room:]
             parts.append(part)
