@@ -39,24 +39,36 @@ def row(what: str, sampler: RemoteSampler, num_bytes: int, changed: Any, repeats
     return {"what": what, "MB": num_bytes / 1e6, "s": statistics.median(seconds), "longest s": max(seconds)}
 
 
-def rows_of(model: Model, url: str, dtype: str, repeats: int) -> list[dict[str, Any]]:
-    """All weights, then an adapter."""
+def other(tree: Any, number: int) -> Any:
+    """Weights that are all a little different."""
+    return jax.tree.map(lambda x: x * jnp.asarray(1 + number / 64, x.dtype), tree)
 
-    def other(tree: Any, number: int) -> Any:
-        return jax.tree.map(lambda x: x * jnp.asarray(1 + number / 64, x.dtype), tree)
 
-    def size(tree: Any) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+def size(tree: Any) -> int:
+    """Bytes of weights."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
-    whole = RemoteSampler([url], model.config, model.params, (), api_key=KEY)
-    rows = [row(f"all, {dtype}", whole, size(model.params), lambda number: other(model.params, number), repeats)]
+
+def of_all(model: Model, url: str, dtype: str, repeats: int) -> dict[str, Any]:
+    """All weights."""
+    sampler = RemoteSampler([url], model.config, model.params, (), api_key=KEY)
+    return row(f"all, {dtype}", sampler, size(model.params), lambda number: other(model.params, number), repeats)
+
+
+def of_adapter(model: Model, url: str, dtype: str, repeats: int) -> dict[str, Any]:
+    """An adapter."""
     adapted = add_adapter(model, LoRAConfig(r=16))
     adapter = adapted.adapter
     assert adapter is not None, "it has just got one"
     trained = jax.tree.map(lambda x: x.astype(dtype), adapter.trained)
     sampler = RemoteSampler([url], model.config, adapted.params, (), adapter, api_key=KEY)
-    changed = lambda number: joined(adapter.frozen, other(trained, number))  # noqa: E731
-    return [*rows, row(f"adapter, {dtype}", sampler, size(trained), changed, repeats)]
+    return row(
+        f"adapter, {dtype}",
+        sampler,
+        size(trained),
+        lambda number: joined(adapter.frozen, other(trained, number)),
+        repeats,
+    )
 
 
 def main() -> None:
@@ -66,9 +78,10 @@ def main() -> None:
     arguments = flags.parse_args()
     rows: list[dict[str, Any]] = []
     for dtype in arguments.dtypes:
-        with tempfile.TemporaryDirectory() as folder, served(Path(folder) / "model", QWEN_05B, dtype) as (url, _):
-            model = init_model(QWEN_05B, dtype=jnp.dtype(dtype))
-            rows += rows_of(model, url, dtype, arguments.repeats)
+        model = init_model(QWEN_05B, dtype=jnp.dtype(dtype))
+        for measured in (of_all, of_adapter):
+            with tempfile.TemporaryDirectory() as folder, served(Path(folder) / "model", QWEN_05B, dtype) as (url, _):
+                rows.append(measured(model, url, dtype, arguments.repeats))
     show(rows, arguments.json)
 
 

@@ -319,7 +319,7 @@ class RemoteSampler:
         with ThreadPoolExecutor(SENDERS) as pool:
             for sender in [pool.submit(send) for _ in range(SENDERS)]:
                 sender.result()
-        return server.ask("POST", f"{path}/commit", None, connection)
+        return server.ask("POST", f"{path}/commit")  # the other connection may have been idle for too long
 
 
 def _put(server: Remote, connection: http.client.HTTPConnection, path: str, parts: list[memoryview], crc: int) -> None:
