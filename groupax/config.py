@@ -146,6 +146,9 @@ class GRPOConfig:
     max_staleness: int = 0
     """Make rollouts in threads while earlier steps train, by the policy of so many optimizer steps before the first
     update on them; 0 samples and trains in turn. Needs rollout_correction. See docs/async.md."""
+    rollout: str | tuple[str, ...] = ()
+    """Addresses of `groupax serve`s that sample the rollouts in place of this process, as http://host:8000; they get
+    the policy's weights each time. Their key is that in the environment, GROUPAX_API_KEY. See docs/serving.md."""
     micro_batch_tokens: int | None = None
     """Tokens per device that go through the model at once in training; None chooses for the device."""
     filter_zero_variance: bool = False
@@ -449,6 +452,9 @@ class GRPOConfig:
             raise ValueError(f"report_to names a tracker twice: {', '.join(self.report_to)}")
         self._check_adapter()
         self._check_staleness()
+        for address in self.rollout_servers:
+            if not address.startswith(("http://", "https://")):
+                raise ValueError(f"rollout must name servers as http://host:port, got {address!r}")
         if self.whole_epochs and self.filter_zero_variance:
             raise ValueError("whole_epochs and filter_zero_variance exclude each other: rollouts differ in size then")
         if self.sync_ref_model and self.beta == 0:
@@ -479,6 +485,11 @@ class GRPOConfig:
                 f"updates_per_rollout {self.updates_per_rollout} has steps on several rollouts, which max_staleness "
                 "cannot tell apart; make it a whole number"
             )
+
+    @property
+    def rollout_servers(self) -> tuple[str, ...]:
+        """The addresses of `rollout`."""
+        return (self.rollout,) if isinstance(self.rollout, str) else tuple(self.rollout)
 
     def _check_adapter(self) -> None:
         own = [field for field in fields(self) if field.name in _OF_ADAPTER]

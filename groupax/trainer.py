@@ -1,6 +1,7 @@
 """The trainer: GRPO as the paper's Algorithm 1 has it (arXiv:2402.03300)."""
 
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +43,8 @@ from groupax.rewards.runner import RewardRunner, RewardSettings
 from groupax.rollout_log import TokenScores
 from groupax.run_log import Listener, RunLog
 from groupax.run_state import Cursor, Experience
+from groupax.serve.client import RemoteSampler
+from groupax.serve.wire import API_KEY_VARIABLE
 from groupax.slices import slices_of
 from groupax.step import TrainState
 from groupax.tokenizer import eos_token_ids, load_tokenizer, prepare_tokenizer
@@ -164,7 +167,7 @@ class GRPOTrainer:
             self.slices,
             self.prompts,
             self.tokenizer,
-            self.engine,
+            self._sampler(),
             self.learner,
             self.reward_runner,
             self.reward_weights,
@@ -451,6 +454,14 @@ class GRPOTrainer:
         """Print how many of the model's parameters are trained, in PEFT's words."""
         adapter = self.model.adapter
         print(trainable_line(*counts(self.model.config, adapter and adapter.config)))
+
+    def _sampler(self) -> Engine | RemoteSampler:
+        """What samples rollouts."""
+        if not self.args.rollout_servers:
+            return self.engine
+        model, key = self.model, os.environ.get(API_KEY_VARIABLE)
+        servers = self.args.rollout_servers
+        return RemoteSampler(servers, model.config, self.learner.policy, self.eos_ids, model.adapter, api_key=key)
 
     def _kv_bytes(self) -> int | None:
         """Most memory for keys and values; None leaves it to what is free whenever a rollout begins."""

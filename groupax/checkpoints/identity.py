@@ -29,6 +29,7 @@ FREE = {
     "share_prefix",
     "max_concurrent_rows",
     "kv_cache_gb",
+    "rollout",
     "reward_batch",
     "reward_concurrency",
     "reward_workers",
