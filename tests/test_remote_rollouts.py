@@ -86,6 +86,7 @@ def test_training_with_a_server_is_training_without(tmp_path, folder, address, s
     assert_no_difference(folder, address, tmp_path, **settings)
 
 
+@pytest.mark.long
 def test_training_an_adapter_with_a_server_is_training_without(tmp_path, folder, address):
     with serving(folder) as (own, _):
         assert_no_difference(folder, own, tmp_path, lora_r=4, lora_alpha=8.0)

@@ -9,7 +9,6 @@ an upload that comes late, or changes weights that somebody else has changed, is
 
 import math
 import secrets
-import zlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from groupax.models.lora import LoRAConfig, adapter_specs, init_adapter, lora_co
 from groupax.models.specs import Params, model_specs
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
-from groupax.serve.wire import MAX_PIECE_BYTES, PIECE_BYTES, Place, read_manifest, tensors_in
+from groupax.serve.wire import MAX_PIECE_BYTES, PIECE_BYTES, Place, checksum, read_manifest, tensors_in
 
 ALIGNMENT = 64
 
@@ -162,7 +161,7 @@ class Weights:
         self._upload(name)
         if at != end:
             raise ApiError(400, f"piece {piece} has {end - first} bytes, {at - first} came", code="torn")
-        found = f"{zlib.crc32(upload.data[first:end].data):08x}"
+        found = f"{checksum([upload.data[first:end].data]):08x}"
         if found != crc:
             message = f"piece {piece} has the checksum {found}, x-crc32 says {crc}; send it again"
             raise ApiError(400, message, code="torn")
