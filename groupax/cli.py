@@ -17,6 +17,7 @@ from groupax.config import DecodingWeights, GRPOConfig, nearest
 from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.recipes import RECIPES, Recipe, load_recipe
+from groupax.view.command import view
 
 USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
 
@@ -28,6 +29,7 @@ commands:
   generate   sample completions from a model
   resume     go on with a run that was stopped: groupax resume RUN_DIR [options of train that are to differ]
   checkpoints   of a run: groupax checkpoints RUN_DIR list | verify | delete STEP | export [STEP] --to FOLDER
+  view       show runs on a local web page, live: groupax view RUN_DIR [RUN_DIR ...]
   inspect    what a model is and takes, and what an adapter trains
   merge      add an adapter to its base
   convert    write a model anew, in another dtype
@@ -371,6 +373,7 @@ COMMANDS = {
     "generate": generate,
     "resume": resume,
     "checkpoints": checkpoints,
+    "view": view,
     "inspect": commands.inspect,
     "merge": commands.merge,
     "convert": commands.convert,
