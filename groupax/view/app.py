@@ -205,11 +205,11 @@ class Page:
         return self.runs[request.query_params.get("run", "")]
 
     def _step(self, run: Run, number: int) -> rollouts.Step:
-        return self._steps.read(run.rollout_file(number), _weights(run))
+        return self._steps.read(run.rollout_file(number), run.reward_weights())
 
     def _index(self, run: Run) -> PromptIndex:
         if run.path not in self._indexes:
-            self._indexes[run.path] = PromptIndex(run, _weights(run))
+            self._indexes[run.path] = PromptIndex(run)
         return self._indexes[run.path]
 
 
@@ -252,15 +252,6 @@ def _json_answer(answer: Callable[[Request], Any]) -> Callable[[Request], Respon
 def _file_answer(file: Path) -> Callable[[Request], Response]:
     content, kind = file.read_bytes(), TYPES[file.suffix]
     return lambda request: Response(content, 200, {"cache-control": "no-cache"}, kind)  # noqa: ARG005
-
-
-def _weights(run: Run) -> list[float] | None:
-    try:
-        weights = run.config().get("reward_weights")
-    except ValueError:
-        return None
-    is_numbers = isinstance(weights, list) and all(isinstance(each, int | float) for each in weights)
-    return weights if is_numbers else None
 
 
 def _aligned(steps: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -23,11 +23,10 @@ class PromptIndex:
 
     Args:
         run: whose rollouts to read.
-        weights: of the reward functions.
     """
 
-    def __init__(self, run: Run, weights: list[float] | None) -> None:
-        self._run, self._weights = run, weights
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
@@ -105,12 +104,12 @@ class PromptIndex:
         return len(self._columns["key"]) >= MOST_ENTRIES
 
     def _read(self, steps: Iterable[int]) -> None:
-        generation = self._generation
+        generation, weights = self._generation, self._run.reward_weights()
         for number in steps:
             if self._closed.is_set() or self._generation != generation or self._is_full():
                 return
             try:
-                step = read_step(self._run.rollout_file(number), self._weights)
+                step = read_step(self._run.rollout_file(number), weights)
             except ValueError:  # damaged, or removed meanwhile
                 step = None
             with self._lock:

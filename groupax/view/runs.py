@@ -125,6 +125,15 @@ class Run:
         """What `groupax train` was asked for; empty if the run was begun from Python."""
         return self._json_file("command.json")
 
+    def reward_weights(self) -> list[float] | None:
+        """Of the reward functions; None if the settings do not tell."""
+        try:
+            weights = self.config().get("reward_weights")
+        except ValueError:
+            return None
+        is_numbers = isinstance(weights, list) and all(isinstance(each, int | float) for each in weights)
+        return weights if is_numbers else None
+
     def rollout_steps(self) -> tuple[int, ...]:
         """The steps whose rollouts are there, in order."""
         folder = self.path / "rollouts"

@@ -28,6 +28,7 @@ def search_steps(run: Run, query: str, before: float) -> dict[str, Any]:
     begun_s = time.monotonic()
     hits: list[dict[str, Any]] = []
     num_searched = 0
+    weights = run.reward_weights()
     steps = [step for step in run.rollout_steps() if step < before]
     for number in reversed(steps):
         if len(hits) >= MOST_HITS or time.monotonic() - begun_s > BUDGET_S:
@@ -35,7 +36,7 @@ def search_steps(run: Run, query: str, before: float) -> dict[str, Any]:
         before = number
         num_searched += 1
         try:
-            step = read_step(run.rollout_file(number))
+            step = read_step(run.rollout_file(number), weights)
         except ValueError:  # damaged, or removed meanwhile
             continue
         for row in matching_rows(step, query):
