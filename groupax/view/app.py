@@ -84,7 +84,7 @@ class Page:
     def series(self, request: Request) -> Any:
         """Curves of `name`s in `run`s, from step `from` to step `to`, `smooth`ed, at most `points` of each."""
         first, last = _number(request, "from", -math.inf), _number(request, "to", math.inf)
-        num_points = int(min(_number(request, "points", 1000), MOST_POINTS))
+        num_points = _num_points(request, 1000)
         weight = _number(request, "smooth", 0.0)
         found: dict[str, dict[str, Any]] = {}
         for run_name in request.query_params.getlist("run"):
@@ -111,7 +111,7 @@ class Page:
         rest = step_s - sum((np.nan_to_num(column) for column in columns), np.zeros(len(steps)))
         columns.append(np.maximum(rest, 0.0))
         inside = (steps >= _number(request, "from", -math.inf)) & (steps <= _number(request, "to", math.inf))
-        x, means = stretch_means(steps[inside], np.stack(columns)[:, inside], int(_number(request, "points", 300)))
+        x, means = stretch_means(steps[inside], np.stack(columns)[:, inside], _num_points(request, 300))
         return {"x": x.tolist(), "parts": dict(zip([*parts, "other"], means.tolist(), strict=True))}
 
     def config(self, request: Request) -> Any:  # noqa: ARG002
@@ -170,7 +170,7 @@ class Page:
         return {"text": rollouts.whole_text(step, _whole(request, "prompt"), sample)}
 
     def search(self, request: Request) -> Any:
-        """Completions and prompts with the text `q` in them, from step `before` backwards, as far as a moment allows."""
+        """Rollouts with the text `q` in them, from step `before` backwards, as far as a moment allows."""
         run = self._run(request)
         query = request.query_params.get("q", "")
         if not query:
@@ -199,7 +199,7 @@ class Page:
         if name not in files:
             raise NotThereError(f"there is no evaluation {name!r}; there are {', '.join(files) or 'none'}")
         wanted = request.query_params.get("show", "all")
-        return item_page(files[name], int(_number(request, "first", 0)), wanted, request.query_params.get("q", ""))
+        return item_page(files[name], _whole(request, "first", "0"), wanted, request.query_params.get("q", ""))
 
     def _run(self, request: Request) -> Run:
         return self.runs[request.query_params.get("run", "")]
@@ -273,8 +273,12 @@ def _number(request: Request, name: str, default: float) -> float:
     return value
 
 
-def _whole(request: Request, name: str) -> int:
-    text = request.query_params.get(name, "")
+def _num_points(request: Request, default: int) -> int:
+    return int(min(max(_number(request, "points", default), 1), MOST_POINTS))
+
+
+def _whole(request: Request, name: str, default: str = "") -> int:
+    text = request.query_params.get(name, default)
     if not text.isdecimal() or len(text) > 15:
         raise ValueError(f"{name}={text!r} is no whole number from 0 up")
     return int(text)

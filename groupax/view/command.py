@@ -57,4 +57,5 @@ def _listen(host: str, port: int | None) -> socket.socket:
             return socket.create_server((host, wanted), family=family)
         except (OSError, OverflowError) as error:
             fault = error
-    raise ValueError(f"--host {host} --port {port} cannot be listened at: {fault}")
+    where = host if port is None else f"{host}, port {port},"
+    raise ValueError(f"{where} cannot be listened at ({fault}); choose another --host or --port")

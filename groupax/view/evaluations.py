@@ -60,7 +60,7 @@ def _item(record: dict[str, Any]) -> dict[str, Any]:
         for each in record["completions"]
     ]
     columns = {name: str(value)[:SHOWN_CHARACTERS] for name, value in dict(record.get("columns") or {}).items()}
-    return {"index": record.get("index"), "prompt": text[:SHOWN_CHARACTERS], "columns": columns, "completions": completions}
+    return {"prompt": text[:SHOWN_CHARACTERS], "columns": columns, "completions": completions}
 
 
 SHOWN = {

@@ -86,7 +86,7 @@ def refusal_of(method: str, path: str, headers: Mapping[str, str], loopback_only
     if method not in ("GET", "HEAD"):
         return f"{method} is refused: the page only reads"
     origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != host:
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         return f"requests of another origin ({origin[:200]!r}) are refused"
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         follows_link = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
@@ -119,6 +119,6 @@ def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
 async def _answer(send: Any, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
     body = f"groupax view: {text}\n".encode() if text else b""
     plain = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), "cache-control": "no-store"}
-    start = {"type": "http.response.start", "status": status, "headers": _encoded({**plain, **HEADERS, **(headers or {})})}
-    await send(start)
+    told = _encoded({**plain, **HEADERS, **(headers or {})})
+    await send({"type": "http.response.start", "status": status, "headers": told})
     await send({"type": "http.response.body", "body": body})

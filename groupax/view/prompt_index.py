@@ -10,12 +10,19 @@ import numpy as np
 from groupax.view.rollouts import Step, prompt_key, read_step, shown_prompt
 from groupax.view.runs import NotThereError, Run
 
-MOST_ENTRIES = 2_000_000  # groups; 44 bytes each
+MOST_ENTRIES = 2_000_000  # groups; 40 bytes each
 MOST_TEXTS = 50_000
 TEXT_CHARACTERS = 160
-FIELDS = (("key", "Q"), ("step", "q"), ("prompt_index", "l"), ("size", "l"), ("truncated", "l")) + tuple(
-    (name, "f") for name in ("mean", "low", "high")
-)
+KINDS = {  # of the columns, as `array` has them
+    "key": "Q",
+    "step": "q",
+    "prompt_index": "i",
+    "size": "i",
+    "truncated": "i",
+    "mean": "f",
+    "low": "f",
+    "high": "f",
+}
 
 
 class PromptIndex:
@@ -95,7 +102,7 @@ class PromptIndex:
 
     def _forget(self) -> None:
         self._generation = self._run.generation
-        self._columns = {name: array(kind) for name, kind in FIELDS}
+        self._columns = {name: array(kind) for name, kind in KINDS.items()}
         self._texts: dict[int, str] = {}
         self._done: set[int] = set()
         self._num_unreadable = 0
@@ -130,7 +137,7 @@ class PromptIndex:
             totals = totals[~np.isnan(totals)]
             low, mean, high = (totals.min(), totals.mean(), totals.max()) if totals.size else (np.nan,) * 3
             values = (key, number, prompt_index, len(rows), int(step.truncated[rows].sum()), mean, low, high)
-            for (name, _), value in zip(FIELDS, values, strict=True):
+            for name, value in zip(KINDS, values, strict=True):
                 self._columns[name].append(value)
             if key not in self._texts and len(self._texts) < MOST_TEXTS:
                 text = shown_prompt(step.text("prompt", int(rows[0]), 8 * TEXT_CHARACTERS)[0])

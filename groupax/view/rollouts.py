@@ -187,7 +187,6 @@ def _row(step: Step, row: int) -> dict[str, Any]:
         "advantage": step.advantage[row],
         "rewards": {name: column[row] for name, column in step.rewards.items()},
         "finish_reason": step.table.column("finish_reason")[row].as_py() if "finish_reason" in names else None,
-        "policy_version": step.table.column("policy_version")[row].as_py() if "policy_version" in names else None,
         "extra": {
             name.removeprefix(EXTRA): cut(_any_text(step.table.column(name)[row]))
             for name in names
@@ -221,9 +220,12 @@ def matching_rows(step: Step, query: str) -> list[int]:
 
 
 def token_channels(path: Path) -> dict[str, dict[str, str]]:
-    """What tokens can be shaded by: `kind` (logp, entropy, ratio, value) and `columns` behind it, by name."""
+    """What tokens can be shaded by: its `kind` (logp, entropy, ratio, value), its `column`, and the one that it is
+    taken `over`, by name."""
     with pyarrow.parquet.ParquetFile(path) as file:
         schema = file.schema_arrow
+    if "completion_ids" not in schema.names:
+        return {}
     names = [item.name for item in schema if _is_list(item.type) and pyarrow.types.is_floating(item.type.value_type)]
     channels = {name: {"kind": _kind(name), "column": name, "over": ""} for name in names}
     if "policy_logps" in names:
@@ -262,10 +264,11 @@ def token_values(path: Path, prompt_index: int, channel: str, sample: int | None
                 if sample is not None and sample_index != sample:
                     continue
                 ids = _list_values(batch.column("completion_ids")[row])[:limit].astype(int)
-                values = _list_values(batch.column(column)[row])[:limit]
+                values = _of_tokens(batch.column(column)[row], len(ids))
                 if over:
-                    values = np.exp(values - _list_values(batch.column(over)[row])[:limit])
-                found[sample_index] = {"ids": ids.tolist(), "values": np.round(values.astype(float), 5).tolist()}
+                    with np.errstate(over="ignore"):
+                        values = np.exp(values - _of_tokens(batch.column(over)[row], len(ids)))
+                found[sample_index] = {"ids": ids.tolist(), "values": np.round(values, 5).tolist()}
     return found
 
 
@@ -329,12 +332,10 @@ def _weighted(columns: Sequence[np.ndarray], weights: Sequence[float] | None, nu
 
 def _num_tokens(file: Any, schema: Any, table: Any) -> np.ndarray:
     """From the ids' lengths, which are read without being kept."""
-    import pyarrow.compute
-
     if "completion_ids" not in schema.names:
         return np.zeros(table.num_rows, np.int64)
     lengths = [
-        np.asarray(pyarrow.compute.list_value_length(batch.column(0)).fill_null(0))
+        np.asarray(batch.column(0).value_lengths().fill_null(0))
         for batch in file.iter_batches(batch_size=256, columns=["completion_ids"], use_threads=False)
     ]
     return np.concatenate(lengths).astype(np.int64) if lengths else np.zeros(0, np.int64)
@@ -351,6 +352,12 @@ def _floats(table: Any, name: str) -> np.ndarray:
 def _list_values(scalar: Any) -> np.ndarray:
     values = scalar.values
     return np.zeros(0) if values is None else np.asarray(values.to_numpy(zero_copy_only=False))
+
+
+def _of_tokens(scalar: Any, num_tokens: int) -> np.ndarray:
+    """A list as [num_tokens] float64, NaN where it has no value: a row may be without one."""
+    values = _list_values(scalar)[:num_tokens].astype(np.float64)
+    return np.concatenate([values, np.full(num_tokens - len(values), np.nan)])
 
 
 def _is_list(kind: Any) -> bool:

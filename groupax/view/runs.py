@@ -17,6 +17,7 @@ from groupax.view.tail import Tail
 
 MOST_METRICS = 5000  # names; a file with more is no log of a run
 LIVE_S = 60.0  # a run that wrote in the last minute is live
+SETTLED_NS = 10**9  # a folder that changed since may change again within the resolution of its time
 STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 
 
@@ -140,7 +141,7 @@ class Run:
         try:
             version = folder.stat().st_mtime_ns
             with self._lock:
-                if self._steps[0] == version:
+                if self._steps[0] == version and time.time_ns() - version > SETTLED_NS:
                     return self._steps[1]
             matches = (STEP_FILE.fullmatch(file.name) for file in folder.iterdir())
             steps = tuple(sorted(int(match[1]) for match in matches if match))
@@ -159,8 +160,8 @@ class Run:
         path = self.path / "rollouts" / f"step_{step:06d}.parquet"
         if not path.is_file():
             raise NotThereError(
-                f"the rollouts of step {step} are not there: it was not logged (log_completions, logging_steps), or its "
-                "file was removed to save space"
+                f"the rollouts of step {step} are not there: it was not logged (log_completions, logging_steps), or "
+                "its file was removed to save space"
             )
         return path
 

@@ -1,6 +1,5 @@
 """Texts in the rollouts of all steps."""
 
-import math
 import time
 from typing import Any
 
@@ -51,8 +50,7 @@ def search_steps(run: Run, query: str, before: float) -> dict[str, Any]:
                 }
             )
     is_end = num_searched == len(steps)
-    next_before = None if is_end or math.isinf(before) else before
-    return {"hits": hits, "next_before": next_before, "num_searched": num_searched}
+    return {"hits": hits, "next_before": None if is_end else before, "num_searched": num_searched}
 
 
 def excerpt(text: str, query: str) -> str:

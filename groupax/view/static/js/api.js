@@ -1,7 +1,5 @@
 // Questions to the server.
 
-export class Unanswered extends Error {}
-
 /** The answer to a question; lists become repeated parameters. */
 export async function ask(path, parameters = {}, signal = undefined) {
   const query = new URLSearchParams();
@@ -15,7 +13,7 @@ export async function ask(path, parameters = {}, signal = undefined) {
     answer = await fetch(`/api/${path}${text ? `?${text}` : ""}`, { signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Unanswered("groupax view does not answer; is it still running?");
+    throw new Error("groupax view does not answer; is it still running?");
   }
   const content = (answer.headers.get("content-type") ?? "").startsWith("application/json")
     ? await answer.json()

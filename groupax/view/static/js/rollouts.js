@@ -252,12 +252,10 @@ export class Rollouts {
 
   async update(changed) {
     if (!changed.includes(this.run)) return;
-    const was = this.steps[this.steps.length - 1];
     const first = !this.steps.length;
     await this.readSteps();
     if (first && this.steps.length) await this.moved(this.parameters);
     else if (this.steps.length) this.slider.value = String(this.steps.indexOf(this.step));
-    if (this.steps[this.steps.length - 1] !== was) this.count.classList.add("fresh");
   }
 
   fail(error) {

@@ -3,7 +3,6 @@
 export const app = {
   runs: {}, // name -> state, as the server tells it
   hidden: new Set(JSON.parse(localStorage.getItem("groupax-hidden") ?? "[]")),
-  view: null,
 };
 
 const NUM_COLOURS = 8;
