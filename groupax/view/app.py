@@ -274,7 +274,7 @@ def _number(request: Request, name: str, default: float) -> float:
 
 
 def _num_points(request: Request, default: int) -> int:
-    return int(min(max(_number(request, "points", default), 1), MOST_POINTS))
+    return int(min(max(_number(request, "points", float(default)), 1), MOST_POINTS))
 
 
 def _whole(request: Request, name: str, default: str = "") -> int:

@@ -129,7 +129,7 @@ def group_summaries(step: Step) -> list[dict[str, Any]]:
         rows = np.flatnonzero(step.prompt_index == prompt_index)
         totals = step.total[rows]
         known = totals[~np.isnan(totals)]
-        preview, _ = step.text("prompt", rows[0], PREVIEW_BYTES)
+        preview, _ = step.text("prompt", int(rows[0]), PREVIEW_BYTES)
         groups.append(
             {
                 "prompt_index": prompt_index,
@@ -164,7 +164,7 @@ def rewards_disagree(columns: Sequence[np.ndarray]) -> bool:
 def group(step: Step, prompt_index: int) -> dict[str, Any]:
     """A prompt and its completions, texts cut at `SHOWN_CHARACTERS`."""
     rows = step.rows_of(prompt_index)
-    whole, num_bytes = step.text("prompt", rows[0])
+    whole, num_bytes = step.text("prompt", int(rows[0]))
     return {
         "prompt": cut(whole),
         "messages": [{**message, "content": cut(message["content"])} for message in messages(whole)],
@@ -199,7 +199,7 @@ def whole_text(step: Step, prompt_index: int, sample_index: int | None) -> str:
     """A whole completion, or the whole prompt if no sample is named."""
     rows = step.rows_of(prompt_index)
     if sample_index is None:
-        return step.text("prompt", rows[0])[0]
+        return step.text("prompt", int(rows[0]))[0]
     for row in rows:
         if step.table.column("sample_index")[int(row)].as_py() == sample_index:
             return step.text("completion", int(row))[0]

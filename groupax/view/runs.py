@@ -132,8 +132,9 @@ class Run:
             weights = self.config().get("reward_weights")
         except ValueError:
             return None
-        is_numbers = isinstance(weights, list) and all(isinstance(each, int | float) for each in weights)
-        return weights if is_numbers else None
+        if not isinstance(weights, list) or not all(isinstance(each, int | float) for each in weights):
+            return None
+        return [float(each) for each in weights]
 
     def rollout_steps(self) -> tuple[int, ...]:
         """The steps whose rollouts are there, in order."""
@@ -160,8 +161,8 @@ class Run:
         path = self.path / "rollouts" / f"step_{step:06d}.parquet"
         if not path.is_file():
             raise NotThereError(
-                f"the rollouts of step {step} are not there: it was not logged (log_completions, logging_steps), or "
-                "its file was removed to save space"
+                f"the rollouts of step {step} are not there: it was not logged (log_completions_steps), or its "
+                "file was removed to save space (rollout_log_gb)"
             )
         return path
 

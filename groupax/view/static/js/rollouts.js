@@ -99,7 +99,7 @@ export class Rollouts {
     this.body.hidden = !this.steps.length;
     this.nothing?.remove();
     if (!this.steps.length) {
-      this.nothing = empty("No rollouts yet", `${this.run} has written no rollouts. They are logged with log_completions, every logging_steps steps.`);
+      this.nothing = empty("No rollouts yet", `${this.run} has written no rollouts. With log_completions it writes them every log_completions_steps steps.`);
       this.root.append(this.nothing);
       return;
     }
