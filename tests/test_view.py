@@ -258,7 +258,7 @@ def test_a_group_with_its_completions(port):
     assert row["rewards"] == {"right": 0.75, "<b>brief</b>": 0.25}
     assert (row["total"], row["advantage"], row["finish_reason"], row["num_tokens"]) == (1.25, 1.5, "length", 6)
     assert row["extra"] == {"note": HOSTILE}
-    assert list(found["channels"])[0] == "policy_logps"
+    assert next(iter(found["channels"])) == "policy_logps"
     assert found["channels"]["ratio trainer / policy"]["kind"] == "ratio"
 
 
@@ -325,13 +325,14 @@ def test_bytes_that_are_no_text_are_shown(tmp_path, port):
 
 
 def test_search_goes_through_all_steps_backwards(port):
-    found = ask(port, "search", run="alpha", q="Answer 1 OF step")
-    assert found["next_before"] is None
-    assert found["num_searched"] == 7  # one is damaged
-    assert [(hit["step"], hit["prompt_index"]) for hit in found["hits"]] == [
-        (step, prompt) for step in range(6, 0, -1) for prompt in (0, 1)
-    ]
-    assert found["hits"][0]["excerpt"] == "answer 1 of step 6"
+    hits, num_searched, before = [], 0, 10**9
+    while before is not None:  # an answer ends after a moment
+        found = ask(port, "search", run="alpha", q="Answer 1 OF step", before=before)
+        hits, num_searched, before = hits + found["hits"], num_searched + found["num_searched"], found["next_before"]
+    assert num_searched == 7  # one is damaged
+    places = [(hit["step"], hit["prompt_index"]) for hit in hits]
+    assert places == [(step, prompt) for step in range(6, 0, -1) for prompt in (0, 1)]
+    assert hits[0]["excerpt"] == "answer 1 of step 6"
     earlier = ask(port, "search", run="alpha", q="answer 1 of step", before=2)
     assert [hit["step"] for hit in earlier["hits"]] == [1, 1]
     assert "what is searched for" in ask(port, "search", 400, run="alpha")["error"]

@@ -56,13 +56,15 @@ export class Evaluations {
   }
 
   item(item) {
+    const judged = item.completions.filter((each) => each.solved !== null).length;
     const right = item.completions.filter((each) => each.solved).length;
+    const verdict = judged ? `${right} of ${judged} right` : "not judged";
     return el("details", { class: "item" },
-      el("summary", {}, el("span", { class: `badge ${right === item.completions.length ? "good" : right ? "note" : "warn"}` }, `${right} of ${item.completions.length} right`), el("span", { class: "preview" }, visible(item.prompt.slice(0, 300)))),
+      el("summary", {}, el("span", { class: `badge ${!judged ? "" : right === judged ? "good" : right ? "note" : "warn"}` }, verdict), el("span", { class: "preview" }, visible(item.prompt.slice(0, 300)))),
       el("pre", { class: "text" }, visible(item.prompt)),
       el("dl", { class: "columns" }, Object.entries(item.columns).map(([name, value]) => [el("dt", {}, visible(name)), el("dd", {}, visible(value.slice(0, 2000)))])),
       item.completions.map((each) => el("article", { class: "card" },
-        el("header", {}, el("span", { class: "total" }, each.solved === null ? "" : each.solved ? "right" : "wrong"), el("span", { class: "facts" }, `${shown(each.num_tokens)} tokens`),
+        el("header", {}, el("span", { class: "total" }, each.solved === null ? "" : each.solved ? "right" : "wrong"), el("span", { class: "facts" }, [...Object.entries(each.rewards).map(([name, value]) => `${visible(name)} ${shown(value)}`), `${shown(each.num_tokens)} tokens`].join(" · ")),
           each.finish_reason === "length" && el("span", { class: "badge warn" }, "cut off")),
         el("pre", { class: "text" }, visible(each.text)))));
   }
