@@ -350,7 +350,7 @@ def test_one_prompt_is_followed_over_the_steps(port):
     assert history["mean"] == history["low"] == history["high"] == [0.5] * 6
     assert history["truncated"] == [1] * 6
     assert ask(port, "group", run="alpha", step=1, prompt=0)["key"] == only["key"]
-    assert "was not seen" in ask(port, "prompt", 404, run="alpha", key="00")["error"]
+    assert ask(port, "prompt", run="alpha", key="00")["step"] == []
 
 
 def test_settings_findings_and_evaluations(port, folder):

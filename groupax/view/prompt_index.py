@@ -62,15 +62,13 @@ class PromptIndex:
             self._thread.join()
 
     def history(self, key: str) -> dict[str, Any]:
-        """A prompt's groups in the order of steps.
+        """A prompt's groups in the order of steps; none if it was not seen in what was read so far.
 
         Raises:
-            NotThereError: it was not seen in what was read so far.
+            NotThereError: this is no key.
         """
         columns = self._arrays()
         rows = np.flatnonzero(columns["key"] == np.uint64(_number(key)))
-        if not rows.size:
-            raise NotThereError(f"prompt {key} was not seen in the steps that were read so far")
         rows = rows[np.argsort(columns["step"][rows], kind="stable")]
         found = {name: column[rows].tolist() for name, column in columns.items() if name != "key"}
         return {"text": self._texts.get(_number(key), ""), **found}

@@ -17,7 +17,7 @@ export class Chart {
     this.plot = null;
     this.legend = el("ul", { class: "legend" });
     this.reading = el("span", { class: "reading", "aria-live": "polite" });
-    this.canvas = el("div", { class: "canvas", tabindex: "0", role: "img", on: { keydown: (event) => this.key(event) } });
+    this.canvas = el("div", { class: "canvas", tabindex: "0", role: "img", "aria-label": title, on: { keydown: (event) => this.key(event) } });
     this.card = el(
       "section",
       { class: `chart${options.wide ? " wide" : ""}`, "aria-label": title, data: { title } },

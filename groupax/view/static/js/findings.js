@@ -15,6 +15,9 @@ export class Findings {
     try {
       const found = await ask("findings");
       const runs = shownRuns();
+      const told = JSON.stringify([found, runs]);
+      if (told === this.told) return;
+      this.told = told;
       const parts = runs.filter((run) => found[run]?.length).map((run) => this.section(run, found[run], runs.length > 1));
       fill(this.body, parts.length ? parts : empty("Nothing is off", "No run that is shown has told of a finding: rewards vary, completions end, log-probs agree."));
     } catch (error) {

@@ -131,18 +131,20 @@ export class Group {
     const { channel, where, group } = this;
     const kind = group.channels[channel]?.kind;
     fill(this.legend, kind ? shadingLegend(kind) : []);
+    this.reading.hidden = !kind;
     if (!kind) return;
     try {
       const found = await ask("tokens", { ...where, channel });
       if (this.where !== where || this.channel !== channel) return;
       if (found.fault) this.legend.append(el("small", { class: "hint" }, visible(found.fault)));
-      for (const [sample, row] of Object.entries(found.rows)) this.shadeCard(Number(sample), row, kind);
+      for (const [sample, row] of Object.entries(found.rows)) this.shadeCard(Number(sample), row, kind, found.fault);
     } catch (error) {
       this.legend.append(el("small", { class: "hint", role: "alert" }, visible(error.message)));
     }
   }
 
-  shadeCard(sample, row, kind) {
+  /** Shade a completion's text, or if the tokens' texts are not known, their ids below it. */
+  shadeCard(sample, row, kind, fault) {
     const card = this.cards.get(sample);
     if (!card || !row.ids.length) return;
     this.tokens.set(sample, row);
@@ -150,10 +152,10 @@ export class Group {
     const more = rest > 0 && el("button", { type: "button", class: "show-all", on: { click: async () => {
       more.disabled = true;
       const found = await ask("tokens", { ...this.where, channel: this.channel, sample });
-      this.shadeCard(sample, found.rows[sample], kind);
+      this.shadeCard(sample, found.rows[sample], kind, found.fault);
     } } }, `Show all (${plural(rest, "more token")})`);
     const text = el("pre", { class: "text", data: { sample: String(sample) } }, shadedTokens(row, kind));
-    fill(card.body, text, more);
+    fill(card.body, fault && this.folding(card.row.text, card.row.is_cut, card.row), text, more);
   }
 
   readToken(event) {

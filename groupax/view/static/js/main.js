@@ -22,7 +22,6 @@ const KEYS = [
   ["1 – 6", "the views"], ["/", "search"], ["← →", "step before, next step"], ["↑ ↓", "group before, next group"], ["Home End", "first, newest step"],
   ["Shift+Enter", "in the search of rollouts: search all steps"], ["Esc", "clear search and filter, leave a field"], ["t", "light or dark"], ["?", "these keys"],
 ];
-const STATUS = { live: "live", done: "done", quiet: "quiet", waiting: "waiting" };
 const QUICK_MS = 1000;
 const SLOW_MS = 5000;
 
@@ -52,32 +51,56 @@ function show() {
   page.start(parameters);
 }
 
+/** Tabs and runs are made once and then changed in place: a click may be under way. */
+const tabs = Object.entries(VIEWS).map(([name, [title]], index) =>
+  el("a", { href: address(name), title: `${title} (${index + 1})` }, title));
+const count = el("span", { class: "count" });
+tabs[Object.keys(VIEWS).indexOf("findings")].append(count);
+fill(document.getElementById("tabs"), tabs);
+
 function drawTabs(current) {
   const numFindings = Object.values(app.runs).reduce((sum, run) => sum + run.num_findings, 0);
-  fill(document.getElementById("tabs"), Object.entries(VIEWS).map(([name, [title]], index) =>
-    el("a", { href: address(name), "aria-current": name === current ? "page" : null, title: `${title} (${index + 1})` }, title,
-      name === "findings" && numFindings > 0 && el("span", { class: "count" }, String(numFindings)))));
+  count.textContent = String(numFindings);
+  count.hidden = !numFindings;
+  Object.keys(VIEWS).forEach((name, index) => {
+    if (name === current) tabs[index].setAttribute("aria-current", "page");
+    else tabs[index].removeAttribute("aria-current");
+  });
+}
+
+const cards = new Map(); // by the run's name
+
+function runCard(name) {
+  const box = el("input", { type: "checkbox", name: `run-${name}`, on: { change: () => {
+    toggleRun(name);
+    drawRuns();
+    view?.page.update([name]);
+  } } });
+  const [status, facts, fault, bad] = [el("span"), el("div", { class: "facts" }), el("p", { class: "fault" }), el("p", { class: "fault" })];
+  const label = el("label", { title: app.runs[name].path }, box, el("span", { class: "name" }, visible(name)), status);
+  return { item: el("li", {}, label, facts, fault, bad), box, status, facts, fault, bad };
 }
 
 function drawRuns() {
   const chosen = new Set(shownRuns());
-  const items = Object.entries(app.runs).map(([name, run]) => {
-    const box = el("input", { type: "checkbox", checked: chosen.has(name), name: `run-${name}`, on: { change: () => {
-      toggleRun(name);
-      drawRuns();
-      view?.page.update([name]);
-    } } });
-    const item = el("li", { class: chosen.has(name) ? "" : "off" },
-      el("label", { title: run.path }, box, el("span", { class: "name" }, visible(name)), el("span", { class: `status ${run.status}` }, STATUS[run.status])),
-      el("div", { class: "facts" }, run.last_step === null ? "no step yet" : `step ${shown(run.last_step)}`, "reward" in run.latest && ` · reward ${shown(run.latest.reward, 3)}`),
-      run.fault && el("p", { class: "fault" }, visible(run.fault)),
-      run.num_bad_lines > 0 && el("p", { class: "fault" }, `${run.num_bad_lines} lines could not be read`));
+  const names = Object.keys(app.runs);
+  if (names.join("\n") !== [...cards.keys()].join("\n")) {
+    cards.clear();
+    for (const name of names) cards.set(name, runCard(name));
+    fill(side, el("h2", {}, "Runs"), el("ul", { class: "runs" }, [...cards.values()].map((card) => card.item)));
+  }
+  for (const [name, run] of Object.entries(app.runs)) {
+    const { item, box, status, facts, fault, bad } = cards.get(name);
+    box.checked = chosen.has(name);
+    item.className = chosen.has(name) ? "" : "off";
     item.style.setProperty("--key", runColour(name));
-    return item;
-  });
-  const focused = document.activeElement?.name;
-  fill(side, el("h2", {}, "Runs"), el("ul", { class: "runs" }, items));
-  if (focused?.startsWith("run-")) side.querySelector(`[name="${CSS.escape(focused)}"]`)?.focus();
+    status.className = `status ${run.status}`;
+    status.textContent = run.status;
+    const reward = "reward" in run.latest ? ` · reward ${shown(run.latest.reward, 3)}` : "";
+    facts.textContent = run.last_step === null ? "no step yet" : `step ${shown(run.last_step)}${reward}`;
+    fault.textContent = visible(run.fault);
+    bad.textContent = run.num_bad_lines > 0 ? `${run.num_bad_lines} lines could not be read` : "";
+  }
 }
 
 /** Ask for news; quickly while a run is live. */

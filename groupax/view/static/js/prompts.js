@@ -39,16 +39,7 @@ export class Prompts {
       else this.showPrompts(found.prompts);
       if (this.isReading(found.progress)) this.timer = setTimeout(() => this.read(), 700);
     } catch (error) {
-      if (this.closed || this.parameters !== parameters) return;
-      if (error.status === 404 && parameters.key) {
-        this.progress.textContent = "Looking for this prompt in the steps …";
-        this.timer = setTimeout(() => this.read(), 700);
-        const { progress } = await ask("prompts", { run: this.run });
-        if (!this.isReading(progress)) {
-          clearTimeout(this.timer);
-          this.fail(error);
-        }
-      } else this.fail(error);
+      if (!this.closed && this.parameters === parameters) fill(this.body, failure(error, () => this.read()));
     }
   }
 
@@ -62,10 +53,6 @@ export class Prompts {
     this.progress.textContent = `${progress.num_done.toLocaleString("en")} of ${plural(progress.num_steps, "step")} read${unreadable}${full}`;
   }
 
-  fail(error) {
-    fill(this.body, failure(error, () => this.read()));
-  }
-
   showPrompts(prompts) {
     this.chart?.close();
     this.chart = null;
@@ -76,7 +63,7 @@ export class Prompts {
     fill(this.body, el("table", { class: "data" },
       el("thead", {}, el("tr", {}, ["Prompt", "Seen", "Mean reward first", "last", "change"].map((text) => el("th", { scope: "col" }, text)))),
       el("tbody", {}, prompts.map((prompt) => {
-        const change = prompt.first === null || prompt.last === null ? null : prompt.last - prompt.first;
+        const change = prompt.count < 2 || prompt.first === null || prompt.last === null ? null : prompt.last - prompt.first;
         return el("tr", {},
           el("td", {}, el("a", { href: address("prompts", { run: this.run, key: prompt.key }) }, visible(prompt.text) || "(empty)")),
           el("td", { class: "number" }, shown(prompt.count)), el("td", { class: "number" }, shown(prompt.first, 3)), el("td", { class: "number" }, shown(prompt.last, 3)),
@@ -85,6 +72,11 @@ export class Prompts {
   }
 
   showPrompt(found) {
+    if (!found.step.length) {
+      const text = this.isReading(found.progress) ? "Looking for it in the steps …" : "No step whose rollouts are there has this prompt.";
+      fill(this.body, empty("Not seen yet", text));
+      return;
+    }
     const lines = [["best", "high", 2], ["mean", "mean", 0], ["worst", "low", 3]].map(([label, field, index]) => ({ label, colour: colour(index), x: found.step, y: found[field] }));
     if (!this.chart || !this.body.contains(this.chart.card)) {
       this.chart?.close();

@@ -124,7 +124,9 @@ export class Rollouts {
   }
 
   searched() {
-    this.query = this.search.value.trim();
+    const query = this.search.value.trim();
+    if (query === this.query) return;
+    this.query = query;
     this.stopSearch();
     if (this.steps.length) this.readStep().catch((error) => this.fail(error));
   }

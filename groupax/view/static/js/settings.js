@@ -16,7 +16,9 @@ export class Settings {
 
   async start() {
     try {
-      this.found = await ask("config");
+      const found = await ask("config");
+      if (JSON.stringify(found) === JSON.stringify(this.found)) return;
+      this.found = found;
       this.draw();
     } catch (error) {
       fill(this.body, failure(error, () => this.start()));
@@ -54,8 +56,11 @@ export class Settings {
     return true;
   }
 
-  update() {
-    return this.start();
+  async update() {
+    const runs = shownRuns().join("\n");
+    if (runs !== this.runs) this.found = null;
+    this.runs = runs;
+    await this.start();
   }
 
   close() {}
