@@ -41,7 +41,7 @@ export class Group {
     if (this.channel !== "" && !channels.includes(this.channel)) this.channel = channels[0] ?? "";
     const rows = [...group.rows].sort(ORDERS[this.order][1]);
     this.legend = el("span", { class: "shading" });
-    this.reading = el("p", { class: "token-reading", role: "status" }, " ");
+    this.reading = el("p", { class: "token-reading", role: "status" }, "Point at a token to read its number.");
     const totals = rows.map((row) => row.total).filter((total) => total !== null);
     const bounds = [Math.min(...totals), Math.max(...totals)];
     this.cards = new Map(rows.map((row, rank) => [row.sample_index, this.card(row, rank, bounds)]));

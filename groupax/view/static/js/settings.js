@@ -17,7 +17,9 @@ export class Settings {
   async start() {
     try {
       const found = await ask("config");
-      if (JSON.stringify(found) === JSON.stringify(this.found)) return;
+      const told = JSON.stringify([found, shownRuns()]);
+      if (told === this.told) return;
+      this.told = told;
       this.found = found;
       this.draw();
     } catch (error) {
@@ -56,11 +58,8 @@ export class Settings {
     return true;
   }
 
-  async update() {
-    const runs = shownRuns().join("\n");
-    if (runs !== this.runs) this.found = null;
-    this.runs = runs;
-    await this.start();
+  update() {
+    return this.start();
   }
 
   close() {}
