@@ -199,7 +199,9 @@ def test_groups_are_opened_filtered_and_searched(page):
     until(lambda: "right\n0\n<b>brief</b>\n1\n" in page.text(".card:first-child"))
     assert "cut off" in page.text(".card:last-child")
     page.choose("channel", "ratio trainer / policy")
-    until(lambda: "id 0 · ratio trainer / policy" in hovered(page))
+    until(lambda: "token 1: “⟨0⟩” · id 0 · ratio trainer / policy" in hovered(page))
+    page.one(".card:last-child pre[tabindex]").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert page.text(".token-reading") == "token 2: “⟨1⟩” · id 1 · ratio trainer / policy 1.284"
     page.press(Keys.ARROW_RIGHT)
     until(lambda: "prompt 1 of step 4" in page.text(".turns"))
     assert page.one("input[name=step]").get_property("value") == "4"

@@ -41,7 +41,7 @@ export class Group {
     if (this.channel !== "" && !channels.includes(this.channel)) this.channel = channels[0] ?? "";
     const rows = [...group.rows].sort(ORDERS[this.order][1]);
     this.legend = el("span", { class: "shading" });
-    this.reading = el("p", { class: "token-reading", role: "status" }, "Point at a token to read its number.");
+    this.reading = el("p", { class: "token-reading", role: "status" }, "Point at a token, or walk with the arrow keys, to read its number.");
     const totals = rows.map((row) => row.total).filter((total) => total !== null);
     const bounds = [Math.min(...totals), Math.max(...totals)];
     this.cards = new Map(rows.map((row, rank) => [row.sample_index, this.card(row, rank, bounds)]));
@@ -154,17 +154,38 @@ export class Group {
       const found = await ask("tokens", { ...this.where, channel: this.channel, sample });
       this.shadeCard(sample, found.rows[sample], kind, found.fault);
     } } }, `Show all (${plural(rest, "more token")})`);
-    const text = el("pre", { class: "text", data: { sample: String(sample) } }, shadedTokens(row, kind));
+    const text = el("pre", {
+      class: "text", data: { sample: String(sample) }, tabindex: "0", role: "group",
+      "aria-label": `Tokens of completion ${sample}; arrow keys read them`, on: { keydown: (event) => this.walk(event, sample) },
+    }, shadedTokens(row, kind));
     fill(card.body, fault && this.folding(card.row.text, card.row.is_cut, card.row), text, more);
   }
 
   readToken(event) {
     const index = event.target.dataset?.token;
     const sample = event.target.closest?.("[data-sample]")?.dataset.sample;
-    if (index === undefined || sample === undefined) return;
-    const row = this.tokens.get(Number(sample));
+    if (index !== undefined && sample !== undefined) this.tellToken(Number(sample), Number(index));
+  }
+
+  tellToken(sample, index) {
+    const row = this.tokens.get(sample);
     const kind = this.group.channels[this.channel]?.kind;
-    if (row && kind) this.reading.textContent = tokenReading(row, Number(index), readable(this.channel), kind);
+    if (row && kind) this.reading.textContent = tokenReading(row, index, readable(this.channel), kind);
+  }
+
+  /** Go from token to token with the keyboard. */
+  walk(event, sample) {
+    const moves = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const tokens = [...event.currentTarget.querySelectorAll(".tok")];
+    const at = tokens.findIndex((token) => token.classList.contains("at"));
+    const next = Math.min(Math.max(at + moves[event.key], 0), tokens.length - 1);
+    tokens[at]?.classList.remove("at");
+    tokens[next].classList.add("at");
+    tokens[next].scrollIntoView({ block: "nearest" });
+    this.tellToken(sample, next);
   }
 }
 
