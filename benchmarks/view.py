@@ -5,7 +5,7 @@ of its own, and opens it in headless Chromium. Prints the browser's own time of 
 drawn, how long steps take to open from the key press to their groups being on the page, what the index of all prompts
 and a search through all steps take, and the greatest memory of the server.
 
-Needs the extra `test`, and Chromium with its driver (Debian: chromium, chromium-driver).
+Needs selenium, and Chromium with its driver (Debian: chromium, chromium-driver).
 """
 
 import argparse
@@ -22,7 +22,7 @@ from urllib.request import urlopen
 import numpy as np
 
 from groupax.rollout import Rollout
-from groupax.rollout_log import rollout_table, write_table
+from groupax.rollout_log import TokenScores, rollout_table, write_table
 
 GROUP = 10
 TOKENS = 120
@@ -62,7 +62,9 @@ def make_run(folder: Path, num_steps: int, num_rollouts: int) -> None:
         )
         for index in range(num_rollouts)
     ]
-    table = rollout_table(1, rows, {index: row.policy_logps for index, row in enumerate(rows)})
+    table = rollout_table(
+        1, rows, {index: TokenScores(row.policy_logps, -row.policy_logps) for index, row in enumerate(rows)}
+    )
     place = table.column_names.index("prompt")
     for step in range(1, num_steps + 1):
         chosen = rng.choice(len(prompts), -(-num_rollouts // GROUP))

@@ -20,6 +20,7 @@ import pytest
 from groupax.cli import main
 from groupax.evaluation.items import Completion, Item
 from groupax.rollout import Rollout
+from groupax.rollout_log import TokenScores
 from groupax.tracking import RunFolder
 from groupax.view.guard import is_loopback
 from groupax.view.runs import Run, Runs
@@ -69,7 +70,12 @@ def write_run(folder, config, num_steps=NUM_STEPS):
         times = {"step_time": 2.0, "time/rollout_s": 1.5 - step / 10}
         run.write_metrics({"step": float(step), "reward": step / 10, "kl": float("nan"), **times})
         rows = [a_rollout(step, prompt, sample) for prompt in range(3) for sample in range(G)]
-        run.write_rollouts(step, rows, {index: row.policy_logps + 0.25 for index, row in enumerate(rows) if index % G})
+        scored = {
+            index: TokenScores(row.policy_logps + 0.25, -row.policy_logps)
+            for index, row in enumerate(rows)
+            if index % G
+        }
+        run.write_rollouts(step, rows, scored)
     run.write_finding(3, "kl_runaway", f"KL runs away {HOSTILE}")
     return run
 
@@ -260,6 +266,7 @@ def test_a_group_with_its_completions(port):
     assert (row["total"], row["advantage"], row["finish_reason"], row["num_tokens"]) == (1.25, 1.5, "length", 6)
     assert row["extra"] == {"note": HOSTILE}
     assert next(iter(found["channels"])) == "policy_logps"
+    assert found["channels"]["entropies"]["kind"] == "entropy"
     assert found["channels"]["ratio trainer / policy"]["kind"] == "ratio"
 
 
@@ -267,6 +274,8 @@ def test_tokens_with_their_numbers(port):
     found = ask(port, "tokens", run="alpha", step=3, prompt=1, channel="ratio trainer / policy")
     assert found["rows"]["1"]["values"] == pytest.approx([np.exp(0.25)] * 4, abs=1e-4)
     assert found["rows"]["0"]["values"] == [None] * 3  # the step did not train on it
+    entropies = ask(port, "tokens", run="alpha", step=3, prompt=1, channel="entropies")["rows"]
+    assert entropies["3"]["values"] == pytest.approx(np.linspace(2, 0.5, 6), abs=1e-4)
     one = ask(port, "tokens", run="alpha", step=3, prompt=1, channel="policy_logps", sample=2)
     assert list(one["rows"]) == ["2"]
     assert one["rows"]["2"]["texts"] == ["⟨0⟩", "⟨1⟩", "⟨2⟩", "⟨3⟩", "⟨4⟩"]
