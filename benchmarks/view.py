@@ -3,7 +3,7 @@
 Makes such a run folder (about 10,000 files; an existing one is used again), serves it with `groupax view` in a process
 of its own, and opens it in headless Chromium. Prints the browser's own time of the first paint, when the curves were
 drawn, how long steps take to open from the key press to their groups being on the page, what the index of all prompts
-and a search through all steps take, and the greatest memory of the server.
+takes, and the greatest memory of the server.
 
 Needs selenium, and Chromium with its driver (Debian: chromium, chromium-driver).
 """
@@ -35,7 +35,7 @@ const look = () => html.dataset.step === before ? requestAnimationFrame(look)
   : requestAnimationFrame(() => done(performance.now() - begun));
 document.body.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true }));
 look();"""
-# Until a group with its completions is there too.
+# Completions of a group that are there.
 CARDS = "return document.querySelectorAll('.card').length"
 
 

@@ -1,4 +1,4 @@
-"""The pictures of docs/view.md: `python dev/view_screenshots.py RUNS_FOLDER`, two runs of the demo.
+"""The pictures of docs/view.md: `python dev/view_screenshots.py RUNS_FOLDER`, e.g. with two runs of the demo.
 
 Serves the runs, opens the page in headless Chromium, light and dark, and writes docs/images/view_NAME_THEME.png with
 few colours, so that they stay small. Needs selenium, and Chromium with its driver.
