@@ -244,6 +244,7 @@ def test_softcapped_log_probs_are_those_of_a_dense_softmax():
 # -- mixtures of experts
 
 
+@pytest.mark.heavy
 def test_both_ways_through_the_experts_are_the_sum_over_them():
     rng = np.random.default_rng(0)
     x, gate, up, down = (
