@@ -20,6 +20,8 @@ from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import decoding_params
 from groupax.models.specs import Params
+from groupax.models.split import place
+from groupax.parallel.mesh import is_split, rows_mesh
 from groupax.parallel.peak import free_memory_bytes
 from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokenizer
 
@@ -27,13 +29,13 @@ from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokeni
 class Engine:
     """Generates completions with the weights it is given.
 
-    The weights are read and, unless `weights` asks for fewer bits, never copied: set `params` to the trainer's newest
-    before each rollout.
+    The weights are read and, unless `weights` asks for fewer bits or the mesh splits them, never copied: set `params` to
+    the trainer's newest before each rollout. Split ones are gathered once when they are set, never while decoding.
 
     Args:
         config: the model's architecture.
         params: its weights, on `mesh`.
-        mesh: rows are spread over its data axes.
+        mesh: rows are spread over all of its devices.
         eos_ids: tokens that end every completion.
         max_slots: most completions decoded at once; the others wait for a free slot.
         chunk_steps: tokens decoded between two visits to the host; a multiple of 8.
@@ -110,9 +112,9 @@ class Engine:
     ) -> None:
         self.config = config
         self.weights = weights
+        self.mesh, self._gathers = rows_mesh(mesh), is_split(mesh)
         self._given: Params | None = None
         self.params = params
-        self.mesh = mesh
         self.eos_ids = eos_ids
         self.max_slots = max_slots
         self.chunk_steps = chunk_steps
@@ -128,8 +130,9 @@ class Engine:
 
     @params.setter
     def params(self, params: Params) -> None:
-        if params is not self._given:  # a copy in fewer bits is not made twice
-            self._given, self._params = params, decoding_params(self.config, params, self.weights)
+        if params is not self._given:  # a copy is not made twice
+            whole = place(self.config, self.mesh, params) if self._gathers else params
+            self._given, self._params = params, decoding_params(self.config, whole, self.weights)
 
     def generate(self, prompts: Any, params: SamplingParams | None = None, step: int = 0) -> list[list[Sequence]]:
         """`params.n` completions of each prompt, in order.

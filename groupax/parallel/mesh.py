@@ -66,7 +66,8 @@ def make_mesh(shape: tuple[int, int, int, int, int] = (-1, 1, 1, 1, 1)) -> Mesh:
         known = -int(np.prod(sizes))
         sizes[sizes.index(-1)] = max(1, devices.size // known)
     if np.prod(sizes) != devices.size:
-        raise ValueError(f"mesh {tuple(shape)} asks for {int(np.prod(sizes))} devices, there are {devices.size}")
+        asked = f"{int(np.prod(sizes))} devices" if -1 not in shape else f"a multiple of {known}"
+        raise ValueError(f"mesh {','.join(map(str, shape))} asks for {asked}, there are {devices.size} devices")
     return Mesh(devices.reshape(sizes), AXES)
 
 

@@ -1,0 +1,129 @@
+"""Models split over a mesh: the same numbers as on one device, and what cannot be split."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from groupax import GRPOConfig, GRPOTrainer, init_model
+from groupax.batch import Row
+from groupax.learner import Learner
+from groupax.models.checkpoint import add_adapter, on_mesh
+from groupax.models.lora import LoRAConfig
+from groupax.parallel.mesh import make_mesh
+from groupax.trainer import learner_settings
+
+from .conftest import TINY, one_device_mesh
+from .test_config_and_data import a_tokenizer
+
+# One device has no use for a donated gradient.
+pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers")
+MIXTURE = {**TINY, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def some_rows(num_words):
+    rng = np.random.default_rng(0)
+    rows = []
+    for group in range(4):
+        prompt = rng.integers(3, num_words, rng.integers(2, 20)).astype(np.int32)
+        for _ in range(2):
+            T = int(rng.integers(3, 20))
+            words = rng.integers(3, num_words, T).astype(np.int32)
+            rows.append(
+                Row(group, prompt, words, np.ones(T, bool), float(rng.normal()), np.full(T, -3.0, np.float32))
+            )
+    return rows
+
+
+def after_updates(model, num=1, **settings):
+    """Trained weights, and the gradient's norm, of an optimizer whose updates are as large as the gradients."""
+    args = GRPOConfig(optimizer="sgd", learning_rate=1.0, lr_scheduler_type="constant", entropy_coef=0.01, **settings)
+    learner = Learner(model, learner_settings(args), 10)
+    for _ in range(num):
+        metrics = learner.update(some_rows(model.config.vocab_size)).metrics
+    return learner, metrics
+
+
+def assert_same_update(model, shape, replicated=(), atol=2e-6, **settings):
+    split = on_mesh(model, make_mesh(shape), replicated)
+    one, on_one = after_updates(on_mesh(model, one_device_mesh()), **settings)
+    many, on_many = after_updates(split, **settings)
+    assert on_many["grad_norm"] == pytest.approx(on_one["grad_norm"], rel=1e-5)
+    for a, b in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(many.state.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=atol, rtol=0)
+    return many
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("change", "shape", "settings"),
+    [
+        ({}, (1, 4, 1, 1, 1), {"gradient_checkpointing": "full"}),
+        ({"model_type": "qwen2"}, (1, 1, 1, 4, 1), {"replicated": ["kv_heads"]}),
+        ({"model_type": "qwen3", "head_dim": 16}, (1, 1, 1, 2, 2), {}),
+        ({}, (1, 1, 1, 1, 4), {"beta": 0.1}),
+        ({**MIXTURE, "router_aux_loss_coef": 0.5}, (1, 2, 2, 1, 1), {"share_prefix": "never"}),
+        ({**MIXTURE, "router_aux_loss_coef": 0.5}, (1, 1, 1, 2, 2), {"share_prefix": "never"}),
+        ({"model_type": "olmo2"}, (1, 2, 1, 2, 1), {"replicated": ["heads", "kv_heads"]}),
+        ({"model_type": "cohere", "vocab_size": 97}, (2, 1, 1, 2, 1), {"replicated": ["vocab"]}),
+    ],
+    ids=str,
+)
+def test_meshes_and_families_give_the_gradients_of_one_device(change, shape, settings):
+    model = init_model({**TINY, **change}, mesh=one_device_mesh())
+    params = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params)
+    assert_same_update(replace(model, params=params), shape, **settings)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("shape", [(1, 2, 1, 2, 1), (1, 1, 1, 2, 2)], ids=str)
+def test_adapters_too(shape):
+    lora = LoRAConfig(r=4, lora_alpha=8, bias="none", modules_to_save=["norm"])
+    model = add_adapter(init_model(TINY, mesh=one_device_mesh()), lora)
+    ones = jax.tree.map(lambda x: x + 0.1, model.adapter.trained)
+    assert_same_update(replace(model, adapter=replace(model.adapter, trained=ones)), shape)
+
+
+def test_each_axis_gives_the_gradients_of_one_device():
+    model = init_model({**TINY, "num_hidden_layers": 1}, mesh=one_device_mesh())
+    learner = assert_same_update(model, (1, 2, 1, 2, 1))
+    moved = learner.state.params["layers"][0]["gate"]
+    assert {shard.data.shape for shard in moved.addressable_shards} == {(32, 16)}
+
+
+@pytest.mark.parametrize(
+    ("change", "shape", "replicated", "message"),
+    [
+        ({}, (1, 1, 1, 4, 1), (), r"kv_heads \(2\) does not divide by tp=4.*mesh_replicate kv_heads"),
+        ({"hidden_size": 34, "head_dim": 8}, (1, 4, 1, 1, 1), (), r"embed \(34\) does not divide by fsdp=4"),
+        ({}, (1, 1, 1, 4, 1), ("kv_head",), "names kv_head; dims that meshes split are embed, vocab, heads"),
+        ({"model_type": "olmo2"}, (2, 1, 1, 2, 1), (), r"heads \(1\) does not divide"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}, (1, 1, 1, 1, 4), (), "6 heads on each device"),
+    ],
+)
+def test_what_does_not_divide_is_told(change, shape, replicated, message):
+    with pytest.raises(ValueError, match=message):
+        init_model({**TINY, **change}, mesh=make_mesh(shape), replicated=replicated)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("2,2", "five numbers"),
+        ("1,x,1,1,1", "five numbers"),
+        ("-1,-1,1,1,1", "one of them may be -1"),
+        ("0,1,1,1,1", "at least 1"),
+    ],
+)
+def test_mesh_settings_are_checked(mesh, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(mesh=mesh)
+
+
+def test_a_mesh_has_all_devices():
+    with pytest.raises(ValueError, match="mesh 3,1,1,1,1 asks for 3 devices, there are 4"):
+        make_mesh((3, 1, 1, 1, 1))
+    with pytest.raises(ValueError, match="mesh 3,-1,1,1,1 asks for a multiple of 3, there are 4 devices"):
+        make_mesh((3, -1, 1, 1, 1))
+    assert dict(make_mesh((1, -1, 1, 2, 1)).shape) == {"dp": 1, "fsdp": 2, "ep": 1, "tp": 2, "sp": 1}
