@@ -322,7 +322,7 @@ def _logprobs(
 
 
 def _balance(routings: list[Routing], batch: MicroBatch, layout: Layout) -> Float[Array, ""]:
-    """This data shard's part of the micro-batch's load-balancing loss, times the micro-batch's number of loss tokens."""
+    """This shard's part of the micro-batch's load-balancing loss, times the micro-batch's number of loss tokens."""
     num_tokens = lax.psum(jnp.sum(batch.evidence.mask).astype(jnp.float32), DATA)
     counted = own_tokens(batch.ragged.slots >= 0, layout)
     return summed(load_balancing_loss(routings, counted, TOKENS), layout.axis("tokens")) * num_tokens

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from groupax import GRPOConfig, GRPOTrainer, init_model
+from groupax import GRPOConfig, init_model
 from groupax.batch import Row
 from groupax.learner import Learner
 from groupax.models.checkpoint import add_adapter, on_mesh
@@ -15,7 +15,6 @@ from groupax.parallel.mesh import make_mesh
 from groupax.trainer import learner_settings
 
 from .conftest import TINY, one_device_mesh
-from .test_config_and_data import a_tokenizer
 
 # One device has no use for a donated gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers")
@@ -30,9 +29,7 @@ def some_rows(num_words):
         for _ in range(2):
             T = int(rng.integers(3, 20))
             words = rng.integers(3, num_words, T).astype(np.int32)
-            rows.append(
-                Row(group, prompt, words, np.ones(T, bool), float(rng.normal()), np.full(T, -3.0, np.float32))
-            )
+            rows.append(Row(group, prompt, words, np.ones(T, bool), float(rng.normal()), np.full(T, -3.0, np.float32)))
     return rows
 
 
@@ -62,7 +59,7 @@ def assert_same_update(model, shape, replicated=(), atol=2e-6, **settings):
         ({}, (1, 4, 1, 1, 1), {"gradient_checkpointing": "full"}),
         ({"model_type": "qwen2"}, (1, 1, 1, 4, 1), {"replicated": ["kv_heads"]}),
         ({"model_type": "qwen3", "head_dim": 16}, (1, 1, 1, 2, 2), {}),
-        ({}, (1, 1, 1, 1, 4), {"beta": 0.1}),
+        ({}, (1, 1, 1, 1, 4), {}),
         ({**MIXTURE, "router_aux_loss_coef": 0.5}, (1, 2, 2, 1, 1), {"share_prefix": "never"}),
         ({**MIXTURE, "router_aux_loss_coef": 0.5}, (1, 1, 1, 2, 2), {"share_prefix": "never"}),
         ({"model_type": "olmo2"}, (1, 2, 1, 2, 1), {"replicated": ["heads", "kv_heads"]}),
@@ -99,7 +96,12 @@ def test_each_axis_gives_the_gradients_of_one_device():
         ({"hidden_size": 34, "head_dim": 8}, (1, 4, 1, 1, 1), (), r"embed \(34\) does not divide by fsdp=4"),
         ({}, (1, 1, 1, 4, 1), ("kv_head",), "names kv_head; dims that meshes split are embed, vocab, heads"),
         ({"model_type": "olmo2"}, (2, 1, 1, 2, 1), (), r"heads \(1\) does not divide"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}, (1, 1, 1, 1, 4), (), "6 heads on each device"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8},
+            (1, 1, 1, 1, 4),
+            (),
+            "6 heads on each device",
+        ),
     ],
 )
 def test_what_does_not_divide_is_told(change, shape, replicated, message):

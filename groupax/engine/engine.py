@@ -20,7 +20,7 @@ from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import decoding_params
 from groupax.models.specs import Params
-from groupax.models.split import place
+from groupax.models.split import laid_out
 from groupax.parallel.mesh import is_split, rows_mesh
 from groupax.parallel.peak import free_memory_bytes
 from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokenizer
@@ -29,8 +29,8 @@ from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokeni
 class Engine:
     """Generates completions with the weights it is given.
 
-    The weights are read and, unless `weights` asks for fewer bits or the mesh splits them, never copied: set `params` to
-    the trainer's newest before each rollout. Split ones are gathered once when they are set, never while decoding.
+    The weights are read and, unless `weights` asks for fewer bits or the mesh splits them, never copied: set `params`
+    to the trainer's newest before each rollout. Split ones are gathered once when they are set, never while decoding.
 
     Args:
         config: the model's architecture.
@@ -131,7 +131,7 @@ class Engine:
     @params.setter
     def params(self, params: Params) -> None:
         if params is not self._given:  # a copy is not made twice
-            whole = place(self.config, self.mesh, params) if self._gathers else params
+            whole = laid_out(self.config, self.mesh, params) if self._gathers else params
             self._given, self._params = params, decoding_params(self.config, whole, self.weights)
 
     def generate(self, prompts: Any, params: SamplingParams | None = None, step: int = 0) -> list[list[Sequence]]:

@@ -37,7 +37,7 @@ from groupax.models.specs import (
     spec_leaves,
     split_dims,
 )
-from groupax.models.split import place
+from groupax.models.split import laid_out
 from groupax.parallel.mesh import check_divides, mesh_for, sizes_text
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -120,9 +120,7 @@ def load_model(
             name_or_path,
             folder,
             base,
-            lambda name: load_model(
-                name, dtype, mesh, weights, max_positions=max_positions, replicated=replicated
-            ),
+            lambda name: load_model(name, dtype, mesh, weights, max_positions=max_positions, replicated=replicated),
         )
     if base is not None:
         raise ValueError(f"{name_or_path} is a model and no adapter; it has no base ({base})")
@@ -173,7 +171,7 @@ def _load_adapter(
         raise ValueError(f"the base of the adapter in {folder}, {named}, is an adapter too; merge it first")
     _check_dropout(lora, model.mesh)
     trained = peft_format.read_tensors(model.config, lora, folder, _replicated(model.mesh))
-    trained = place(model.config, model.mesh, trained)
+    trained = laid_out(model.config, model.mesh, trained)
     adapted = _adapted(model, Adapter(lora, Frozen(model.params, np.float32(lora.scale)), trained, model.name))
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     return replace(adapted, source=folder if has_tokenizer else model.source, name=_absolute(name_or_path))
@@ -189,7 +187,7 @@ def add_adapter(model: Model, lora: LoRAConfig, seed: int = 0) -> Model:
         raise ValueError(f"{model.name or 'the model'} has an adapter already; merge it first, or train that one")
     _check_dropout(lora, model.mesh)
     trained = init_adapter(model.config, lora, model.params, jax.random.key(seed), _replicated(model.mesh))
-    trained = place(model.config, model.mesh, trained)
+    trained = laid_out(model.config, model.mesh, trained)
     return _adapted(model, Adapter(lora, Frozen(model.params, np.float32(lora.scale)), trained, model.name))
 
 
@@ -203,19 +201,19 @@ def on_mesh(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model
         return model
     check_divides(split_dims(model.config), mesh, replicated)
     if model.adapter is None:
-        return replace(model, params=place(model.config, mesh, model.params), mesh=mesh)
+        return replace(model, params=laid_out(model.config, mesh, model.params), mesh=mesh)
     adapter = model.adapter
     _check_dropout(adapter.config, mesh)
-    frozen = replace(adapter.frozen, params=place(model.config, mesh, adapter.frozen.params))
-    adapter = replace(adapter, frozen=frozen, trained=place(model.config, mesh, adapter.trained))
+    frozen = replace(adapter.frozen, params=laid_out(model.config, mesh, adapter.frozen.params))
+    adapter = replace(adapter, frozen=frozen, trained=laid_out(model.config, mesh, adapter.trained))
     return _adapted(replace(model, params=frozen.params, mesh=mesh), adapter)
 
 
 def _check_dropout(lora: LoRAConfig, mesh: Mesh) -> None:
     if lora.lora_dropout and mesh.shape["tp"] > 1:
         raise ValueError(
-            f"mesh {sizes_text(mesh)}: lora_dropout {lora.lora_dropout} is not built for inputs that are split over tp; "
-            "set it to 0, or tp to 1"
+            f"mesh {sizes_text(mesh)}: lora_dropout {lora.lora_dropout} is not built for inputs that are split over "
+            "tp; set it to 0, or tp to 1"
         )
 
 

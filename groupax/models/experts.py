@@ -46,8 +46,8 @@ def mixture(
     """The sum over each token's likeliest experts of weight * down(activation(gate x) * up x).
 
     The weights are the softmax of the router's logits, of all experts, divided by their sum if `experts.normalized`
-    (arXiv:2401.04088, section 2.1). No token is dropped. Where experts are split over a mesh axis, a device computes its
-    own ones for the tokens of all.
+    (arXiv:2401.04088, section 2.1). No token is dropped. Where experts are split over a mesh axis, a device computes
+    its own ones for the tokens of all.
     """
     logits = einsum_f32("md,ed->me", x, router)
     exps = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))

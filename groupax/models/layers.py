@@ -106,9 +106,7 @@ def linear(x: Float[Array, "*M I"], weight: Weight, bias: Array | None = None) -
     return y if bias is None else y + jnp.expand_dims(bias, tuple(range(y.ndim - 1)))
 
 
-def linear_of_parts(
-    x: Float[Array, "*M I"], weight: Weight, bias: Array | None, axis: Axis
-) -> Float[Array, "*M O"]:
+def linear_of_parts(x: Float[Array, "*M I"], weight: Weight, bias: Array | None, axis: Axis) -> Float[Array, "*M O"]:
     """`linear`, of inputs that are split over a mesh axis like the weight's; the result is whole."""
     if axis is None:
         return linear(x, weight, bias)

@@ -28,7 +28,7 @@ def partition_specs(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
     return _specs(layout_of(config, mesh), model_specs(config), params)
 
 
-def place(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
+def laid_out(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
     """The weights on a mesh, split as it says; those that lie there already are not copied."""
     specs = partition_specs(config, mesh, params)
     return jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
@@ -44,7 +44,10 @@ def _specs(layout: Layout, spec: Any, weight: Any) -> Any:
         return LowRank(layout.spec(a), layout.spec(b))
     leaves, structure = jax.tree.flatten(weight)
     if isinstance(weight, Adapted):
-        own = [*jax.tree.leaves(_specs(layout, spec, weight.base)), *_specs(layout, spec, weight.change).__dict__.values()]
+        own = [
+            *jax.tree.leaves(_specs(layout, spec, weight.base)),
+            *_specs(layout, spec, weight.change).__dict__.values(),
+        ]
         return jax.tree.unflatten(structure, [*own, *[PartitionSpec()] * (len(leaves) - len(own))])
     own = layout.spec(spec.axes) if jax.tree_util.treedef_is_leaf(structure) else PartitionSpec()
     return jax.tree.unflatten(structure, [own] * len(leaves))
