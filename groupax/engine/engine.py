@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -131,7 +132,7 @@ class Engine:
     @params.setter
     def params(self, params: Params) -> None:
         if params is not self._given:  # a copy is not made twice
-            whole = laid_out(self.config, self.mesh, params) if self._gathers else params
+            whole = jax.block_until_ready(laid_out(self.config, self.mesh, params)) if self._gathers else params
             self._given, self._params = params, decoding_params(self.config, whole, self.weights)
 
     def generate(self, prompts: Any, params: SamplingParams | None = None, step: int = 0) -> list[list[Sequence]]:

@@ -37,9 +37,9 @@ def mixture(
     experts: Experts,
     x: Float[Array, "M D"],
     router: Float[Array, "E D"],
-    gate: Float[Array, "E F D"],
-    up: Float[Array, "E F D"],
-    down: Float[Array, "E D F"],
+    gate: Float[Array, "e F D"],
+    up: Float[Array, "e F D"],
+    down: Float[Array, "e D F"],
     activation: Activation = "silu",
     layout: Layout = WHOLE,
 ) -> tuple[Float[Array, "M D"], Routing]:
