@@ -272,6 +272,8 @@ class GRPOTrainer:
         num = min(self._num_left, self.slices.per_step - len(rows) // self.slices.rows)
         batch = rows + experience.next_rows(num, len(rows))
         self._state_before = self.learner.state
+        if self.pipeline is None:
+            self.engine.release()
         update = self.learner.update(batch)
         self.experience = experience.after(num, update.logps[len(rows) :])
         if not self._num_left:

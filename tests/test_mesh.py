@@ -1,13 +1,20 @@
 """Models split over a mesh: the same numbers as on one device, and what cannot be split."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from groupax import GRPOConfig, init_model
+from groupax import GRPOConfig, init_model, save_model
 from groupax.batch import Row
+from groupax.cli import main
 from groupax.learner import Learner
 from groupax.models.checkpoint import add_adapter, on_mesh
 from groupax.models.lora import LoRAConfig
@@ -15,10 +22,25 @@ from groupax.parallel.mesh import make_mesh
 from groupax.trainer import learner_settings
 
 from .conftest import TINY, one_device_mesh
+from .test_config_and_data import a_tokenizer
 
 # One device has no use for a donated gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers")
-MIXTURE = {**TINY, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTURE = {
+    **TINY,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.5,
+}
+
+
+COMMAND = (
+    "train --model model --dataset prompts.jsonl --eval_dataset prompts.jsonl --reward_funcs letters_reward:letters "
+    "--prompts_per_step 2 --num_generations 4 --max_completion_length 8 --eval_steps 1 --save_steps 1 --optimizer sgd "
+    "--learning_rate 1.0 --lr_scheduler_type constant --progress_bar none"
+)
+REWARD = "def letters(completions, **_):\n    return [text.count('a') for text in completions]\n"
 
 
 def some_rows(num_words):
@@ -52,20 +74,25 @@ def assert_same_update(model, shape, replicated=(), atol=2e-6, **settings):
     return many
 
 
-@pytest.mark.heavy
+CASES = {
+    "fsdp": ({}, (1, 4, 1, 1, 1), {"gradient_checkpointing": "full"}),
+    "tp-beyond-kv-heads": ({"model_type": "qwen2"}, (1, 1, 1, 4, 1), {"replicated": ["kv_heads"]}),
+    "tp-sp": ({"model_type": "qwen3", "head_dim": 16}, (1, 1, 1, 2, 2), {}),
+    "sp": ({}, (1, 1, 1, 1, 4), {}),
+    "experts": (MIXTURE, (1, 2, 2, 1, 1), {"share_prefix": "never"}),
+    "experts-tp-sp": (MIXTURE, (1, 1, 1, 2, 2), {"share_prefix": "never"}),
+    "whole-heads": ({"model_type": "olmo2"}, (1, 2, 1, 2, 1), {"replicated": ["heads", "kv_heads"]}),
+    "whole-vocabulary": ({"model_type": "cohere", "vocab_size": 97}, (2, 1, 1, 2, 1), {"replicated": ["vocab"]}),
+}
+HEAVY = ("tp-sp", "experts")
+
+
 @pytest.mark.parametrize(
     ("change", "shape", "settings"),
     [
-        ({}, (1, 4, 1, 1, 1), {"gradient_checkpointing": "full"}),
-        ({"model_type": "qwen2"}, (1, 1, 1, 4, 1), {"replicated": ["kv_heads"]}),
-        ({"model_type": "qwen3", "head_dim": 16}, (1, 1, 1, 2, 2), {}),
-        ({}, (1, 1, 1, 1, 4), {}),
-        ({**MIXTURE, "router_aux_loss_coef": 0.5}, (1, 2, 2, 1, 1), {"share_prefix": "never"}),
-        ({**MIXTURE, "router_aux_loss_coef": 0.5}, (1, 1, 1, 2, 2), {"share_prefix": "never"}),
-        ({"model_type": "olmo2"}, (1, 2, 1, 2, 1), {"replicated": ["heads", "kv_heads"]}),
-        ({"model_type": "cohere", "vocab_size": 97}, (2, 1, 1, 2, 1), {"replicated": ["vocab"]}),
+        pytest.param(*CASES[name], id=name, marks=getattr(pytest.mark, "heavy" if name in HEAVY else "long"))
+        for name in CASES
     ],
-    ids=str,
 )
 def test_meshes_and_families_give_the_gradients_of_one_device(change, shape, settings):
     model = init_model({**TINY, **change}, mesh=one_device_mesh())
@@ -73,8 +100,11 @@ def test_meshes_and_families_give_the_gradients_of_one_device(change, shape, set
     assert_same_update(replace(model, params=params), shape, **settings)
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("shape", [(1, 2, 1, 2, 1), (1, 1, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param((1, 2, 1, 2, 1), marks=pytest.mark.heavy), pytest.param((1, 1, 1, 2, 2), marks=pytest.mark.long)],
+    ids=str,
+)
 def test_adapters_too(shape):
     lora = LoRAConfig(r=4, lora_alpha=8, bias="none", modules_to_save=["norm"])
     model = add_adapter(init_model(TINY, mesh=one_device_mesh()), lora)
@@ -87,6 +117,52 @@ def test_each_axis_gives_the_gradients_of_one_device():
     learner = assert_same_update(model, (1, 2, 1, 2, 1))
     moved = learner.state.params["layers"][0]["gate"]
     assert {shard.data.shape for shard in moved.addressable_shards} == {(32, 16)}
+
+
+@pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.heavy), pytest.param(4, marks=pytest.mark.long)])
+def test_a_run_saved_on_one_mesh_goes_on_on_another(lora, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    hf_config = {**TINY, "vocab_size": 16, "num_hidden_layers": 1}
+    save_model(init_model(hf_config, mesh=one_device_mesh()), tmp_path / "model", a_tokenizer(eos_token="<eos>"))
+    Path("prompts.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("ab", "cd", "aef")))
+    Path("letters_reward.py").write_text(REWARD)
+    argv = [*COMMAND.split(), *(["--lora_r", str(lora)] if lora else [])]
+    assert main([*argv, "--output_dir", "one", "--max_steps", "3"]) == 0
+    assert main([*argv, "--output_dir", "run", "--max_steps", "2", "--mesh", "1,2,1,2,1"]) == 0
+    assert main(["resume", "run", "--max_steps", "3", "--mesh", "1,-1,1,1,1"]) == 0
+    assert "devices have changed" in capsys.readouterr().out
+    name = "adapter_model.safetensors" if lora else "model.safetensors"
+    one, run = (load_file(Path(folder, "model", name)) for folder in ("one", "run"))
+    assert one.keys() == run.keys()
+    for tensor in one:
+        np.testing.assert_allclose(one[tensor], run[tensor], atol=1e-5, rtol=0)
+    lines = [
+        [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+        for folder in ("one", "run")
+    ]
+    for a, b in zip(*lines, strict=True):
+        for metric in ("reward", "eval/reward", "grad_norm"):
+            assert (metric in a) == (metric in b)
+            assert b.get(metric, 0.0) == pytest.approx(a.get(metric, 0.0), rel=1e-4)
+
+
+MESHES = ["8,1,1,1,1", "1,8,1,1,1", "2,2,1,2,1", "1,2,1,2,2", "1,1,1,4,2"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "meshes"), [("model", MESHES), ("adapter", MESHES), ("mixture", ["1,2,4,1,1"])], ids=lambda x: x[:7]
+)
+def test_runs_on_eight_devices_end_as_on_one(kind, meshes, stories):
+    assert stories.is_dir()
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("mesh_run.py")), kind, "sgd", *meshes]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ})
+    told = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [line["mesh"] for line in told] == meshes
+    for line in told:
+        assert line["same"], line
+        assert line["difference"] < 1e-5, line
 
 
 @pytest.mark.parametrize(

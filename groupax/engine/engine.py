@@ -31,7 +31,7 @@ class Engine:
     """Generates completions with the weights it is given.
 
     The weights are read and, unless `weights` asks for fewer bits or the mesh splits them, never copied: set `params`
-    to the trainer's newest before each rollout. Split ones are gathered once when they are set, never while decoding.
+    to the trainer's newest before each rollout. Split ones are gathered once, when decoding begins.
 
     Args:
         config: the model's architecture.
@@ -114,8 +114,8 @@ class Engine:
         self.config = config
         self.weights = weights
         self.mesh, self._gathers = rows_mesh(mesh), is_split(mesh)
-        self._given: Params | None = None
-        self.params = params
+        self._given: Params = params
+        self._params: Params | None = None
         self.eos_ids = eos_ids
         self.max_slots = max_slots
         self.chunk_steps = chunk_steps
@@ -126,14 +126,22 @@ class Engine:
 
     @property
     def params(self) -> Params:
-        """The weights that it decodes with."""
+        """The weights it decodes with."""
+        if self._params is None:
+            given = self._given
+            whole = jax.block_until_ready(laid_out(self.config, self.mesh, given)) if self._gathers else given
+            self._params = decoding_params(self.config, whole, self.weights)
         return self._params
 
     @params.setter
     def params(self, params: Params) -> None:
         if params is not self._given:  # a copy is not made twice
-            whole = jax.block_until_ready(laid_out(self.config, self.mesh, params)) if self._gathers else params
-            self._given, self._params = params, decoding_params(self.config, whole, self.weights)
+            self._given, self._params = params, None
+
+    def release(self) -> None:
+        """Give back the memory of gathered weights; what is decoded next gathers them again."""
+        if self._gathers:
+            self._params = None
 
     def generate(self, prompts: Any, params: SamplingParams | None = None, step: int = 0) -> list[list[Sequence]]:
         """`params.n` completions of each prompt, in order.
