@@ -24,6 +24,7 @@ PROMPTS = ["Once upon a time", "Lily and Tom", "One day, a dog", "The sun was", 
 OPTIMIZERS = {
     "sgd": {"optimizer": "sgd", "learning_rate": 1.0},
     "adamw": {"optimizer": "adamw", "learning_rate": 1e-3},
+    "adamw_1e-5": {"optimizer": "adamw", "learning_rate": 1e-3, "adam_epsilon": 1e-5},
 }
 
 
