@@ -2,8 +2,14 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+KEY = "benchmark"
 
 QWEN_7M: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -54,3 +60,31 @@ def show(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     for row in rows:
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
     Console().print(table)
+
+
+@contextmanager
+def served(folder: Path, config: Mapping[str, Any], dtype: str, *options: str) -> Iterator[tuple[str, int]]:
+    """Address and id of a `groupax serve` in another process, with random weights of a shape; its key is KEY.
+
+    Args:
+        folder: where the model is written.
+        config: its `config.json`.
+        dtype: of its weights.
+        options: further ones of the command.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    from groupax import init_model, save_model
+
+    words = Tokenizer(WordLevel({"<unk>": 0, **{str(number): number for number in range(1, 100)}}, "<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<unk>")
+    save_model(init_model(config, dtype=dtype), folder, tokenizer)
+    command = [sys.executable, "-m", "groupax", "serve", "--model", str(folder), "--port", "0", "--api_key", KEY]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None, "piped"
+        try:
+            yield server.stdout.readline().split(" at ")[1].strip().removesuffix("/v1"), server.pid
+        finally:
+            server.terminate()

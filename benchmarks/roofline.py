@@ -70,7 +70,7 @@ def timed_steps(model: Model, rows: int) -> tuple[float, Cache]:
             caches[:] = [self.cache]
             return grown
 
-    with patch("groupax.engine.engine.Batch", TimedBatch):
+    with patch("groupax.engine.session.Batch", TimedBatch):
         for seed in range(4):
             engine.generate(prompts, SamplingParams(n=GROUP, max_tokens=NEW_TOKENS, seed=seed))
     return statistics.median(seconds[5::3]), caches[0]

@@ -17,6 +17,7 @@ from groupax.config import DecodingWeights, GRPOConfig, nearest
 from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.recipes import RECIPES, Recipe, load_recipe
+from groupax.serve import command as serve_command
 
 USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
 
@@ -24,7 +25,9 @@ commands:
   train      train a model: --model, --dataset and --reward_funcs, or --recipe ({", ".join(RECIPES)})
   eval       how well a model does: groupax eval --model MODEL --recipe gsm8k --dataset FILE_OR_FOLDER
   compare    two evaluations on the same prompts: groupax compare BEFORE AFTER
+  report     what a run came to, as HTML and Markdown: groupax report RUN_DIR
   generate   sample completions from a model
+  serve      a model behind OpenAI's interface: groupax serve --model MODEL --port 8000
   resume     go on with a run that was stopped: groupax resume RUN_DIR [options of train that are to differ]
   checkpoints   of a run: groupax checkpoints RUN_DIR list | verify | delete STEP | export [STEP] --to FOLDER
   inspect    what a model is and takes, and what an adapter trains
@@ -366,7 +369,9 @@ COMMANDS = {
     "train": train,
     "eval": eval_commands.evaluate,
     "compare": eval_commands.compare,
+    "report": eval_commands.report,
     "generate": generate,
+    "serve": serve_command.serve,
     "resume": resume,
     "checkpoints": checkpoints,
     "inspect": commands.inspect,

@@ -21,6 +21,7 @@ from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollout import Rollout, Sampler, rollout
 from groupax.run_state import Cursor, Experience, Group
+from groupax.serve.client import RemoteSampler
 from groupax.slices import Slices
 
 
@@ -46,7 +47,7 @@ class Collector:
         slices: Slices,
         prompts: PromptSet,
         tokenizer: Any,
-        engine: Engine,
+        engine: Engine | RemoteSampler,
         learner: Learner,
         runner: RewardRunner,
         reward_weights: np.ndarray,

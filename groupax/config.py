@@ -4,7 +4,7 @@ import difflib
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from groupax.objective.settings import (
     ImportanceSamplingLevel,
@@ -25,6 +25,9 @@ SharePrefix = Literal["auto", "always", "never"]
 DecodingWeights = Literal["same", "bfloat16", "int8", "float8"]
 BaseWeights = Literal["same", "int8", "float8", "nf4"]
 LoRABias = Literal["none", "all", "lora_only"]
+TrackerName = Literal["wandb", "tensorboard", "trackio", "jsonl"]
+
+TRACKERS: tuple[str, ...] = get_args(TrackerName)
 
 T = TypeVar("T")
 
@@ -54,6 +57,9 @@ _AT_LEAST = {
     "num_iterations": 1,
     "max_completion_length": 1,
     "logging_steps": 1,
+    "log_completions_steps": 1,
+    "rollout_log_gb": 0,
+    "weight_distribution_log_steps": 0,
     "max_concurrent_rows": 1,
     "kv_cache_gb": 1e-6,
     "lora_r": 0,
@@ -140,6 +146,9 @@ class GRPOConfig:
     max_staleness: int = 0
     """Make rollouts in threads while earlier steps train, by the policy of so many optimizer steps before the first
     update on them; 0 samples and trains in turn. Needs rollout_correction. See docs/async.md."""
+    rollout: str | tuple[str, ...] = ()
+    """Addresses of `groupax serve`s that sample the rollouts in place of this process, as http://host:8000; they get
+    the policy's weights each time. Their key is that in the environment, GROUPAX_API_KEY. See docs/serving.md."""
     micro_batch_tokens: int | None = None
     """Tokens per device that go through the model at once in training; None chooses for the device."""
     filter_zero_variance: bool = False
@@ -369,6 +378,22 @@ class GRPOConfig:
     """What is shown while training."""
     log_completions: bool = True
     """Show a sample group now and then, and keep logged steps' rollouts in the run folder."""
+    log_completions_steps: int = 1
+    """Keep the rollouts of logged steps that are multiples of this, and of the first and the last one."""
+    rollout_log_gb: float | None = 20.0
+    """Most GB of rollouts/; beyond it steps are removed such that the others are evenly spread, but never the first,
+    the newest and the best one. None for no limit."""
+    report_to: tuple[TrackerName, ...] = ()
+    """Where to report beside the run folder: wandb, tensorboard, trackio, jsonl; see docs/monitoring.md."""
+    run_name: str | None = None
+    """What the run is called there; None takes the folder's name."""
+    project: str = "groupax"
+    """What wandb and trackio show the run under."""
+    track_memory: bool = False
+    """Measure after every step what memory is in use, beside its peak."""
+    weight_distribution_log_steps: int = 0
+    """Every so many updates measure each weight's norm and how far the update moves it, for which what is trained is
+    copied; 0 never does."""
 
     def __post_init__(self) -> None:
         for name, limit in _AT_LEAST.items():
@@ -427,8 +452,16 @@ class GRPOConfig:
                 f"multi_objective_aggregation 'normalize_then_sum' normalizes by group and batch itself; leave "
                 f"scale_rewards at 'group', got {self.scale_rewards!r}"
             )
+        for name in self.report_to:
+            if name not in TRACKERS:
+                raise ValueError(f"report_to must be of {', '.join(TRACKERS)}, got {name!r}{nearest(name, TRACKERS)}")
+        if len(set(self.report_to)) < len(self.report_to):
+            raise ValueError(f"report_to names a tracker twice: {', '.join(self.report_to)}")
         self._check_adapter()
         self._check_staleness()
+        for address in self.rollout_servers:
+            if not address.startswith(("http://", "https://")):
+                raise ValueError(f"rollout must name servers as http://host:port, got {address!r}")
         if self.whole_epochs and self.filter_zero_variance:
             raise ValueError("whole_epochs and filter_zero_variance exclude each other: rollouts differ in size then")
         if self.sync_ref_model and self.beta == 0:
@@ -459,6 +492,11 @@ class GRPOConfig:
                 f"updates_per_rollout {self.updates_per_rollout} has steps on several rollouts, which max_staleness "
                 "cannot tell apart; make it a whole number"
             )
+
+    @property
+    def rollout_servers(self) -> tuple[str, ...]:
+        """The addresses of `rollout`."""
+        return (self.rollout,) if isinstance(self.rollout, str) else tuple(self.rollout)
 
     def _check_adapter(self) -> None:
         own = [field for field in fields(self) if field.name in _OF_ADAPTER]

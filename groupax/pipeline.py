@@ -157,9 +157,11 @@ class Pipeline:
                 cursor = replace(cursor, num_prompts=earlier.first_prompt + len(earlier.groups))
         with self.turns:
             collector.engine.params = collector.learner.policy_of(job.policy.trained)
-        sampler = _InTurn(collector.engine, self.turns)
-        if not collector.args.filter_zero_variance:  # which may sample again
-            sampler.ended = job.sampled
+        sampler = collector.engine
+        if isinstance(sampler, Engine):
+            sampler = _InTurn(sampler, self.turns)
+            if not collector.args.filter_zero_variance:  # which may sample again
+                sampler.ended = job.sampled
         return collector.sample(sampler, cursor, job.policy.version)
 
 

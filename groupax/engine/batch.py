@@ -1,12 +1,12 @@
-"""The sequences of one request on the devices: they enter slots, are decoded a chunk at a time, and leave.
+"""Sequences on the devices: they enter slots, are decoded a chunk at a time, and leave.
 
-    make_room ──► admit ──► decode ──► keep_prefixes ──► retire ──► make_room ...
+    (submit ──► fit) ──► make_room ──► admit ──► decode ──► keep_prefixes ──► retire ──► make_room ...
 
 The scheduler knows which sequence sits in which slot, the plan what memory allows; here is what follows from both for
 the arrays.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -24,11 +24,12 @@ from groupax.engine.plan import (
     CacheShape,
     Plan,
     bucket,
+    expected_columns,
     max_prompts,
     power_of_two,
 )
 from groupax.engine.prefixes import Prefix, PrefixStore
-from groupax.engine.rearrange import move, move_slots, rearrange, release, stored_of, take
+from groupax.engine.rearrange import move, move_slots, rearrange, release, stored_of, take, widen_slots
 from groupax.engine.scheduler import Admission, Scheduler, Sequence
 from groupax.engine.slots import BIASED_TOKENS, STOP_IDS, fill, slot_table, slots_of
 from groupax.models.config import ModelConfig
@@ -36,7 +37,7 @@ from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
 
 # All that is compiled for decoding.
-PROGRAMS: tuple[Any, ...] = (admit, decode_chunk, move, move_slots, release, stored_of, take)
+PROGRAMS: tuple[Any, ...] = (admit, decode_chunk, move, move_slots, release, stored_of, take, widen_slots)
 
 
 class Batch:
@@ -73,17 +74,13 @@ class Batch:
         self.config, self.mesh, self.plan, self.prefixes = config, mesh, plan, prefixes
         self.chunk_steps = chunk_steps
         num_shards = num_data_shards(mesh)
-        counts: dict[int, int] = {}
+        counts: dict[tuple[int, int], int] = {}
         for sequence in sequences:
-            counts[sequence.prompt_index] = counts.get(sequence.prompt_index, 0) + 1
-        longest_prompt = max(len(sequence.prompt) for sequence in sequences) - 1
-        longest_completion = max(sequence.params.max_tokens for sequence in sequences)
-        longest = (longest_prompt, _multiple_of_8(longest_completion) + chunk_steps)
-        shape = plan.first_shape(counts.values(), num_shards, longest)
+            counts[sequence.group] = counts.get(sequence.group, 0) + 1
+        shape = plan.first_shape(counts.values(), num_shards, longest(sequences, chunk_steps))
         self.scheduler = Scheduler(num_shards, shape.num_slots, shape.share)
         self.scheduler.submit(sequences)
-        self.num_stop_ids = max(STOP_IDS, *(power_of_two(len(sequence.stop_ids)) for sequence in sequences))
-        self.num_biased = max(BIASED_TOKENS, *(power_of_two(len(each.params.logit_bias)) for each in sequences))
+        self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
         num_columns = bucket(chunk_steps, CACHE_COLUMNS)
         sizes = (num_shards * shape.num_places, shape.num_prompt_columns, num_shards * shape.num_slots, num_columns)
         self.cache: Cache = _cache_maker(config, *sizes, kv_dtype, mesh)()
@@ -95,6 +92,56 @@ class Batch:
         """Of each shard's cache."""
         scheduler, cache = self.scheduler, self.cache
         return CacheShape(scheduler.slots_per_shard, scheduler.share, cache.num_prompt_columns, cache.num_columns)
+
+    def allows(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether two sequences that are as long as the longest of these and of its own would fit."""
+        all_of_them = [*self.scheduler.running, *self.scheduler.queued, *sequences]
+        return self.plan.allows(self.plan.smallest_shape(longest(all_of_them, self.chunk_steps)))
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Put further sequences behind those that wait. Before they are admitted, `fit` has to be called."""
+        self.scheduler.submit(sequences)
+
+    def fit(self) -> None:
+        """Have prompt columns, places and slots for what waits, as far as memory allows.
+
+        A longer prompt makes all of them wider; running sequences begin again if there is no room for that.
+        """
+        scheduler, shape = self.scheduler, self.shape
+        if not scheduler.waiting:
+            return
+        sequences = [*scheduler.running, *scheduler.queued]
+        self._widen_slots(sequences)
+        longest_prompt, longest_completion = longest(sequences, self.chunk_steps)
+        prompt_columns = bucket(longest_prompt, PREFILL_COLUMNS)
+        if shape.num_prompt_columns // 2 < prompt_columns < shape.num_prompt_columns:
+            prompt_columns = shape.num_prompt_columns
+        wanted = replace(shape, share=scheduler.fitting_share(), num_prompt_columns=prompt_columns)
+        if not self.plan.allows(wanted):
+            target = _multiple_of_8(scheduler.num_fed)
+            columns = bucket(target + self.chunk_steps, CACHE_COLUMNS)
+            # what begins again may share no places
+            num_slots = self.plan.smaller(replace(wanted, share=1, num_columns=columns)).num_slots
+            share = min(shape.share, num_slots)
+            places, rows = scheduler.evict(num_slots // share, share)
+            self._rearrange(rows, places, target, columns)
+            shape = self.shape
+            wanted = replace(shape, share=scheduler.fitting_share(), num_prompt_columns=prompt_columns)
+        expected = max(shape.num_columns, expected_columns(longest_completion))
+        num_unplaced = scheduler.num_unplaced
+        while num_unplaced > scheduler.num_shards * (wanted.num_slots - shape.num_slots):
+            doubled = replace(wanted, num_slots=2 * wanted.num_slots)
+            if not (self.plan.allows(replace(doubled, num_columns=expected)) and self._may_have(doubled.num_slots)):
+                break
+            wanted = doubled
+        if wanted == shape:
+            return
+        more = wanted.num_slots > shape.num_slots
+        rows = self._indices(wanted.num_slots, shape.num_slots, 1) if more else None
+        places = self._indices(wanted.num_places, shape.num_places, shape.share // wanted.share)
+        scheduler.split(wanted.share)
+        scheduler.grow(wanted.num_slots)
+        self._rearrange(rows, places, self.column, shape.num_columns, prompt_columns)
 
     def make_room(self) -> None:
         """Have columns for another chunk: they are moved, made more or fewer, or slots are given up or added."""
@@ -112,7 +159,7 @@ class Batch:
             shape = self.plan.smaller(shape)
             places, rows = scheduler.evict(shape.num_places, shape.share)
         elif scheduler.num_unplaced and self.plan.allows(doubled) and self._may_have(doubled.num_slots):
-            rows, places = (self._twice(number) for number in (shape.num_slots, shape.num_places))
+            rows, places = (self._indices(2 * number, number, 1) for number in (shape.num_slots, shape.num_places))
             scheduler.grow(doubled.num_slots)
         self._rearrange(rows, places, target, shape.num_columns)
 
@@ -145,6 +192,8 @@ class Batch:
         for slot, sequence in enumerate(self.scheduler.slots):
             if sequence is None or sequence.finish_reason is None or not sequence.tokens:
                 continue
+            if sequence.versions[0] != sequence.versions[-1]:
+                continue  # some of it was computed by other weights
             stored = jax.device_get(stored_of(self.cache, self.slots, slot, slot // self.scheduler.share))
             of_prompt = slice(self.cache.num_prompt_columns - (len(sequence.prompt) - 1), None)
             of_row = slice(int(stored["start"]), int(stored["start"]) + len(sequence.tokens))
@@ -181,12 +230,26 @@ class Batch:
         """Whether each shard may have so many slots."""
         return num_slots <= power_of_two(self.plan.max_slots, self.scheduler.num_shards)
 
-    def _twice(self, number: int) -> np.ndarray:
-        """Indices of each shard's slots or places, and behind them as many new ones."""
-        own = np.concatenate([np.arange(number), np.full(number, -1)])
-        return np.tile(own, self.scheduler.num_shards).astype(np.int32)
+    def _indices(self, number: int, number_before: int, parts: int) -> np.ndarray:
+        """For each of so many slots or places of each shard the one that it is a part of, -1 for new ones."""
+        own = np.arange(number) // parts
+        return np.tile(np.where(own < number_before, own, -1), self.scheduler.num_shards).astype(np.int32)
 
-    def _rearrange(self, rows: np.ndarray | None, places: np.ndarray | None, column: int, num_columns: int) -> None:
+    def _widen_slots(self, sequences: list[Sequence]) -> None:
+        """Have room for the stop ids and biased tokens of these sequences."""
+        sizes = _slot_sizes(sequences)
+        if sizes[0] > self.num_stop_ids or sizes[1] > self.num_biased:
+            self.num_stop_ids, self.num_biased = max(self.num_stop_ids, sizes[0]), max(self.num_biased, sizes[1])
+            self.slots = widen_slots(self.slots, num_stop_ids=self.num_stop_ids, num_biased=self.num_biased)
+
+    def _rearrange(
+        self,
+        rows: np.ndarray | None,
+        places: np.ndarray | None,
+        column: int,
+        num_columns: int,
+        num_prompt_columns: int | None = None,
+    ) -> None:
         """Have these slots and places, and the next column at `column`."""
         self.cache, self.slots = rearrange(
             self.cache,
@@ -195,6 +258,7 @@ class Batch:
             None if places is None else self._on_rows(places),
             column - self.column,
             num_columns=num_columns,
+            num_prompt_columns=num_prompt_columns or self.cache.num_prompt_columns,
             mesh=self.mesh,
         )
         self.column = column
@@ -245,6 +309,19 @@ class Batch:
 
     def _on_rows(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))
+
+
+def longest(sequences: Iterable[Sequence], chunk_steps: int) -> tuple[int, int]:
+    """The most columns that a prompt and a completion of these take."""
+    sizes = [(len(sequence.prompt), sequence.params.max_tokens) for sequence in sequences]
+    longest_prompt, longest_completion = (max(of) for of in zip(*sizes, strict=True))
+    return longest_prompt - 1, _multiple_of_8(longest_completion) + chunk_steps
+
+
+def _slot_sizes(sequences: Iterable[Sequence]) -> tuple[int, int]:
+    """How many stop ids and biased tokens a slot must have room for."""
+    sizes = [(power_of_two(len(each.stop_ids)), power_of_two(len(each.params.logit_bias))) for each in sequences]
+    return max(STOP_IDS, *(num for num, _ in sizes)), max(BIASED_TOKENS, *(num for _, num in sizes))
 
 
 def _fetched(chunk: Chunk, running: list[Sequence]) -> Chunk:

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from groupax.engine.batch import PROGRAMS, Batch
+from groupax.engine.batch import PROGRAMS
 from groupax.engine.params import SamplingParams
 from groupax.engine.plan import FREE_PART, Plan
 from groupax.engine.prefixes import PrefixStore
 from groupax.engine.sampling import row_keys
 from groupax.engine.scheduler import Sequence
-from groupax.engine.stops import find_stop, text_before_stop
+from groupax.engine.session import Session
 from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import decoding_params
@@ -24,7 +24,7 @@ from groupax.models.specs import Params
 from groupax.models.split import laid_out
 from groupax.parallel.mesh import is_split, rows_mesh
 from groupax.parallel.peak import free_memory_bytes
-from groupax.tokenizer import decode, encode_prompts, eos_token_ids, load_tokenizer
+from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer
 
 
 class Engine:
@@ -51,6 +51,7 @@ class Engine:
 
     Attributes:
         prefixes: what is stored of finished sequences.
+        version: of the weights; one more whenever others are set. Who counts otherwise sets it too, right after them.
 
     Example:
         >>> engine = Engine.load("Qwen/Qwen3-0.6B")  # doctest: +SKIP
@@ -116,6 +117,7 @@ class Engine:
         self.mesh, self._gathers = rows_mesh(mesh), is_split(mesh)
         self._given: Params = params
         self._params: Params | None = None
+        self.version = 0
         self.eos_ids = eos_ids
         self.max_slots = max_slots
         self.chunk_steps = chunk_steps
@@ -137,6 +139,7 @@ class Engine:
     def params(self, params: Params) -> None:
         if params is not self._given:  # a copy is not made twice
             self._given, self._params = params, None
+            self.version += 1
 
     def release(self) -> None:
         """Give back the memory of gathered weights; what is decoded next gathers them again."""
@@ -193,13 +196,7 @@ class Engine:
         outside = [token for token in params.logit_bias if not 0 <= token < self.config.vocab_size]
         if outside:
             raise ValueError(f"logit_bias names tokens {outside}; the vocabulary has {self.config.vocab_size}")
-        stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids)))
-        rows = [(first_prompt + p, s) for p in range(len(prompts)) for s in range(params.n)]
-        keys = row_keys(params.seed, step, *np.array(rows).T) if rows else []
-        return [
-            Sequence(p, s, np.asarray(prompts[p - first_prompt], np.int32), params, stop_ids, key)
-            for (p, s), key in zip(rows, keys, strict=True)
-        ]
+        return unstarted(prompts, params, self.eos_ids, step, first_prompt)
 
     def stream(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
         """Run sequences to their ends, each yielded as soon as it is finished."""
@@ -216,36 +213,10 @@ class Engine:
         Raises:
             ValueError: the memory for keys and values does not hold two of the longest sequences.
         """
-        sequences = list(sequences)
-        if not sequences:
-            return
-        batch = Batch(self.config, self.mesh, self.plan(), sequences, self.chunk_steps, self.kv_dtype, self.prefixes)
-        told: dict[int, int] = {}  # by sequence; one that had to start again has been told more than it has
-        ended: set[int] = set()
-        while batch.scheduler.busy:
-            cancelled = batch.scheduler.cancelled()
-            for sequence in cancelled:
-                self._finish(sequence, len(sequence.tokens))
-            batch.retire()
-            for sequence in cancelled:
-                if id(sequence) not in ended:
-                    yield sequence, 0
-            batch.make_room()
-            batch.admit(self.params)
-            if not batch.scheduler.running:
-                break
-            grown = batch.decode(self.params)
-            for sequence, num_before in grown:
-                self._finish(sequence, num_before)
-            batch.keep_prefixes()
-            batch.retire()
-            for sequence, _ in grown:
-                num_new = len(sequence.tokens) - told.get(id(sequence), 0)
-                told[id(sequence)] = max(told.get(id(sequence), 0), len(sequence.tokens))
-                if sequence.finish_reason:
-                    ended.add(id(sequence))
-                if num_new > 0 or sequence.finish_reason:
-                    yield sequence, num_new
+        session = Session(self)
+        session.submit(sequences)
+        while session.busy:
+            yield from session.step()
 
     def plan(self) -> Plan:
         """How much of the cache fits into `kv_bytes`, or into a part of the memory that is free now."""
@@ -270,20 +241,6 @@ class Engine:
         """Programs that engines of this process have compiled."""
         return sum(program._cache_size() for program in PROGRAMS)
 
-    def _finish(self, sequence: Sequence, num_before: int) -> None:
-        """Look for stop texts in what is new, and set the text of a sequence that has ended."""
-        stop = sequence.params.stop
-        if stop and sequence.finish_reason != "abort":
-            kept = find_stop(self._decode, sequence.tokens, num_before, stop, sequence.params.min_tokens)
-            if kept is not None:
-                sequence.cut(kept)
-                sequence.finish_reason = "stop"
-        if sequence.finish_reason and self.tokenizer is not None:
-            sequence.text = text_before_stop(self._decode(sequence.tokens), stop)
-
-    def _decode(self, tokens: Iterable[int]) -> str:
-        return decode(self.tokenizer, [list(tokens)])[0]
-
     def _check(self, index: int, prompt: np.ndarray, params: SamplingParams) -> None:
         limit = self.config.max_positions
         if prompt.size == 0:
@@ -298,3 +255,24 @@ class Engine:
                 f"prompt {index} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has "
                 f"{self.config.vocab_size} tokens: is this its tokenizer?"
             )
+
+
+def unstarted(
+    prompts: list[np.ndarray], params: SamplingParams, eos_ids: tuple[int, ...], step: int = 0, first_prompt: int = 0
+) -> list[Sequence]:
+    """Unstarted sequences of prompts, as `Engine.sequences` gives them, not checked against any model.
+
+    Args:
+        prompts: token ids of each prompt.
+        params: how to sample.
+        eos_ids: tokens that end every completion, unless `params.ignore_eos`.
+        step: distinguishes calls with the same seed.
+        first_prompt: the first one's `prompt_index`.
+    """
+    stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_ids), *params.stop_token_ids)))
+    rows = [(first_prompt + p, s) for p in range(len(prompts)) for s in range(params.n)]
+    keys = row_keys(params.seed, step, *np.array(rows).T) if rows else []
+    return [
+        Sequence(p, s, np.asarray(prompts[p - first_prompt], np.int32), params, stop_ids, key)
+        for (p, s), key in zip(rows, keys, strict=True)
+    ]

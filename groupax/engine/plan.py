@@ -69,6 +69,28 @@ class Plan:
         """Whether this shape is within the budget."""
         return self.planned_tokens(shape) <= self.max_tokens
 
+    def smallest_shape(self, longest: tuple[int, int]) -> CacheShape:
+        """The shape for two sequences with at most so many tokens of a prompt and of a completion."""
+        prompt_columns, columns = bucket(longest[0], PREFILL_COLUMNS), bucket(longest[1], CACHE_COLUMNS)
+        return CacheShape(MIN_SLOTS, 1, prompt_columns, columns)
+
+    def check(self, longest: tuple[int, int]) -> None:
+        """Refuse what can never run.
+
+        Args:
+            longest: the most tokens of a prompt and of a completion.
+
+        Raises:
+            ValueError: two sequences of these lengths do not fit on a shard.
+        """
+        smallest = self.smallest_shape(longest)
+        if not self.allows(smallest):
+            raise ValueError(
+                f"{MIN_SLOTS} completions of {longest[1]} tokens behind prompts of {longest[0]} tokens need the keys "
+                f"and values of {self.planned_tokens(smallest)} tokens on a device at once, and there is room for "
+                f"those of {self.max_tokens}; lower max_tokens, shorten the prompts, or allow the cache more memory"
+            )
+
     def first_shape(self, group_sizes: Iterable[int], num_shards: int, longest: tuple[int, int]) -> CacheShape:
         """The shape to begin with: as many slots as there is work and room for, at the expected lengths.
 
@@ -81,15 +103,9 @@ class Plan:
             ValueError: two sequences of these lengths do not fit on a shard.
         """
         sizes = list(group_sizes)
-        prompt_columns, columns = bucket(longest[0], PREFILL_COLUMNS), bucket(longest[1], CACHE_COLUMNS)
-        smallest = CacheShape(MIN_SLOTS, 1, prompt_columns, columns)
-        if not self.allows(smallest):
-            raise ValueError(
-                f"{MIN_SLOTS} completions of {longest[1]} tokens behind prompts of {longest[0]} tokens need the keys "
-                f"and values of {self.planned_tokens(smallest)} tokens on a device at once, and there is room for "
-                f"those of {self.max_tokens}; lower max_tokens, shorten the prompts, or allow the cache more memory"
-            )
-        expected = bucket(int(EXPECTED_PART * longest[1]), CACHE_COLUMNS)
+        self.check(longest)
+        prompt_columns = bucket(longest[0], PREFILL_COLUMNS)
+        expected = expected_columns(longest[1])
         num_slots = max(MIN_SLOTS, power_of_two(min(sum(sizes), self.max_slots), num_shards))
         while True:
             waits = sum(sizes) > num_shards * num_slots
@@ -104,6 +120,11 @@ class Plan:
             share = shape.share if shape.num_places > 1 else shape.share // 2
             shape = replace(shape, num_slots=shape.num_slots // 2, share=share)
         return shape
+
+
+def expected_columns(longest_completion: int) -> int:
+    """The columns that completions are expected to need, of which the longest has at most so many tokens."""
+    return bucket(int(EXPECTED_PART * longest_completion), CACHE_COLUMNS)
 
 
 def piece_columns(num_prompts: int, num_columns: int) -> int:

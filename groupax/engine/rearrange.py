@@ -22,31 +22,36 @@ def rearrange(
     shift: int,
     *,
     num_columns: int,
+    num_prompt_columns: int,
     mesh: Mesh,
 ) -> tuple[Cache, Slots]:
-    """Other slots in other places, with another number of columns; layer by layer, so that only one exists twice.
+    """Other slots in other places, with other numbers of columns; layer by layer, so that only one exists twice.
 
     Args:
         cache, slots: not to be used again.
         rows: for each new slot its old index on its device, -1 for an idle one; None for all as they are.
         places: likewise the places of their prompts.
         shift: how far all slots' contents move, to the right if positive.
-        num_columns, mesh: static.
+        num_columns, num_prompt_columns, mesh: static.
     """
     by = jnp.int32(shift)
+    added = num_prompt_columns - cache.num_prompt_columns  # on the left: prompts are aligned at their ends
 
     def columns(x: Array, axis: int) -> Array:
         new = move(x, rows, by, axis=axis, num_columns=num_columns, mesh=mesh)
         return _instead_of(x, new)
 
-    def prompts(x: Array) -> Array:
+    def prompts(x: Array, axis: int | None = None) -> Array:
+        if added and axis is not None:
+            new = move(x, places, jnp.int32(added), axis=axis, num_columns=num_prompt_columns, mesh=mesh)
+            return _instead_of(x, new)
         return x if places is None else _instead_of(x, take(x, places, mesh=mesh))
 
     cache = Cache(
-        prompt_tokens=prompts(cache.prompt_tokens),
-        prompt_starts=prompts(cache.prompt_starts),
-        prompt_k=[prompts(k) for k in cache.prompt_k],
-        prompt_v=[prompts(v) for v in cache.prompt_v],
+        prompt_tokens=prompts(cache.prompt_tokens, 1),
+        prompt_starts=prompts(cache.prompt_starts) + jnp.int32(added),
+        prompt_k=[prompts(k, 3) for k in cache.prompt_k],
+        prompt_v=[prompts(v, 2) for v in cache.prompt_v],
         tokens=columns(cache.tokens, 1),
         k=[columns(k, 3) for k in cache.k],
         v=[columns(v, 2) for v in cache.v],
@@ -65,7 +70,7 @@ def _instead_of(old: Array, new: Array) -> Array:
 def move(
     x: Array, rows: Int[Array, "B"] | None, shift: Int[Array, ""], *, axis: int, num_columns: int, mesh: Mesh
 ) -> Array:
-    """One array of the slots' part of the cache, rows first, with its columns at `axis`.
+    """One array of the cache, rows first, with its columns at `axis`.
 
     What is moved out at one end comes in at the other or is lost; it must be hidden or be overwritten.
     """
@@ -101,6 +106,19 @@ def move_slots(slots: Slots, rows: Int[Array, "B"] | None, shift: Int[Array, ""]
 
     program = jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS, REPLICATED), out_specs=ROWS, check_vma=False)
     return program(slots, rows, shift)
+
+
+@partial(jax.jit, static_argnames=("num_stop_ids", "num_biased"))
+def widen_slots(slots: Slots, *, num_stop_ids: int, num_biased: int) -> Slots:
+    """The slots, with room for so many stop ids and biased tokens each."""
+    settings = slots.settings
+
+    def wide(x: Array, num: int, padding: int) -> Array:
+        return jnp.pad(x, ((0, 0), (0, num - x.shape[1])), constant_values=padding)
+
+    bias_tokens, bias = wide(settings.bias_tokens, num_biased, -1), wide(settings.bias, num_biased, 0)
+    settings = replace(settings, bias_tokens=bias_tokens, bias=bias)
+    return replace(slots, stop_ids=wide(slots.stop_ids, num_stop_ids, -1), settings=settings)
 
 
 @jax.jit

@@ -34,9 +34,11 @@ class Sequence:
         tokens: sampled so far, an ending stop token included.
         policy_logps, sampler_logps: natural log-probs of each of them (see `sampling.Sampled`).
         alternatives: for each token the likeliest ones and their log-probs, as many as `params.logprobs`.
+        versions: for each token that of the weights which made it (see `Engine.version`).
         finish_reason: a stop token or text, the limit of tokens, or `cancel`; None while it runs.
         text: of the tokens, without special ones and without the stop text; empty until it is finished, and if the
             engine has no tokenizer.
+        request: which of a session's requests it belongs to; each numbers its prompts by itself.
     """
 
     prompt_index: int
@@ -49,8 +51,15 @@ class Sequence:
     policy_logps: list[float] = field(default_factory=list)
     sampler_logps: list[float] = field(default_factory=list)
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     text: str = ""
+    request: int = 0
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """The same for the sequences of one prompt."""
+        return self.request, self.prompt_index
 
     def cancel(self) -> None:
         """End it: it is finished, with what it has, after the next chunk."""
@@ -58,7 +67,7 @@ class Sequence:
 
     def cut(self, num_tokens: int) -> None:
         """Keep the first tokens only."""
-        for values in (self.tokens, self.policy_logps, self.sampler_logps, self.alternatives):
+        for values in (self.tokens, self.policy_logps, self.sampler_logps, self.alternatives, self.versions):
             del values[num_tokens:]
 
 
@@ -97,6 +106,11 @@ class Scheduler:
         return [sequence for sequence in self.slots if sequence]
 
     @property
+    def queued(self) -> list[Sequence]:
+        """The sequences that wait."""
+        return [sequence for bundle in self.waiting for sequence in bundle]
+
+    @property
     def busy(self) -> bool:
         """Whether any sequence is waiting or running."""
         return bool(self.waiting) or bool(self.running)
@@ -104,8 +118,7 @@ class Scheduler:
     @property
     def num_unplaced(self) -> int:
         """Waiting sequences for which no slot is free."""
-        waiting = sum(len(bundle) for bundle in self.waiting)
-        return max(0, waiting - sum(sequence is None for sequence in self.slots))
+        return max(0, len(self.queued) - sum(sequence is None for sequence in self.slots))
 
     @property
     def num_fed(self) -> int:
@@ -114,17 +127,17 @@ class Scheduler:
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Put sequences at the end of the queue, those of one prompt beside each other."""
-        filling: dict[int, list[Sequence]] = {}
+        filling: dict[tuple[int, int], list[Sequence]] = {}
         for sequence in sequences:
-            bundle = filling.get(sequence.prompt_index)
+            bundle = filling.get(sequence.group)
             if bundle is None or len(bundle) == self.share:
-                bundle = filling[sequence.prompt_index] = []
+                bundle = filling[sequence.group] = []
                 self.waiting.append(bundle)
             bundle.append(sequence)
 
     def cancelled(self) -> list[Sequence]:
         """Sequences that were cancelled: waiting ones, which leave the queue, and running ones, which `retire` ends."""
-        gone = [sequence for bundle in self.waiting for sequence in bundle if sequence.finish_reason]
+        gone = [sequence for sequence in self.queued if sequence.finish_reason]
         left = ([sequence for sequence in bundle if not sequence.finish_reason] for bundle in self.waiting)
         self.waiting = deque(bundle for bundle in left if bundle)
         return gone + [sequence for sequence in self.running if sequence.finish_reason]
@@ -143,21 +156,21 @@ class Scheduler:
         if not self.waiting or not any(free):
             return None
         prompts: list[list[np.ndarray]] = [[] for _ in range(self.num_shards)]
-        known: list[dict[int, int]] = [{} for _ in range(self.num_shards)]
+        known: list[dict[tuple[int, int], int]] = [{} for _ in range(self.num_shards)]
         places, placed = [], []
         shard = 0
         while self.waiting and any(free):
-            index = self.waiting[0][0].prompt_index
-            if not free[shard] or index not in known[shard]:
+            group = self.waiting[0][0].group
+            if not free[shard] or group not in known[shard]:
                 shard = max(range(self.num_shards), key=lambda d: len(free[d]))
-            if index not in known[shard] and len(prompts[shard]) == max_prompts:
+            if group not in known[shard] and len(prompts[shard]) == max_prompts:
                 break
             bundle = self.waiting.popleft()
             place = free[shard].pop()
-            if index not in known[shard]:
-                known[shard][index] = len(prompts[shard])
+            if group not in known[shard]:
+                known[shard][group] = len(prompts[shard])
                 prompts[shard].append(bundle[0].prompt)
-            places.append((place, known[shard][index]))
+            places.append((place, known[shard][group]))
             for slot, sequence in enumerate(bundle, start=place * self.share):
                 self.slots[slot] = sequence
                 placed.append((slot, sequence))
@@ -237,12 +250,23 @@ class Scheduler:
         evicted = [sequence for slot, sequence in enumerate(self.slots) if sequence and slot not in kept]
         self.slots = [self.slots[slot] for slot in kept.reshape(-1)]
         self.slots_per_shard, self.share = num_places * share, share
-        others = [sequence for bundle in self.waiting for sequence in bundle]
+        others = self.queued
         self.waiting.clear()
         for sequence in evicted:
             sequence.cut(0)
         self.submit([*evicted, *others])
         return np.array(kept_places, np.int32), slots.reshape(-1)
+
+    def fitting_share(self) -> int:
+        """How many slots a place should have, at most as many as now, so that what waits leaves none of them idle."""
+        return min((len(bundle) & -len(bundle) for bundle in self.waiting), default=self.share)
+
+    def split(self, share: int) -> None:
+        """Make several places of each, with `share` slots; it divides the number that they have."""
+        waiting = self.queued
+        self.waiting.clear()
+        self.share = share
+        self.submit(waiting)
 
     def grow(self, slots_per_shard: int) -> None:
         """Give each shard more slots, idle ones behind those that it has."""

@@ -155,11 +155,29 @@ def _absolute(name_or_path: str | os.PathLike[str]) -> str:
     return str(path.resolve()) if path.is_dir() else str(name_or_path)
 
 
+def load_adapter(model: Model, name_or_path: str | os.PathLike[str]) -> Model:
+    """A model with an adapter of a folder or a hub id; the model's weights are not copied.
+
+    Raises:
+        ValueError: it is no adapter, does not fit the model, or the model has one already.
+    """
+    folder = resolve_folder(name_or_path)
+    if not (folder / peft_format.CONFIG_NAME).is_file():
+        raise ValueError(f"{name_or_path} is no adapter: it has no {peft_format.CONFIG_NAME}")
+    if model.adapter is not None:
+        raise ValueError(f"{model.name or 'the model'} has an adapter already; give its base")
+    lora = lora_config(read_json(folder / peft_format.CONFIG_NAME))
+    _check_dropout(lora, model.mesh)
+    trained = peft_format.read_tensors(model.config, lora, folder, _replicated(model.mesh))
+    trained = laid_out(model.config, model.mesh, trained)
+    adapted = _adapted(model, Adapter(lora, Frozen(model.params, np.float32(lora.scale)), trained, model.name))
+    return replace(adapted, name=_absolute(name_or_path))
+
+
 def _load_adapter(
     name_or_path: str | os.PathLike[str], folder: Path, base: Any, load_base: Callable[[str], Model]
 ) -> Model:
     settings = read_json(folder / peft_format.CONFIG_NAME)
-    lora = lora_config(settings)
     named = base or settings.get("base_model_name_or_path")
     if not named:
         raise ValueError(f"{folder / peft_format.CONFIG_NAME} does not say which base the adapter is for; give it")
@@ -169,12 +187,8 @@ def _load_adapter(
         raise ValueError(f"the base of the adapter in {folder} cannot be loaded: {error}") from error
     if model.adapter is not None:
         raise ValueError(f"the base of the adapter in {folder}, {named}, is an adapter too; merge it first")
-    _check_dropout(lora, model.mesh)
-    trained = peft_format.read_tensors(model.config, lora, folder, _replicated(model.mesh))
-    trained = laid_out(model.config, model.mesh, trained)
-    adapted = _adapted(model, Adapter(lora, Frozen(model.params, np.float32(lora.scale)), trained, model.name))
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    return replace(adapted, source=folder if has_tokenizer else model.source, name=_absolute(name_or_path))
+    return replace(load_adapter(model, name_or_path), source=folder if has_tokenizer else model.source)
 
 
 def add_adapter(model: Model, lora: LoRAConfig, seed: int = 0) -> Model:

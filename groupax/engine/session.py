@@ -1,0 +1,161 @@
+"""Sequences that run, to which others are added while they do."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from groupax.engine.batch import Batch, longest
+from groupax.engine.scheduler import Sequence
+from groupax.engine.stops import find_stop, text_before_stop
+from groupax.tokenizer import decode
+
+if TYPE_CHECKING:
+    from groupax.engine.engine import Engine
+
+
+class Session:
+    """Requests of one engine, each a list of sequences from `Engine.sequences`, decoded together.
+
+        submit ──► waits ──► step ──► step ──► ... each yields what has grown
+
+    A sequence comes out as if it ran alone, whenever others join or leave. Between two steps requests may be added,
+    sequences cancelled (`Sequence.cancel`) and the engine's weights changed; all of that in the thread that steps.
+    While nothing runs, no memory is held for keys and values.
+
+    Args:
+        engine: its memory for keys and values is counted now and belongs to this session until it ends.
+    """
+
+    def __init__(self, engine: "Engine") -> None:
+        self.engine = engine
+        self._plan = engine.plan()
+        self._batch: Batch | None = None
+        self._pending: deque[list[Sequence]] = deque()
+        self._num_requests = 0
+        self._told: dict[int, int] = {}  # by sequence; one that had to start again has been told more than it has
+        self._ended: set[int] = set()  # told to have ended, by whoever was told, and still in a slot
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence is waiting or running."""
+        return bool(self._pending) or self._batch is not None
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in slots."""
+        return len(self._batch.scheduler.running) if self._batch else 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have no slot yet, or none any more."""
+        queued = len(self._batch.scheduler.queued) if self._batch else 0
+        return queued + sum(len(sequences) for sequences in self._pending)
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Refuse a request that can never run; from any thread.
+
+        Raises:
+            ValueError: the memory for keys and values does not hold two of its longest sequences.
+        """
+        self._plan.check(longest(sequences, self.engine.chunk_steps))
+
+    def submit(self, sequences: Iterable[Sequence]) -> None:
+        """Add a request: unstarted sequences, which begin with the next step if there is room.
+
+        Raises:
+            ValueError: the memory for keys and values does not hold two of its longest sequences.
+        """
+        sequences = list(sequences)
+        if not sequences:
+            return
+        self.check(sequences)
+        self._num_requests += 1
+        for sequence in sequences:
+            sequence.request = self._num_requests
+        self._pending.append(sequences)
+
+    def step(self) -> Iterator[tuple[Sequence, int]]:
+        """Another chunk for all that run; yields those that have grown or ended, with the numbers of their new tokens.
+
+        To be exhausted before the next one. One that had to begin again is told again only when it is further than
+        before; if it is cancelled by then, the number is negative.
+        """
+        yield from self._cancelled_before_they_began()
+        has_more = self._begin()
+        batch = self._batch
+        if batch is None:
+            return
+        cancelled = batch.scheduler.cancelled()
+        for sequence in cancelled:
+            self._finish(sequence, len(sequence.tokens))
+        batch.retire()
+        for sequence in cancelled:
+            self._told.pop(id(sequence), None)
+            if id(sequence) in self._ended:
+                self._ended.remove(id(sequence))
+            else:
+                yield sequence, 0
+        if has_more:
+            batch.fit()
+        batch.make_room()
+        batch.admit(self.engine.params)
+        if batch.scheduler.running:
+            yield from self._decode(batch)
+        if not batch.scheduler.busy:
+            self._batch = None
+
+    def _cancelled_before_they_began(self) -> Iterator[tuple[Sequence, int]]:
+        for sequences in self._pending:
+            cancelled = [sequence for sequence in sequences if sequence.finish_reason]
+            sequences[:] = [sequence for sequence in sequences if not sequence.finish_reason]
+            for sequence in cancelled:
+                yield sequence, 0
+        self._pending = deque(sequences for sequences in self._pending if sequences)
+
+    def _begin(self) -> bool:
+        """Hand requests to the batch, in their order, as long as it could hold them; whether it got any."""
+        has_more = False
+        while self._pending and (self._batch is None or self._batch.allows(self._pending[0])):
+            sequences = self._pending.popleft()
+            if self._batch is None:
+                engine = self.engine
+                settings = (engine.chunk_steps, engine.kv_dtype, engine.prefixes)
+                self._batch = Batch(engine.config, engine.mesh, self._plan, sequences, *settings)
+            else:
+                self._batch.submit(sequences)
+                has_more = True
+        return has_more
+
+    def _decode(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
+        grown = batch.decode(self.engine.params)
+        for sequence, num_before in grown:
+            sequence.versions += [self.engine.version] * (len(sequence.tokens) - num_before)
+            self._finish(sequence, num_before)
+        batch.keep_prefixes()
+        batch.retire()
+        in_slots = {id(sequence) for sequence in batch.scheduler.running}
+        for sequence, _ in grown:
+            key = id(sequence)
+            told = self._told.get(key, 0)
+            num_new = len(sequence.tokens) - told
+            self._told[key] = max(told, len(sequence.tokens))
+            if sequence.finish_reason and key in in_slots:
+                self._ended.add(key)
+            elif sequence.finish_reason:
+                del self._told[key]
+            if num_new > 0 or sequence.finish_reason:
+                yield sequence, num_new
+
+    def _finish(self, sequence: Sequence, num_before: int) -> None:
+        """Look for stop texts in what is new, and set the text of a sequence that has ended."""
+        stop = sequence.params.stop
+        if stop and sequence.finish_reason != "abort":
+            kept = find_stop(self._text, sequence.tokens, num_before, stop, sequence.params.min_tokens)
+            if kept is not None:
+                sequence.cut(kept)
+                sequence.finish_reason = "stop"
+        if sequence.finish_reason and self.engine.tokenizer is not None:
+            sequence.text = text_before_stop(self._text(sequence.tokens), stop)
+
+    def _text(self, tokens: Iterable[int]) -> str:
+        return decode(self.engine.tokenizer, [list(tokens)])[0]

@@ -1,0 +1,95 @@
+"""Weights as named tensors on the host and back: what travels from a trainer to a server. Names are those in files."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from groupax.models.adapted import Adapted, LowRank
+from groupax.models.specs import Params, Spec
+
+
+def trained_part(specs: Any, params: Any) -> Any:
+    """What an adapter trains of the weights that the forward pass reads (see `models.adapted.joined`).
+
+    Args:
+        specs: `lora.adapter_specs`.
+        params: the joined weights.
+    """
+    if isinstance(specs, LowRank):
+        assert isinstance(params, Adapted), "joined with this adapter"
+        return params.change
+    if isinstance(specs, dict):
+        return {name: trained_part(each, params[name]) for name, each in specs.items()}
+    if isinstance(specs, list):
+        return [trained_part(spec, each) for spec, each in zip(specs, params, strict=True)]
+    return params
+
+
+def places(specs: Params) -> dict[str, list[tuple[int, Spec]]]:
+    """For each tensor by its name the weights in it: their indices among the tree's leaves, and their specs."""
+    found: dict[str, list[tuple[int, Spec]]] = {}
+    for index, spec in enumerate(jax.tree.leaves(specs)):
+        for name in spec.tensor_names:
+            found.setdefault(name, []).append((index, spec))
+    return found
+
+
+def leaves_of(specs: Params, params: Params) -> list[Any]:
+    """The weights in the order of their specs.
+
+    Raises:
+        ValueError: some are quantized ones.
+    """
+    leaves = jax.tree.structure(specs).flatten_up_to(params)
+    if not all(isinstance(leaf, jax.Array) for leaf in leaves):
+        raise ValueError("quantized weights cannot be exchanged; train an adapter on them, which can")
+    return leaves
+
+
+def tensors_of(specs: Params, leaves: list[Any], wanted: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+    """Tensors on the host, without a copy where the devices allow it.
+
+    Args:
+        specs: of the weights.
+        leaves: the weights (see `leaves_of`).
+        wanted: names; None for all.
+    """
+    at = places(specs)
+    return {name: _tensor(name, at[name], leaves) for name in (at if wanted is None else wanted)}
+
+
+def _tensor(name: str, parts: list[tuple[int, Spec]], leaves: list[Any]) -> np.ndarray:
+    index, spec = parts[0]
+    if spec.is_stacked:
+        return np.asarray(leaves[index])[spec.tensor_names.index(name)]
+    arrays = [np.asarray(leaves[index]) for index, spec in sorted(parts, key=lambda part: part[1].first_row)]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def with_tensors(specs: Params, params: Params, tensors: Mapping[str, np.ndarray]) -> Params:
+    """Weights on the devices with some of their tensors replaced, in the dtypes and on the devices that they have.
+
+    Args:
+        specs: of the weights.
+        params: left as they are.
+        tensors: by name, in the shapes of the specs; must not change any more, as the weights may be the same memory.
+    """
+    specs_of, structure = jax.tree.flatten(specs)
+    leaves = [_replaced(*pair, tensors) for pair in zip(specs_of, structure.flatten_up_to(params), strict=True)]
+    return jax.block_until_ready(jax.tree.unflatten(structure, leaves))
+
+
+def _replaced(spec: Spec, weight: jax.Array, tensors: Mapping[str, np.ndarray]) -> jax.Array:
+    given = [(index, tensors[name]) for index, name in enumerate(spec.tensor_names) if name in tensors]
+    if not given:
+        return weight
+    if spec.is_stacked:
+        array = np.array(weight)
+        for index, tensor in given:
+            array[index] = tensor
+    else:
+        [(_, array)] = given
+        array = array if spec.num_rows is None else array[spec.first_row : spec.first_row + spec.shape[0]]
+    return jax.device_put(array.astype(weight.dtype, copy=False), weight.sharding)

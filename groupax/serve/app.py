@@ -1,0 +1,467 @@
+"""The web application: OpenAI's interface over an `EngineLoop`.
+
+request ──► key, size, JSON, fields ──► token ids ──► loop ──► growths ──► answer, whole or in pieces
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from groupax.models.checkpoint import Model
+from groupax.serve.answers import Answers, Completion, Vocabulary
+from groupax.serve.errors import ApiError
+from groupax.serve.loop import ClosedError, EngineLoop, FullError, Growth, Job
+from groupax.serve.metrics import CONTENT_TYPE, Metrics
+from groupax.serve.requests import DEFAULT_MAX_TOKENS, Request, parse, parse_json
+from groupax.serve.text import TextStream
+from groupax.serve.weights import Weights
+from groupax.tokenizer import decode, encode_prompts
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499  # for the counts; nobody is there to read it
+DRAINED_BODIES = 16  # a body that is too large is read up to so many times the limit, so that its sender gets an answer
+RETRY_S = 1
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a server allows.
+
+    Attributes:
+        api_keys: one of them has to come with each request, but for /health; none are needed if there are none.
+        max_body_bytes: of a request.
+        max_completions: most prompts times `n` of one request.
+        default_max_tokens: of a chat that does not say.
+        request_timeout_s: a request that takes longer is given up.
+        send_timeout_s: a client that takes nothing of a streamed answer for as long is given up.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 4 << 20
+    max_completions: int = 256
+    default_max_tokens: int = 1024
+    request_timeout_s: float = 600.0
+    send_timeout_s: float = 60.0
+
+
+def create_app(loop: EngineLoop, limits: Limits | None = None, models: Mapping[str, Model] | None = None) -> Starlette:
+    """The application.
+
+    Args:
+        loop: started; all its engines have tokenizers. The first one's name is that of requests which name none.
+        limits: what is allowed.
+        models: those of the engines, by name, whose weights may be changed by who has a key.
+    """
+    server = Server(loop, limits or Limits(), Weights(loop, models or {}))
+    weights, upload = "/groupax/v1/weights", "/groupax/v1/weights/{upload}"
+    routes = [
+        Route("/v1/completions", server.endpoint(partial(server.complete, is_chat=False)), methods=["POST"]),
+        Route("/v1/chat/completions", server.endpoint(partial(server.complete, is_chat=True)), methods=["POST"]),
+        Route("/v1/models", server.endpoint(server.models)),
+        Route("/v1/models/{model:path}", server.endpoint(server.model)),
+        Route("/metrics", server.endpoint(server.metrics_text)),
+        Route("/health", server.health),
+        Route(weights, server.endpoint(server.weights_states)),
+        Route(weights, server.endpoint(server.begin_upload), methods=["POST"]),
+        Route(upload, server.endpoint(server.abort_upload), methods=["DELETE"]),
+        Route(upload + "/{piece:int}", server.endpoint(server.put_piece), methods=["PUT"]),
+        Route(upload + "/commit", server.endpoint(server.commit_upload), methods=["POST"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+
+
+class Server:
+    """What the routes share.
+
+    Args:
+        loop: with the engines.
+        limits: what is allowed.
+        weights: those that may be changed.
+    """
+
+    def __init__(self, loop: EngineLoop, limits: Limits, weights: Weights) -> None:
+        self.loop, self.limits, self.weights = loop, limits, weights
+        self.metrics = Metrics()
+        self.started = int(time.time())
+        for name, engine in loop.engines.items():
+            if engine.tokenizer is None:
+                raise ValueError(f"the engine of {name} has no tokenizer; a server needs one for texts")
+        self._vocabularies = {name: Vocabulary(engine.tokenizer) for name, engine in loop.engines.items()}
+
+    def endpoint(self, handler: Handler) -> Handler:
+        """The handler behind the check of the key; its errors are told in OpenAI's form, and all is counted."""
+
+        async def answer(request: HttpRequest) -> Response:
+            started_s = time.monotonic()
+            try:
+                self._check_key(request)
+                response = await handler(request)
+            except ApiError as error:
+                response = JSONResponse(error.body, error.status, error.headers)
+            except ClientDisconnect:
+                response = Response(status_code=CLIENT_GONE)
+            except Exception:
+                logger.exception("%s %s failed", request.method, request.url.path)
+                fault = ApiError(500, "an error inside the server; its log says more")
+                response = JSONResponse(fault.body, fault.status)
+            if isinstance(response, EventStream):
+                response.ended = lambda: self._count(request, response.status_code, started_s)
+            else:
+                self._count(request, response.status_code, started_s)
+            return response
+
+        return answer
+
+    async def complete(self, http: HttpRequest, is_chat: bool) -> Response:
+        """/v1/completions and /v1/chat/completions."""
+        started_s = time.monotonic()
+        request = parse(await _body(http, self.limits.max_body_bytes), is_chat)
+        name = self._model_name(request.model)
+        if request.weights_state not in (None, self.weights.state(name)):
+            message = f"{name} has other weights than {request.weights_state!r}"
+            raise ApiError(409, message, param="weights_state", code="other_weights")
+        growths: asyncio.Queue[Growth] = asyncio.Queue()
+        to_here = asyncio.get_running_loop().call_soon_threadsafe
+
+        def tell(growth: Growth) -> None:
+            with suppress(RuntimeError):  # the server was stopped without waiting
+                to_here(growths.put_nowait, growth)
+
+        job, answers = await run_in_threadpool(self._begin, request, name, tell)
+        arriving = self._arriving(job, growths, started_s)
+        deadline_s = started_s + self.limits.request_timeout_s
+        if request.stream:
+            events = self._events(request, answers, job, arriving)
+            cancel = partial(self.loop.cancel, job)
+            return EventStream(events, cancel, deadline_s, self.limits.send_timeout_s)
+        work = asyncio.ensure_future(_gathered(arriving, len(job.sequences)))
+        try:
+            completions = await _unless_gone(work, http.receive, deadline_s)
+        finally:
+            work.cancel()
+            self.loop.cancel(job)
+        return JSONResponse(answers.whole(completions))
+
+    async def models(self, _: HttpRequest) -> Response:
+        """/v1/models."""
+        return JSONResponse({"object": "list", "data": [self._model_card(name) for name in self.loop.engines]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        """/v1/models/NAME."""
+        return JSONResponse(self._model_card(self._model_name(http.path_params["model"])))
+
+    async def metrics_text(self, _: HttpRequest) -> Response:
+        """/metrics."""
+        return PlainTextResponse(self.metrics.text(self.loop), headers={"content-type": CONTENT_TYPE})
+
+    async def health(self, _: HttpRequest) -> Response:
+        """/health: 200 while requests are worked on."""
+        alive = self.loop.is_alive
+        return JSONResponse({"status": "ok" if alive else "the engine has stopped"}, 200 if alive else 503)
+
+    async def weights_states(self, _: HttpRequest) -> Response:
+        """/groupax/v1/weights: what each model has."""
+        return JSONResponse(self.weights.describe())
+
+    async def begin_upload(self, http: HttpRequest) -> Response:
+        """POST /groupax/v1/weights: other weights are announced."""
+        self._check_may_change()
+        return JSONResponse(self.weights.begin(parse_json(await _body(http, self.limits.max_body_bytes))))
+
+    async def put_piece(self, http: HttpRequest) -> Response:
+        """PUT /groupax/v1/weights/UPLOAD/PIECE."""
+        self._check_may_change()
+        where = http.path_params
+        crc = http.headers.get("x-crc32")
+        return JSONResponse(await self.weights.put(where["upload"], where["piece"], crc, http.stream()))
+
+    async def abort_upload(self, http: HttpRequest) -> Response:
+        """DELETE /groupax/v1/weights/UPLOAD."""
+        self._check_may_change()
+        return JSONResponse(self.weights.abort(http.path_params["upload"]))
+
+    async def commit_upload(self, http: HttpRequest) -> Response:
+        """POST /groupax/v1/weights/UPLOAD/commit: the engine goes on with the new weights, or with its own."""
+        self._check_may_change()
+        upload = self.weights.close(http.path_params["upload"])
+        held = await run_in_threadpool(self.weights.prepared, upload)
+        try:
+            taken = self.loop.between_chunks(lambda: self.weights.take_over(upload, held))
+            return JSONResponse(await asyncio.wrap_future(taken))
+        except ClosedError as error:
+            raise _stopping() from error
+
+    def _check_may_change(self) -> None:
+        if not self.limits.api_keys:
+            raise ApiError(403, "weights can be changed only on a server with keys; start it with --api_key")
+
+    def _begin(self, request: Request, name: str, tell: Callable[[Growth], Any]) -> tuple[Job, Answers]:
+        """In a thread of its own: what takes a while with long prompts."""
+        engine = self.loop.engines[name]
+        prompts = self._encoded(request, engine.tokenizer)
+        longest = max(len(prompt) for prompt in prompts)
+        default = DEFAULT_MAX_TOKENS
+        if request.is_chat:
+            default = max(1, min(self.limits.default_max_tokens, engine.config.max_positions - longest))
+        params = request.sampling_params(default)
+        if len(prompts) * params.n > self.limits.max_completions:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts with n={params.n} ask for {len(prompts) * params.n} completions; "
+                f"a request may have {self.limits.max_completions}",
+                param="n",
+            )
+        if longest + params.max_tokens > engine.config.max_positions:
+            raise ApiError(
+                400,
+                f"a prompt of {longest} tokens with max_tokens {params.max_tokens} exceeds the model's "
+                f"{engine.config.max_positions} positions; shorten the prompt or lower max_tokens",
+                param="messages" if request.is_chat else "prompt",
+                code="context_length_exceeded",
+            )
+        texts = []
+        if request.echo:
+            given = zip(request.prompts, prompts, strict=True)
+            texts = [
+                text if isinstance(text, str) else decode(engine.tokenizer, [ids.tolist()])[0] for text, ids in given
+            ]
+        kind = "chatcmpl" if request.is_chat else "cmpl"
+        ids = [prompt.tolist() for prompt in prompts]
+        vocabulary = self._vocabularies[name]
+        answers = Answers(request, name, f"{kind}-{uuid.uuid4().hex}", ids, texts, params.n, vocabulary)
+        try:
+            return self.loop.submit(name, prompts, params, tell, request.row_keys), answers
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        except FullError as error:
+            raise ApiError(
+                429,
+                f"{self.loop.max_sequences} completions wait or run; try again later",
+                code="queue_full",
+                headers={"retry-after": str(RETRY_S)},
+            ) from error
+        except ClosedError as error:
+            raise _stopping() from error
+
+    def _encoded(self, request: Request, tokenizer: Any) -> list[np.ndarray]:
+        prompts: list[np.ndarray] = [np.zeros(0, np.int32)] * len(request.prompts)
+        texts = [index for index, each in enumerate(request.prompts) if request.is_chat or isinstance(each, str)]
+        for index, each in enumerate(request.prompts):
+            if index not in texts:
+                prompts[index] = np.asarray(each, np.int32)
+        try:
+            encoded = encode_prompts(tokenizer, [request.prompts[index] for index in texts])
+        except (ValueError, TypeError, KeyError, TemplateError) as error:  # what templates raise for their messages
+            raise ApiError(
+                400, f"the prompt cannot be encoded: {error}", "messages" if request.is_chat else None
+            ) from error
+        for index, ids in zip(texts, encoded, strict=True):
+            prompts[index] = ids
+        return prompts
+
+    async def _arriving(self, job: Job, growths: "asyncio.Queue[Growth]", started_s: float) -> AsyncIterator[Growth]:
+        """What the job's completions get, until all are finished.
+
+        Raises:
+            ApiError: the engine failed.
+        """
+        num_left, is_first = len(job.sequences), True
+        while num_left:
+            growth = await growths.get()
+            if growth.finish_reason == "abort":
+                raise ApiError(503, "the engine gave up this request; try again", code="aborted")
+            if is_first:
+                is_first = False
+                self.metrics.first_token_seconds.add(time.monotonic() - started_s)
+            num_left -= growth.finish_reason is not None
+            yield growth
+
+    async def _events(
+        self, request: Request, answers: Answers, job: Job, arriving: AsyncIterator[Growth]
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The pieces of a streamed answer."""
+        tokenizer = self.loop.engines[job.model].tokenizer
+        texts = [TextStream(lambda ids: decode(tokenizer, [ids])[0], each.params.stop) for each in job.sequences]
+        completions = [Completion() for _ in job.sequences]
+        for piece in answers.first_pieces():
+            yield piece
+        async for growth in arriving:
+            completion = completions[growth.index]
+            if growth.first < len(completion.tokens):
+                raise ApiError(503, "the weights changed, and the completion had to begin again", code="aborted")
+            text = texts[growth.index].add(growth.tokens)
+            if growth.finish_reason:
+                text += texts[growth.index].end(growth.text)
+            yield answers.piece(growth, text, completion)
+            completion.add(growth)
+        if request.include_usage:
+            yield answers.last_piece(completions)
+
+    def _model_name(self, name: str | None) -> str:
+        names = list(self.loop.engines)
+        if name is None:
+            return names[0]
+        if name not in self.loop.engines:
+            message = f"there is no model {name!r}; this server has {', '.join(names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name
+
+    def _model_card(self, name: str) -> dict[str, Any]:
+        engine = self.loop.engines[name]
+        card = {"id": name, "object": "model", "created": self.started, "owned_by": "groupax"}
+        return {**card, "max_model_len": engine.config.max_positions, "weights_version": engine.version}
+
+    def _check_key(self, http: HttpRequest) -> None:
+        if not self.limits.api_keys:
+            return
+        scheme, _, key = http.headers.get("authorization", "").partition(" ")
+        given = key.strip().encode()
+        if scheme.lower() != "bearer" or not any(hmac.compare_digest(given, k.encode()) for k in self.limits.api_keys):
+            message = "the API key is missing or wrong; send 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+    def _count(self, http: HttpRequest, status: int, started_s: float) -> None:
+        route = http.scope.get("route")
+        self.metrics.requests[getattr(route, "path", http.url.path), status] += 1
+        self.metrics.seconds.add(time.monotonic() - started_s)
+
+
+class EventStream(Response):
+    """Server-sent events, one per object, and "[DONE]"; an error in between is told as one.
+
+    Args:
+        events: the objects.
+        cancel: called when the client is gone, is too slow, or the time is over; and at the end.
+        deadline_s: by `time.monotonic`.
+        send_timeout_s: the longest that the client may take nothing.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[dict[str, Any]],
+        cancel: Callable[[], None],
+        deadline_s: float,
+        send_timeout_s: float,
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._events, self._cancel = events, cancel
+        self._deadline_s, self._send_timeout_s = deadline_s, send_timeout_s
+        self.ended: Callable[[], None] = lambda: None
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        """Send them, as an ASGI application."""
+
+        async def put(message: dict[str, Any]) -> None:
+            await asyncio.wait_for(send(message), self._send_timeout_s)
+
+        async def put_text(text: str, more: bool = True) -> None:
+            await put({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+        async def put_events() -> None:
+            async for event in self._events:
+                await put_text(f"data: {json.dumps(event)}\n\n")
+
+        work = None
+        try:
+            await put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            work = asyncio.ensure_future(put_events())
+            try:
+                await _unless_gone(work, receive, self._deadline_s)
+                await put_text("data: [DONE]\n\n", more=False)
+            except ApiError as error:
+                self.status_code = error.status
+                await put_text(f"data: {json.dumps(error.body)}\n\n", more=False)
+        except (ClientDisconnect, TimeoutError, OSError):
+            self.status_code = CLIENT_GONE  # the connection is closed when nothing more comes
+        finally:
+            if work is not None:
+                work.cancel()
+            self._cancel()
+            self.ended()
+
+
+async def _body(http: HttpRequest, limit: int) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is larger than is allowed.
+    """
+    parts, size = [], 0
+    async for part in http.stream():
+        size += len(part)
+        if size <= limit:
+            parts.append(part)
+        elif size > DRAINED_BODIES * limit:
+            break
+    if size > limit:
+        raise ApiError(413, f"the body has more than {limit} bytes, which is the most that this server takes")
+    return b"".join(parts)
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", code="stopping")
+
+
+async def _gathered(arriving: AsyncIterator[Growth], num: int) -> list[Completion]:
+    completions = [Completion() for _ in range(num)]
+    async for growth in arriving:
+        completions[growth.index].add(growth)
+    return completions
+
+
+async def _unless_gone(work: "asyncio.Future[Any]", receive: Receive, deadline_s: float) -> Any:
+    """The result of the work.
+
+    Raises:
+        ClientDisconnect: the client is gone first.
+        ApiError: the time is over first.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.ensure_future(gone())
+    try:
+        timeout_s = deadline_s - time.monotonic()
+        await asyncio.wait({work, watch}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        if watch.done():
+            raise ClientDisconnect
+        # a client that tried again would only add to the load
+        headers = {"x-should-retry": "false"}
+        raise ApiError(504, "the request took longer than this server allows", code="timeout", headers=headers)
+    finally:
+        watch.cancel()
+
+
+async def _http_error(http: HttpRequest, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(error, HTTPException), "registered for these"
+    message = f"{http.method} {http.url.path}: {error.detail}"
+    return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)

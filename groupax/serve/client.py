@@ -1,0 +1,333 @@
+"""Completions from servers instead of an engine in this process. Needs no server software.
+
+params = newest weights            each server has them before it samples (`serve.weights`)
+stream ──► a request per prompt ──► server 0, 1, ... ──► sequences, a prompt's completions together
+                  └────── what one server cannot do now, the next one is asked for
+"""
+
+import http.client
+import json
+import threading
+import time
+import urllib.parse
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from groupax.engine.engine import unstarted
+from groupax.engine.params import SamplingParams
+from groupax.engine.scheduler import Sequence as Completion
+from groupax.errors import RunError
+from groupax.models.config import ModelConfig
+from groupax.models.exchange import leaves_of, places, tensors_of, trained_part
+from groupax.models.lora import Adapter, adapter_specs
+from groupax.models.peft_format import adapter_json
+from groupax.models.specs import Params, model_specs
+from groupax.serve.wire import PIECE_BYTES, manifest_of, pieces_of
+
+MAX_REQUESTS = 64  # at once
+SENDERS = 2  # of pieces: one makes checksums while the server works on the other's
+PIECE_ATTEMPTS = 4
+LATER = (429, 500, 502, 503, 504)  # what another server, or the same one a little later, may do
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
+
+
+class Refused(Exception):  # noqa: N818 - not always an error
+    """An answer other than 200.
+
+    Args:
+        status: of HTTP.
+        message: what the server says.
+        code: of its error object.
+    """
+
+    def __init__(self, status: int, message: str, code: str | None) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status, self.code = status, code
+
+
+class Remote:
+    """A server, and what is known of the weights that it has.
+
+    Args:
+        url: as http://host:port.
+        api_key: of the server; None if it needs none.
+        timeout_s: the longest that it may take for an answer.
+
+    Attributes:
+        state, version: of its weights after the last push, as it calls them; None if others may be there.
+        pushed: which of our weights these are.
+        leaves: their arrays, as far as they still exist.
+        lock: held by who pushes.
+    """
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"a server must be given as http://host:port, got {url!r}")
+        self.url, self._parts, self._api_key, self._timeout_s = url, parts, api_key, timeout_s
+        self.state: str | None = None
+        self.version = self.pushed = -1
+        self.leaves: list[weakref.ref[Any]] = []
+        self.lock = threading.Lock()
+
+    def connection(self) -> http.client.HTTPConnection:
+        """A connection that is not open yet."""
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        assert self._parts.hostname is not None, "checked"
+        return kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        connection: http.client.HTTPConnection | None = None,
+        **headers: str,
+    ) -> dict[str, Any]:
+        """The answer to a request.
+
+        Args:
+            method: of HTTP.
+            path: on the server.
+            body: an object, or bytes in parts.
+            connection: an open one; None for one of its own.
+            headers: further ones, with _ for -.
+
+        Raises:
+            Refused: the server says no.
+            OSError, http.client.HTTPException: there was no whole answer.
+        """
+        if connection is None:
+            with closing(self.connection()) as own:
+                return self.ask(method, path, body, own, **headers)
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if self._api_key is not None:
+            sent["authorization"] = f"Bearer {self._api_key}"
+        if isinstance(body, list):
+            sent["content-length"] = str(sum(map(len, body)))
+        elif body is not None:
+            body = json.dumps(body).encode()
+        connection.request(method, self._parts.path.rstrip("/") + path, body, sent)
+        with connection.getresponse() as response:
+            status, text = response.status, response.read()
+        try:
+            answer = json.loads(text)
+        except ValueError as error:
+            raise http.client.HTTPException(f"{self.url}{path} answers {status} with no JSON") from error
+        if status != 200:
+            told = answer.get("error") if isinstance(answer, dict) else None
+            told = told if isinstance(told, dict) else {}
+            raise Refused(status, str(told.get("message", answer)), told.get("code"))
+        return answer
+
+
+class RemoteSampler:
+    """Samples completions on servers, with the weights that it is given: a `rollout.Sampler`.
+
+    The same seed gives the completions of an `Engine` in this process, whichever server makes which.
+
+    Args:
+        urls: of `groupax serve`s with the model, each with a key.
+        config: the model's architecture.
+        params: its weights; set them anew before each rollout. Servers get what has changed before they sample.
+        eos_ids: tokens that end every completion.
+        adapter: if `params` are a base with one: only it is sent, and the servers must have that base.
+        model: its name on the servers; None for their first.
+        api_key: of all servers.
+        timeout_s: the longest that a request may take.
+        patience_s: how long to go on trying when no server answers, as while they start again.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        config: ModelConfig,
+        params: Params,
+        eos_ids: tuple[int, ...],
+        adapter: Adapter | None = None,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        patience_s: float = 300.0,
+    ) -> None:
+        if not urls:
+            raise ValueError("give the address of at least one server")
+        self.config, self.eos_ids, self.model, self.patience_s = config, eos_ids, model, patience_s
+        self.servers = [Remote(url, api_key, timeout_s) for url in urls]
+        self._settings = None if adapter is None else adapter_json(adapter, config)
+        self._specs = model_specs(config) if adapter is None else adapter_specs(config, adapter.config)
+        self.version = 0
+        self._params: Params | None = None
+        self.params = params
+
+    @property
+    def params(self) -> Params:
+        """The weights that completions are sampled from."""
+        assert self._params is not None, "set at once"
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        if params is not self._params:
+            self._params = params
+            self.version += 1
+
+    def sequences(
+        self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
+    ) -> list[Completion]:
+        """Unstarted sequences (see `Engine.sequences`)."""
+        if params.logprobs:
+            raise ValueError("alternatives (logprobs) of remote completions are not fetched; ask the server itself")
+        return unstarted(prompts, params, self.eos_ids, step, first_prompt)
+
+    def stream(self, sequences: Iterable[Completion]) -> Iterator[Completion]:
+        """Run sequences to their ends, those of a prompt yielded as soon as all of them are finished.
+
+        Raises:
+            RunError: no server does it, or the servers do not fit the model.
+        """
+        groups: dict[int, list[Completion]] = {}
+        for sequence in sequences:
+            groups.setdefault(sequence.prompt_index, []).append(sequence)
+        if not groups:
+            return
+        given_up = threading.Event()
+        pool = ThreadPoolExecutor(min(len(groups), MAX_REQUESTS), thread_name_prefix="rollout")
+        try:
+            work = [pool.submit(self._complete, *item, given_up) for item in enumerate(groups.values())]
+            for done in as_completed(work):
+                yield from done.result()
+        finally:
+            given_up.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _complete(self, number: int, group: list[Completion], given_up: threading.Event) -> list[Completion]:
+        """A prompt's completions, from the server whose turn it is or from one after it."""
+        deadline, wait_s, last = time.monotonic() + self.patience_s, FIRST_WAIT_S, ""
+        attempt = 0
+        while not given_up.is_set():
+            server = self.servers[(number + attempt) % len(self.servers)]
+            try:
+                return self._asked(server, group)
+            except Refused as refused:
+                if refused.code == "other_weights":
+                    server.state = None
+                elif refused.status not in LATER:
+                    raise RunError(f"{server.url} refuses to sample: {refused}") from refused
+                last = f"{server.url}: {refused}"
+            except (OSError, http.client.HTTPException) as error:
+                last = f"{server.url}: {error!r}"
+            if time.monotonic() > deadline:
+                raise RunError(f"no server has sampled for {self.patience_s:.0f} s; the last one asked says: {last}")
+            attempt += 1
+            if attempt % len(self.servers) == 0:
+                given_up.wait(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        return []
+
+    def _asked(self, server: Remote, group: list[Completion]) -> list[Completion]:
+        with server.lock:
+            if server.pushed != self.version or server.state is None:
+                self.push(server)
+            state, version = server.state, server.version
+        params = group[0].params
+        left_out = ("n", "seed", "logprobs", "logit_bias", "stop_token_ids", "ignore_eos", "stop")
+        settings = {each.name: getattr(params, each.name) for each in fields(params) if each.name not in left_out}
+        request = {
+            **settings,
+            "prompt": group[0].prompt.tolist(),
+            "n": len(group),
+            "stop": list(params.stop),
+            "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
+            "stop_token_ids": list(group[0].stop_ids),
+            "ignore_eos": True,  # the stop tokens are all there are
+            "row_keys": [sequence.key.tolist() for sequence in group],
+            "weights_state": state,
+            "return_token_ids": True,
+            **({} if self.model is None else {"model": self.model}),
+        }
+        choices = server.ask("POST", "/v1/completions", request)["choices"]
+        versions = {made_by for choice in choices for made_by, _ in choice["weight_versions"]}
+        if versions != {version}:
+            raise Refused(409, f"weights {sorted(versions)} have made it, not {version}", "other_weights")
+        for sequence, choice in zip(group, choices, strict=True):
+            sequence.tokens = list(choice["token_ids"])
+            sequence.policy_logps, sequence.sampler_logps = choice["policy_logps"], choice["sampler_logps"]
+            sequence.versions = [self.version] * len(sequence.tokens)
+            sequence.text, sequence.finish_reason = choice["text"], choice["finish_reason"]
+        return group
+
+    def push(self, server: Remote) -> None:
+        """Have a server take over the weights: what has changed since the last time, if it still has those.
+
+        Raises:
+            Refused: the server says no.
+            OSError, http.client.HTTPException: it is gone; it goes on with what it had.
+        """
+        part = self.params if self._settings is None else trained_part(self._specs, self.params)
+        leaves = leaves_of(self._specs, part)
+        with closing(server.connection()) as connection:
+            held = self._held_by(server, connection)
+            known = server.leaves if held["state"] == server.state else []
+            same = {index for index, leaf in enumerate(known) if leaf() is leaves[index]}
+            server.state = None
+            at = places(self._specs)
+            wanted = [name for name, parts in at.items() if not all(index in same for index, _ in parts)]
+            if wanted:
+                held = self._upload(server, connection, held, tensors_of(self._specs, leaves, wanted))
+        server.state, server.version, server.pushed = held["state"], held["version"], self.version
+        server.leaves = [weakref.ref(leaf) for leaf in leaves]
+
+    def _held_by(self, server: Remote, connection: http.client.HTTPConnection) -> dict[str, Any]:
+        models = server.ask("GET", "/groupax/v1/weights", None, connection)["models"]
+        found = [each for each in models if self.model in (None, each["model"])]
+        if not found:
+            names = ", ".join(each["model"] for each in models) or "none"
+            raise RunError(f"{server.url} has no model {self.model!r} whose weights can be changed; it has {names}")
+        return found[0]
+
+    def _upload(
+        self,
+        server: Remote,
+        connection: http.client.HTTPConnection,
+        held: dict[str, Any],
+        tensors: dict[str, np.ndarray],
+    ) -> dict[str, Any]:
+        begin = {"model": held["model"], "version": self.version, "replaces": held["state"]}
+        begin |= {"adapter": self._settings, "tensors": manifest_of(tensors), "piece_bytes": PIECE_BYTES}
+        path = "/groupax/v1/weights"
+        path += "/" + server.ask("POST", path, begin, connection)["upload"]
+        pieces, lock = enumerate(pieces_of(tensors)), threading.Lock()
+
+        def send() -> None:
+            with closing(server.connection()) as own:
+                while True:
+                    with lock:
+                        item = next(pieces, None)
+                    if item is None:
+                        return
+                    number, (parts, crc) = item
+                    _put(server, own, f"{path}/{number}", parts, crc)
+
+        with ThreadPoolExecutor(SENDERS) as pool:
+            for sender in [pool.submit(send) for _ in range(SENDERS)]:
+                sender.result()
+        return server.ask("POST", f"{path}/commit")  # the other connection may have been idle for too long
+
+
+def _put(server: Remote, connection: http.client.HTTPConnection, path: str, parts: list[memoryview], crc: int) -> None:
+    """Send a piece, anew if it does not come as it was sent."""
+    for attempt in range(PIECE_ATTEMPTS):
+        try:
+            server.ask("PUT", path, parts, connection, x_crc32=f"{crc:08x}")
+            return
+        except Refused as refused:
+            if refused.code != "torn" or attempt == PIECE_ATTEMPTS - 1:
+                raise

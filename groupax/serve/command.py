@@ -1,0 +1,165 @@
+"""The command `groupax serve`. Imports what it needs when it runs."""
+
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from groupax.config import DecodingWeights
+from groupax.serve.wire import API_KEY_VARIABLE
+
+if TYPE_CHECKING:
+    from groupax.engine.engine import Engine
+    from groupax.models.checkpoint import Model
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Serve a model with OpenAI's interface: completions and chats; with /health and /metrics."""
+
+    model: str
+    """A folder or a Hugging Face hub id, of a model or an adapter."""
+    name: str | None = None
+    """What clients call the model; by default as --model has it."""
+    adapter: tuple[str, ...] = ()
+    """Adapters of the model, each NAME=FOLDER, served under their names beside it. They share its weights; each has an
+    engine and a part of the memory for keys and values of its own."""
+    host: str = "127.0.0.1"
+    """Where to listen: by default only this machine can connect."""
+    port: int = 8000
+    """0 takes a free one."""
+    api_key: tuple[str, ...] = ()
+    """Keys, one of which has to come with each request, also from the environment variable GROUPAX_API_KEY."""
+    mesh: tuple[int, int, int, int, int] | None = None
+    """Sizes of the axes dp, fsdp, ep, tp, sp, one of them -1; rows are spread over the first two. By default all
+    devices, for large weights on CPU one."""
+    dtype: str | None = None
+    """Of the weights in memory, as bfloat16; by default as the files have them."""
+    chat_template: str | None = None
+    """A template for a tokenizer without one: chatml, plain, or a file."""
+    weights: DecodingWeights = "same"
+    """Weights to decode with: as the model has them, or with fewer bits."""
+    kv_cache_gb: float | None = None
+    """Most memory of a device for keys and values, in GB; by default 80 % of what is free."""
+    prefix_cache_gb: float = 0.0
+    """Host memory for what was computed for finished requests, so that conversations go on quicker."""
+    max_concurrent_rows: int = 256
+    """Most completions decoded at once."""
+    max_queue: int = 1024
+    """Most completions that wait or run; further requests are told to come back (429)."""
+    max_completions: int = 256
+    """Most completions of one request, prompts times n."""
+    chunk_steps: int = 32
+    """Tokens between two visits to the host, a multiple of 8: fewer bring the first ones sooner, more are quicker."""
+    default_max_tokens: int = 1024
+    """The longest answer of a chat that sets no limit."""
+    max_body_mb: float = 4.0
+    """Largest request, in MB."""
+    request_timeout_s: float = 600.0
+    """A request that takes longer is given up."""
+    drain_s: int = 60
+    """After SIGTERM no connection is accepted; what runs has so long to end."""
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """`groupax serve`."""
+    command = tyro.cli(Serve, prog="groupax serve", args=list(arguments), use_underscores=True)
+    try:
+        import uvicorn
+
+        from groupax.serve.app import Limits, create_app
+    except ImportError as error:
+        raise ValueError(f"a server needs starlette and uvicorn: pip install 'groupax[serve]' ({error})") from error
+    from groupax.serve.loop import EngineLoop
+
+    keys = tuple(key for key in (*command.api_key, os.environ.get(API_KEY_VARIABLE, "")) if key)
+    listener = _listener(command.host, command.port)
+    models = models_of(command)
+    loop = EngineLoop(engines_of(command, models), command.max_queue).start()
+    limits = Limits(
+        api_keys=keys,
+        max_body_bytes=int(command.max_body_mb * 1e6),
+        max_completions=command.max_completions,
+        default_max_tokens=command.default_max_tokens,
+        request_timeout_s=command.request_timeout_s,
+    )
+    config = uvicorn.Config(
+        create_app(loop, limits, models),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=command.drain_s,
+    )
+    if command.host not in LOOPBACK and not keys:
+        print("anyone who reaches this address can use the server; set --api_key to prevent that", flush=True)
+    address = listener.getsockname()
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    print(f"{', '.join(loop.engines)} at http://{host}:{address[1]}/v1", flush=True)
+    # uvicorn raises the signal that stopped it once more when all is answered; then there is nothing to stop
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        loop.close()
+
+
+def models_of(command: Serve) -> "dict[str, Model]":
+    """The models that a command asks for, by their names.
+
+    Raises:
+        ValueError: there is no such model or adapter, or two have one name.
+    """
+    from groupax.models.checkpoint import load_adapter, load_model
+    from groupax.parallel.mesh import make_mesh
+
+    folders = dict(_named(text) for text in command.adapter)
+    name = command.name or command.model
+    if name in folders or len(folders) < len(command.adapter):
+        raise ValueError(f"each model needs a name of its own, got {name} and {', '.join(command.adapter)}")
+    base = load_model(command.model, command.dtype, make_mesh(command.mesh) if command.mesh else None)
+    return {name: base, **{each: load_adapter(base, folder) for each, folder in folders.items()}}
+
+
+def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engine]":
+    """An engine for each of these models."""
+    from groupax.engine.engine import Engine
+    from groupax.engine.plan import FREE_PART
+    from groupax.parallel.peak import free_memory_bytes
+    from groupax.tokenizer import load_tokenizer
+
+    base = next(iter(models.values()))
+    assert base.source is not None, "a loaded model has a folder"
+    tokenizer = load_tokenizer(base.source, command.chat_template)
+    kv_gb = command.kv_cache_gb
+    kv_bytes = FREE_PART * free_memory_bytes(base.mesh) if kv_gb is None else kv_gb * 1e9
+    settings: dict[str, Any] = {
+        "max_slots": command.max_concurrent_rows,
+        "chunk_steps": command.chunk_steps,
+        "weights": command.weights,
+        "kv_bytes": int(kv_bytes / len(models)),
+        "prefix_bytes": int(command.prefix_cache_gb * 1e9 / len(models)),
+    }
+    return {each: Engine.of(model, tokenizer, **settings) for each, model in models.items()}
+
+
+def _named(text: str) -> tuple[str, Path]:
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise ValueError(f"--adapter must be NAME=FOLDER, got {text!r}")
+    return name, Path(folder)
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket that listens; taken before the model is loaded, so that one in use is told at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ValueError(f"cannot listen at {host}, port {port}: {error.strerror or error}; choose another") from error

@@ -1,0 +1,309 @@
+"""The thread that drives the engines: requests join while others run.
+
+submit (any thread) ──► commands ─┐
+cancel ───────────────► commands ─┤  between two chunks
+between_chunks ───────► commands ─┤
+                                  ▼
+          the thread: commands, then a step of every session that has work ──► listeners
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from groupax.engine.engine import Engine
+from groupax.engine.params import SamplingParams
+from groupax.engine.scheduler import FinishReason, Sequence
+from groupax.engine.session import Session
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class FullError(Exception):
+    """There are as many sequences already as the loop takes."""
+
+
+class ClosedError(Exception):
+    """The loop takes no requests any more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Growth:
+    """What a completion has got since its listener was last told.
+
+    Attributes:
+        index: of the completion in its request: those of the first prompt, then those of the second, ...
+        first: position of the first new token; 0 if it had to begin again and other weights made it another one.
+        tokens, policy_logps, sampler_logps, alternatives, versions: the new ones (see `scheduler.Sequence`).
+        finish_reason: None while it runs; "abort" if the engine failed.
+        text: the whole text, once it is finished.
+    """
+
+    index: int
+    first: int
+    tokens: list[int]
+    policy_logps: list[float]
+    sampler_logps: list[float]
+    alternatives: list[list[tuple[int, float]]]
+    versions: list[int]
+    finish_reason: FinishReason | None
+    text: str
+
+
+Listener = Callable[[Growth], None]
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in the loop.
+
+    Attributes:
+        model: name of its engine.
+        sequences: what runs; they belong to the loop's thread.
+        listener: told of every growth, in that thread; it must be quick and must not raise.
+    """
+
+    model: str
+    sequences: list[Sequence]
+    listener: Listener
+    told: list[list[int]] = field(default_factory=list)
+    num_left: int = 0
+
+
+@dataclass(frozen=True)
+class LoopCounts:
+    """How the loop stands, and what it has done since it began."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    num_finished: int = 0
+    num_cancelled: int = 0
+    num_chunks: int = 0
+
+
+class EngineLoop:
+    """Engines that are driven by one thread, a chunk of each that has work in turn.
+
+    A completion depends on its prompt, its settings with their seed, its place in its request, and on the weights:
+    it is the one of `Engine.generate`.
+
+    Args:
+        engines: by the name of their model. The memory for keys and values of each is fixed now.
+        max_sequences: most that wait or run at once.
+
+    Attributes:
+        engines: their weights are changed by what `between_chunks` runs, and by nothing else.
+        counts: how it stands; a record that is replaced, so that any thread may read it.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], max_sequences: int = 1024) -> None:
+        self.engines = dict(engines)
+        self.max_sequences = max_sequences
+        self.counts = LoopCounts()
+        self._sessions = {name: Session(engine) for name, engine in self.engines.items()}
+        self._jobs: dict[int, tuple[Job, int]] = {}  # by sequence: its job, its index there
+        self._num_sequences = 0  # submitted and not ended
+        self._commands: list[Callable[[], None]] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> "EngineLoop":
+        """Begin to work."""
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """End after the chunk under way; what runs is told that it was aborted."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are worked on."""
+        return self._thread.is_alive()
+
+    def submit(
+        self,
+        model: str,
+        prompts: list[np.ndarray],
+        params: SamplingParams,
+        listener: Listener,
+        row_keys: np.ndarray | None = None,
+    ) -> Job:
+        """Begin a request; from any thread.
+
+        Args:
+            model: whose engine.
+            prompts: token ids of each; `params.n` completions of every one.
+            params: how to sample.
+            listener: called in the loop's thread.
+            row_keys: the source of each completion's randomness, [prompts * n, 2] uint32; None makes them of the seed.
+
+        Raises:
+            ValueError: the engine cannot do it (see `Engine.sequences` and `Session.check`).
+            FullError: too many sequences wait or run.
+            ClosedError: the loop has ended.
+        """
+        sequences = self.engines[model].sequences(prompts, params)
+        if row_keys is not None:
+            if row_keys.shape != (len(sequences), 2):
+                raise ValueError(f"row_keys must be {len(sequences)} pairs, one for each completion")
+            for sequence, key in zip(sequences, row_keys, strict=True):
+                sequence.key = key
+        session = self._sessions[model]
+        session.check(sequences)
+        job = Job(model, sequences, listener, [[] for _ in sequences], len(sequences))
+        with self._changed:
+            if self._closed:
+                raise ClosedError
+            if self._num_sequences + len(sequences) > self.max_sequences:
+                raise FullError
+            self._num_sequences += len(sequences)
+            self._commands.append(lambda: self._begin(job))
+            self._changed.notify()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Give up what a request still has to do; its listener hears no more of it. From any thread, at any time."""
+        self._command(lambda: self._cancel(job))
+
+    def between_chunks(self, function: Callable[[], T]) -> Future[T]:
+        """Run something in the loop's thread when no program runs, as a change of an engine's weights.
+
+        Args:
+            function: every request waits for it. To change weights it sets `engine.params`, and `engine.version` if
+                that is not to be one more; sequences under way go on with the new ones.
+
+        Returns:
+            Its result or its error.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+
+        if not self._command(run):
+            future.set_exception(ClosedError())
+        return future
+
+    def _command(self, command: Callable[[], None]) -> bool:
+        with self._changed:
+            if not self._closed:
+                self._commands.append(command)
+                self._changed.notify()
+            return not self._closed
+
+    # -- in the loop's thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while not (self._closed or self._commands or any(s.busy for s in self._sessions.values())):
+                        self._changed.wait()
+                    if self._closed:
+                        break
+                    commands, self._commands = self._commands, []
+                for command in commands:
+                    command()
+                for model in self._sessions:
+                    self._step(model)
+        finally:
+            with self._changed:
+                self._closed = True
+            for job in {id(job): job for job, _ in self._jobs.values()}.values():
+                self._abort(job)
+
+    def _step(self, model: str) -> None:
+        session = self._sessions[model]
+        if not session.busy:
+            return
+        try:
+            updates = [sequence for sequence, _ in session.step()]
+        except Exception:
+            # as when the devices' memory is full; the next requests begin with an empty cache
+            logger.exception("the engine of %s failed; its requests are aborted", model)
+            self._sessions[model] = Session(self.engines[model])
+            for job in {id(job): job for job, _ in self._jobs.values() if job.model == model}.values():
+                self._abort(job)
+            updates = []
+        for sequence in updates:
+            self._tell(sequence)
+        self._count(num_chunks=1)
+
+    def _begin(self, job: Job) -> None:
+        for index, sequence in enumerate(job.sequences):
+            self._jobs[id(sequence)] = job, index
+        self._count(num_prompt_tokens=sum(len(s.prompt) for s in job.sequences if s.sample_index == 0))
+        self._sessions[job.model].submit(job.sequences)
+
+    def _cancel(self, job: Job) -> None:
+        for sequence in job.sequences:
+            if self._jobs.pop(id(sequence), None) is not None:
+                sequence.cancel()
+                self._ended(job)
+                self._count(num_cancelled=1)
+
+    def _abort(self, job: Job) -> None:
+        for index, sequence in enumerate(job.sequences):
+            if self._jobs.pop(id(sequence), None) is not None:
+                self._ended(job)
+                job.listener(Growth(index, len(job.told[index]), [], [], [], [], [], "abort", ""))
+
+    def _tell(self, sequence: Sequence) -> None:
+        job, index = self._jobs.get(id(sequence), (None, 0))
+        if job is None:
+            return  # cancelled
+        told = job.told[index]
+        first = len(told) if sequence.tokens[: len(told)] == told else 0
+        if sequence.finish_reason is None and len(sequence.tokens) <= first:
+            return
+        new = slice(first, None)
+        growth = Growth(
+            index=index,
+            first=first,
+            tokens=sequence.tokens[new],
+            policy_logps=sequence.policy_logps[new],
+            sampler_logps=sequence.sampler_logps[new],
+            alternatives=sequence.alternatives[new],
+            versions=sequence.versions[new],
+            finish_reason=sequence.finish_reason,
+            text=sequence.text,
+        )
+        told[first:] = growth.tokens
+        if sequence.finish_reason:
+            del self._jobs[id(sequence)]
+            self._ended(job)
+            self._count(num_finished=1)
+        self._count(num_tokens=len(growth.tokens))
+        job.listener(growth)
+
+    def _ended(self, job: Job) -> None:
+        job.num_left -= 1
+        with self._changed:
+            self._num_sequences -= 1
+
+    def _count(self, **added: Any) -> None:
+        sessions = self._sessions.values()
+        values = {name: getattr(self.counts, name) + number for name, number in added.items()}
+        values["num_running"] = sum(session.num_running for session in sessions)
+        values["num_waiting"] = sum(session.num_waiting for session in sessions)
+        self.counts = LoopCounts(**{**vars(self.counts), **values})

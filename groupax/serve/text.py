@@ -1,0 +1,54 @@
+"""Text of a completion that still grows. Imports no jax."""
+
+from collections.abc import Callable, Sequence
+
+from groupax.engine.stops import text_before_stop
+
+REPLACEMENT = "\ufffd"  # what a tokenizer writes for the bytes of a character that is not whole yet
+
+
+class TextStream:
+    """The certain part of a text: what is told of it is never taken back.
+
+    Held back are characters whose bytes are not all there, and what may be the beginning of a stop text.
+
+    Args:
+        decode: tokens to text.
+        stop: texts that end it.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
+        self._decode, self._stop = decode, stop
+        self._tokens: list[int] = []
+        self._before = self._read = 0  # a token's text may depend on the one before: decode some tokens twice
+        self._text, self._num_told = "", 0
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """More tokens; returns the text that has become certain."""
+        self._tokens += tokens
+        earlier = self._decode(self._tokens[self._before : self._read])
+        both = self._decode(self._tokens[self._before :])
+        if both.endswith(REPLACEMENT):
+            return ""
+        self._text += both[len(earlier) :]
+        self._before, self._read = self._read, len(self._tokens)
+        return self._told_up_to(self._certain())
+
+    def end(self, text: str) -> str:
+        """The rest, if this is the whole text."""
+        return self._told_up_to(text)
+
+    def _told_up_to(self, text: str) -> str:
+        new = text[self._num_told :]
+        self._num_told = max(self._num_told, len(text))
+        return new
+
+    def _certain(self) -> str:
+        text = text_before_stop(self._text, self._stop)
+        held = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(text)), held, -1):
+                if text.endswith(stop[:length]):
+                    held = length
+                    break
+        return text[: len(text) - held]

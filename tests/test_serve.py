@@ -1,0 +1,153 @@
+"""The server's parts by themselves: requests, texts that grow, answers, counts."""
+
+import json
+
+import pytest
+
+from groupax.serve.answers import Answers, Completion, Vocabulary
+from groupax.serve.errors import ApiError
+from groupax.serve.loop import Growth
+from groupax.serve.metrics import Histogram
+from groupax.serve.requests import parse, parse_json
+from groupax.serve.text import TextStream
+
+from .test_config_and_data import a_tokenizer
+
+
+def parsed(is_chat=False, **fields):
+    return parse(json.dumps({"prompt": "x", **fields} if not is_chat else fields).encode(), is_chat)
+
+
+def test_settings_of_a_request():
+    request = parsed(n=2, top_k=-1, stop="a", logit_bias={"3": -1}, seed=7, logprobs=0, stream=True, max_tokens=9)
+    params = request.sampling_params(16)
+    assert (params.n, params.top_k, params.stop, params.seed, params.max_tokens) == (2, 0, ("a",), 7, 9)
+    assert params.logit_bias == {3: -1.0}
+    assert request.logprobs == 0
+    assert request.stream
+    assert parsed(max_tokens=None).sampling_params(16).max_tokens == 16
+    assert parsed().settings["seed"] != parsed().settings["seed"]
+    assert parsed(prompt=[[1, 2], [3]]).prompts == [[1, 2], [3]]
+    assert parsed(prompt=[1, 2]).prompts == [[1, 2]]
+    assert parsed(user="somebody", best_of=1, suffix=None).prompts == ["x"]
+    assert parsed(row_keys=[[1, 2**32 - 1]]).row_keys.tolist() == [[1, 2**32 - 1]]
+
+
+def test_settings_of_a_chat():
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    request = parsed(True, messages=messages, max_completion_tokens=5, max_tokens=9, logprobs=True, top_logprobs=3)
+    assert request.prompts == [[{"role": "user", "content": "ab"}]]
+    assert request.sampling_params(100).max_tokens == 5
+    assert request.logprobs == 3
+    assert parsed(True, messages=messages, tools=[], response_format={"type": "text"}).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": None}, "prompt is missing"),
+        ({"prompt": []}, "prompt must be"),
+        ({"prompt": [True]}, "a prompt must be"),
+        ({"prompt": [1, 2.5]}, "a prompt must be"),
+        ({"prompt": {"a": 1}}, "prompt must be"),
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"temperature": 1e300}, "temperature is out of range"),
+        ({"temperature": True}, "temperature must be a number"),
+        ({"n": 1.5}, "n must be an integer"),
+        ({"n": 1 << 40}, "n is out of range"),
+        ({"seed": 1 << 70}, "seed must be an integer"),
+        ({"stop": [1]}, "stop must be a text"),
+        ({"stop": ["a"] * 17}, "at most 16"),
+        ({"stop": [""]}, "stop must be texts that are not empty"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must name token ids"),
+        ({"logit_bias": {"1": 101}}, r"logit_bias must be in \[-100, 100\]"),
+        ({"logit_bias": [1]}, "logit_bias must be an object"),
+        ({"logprobs": 21}, r"logprobs must be in \[0, 20\]"),
+        ({"echo": 1}, "echo must be true or false"),
+        ({"echo": True, "logprobs": 1}, "echo with logprobs"),
+        ({"stream_options": 1}, "stream_options must be an object"),
+        ({"best_of": 3}, "best_of=3 is not supported"),
+        ({"max_token": 3}, "unknown field 'max_token'; did you mean max_tokens"),
+        ({"messages": []}, "unknown field 'messages'"),
+        ({"model": 3}, "model must be a text"),
+        ({"min_tokens": 20}, "min_tokens must be in"),
+        ({"row_keys": [[1]]}, "row_keys must be a list of pairs"),
+        ({"row_keys": [[1, -1]]}, "row_keys must hold numbers of 32 bits"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(fields, message):
+    with pytest.raises(ApiError, match=message) as caught:
+        parsed(**fields).sampling_params(16)
+    assert caught.value.status == 400
+    assert set(caught.value.body["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "messages must be a list"),
+        ({"messages": [{"role": "user"}]}, "content of a message must be a text"),
+        ({"messages": [{"content": "x"}]}, "role and content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of a message must be texts"),
+        ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}, "top_logprobs needs logprobs=true"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools=.* is not supported"),
+        ({"messages": [{"role": "user", "content": "x"}], "prompt": "x"}, "unknown field 'prompt'"),
+    ],
+)
+def test_chats_that_make_no_sense_are_refused(fields, message):
+    with pytest.raises(ApiError, match=message):
+        parsed(True, **fields)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"a": NaN}', b"\xff", b"[" * 100_000, b"1"])
+def test_bodies_that_are_no_objects_are_refused(body):
+    with pytest.raises(ApiError, match="the body"):
+        parse_json(body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("stop", [(), ("lo w",), ("xyz", "rld!", "world?")])
+def test_streamed_texts_are_never_taken_back(size, stop):
+    text = "héllo wörld — ✓ hello world"
+    data = text.encode()
+    stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"), stop)
+    whole = text[: min([text.find(each) for each in stop if each in text], default=None)]
+    told = ""
+    for start in range(0, len(data), size):
+        told += stream.add(list(data[start : start + size]))
+        assert whole.startswith(told)
+    assert told + stream.end(whole) == whole
+
+
+def test_answers_in_pieces_are_the_whole_one():
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    request = parsed(logprobs=1, n=1, return_token_ids=True)
+    answers = Answers(request, "m", "id", [[1, 2]], [], 1, Vocabulary(tokenizer))
+    parts = [
+        Growth(0, 0, [3, 4], [-0.5, -1.0], [-0.4, -0.9], [[(3, -0.5)], [(5, -0.2)]], [1, 1], None, ""),
+        Growth(0, 2, [5], [-0.1], [-0.1], [[(5, -0.1)]], [2], "stop", "abc"),
+    ]
+    pieces, streamed, completion = [], Completion(), Completion()
+    for part in parts:
+        pieces.append(answers.piece(part, "", streamed)["choices"][0])
+        streamed.add(part)
+        completion.add(part)
+    [whole] = answers.whole([completion])["choices"]
+    assert (whole["text"], whole["finish_reason"], whole["weight_versions"]) == ("abc", "stop", [[1, 2], [2, 1]])
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert pieces[0]["logprobs"][name] + pieces[1]["logprobs"][name] == whole["logprobs"][name]
+    assert pieces[0]["token_ids"] + pieces[1]["token_ids"] == whole["token_ids"] == [3, 4, 5]
+    assert "prompt_token_ids" not in pieces[1]
+    assert answers.last_piece([completion])["usage"] == answers.usage([completion])
+    completion.add(Growth(0, 0, [6], [-1.0], [-1.0], [[(6, -1.0)]], [3], "length", "d"))  # had to begin again
+    assert (completion.tokens, completion.versions) == ([6], [3])
+
+
+def test_histograms_count_what_is_at_most_so_long():
+    histogram = Histogram()
+    for seconds in (0.01, 0.02, 1000.0):
+        histogram.add(seconds)
+    lines = dict(line.rsplit(" ", 1) for line in histogram.lines("x"))
+    assert lines['x_bucket{le="0.01"}'] == "1"
+    assert lines['x_bucket{le="0.03"}'] == lines['x_bucket{le="300.0"}'] == "2"
+    assert lines['x_bucket{le="+Inf"}'] == lines["x_count"] == "3"

@@ -1,0 +1,400 @@
+"""The server, asked by OpenAI's own client and by clients that misbehave: answers are the engine's."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+
+import jax
+import numpy as np
+import openai
+import pytest
+import uvicorn
+from jax.sharding import Mesh
+
+from groupax import Engine, SamplingParams, load_model
+from groupax.models.checkpoint import add_adapter
+from groupax.models.lora import LoRAConfig
+from groupax.parallel.mesh import AXES
+from groupax.recipes import load_recipe
+from groupax.serve.app import Limits, create_app
+from groupax.serve.loop import EngineLoop
+from groupax.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.heavy
+
+KEY = "a key"
+LONG = {"max_tokens": 450, "extra_body": {"ignore_eos": True}}
+
+
+def demo_model():
+    """The demo's model on one device, and its tokenizer."""
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(AXES)), AXES)
+    model = load_model(load_recipe("arithmetic").model, mesh=mesh)
+    return model, load_tokenizer(model.source, "plain")
+
+
+def demo_engines():
+    """The demo's model and one with an adapter that changes something."""
+    model, tokenizer = demo_model()
+    adapted = add_adapter(model, LoRAConfig(r=4), seed=1)
+    for layer in adapted.params["layers"]:
+        layer["q"] = replace(layer["q"], change=replace(layer["q"].change, b=layer["q"].change.b + 0.3))
+    engines = {"demo": model, "adapted": adapted}
+    return {name: Engine.of(each, tokenizer, chunk_steps=16, kv_bytes=1 << 28) for name, each in engines.items()}
+
+
+@contextmanager
+def listening(app, port=0):
+    """The address of a server with the application."""
+    listener = socket.create_server(("127.0.0.1", port))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
+        listener.close()
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = EngineLoop(demo_engines(), max_sequences=64).start()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def address(loop):
+    limits = Limits(api_keys=("another", KEY), max_completions=48, max_body_bytes=1 << 20, send_timeout_s=2.0)
+    with listening(create_app(loop, limits)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def engine(loop):
+    """The one behind the server, which must have nothing else to do."""
+    wait_until(lambda: is_idle(loop))
+    return loop.engines["demo"]
+
+
+def is_idle(loop):
+    return loop.counts.num_running == loop.counts.num_waiting == loop._num_sequences == 0
+
+
+def wait_until(holds, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "did not come to hold"
+        time.sleep(0.01)
+
+
+def flat(groups):
+    return [sequence for group in groups for sequence in group]
+
+
+def test_completions_are_the_engines(client, engine):
+    prompts = ["8*(2+5)-17=", "1+2=", "99-3*7="]
+    answer = client.completions.create(
+        model="demo", prompt=prompts, n=3, seed=5, temperature=0.9, max_tokens=40, logprobs=2, stop=["</think>", "zz"],
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    params = SamplingParams(n=3, seed=5, temperature=0.9, max_tokens=40, logprobs=2, stop=("</think>", "zz"))
+    expected = flat(engine.generate(prompts, params))
+    assert [choice.index for choice in answer.choices] == list(range(9))
+    for choice, sequence in zip(answer.choices, expected, strict=True):
+        assert choice.text == sequence.text
+        assert choice.finish_reason == sequence.finish_reason
+        assert choice.logprobs.token_logprobs == sequence.policy_logps
+        assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * len(sequence.tokens)
+        assert [sorted(top.values()) for top in choice.logprobs.top_logprobs] == [
+            sorted(logp for _, logp in pairs) for pairs in sequence.alternatives
+        ]
+        assert choice.token_ids == sequence.tokens
+        assert choice.sampler_logps == sequence.sampler_logps
+        assert choice.prompt_token_ids == sequence.prompt.tolist()
+        assert choice.weight_versions == [[0, len(sequence.tokens)]]
+    assert "stop" in {choice.finish_reason for choice in answer.choices}
+    assert answer.usage.completion_tokens == sum(len(sequence.tokens) for sequence in expected)
+    assert answer.usage.prompt_tokens == sum(len(engine.encode(prompt)[0]) for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_p": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.4, "seed": 2**62},
+        {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.3, "min_tokens": 12},
+        {"logit_bias": {"7": 5.0, "9": -100}, "stop_token_ids": [30], "ignore_eos": True},
+        {"top_k": -1, "temperature": 0.0},
+    ],
+)
+def test_all_settings_reach_the_engine(client, engine, settings):
+    own = {"top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos"}
+    ids = engine.encode("7*3-4=")[0]
+    settings = {"seed": 3, **settings}
+    answer = client.completions.create(
+        model="demo", prompt=ids.tolist(), n=2, max_tokens=24,
+        **{name: value for name, value in settings.items() if name not in own},
+        extra_body={"return_token_ids": True, **{name: settings[name] for name in own & settings.keys()}},
+    )  # fmt: skip
+    biases = {int(token): bias for token, bias in settings.pop("logit_bias", {}).items()}
+    stops = tuple(settings.pop("stop_token_ids", ()))
+    settings["top_k"] = max(settings.get("top_k", 0), 0)
+    params = SamplingParams(n=2, max_tokens=24, logit_bias=biases, stop_token_ids=stops, **settings)
+    [expected] = engine.generate([ids], params)
+    assert [choice.token_ids for choice in answer.choices] == [sequence.tokens for sequence in expected]
+
+
+def test_a_stream_is_the_answer_in_pieces(client, engine):
+    given = {"model": "demo", "prompt": ["8*(2+5)-17=", "4*4="], "n": 2, "seed": 11, "max_tokens": 60, "logprobs": 1}
+    given |= {"stop": ["answer>3", "</th"], "extra_body": {"return_token_ids": True}, "echo": False}
+    whole = client.completions.create(**given)
+    pieces = list(client.completions.create(**given, stream=True, stream_options={"include_usage": True}))
+    texts, tokens, logps, reasons, offsets = ({index: [] for index in range(4)} for _ in range(5))
+    for piece in pieces[:-1]:
+        [choice] = piece.choices
+        texts[choice.index].append(choice.text)
+        tokens[choice.index] += choice.token_ids
+        logps[choice.index] += choice.logprobs.token_logprobs
+        offsets[choice.index] += choice.logprobs.text_offset
+        reasons[choice.index].append(choice.finish_reason)
+    assert any(len(parts) > 1 for parts in texts.values())
+    for index, choice in enumerate(whole.choices):
+        assert "".join(texts[index]) == choice.text
+        assert tokens[index] == choice.token_ids
+        assert logps[index] == choice.logprobs.token_logprobs
+        assert offsets[index] == choice.logprobs.text_offset
+        assert reasons[index] == [None] * (len(reasons[index]) - 1) + [choice.finish_reason]
+    assert pieces[-1].choices == []
+    assert pieces[-1].usage == whole.usage
+
+
+def test_echo_puts_the_prompt_first(client):
+    given = {"model": "demo", "prompt": "4*4=", "seed": 1, "max_tokens": 8}
+    plain, echoed = (client.completions.create(**given, echo=echo).choices[0].text for echo in (False, True))
+    assert echoed == "4*4=" + plain
+    pieces = client.completions.create(**given, echo=True, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == echoed
+
+
+def test_chats_are_the_engines(client, engine):
+    messages = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    messages.append({"role": "user", "content": "3*3="})
+    given = {"model": "demo", "messages": messages, "n": 2, "seed": 4, "max_completion_tokens": 30}
+    given |= {"logprobs": True, "top_logprobs": 3}
+    whole = client.chat.completions.create(**given)
+    [expected] = engine.generate([messages], SamplingParams(n=2, seed=4, max_tokens=30, logprobs=3))
+    for choice, sequence in zip(whole.choices, expected, strict=True):
+        assert choice.message.role == "assistant"
+        assert choice.message.content == sequence.text
+        assert [entry.logprob for entry in choice.logprobs.content] == sequence.policy_logps
+        assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [3] * len(sequence.tokens)
+    contents = {0: "", 1: ""}
+    for piece in client.chat.completions.create(**given, stream=True):
+        contents[piece.choices[0].index] += piece.choices[0].delta.content
+    assert list(contents.values()) == [choice.message.content for choice in whole.choices]
+    parts = [
+        {**messages[0], "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}]},
+        *messages[1:],
+    ]
+    again = client.chat.completions.create(**{**given, "messages": parts})
+    assert [choice.message.content for choice in again.choices] == list(contents.values())
+
+
+def test_an_adapter_is_a_model_of_its_own(client, loop, engine):
+    assert [model.id for model in client.models.list()] == ["demo", "adapted"]
+    assert client.models.retrieve("adapted").max_model_len == 512
+    texts = {}
+    for name in loop.engines:
+        texts[name] = client.completions.create(model=name, prompt="8*(2+5)-17=", temperature=0, max_tokens=24)
+        wait_until(lambda: is_idle(loop))
+        params = SamplingParams(temperature=0.0, max_tokens=24)
+        assert texts[name].choices[0].text == loop.engines[name].generate("8*(2+5)-17=", params)[0][0].text
+    assert texts["demo"].choices[0].text != texts["adapted"].choices[0].text
+
+
+def test_many_clients_get_their_own_answers(address, engine):
+    rng = np.random.default_rng(0)
+    asked = [(f"{a}*({b}+{c})=", seed) for seed, (a, b, c) in enumerate(rng.integers(1, 99, (24, 3)).tolist())]
+    params = [SamplingParams(n=1 + seed % 3, seed=seed, max_tokens=8 + 3 * seed) for _, seed in asked]
+    expected = [engine.generate(prompt, each)[0] for (prompt, _), each in zip(asked, params, strict=True)]
+
+    def ask(number):
+        prompt, seed = asked[number]
+        settings = {"n": params[number].n, "seed": seed, "max_tokens": params[number].max_tokens}
+        with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
+            if seed % 2:
+                return [c.text for c in client.completions.create(model="demo", prompt=prompt, **settings).choices]
+            texts = [""] * params[number].n
+            for piece in client.completions.create(model="demo", prompt=prompt, **settings, stream=True):
+                texts[piece.choices[0].index] += piece.choices[0].text
+            return texts
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(ask, range(len(asked))))
+    assert answers == [[sequence.text for sequence in group] for group in expected]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_frees_its_slots(client, loop, stream):
+    wait_until(lambda: is_idle(loop))
+    before = loop.counts.num_cancelled
+    if stream:
+        answer = client.completions.create(model="demo", prompt="1+1=", n=3, stream=True, **LONG)
+        next(iter(answer))
+        answer.close()
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.1).completions.create(model="demo", prompt="1+1=", n=48, **LONG)
+    wait_until(lambda: loop.counts.num_cancelled > before and is_idle(loop))
+
+
+def test_mistakes_are_told_as_openai_tells_them(address, client):
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'; this server has demo") as caught:
+        client.completions.create(model="gpt", prompt="1")
+    assert caught.value.code == "model_not_found"
+    refused = [
+        ({"max_tokens": 600}, "exceeds the model's 512 positions"),
+        ({"temperature": -1}, "temperature must be 0"),
+        ({"n": 49}, "a request may have 48"),
+        ({"n": 0}, "n must be at least 1"),
+        ({"logprobs": 21}, r"logprobs must be in \[0, 20\]"),
+        ({"prompt": [1, 2, 5000]}, "vocabulary has 104 tokens"),
+        ({"prompt": []}, "prompt must be"),
+        ({"extra_body": {"top_q": 1}}, "unknown field 'top_q'; did you mean top_"),
+        ({"extra_body": {"logit_bias": {"500": 1}}}, "logit_bias names tokens"),
+        ({"suffix": "x"}, "suffix='x' is not supported"),
+    ]
+    for given, message in refused:
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.completions.create(**{"model": "demo", "prompt": "1", **given})
+    with pytest.raises(openai.BadRequestError, match="role and content"):
+        client.chat.completions.create(model="demo", messages=[{"content": "x"}])
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="wrong", max_retries=0) as stranger:
+        with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
+            stranger.models.list()
+        with pytest.raises(openai.AuthenticationError):
+            stranger.completions.create(model="demo", prompt="1")
+
+
+def post(address, body, path="/v1/completions", key=KEY):
+    request = urllib.request.Request(address + path, body, {"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def test_bodies_that_are_no_requests_get_errors(address):
+    bodies = [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"prompt": "\\ud800"}']
+    for body in bodies:
+        status, answer = post(address, body)
+        assert status == 400
+        assert answer["error"]["type"] == "invalid_request_error"
+    status, answer = post(address, json.dumps({"model": "demo", "prompt": "1+" * 5_000_000}).encode())
+    assert (status, answer["error"]["message"][:8]) == (413, "the body")
+    status, answer = post(address, json.dumps({"model": "demo", "prompt": "1+" * 100_000}).encode())
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert post(address, b"{}", "/v1/nowhere")[0] == 404
+
+
+def test_a_full_queue_says_so(client, loop):
+    wait_until(lambda: is_idle(loop))
+    with client.completions.create(model="demo", prompt="1+1=", n=40, stream=True, **LONG):
+        with pytest.raises(openai.RateLimitError, match="64 completions wait or run") as caught:
+            client.completions.create(model="demo", prompt="1+1=", n=40, max_tokens=8)
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert client.completions.create(model="demo", prompt="1+1=", n=2, max_tokens=8).choices
+    wait_until(lambda: is_idle(loop))
+
+
+def test_a_request_that_takes_too_long_is_given_up(loop):
+    wait_until(lambda: is_idle(loop))
+    with (
+        listening(create_app(loop, Limits(request_timeout_s=0.05))) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client,
+    ):
+        for stream in (False, True):
+            with pytest.raises(openai.APIError, match="took longer than this server allows"):
+                list(client.completions.create(model="demo", prompt="1+1=", n=48, stream=stream, **LONG) or ())
+            wait_until(lambda: is_idle(loop))
+
+
+def test_a_client_that_reads_nothing_holds_up_nobody(address, client, loop):
+    body = json.dumps(
+        {"prompt": "1+1=", "n": 48, "max_tokens": 450, "ignore_eos": True, "stream": True, "logprobs": 20}
+    )
+    fields = f"Host: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    host, port = address.removeprefix("http://").split(":")
+    with closing(socket.socket()) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((host, int(port)))
+        slow.sendall(f"POST /v1/completions HTTP/1.1\r\n{fields}{body}".encode())
+        assert slow.recv(15) == b"HTTP/1.1 200 OK"
+        assert client.completions.create(model="demo", prompt="1+1=", max_tokens=8).choices[0].finish_reason
+        wait_until(lambda: is_idle(loop))
+        assert client.completions.create(model="demo", prompt="1+1=", max_tokens=8).choices[0].finish_reason
+
+
+def test_health_and_metrics(address, client):
+    with urllib.request.urlopen(f"{address}/health") as response:
+        assert json.loads(response.read()) == {"status": "ok"}
+    client.completions.create(model="demo", prompt="1+1=", max_tokens=8)
+    request = urllib.request.Request(f"{address}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request) as response:
+        lines = response.read().decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert int(values['groupax_requests_total{path="/v1/completions",status="200"}']) >= 1
+    assert int(values["groupax_completion_tokens_total"]) >= 1
+    assert values['groupax_weights_version{model="demo"}'] == "0"
+    assert not [name for name in values if 'status="500"' in name]
+
+
+def test_the_command_serves_and_drains(tmp_path):
+    settings = ["--model", str(load_recipe("arithmetic").model), "--name", "demo", "--port", "0", "--chunk_steps", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "groupax",
+        "serve",
+        *settings,
+        "--mesh",
+        "-1",
+        "1",
+        "1",
+        "1",
+        "1",
+        "--api_key",
+        KEY,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            address = server.stdout.readline().split(" at ")[1].strip()
+            with openai.OpenAI(base_url=address, api_key=KEY, max_retries=0) as client:
+                pieces = client.completions.create(model="demo", prompt="1+1=", n=4, stream=True, **LONG)
+                first = next(iter(pieces))
+                server.send_signal(signal.SIGTERM)
+                rest = list(pieces)
+                assert len({c.index for p in [first, *rest] for c in p.choices if c.finish_reason == "length"}) == 4
+            assert server.wait(60) == 0
+        finally:
+            with suppress(ProcessLookupError):
+                server.kill()

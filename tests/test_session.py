@@ -1,0 +1,61 @@
+"""Sessions: requests that join while others run come out as if they had run alone."""
+
+import pytest
+
+from groupax import SamplingParams
+from groupax.engine.session import Session
+
+from .test_engine import PROMPTS, RNG, engine_for, tokens_of
+
+REQUESTS = [
+    ([PROMPTS[0]], SamplingParams(n=4, max_tokens=60, seed=1)),
+    (PROMPTS[1:4], SamplingParams(n=1, max_tokens=9, seed=2)),
+    ([RNG.integers(2, 96, 70)], SamplingParams(n=3, max_tokens=20, seed=3, logprobs=2)),
+    (PROMPTS[4:6], SamplingParams(n=2, max_tokens=40, seed=1, logit_bias=dict.fromkeys(range(2, 14), 1.0))),
+    ([PROMPTS[0]], SamplingParams(n=2, max_tokens=12, seed=1, stop_token_ids=tuple(range(60, 72)))),
+    ([PROMPTS[7]], SamplingParams(n=6, max_tokens=33, temperature=0.0)),
+]
+
+
+def run_together(engine, requests, every=2):
+    """All requests in one session, another one joining after every few steps."""
+    session, groups, arrived = Session(engine), [], 0
+    while arrived < len(requests) or session.busy:
+        for _ in range(every if arrived else 1):
+            for _ in session.step():
+                pass
+        if arrived < len(requests):
+            prompts, params = requests[arrived]
+            groups.append(engine.sequences(prompts, params))
+            session.submit(groups[-1])
+            arrived += 1
+    return groups, session
+
+
+def as_groups(sequences, prompts, params):
+    return [[sequences[p * params.n + s] for s in range(params.n)] for p in range(len(prompts))]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model):
+    engine = engine_for(tiny_model, 2)
+    return [engine.generate(prompts, params) for prompts, params in REQUESTS]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kv_tokens", [None, 900])
+def test_requests_that_join_come_out_as_if_alone(tiny_model, alone, kv_tokens):
+    engine = engine_for(tiny_model, 2)
+    if kv_tokens is not None:
+        engine.kv_bytes = kv_tokens * engine.bytes_per_token
+    together, session = run_together(engine, REQUESTS)
+    for (prompts, params), sequences, expected in zip(REQUESTS, together, alone, strict=True):
+        groups = as_groups(sequences, prompts, params)
+        assert tokens_of(groups) == tokens_of(expected)
+        for one, other in zip(sequences, [each for group in expected for each in group], strict=True):
+            assert one.policy_logps == other.policy_logps
+            assert one.sampler_logps == other.sampler_logps
+            assert one.alternatives == other.alternatives
+            assert one.finish_reason == other.finish_reason
+            assert one.versions == [0] * len(one.tokens)
+    assert (session.num_running, session.num_waiting, session._told, session._ended) == (0, 0, {}, set())
