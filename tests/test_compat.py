@@ -271,7 +271,7 @@ def test_easydel_models(folder):
             dtype=jnp.bfloat16,
         )
     text = " ".join(str(each.message) for each in told)
-    assert "every device holds all weights" in text
+    assert model.model.params["layers"][0]["gate"].addressable_shards[0].data.shape[1] * 4 == 32
     assert "attn_softmax_dtype=bfloat16: groupax adds up attention's weights in float32" in text
     assert model.trainer_settings == {
         "gradient_checkpointing": "full",
