@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,9 @@ from groupax import GRPOConfig as NativeConfig
 from groupax import init_model, load_model, save_model
 from groupax.compat import hf, trl
 from groupax.compat.fields import CompatWarning
+from groupax.models.checkpoint import on_mesh
 from groupax.models.lora import lora_config
+from groupax.parallel.mesh import RULES, make_mesh
 
 from .conftest import TINY, one_device_mesh
 from .test_config_and_data import a_tokenizer
@@ -143,18 +146,54 @@ def test_small_batches_generate_for_several_steps():
         assert config.batches() == (4, 1, 2)
 
 
-def test_vllm_and_launchers_are_told_how_they_are_done(tmp_path):
-    with pytest.warns(CompatWarning, match=r"own engine samples .*no server is asked at '10\.0\.0\.1'"):
+def test_who_samples_is_told():
+    with pytest.warns(CompatWarning, match=r"sampled by the server at http://10\.0\.0\.1:8000"):
         config = trl.GRPOConfig(use_vllm=True, vllm_server_host="10.0.0.1").to_native()
-    assert config.rollout_correction == "none"
+    assert (config.rollout, config.rollout_correction) == ("http://10.0.0.1:8000", "sequence_mask")
+    with pytest.warns(CompatWarning, match=r"server at http://127\.0\.0\.1:9000"):
+        trl.GRPOConfig(use_vllm=True, vllm_mode="server", vllm_server_port=9000).to_native()
+    with pytest.warns(CompatWarning, match="own engine"):
+        config = trl.GRPOConfig(use_vllm=True, vllm_server_host="").to_native()
+    assert (config.rollout, config.rollout_correction) == ((), "none")
     with pytest.warns(CompatWarning, match="own engine"):
         config = trl.GRPOConfig(use_vllm=True, vllm_importance_sampling_mode="token_truncate").to_native()
     assert (config.rollout_correction, config.rollout_correction_max) == ("token_truncate", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mesh"),
+    [
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "1,-1,1,1,1"),
+        ({"deepspeed": {"zero_optimization": {"stage": 0}}}, None),
+        ({"fsdp": "full_shard auto_wrap"}, "1,-1,1,1,1"),
+        ({"fsdp": True}, "1,-1,1,1,1"),
+        ({"fsdp": ["no_shard"]}, None),
+        ({"parallelism_config": SimpleNamespace(dp_replicate_size=2, dp_shard_size=4, tp_size=2)}, "2,4,1,2,1"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_settings_of_launchers_become_a_mesh(settings, mesh):
+    config = trl.GRPOConfig(**settings).to_native()
+    assert config.mesh == mesh
+    assert ("kv_heads" in config.mesh_replicate) == (mesh is not None)
+
+
+def test_how_launchers_are_replaced_is_told(tmp_path):
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    with pytest.warns(CompatWarning, match=r"deepspeed=ZeRO stage 3: .*\(4, 1, 1, 1, 1\).*holds all weights"):
-        trl.GRPOConfig(deepspeed=str(tmp_path / "zero.json")).tell_mesh(4)
-    with pytest.warns(CompatWarning, match="fsdp='full_shard': .*have to fit|has to fit on one device"):
-        trl.GRPOConfig(fsdp="full_shard").tell_mesh(1)
+    config = trl.GRPOConfig(deepspeed=str(tmp_path / "zero.json"))
+    whole = init_model(TINY, mesh=make_mesh())
+    with pytest.warns(CompatWarning, match=r"deepspeed=ZeRO stage 3: .*\(1,4,1,1,1\) over the 4 .* are split over"):
+        config.tell_mesh(on_mesh(whole, make_mesh((1, 4, 1, 1, 1))))
+    with pytest.warns(CompatWarning, match="fsdp='no_shard': .*has to fit on one"):
+        trl.GRPOConfig(fsdp="no_shard").tell_mesh(whole)
+    with (
+        pytest.warns(CompatWarning, match="are split over"),
+        pytest.warns(CompatWarning, match=r"kv_heads \(2\) does not divide by tp=4"),
+    ):
+        config.tell_mesh(on_mesh(whole, make_mesh((1, 1, 1, 4, 1)), RULES))
+    with pytest.raises(ValueError, match=r"nowhere\.json' cannot be read"):
+        trl.GRPOConfig(deepspeed="nowhere.json").to_native()
 
 
 def test_trackers_are_those_that_both_have():

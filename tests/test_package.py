@@ -66,7 +66,6 @@ WITHOUT_JAX = [
     "groupax.recipes.gsm8k",
     "groupax.checkpoints.store",
     "groupax.cli",
-    "groupax.compat.trl_fields",
     "groupax.compat.easydel_fields",
 ]
 

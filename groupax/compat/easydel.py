@@ -18,13 +18,13 @@ import groupax.trainer as native
 from groupax.compat import hf
 from groupax.compat.easydel_fields import DEFAULTS, FORMER, INERT
 from groupax.compat.fields import Fields, ForeignConfig, as_native, tell
+from groupax.compat.meshes import tell_whole
 from groupax.config import mesh_sizes, nearest
 from groupax.data import load_examples
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.models.checkpoint import Model, load_model
-from groupax.models.specs import split_dims
-from groupax.parallel.mesh import RULES, indivisible, make_mesh
+from groupax.parallel.mesh import RULES, make_mesh
 from groupax.tokenizer import is_conversational, prepare_tokenizer, render
 
 # What a `vInference` and a `GRPOConfig` may both say of sampling, and the latter's name for it.
@@ -177,7 +177,7 @@ class AutoEasyDeLModelForCausalLM:
         model = load_model(
             name_or_path, stored, mesh, weights, max_positions=max_positions, replicated=() if mesh is None else RULES
         )
-        _tell_whole(model)
+        tell_whole(model, "sharding_axis_dims")
         return EasyDeLModel(model, settings)
 
 
@@ -479,12 +479,3 @@ def _mesh(dims: Sequence[int]) -> Mesh:
         return make_mesh(mesh_sizes(",".join(map(str, dims))))
     except ValueError as error:
         raise ValueError(f"sharding_axis_dims={tuple(dims)}: {error}") from error
-
-
-def _tell_whole(model: Model) -> None:
-    """Say which dims do not divide by the mesh."""
-    for dim, size, axis in indivisible(split_dims(model.config), model.mesh):
-        tell(
-            f"sharding_axis_dims: {dim} ({size}) does not divide by {axis}={model.mesh.shape[axis]}; it stays whole on "
-            "every device"
-        )

@@ -1,5 +1,6 @@
 """Trackio: a local database in TRACKIO_DIR, which `trackio show` shows. Imports no jax."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,9 @@ class TrackioTracker:
     """A run of the same name each time that the run goes on, which trackio takes for one."""
 
     def __init__(self, run: TrackedRun) -> None:
-        import trackio
-
-        self.trackio = trackio
+        self.trackio: Any = importlib.import_module("trackio")
         name = f"{run.name}-{run.id}"
-        self.run: Any = trackio.init(run.project, name, config=dict(run.config), resume="allow", embed=False)
+        self.run: Any = self.trackio.init(run.project, name, config=dict(run.config), resume="allow", embed=False)
 
     def metrics(self, step: int, metrics: Metrics) -> None:
         """See `Tracker`."""

@@ -1,6 +1,7 @@
 """Weights & Biases. Where it sends to, if anywhere, is said by its own variables: WANDB_MODE=offline writes files in
 `wandb/` of the run folder, which `wandb sync` uploads. Imports no jax."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,17 +17,15 @@ class WandbTracker:
     """A run of the same id each time that the run goes on, which wandb takes for one."""
 
     def __init__(self, run: TrackedRun) -> None:
-        import wandb
-
-        self.wandb = wandb
-        self.run: Any = wandb.init(
+        self.wandb: Any = importlib.import_module("wandb")
+        self.run: Any = self.wandb.init(
             project=run.project,
             name=run.name,
             id=run.id,
             resume="allow",
             dir=str(run.folder),
             config=dict(run.config),
-            settings=wandb.Settings(console="off", login_timeout=LOGIN_S),
+            settings=self.wandb.Settings(console="off", login_timeout=LOGIN_S),
         )
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")

@@ -1,4 +1,4 @@
-"""The fields of TRL 1.16's `GRPOConfig`: their defaults, and which have no meaning here. Imports no jax."""
+"""The fields of TRL 1.16's `GRPOConfig`: their defaults, and which have no meaning here."""
 
 from typing import Any
 
@@ -32,6 +32,7 @@ MEANINGFUL: dict[str, Any] = {
     "vllm_mode": "colocate",
     "vllm_server_base_url": None,
     "vllm_server_host": "0.0.0.0",
+    "vllm_server_port": 8000,
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "sequence_mask",
     "vllm_importance_sampling_clip_max": 3.0,
@@ -111,11 +112,10 @@ MEANINGFUL: dict[str, Any] = {
 
 # Fields without a meaning, by the reason, with TRL's defaults.
 _WITHOUT: dict[str, dict[str, Any]] = {
-    "sampling is done by groupax's own engine": {
+    "sampling is done by groupax's own engine or server": {
         "cache_implementation": None,
         "vllm_model_impl": "vllm",
         "vllm_enable_sleep_mode": False,
-        "vllm_server_port": 8000,
         "vllm_server_timeout": 240.0,
         "vllm_group_port": 51216,
         "vllm_gpu_memory_utilization": 0.3,

@@ -1,0 +1,8 @@
+"""TRL's `GRPOConfig` and `GRPOTrainer` over groupax (names and batches of TRL 1.16).
+
+from groupax.compat.trl import GRPOConfig, GRPOTrainer, apply_chat_template
+"""
+
+from groupax.compat.trl.config import GRPOConfig as GRPOConfig
+from groupax.compat.trl.template import apply_chat_template as apply_chat_template
+from groupax.compat.trl.trainer import GRPOTrainer as GRPOTrainer

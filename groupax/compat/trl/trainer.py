@@ -1,0 +1,304 @@
+"""TRL's `GRPOTrainer` over groupax's."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+import groupax.trainer as native
+from groupax.collector import sampling_params
+from groupax.compat import hf
+from groupax.compat.callbacks import CallbackListener, State
+from groupax.compat.fields import tell
+from groupax.compat.trl.config import GRPOConfig, as_mapping
+from groupax.config import nearest
+from groupax.data import load_examples
+from groupax.hub import push_folder
+from groupax.models.lora import lora_config
+from groupax.parallel.runtime import configure_jax
+from groupax.rewards.contract import TrainerState
+from groupax.tokenizer import load_tokenizer
+
+
+class TrainOutput(NamedTuple):
+    """What `train` returns, as transformers has it."""
+
+    global_step: int
+    training_loss: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """What the trainer's `model` is before it is trained."""
+
+    model: Any
+    peft_config: Any
+    weights: Any
+
+
+class GRPOTrainer:
+    """TRL's trainer over `groupax.GRPOTrainer`, which is its `native`.
+
+    Args:
+        model: a folder, a hub id, a model of groupax or of `compat.hf`, or one of PyTorch.
+        reward_funcs: one or several reward functions or reward models.
+        args: settings.
+        train_dataset: prompts.
+        eval_dataset: likewise.
+        processing_class: the tokenizer; by default the model's.
+        reward_processing_classes: tokenizers of the reward models.
+        callbacks: transformers' callbacks.
+        optimizers: an optimizer of PyTorch, of which kind and numbers are taken, and None.
+        quantization_config: of a model that is loaded here.
+        peft_config: a LoRA adapter's.
+        tools, rollout_func, environment_factory: not supported.
+
+    Raises:
+        ValueError: something is asked for that groupax does not do.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ) -> None:
+        for name, value in {
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+        }.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} is not supported by groupax: completions are one turn of the policy's own tokens"
+                )
+        self.args = args = args or GRPOConfig(f"{Path(str(getattr(model, 'name', model))).name}-GRPO")
+        policy = _policy(model, args, quantization_config, peft_config)
+        num_devices = num_accelerators()
+        examples = load_examples(train_dataset) if train_dataset is not None else None
+        settings = replace(
+            args.to_native(num_devices, len(examples) if examples is not None else None), **_optimizer(optimizers)
+        )
+        if policy.weights != "same":
+            settings = replace(settings, base_weights=policy.weights, **_adapter(policy.peft_config))
+            policy = replace(policy, peft_config=None)
+        rewards = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        self.state = State(num_train_epochs=math.ceil(args.num_train_epochs), logging_steps=settings.logging_steps)
+        self.callbacks = list(callbacks or [])
+        self._listeners: list[Any] = []
+        self.native = native.GRPOTrainer(
+            policy.model,
+            [_with_state(reward) for reward in rewards],
+            settings,
+            examples,
+            eval_dataset,
+            _tokenizer(processing_class, policy.model, as_mapping(args.chat_template_kwargs, "chat_template_kwargs")),
+            reward_processing_classes,
+            policy.peft_config,
+            self._listeners,
+        )
+        args.tell_mesh(self.native.model)
+        self.state.max_steps = self.native.num_steps
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer."""
+        return self.native.tokenizer
+
+    @property
+    def model(self) -> hf.CausalLM:
+        """The policy as it is now."""
+        learner, own = self.native.learner, self.native.model
+        adapter = own.adapter and replace(own.adapter, trained=learner.state.params)
+        return hf.CausalLM(replace(own, params=learner.policy, adapter=adapter))
+
+    def add_callback(self, callback: Any) -> None:
+        """Have one more callback called."""
+        self.callbacks.append(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Have a callback, or those of a class, not called any more."""
+        self.callbacks = [own for own in self.callbacks if own is not callback and type(own) is not callback]
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Train, and save the model in the run's `model/`.
+
+        Args:
+            resume_from_checkpoint: True goes on from the newest checkpoint in `output_dir`, a path from that one.
+        """
+        trainer, args = self.native, self.args
+        resume = resume_from_checkpoint or args.resume_from_checkpoint
+        trainer.args = replace(trainer.args, resume="auto" if resume is True else str(resume) if resume else "never")
+        more = {"model": None, "processing_class": trainer.tokenizer, "train_dataloader": None}
+        steps = trainer.slices.num_steps(len(trainer.prompts), 1, -1)
+        self._listeners[:] = [CallbackListener(self.callbacks, args, steps, self.state, more)]
+        result = trainer.train()
+        losses = [line["loss"] for line in self.state.log_history if "loss" in line]
+        if args.push_to_hub:
+            self.push_to_hub()
+        metrics = {"train_runtime": result.train_seconds, **result.metrics}
+        return TrainOutput(result.num_steps, sum(losses) / max(len(losses), 1), metrics)
+
+    def evaluate(self) -> dict[str, float]:
+        """Score the current policy on `eval_dataset`, with `num_generations_eval` completions of each prompt."""
+        trainer = self.native
+        params = replace(sampling_params(trainer.args), n=self.args.num_generations_eval or self.args.num_generations)
+        metrics = {f"eval_{name}": value for name, value in trainer.evaluate(params).metrics.items()}
+        self.state.log_history.append({"step": trainer.cursor.step, **metrics})
+        return metrics
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the current policy, or its adapter, with the tokenizer; files beside them stay.
+
+        Args:
+            output_dir: by default `model/` in the run's folder, which itself has the run's own config.json.
+        """
+        own = Path(self.native.args.output_dir)
+        if output_dir is None or Path(output_dir).resolve() == own.resolve():
+            if output_dir is not None:
+                tell(
+                    f"{output_dir} is the run's folder, with a config.json of its own; the model is in {own / 'model'}"
+                )
+            self.native.save_model()
+            return
+        hf.beside_what_is_there(self.native.save_model, output_dir)
+
+    def push_to_hub(self, **inert: Any) -> str:
+        """Upload the current policy as `hub_model_id`, by default the name of `output_dir`."""
+        hf.tell_inert(inert, {"commit_message", "blocking", "token", "revision", "dataset_name", "tags"}, "push_to_hub")
+        repo_id = self.args.hub_model_id or Path(self.native.args.output_dir).name
+        return push_folder(self.native.save_model(), repo_id, private=bool(self.args.hub_private_repo))
+
+
+def num_accelerators() -> int:
+    """Devices in the sense of `per_device_train_batch_size`; the virtual devices of a CPU are one."""
+    configure_jax()
+    return 1 if jax.default_backend() == "cpu" else jax.device_count()
+
+
+def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config: Any) -> _Policy:
+    more = dict(as_mapping(args.model_init_kwargs, "model_init_kwargs"))
+    if quantization_config is not None and "quantization_config" in more:
+        raise ValueError("quantization_config is given twice: to the trainer and in model_init_kwargs")
+    quantization_config = quantization_config or more.pop("quantization_config", None)
+    for name, value in more.items():
+        if name not in (*hf.INERT, "dtype", "torch_dtype"):
+            raise ValueError(f"model_init_kwargs has {name!r}{nearest(name, [*hf.INERT, 'dtype'])}")
+        why = hf.INERT.get(name, "masters are float32, and bf16 says what is computed in")
+        tell(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {why}")
+    weights = hf.base_weights(quantization_config)
+    given = hf.as_model(model)
+    adapter = getattr(given, "adapter", None)
+    if adapter is not None and peft_config is not None:
+        if lora_config(peft_config) != adapter.config:
+            raise ValueError("the model has an adapter already, and peft_config asks for another one; give one of them")
+        tell("peft_config describes the adapter that the model has already, which is trained; leave it out")
+        peft_config = None
+    if weights != "same" and not isinstance(given, (str, Path)):
+        tell("quantization_config changes nothing: the model is loaded already")
+        weights = "same"
+    return _Policy(given, peft_config, weights)
+
+
+def _adapter(peft_config: Any) -> dict[str, Any]:
+    """An adapter as native settings: a base that is quantized while it is loaded gets it there."""
+    if peft_config is None:
+        return {}
+    lora = lora_config(peft_config)
+    names = lora.target_modules
+    if isinstance(names, str) and names != "all-linear":
+        raise ValueError("target_modules as a regular expression needs a loaded model; name the modules")
+    return {
+        "lora_r": lora.r,
+        "lora_alpha": float(lora.lora_alpha),
+        "lora_dropout": float(lora.lora_dropout),
+        "lora_target_modules": (names,) if isinstance(names, str) else tuple(names),
+        "lora_bias": lora.bias,
+        "use_rslora": lora.use_rslora,
+        "lora_modules_to_save": tuple(lora.modules_to_save),
+    }
+
+
+def _optimizer(optimizers: tuple[Any, Any]) -> dict[str, Any]:
+    """Settings from an optimizer of PyTorch: its kind, and the numbers that it was made with."""
+    optimizer, scheduler = optimizers
+    if scheduler is not None:
+        raise ValueError(
+            "a scheduler object cannot be carried over; set lr_scheduler_type, warmup_steps and learning_rate"
+        )
+    if optimizer is None:
+        return {}
+    kind, numbers = type(optimizer).__name__.lower(), getattr(optimizer, "defaults", None)
+    kinds = {"adamw": "adamw", "sgd": "sgd", "adafactor": "adafactor", "lion": "lion"}
+    if kind not in kinds or numbers is None:
+        raise ValueError(
+            f"the optimizer {type(optimizer).__name__} cannot be carried over (only {', '.join(kinds)}); set optim"
+        )
+    names = {"lr": "learning_rate", "weight_decay": "weight_decay", "momentum": "momentum", "eps": "adam_epsilon"}
+    settings = {names[name]: float(numbers[name]) for name in names if isinstance(numbers.get(name), (int, float))}
+    if "betas" in numbers:
+        settings |= {"adam_beta1": float(numbers["betas"][0]), "adam_beta2": float(numbers["betas"][1])}
+    tell(f"of the optimizer {type(optimizer).__name__} groupax takes its kind and {', '.join(settings)}")
+    return {"optimizer": kinds[kind], **settings}
+
+
+def _with_state(reward: Any) -> Any:
+    """A reward function that gets the run's state under transformers' names."""
+    if not callable(reward) or isinstance(reward, type) or not inspect.isroutine(reward):
+        return hf.as_model(reward) if hasattr(reward, "state_dict") or isinstance(reward, hf.CausalLM) else reward
+    parameters = inspect.signature(reward).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    if "trainer_state" not in parameters and not takes_any:
+        return reward
+
+    def translated(arguments: dict[str, Any]) -> dict[str, Any]:
+        state = arguments.get("trainer_state")
+        if isinstance(state, TrainerState):
+            named = State(global_step=state.step, max_steps=state.num_steps, epoch=state.epoch)
+            arguments["trainer_state"] = named
+        return arguments
+
+    if inspect.iscoroutinefunction(reward):
+
+        @functools.wraps(reward)
+        async def call_async(**arguments: Any) -> Any:
+            return await reward(**translated(arguments))
+
+        return call_async
+
+    @functools.wraps(reward)
+    def call(**arguments: Any) -> Any:
+        return reward(**translated(arguments))
+
+    return call
+
+
+def _tokenizer(tokenizer: Any, model: Any, template_kwargs: Mapping[str, Any]) -> Any:
+    """The tokenizer, with arguments for its chat template if there are any; None leaves it to the native trainer."""
+    if not template_kwargs:
+        return tokenizer
+    if tokenizer is None:
+        from groupax.models.checkpoint import resolve_folder
+
+        tokenizer = load_tokenizer(model.source if hasattr(model, "source") else resolve_folder(model))
+    apply: Callable[..., Any] = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = functools.partial(apply, **template_kwargs)
+    return tokenizer
