@@ -129,7 +129,7 @@ TABLE = {
         4: Run(),
         5: Not("accelerate's launcher; the script itself is block 0"),
         6: Not("a SLURM cluster, and a server on one of its nodes (issues 10 and 12)"),
-        7: Not("a server on a node of a SLURM cluster (issues 10 and 12)"),
+        7: Not("TRL's server on a node of a SLURM cluster; groupax serve is started beside block 8"),
         8: Run({"logging_steps=10,": "logging_steps=10, max_steps=2, max_completion_length=64,"}),
         9: Run(),
         10: Run(),
@@ -182,6 +182,12 @@ WITHOUT_RAY = {
     "max_prompt_length = 2048": "max_prompt_length = 512",
     "max_completion_length = 2048": "max_completion_length = 64",
     "num_train_epochs=3": "num_train_epochs=1",
+}
+
+# The script of document 003 that is given its server's address, as the SLURM job does it.
+WITH_SERVER = {
+    "use_vllm=True,": "use_vllm=True, vllm_server_port={port},",
+    "bf16=True,": "bf16=False,",  # as the server has it
 }
 
 

@@ -1,6 +1,7 @@
 """The documents that users hold in their hands run."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from .conftest import SHARED
-from .seed_documents import TABLE, WITHOUT_RAY, Not, blocks_of, code_of, replaced
+from .seed_documents import TABLE, WITH_SERVER, WITHOUT_RAY, Not, blocks_of, code_of, replaced
 from .test_export import hub as hub  # a fixture
 
 DOCUMENTS = sorted((SHARED / "seeds").glob("*.txt"))
@@ -20,7 +21,7 @@ TEMPLATE = (
 )
 RUNNER = """
 import doctest, json, sys, time
-blocks, sys.argv = json.load(open(sys.argv[1])), ["train_grpo.py"]
+blocks, sys.argv = json.load(open(sys.argv[1])), ["train_grpo.py", *sys.argv[2:]]
 names = {"__name__": "__main__"}
 for name, code in blocks:
     started = time.time()
@@ -79,14 +80,12 @@ def folders(stories, tmp_path_factory):
     return {"model": model, "repo": "me/reasoning", **{name: folder / name for name in datasets}}
 
 
-def run(blocks, tmp_path, **environment):
-    """Run blocks in a process of their own, in one namespace; returns what they print."""
+def run(blocks, tmp_path, *flags, **environment):
+    """Run blocks in a process of their own, in one namespace and with these flags; returns what they print."""
     (tmp_path / "blocks.json").write_text(json.dumps(blocks))
     (tmp_path / "runner.py").write_text(RUNNER)
-    import os
-
     own = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", **environment}
-    argv = [sys.executable, str(tmp_path / "runner.py"), str(tmp_path / "blocks.json")]
+    argv = [sys.executable, str(tmp_path / "runner.py"), str(tmp_path / "blocks.json"), *flags]
     done = subprocess.run(argv, cwd=tmp_path, env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     print(*re.findall(r"^ran .*$", done.stdout, re.MULTILINE), sep="\n")
@@ -118,6 +117,24 @@ def test_the_tutorial_runs_without_ray(folders, tmp_path):
     text = re.sub(r"tpu_config = TpuAcceleratorConfig\(.*?\n\)\n", "", text, flags=re.DOTALL)
     out = run([("002/2", replaced(text, WITHOUT_RAY, folders))], tmp_path)
     assert "Training finished" in out or "ran 002/2" in out
+
+
+@pytest.mark.long
+def test_the_script_samples_on_a_server(folders, tmp_path):
+    [block] = [block for block in blocks_in("003") if block.number == 8]
+    command = [sys.executable, "-m", "groupax", "serve", "--model", str(folders["model"]), "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "GROUPAX_API_KEY": "key"}
+    ) as server:
+        try:
+            assert server.stdout is not None
+            port = server.stdout.readline().strip().rpartition(":")[2].split("/")[0]
+            own = TABLE["003"][8].replace | {old: new.replace("{port}", port) for old, new in WITH_SERVER.items()}
+            code = replaced(block.text, own, folders)
+            out = run([("003/8", code)], tmp_path, "--vllm_server_host", "ip-127-0-0-1", GROUPAX_API_KEY="key")
+            assert f"sampled by the server at http://127.0.0.1:{port}" in out
+        finally:
+            server.kill()
 
 
 @pytest.mark.long
