@@ -37,7 +37,7 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/pip
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[plot]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[plot,view]"
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/pip
