@@ -66,7 +66,7 @@ def write_report(report: BeforeAfter, folder: Path) -> None:
     if _plot(steps, rewards, folder / "reward.png"):
         console.print(f"reward curve: {folder / 'reward.png'}", soft_wrap=True)
     console.print(f"result: {folder / 'result.json'}   model: {folder / 'model'}", soft_wrap=True)
-    console.print(f"every completion and curve: groupax view {folder}   to attach: groupax report {folder}", soft_wrap=True)
+    console.print(f"to look at it: groupax view {folder}   to attach: groupax report {folder}", soft_wrap=True)
 
 
 def verdict(before: SetEvaluation, after: SetEvaluation, comparison: Comparison) -> str:
