@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ from groupax import commands, eval_commands
 from groupax.config import DecodingWeights, GRPOConfig, nearest
 from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
+from groupax.parallel import processes
 from groupax.recipes import RECIPES, Recipe, load_recipe
 from groupax.serve.command import serve
 from groupax.view.command import view
@@ -117,16 +119,23 @@ def exit_status(name: str, command: Callable[[], object]) -> int:
     except PreemptedError as stopped:  # it was told, and what to do
         return PREEMPTED if stopped.code == PREEMPTED else 1
     except (ValueError, TypeError) as error:
+        _tell_other_processes(error)
         if error.__traceback__ and _raised_outside(error):
             raise
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except RunError as error:
+        _tell_other_processes(error)
         print(f"{name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _tell_other_processes(error: Exception) -> None:
+    with suppress(RunError):
+        processes.fail(error)
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -286,8 +295,10 @@ def start(command: Train) -> None:
     result = trainer.train()
     prompts = trainer.prompts
     counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
-    write_report(BeforeAfter(before, trainer.evaluate(), result, counts), trainer.run_folder.path)
-    trainer.run_folder.sync()
+    after = trainer.evaluate()
+    if processes.is_first():
+        write_report(BeforeAfter(before, after, result, counts), trainer.run_folder.path)
+        trainer.run_folder.sync()
 
 
 def _fitted(args: GRPOConfig, recipe: Recipe, model: str, dataset: Any) -> tuple[GRPOConfig, list[str]]:

@@ -28,6 +28,7 @@ from groupax.optimizer import OptimizerSettings, ScheduleSettings, make_optimize
 from groupax.packing import Shape
 from groupax.parallel.mesh import is_split, num_data_shards
 from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
+from groupax.parallel.transfer import fetched
 from groupax.step import (
     TrainState,
     across_shards,
@@ -196,7 +197,7 @@ class Learner:
                 self.state, totals.grads, totals.loss, optimizer=self.optimizer, config=self.config, mesh=self.mesh
             )
             self.policy = self._policy()
-            loss, tally, grad_norm, made = jax.device_get((totals.loss, totals.tally, grad_norm, made))
+            loss, tally, grad_norm, made = fetched((totals.loss, totals.tally, grad_norm, made))
         metrics = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": learning_rate}
         metrics |= _means(tally, num_tokens) | {"update_skipped": float(not made), "loss_tokens": float(num_tokens)}
         if settings.objective.entropy_bonus:
@@ -209,7 +210,7 @@ class Learner:
         distributions: dict[str, np.ndarray] = {}
         if before is not None:
             with self._turn():
-                norms, changes = jax.device_get(norms_and_changes(before, self.state.params))
+                norms, changes = fetched(norms_and_changes(before, self.state.params))
             distributions = {"weights/norms": norms, "weights/update_ratios": changes}
             metrics |= _distribution_metrics(distributions)
         metrics |= self._efficiency(packed, rows, time.perf_counter() - started_s)
@@ -234,7 +235,7 @@ class Learner:
             with self._memory_explained(part), self._turn():
                 batch = to_rows(part.batch, self.mesh)
                 pair = score(params, batch, config=self.config, settings=self.settings.objective, mesh=self.mesh)
-                scored.append(jax.device_get(pair))
+                scored.append(fetched(pair))
         logps, entropies = zip(*scored, strict=True)
         return _by_row(packed, logps, rows), _by_row(packed, entropies, rows)
 
@@ -338,7 +339,7 @@ def _by_row(packed: Sequence[Packed], values: Sequence[Any], rows: Sequence[Row]
     """What was computed in rectangles, [B, T] each, as the rows had it."""
     result: list[np.ndarray] = [np.zeros(0)] * len(rows)
     for part, rectangle in zip(packed, values, strict=True):
-        for index, value in zip(part.rows, np.asarray(rectangle), strict=True):
+        for index, value in zip(part.rows, fetched(rectangle), strict=True):
             if index >= 0:
                 result[index] = value[: len(rows[index].completion)]
     return result

@@ -30,12 +30,15 @@ class StopRequests:
 
     Args:
         watch_metadata: ask the cloud's metadata server for notices.
+        agreed: gives the reason of any of the run's processes for this one's, and is called by all of them at the same
+            places; None for a single process. With it a request ends work only at `check`.
 
     Attributes:
         reason: why the run is to stop; None if it is not.
     """
 
-    def __init__(self, watch_metadata: bool = False) -> None:
+    def __init__(self, watch_metadata: bool = False, agreed: Callable[[str | None], str | None] | None = None) -> None:
+        self.agreed = agreed
         self.watch_metadata = watch_metadata or "GCE_METADATA_HOST" in os.environ
         self.reason: str | None = None
         self._in_main_thread = False
@@ -65,7 +68,7 @@ class StopRequests:
             AbandonedError: there is one.
         """
         try:
-            self._abandonable = True
+            self._abandonable = self.agreed is None
             self.check()
             yield
         finally:
@@ -77,6 +80,8 @@ class StopRequests:
         Raises:
             AbandonedError: it was.
         """
+        if self.agreed is not None:
+            self.reason = self.agreed(self.reason)
         if self.reason is not None:
             raise AbandonedError
 

@@ -29,6 +29,7 @@ from groupax.objective.settings import ObjectiveSettings
 from groupax.objective.tally import Tally, across_devices, empty_tally, merge
 from groupax.parallel.collectives import summed
 from groupax.parallel.mesh import DATA, TOKENS, Layout, is_split
+from groupax.parallel.transfer import placed
 from groupax.pytree import pytree
 
 ROWS = PartitionSpec(DATA)
@@ -69,7 +70,7 @@ class Totals:
 
 def to_rows(tree: Any, mesh: Mesh) -> Any:
     """Put host arrays on the devices, their first dim split over the data axes."""
-    return jax.device_put(tree, NamedSharding(mesh, ROWS))
+    return placed(tree, NamedSharding(mesh, ROWS))
 
 
 @partial(jax.jit, static_argnames=("optimizer", "config", "mesh"))

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +23,7 @@ from groupax.config import GRPOConfig, mesh_sizes
 from groupax.data import EVAL_SPLITS, Examples, PromptSet, encode_examples, load_examples, prompt_limit
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
-from groupax.errors import DivergedError
+from groupax.errors import DivergedError, RewardError
 from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
 from groupax.evaluation.sets import named_sets
 from groupax.health import setup_findings
@@ -32,11 +33,15 @@ from groupax.metrics import Metrics
 from groupax.models.adapted import joined
 from groupax.models.checkpoint import Model, add_adapter, load_model, on_mesh, save_adapter, save_model
 from groupax.models.lora import LoRAConfig, counts, lora_config, trainable_line
+from groupax.models.specs import Params
 from groupax.objective.entropy import EntropyControl
 from groupax.objective.settings import ObjectiveSettings
 from groupax.optimizer import OptimizerSettings, ScheduleSettings
+from groupax.parallel import processes
 from groupax.parallel.mesh import make_mesh
 from groupax.parallel.peak import free_memory_bytes, memory_in_use
+from groupax.parallel.runtime import configure_jax
+from groupax.parallel.transfer import fetched_at_first
 from groupax.pipeline import Pipeline
 from groupax.preemption import AbandonedError, StopRequests
 from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
@@ -112,6 +117,8 @@ class GRPOTrainer:
         listeners: Sequence[Listener] = (),
     ) -> None:
         self.args = args = args or GRPOConfig()
+        configure_jax()
+        _check_processes(args)
         lora = _lora(args, peft_config)
         if train_dataset is None:
             raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
@@ -131,7 +138,9 @@ class GRPOTrainer:
         self.solved_by = which_solves(args.solved_by, self.rewards)
         check_installed(args.report_to)
         log_bytes = None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9)
-        self.run_folder, self.listeners = RunFolder(args.output_dir, log_bytes), listeners
+        self._unseen: Any = None if processes.is_first() else tempfile.TemporaryDirectory(prefix="groupax-process-")
+        self.run_folder = RunFolder(self._unseen.name if self._unseen else args.output_dir, log_bytes)
+        self.listeners = listeners
 
         self.model = _on_mesh(model, args)
         if lora is not None:
@@ -197,23 +206,33 @@ class GRPOTrainer:
             ValueError: `resume` names a checkpoint that this run cannot continue.
         """
         memory = functools.partial(memory_in_use, self.model.mesh) if self.args.track_memory else None
-        log = RunLog(self.args, self.run_folder, self.num_steps, self.listeners, memory)
+        log = RunLog(_told(self.args), self.run_folder, self.num_steps, self.listeners, memory)
         try:
             watch = self.model.mesh.devices.flat[0].platform == "tpu"
-            with StopRequests(watch) as stop, self.reward_runner, self.pipeline or nullcontext():
+            several = processes.num_processes() > 1
+            with (
+                StopRequests(watch, processes.first_text if several else None) as stop,
+                self.reward_runner,
+                self.pipeline or nullcontext(),
+            ):
+                self.engine.before_chunk = stop.check if several else None
                 saver = self._begin(log)
                 log.event("begin", self.cursor.step)
                 try:
                     self._loop(log, saver, stop)
                 except AbandonedError:
                     saver.stop(*self._place, stop.reason or "")
-                except Exception:
-                    saver.fail(*self._place, self._is_whole)
+                except Exception as error:
+                    if several and not isinstance(error, (RewardError, DivergedError)):  # which all processes raise
+                        processes.fail(error)
+                    else:
+                        saver.fail(*self._place, self._is_whole)
                     raise
                 train_seconds = log.train_seconds
                 self._end(log, saver, stop)
                 log.event("end", self.cursor.step)
         finally:
+            self.engine.before_chunk = None
             log.close()
         return TrainResult(self.cursor.step, train_seconds, log.rollout_tokens_per_s, log.last)
 
@@ -225,7 +244,7 @@ class GRPOTrainer:
                 self.cursor = replace(self.cursor, evaluated_step=self.cursor.step)
                 log.evaluation(self.cursor.step, evaluation)
             saver.save_if_due(self.cursor, self.experience)
-            if self.cursor.step >= self.num_steps or log.ends:
+            if self.cursor.step >= self.num_steps or any(processes.exchanged(log.ends)):
                 return
             stop.check()
             log.event("step_begin", self.cursor.step)
@@ -376,8 +395,7 @@ class GRPOTrainer:
         def save() -> None:
             saver.end(self.cursor)
             self.save_model()
-            self.run_folder.settle()
-            self.run_folder.sync()
+            processes.at_first(lambda: (self.run_folder.settle(), self.run_folder.sync()))
 
         patiently(save, self.run_folder.place, log.message, stop)
 
@@ -428,13 +446,18 @@ class GRPOTrainer:
     def save_model(self, folder: str | Path | None = None) -> Path:
         """Write the current policy as a Hugging Face folder, by default the run's `model/`, in its original dtype.
 
-        If an adapter is trained, that is all that is written, as PEFT has it.
+        If an adapter is trained, that is all that is written, as PEFT has it. Of several processes all must call this,
+        and the first one writes.
         """
-        folder = folder or self.run_folder.path / "model"
+        params = self.learner.state.params
+        params = fetched_at_first(params) if processes.num_processes() > 1 else params
+        return processes.at_first(lambda: self._write_model(params, Path(folder or self.run_folder.path / "model")))
+
+    def _write_model(self, params: Params, folder: Path) -> Path:
         if self.model.adapter is not None:
-            adapter = replace(self.model.adapter, trained=self.learner.state.params)
+            adapter = replace(self.model.adapter, trained=params)
             return save_adapter(replace(self.model, adapter=adapter), folder, self.tokenizer, self._card())
-        trained = replace(self.model, params=self.learner.state.params)
+        trained = replace(self.model, params=params)
         return save_model(trained, folder, self.tokenizer, jnp.dtype(stored_dtype(self.model)), card=self._card())
 
     def push_to_hub(self, repo_id: str, private: bool = True) -> str:
@@ -444,7 +467,8 @@ class GRPOTrainer:
             repo_id: "owner/name".
             private: of a repository that is made.
         """
-        return push_folder(self.save_model(), repo_id, private)
+        folder = self.save_model()
+        return processes.at_first(lambda: push_folder(folder, repo_id, private))
 
     def _card(self) -> str:
         adapter = self.model.adapter
@@ -521,6 +545,21 @@ class GRPOTrainer:
                 did = f"{prompts.num_dropped} dropped, {prompts.num_truncated} truncated, {len(prompts)} left"
                 log.message(f"{name} has prompts longer than {prompts.max_length} tokens: {did}", warning=True)
         log.findings(self.cursor.step, setup_findings(self.args, self.eos_ids))
+
+
+def _check_processes(args: GRPOConfig) -> None:
+    """Refuse what is not built for several processes."""
+    num = processes.num_processes()
+    for name in ("max_staleness", "rollout_servers") if num > 1 else ():
+        if getattr(args, name):
+            raise ValueError(f"{name} is set, and there are {num} processes, for which it is not built; leave it out")
+
+
+def _told(args: GRPOConfig) -> GRPOConfig:
+    """What a run's log goes by: with several processes the first one tells of it."""
+    if processes.is_first():
+        return args
+    return replace(args, progress_bar="none", log_completions=False, report_to=(), profile=0)
 
 
 def _on_mesh(model: str | Path | Model, args: GRPOConfig) -> Model:

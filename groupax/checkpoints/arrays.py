@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from groupax.parallel.processes import num_processes
+
 
 def _quiet(record: logging.LogRecord) -> bool:
     """Orbax logs every error with its traceback before it raises it."""
@@ -21,7 +23,7 @@ logging.getLogger("absl").addFilter(_quiet)
 
 
 def begin_writing(folder: Path, tree: Any) -> Callable[[], None]:
-    """Take the values of the arrays as they are now, and write them in the background.
+    """Take the values of the arrays as they are now, and write them in the background; by one process alone.
 
     Args:
         folder: made here.
@@ -32,7 +34,10 @@ def begin_writing(folder: Path, tree: Any) -> Callable[[], None]:
     """
     import orbax.checkpoint as ocp
 
-    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+    alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
+    options = {"multiprocessing_options": alone} if num_processes() > 1 else {}
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, **options)
+    checkpointer = ocp.AsyncCheckpointer(handler, **options)
     checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(_flat(tree)))
 
     def wait() -> None:

@@ -25,6 +25,8 @@ from groupax.learner import Learner
 from groupax.models.checkpoint import Model
 from groupax.objective.entropy import EntropyState
 from groupax.packing import Shape
+from groupax.parallel.processes import num_processes
+from groupax.parallel.transfer import fetched_at_first
 from groupax.pipeline import Policy
 from groupax.rollout import Rollout
 from groupax.run_state import Cursor, Experience
@@ -84,10 +86,15 @@ def stored_dtype(model: Model) -> str:
 def begin_writing(
     learner: Learner, policies: Mapping[int, Policy], with_optimizer: bool
 ) -> Callable[[Path], Callable[[], None]]:
-    """What writes a run's arrays into a folder, in the background (see `arrays.begin_writing`)."""
+    """What writes a run's arrays into a folder, in the background (see `arrays.begin_writing`).
+
+    Of several processes all must call this, and the first one can write.
+    """
     trees = _trees(learner, with_optimizer)
     if policies:
         trees[POLICIES] = {str(policy.version): policy.trained for policy in policies.values()}
+    if num_processes() > 1:
+        trees = fetched_at_first(trees)
 
     def begin(folder: Path) -> Callable[[], None]:
         waits = [arrays.begin_writing(folder / name, tree) for name, tree in trees.items()]

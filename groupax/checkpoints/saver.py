@@ -5,11 +5,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from groupax.checkpoints.choose import Saved, Tell, to_continue
+from groupax.checkpoints.choose import Saved, Tell, split_path, store_of, to_continue
+from groupax.checkpoints.files import STATE
 from groupax.checkpoints.identity import Identity, devices_of, versions
 from groupax.checkpoints.record import begin_writing, has_optimizer, restore_learner, state_of, write_rollout
 from groupax.checkpoints.store import LocalStore, RemoteStore, Store
@@ -18,6 +20,7 @@ from groupax.config import GRPOConfig, nearest
 from groupax.errors import PreemptedError, RunError
 from groupax.learner import Learner
 from groupax.models.checkpoint import Model
+from groupax.parallel import processes
 from groupax.pipeline import Policy
 from groupax.preemption import StopRequests
 from groupax.run_log import RunLog
@@ -68,7 +71,10 @@ class RunSaver:
         Raises:
             ValueError: `resume` names what cannot be continued.
         """
-        saved = to_continue(self.args.resume, self.store, self.scratch, self.identity, self.log.message)
+        saved = processes.at_first(
+            lambda: to_continue(self.args.resume, self.store, self.scratch, self.identity, self.log.message)
+        )
+        saved = saved and self._seen_by_all(saved)
         config = self.args.to_dict()
         if saved is None:
             self.folder.start(config)
@@ -76,7 +82,9 @@ class RunSaver:
         self._tell(saved)
         restore_learner(self.learner, saved.folder, saved.state["learner"])
         num_bytes = saved.state["metrics_bytes"]
-        if saved.where != self.store.where(saved.step):  # a run of its own, that begins where another one was
+        if (
+            saved.where != self.store.where(saved.step) or not processes.is_first()
+        ):  # a run of its own, that begins where another one was
             self.folder.start(config)
             return saved
         metrics = self.folder.metrics(num_bytes)
@@ -92,16 +100,19 @@ class RunSaver:
     def save_if_due(self, cursor: Cursor, experience: Experience | None) -> None:
         """Begin to write a checkpoint if it is time for one."""
         self.writer.look()
-        if cursor.step and self.writer.due(cursor.step):
+        if cursor.step and processes.of_first(self.writer.due(cursor.step)):
             self.save(cursor, experience)
 
     def save(self, cursor: Cursor, experience: Experience | None) -> None:
-        """Begin to write a checkpoint of the run as it is now."""
+        """Begin to write a checkpoint of the run as it is now; the first process writes it."""
+        policies = self.policies(cursor)
+        begin = begin_writing(self.learner, policies, self.args.save_optimizer_state)
+        if not processes.is_first():
+            return
         self.folder.flush()
         self.log.tell_fault()
         metrics = {**self.log.last, **self.log.evaluated}
         self._tell_if_unknown(cursor.step, metrics)
-        policies = self.policies(cursor)
         state = {
             **state_of(cursor, self.learner, experience, policies, self.identity, self.model),
             "log": self.log.state(),
@@ -109,7 +120,6 @@ class RunSaver:
             "metrics_bytes": self.folder.num_metrics_bytes,
             "origin": self.origin,
         }
-        begin = begin_writing(self.learner, policies, self.args.save_optimizer_state)
 
         def begin_with_metrics(folder: Path) -> Callable[[], None]:
             self.folder.settle()
@@ -125,10 +135,10 @@ class RunSaver:
     def save_and_wait(self, cursor: Cursor, experience: Experience | None) -> bool:
         """Have a checkpoint of the run as it is now; returns whether there is one."""
         self.writer.wait()
-        if self.writer.last_step != cursor.step:
+        if processes.of_first(self.writer.last_step != cursor.step):
             self.save(cursor, experience)
             self.writer.wait()
-        return self.writer.last_step == cursor.step
+        return processes.of_first(self.writer.last_step == cursor.step)
 
     def stop(self, cursor: Cursor, experience: Experience | None, reason: str) -> None:
         """The run was asked to stop: have its state saved.
@@ -172,6 +182,24 @@ class RunSaver:
         self.writer.wait()
         if self.args.do_last_save and not self.save_and_wait(cursor, None):
             raise RunError(f"the last checkpoint could not be written to {self.store.where(cursor.step)}")
+
+    def _seen_by_all(self, saved: Saved) -> Saved:
+        """The checkpoint that the first process has chosen, for this one.
+
+        Raises:
+            ValueError: a process does not see it.
+        """
+        if not processes.is_first() and str(saved.folder) != saved.where:  # a download of that process
+            run, _ = split_path(saved.where)
+            saved = replace(saved, folder=store_of(run, self.scratch).local(saved.step))
+        seen = processes.exchanged((saved.folder / STATE).is_file())
+        if not all(seen):
+            blind = ", ".join(str(number) for number, sees in enumerate(seen) if not sees)
+            raise ValueError(
+                f"resume: processes {blind} do not see the checkpoint {saved.where}; output_dir must be a folder that "
+                "all hosts share, or in a bucket"
+            )
+        return saved
 
     @property
     def _how_to_go_on(self) -> str:
@@ -227,7 +255,7 @@ def patiently(action: Callable[[], None], place: str, tell: Tell, stop: StopRequ
             action()
             return
         except (OSError, RunError, SafetensorError) as error:
-            if stop.reason is not None or time.monotonic() - begun_s > PATIENCE_S:
+            if processes.of_first(stop.reason is not None or time.monotonic() - begun_s > PATIENCE_S):
                 raise RunError(f"the end of the run could not be saved in {place}: {error}") from error
             if not told:
                 tell(

@@ -35,6 +35,7 @@ from groupax.engine.slots import BIASED_TOKENS, STOP_IDS, fill, slot_table, slot
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
+from groupax.parallel.transfer import fetched, placed
 
 # All that is compiled for decoding.
 PROGRAMS: tuple[Any, ...] = (admit, decode_chunk, move, move_slots, release, stored_of, take, widen_slots)
@@ -194,7 +195,7 @@ class Batch:
                 continue
             if sequence.versions[0] != sequence.versions[-1]:
                 continue  # some of it was computed by other weights
-            stored = jax.device_get(stored_of(self.cache, self.slots, slot, slot // self.scheduler.share))
+            stored = fetched(stored_of(self.cache, self.slots, slot, slot // self.scheduler.share))
             of_prompt = slice(self.cache.num_prompt_columns - (len(sequence.prompt) - 1), None)
             of_row = slice(int(stored["start"]), int(stored["start"]) + len(sequence.tokens))
             pairs = zip(stored["prompt_k"], stored["k"], strict=True)
@@ -308,7 +309,7 @@ class Batch:
         return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased)
 
     def _on_rows(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))
+        return placed(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))
 
 
 def longest(sequences: Iterable[Sequence], chunk_steps: int) -> tuple[int, int]:
@@ -328,7 +329,7 @@ def _fetched(chunk: Chunk, running: list[Sequence]) -> Chunk:
     """The chunk on the host, its alternatives only if a sequence wants them."""
     if not any(sequence.params.logprobs for sequence in running):
         chunk = replace(chunk, alternatives=None, alternative_logps=None)
-    return jax.device_get(chunk)
+    return fetched(chunk)
 
 
 def _multiple_of_8(size: int) -> int:

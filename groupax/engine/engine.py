@@ -1,7 +1,7 @@
 """The rollout engine: continuous batching over slots, one chunk of decoding at a time."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,7 @@ class Engine:
 
     Attributes:
         prefixes: what is stored of finished sequences.
+        before_chunk: is called before each chunk of `updates`, which it can end by an exception; None for nothing.
         version: of the weights; one more whenever others are set. Who counts otherwise sets it too, right after them.
 
     Example:
@@ -125,6 +126,7 @@ class Engine:
         self.kv_bytes = kv_bytes
         self.kv_dtype = jnp.dtype(kv_dtype or self.params["embed"].dtype)
         self.prefixes = PrefixStore(prefix_bytes)
+        self.before_chunk: Callable[[], object] | None = None
 
     @property
     def params(self) -> Params:
@@ -216,6 +218,8 @@ class Engine:
         session = Session(self)
         session.submit(sequences)
         while session.busy:
+            if self.before_chunk is not None:
+                self.before_chunk()
             yield from session.step()
 
     def plan(self) -> Plan:

@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from groupax.models.nf4 import BLOCK, CODE, SCALE_BLOCK, Nf4, scale_code
+from groupax.parallel.transfer import placed
 
 # What stands behind a weight's name for the further tensors of a quantized one.
 _SCALES, _CODE = "absmax", "quant_map"
@@ -83,4 +83,4 @@ def read_nf4(name: str, shape: tuple[int, ...], get: Callable[[str], np.ndarray]
     if tuple(state.get("shape", ())) != shape:
         raise ValueError(f"{name} has shape {state.get('shape')}, config.json says {list(shape)}")
     offset = np.float32(state["nested_offset"])
-    return jax.device_put(Nf4(codes.reshape(shape[0], -1), scales, scale_scales, offset), sharding)
+    return placed(Nf4(codes.reshape(shape[0], -1), scales, scale_scales, offset), sharding)

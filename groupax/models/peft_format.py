@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from groupax.models.adapted import LowRank, Params
 from groupax.models.config import ModelConfig
 from groupax.models.lora import Adapter, LoRAConfig, adapter_specs, module_name
+from groupax.parallel.transfer import placed
 
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
@@ -74,7 +75,7 @@ def read_tensors(config: ModelConfig, lora: LoRAConfig, folder: Path, sharding: 
     expected = {spec.name: spec for spec in jax.tree.leaves(specs)}
     _check(expected, tensors, path)
     return jax.tree.map(
-        lambda spec: jax.device_put(tensors[spec.name].astype(np.float32), sharding),
+        lambda spec: placed(tensors[spec.name].astype(np.float32), sharding),
         specs,
     )
 

@@ -12,6 +12,7 @@ from groupax.models.config import ModelConfig
 from groupax.models.specs import Spec, layout_of, model_specs
 from groupax.parallel.collectives import entered, gathered
 from groupax.parallel.mesh import Layout
+from groupax.parallel.transfer import placed
 
 Dims = tuple[str | None, ...]
 
@@ -31,7 +32,7 @@ def partition_specs(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
 def laid_out(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
     """The weights on a mesh, split as it says; those that lie there already are not copied."""
     specs = partition_specs(config, mesh, params)
-    return jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    return placed(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
 
 def _specs(layout: Layout, spec: Any, weight: Any) -> Any:

@@ -72,7 +72,7 @@ def make_mesh(shape: tuple[int, int, int, int, int] = (-1, 1, 1, 1, 1)) -> Mesh:
 
 
 def mesh_for(num_bytes: int) -> Mesh:
-    """The mesh for weights of this size: all devices, but on CPU one of them if the weights are large.
+    """The mesh for weights of this size: all devices, but on CPU one of each process if the weights are large.
 
     Virtual CPU devices have a copy of the weights each. Small copies stay in the caches, and every core has its own
     rows; large ones all stream through the same memory, so that one copy, whose products use all cores, is faster.
@@ -80,7 +80,9 @@ def mesh_for(num_bytes: int) -> Mesh:
     mesh = make_mesh()
     if mesh.devices.flat[0].platform != "cpu" or num_bytes <= REPLICATED_BYTES:
         return mesh
-    return Mesh(mesh.devices.reshape(-1)[:1].reshape((1,) * len(AXES)), AXES)
+    of_process = {device.process_index: device for device in reversed(mesh.devices.flatten())}
+    devices = np.array([of_process[process] for process in sorted(of_process)])
+    return Mesh(devices.reshape(-1, *(1,) * (len(AXES) - 1)), AXES)
 
 
 def num_data_shards(mesh: Mesh) -> int:

@@ -2,6 +2,7 @@
 
 import functools
 import resource
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from groupax.parallel.processes import exchanged
+from groupax.parallel.transfer import placed
 
 # Dense bfloat16 matrix products per second as the makers state them, by the start of jax's `device_kind`.
 STATED_FLOPS = {
@@ -43,7 +47,7 @@ def peak_flops(mesh: Mesh, dtype: Any) -> float:
         return jax.lax.fori_loop(0, _PRODUCTS, lambda _, y: (y @ x[0].astype(y.dtype)) * 0.01, x[0])[None]
 
     program = jax.jit(jax.shard_map(products, mesh=mesh, in_specs=split, out_specs=split))
-    x = jax.device_put(jnp.ones((num_devices, _SIZE, _SIZE), dtype), NamedSharding(mesh, split))
+    x = placed(jnp.ones((num_devices, _SIZE, _SIZE), dtype), NamedSharding(mesh, split))
     seconds = float("inf")
     for _ in range(4):  # the first one compiles
         started_s = time.perf_counter()
@@ -80,17 +84,21 @@ def _process_bytes() -> float:
 
 
 def free_memory_bytes(mesh: Mesh) -> float:
-    """Memory that is free on the fullest local device; on CPU each device's part of what the machine has left.
+    """Memory that is free on the fullest device; on CPU each device's part of what the fullest machine has left.
+
+    With several processes all must call this, and all get the same.
 
     Raises:
         RuntimeError: neither the devices nor the system say.
     """
     stats = [stats for device in mesh.local_devices if (stats := device.memory_stats()) and "bytes_limit" in stats]
     if stats:
-        return float(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats))
+        return min(exchanged(float(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats))))
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError as error:
         raise RuntimeError("the devices do not say how much memory they have; set kv_bytes") from error
     available = next(line for line in lines if line.startswith("MemAvailable:"))
-    return int(available.split()[1]) * 1024.0 / len(mesh.local_devices)
+    machines = exchanged((socket.gethostname(), len(mesh.local_devices), int(available.split()[1]) * 1024.0))
+    num_devices = {name: sum(num for other, num, _ in machines if other == name) for name, _, _ in machines}
+    return min(num_bytes / num_devices[name] for name, _, num_bytes in machines)

@@ -7,13 +7,19 @@ from pathlib import Path
 
 import jax
 
+from groupax.parallel.processes import join
+
 logger = logging.getLogger(__name__)
 
 
 def configure_jax() -> None:
-    """One virtual CPU device per core, and compiled programs kept on disk. What the user has set is left alone."""
+    """One virtual CPU device per core, compiled programs kept on disk, and the other processes of the run joined.
+
+    What the user has set is left alone.
+    """
     _use_all_cores()
     _keep_compiled_programs()
+    join()
     # One device has no use for the gradients' memory after an update, several have.
     warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
 

@@ -17,6 +17,7 @@ from groupax.models.decoder import causal_hidden
 from groupax.models.layers import einsum_f32
 from groupax.models.specs import Params
 from groupax.parallel.mesh import DATA, num_data_shards
+from groupax.parallel.transfer import fetched, placed
 from groupax.rollout import Rollout
 from groupax.tokenizer import encode_texts, is_conversational, load_tokenizer, render
 
@@ -81,9 +82,9 @@ class RewardModel:
             for position, index in enumerate(part):
                 starts[position] = length - len(token_ids[index])
                 tokens[position, starts[position] :] = token_ids[index]
-            on_rows = jax.device_put((tokens, starts), NamedSharding(self.model.mesh, ROWS))
+            on_rows = placed((tokens, starts), NamedSharding(self.model.mesh, ROWS))
             scored = sequence_scores(self.model.params, *on_rows, config=self.model.config, mesh=self.model.mesh)
-            values[part] = np.asarray(scored, np.float64)[: len(part)]
+            values[part] = fetched(scored).astype(np.float64)[: len(part)]
         return values
 
     def _text(self, row: Rollout) -> str:

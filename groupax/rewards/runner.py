@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from groupax.errors import RewardError
+from groupax.parallel import processes
 from groupax.rewards.contract import (
     Reward,
     Scores,
@@ -143,9 +144,9 @@ class RewardRunner:
         self._own.state = state
 
     def start(self, group: Sequence[Rollout]) -> None:
-        """Begin to score a group; returns at once."""
+        """Begin to score a group; returns at once. Of several processes each scores its share of the groups."""
         self._own.groups.append(list(group))
-        if self.settings.reward_batch == "group":
+        if self.settings.reward_batch == "group" and self._is_ours(len(self._own.groups) - 1):
             self._call_all(self._own.groups[-1])
 
     def finish(self) -> list[list[Scores]]:
@@ -156,13 +157,13 @@ class RewardRunner:
         """
         own = self._own
         groups, own.groups = own.groups, []
-        if self.settings.reward_batch == "rollout" and groups:
+        if self.settings.reward_batch == "rollout" and groups and self._is_ours(0):
             self._call_all([row for group in groups for row in group])
         calls, own.calls = own.calls, []
         if self._home in (None, threading.get_ident()):
             self.serve([call for row in calls for call in row])
         results = [self._on_device(groups), *([call.result() for call in row] for row in calls)]
-        on_device, called = results[0], results[1:]
+        on_device, called = results[0], self._of_all(results[1:], len(groups))
         if self.settings.reward_batch == "rollout":
             called = _split(called[0], [len(group) for group in groups]) if groups else []
         by_group = []
@@ -174,6 +175,18 @@ class RewardRunner:
         if self.settings.reward_errors == "raise":
             self._raise_failures(by_group)
         return by_group
+
+    def _is_ours(self, index: int) -> bool:
+        """Whether this process has functions called for the call of that index."""
+        return index % processes.num_processes() == processes.number()
+
+    def _of_all(self, called: list[list[Scores]], num_groups: int) -> list[list[Scores]]:
+        """What the functions have said in all processes, in the order of the calls."""
+        if processes.num_processes() == 1:
+            return called
+        shares = [iter(share) for share in processes.exchanged(called)]
+        num_calls = num_groups if self.settings.reward_batch == "group" else min(num_groups, 1)
+        return [next(shares[index % len(shares)]) for index in range(num_calls)]
 
     def serve(self, until: "Sequence[concurrent.futures.Future[Any]]") -> None:
         """Have this thread, the context's, call what needs it until all of these are done."""

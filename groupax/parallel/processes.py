@@ -1,0 +1,177 @@
+"""The processes of a run. All run the same program with the same settings, each with its own part of the devices.
+
+What a process decides must follow from what all have in common: tokens, counts, settings, and what is exchanged here.
+With one process nothing is exchanged. Imports no jax but to join others.
+"""
+
+import atexit
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from groupax.errors import RewardError, RunError
+from groupax.parallel import peers
+from groupax.parallel.peers import Peers
+
+COORDINATOR, NUM_PROCESSES, PROCESS_ID = "GROUPAX_COORDINATOR", "GROUPAX_NUM_PROCESSES", "GROUPAX_PROCESS_ID"
+ADDRESS_BYTES = 1024
+
+_peers: Peers | None = None
+
+
+def join() -> None:
+    """Become one of several processes, if the environment says so; before jax's first use.
+
+    GROUPAX_COORDINATOR (host:port of process 0), GROUPAX_NUM_PROCESSES and GROUPAX_PROCESS_ID say so, or a SLURM step
+    of several tasks, or a TPU's list of several workers. A program that has called `jax.distributed.initialize` itself
+    is joined as it is.
+
+    Raises:
+        ValueError: one of the variables is missing or none that can be.
+        RuntimeError: jax was used before.
+    """
+    global _peers
+    arguments = _arguments(os.environ)
+    if _peers is not None or (arguments is None and "jax" not in sys.modules):
+        return
+
+    import jax
+
+    if not jax.distributed.is_initialized():
+        if arguments is None:
+            return
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.config.update("jax_enable_preemption_service", False)  # our own signals are agreed on
+        jax.distributed.initialize(**arguments)
+    if jax.process_count() == 1:
+        return
+    # programs with collectives must reach all processes in one order
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    _peers = _meet(jax.process_index(), jax.process_count())
+    atexit.register(_end)
+
+
+def num_processes() -> int:
+    """Of the run."""
+    return 1 if _peers is None else _peers.num_processes
+
+
+def number() -> int:
+    """Of this process; 0 is the first."""
+    return 0 if _peers is None else _peers.number
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes."""
+    return number() == 0
+
+
+def exchanged(value: Any) -> list[Any]:
+    """What all processes give, by their numbers: any object that can be pickled. All must call this.
+
+    Raises:
+        RunError: another process has ended.
+    """
+    return [value] if _peers is None else _peers.exchanged(value)
+
+
+def of_first(value: Any) -> Any:
+    """What the first process gives."""
+    return value if _peers is None else _peers.exchanged(value if is_first() else None)[0]
+
+
+def at_first(function: Callable[[], Any]) -> Any:
+    """Have the first process call the function; what it returns or raises, all return or raise."""
+    if _peers is None:
+        return function()
+    returned = raised = None
+    if is_first():
+        try:
+            returned = function()
+        except Exception as error:  # noqa: BLE001 - raised everywhere
+            raised = error if _survives(error) else OSError(str(error))
+    returned, raised = of_first((returned, raised))
+    if raised is not None:
+        raise raised
+    return returned
+
+
+def first_text(text: str | None) -> str | None:
+    """The text of the first process that gives one; None if none does."""
+    if _peers is None:
+        return text
+    return next((each for each in exchanged(text) if each is not None), None)
+
+
+def fail(error: BaseException) -> None:
+    """Tell the other processes that this one cannot go on.
+
+    Raises:
+        RunError: another one has ended, which explains the error.
+    """
+    if _peers is not None:
+        _peers.fail(error)
+
+
+def _arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """Of `jax.distributed.initialize`; None for a process of its own."""
+    given = {name: environment[name] for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if environment.get(name)}
+    if given:
+        missing = [name for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if name not in given]
+        if missing:
+            raise ValueError(f"{', '.join(given)} is set, but not {', '.join(missing)}; set all three, or none")
+        address, count, own = given[COORDINATOR], given[NUM_PROCESSES], given[PROCESS_ID]
+        if not (count.isdigit() and own.isdigit() and int(own) < int(count)):
+            raise ValueError(f"{NUM_PROCESSES}={count} and {PROCESS_ID}={own} must be a number and one from 0 below it")
+        if not address.rpartition(":")[2].isdigit():
+            raise ValueError(f"{COORDINATOR} must be host:port, it is {address!r}")
+        if int(count) == 1:
+            return None
+        return {"coordinator_address": address, "num_processes": int(count), "process_id": int(own)}
+    num_tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    workers = environment.get("TPU_WORKER_HOSTNAMES", "")
+    slices = environment.get("MEGASCALE_NUM_SLICES", "1")
+    return {} if num_tasks != "1" or "," in workers or slices != "1" else None
+
+
+def _meet(own: int, count: int) -> Peers:
+    """Connections to the other processes; the devices carry the address of the first one."""
+    import numpy as np
+    from jax.experimental.multihost_utils import process_allgather
+
+    listener, data = None, b""
+    if own == 0:
+        host = os.environ.get(COORDINATOR, "").rpartition(":")[0] or None
+        listener, address = peers.listener_at(host)
+        data = pickle.dumps(address)
+        assert len(data) <= ADDRESS_BYTES, "host names are short"
+    row = np.frombuffer(data.ljust(ADDRESS_BYTES, b"\0"), np.uint8)
+    told = np.asarray(process_allgather(row))[0].tobytes()
+    if listener is not None:
+        return peers.first(listener, count)
+    return peers.further(own, count, pickle.loads(told))
+
+
+def _survives(error: Exception) -> bool:
+    """Whether an error can be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever a class does when it is made anew
+        return False
+    return True
+
+
+def _end() -> None:
+    """At the end of the interpreter, before jax's own."""
+    assert _peers is not None, "joined"
+    uncaught = getattr(sys, "last_value", None)
+    if uncaught is not None and not isinstance(uncaught, RewardError) and not _peers.failed:
+        with suppress(RunError):
+            _peers.fail(uncaught)
+    if not _peers.failed:
+        _peers.leave()
+    if _peers.failed:
+        peers.end_now()

@@ -1,0 +1,71 @@
+"""A run as one or several processes: python processes_run.py FOLDER NUM_DEVICES SETTINGS_AS_JSON [FAULT].
+
+The model lies in FOLDER/../model, GROUPAX_... variables say which process it is. The first one leaves what it ends with
+in FOLDER/final.npz. FAULT has the second process raise, or end by a signal, when a reward is asked of step 2.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+SETTINGS = {
+    "prompts_per_step": 4,
+    "num_generations": 4,
+    "max_completion_length": 24,
+    "filter_zero_variance": True,
+    "beta": 0.05,
+    "updates_per_rollout": 2,
+    "eval_steps": 2,
+    "max_steps": 3,
+    "learning_rate": 1.0,
+    "lr_scheduler_type": "constant",
+    "optimizer": "sgd",
+    "save_interval_minutes": 0,
+    "progress_bar": "none",
+}
+FAULT = sys.argv[4] if len(sys.argv) > 4 else None
+
+
+def letters(prompts, completion_ids, log_extra, log_metric, trainer_state):
+    """No signal for some of the prompts."""
+    from groupax.parallel import processes
+
+    if FAULT and FAULT != "raise" and processes.number() == 1 and trainer_state.step >= 2:
+        os.kill(os.getpid(), getattr(signal, FAULT))
+    log_extra("scored_by", [processes.number()] * len(prompts))
+    log_metric("letters", float(sum(len(ids) for ids in completion_ids)))
+    return [0.0 if p[0] in "ab" else ids.count(3) / len(ids) for p, ids in zip(prompts, completion_ids, strict=True)]
+
+
+def raising(event, step, metrics):
+    from groupax.parallel import processes
+
+    if FAULT == "raise" and processes.number() == 1 and event == "step_end" and step == 2:
+        raise KeyError("the disk of this host")
+
+
+def main(folder, num_devices, settings):
+    from groupax import GRPOConfig, GRPOTrainer
+    from groupax.parallel import processes
+    from groupax.parallel.transfer import fetched_at_first
+
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    prompts = [{"prompt": text} for text in ("abc", "bcd", "ca", "dabc", "ef", "fed", "ge", "hi")]
+    args = GRPOConfig(**{**SETTINGS, "output_dir": str(folder / "run"), **settings})
+    trainer = GRPOTrainer(str(folder.parent / "model"), letters, args, prompts, prompts[:3], listeners=[raising])
+    trainer.train()
+    state = fetched_at_first({"state": trainer.learner.state, "reference": trainer.learner.reference})
+    if processes.is_first():
+        flat = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+        np.savez(folder / "final.npz", **flat)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    main(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

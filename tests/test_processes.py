@@ -1,0 +1,241 @@
+"""Several processes with devices of their own make one run."""
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from groupax import init_model, save_model
+from groupax.errors import RunError
+from groupax.parallel.peers import first as first_peers
+from groupax.parallel.peers import further, listener_at
+from groupax.parallel.processes import _arguments
+
+from .conftest import TINY
+from .test_config_and_data import a_tokenizer
+
+VARIABLES = ("GROUPAX_COORDINATOR", "GROUPAX_NUM_PROCESSES", "GROUPAX_PROCESS_ID")
+PROGRAM = str(Path(__file__).with_name("processes_run.py"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    save_model(
+        init_model({**TINY, "vocab_size": 16, "num_hidden_layers": 1}), folder / "model", a_tokenizer(eos_token="<eos>")
+    )
+    return folder
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def begun(folder, number, devices, settings, fault=None):
+    """That many processes on loopback, with so many devices each."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-W", "ignore", PROGRAM, str(folder), str(devices), json.dumps(settings)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder.parent / "cache")}
+    address = f"127.0.0.1:{free_port()}"
+    processes = []
+    for own in range(number):
+        values = (address, str(number), str(own)) if number > 1 else ()
+        with (folder / f"err{own}").open("w") as err:
+            processes.append(
+                subprocess.Popen(
+                    [*command, *([fault] if fault else [])],
+                    stdout=subprocess.DEVNULL,
+                    stderr=err,
+                    env={**environment, **dict(zip(VARIABLES, values, strict=False))},
+                )
+            )
+    return processes
+
+
+def run(folder, number, devices, settings, fault=None):
+    """The processes' exit statuses and what they said on standard error."""
+    processes = begun(folder, number, devices, settings, fault)
+    try:
+        statuses = [process.wait(timeout=1200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return statuses, [(folder / f"err{own}").read_text() for own in range(number)]
+
+
+def told(folder):
+    """Rows of the rollout log, metrics and final state."""
+    rows = [
+        row
+        for file in sorted((folder / "run" / "rollouts").glob("*.parquet"))
+        for row in pq.read_table(file).to_pylist()
+    ]
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    with np.load(folder / "final.npz") as final:
+        return rows, lines, dict(final)
+
+
+def assert_same_run(one, several):
+    rows, lines, final = told(one)
+    rows_too, lines_too, final_too = told(several)
+    names = ("completion_ids", "prompt_index", "sample_index", "advantage")
+    assert [[row[name] for name in names] for row in rows] == [[row[name] for name in names] for row in rows_too]
+    assert {row["extra/scored_by"] for row in rows} == {0}
+    for a, b in zip(lines, lines_too, strict=True):
+        for name in ("reward", "letters", "eval_reward", "grad_norm", "kl"):
+            assert b.get(name, 0.0) == pytest.approx(a.get(name, 0.0), rel=1e-4, abs=1e-6)
+    assert final.keys() == final_too.keys()
+    for name, array in final.items():
+        np.testing.assert_allclose(final_too[name], array, atol=1e-6, rtol=0, err_msg=name)
+    return {row["extra/scored_by"] for row in rows_too}
+
+
+# -- the variables and the connections
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"GROUPAX_COORDINATOR": "a:1", "GROUPAX_PROCESS_ID": "0"}, "but not GROUPAX_NUM_PROCESSES"),
+        (dict(zip(VARIABLES, ("a:1", "2", "2"), strict=True)), "one from 0 below it"),
+        (dict(zip(VARIABLES, ("a", "2", "1"), strict=True)), "must be host:port, it is 'a'"),
+    ],
+)
+def test_variables_are_checked(environment, message):
+    with pytest.raises(ValueError, match=message):
+        _arguments(environment)
+
+
+def test_one_process_joins_nobody():
+    assert _arguments({}) is None
+    assert _arguments(dict(zip(VARIABLES, ("a:1", "1", "0"), strict=True))) is None
+    assert _arguments({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert _arguments({"SLURM_STEP_NUM_TASKS": "8"}) == {}
+    assert _arguments({"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
+
+
+PEER = """
+import pickle, sys
+from groupax.parallel.peers import further
+peers = further(int(sys.argv[1]), 3, pickle.loads(bytes.fromhex(sys.argv[2])))
+assert peers.exchanged({"number": peers.number})[0] == "first"
+big = peers.exchanged(bytes(3_000_000))
+assert [len(each) for each in big] == [0, 3_000_000, 3_000_000]
+if sys.argv[3] == "leave":
+    peers.leave()
+elif peers.number == 2:
+    if sys.argv[3] == "raise":
+        peers.fail(KeyError("a disk"))
+    sys.stdin.read()
+else:
+    peers.exchanged(None)
+"""
+
+
+def peers_of_three(end):
+    listener, address = listener_at("127.0.0.1")
+    command, told = [sys.executable, "-W", "ignore", "-c", PEER], pickle.dumps(address).hex()
+    others = [
+        subprocess.Popen(
+            [*command, str(own), pickle.dumps(address).hex(), end], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for own in (1, 2)
+    ]
+    peers = first_peers(listener, 3)
+    assert peers.exchanged("first") == ["first", {"number": 1}, {"number": 2}]
+    assert [len(each) for each in peers.exchanged(b"")] == [0, 3_000_000, 3_000_000]
+    return peers, others
+
+
+def test_processes_exchange_objects_and_leave_together():
+    peers, others = peers_of_three("leave")
+    peers.leave()
+    assert [other.communicate()[1] for other in others] == [b"", b""]
+    assert not peers.failed
+
+
+def test_a_process_that_cannot_be_reached_is_told(monkeypatch):
+    monkeypatch.setattr("groupax.parallel.peers.CONNECT_S", 0.1)
+    with pytest.raises(RunError, match=r"process 1 cannot reach process 0 at port \d+ .*127.0.0.1"):
+        further(1, 2, (["127.0.0.1"], free_port(), b"secret"))
+
+
+# -- whole runs
+
+MESHES = [(2, 2, "1,4,1,1,1"), (2, 2, "2,1,1,2,1"), (4, 1, "1,-1,1,1,1")]
+
+
+@pytest.fixture(scope="module")
+def one_process(place):
+    statuses, _ = run(place / "one", 1, 4, {})
+    assert statuses == [0]
+    return place / "one"
+
+
+@pytest.mark.long
+def test_two_processes_are_one_run(place, one_process):
+    statuses, errors = run(place / "two", 2, 2, {"save_steps": 2})
+    assert statuses == [0, 0], errors
+    assert assert_same_run(one_process, place / "two") == {0, 1}
+    # one writes, and the checkpoint goes on in one process as in two
+    assert sorted(path.name for path in (place / "two" / "run").glob("*.jsonl")) == ["findings.jsonl", "metrics.jsonl"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "devices", "mesh"), [(2, 2, "1,4,1,1,1"), (2, 2, "2,1,1,2,1"), (4, 1, "1,-1,1,1,1")]
+)
+def test_weights_split_over_processes(place, one_process, number, devices, mesh):
+    folder = place / f"{number}x{mesh}"
+    statuses, errors = run(folder, number, devices, {"mesh": mesh})
+    assert statuses == [0] * number, errors
+    assert len(assert_same_run(one_process, folder)) == number
+
+
+@pytest.mark.long
+def test_a_killed_process_stops_the_others_and_all_go_on(place, one_process):
+    folder = place / "killed"
+    processes = begun(folder, 2, 2, {"save_steps": 1}, "SIGKILL")
+    assert processes[1].wait(timeout=1200) == -signal.SIGKILL
+    killed_s = time.monotonic()
+    assert processes[0].wait(timeout=600) != 0
+    assert time.monotonic() - killed_s < 60
+    assert "process 1 of 2 ended without a word: it was killed" in (folder / "err0").read_text()
+    statuses, errors = run(folder, 2, 2, {"save_steps": 1})
+    assert statuses == [0, 0], errors
+    assert_same_run(one_process, folder)
+
+
+@pytest.mark.long
+def test_a_failure_is_told_with_its_reason(place):
+    statuses, errors = run(place / "raised", 2, 2, {}, "raise")
+    assert all(statuses)
+    assert "process 1 failed: KeyError: 'the disk of this host'" in errors[0]
+
+
+@pytest.mark.long
+def test_a_signal_to_one_stops_all_and_all_go_on(place, one_process):
+    folder = place / "stopped"
+    statuses, errors = run(folder, 2, 2, {}, "SIGTERM")
+    assert statuses == [75, 75], errors
+    statuses, errors = run(folder, 2, 2, {})
+    assert statuses == [0, 0], errors
+    assert_same_run(one_process, folder)
+
+
+@pytest.mark.heavy
+def test_rollouts_made_ahead_are_refused(place):
+    statuses, errors = run(place / "ahead", 2, 1, {"max_staleness": 1})
+    assert all(statuses)
+    assert "max_staleness is set, and there are 2 processes" in errors[0]
