@@ -147,9 +147,7 @@ def peers_of_three(end):
     listener, address = listener_at("127.0.0.1")
     command, told = [sys.executable, "-W", "ignore", "-c", PEER], pickle.dumps(address).hex()
     others = [
-        subprocess.Popen(
-            [*command, str(own), pickle.dumps(address).hex(), end], stdin=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        subprocess.Popen([*command, str(own), told, end], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
         for own in (1, 2)
     ]
     peers = first_peers(listener, 3)

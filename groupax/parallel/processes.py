@@ -13,11 +13,11 @@ from contextlib import suppress
 from typing import Any
 
 from groupax.errors import RewardError, RunError
-from groupax.parallel import peers
-from groupax.parallel.peers import Peers
+from groupax.parallel.peers import Peers, end_now, first, further, listener_at
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "GROUPAX_COORDINATOR", "GROUPAX_NUM_PROCESSES", "GROUPAX_PROCESS_ID"
 ADDRESS_BYTES = 1024
+HEARTBEAT_S = 1800
 
 _peers: Peers | None = None
 
@@ -45,7 +45,8 @@ def join() -> None:
             return
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_enable_preemption_service", False)  # our own signals are agreed on
-        jax.distributed.initialize(**arguments)
+        # who has ended is noticed by peers; jax takes a process that was paused for one
+        jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=HEARTBEAT_S)
     if jax.process_count() == 1:
         return
     # programs with collectives must reach all processes in one order
@@ -145,14 +146,14 @@ def _meet(own: int, count: int) -> Peers:
     listener, data = None, b""
     if own == 0:
         host = os.environ.get(COORDINATOR, "").rpartition(":")[0] or None
-        listener, address = peers.listener_at(host)
+        listener, address = listener_at(host)
         data = pickle.dumps(address)
         assert len(data) <= ADDRESS_BYTES, "host names are short"
     row = np.frombuffer(data.ljust(ADDRESS_BYTES, b"\0"), np.uint8)
     told = np.asarray(process_allgather(row))[0].tobytes()
     if listener is not None:
-        return peers.first(listener, count)
-    return peers.further(own, count, pickle.loads(told))
+        return first(listener, count)
+    return further(own, count, pickle.loads(told))
 
 
 def _survives(error: Exception) -> bool:
@@ -174,4 +175,4 @@ def _end() -> None:
     if not _peers.failed:
         _peers.leave()
     if _peers.failed:
-        peers.end_now()
+        end_now()

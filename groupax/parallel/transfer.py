@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from groupax.parallel import processes
+from groupax.parallel.processes import is_first, num_processes
 
 
 def placed(tree: Any, sharding: Any) -> Any:
@@ -17,7 +17,7 @@ def placed(tree: Any, sharding: Any) -> Any:
         tree: of arrays, the same in all processes.
         sharding: of all of them, or a tree of one for each.
     """
-    if processes.num_processes() == 1:
+    if num_processes() == 1:
         return jax.device_put(tree, sharding)
     shardings = jax.tree.map(lambda _: sharding, tree) if isinstance(sharding, Sharding) else sharding
     return jax.tree.map(_placed, tree, shardings)
@@ -25,7 +25,7 @@ def placed(tree: Any, sharding: Any) -> Any:
 
 def fetched(tree: Any) -> Any:
     """Arrays on the host, whole, in every process. All must call this."""
-    if processes.num_processes() == 1:
+    if num_processes() == 1:
         return jax.device_get(tree)
     leaves, structure = jax.tree.flatten(tree)
     split = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_here(leaf)]
@@ -41,7 +41,7 @@ def fetched_at_first(tree: Any) -> Any:
 
     def of_one(leaf: Any) -> Any:
         array = fetched(leaf)
-        return np.array(array) if processes.is_first() else None
+        return np.array(array) if is_first() else None
 
     return jax.tree.map(of_one, tree)
 
