@@ -46,7 +46,7 @@ def join() -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_enable_preemption_service", False)  # our own signals are agreed on
         # who has ended is noticed by peers; jax takes a process that was paused for one
-        jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=HEARTBEAT_S)
+        jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=HEARTBEAT_S, shutdown_timeout_seconds=30)
     if jax.process_count() == 1:
         return
     # programs with collectives must reach all processes in one order
