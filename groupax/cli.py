@@ -25,6 +25,7 @@ commands:
   train      train a model: --model, --dataset and --reward_funcs, or --recipe ({", ".join(RECIPES)})
   eval       how well a model does: groupax eval --model MODEL --recipe gsm8k --dataset FILE_OR_FOLDER
   compare    two evaluations on the same prompts: groupax compare BEFORE AFTER
+  report     what a run came to, as HTML and Markdown: groupax report RUN_DIR
   generate   sample completions from a model
   serve      a model behind OpenAI's interface: groupax serve --model MODEL --port 8000
   resume     go on with a run that was stopped: groupax resume RUN_DIR [options of train that are to differ]
@@ -368,6 +369,7 @@ COMMANDS = {
     "train": train,
     "eval": eval_commands.evaluate,
     "compare": eval_commands.compare,
+    "report": eval_commands.report,
     "generate": generate,
     "serve": serve_command.serve,
     "resume": resume,

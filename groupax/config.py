@@ -4,7 +4,7 @@ import difflib
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from groupax.objective.settings import (
     ImportanceSamplingLevel,
@@ -25,6 +25,9 @@ SharePrefix = Literal["auto", "always", "never"]
 DecodingWeights = Literal["same", "bfloat16", "int8", "float8"]
 BaseWeights = Literal["same", "int8", "float8", "nf4"]
 LoRABias = Literal["none", "all", "lora_only"]
+TrackerName = Literal["wandb", "tensorboard", "trackio", "jsonl"]
+
+TRACKERS: tuple[str, ...] = get_args(TrackerName)
 
 T = TypeVar("T")
 
@@ -54,6 +57,9 @@ _AT_LEAST = {
     "num_iterations": 1,
     "max_completion_length": 1,
     "logging_steps": 1,
+    "log_completions_steps": 1,
+    "rollout_log_gb": 0,
+    "weight_distribution_log_steps": 0,
     "max_concurrent_rows": 1,
     "kv_cache_gb": 1e-6,
     "lora_r": 0,
@@ -367,6 +373,22 @@ class GRPOConfig:
     """What is shown while training."""
     log_completions: bool = True
     """Show a sample group now and then, and keep logged steps' rollouts in the run folder."""
+    log_completions_steps: int = 1
+    """Keep the rollouts of logged steps that are multiples of this, and of the first and the last one."""
+    rollout_log_gb: float | None = 20.0
+    """Most GB of rollouts/; beyond it steps are removed such that the others are evenly spread, but never the first,
+    the newest and the best one. None for no limit."""
+    report_to: tuple[TrackerName, ...] = ()
+    """Where to report beside the run folder: wandb, tensorboard, trackio, jsonl; see docs/monitoring.md."""
+    run_name: str | None = None
+    """What the run is called there; None takes the folder's name."""
+    project: str = "groupax"
+    """What wandb and trackio show the run under."""
+    track_memory: bool = False
+    """Measure after every step what memory is in use, beside its peak."""
+    weight_distribution_log_steps: int = 0
+    """Every so many updates measure each weight's norm and how far the update moves it, for which what is trained is
+    copied; 0 never does."""
 
     def __post_init__(self) -> None:
         for name, limit in _AT_LEAST.items():
@@ -423,6 +445,11 @@ class GRPOConfig:
                 f"multi_objective_aggregation 'normalize_then_sum' normalizes by group and batch itself; leave "
                 f"scale_rewards at 'group', got {self.scale_rewards!r}"
             )
+        for name in self.report_to:
+            if name not in TRACKERS:
+                raise ValueError(f"report_to must be of {', '.join(TRACKERS)}, got {name!r}{nearest(name, TRACKERS)}")
+        if len(set(self.report_to)) < len(self.report_to):
+            raise ValueError(f"report_to names a tracker twice: {', '.join(self.report_to)}")
         self._check_adapter()
         self._check_staleness()
         for address in self.rollout_servers:

@@ -1,4 +1,4 @@
-"""The commands about how well models do: eval, compare. Each imports what it needs."""
+"""The commands about how well models and runs do: eval, compare, report. Each imports what it needs."""
 
 import json
 import time
@@ -70,6 +70,30 @@ class Compare:
     """Another, of the same prompts."""
     to: Path | None = None
     """Write the comparison as JSON here too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Write a run's report, to be attached to a pull request: report.html, which needs nothing else, and report.md."""
+
+    run_dir: Annotated[Path, Given]
+    """The run's folder."""
+    to: Path | None = None
+    """Folder for the two files; by default the run's."""
+    price_per_hour: float | None = None
+    """Of a device, or of the machine if it trains on CPU: adds what the run has cost."""
+
+
+def report(arguments: Sequence[str]) -> None:
+    """`groupax report`."""
+    command = tyro.cli(Report, prog="groupax report", args=list(arguments), use_underscores=True)
+
+    from groupax.run_report.write import write_run_report
+
+    if command.price_per_hour is not None and not command.price_per_hour >= 0:
+        raise ValueError(f"--price_per_hour must be at least 0, got {command.price_per_hour}")
+    page, markdown = write_run_report(command.run_dir, command.to, command.price_per_hour)
+    print(f"report: {page} and {markdown}")
 
 
 def evaluate(arguments: Sequence[str]) -> None:

@@ -1,9 +1,9 @@
 """The policy under training: what an optimizer step reads and changes."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -33,9 +33,11 @@ from groupax.step import (
     across_shards,
     apply_update,
     compute_view,
+    copied,
     init_state,
     micro_step,
     mix,
+    norms_and_changes,
     score,
     to_rows,
     zero_totals,
@@ -68,6 +70,7 @@ class LearnerSettings:
     gradient_checkpointing: Checkpointing = "none"
     share_prefix: SharePrefix = "auto"
     top_entropy_quantile: float = 1.0
+    weight_distribution_log_steps: int = 0
     sync_ref_model: bool = False
     ref_model_mixup_alpha: float = 0.6
     ref_model_sync_steps: int = 512
@@ -81,11 +84,15 @@ class Update:
         metrics: of the step.
         made: False if the loss or a gradient was not finite, and nothing changed.
         logps: of each row's tokens under the policy before the update.
+        entropies: of the distributions that those tokens are of, in nats.
+        distributions: over what is trained, one number per weight, by name; empty unless they are due.
     """
 
     metrics: Metrics
     made: bool
     logps: Sequence[np.ndarray]
+    entropies: Sequence[np.ndarray]
+    distributions: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class Learner:
@@ -155,10 +162,10 @@ class Learner:
         packed = self._pack(rows)
         trained = self._trained() if self.frozen else self.policy
         totals = zero_totals(trained, config=self.config, settings=settings.objective, mesh=self.mesh)
-        logps = []
+        scored = []
         for part in packed:
             with self._memory_explained(part), self._turn():
-                totals, logp = micro_step(
+                totals, pair = micro_step(
                     trained,
                     totals,
                     to_rows(part.batch, self.mesh),
@@ -174,10 +181,12 @@ class Learner:
                 )
                 if self.turn or (self.on_cpu and self.config.experts):
                     jax.block_until_ready(totals)  # collectives of virtual devices can starve each other in a queue
-            logps.append(logp)
+            scored.append(pair)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
+        every = settings.weight_distribution_log_steps
         with self._turn():
             totals = across_shards(totals, mesh=self.mesh)
+            before = copied(self.state.params) if every and (self.num_updates + 1) % every == 0 else None
             self.state, grad_norm, made = apply_update(self.state, totals.grads, totals.loss, optimizer=self.optimizer)
             self.policy = self._policy()
             loss, tally, grad_norm, made = jax.device_get((totals.loss, totals.tally, grad_norm, made))
@@ -190,8 +199,15 @@ class Learner:
             self.entropy = next_entropy_state(self.entropy, settings.entropy, metrics["entropy"])
             with self._turn():
                 self._sync_reference()
+        distributions: dict[str, np.ndarray] = {}
+        if before is not None:
+            with self._turn():
+                norms, changes = jax.device_get(norms_and_changes(before, self.state.params))
+            distributions = {"weights/norms": norms, "weights/update_ratios": changes}
+            metrics |= _distribution_metrics(distributions)
         metrics |= self._efficiency(packed, rows, time.perf_counter() - started_s)
-        return Update(metrics, bool(made), _by_row(packed, logps, rows))
+        logps, entropies = (_by_row(packed, values, rows) for values in zip(*scored, strict=True))
+        return Update(metrics, bool(made), logps, entropies, distributions)
 
     def snapshot(self) -> Params:
         """What is trained, in compute dtype, as it is now: updates leave it alone."""
@@ -300,6 +316,15 @@ def _means(tally: Tally, num_tokens: int) -> Metrics:
     minima = {name: 0.0 if value == np.inf else float(value) for name, value in tally.minima.items()}
     maxima = {name: 0.0 if value == -np.inf else float(value) for name, value in tally.maxima.items()}
     return means | minima | maxima
+
+
+def _distribution_metrics(distributions: Mapping[str, np.ndarray]) -> Metrics:
+    norms, changes = distributions["weights/norms"], distributions["weights/update_ratios"]
+    return {
+        "weights/norm": float(np.sqrt(np.sum(np.square(norms.astype(float))))),
+        "weights/update_ratio_mean": float(changes.mean()),
+        "weights/update_ratio_max": float(changes.max()),
+    }
 
 
 def _by_row(packed: Sequence[Packed], values: Sequence[Any], rows: Sequence[Row]) -> list[np.ndarray]:

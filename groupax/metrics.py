@@ -84,8 +84,8 @@ def scoring_metrics(rounds: Sequence[Scored]) -> Metrics:
 
 
 def is_measured(name: str) -> bool:
-    """Whether a metric is read off the machine, and so differs between two runs that are otherwise the same."""
-    return name.startswith(("time/", "memory/")) or name in ("step_time", "mfu") or name.endswith("_per_s")
+    """Whether a metric is read off the machine, or may follow from such, so differs between runs otherwise alike."""
+    return name.startswith(("time/", "memory/", "health/")) or name in ("step_time", "mfu") or name.endswith("_per_s")
 
 
 def window_mean(window: Sequence[Mapping[str, float]]) -> Metrics:

@@ -1,17 +1,26 @@
-"""Everything that a run tells while it trains: progress, metrics and rollouts on disk, findings."""
+"""Everything that a run tells while it trains: progress, metrics and rollouts on disk, findings, trackers."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, Literal
+
+import numpy as np
 
 from groupax.config import GRPOConfig
 from groupax.evaluation.evaluate import Evaluation
-from groupax.health import step_findings
+from groupax.health import remembered, step_findings
 from groupax.metrics import Metrics, window_mean
 from groupax.profiling import Profile
 from groupax.progress import PROGRESS_BARS
 from groupax.rollout import Rollout
+from groupax.rollout_log import TokenScores
+from groupax.trackers.background import CLOSE_S, BackgroundTracker, Call
+from groupax.trackers.tracker import TrackedRun, finite, samples_of
 from groupax.tracking import RunFolder
+
+MOST_SAMPLES = 16  # completions of a step that trackers are told
+SAMPLES_INTERVAL_S = 30.0  # between two such tables
 
 Event = Literal["begin", "step_begin", "step_end", "log", "evaluate", "end"]
 # Is told of an event, the optimizer steps that were made, and metrics if there are any. A run ends after the step at
@@ -27,16 +36,26 @@ class RunLog:
         folder: where to write.
         num_steps: optimizer steps of the run.
         listeners: who else is told.
+        memory: measures what memory is in use, after every step.
 
     Attributes:
         ends: a listener wants the run to end.
     """
 
-    def __init__(self, args: GRPOConfig, folder: RunFolder, num_steps: int, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(
+        self,
+        args: GRPOConfig,
+        folder: RunFolder,
+        num_steps: int,
+        listeners: Sequence[Listener] = (),
+        memory: Callable[[], Metrics] | None = None,
+    ) -> None:
         self.args, self.folder, self.num_steps = args, folder, num_steps
-        self.listeners, self.ends = listeners, False
+        self.listeners, self.ends, self.memory = listeners, False, memory
+        self.trackers: list[BackgroundTracker] = []
+        self.samples_told_s = float("-inf")
         self.progress = PROGRESS_BARS[args.progress_bar](num_steps)
-        self.history: list[Metrics] = []
+        self.history: list[Mapping[str, float]] = []
         self.window: list[Metrics] = []
         self.told: set[str] = set()
         self.last: Metrics = {}
@@ -85,14 +104,24 @@ class RunLog:
         self.started_s = time.perf_counter() - state["train_seconds"]
         self.rollouts, self.rollout_metrics = rollouts, metrics
 
-    def rollout(self, groups: Sequence[Sequence[Rollout]], metrics: Metrics, reward_errors: Mapping[str, str]) -> None:
+    def begin_tracking(self, step: int) -> None:
+        """Open the trackers that `report_to` names; the run folder is prepared, and so many steps are made."""
+        name = self.args.run_name or PurePath(self.folder.place.rstrip("/")).name
+        config = self.args.to_dict()
+        run = TrackedRun(self.folder.id, name, self.args.project, self.folder.path, config, step)
+        self.trackers = [BackgroundTracker(tracker, run) for tracker in self.args.report_to]
+
+    def rollout(
+        self, step: int, groups: Sequence[Sequence[Rollout]], metrics: Metrics, reward_errors: Mapping[str, str]
+    ) -> None:
         """Groups were sampled and scored; their metrics belong to each optimizer step on them."""
         self.findings(
+            step,
             {
                 f"reward {name}": f"the reward function {name!r} failed; its completions go without that reward (told "
                 f"once, counted in rewards/{name}/failures):\n{error}"
                 for name, error in reward_errors.items()
-            }
+            },
         )
         self.rollouts, self.rollout_metrics = [row for group in groups for row in group], metrics
         self.num_sampled_tokens += sum(len(row.completion_ids) for row in self.rollouts)
@@ -100,23 +129,44 @@ class RunLog:
         if self.args.log_completions:
             self.progress.sample(max(groups, key=lambda group: max(row.advantage for row in group)))
 
-    def step(self, step: int, metrics: Metrics) -> None:
-        """An optimizer step ended."""
+    def step(
+        self,
+        step: int,
+        metrics: Metrics,
+        scored: Mapping[int, TokenScores] | None = None,
+        distributions: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """An optimizer step ended.
+
+        Args:
+            step: its number.
+            metrics: of the update.
+            scored: what the update computed of completions of the last rollout, by index.
+            distributions: what was measured of the weights, by name.
+        """
         now_s = time.perf_counter()
         metrics = {"step": float(step), **metrics, **self.rollout_metrics, "step_time": now_s - self.step_started_s}
+        metrics |= self.memory() if self.memory else {}
         self.step_started_s = now_s
-        self.history = [*self.history[-20:], metrics]
+        self.history = remembered([*self.history, metrics])
+        found = step_findings(self.history)
+        metrics |= {"health/num_findings": float(len(found)), **{f"health/{name}": 1.0 for name in found}}
         self.window.append(metrics)
         self.progress.step(step, metrics)
-        self.findings(step_findings(self.history))
+        self.findings(step, found)
         if step % self.args.logging_steps == 0 or step == self.num_steps:
+            is_first = not self.last
             self.last = window_mean(self.window)
             self.window = []
-            self.folder.write_metrics(self.last)
+            self._write_metrics(step, self.last)
             if self.args.log_completions:
-                self.folder.write_rollouts(step, self.rollouts)
+                if is_first or step % self.args.log_completions_steps == 0 or step == self.num_steps:
+                    self.folder.write_rollouts(step, self.rollouts, scored, self.last["reward"])
+                self._tell_samples(step)
             self.tell_fault()
             self.event("log", step, self.last)
+        if distributions:
+            self._track(lambda tracker: tracker.histograms(step, distributions))
         if self.profile.step_ended(step):
             self.message(f"the trace of {self.args.profile} steps is in {self.profile.folder}")
         self.event("step_end", step, metrics)
@@ -124,7 +174,7 @@ class RunLog:
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """The policy was evaluated."""
         self.evaluated = {f"eval_{name}": value for name, value in evaluation.metrics.items()}
-        self.folder.write_metrics({"step": float(step), **self.evaluated})
+        self._write_metrics(step, {"step": float(step), **self.evaluated})
         for name, each in evaluation.sets.items():
             if self.args.log_completions:
                 self.folder.write_items(f"step_{step:06d}.{name}", each.items)
@@ -152,18 +202,46 @@ class RunLog:
             dropped = f", but {self.folder.num_dropped} tables of rollouts" if self.folder.num_dropped else ""
             self.message(f"{self.folder.place} can be written to again; what waited is there{dropped}")
 
-    def findings(self, findings: Mapping[str, str]) -> None:
+    def findings(self, step: int, findings: Mapping[str, str]) -> None:
         """Warn of what is off, of each finding once."""
         for name, text in findings.items():
             if name not in self.told:
                 self.told.add(name)
                 self.progress.message(text, warning=True)
+                self.folder.write_finding(step, name, text)
+                self._track(lambda tracker, name=name, text=text: tracker.finding(step, name, text))
 
     def message(self, text: str, warning: bool = False) -> None:
         """Something that the user should read."""
         self.progress.message(text, warning)
 
     def close(self) -> None:
-        """The run ended."""
+        """The run ended; its trackers get `CLOSE_S` to write and send what they have, all of them together."""
         self.profile.close()
+        for tracker in self.trackers:
+            tracker.finish()
+        deadline_s = time.monotonic() + CLOSE_S
+        for tracker in self.trackers:
+            tracker.wait(deadline_s)
+        self._tell_tracker_faults(int(self.last.get("step", 0)))
         self.progress.close()
+
+    def _write_metrics(self, step: int, metrics: Metrics) -> None:
+        self.folder.write_metrics(metrics)
+        told = finite(metrics)
+        self._track(lambda tracker: tracker.metrics(step, told))
+        self._tell_tracker_faults(step)
+
+    def _tell_samples(self, step: int) -> None:
+        """Completions of the step for the trackers, now and then."""
+        if time.monotonic() - self.samples_told_s < SAMPLES_INTERVAL_S and step != self.num_steps:
+            return
+        self.samples_told_s, rollouts = time.monotonic(), self.rollouts
+        self._track(lambda tracker: tracker.samples(samples_of(step, rollouts, MOST_SAMPLES)))
+
+    def _track(self, call: Call) -> None:
+        for tracker in self.trackers:
+            tracker.tell(call)
+
+    def _tell_tracker_faults(self, step: int) -> None:
+        self.findings(step, {f"tracker_{each.name}": each.fault for each in self.trackers if each.fault})

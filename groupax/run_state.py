@@ -72,6 +72,11 @@ class Experience:
         rows = [row for place in self._next_places(num) for row in self.slices[place]]
         return [replace(row, group=row.group + num_before) for row in rows] if num_before else rows
 
+    def next_indices(self, num: int) -> list[int]:
+        """Where the rows of the next slices stand among the completions of all groups, one group behind another."""
+        size = len(self.slices[0])
+        return [place * size + index for place in self._next_places(num) for index in range(len(self.slices[place]))]
+
     def after(self, num: int, logps: Sequence[np.ndarray]) -> "Experience":
         """The rollout after an update on the next slices.
 

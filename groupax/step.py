@@ -82,6 +82,12 @@ def compute_view(params: Params, *, dtype: Any) -> Params:
     return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params)
 
 
+@jax.jit
+def copied(params: Params) -> Params:
+    """Weights of their own, which an update that is given the others does not free."""
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
+
+
 @partial(jax.jit, static_argnames=("config", "settings", "mesh"))
 def zero_totals(params: Params, *, config: ModelConfig, settings: ObjectiveSettings, mesh: Mesh) -> Totals:
     """Each device's totals before the first micro-batch."""
@@ -125,7 +131,7 @@ def micro_step(
     mesh: Mesh,
     checkpointing: Checkpointing,
     dropout_rate: float = 0.0,
-) -> tuple[Totals, Float[Array, "B T"]]:
+) -> tuple[Totals, tuple[Float[Array, "B T"], Float[Array, "B T"]]]:
     """Add a micro-batch's loss, gradients and metrics to each device's totals of its optimizer step.
 
     Args:
@@ -139,7 +145,8 @@ def micro_step(
         config, settings, mesh, checkpointing, dropout_rate: static.
 
     Returns:
-        The new totals, and the log-probs of the batch's targets under `params`.
+        The new totals, and the log-probs of the batch's targets under `params` with the entropies of their
+        distributions.
     """
 
     def local(
@@ -150,11 +157,11 @@ def micro_step(
         entropy_coef: Array,
         frozen: Frozen | None,
         dropout_key: Array | None,
-    ) -> tuple[Totals, Array]:
+    ) -> tuple[Totals, tuple[Array, Array]]:
         evidence = batch.evidence
         dropout = None if dropout_key is None else Dropout(dropout_key, batch.numbers, jnp.float32(dropout_rate))
 
-        def loss_fn(params: Params) -> tuple[Array, tuple[Tally, Array]]:
+        def loss_fn(params: Params) -> tuple[Array, tuple[Tally, Array, Array]]:
             weights = joined(frozen, params, dropout)
             logp, entropy, routings = _logprobs(config, settings, checkpointing, weights, batch)
             loss, tally = policy_objective(logp, entropy, evidence, counts, settings, entropy_coef)
@@ -164,9 +171,9 @@ def micro_step(
                 balance = _balance(routings, batch)
                 loss = loss + coef * balance / counts.num_tokens
                 tally = Tally(tally.sums | {ROUTER_LOSS: balance}, tally.minima, tally.maxima)
-            return loss, (tally, logp)
+            return loss, (tally, logp, entropy)
 
-        (loss, (tally, logp)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        (loss, (tally, logp, entropy)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
         sampled_under = logp if evidence.old_logp is None else evidence.old_logp
         logp_diff = jnp.where(evidence.mask, jnp.abs(sampled_under - evidence.rollout_logp), 0.0)
         own = Tally({f"{LOGP_DIFF}_mean": jnp.sum(logp_diff)}, {}, {f"{LOGP_DIFF}_max": jnp.max(logp_diff)})
@@ -176,7 +183,7 @@ def micro_step(
             loss=before.loss + loss,
             tally=merge(before.tally, _united(tally, own)),
         )
-        return jax.tree.map(lambda x: x[None], after), logp
+        return jax.tree.map(lambda x: x[None], after), (logp, entropy)
 
     in_specs = (REPLICATED, ROWS, ROWS, REPLICATED, REPLICATED, REPLICATED, REPLICATED)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)
@@ -223,6 +230,22 @@ def score(
         return _logprobs(config, settings, "none", params, batch)[:2]
 
     return jax.shard_map(local, mesh=mesh, in_specs=(REPLICATED, ROWS), out_specs=ROWS, check_vma=False)(params, batch)
+
+
+@jax.jit
+def norms_and_changes(before: Params, after: Params) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    """The norm of each of N weights after an update, and the norm of its change over the larger of its norms then and
+    before; 0 where both are 0."""
+
+    def norm(x: Array) -> Array:
+        return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32))))
+
+    def norms(tree: Params) -> Array:
+        return jnp.stack([norm(x) for x in jax.tree.leaves(tree)])
+
+    larger = jnp.maximum(norms(before), norms(after))
+    moved = norms(jax.tree.map(jnp.subtract, after, before))
+    return norms(after), moved / jnp.where(larger > 0, larger, 1.0)
 
 
 @partial(jax.jit, static_argnames=("alpha",), donate_argnames=("reference",))

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import secrets
 import shutil
 import tempfile
 from collections import deque
@@ -14,6 +15,7 @@ from groupax.evaluation.items import Item, write_items
 from groupax.metrics import Metrics
 from groupax.remote import Remote, is_remote
 from groupax.rollout import Rollout
+from groupax.rollout_log import RolloutLog, TokenScores, write_table
 
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
 MOST_WAITING_TABLES = 64  # that are kept in memory while they cannot be written
@@ -22,16 +24,18 @@ MOST_WAITING_TABLES = 64  # that are kept in memory while they cannot be written
 class RunFolder:
     """Writes what a run leaves behind.
 
-    Layout: `config.json`; `command.json`, what the command line was asked for; `tokenizer/`; `metrics.jsonl`, one line
-    per logged step, written at once; `rollouts/step_N.parquet`, one row per completion; `evaluations/step_N.SET.jsonl`,
-    one line per item; `bad_steps/`, batches whose update was not finite; `checkpoints/`; `model/`, written by the
-    trainer at the end.
+    Layout: `config.json`; `run.json`, which run it is and what worked on it; `command.json`, what the command line was
+    asked for; `tokenizer/`; `metrics.jsonl`, one line per logged step, written at once; `findings.jsonl`, a line with
+    `step`, `name` and `text` for each (see `groupax.health`); `rollouts/step_N.parquet`, one row per completion (see
+    `RolloutLog`); `evaluations/step_N.SET.jsonl`, one line per item; `bad_steps/`, batches whose update was not finite;
+    `checkpoints/`; `model/`, written by the trainer at the end.
 
     What cannot be written because the disk is full or read-only waits in memory until it can (`fault`, `flush`). The
     files of a run in a bucket are written to a temporary folder and uploaded by `sync`.
 
     Args:
         path: a folder, made if absent, or a URL.
+        rollout_log_bytes: budget of `rollouts/`, in a bucket of what this process writes; None for no limit.
 
     Raises:
         ValueError: the folder cannot be written to.
@@ -41,19 +45,24 @@ class RunFolder:
         place: the folder or URL, to be told.
         remote: the place in the bucket; None if it is a folder.
         command: contents of `command.json`, if any.
+        id: of the run, the same in every process that works on it; set when it begins or goes on.
         fault: why something waits to be written; empty if nothing does.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], rollout_log_bytes: int | None = None) -> None:
         self.place = str(path)
         self.remote = Remote(self.place) if is_remote(path) else None
         self.path = Path(tempfile.mkdtemp(prefix="groupax-run-")) if self.remote else Path(path)
         self.moved_aside: str | None = None
         self.command: Mapping[str, Any] | None = None
+        self.id = ""
         self.fault = ""
         self.num_dropped = 0  # tables that waited too long
         self._size = 0  # bytes of metrics.jsonl that count
         self._lines: list[str] = []
+        self._findings: list[dict[str, Any]] = []
+        self._processes: list[Mapping[str, Any]] = []
+        self._rollout_log = RolloutLog(self.path / "rollouts", rollout_log_bytes)
         self._tables: deque[Callable[[], object]] = deque()
         self._uploaded: dict[str, tuple[int, int]] = {}
         try:
@@ -79,7 +88,8 @@ class RunFolder:
             self.path.rename(free)
             self.path.mkdir()
             self.moved_aside = str(free)
-        self.resume(config, metrics, step=0)
+        self.id, self._findings, self._processes = secrets.token_hex(4), [], []
+        self._prepare(config, metrics, step=0)
 
     def resume(self, config: Mapping[str, Any], metrics: bytes, step: int) -> None:
         """Go on with the run in the folder, as it was at a step.
@@ -89,6 +99,13 @@ class RunFolder:
             metrics: contents of `metrics.jsonl` until then.
             step: what was written of later ones is removed.
         """
+        about = json.loads(self._earlier("run.json") or "{}")
+        self.id, self._processes = about.get("id") or secrets.token_hex(4), about.get("processes", [])
+        lines = self._earlier("findings.jsonl").decode("utf-8").splitlines()
+        self._findings = [finding for finding in map(json.loads, lines) if finding["step"] <= step]
+        self._prepare(config, metrics, step)
+
+    def _prepare(self, config: Mapping[str, Any], metrics: bytes, step: int) -> None:
         for leftover in self.path.glob(".model.*"):
             shutil.rmtree(leftover)
         for table in (file for kind in STEP_FOLDERS for file in self.path.glob(f"{kind}/*step_*")):
@@ -100,6 +117,14 @@ class RunFolder:
             _write_whole(self.path / "command.json", json.dumps(self.command, indent=2) + "\n")
         _write_whole(self.path / "metrics.jsonl", metrics.decode())
         self._size = len(metrics)
+        self._write_findings()
+        self._rollout_log.forget()
+
+    def write_process(self, process: Mapping[str, Any]) -> None:
+        """Enter what works on the run from now on into `run.json`: devices, versions and so on, as plain data."""
+        self._processes = [*self._processes, process]
+        about = {"id": self.id, "processes": self._processes}
+        _write_whole(self.path / "run.json", json.dumps(about, indent=2) + "\n")
 
     def write_tokenizer(self, tokenizer: Any) -> None:
         """Write `tokenizer/`, for whoever exports a checkpoint."""
@@ -107,11 +132,14 @@ class RunFolder:
 
     def metrics(self, num_bytes: int) -> bytes:
         """The first bytes of `metrics.jsonl` as an earlier process left it."""
+        return self._earlier("metrics.jsonl")[:num_bytes]
+
+    def _earlier(self, name: str) -> bytes:
+        """A file as an earlier process left it; empty if it did not."""
         try:
-            content = self.remote.read("metrics.jsonl") if self.remote else (self.path / "metrics.jsonl").read_bytes()
+            return self.remote.read(name) if self.remote else (self.path / name).read_bytes()
         except FileNotFoundError:
-            content = b""
-        return content[:num_bytes]
+            return b""
 
     @property
     def num_metrics_bytes(self) -> int:
@@ -124,10 +152,21 @@ class RunFolder:
         self._lines.append(json.dumps(line) + "\n")
         self.flush()
 
-    def write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Write `rollouts/step_N.parquet`; it appears whole or not at all."""
-        path = self.path / "rollouts" / f"step_{step:06d}.parquet"
-        self._tables.append(lambda: _write_table(path, [_record(step, row) for row in rollouts]))
+    def write_finding(self, step: int, name: str, text: str) -> None:
+        """Append one line to `findings.jsonl`."""
+        self._findings.append({"step": step, "name": name, "text": text})
+        self._tables.append(self._write_findings)
+        self.flush()
+
+    def write_rollouts(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        scored: Mapping[int, TokenScores] | None = None,
+        reward: float = float("nan"),
+    ) -> None:
+        """Write `rollouts/step_N.parquet`; it appears whole or not at all (see `RolloutLog.write`)."""
+        self._tables.append(lambda: self._rollout_log.write(step, rollouts, scored or {}, reward))
         self.flush()
 
     def write_items(self, name: str, items: Sequence[Item]) -> None:
@@ -139,7 +178,7 @@ class RunFolder:
     def write_bad_batch(self, step: int, rows: Sequence[Any]) -> Path:
         """Write the rows of an update that was not finite to `bad_steps/step_N.parquet`, one per completion."""
         path = self.path / "bad_steps" / f"step_{step:06d}.parquet"
-        self._tables.append(lambda: _write_table(path, [_plain_record(vars(row)) for row in rows]))
+        self._tables.append(lambda: _write_records(path, [_plain_record(vars(row)) for row in rows]))
         self.flush()
         return path
 
@@ -189,6 +228,15 @@ class RunFolder:
             if self._uploaded.get(name) != version:
                 self.remote.upload(file, name)
                 self._uploaded[name] = version
+        for name in [
+            name for name in self._uploaded if name.startswith("rollouts/") and not (self.path / name).exists()
+        ]:
+            self.remote.delete(name)
+            del self._uploaded[name]
+
+    def _write_findings(self) -> None:
+        text = "".join(json.dumps(finding) + "\n" for finding in self._findings)
+        _write_whole(self.path / "findings.jsonl", text)
 
     def _append(self, data: bytes) -> None:
         """Write behind what counts; a line that did not fit does not count."""
@@ -204,20 +252,10 @@ class RunFolder:
         self._size += len(data)
 
 
-def _write_table(path: Path, records: Sequence[Mapping[str, Any]]) -> Path:
-    """The table appears whole or not at all."""
+def _write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     import pyarrow
-    import pyarrow.parquet
 
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f".{path.name}")
-    try:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(records)), partial)
-        partial.rename(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    return path
+    write_table(path, pyarrow.Table.from_pylist(list(records)))
 
 
 def _write_whole(path: Path, text: str) -> None:
@@ -228,25 +266,6 @@ def _write_whole(path: Path, text: str) -> None:
 
 def _plain_record(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in record.items()}
-
-
-def _record(step: int, row: Rollout) -> dict[str, Any]:
-    prompt = row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt)
-    return {
-        "step": step,
-        "prompt_index": row.prompt_index,
-        "sample_index": row.sample_index,
-        "prompt": prompt,
-        "completion": row.text,
-        "completion_ids": row.completion_ids.tolist(),
-        "policy_logps": row.policy_logps.tolist(),
-        "sampler_logps": row.sampler_logps.tolist(),
-        "finish_reason": row.finish_reason,
-        "policy_version": row.policy_version,
-        "advantage": row.advantage,
-        **{f"rewards/{name}": value for name, value in row.rewards.items()},
-        **{f"extra/{name}": value for name, value in row.extra.items()},
-    }
 
 
 def free_name(path: Path) -> Path:

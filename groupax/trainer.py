@@ -1,5 +1,6 @@
 """The trainer: GRPO as the paper's Algorithm 1 has it (arXiv:2402.03300)."""
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from groupax.batch import Row
 from groupax.card import run_card
 from groupax.checkpoints.choose import Saved
-from groupax.checkpoints.identity import identity_of
+from groupax.checkpoints.identity import identity_of, process_of
 from groupax.checkpoints.record import read_policies, read_rollout, stored_dtype, with_scores
 from groupax.checkpoints.saver import RunSaver, patiently, remove_download
 from groupax.collector import Collector, sampling_params
@@ -34,11 +35,12 @@ from groupax.models.lora import LoRAConfig, counts, lora_config, trainable_line
 from groupax.objective.entropy import EntropyControl
 from groupax.objective.settings import ObjectiveSettings
 from groupax.optimizer import OptimizerSettings, ScheduleSettings
-from groupax.parallel.peak import free_memory_bytes
+from groupax.parallel.peak import free_memory_bytes, memory_in_use
 from groupax.pipeline import Pipeline
 from groupax.preemption import AbandonedError, StopRequests
 from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
 from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.rollout_log import TokenScores
 from groupax.run_log import Listener, RunLog
 from groupax.run_state import Cursor, Experience
 from groupax.serve.client import RemoteSampler
@@ -46,6 +48,7 @@ from groupax.serve.wire import API_KEY_VARIABLE
 from groupax.slices import slices_of
 from groupax.step import TrainState
 from groupax.tokenizer import eos_token_ids, load_tokenizer, prepare_tokenizer
+from groupax.trackers.tracker import check_installed
 from groupax.tracking import RunFolder
 
 # Of the memory that is free before the first step, for keys and values while updates run; those take half of it.
@@ -125,7 +128,9 @@ class GRPOTrainer:
         self.reward_runner = RewardRunner(self.rewards, args.part(RewardSettings))
         self.reward_weights = weights_of(args.reward_weights, self.rewards)
         self.solved_by = which_solves(args.solved_by, self.rewards)
-        self.run_folder, self.listeners = RunFolder(args.output_dir), listeners
+        check_installed(args.report_to)
+        log_bytes = None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9)
+        self.run_folder, self.listeners = RunFolder(args.output_dir, log_bytes), listeners
 
         self.model = model if isinstance(model, Model) else load_model(model, weights=args.base_weights)
         if lora is not None:
@@ -190,7 +195,8 @@ class GRPOTrainer:
             RunError: the run cannot go on; its state is saved if there is where.
             ValueError: `resume` names a checkpoint that this run cannot continue.
         """
-        log = RunLog(self.args, self.run_folder, self.num_steps, self.listeners)
+        memory = functools.partial(memory_in_use, self.model.mesh) if self.args.track_memory else None
+        log = RunLog(self.args, self.run_folder, self.num_steps, self.listeners, memory)
         try:
             watch = self.model.mesh.devices.flat[0].platform == "tpu"
             with StopRequests(watch) as stop, self.reward_runner, self.pipeline or nullcontext():
@@ -228,9 +234,10 @@ class GRPOTrainer:
             if self.experience is None:
                 self._sample_rollout(log, stop, self.slices.per_step - len(rows) // self.slices.rows)
             with self._shapes_kept():
-                rows, update = self._update(rows)
+                rows, update, scored = self._update(rows)
             staleness = self.cursor.step - 1 - sum(row.policy_version for row in rows) / len(rows)
-            log.step(self.cursor.step, update.metrics | {"rollout/staleness": staleness})
+            metrics = update.metrics | {"rollout/staleness": staleness}
+            log.step(self.cursor.step, metrics, scored, update.distributions)
             self.last_metrics = log.last
             self._stop_if_diverged(log, rows, update)
 
@@ -255,7 +262,7 @@ class GRPOTrainer:
         with stop.abandonable(), self._shapes_kept():
             experience = (self.pipeline or self.collector).collect(self.cursor, num_wanted)
         self._take(experience)
-        log.rollout(experience.groups, experience.metrics, experience.errors)
+        log.rollout(self.cursor.step, experience.groups, experience.metrics, experience.errors)
 
     def _take(self, experience: Experience) -> None:
         """A rollout is there to be trained on."""
@@ -267,21 +274,27 @@ class GRPOTrainer:
             num_tokens=self.cursor.num_tokens + experience.num_tokens,
         )
 
-    def _update(self, rows: list[Row]) -> tuple[Sequence[Row], Update]:
-        """The next optimizer step, on these rows of earlier rollouts and the next ones of `experience`."""
+    def _update(self, rows: list[Row]) -> tuple[Sequence[Row], Update, dict[int, TokenScores]]:
+        """The next optimizer step, on these rows of earlier rollouts and the next ones of `experience`.
+
+        Returns:
+            The rows, the update, and what it computed of completions of `experience`, by their index in it.
+        """
         experience = self.experience
         assert experience is not None, "there is a rollout"
         num = min(self._num_left, self.slices.per_step - len(rows) // self.slices.rows)
         batch = rows + experience.next_rows(num, len(rows))
         self._state_before = self.learner.state
         update = self.learner.update(batch)
+        scores = map(TokenScores, update.logps[len(rows) :], update.entropies[len(rows) :])
+        scored = dict(zip(experience.next_indices(num), scores, strict=True))
         self.experience = experience.after(num, update.logps[len(rows) :])
         if not self._num_left:
             self.experience = None
         num_bad_steps = 0 if update.made else self.cursor.num_bad_steps + 1
         self.cursor = replace(self.cursor, step=self.cursor.step + 1, num_bad_steps=num_bad_steps)
         self._begun_at = self._state_before = None
-        return batch, update
+        return batch, update, scored
 
     @property
     def _num_left(self) -> int:
@@ -328,6 +341,8 @@ class GRPOTrainer:
         self.run_folder.write_tokenizer(self.tokenizer)
         if saved is not None:
             self._restore(saved, log)
+        self.run_folder.write_process(process_of(self.model.mesh))
+        log.begin_tracking(self.cursor.step)
         self._tell_setup(log)
         return saver
 
@@ -502,7 +517,7 @@ class GRPOTrainer:
             if prompts.num_dropped + prompts.num_truncated:
                 did = f"{prompts.num_dropped} dropped, {prompts.num_truncated} truncated, {len(prompts)} left"
                 log.message(f"{name} has prompts longer than {prompts.max_length} tokens: {did}", warning=True)
-        log.findings(setup_findings(self.args, self.eos_ids))
+        log.findings(self.cursor.step, setup_findings(self.args, self.eos_ids))
 
 
 def _lora(args: GRPOConfig, peft_config: Any) -> LoRAConfig | None:

@@ -157,8 +157,17 @@ def test_vllm_and_launchers_are_told_how_they_are_done(tmp_path):
         trl.GRPOConfig(fsdp="full_shard").tell_mesh(1)
 
 
+def test_trackers_are_those_that_both_have():
+    config = trl.GRPOConfig(report_to="tensorboard", run_name="first try", project="sums").to_native()
+    assert (config.report_to, config.run_name, config.project) == (("tensorboard",), "first try", "sums")
+    with pytest.warns(CompatWarning, match="report_to mlflow: groupax reports to wandb, tensorboard, trackio, jsonl"):
+        assert trl.GRPOConfig(report_to=["mlflow", "wandb"]).to_native().report_to == ("wandb",)
+    assert trl.GRPOConfig(report_to="none").to_native().report_to == ()
+    assert "tensorboard" in trl.GRPOConfig(report_to="all").to_native().report_to
+
+
 def test_easydel_settings_become_native_ones():
-    with pytest.warns(CompatWarning, match="use_wandb=True changes nothing"):
+    with pytest.warns(CompatWarning, match="report_steps=2 changes nothing"):
         config = ed.GRPOConfig(
             model_name="math",
             save_directory="gs://bucket/runs",
@@ -172,7 +181,13 @@ def test_easydel_settings_become_native_ones():
             progress_bar_type="json",
             log_steps=5,
             use_wandb=True,
+            wandb_name="first try",
+            track_memory=True,
+            weight_distribution_log_steps=50,
+            report_steps=2,
         ).to_native()
+    assert (config.report_to, config.run_name, config.project) == (("wandb",), "first try", "EasyDeL-math")
+    assert (config.track_memory, config.weight_distribution_log_steps) == (True, 50)
     assert config.output_dir == "gs://bucket/runs/math"
     assert (config.prompts_per_step, config.num_generations, config.optimizer) == (16, 4, "lion")
     assert (config.lr_scheduler_type, config.learning_rate_end, config.max_grad_norm) == ("cosine", 6e-7, 1.0)

@@ -17,6 +17,7 @@ from groupax.recipes.tldr_length import near_length
 from groupax.rewards.contract import resolve_rewards
 from groupax.scripts.finetune import gsm8k_grpo, numinamath_grpo
 from groupax.scripts.finetune.flags import Flags, notes
+from groupax.trackers.tracker import MODULES, PACKAGES
 
 from .conftest import SHARED, TINY
 
@@ -351,15 +352,18 @@ DOCUMENTED = (
 
 @pytest.mark.heavy
 @pytest.mark.slow
-def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, capsys):
+def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(MODULES, "wandb", "groupax.trackers.jsonl")  # which takes no installation
+    monkeypatch.delitem(PACKAGES, "wandb")
     write_jsonl(tmp_path / "data" / "train.jsonl", GSM8K_ROWS)
     flags = DOCUMENTED.format(length=64, batch=2) + " --top_k 50 --xml_reward 0.125 --correctness_reward 3.0"
     more = f"--dataset {tmp_path}/data --max_steps 1 --output_dir {tmp_path}/run --temperature 0.9"
     assert gsm8k_grpo.main(f"--repo_id {base_model} {flags} {more}".split()) == 0
     out = capsys.readouterr().out
-    assert "--use_wandb: reporting to Weights & Biases is not built in yet" in out
     assert "--attn_mechanism vanilla changes nothing" in out
     config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["report_to"] == ["wandb"]
+    assert (tmp_path / "run" / "tracked.jsonl").exists()
     assert config["reward_weights"] == [3.0, 0.5, 0.5, 0.5, 0.5]
     wanted = {"prompts_per_step": 2, "num_generations": 4, "top_k": 50, "top_p": 0.95, "beta": 0.04, "max_steps": 1}
     assert {name: config[name] for name in wanted} == wanted
@@ -374,12 +378,14 @@ def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, 
 @pytest.mark.slow
 def test_the_numinamath_program_with_the_flags_of_the_document(base_model, tmp_path, capsys):
     pytest.importorskip("math_verify")
+    pytest.importorskip("wandb")
     write_jsonl(tmp_path / "train.jsonl", [{"problem": "1/2?", "solution": r"$\boxed{\frac{1}{2}}$"}] * 2)
     flags = DOCUMENTED.format(length=64, batch=2)
     more = f"--dataset {tmp_path}/train.jsonl --max_steps 1 --output_dir {tmp_path}/run"
     assert numinamath_grpo.main(f"--repo_id {base_model} {flags} {more}".split()) == 0
     [line] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert line["rewards/math_accuracy/mean"] == 0.0
+    assert list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
     assert numinamath_grpo.main(["--repo_id", "nowhere", "--dataset", f"{tmp_path}/x.jsonl"]) == 2
     assert "numinamath_grpo: train_dataset: there is no file" in capsys.readouterr().err
 

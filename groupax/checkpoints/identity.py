@@ -1,11 +1,15 @@
 """What a run is: model, tokenizer, data, rewards, settings. A checkpoint continues a run only if these agree."""
 
+import datetime
 import hashlib
 import importlib.metadata
 import json
+import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -45,6 +49,13 @@ FREE = {
     "profile",
     "progress_bar",
     "log_completions",
+    "log_completions_steps",
+    "rollout_log_gb",
+    "report_to",
+    "run_name",
+    "project",
+    "track_memory",
+    "weight_distribution_log_steps",
     "save_steps",
     "save_interval_minutes",
     "save_total_limit",
@@ -120,6 +131,20 @@ def devices_of(mesh: Mesh) -> Mapping[str, Any]:
     return {"kind": mesh.devices.flat[0].device_kind, "mesh": {name: int(size) for name, size in mesh.shape.items()}}
 
 
+def process_of(mesh: Mesh) -> Mapping[str, Any]:
+    """What a process is that works on a run: since when, on what machine, with which libraries, as plain data."""
+    return {
+        "started_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "platform": mesh.devices.flat[0].platform,
+        "num_devices": int(mesh.devices.size),
+        **devices_of(mesh),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": dict(versions()),
+    }
+
+
 def differences(saved: Identity, now: Identity) -> dict[str, tuple[Any, Any]]:
     """What differs between two runs, by name: then and now. Settings that may differ at any time do not count."""
     a, b = _flat(saved), _flat(now)
@@ -177,6 +202,15 @@ def _digest(x: jax.Array) -> jax.Array:
     mixed = (bits ^ (position * jnp.uint32(2654435761))) * jnp.uint32(2246822519)
     mixed = mixed ^ (mixed >> jnp.uint32(15))
     return jnp.stack([jnp.sum(bits, dtype=jnp.uint32), jnp.sum(mixed, dtype=jnp.uint32)])
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _flat(identity: Identity) -> dict[str, Any]:

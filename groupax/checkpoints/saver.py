@@ -100,7 +100,7 @@ class RunSaver:
         self.folder.flush()
         self.log.tell_fault()
         metrics = {**self.log.last, **self.log.evaluated}
-        self._tell_if_unknown(metrics)
+        self._tell_if_unknown(cursor.step, metrics)
         policies = self.policies(cursor)
         state = {
             **state_of(cursor, self.learner, experience, policies, self.identity, self.model),
@@ -197,14 +197,15 @@ class RunSaver:
                 "the checkpoint has no optimizer state (save_optimizer_state); it begins anew", warning=True
             )
 
-    def _tell_if_unknown(self, metrics: dict[str, float]) -> None:
+    def _tell_if_unknown(self, step: int, metrics: dict[str, float]) -> None:
         name = self.args.metric_for_best_model
         if name is not None and name not in metrics:
             self.log.findings(
+                step,
                 {
                     "metric_for_best_model": f"metric_for_best_model is {name!r}, which is not among the metrics so far"
                     f"{nearest(name, metrics)}; no checkpoint is the best one"
-                }
+                },
             )
 
 

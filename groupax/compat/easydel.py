@@ -211,6 +211,10 @@ class GRPOConfig(ForeignConfig):
                 "resume": "auto" if self.resume_if_possible else "never",
                 "logging_steps": self.log_steps,
                 "progress_bar": self.progress_bar_type,
+                "report_to": ("wandb",) if self.use_wandb else (),
+                "run_name": self.wandb_name or self.model_name,
+                "project": f"EasyDeL-{self.model_name}",
+                "track_memory": bool(self.track_memory),
                 **{name: getattr(self, name) for name in SAME},
             }
         )
@@ -241,6 +245,7 @@ SAME = (
     "save_total_limit",
     "save_optimizer_state",
     "do_last_save",
+    "weight_distribution_log_steps",
 )
 
 

@@ -48,21 +48,21 @@ MEANINGFUL: dict[str, Any] = {
     "resume_if_possible": True,
     "log_steps": 10,
     "progress_bar_type": "tqdm",
+    "use_wandb": False,
+    "wandb_name": None,
+    "track_memory": False,
+    "weight_distribution_log_steps": 0,
     "tools": None,
 }
 # Fields without a meaning, by the reason.
 _WITHOUT: dict[str, dict[str, Any]] = {
-    "metrics go to metrics.jsonl and rollouts to rollouts/ in save_directory": {
-        "use_wandb": False,
-        "wandb_entity": None,
-        "wandb_name": None,
+    "one process reports, to metrics.jsonl and rollouts/ in save_directory and where use_wandb says": {
         "log_all_workers": False,
         "report_metrics": True,
     },
+    "wandb takes it from WANDB_ENTITY": {"wandb_entity": None},
     "metrics.jsonl gets a line every log_steps": {"report_steps": 5, "verbose": True},
-    "the memory's peak is in every line of metrics (memory/peak_bytes)": {"track_memory": False},
-    "of gradients and weights the norm and the log-probs are logged, not distributions": {
-        "weight_distribution_log_steps": 0,
+    "distributions are over all weights that are trained, and the gradient's norm is in every line of metrics": {
         "weight_distribution_pattern": ".*",
         "log_grad_norms": True,
         "metrics_to_show_in_rich_pbar": None,

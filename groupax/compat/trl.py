@@ -20,13 +20,14 @@ from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import Fields, ForeignConfig, as_native, steps_of, tell
 from groupax.compat.trl_fields import DEFAULTS, FORMER, INERT
-from groupax.config import nearest
+from groupax.config import TRACKERS, nearest
 from groupax.data import load_examples
 from groupax.hub import push_folder
 from groupax.models.lora import lora_config
 from groupax.rewards.contract import TrainerState
 from groupax.slices import slices_of
 from groupax.tokenizer import load_tokenizer
+from groupax.trackers.tracker import PACKAGES, is_installed
 
 # Settings that groupax has under the same name with the same meaning.
 SAME = (
@@ -193,6 +194,9 @@ class GRPOConfig(ForeignConfig):
             "gradient_checkpointing": "full" if self.given.get("gradient_checkpointing") else "none",
             "dtype": self._dtype(),
             "progress_bar": "none" if self.disable_tqdm else "rich",
+            "report_to": self._trackers(),
+            "run_name": self.run_name,
+            "project": self.project,
             **self._optimizer(),
             **self._generation(),
             **self._correction(),
@@ -223,6 +227,16 @@ class GRPOConfig(ForeignConfig):
         if self.logging_steps < 1:
             raise ValueError(f"logging_steps must be a number of steps, got {self.logging_steps}")
         return int(self.logging_steps)
+
+    def _trackers(self) -> tuple[str, ...]:
+        """Those of `report_to` that groupax has too; "all" is those that are installed."""
+        asked = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
+        if asked == ["all"]:
+            return tuple(name for name in TRACKERS if name in PACKAGES and is_installed(name))
+        known = [name for name in asked if name in TRACKERS]
+        if unknown := [name for name in asked if name not in TRACKERS and name != "none"]:
+            tell(f"report_to {', '.join(unknown)}: groupax reports to {', '.join(TRACKERS)}")
+        return tuple(dict.fromkeys(known))
 
     def _dtype(self) -> str:
         if self.fp16:

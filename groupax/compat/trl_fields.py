@@ -100,6 +100,9 @@ MEANINGFUL: dict[str, Any] = {
     "logging_strategy": "steps",
     "logging_steps": 10,
     "log_completions": False,
+    "report_to": "none",
+    "run_name": None,
+    "project": "huggingface",
     "disable_tqdm": None,
     "push_to_hub": False,
     "hub_model_id": None,
@@ -196,13 +199,12 @@ _WITHOUT: dict[str, dict[str, Any]] = {
     "groupax never runs code from a model's folder": {"trust_remote_code": False},
     "the optimizer has the settings of its own names alone": {"optim_args": None, "optim_target_modules": None},
     "completions have one turn, without tools or images": {"max_tool_calling_iterations": None, "log_multimodal": True},
-    "metrics go to metrics.jsonl and rollouts to rollouts/ in output_dir": {
-        "report_to": "none",
-        "run_name": None,
-        "project": "huggingface",
+    "trackio takes these from variables of its own, e.g. TRACKIO_SPACE_ID": {
         "trackio_space_id": None,
         "trackio_bucket_id": None,
         "trackio_static_space_id": None,
+    },
+    "metrics go to metrics.jsonl, rollouts to rollouts/ and TensorBoard's files to tensorboard/ in output_dir": {
         "logging_dir": None,
         "logging_first_step": False,
         "logging_nan_inf_filter": True,

@@ -204,7 +204,7 @@ def write_items(path: Path, items: Iterable[Item]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:  # halves of surrogate pairs
             file.writelines(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items)
         partial.rename(path)
     except OSError:

@@ -62,6 +62,23 @@ def peak_memory_bytes(mesh: Mesh) -> float:
     return float(max(peaks)) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
+def memory_in_use(mesh: Mesh) -> dict[str, float]:
+    """Bytes in use now: of the process, of arrays on this host's devices, and, where devices say so, of the fullest."""
+    arrays = sum(shard.data.nbytes for array in jax.live_arrays() for shard in array.addressable_shards)
+    in_use = [stats["bytes_in_use"] for device in mesh.local_devices if (stats := device.memory_stats())]
+    own = {"memory/process_bytes": _process_bytes(), "memory/arrays_bytes": float(arrays)}
+    return own | ({"memory/device_bytes": float(max(in_use))} if in_use else {})
+
+
+def _process_bytes() -> float:
+    """Resident memory of this process; its peak where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    return float(pages * resource.getpagesize())
+
+
 def free_memory_bytes(mesh: Mesh) -> float:
     """Memory that is free on the fullest local device; on CPU each device's part of what the machine has left.
 

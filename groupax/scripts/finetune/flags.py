@@ -47,7 +47,7 @@ class Flags:
     max_steps: int | None = None
     """Optimizer steps, in place of num_train_epochs."""
     use_wandb: bool = False
-    """Report to Weights & Biases."""
+    """Report to Weights & Biases; WANDB_MODE=offline writes files only."""
 
 
 # Flags whose setting has another name.
@@ -71,7 +71,8 @@ def run(recipe: str, flags: Flags, weights: dict[str, float] | None = None, not_
     settings: dict[str, Any] = {
         RENAMED.get(name, name): value for name, value in given.items() if name not in (*NOT_SETTINGS, *not_settings)
     }
-    args = GRPOConfig.from_mapping({**known.config, **settings})
+    report_to = {"report_to": ("wandb",)} if flags.use_wandb else {}
+    args = GRPOConfig.from_mapping({**known.config, **settings, **report_to})
     if weights:
         names = [reference.partition("(")[0].rpartition(":")[2] for reference in known.reward_funcs]
         own = dict(zip(names, known.config["reward_weights"], strict=True))
@@ -86,10 +87,5 @@ def notes(flags: Flags) -> list[str]:
         found.append(
             f"--attn_mechanism {flags.attn_mechanism} changes nothing: groupax has one attention, which gives the "
             "engine and the trainer the same numbers"
-        )
-    if flags.use_wandb:
-        found.append(
-            "--use_wandb: reporting to Weights & Biases is not built in yet; the run goes on, and its metrics are in "
-            "metrics.jsonl of its folder"
         )
     return found

@@ -1,0 +1,60 @@
+"""Weights & Biases. Where it sends to, if anywhere, is said by its own variables: WANDB_MODE=offline writes files in
+`wandb/` of the run folder, which `wandb sync` uploads. Imports no jax."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from groupax.metrics import Metrics
+from groupax.trackers.tracker import Sample, TrackedRun
+
+LOGIN_S = 60  # how long it may ask for a key
+
+
+class WandbTracker:
+    """A run of the same id each time that the run goes on, which wandb takes for one."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self.wandb = wandb
+        self.run: Any = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.config),
+            settings=wandb.Settings(console="off", login_timeout=LOGIN_S),
+        )
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def metrics(self, step: int, metrics: Metrics) -> None:
+        """See `Tracker`."""
+        self.run.log({**metrics, "step": step})
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """See `Tracker`."""
+        rows = [sample.row for sample in samples]
+        table = self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.run.log({"samples": table, "step": samples[0].step})
+
+    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        """See `Tracker`."""
+        self.run.log({**{name: self.wandb.Histogram(each.tolist()) for name, each in values.items()}, "step": step})
+
+    def finding(self, step: int, name: str, text: str) -> None:
+        """See `Tracker`."""
+        del step
+        self.run.summary[f"findings/{name}"] = text
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self.run.finish()
+
+
+def open_tracker(run: TrackedRun) -> WandbTracker:
+    """See `tracker.open_tracker`."""
+    return WandbTracker(run)

@@ -1,0 +1,160 @@
+"""Each finding is made by a history that has what it is about, and by none that has not."""
+
+import json
+import re
+import time
+
+import pytest
+
+from groupax import GRPOConfig
+from groupax.health import PATIENCE_STEPS, START_STEPS, remembered, setup_findings, step_findings
+
+from .test_trainer import a_trainer, count_a
+
+HEALTHY = {
+    "reward": 0.5,
+    "reward_std": 0.3,
+    "rewards/right/mean": 0.4,
+    "rewards/right/std": 0.4,
+    "rewards/form/mean": 0.1,
+    "rewards/form/std": 0.2,
+    "frac_reward_zero_std": 0.5,
+    "completions/clipped_ratio": 0.1,
+    "completions/mean_length": 50.0,
+    "completions/max_length": 128.0,
+    "entropy": 1.0,
+    "kl": 0.05,
+    "learning_rate": 1e-6,
+    "rollout/logp_diff_mean": 0.0,
+    "padding_frac": 0.2,
+    "time/reward_s": 0.1,
+    "step_time": 2.0,
+}
+
+
+def a_history(num_steps=2 * START_STEPS, **late):
+    """A healthy start, and steps at the end where some metrics are otherwise; those of `slashed` names by _."""
+    named = {name: next((key for key in HEALTHY if key.replace("/", "_") == name), name) for name in late}
+    changed = {named[name]: value for name, value in late.items()}
+    return [{**HEALTHY, **(changed if step >= num_steps - START_STEPS else {})} for step in range(num_steps)]
+
+
+def test_a_healthy_history_has_no_finding():
+    assert step_findings([]) == step_findings(a_history(3)) == step_findings(a_history()) == {}
+    grown = a_history(entropy=0.01, reward=0.9, kl=0.5, rewards_right_mean=0.9, completions_mean_length=120.0)
+    assert step_findings(grown) == {}
+
+
+@pytest.mark.parametrize(
+    ("late", "name", "text"),
+    [
+        ({"frac_reward_zero_std": 1.0}, "rewards_equal", "check the reward function"),
+        ({"filter/filled_up_frac": 0.6}, "filter_budget", "too easy or too hard"),
+        ({"completions_clipped_ratio": 1.0}, "all_truncated", r"max_completion_length \(128 tokens\); raise it"),
+        ({"kl": 1.5}, "kl_runaway", "now 1.5.*lower learning_rate, raise beta"),
+        ({"rollout_logp_diff_mean": 0.06}, "logp_drift", "by 0.06 on average.*set rollout_correction"),
+        ({"learning_rate": 0.0}, "learning_rate_zero", "learning_rate_end"),
+        ({"padding_frac": 0.7}, "padding_waste", "now 70%.*lower that"),
+        ({"time_reward_s": 1.0}, "slow_reward", r"waited 5\.0 s of 10\.0 s.*reward_workers"),
+        ({"entropy": 0.05}, "entropy_collapse", "from 1 to 0.05 nats.*raise epsilon_high"),
+        (
+            {"rewards_right_mean": 0.1, "rewards_form_mean": 0.4},
+            "reward_hacking",
+            "'form' has risen while 'right' has fallen.*reward_weights",
+        ),
+        (
+            {"completions_mean_length": 110.0, "completions_clipped_ratio": 0.6},
+            "length_explosion",
+            r"from 50 to 110 tokens, and 60% of them are cut off \(10% at the start\)",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "_" in value else "",
+)
+def test_what_is_off_is_found_with_cause_and_remedy(late, name, text):
+    findings = step_findings(a_history(**late))
+    assert set(findings) == {name}
+    assert re.search(text, findings[name])
+
+
+@pytest.mark.parametrize("name", ["frac_reward_zero_std", "completions/clipped_ratio"])
+def test_a_finding_needs_several_steps_in_a_row(name):
+    history = [{**HEALTHY, name: 0.9 if step == 3 else 1.0} for step in range(2 * PATIENCE_STEPS)]
+    assert not step_findings(history[:PATIENCE_STEPS])
+    assert not step_findings(history[: PATIENCE_STEPS + 3])
+    assert step_findings(history[: PATIENCE_STEPS + 4])
+
+
+def test_what_is_remembered_is_enough_for_every_finding():
+    history = a_history(100, entropy=0.05, rewards_right_mean=0.1, rewards_form_mean=0.4, kl=2.0)
+    kept = []
+    for metrics in history:
+        kept = remembered([*kept, metrics])
+    assert len(kept) == 2 * START_STEPS
+    assert step_findings(kept) == step_findings(history)
+    assert set(step_findings(kept)) == {"entropy_collapse", "reward_hacking", "kl_runaway"}
+
+
+def test_metrics_that_a_run_has_not_make_no_finding():
+    optional = ("kl", "padding_frac", "rollout/logp_diff_mean", "time/reward_s", "rewards/form/mean", "entropy")
+    history = [{name: value for name, value in HEALTHY.items() if name not in optional}] * 30
+    assert step_findings(history) == {}
+    assert step_findings([{**HEALTHY, "reward": float("nan"), "rewards/right/mean": float("nan")}] * 30) == {}
+
+
+def test_what_is_off_before_the_first_step():
+    assert setup_findings(GRPOConfig(), [1]) == {}
+    assert set(setup_findings(GRPOConfig(learning_rate=0.0), [])) == {"learning_rate_zero", "no_eos"}
+
+
+# -- runs
+
+
+def found(folder):
+    return [json.loads(line) for line in (folder / "run" / "findings.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.heavy
+def test_findings_are_told_once_on_disk_and_in_every_line_of_metrics(tmp_path, caplog):
+    def same(completions):
+        return [1.0] * len(completions)
+
+    a_trainer(tmp_path, same, max_steps=PATIENCE_STEPS + 2).train()
+    [finding] = [each for each in found(tmp_path) if each["name"] == "rewards_equal"]
+    assert finding["step"] == PATIENCE_STEPS
+    assert caplog.text.count(finding["text"]) == 1
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("health/rewards_equal", 0.0) for line in lines] == [0.0] * 4 + [1.0] * 3
+    assert [line["health/num_findings"] for line in lines] == [float(len(found(tmp_path)) * (i > 3)) for i in range(7)]
+
+
+@pytest.mark.heavy
+def test_a_reward_that_all_wait_for_is_found(tmp_path):
+    def slow(completions, completion_ids):
+        time.sleep(0.5)
+        return count_a(completion_ids)
+
+    a_trainer(tmp_path, slow, max_steps=PATIENCE_STEPS + 3).train()
+    assert "slow_reward" in {each["name"] for each in found(tmp_path)}
+
+
+@pytest.mark.heavy
+def test_a_run_at_far_too_high_a_rate_leaves_its_reference(tmp_path):
+    a_trainer(tmp_path, learning_rate=0.3, beta=1e-4, max_steps=30, max_grad_norm=0.0).train()
+    names = {each["name"] for each in found(tmp_path)}
+    assert "kl_runaway" in names
+
+
+@pytest.mark.heavy
+def test_a_run_that_trades_one_reward_for_another_is_hinted_at(tmp_path):
+    def varied(completions):
+        return [len(set(text)) / 10 for text in completions]
+
+    a_trainer(tmp_path, [count_a, varied], reward_weights=(5.0, 0.1), max_steps=40).train()
+    [hint] = [each["text"] for each in found(tmp_path) if each["name"] == "reward_hacking"]
+    assert "'count_a' has risen while 'varied' has fallen" in hint
+
+
+@pytest.mark.heavy
+def test_a_run_that_learns_has_no_finding(tmp_path):
+    a_trainer(tmp_path, max_steps=25, learning_rate=3e-3).train()
+    assert found(tmp_path) == []

@@ -1,0 +1,205 @@
+"""Every completion of a logged step is kept, whatever it holds, within a budget, for any reader of Parquet."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from groupax import GRPOConfig
+from groupax.rollout import Rollout
+from groupax.rollout_log import RolloutLog, TokenScores, rollout_table, simple_column, to_remove
+
+from .test_trainer import a_trainer, count_a
+
+HOSTILE = "<script>alert(1)</script> \x1b[31m\x00 \ud800 " + "x" * 1_000_000
+COLUMNS = {
+    "step": "int32",
+    "prompt_index": "int32",
+    "sample_index": "int32",
+    "prompt": "string",
+    "completion": "string",
+    "finish_reason": "string",
+    "policy_version": "int32",
+    "advantage": "float",
+    "rewards/count_a": "double",
+    "rewards/spread": "double",
+    "extra/note": "string",
+    "extra/length": "int64",
+    "prompt_ids": "list<item: int32>",
+    "completion_ids": "list<item: int32>",
+    "policy_logps": "list<item: float>",
+    "sampler_logps": "list<item: float>",
+    "trainer_logps": "list<item: float>",
+    "entropies": "list<item: float>",
+}
+
+
+def a_rollout(index=0, text="abc", prompt="ab", **fields):
+    ids, logps = np.arange(3) + index, -np.ones(3, np.float32)
+    return Rollout(
+        0, index, {"prompt": prompt}, np.arange(2), ids, logps, logps, "stop", 0, text, {"right": 1.0}, 0.5, **fields
+    )
+
+
+def spread(completions, log_extra):
+    log_extra("note", [HOSTILE] * len(completions))
+    log_extra("length", [len(text) for text in completions])
+    return [float(len(set(text))) if text else None for text in completions]
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """The rollouts/ of a run of six steps with two steps to a rollout, of which every second one is kept."""
+    folder = tmp_path_factory.mktemp("logged")
+    trainer = a_trainer(
+        folder,
+        [count_a, spread],
+        max_steps=6,
+        log_completions_steps=4,
+        prompts_per_step=2,
+        updates_per_rollout=2,
+    )
+    trainer.train()
+    return folder / "run" / "rollouts"
+
+
+def test_the_steps_asked_for_are_kept_and_the_first_and_the_last(logged):
+    assert sorted(path.name for path in logged.iterdir()) == [f"step_{step:06d}.parquet" for step in (1, 4, 6)]
+
+
+def test_all_that_is_known_of_a_completion_is_there_in_simple_types(logged):
+    table = pq.read_table(logged / "step_000004.parquet")
+    assert {field.name: str(field.type).replace("element", "item") for field in table.schema} == COLUMNS
+    rows = table.to_pylist()
+    assert [(row["prompt_index"], row["sample_index"]) for row in rows] == [(p, s) for p in range(4) for s in range(4)]
+    for row in rows:
+        assert row["step"] == 4
+        assert row["rewards/count_a"] == pytest.approx(row["completion_ids"].count(3) / len(row["completion_ids"]))
+        assert row["extra/length"] == len(row["completion"])
+        assert len(row["policy_logps"]) == len(row["sampler_logps"]) == len(row["completion_ids"])
+    # Step 4 is the second one on its rollout: it trained on the later half, with weights that one update has moved.
+    assert [row["trainer_logps"] is None for row in rows] == [True] * 8 + [False] * 8
+    differences = [np.subtract(row["trainer_logps"], row["policy_logps"]) for row in rows[8:]]
+    assert 1e-4 < max(np.abs(each).max() for each in differences) < 1.0
+    assert all(0 < entropy < np.log(13) for row in rows[8:] for entropy in row["entropies"])
+
+
+def test_on_policy_log_probs_of_engine_and_trainer_are_the_same(logged):
+    rows = pq.read_table(logged / "step_000001.parquet").to_pylist()
+    for row in rows[:8]:
+        assert row["trainer_logps"] == row["policy_logps"]
+    mean = np.mean([entropy for row in rows[:8] for entropy in row["entropies"]])
+    [first, *_] = [json.loads(line) for line in (logged.parent / "metrics.jsonl").read_text().splitlines()]
+    assert first["entropy"] == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.heavy
+def test_pandas_and_duckdb_read_it(logged):
+    pandas, duckdb = pytest.importorskip("pandas"), pytest.importorskip("duckdb")
+    tables = [pq.read_table(path) for path in sorted(logged.iterdir())]
+    frame = pandas.concat([pandas.read_parquet(path) for path in sorted(logged.iterdir())])
+    assert len(frame) == sum(table.num_rows for table in tables)
+    assert set(frame.columns) == set(COLUMNS)
+    wanted = [sum(row["rewards/count_a"] for row in table.to_pylist()) for table in tables]
+    assert frame.groupby("step")["rewards/count_a"].sum().to_list() == pytest.approx(wanted)
+    query = f"""select step, sum("rewards/count_a"), sum(len(completion_ids)), max(length("extra/note"))
+                from '{logged}/*.parquet' group by step order by step"""
+    answer = duckdb.sql(query).fetchall()
+    assert [row[:2] for row in answer] == [(step, pytest.approx(w)) for step, w in zip((1, 4, 6), wanted, strict=True)]
+    assert answer[0][2] == sum(len(ids) for ids in tables[0]["completion_ids"].to_pylist())
+    assert answer[0][3] > 1_000_000
+
+
+def test_hostile_texts_are_kept_as_they_are_but_for_halves_of_surrogate_pairs(tmp_path):
+    conversation = [{"role": "user", "content": HOSTILE}]
+    rollouts = [a_rollout(0, HOSTILE, HOSTILE), a_rollout(1, "", conversation, extra={"a\ud800/b": HOSTILE})]
+    RolloutLog(tmp_path / "rollouts").write(1, rollouts, {})
+    rows = pq.read_table(tmp_path / "rollouts" / "step_000001.parquet").to_pylist()
+    assert rows[0]["completion"] == rows[0]["prompt"] == HOSTILE.replace("\ud800", "\\ud800")
+    assert json.loads(rows[1]["prompt"]) == conversation
+    assert rows[1]["extra/a\\ud800/b"] == HOSTILE.replace("\ud800", "\\ud800")
+    assert rows[0]["trainer_logps"] is None
+
+
+def test_rows_without_tokens_and_scores_of_some(tmp_path):
+    rollouts = [a_rollout(index) for index in range(3)]
+    scores = TokenScores(np.full(3, -2.0), np.full(3, 0.25))
+    rows = rollout_table(7, rollouts, {1: scores}).to_pylist()
+    assert [row["trainer_logps"] for row in rows] == [None, [-2.0] * 3, None]
+    assert [row["entropies"] for row in rows] == [None, [0.25] * 3, None]
+    assert [row["completion_ids"] for row in rows] == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    assert rollout_table(7, [], {}).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "wanted"),
+    [
+        ([True, None], "bool", [True, None]),
+        ([1, np.int32(2)], "int64", [1, 2]),
+        ([1, 0.5], "double", [1.0, 0.5]),
+        ([1, "a"], "string", ["1", "a"]),
+        ([True, 1], "string", ["true", "1"]),
+        ([{"a": [1]}, None], "string", ['{"a": [1]}', None]),
+        ([1 << 70], "string", [str(1 << 70)]),
+        ([{1}, "\udfff"], "string", ["{1}", "\\udfff"]),
+        ([None, None], "string", [None, None]),
+    ],
+    ids=str,
+)
+def test_what_reward_functions_log_becomes_a_column_of_a_simple_type(values, kind, wanted):
+    column = simple_column(values)
+    assert (str(column.type), column.to_pylist()) == (kind, wanted)
+
+
+# -- the budget
+
+
+def test_files_beyond_the_budget_go_evenly():
+    sizes = dict.fromkeys(range(1, 101), 10)
+    gone = to_remove(sizes, 210, best=None)
+    left = sorted(sizes.keys() - set(gone))
+    assert len(left) == 21
+    assert (left[0], left[-1]) == (1, 100)
+    gaps = np.diff(left)
+    assert gaps.max() <= 2 * gaps.min()
+
+
+def test_the_first_the_newest_and_the_best_stay_whatever_the_budget():
+    assert sorted({1, 2, 3, 4, 5} - {*to_remove(dict.fromkeys(range(1, 6), 10), 5, best=4)}) == [1, 4, 5]
+    assert to_remove({1: 10, 2: 10}, 0, best=None) == []
+    assert to_remove({}, 0, best=None) == []
+
+
+def test_a_log_keeps_to_its_budget_over_processes(tmp_path):
+    def write(log, step):
+        log.write(step, [a_rollout(text=f"{step}")], {}, reward=-abs(step - 7.0))
+        return sorted(int(path.stem[5:]) for path in tmp_path.glob("step_*"))
+
+    [only] = write(RolloutLog(tmp_path), 1)
+    size = (tmp_path / f"step_{only:06d}.parquet").stat().st_size
+    log = RolloutLog(tmp_path, 6 * size + size // 2)
+    for step in range(2, 21):
+        left = write(log, step)
+    assert {1, 7, 20} <= {*left}
+    assert len(left) <= 6
+    log = RolloutLog(tmp_path, 4 * size + size // 2)  # another process, with less; it reads rewards off the files
+    (tmp_path / "step_000003.parquet").write_bytes(b"damaged")
+    left = write(log, 21)
+    assert {1, 7, 21} <= {*left}
+    assert len(left) <= 4
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"log_completions_steps": 0}, "log_completions_steps must be at least 1, got 0"),
+        ({"rollout_log_gb": -1.0}, "rollout_log_gb must be at least 0"),
+        ({"weight_distribution_log_steps": -1}, "weight_distribution_log_steps must be at least 0"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be(setting, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**setting)
+    assert GRPOConfig(rollout_log_gb=None).rollout_log_gb is None

@@ -1,0 +1,191 @@
+"""A report says what the files of a run's folder say, shows what others wrote as text, and needs nothing else."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from groupax.cli import main
+from groupax.run_report.charts import curve
+from groupax.run_report.contents import contents_of, shown
+from groupax.run_report.record import read_run
+from groupax.run_report.write import write_run_report
+
+from .test_trainer import a_trainer, count_a
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)> \x1b[31m\x00 | `x` </pre>"
+PROMPTS = [{"prompt": "abc" + HOSTILE, "gold": "a"}, {"prompt": "bcd", "gold": "b"}]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run of four steps on two prompts with markup in one of them."""
+    folder = tmp_path_factory.mktemp("reported")
+    trainer = a_trainer(
+        folder, count_a, PROMPTS, prompts_per_step=2, max_steps=4, eval_dataset=PROMPTS, eval_steps=2, track_memory=True
+    )
+    trainer.train()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def report(run, tmp_path_factory):
+    """Its HTML and its Markdown."""
+    to = tmp_path_factory.mktemp("written")
+    page, markdown = write_run_report(run, to, price_per_hour=3600.0)
+    return page.read_text(encoding="utf-8"), markdown.read_text(encoding="utf-8")
+
+
+class Page(HTMLParser):
+    """Its elements, their attributes, and its text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.names, self.text = set(), set(), ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.names |= {name for name, _ in attrs}
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_page_has_the_parts_of_a_report(run, report):
+    page = Page(report[0])
+    headings = ("Evaluation", "Findings", "Curves", "Completions early and late", "Time", "Settings", "Hardware")
+    assert [page.text.index(heading) for heading in headings] == sorted(map(page.text.index, headings))
+    assert report[0].count("<svg") > 10
+    assert "prompts_per_step" in page.text
+    assert "learning_rate_end" not in page.text, "that is the default"
+    [process] = json.loads((run / "run.json").read_text())["processes"]
+    assert process["processor"] in page.text
+    assert f"jax {process['versions']['jax']}" in page.text
+
+
+def test_the_page_needs_nothing_else_and_runs_nothing(report):
+    page = Page(report[0])
+    assert not page.tags & {"script", "img", "link", "iframe", "object", "form", "a"}
+    assert not {name for name in page.names if name.startswith("on")} | (page.names & {"src", "href"})
+    assert "default-src 'none'" in report[0]
+    assert not re.search(r"url\(|@import|https?://", report[0])
+
+
+def test_what_others_wrote_is_shown_as_text(report):
+    html, markdown = report
+    assert "abc" + HOSTILE.split(" \x1b")[0] in Page(html).text
+    assert "␛[31m␀" in html
+    for text in report:
+        assert "<script" not in text
+        assert "<img" not in text
+        assert not re.search("[\x00-\x08\x0b-\x1f]", text)
+    assert markdown.count("<pre>") == markdown.count("</pre>") > 0
+
+
+def test_numbers_are_those_of_the_metrics(run, report):
+    record = read_run(run)
+    lines = [line for line in metrics_of(run) if "loss" in line]
+    assert record.num_steps == 4
+    assert record.total("step_time") == pytest.approx(sum(line["step_time"] for line in lines))
+    [cost] = [row for row in contents_of(record, 3600.0).summary if row[0] == "cost"]
+    assert cost[1].startswith(f"{record.total('step_time'):,.2f} at 3600 per machine hour")
+    [curve_of_rewards] = [each for each in contents_of(record).curves if each.title == "reward"]
+    assert curve_of_rewards.series["reward"] == [line["reward"] for line in lines]
+    evaluations = [line for line in metrics_of(run) if "eval_reward" in line]
+    assert ["reward", *(f"{line['eval_reward']:.3g}" for line in evaluations)] in [
+        list(row) for row in contents_of(record).evaluations
+    ]
+    assert "cost" not in dict(row[:2] for row in contents_of(record).summary)
+    assert cost[1] in report[1]
+
+
+def test_lines_for_several_steps_count_as_many(tmp_path):
+    lines = [{"step": 2.0, "loss": 0.0, "step_time": 1.5}, {"step": 6.0, "loss": 0.0, "step_time": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(tmp_path).total("step_time") == 2 * 1.5 + 4 * 0.5
+
+
+def test_the_same_prompts_are_shown_early_and_late(run, tmp_path):
+    record = read_run(run)
+    assert {pair.when for pair in record.samples} == {("step 2", "step 4")}, "of evaluations where there are such"
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "evaluations")
+    samples = read_run(tmp_path / "run").samples
+    assert {pair.when for pair in samples} == {("step 1", "step 4")}
+    assert len({pair.prompt for pair in samples}) == 2
+
+
+def test_a_run_that_goes_on_and_damaged_files_are_read_as_far_as_they_go(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    folder = tmp_path / "run"
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": null, "reward": nu')
+    (folder / "findings.jsonl").write_bytes(b'{"step": 3, "name": "\xff<b>", "text": "<i>odd</i>"}\n[1]\nnothing\n')
+    (folder / "run.json").write_text("{")
+    (folder / "config.json").unlink()
+    shutil.rmtree(folder / "evaluations")
+    for path in (folder / "rollouts").iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    page, markdown = write_run_report(folder)
+    assert page == folder / "report.html"
+    text = page.read_text(encoding="utf-8")
+    assert "&lt;i&gt;odd&lt;/i&gt;" in text
+    assert "<i>odd" not in text + markdown.read_text(encoding="utf-8")
+    assert read_run(folder).num_steps == 4
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"is no run folder: it has no metrics\.jsonl"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_reward": 1.0}\n')
+    with pytest.raises(ValueError, match="has not come to a logged step"):
+        read_run(tmp_path)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "has not come to a logged step" in capsys.readouterr().err
+
+
+def test_the_command(run, tmp_path, capsys):
+    assert main(["report", str(run), "--to", str(tmp_path / "to"), "--price_per_hour", "2.5"]) == 0
+    assert str(tmp_path / "to" / "report.html") in capsys.readouterr().out
+    assert "at 2.5 per machine hour" in (tmp_path / "to" / "report.md").read_text(encoding="utf-8")
+    assert main(["report", str(run), "--price_per_hour", "-1"]) == 2
+
+
+# -- curves
+
+
+def test_a_curve_goes_through_its_values_and_leaves_gaps():
+    drawn = curve("a <title>", [1.0, 2.0, 3.0, 4.0], {"x": [0.0, 1.0, float("nan"), 0.5]})
+    assert drawn.count("<polyline") == 1
+    assert drawn.count("<circle") == 1
+    assert 'aria-label="a &lt;title&gt;: x, from 0 to 1"' in drawn
+    [points] = re.findall(r'points="([^"]+)"', drawn)
+    (_, low), (_, high) = (map(float, point.split(",")) for point in points.split())
+    assert low > high, "y points down"
+
+
+def test_a_long_curve_keeps_its_extremes():
+    values = np.random.default_rng(0).normal(size=10_000)
+    values[7654] = 100.0
+    drawn = curve("t", [float(step) for step in range(10_000)], {"x": values.tolist()})
+    assert len(drawn) < 20_000
+    ys = [float(point.split(",")[1]) for point in re.findall(r'points="([^"]+)"', drawn)[0].split()]
+    assert min(ys) == 10.0
+
+
+def test_curves_of_one_value_and_of_none():
+    assert "<circle" in curve("t", [3.0], {"x": [2.0]})
+    assert "<polyline" in curve("t", [1.0, 2.0], {"x": [2.0, 2.0]})
+    assert curve("t", [1.0, 2.0], {"x": [float("nan")] * 2}) == ""
+
+
+def test_long_texts_are_cut_where_they_are_too_long_to_be_read():
+    assert shown("x" * 1_000_000) == "x" * 4000 + "… (1,000,000 characters)"

@@ -1,0 +1,316 @@
+"""Trackers are told what the run folder is told, and nothing that they do reaches training."""
+
+import json
+import math
+import re
+import struct
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from groupax import GRPOConfig
+from groupax.config import TRACKERS
+from groupax.trackers.background import MOST_WAITING, BackgroundTracker
+from groupax.trackers.tracker import MODULES, PACKAGES, TrackedRun, open_tracker
+
+from .test_trainer import PROMPTS, a_trainer
+
+HOSTILE = "<script>alert(1)</script> \x1b[31m \ud800 | `x`"
+TRACKED = {
+    "max_steps": 4,
+    "eval_steps": 2,
+    "weight_distribution_log_steps": 2,
+    "track_memory": True,
+    "run_name": "a name",
+    "project": "a-project",
+}
+
+
+def hostile(completions, log_extra):
+    log_extra("note", [HOSTILE] * len(completions))
+    return [float(len(set(text))) for text in completions]
+
+
+def a_tracked_run(folder, *trackers, **settings):
+    trainer = a_trainer(folder, hostile, eval_dataset=PROMPTS[:2], report_to=trackers, **{**TRACKED, **settings})
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """A run that was told to TensorBoard and to JSON lines, and its folder."""
+    folder = tmp_path_factory.mktemp("tracked")
+    return a_tracked_run(folder, "tensorboard", "jsonl"), folder / "run"
+
+
+def logged(folder):
+    """The finite numbers of metrics.jsonl: {(name, step): value}."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        (name, int(line["step"])): value
+        for line in lines
+        for name, value in line.items()
+        if value is not None and name != "step"
+    }
+
+
+def findings_of(folder):
+    return [json.loads(line) for line in (folder / "findings.jsonl").read_text().splitlines()]
+
+
+def test_the_trackers_are_those_of_the_settings():
+    assert {*MODULES} == {*TRACKERS}
+    assert {*PACKAGES} < {*TRACKERS}
+
+
+def tensorboard_events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0, "histograms": 0})
+    events.Reload()
+    return events
+
+
+def test_tensorboards_own_reader_gives_the_numbers_of_metrics_jsonl(tracked):
+    _, folder = tracked
+    events, wanted = tensorboard_events(folder), logged(folder)
+    read = {(name, event.step): event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)}
+    assert read == {key: float(np.float32(value)) for key, value in wanted.items()}
+    assert {step for name, step in read if name == "eval_reward"} == {2, 4}
+    [histogram, _] = events.Histograms("weights/norms")
+    assert histogram.step == 2
+    texts = {
+        name.partition("/")[0]: events.Tensors(name)[0].tensor_proto.string_val[0] for name in events.Tags()["tensors"]
+    }
+    assert b"&quot;run_name&quot;: &quot;a name&quot;" in texts["config"]
+    assert b"finish_reason" in texts["samples"]
+
+
+def test_json_lines_have_everything(tracked):
+    trainer, folder = tracked
+    lines = [json.loads(line) for line in (folder / "tracked.jsonl").read_text().splitlines()]
+    kinds = {line["kind"] for line in lines}
+    assert {"run", "metrics", "samples", "histograms"} <= kinds
+    assert (lines[0]["name"], lines[0]["project"]) == ("a name", "a-project")
+    assert GRPOConfig.from_mapping(lines[0]["config"]) == trainer.args
+    read = {
+        (name, line["step"]): value
+        for line in lines
+        if line["kind"] == "metrics"
+        for name, value in line["metrics"].items()
+    }
+    assert read == logged(folder)
+    [first, *_] = [line["samples"] for line in lines if line["kind"] == "samples"]
+    assert {"step", "prompt", "completion", "rewards/hostile", "advantage", "finish_reason"} == set(first[0])
+
+
+def test_norms_and_changes_of_weights_are_those_of_the_weights(tracked):
+    trainer, folder = tracked
+    weights = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(trainer.learner.state.params)]
+    lines = [json.loads(line) for line in (folder / "tracked.jsonl").read_text().splitlines()]
+    [early, late] = [line["values"] for line in lines if line["kind"] == "histograms"]
+    assert set(late) == {"weights/norms", "weights/update_ratios"}
+    norms = np.array([np.linalg.norm(weight) for weight in weights])
+    np.testing.assert_allclose(late["weights/norms"], norms, rtol=1e-5)
+    assert np.abs(np.array(early["weights/norms"]) - late["weights/norms"]).max() > 0
+    numbers = logged(folder)
+    assert math.isclose(numbers["weights/update_ratio_max", 4], max(late["weights/update_ratios"]), rel_tol=1e-6)
+    assert ("weights/norm", 1) not in numbers
+    assert numbers["memory/process_bytes", 1] > numbers["memory/arrays_bytes", 1] > 0
+
+
+BROKEN = """
+import time
+
+class Broken:
+    def metrics(self, step, metrics): self.act(step)
+    def samples(self, samples): pass
+    def histograms(self, step, values): pass
+    def finding(self, step, name, text): pass
+    def close(self): pass
+
+class Raises(Broken):
+    def act(self, step):
+        if step == 2:
+            raise SystemExit("the service is down")
+
+class Hangs(Broken):
+    def act(self, step):
+        time.sleep(3600)
+
+def open_tracker(run):
+    return {kind}()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("Raises", "jsonl failed .*the service is down"), ("Hangs", "jsonl has not ended in time")]
+)
+def test_a_tracker_that_raises_or_hangs_changes_nothing(tracked, tmp_path, monkeypatch, kind, told, caplog):
+    (tmp_path / f"broken_{kind.lower()}.py").write_text(BROKEN.replace("{kind}", kind))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(MODULES, "jsonl", f"broken_{kind.lower()}")
+    monkeypatch.setattr("groupax.run_log.CLOSE_S", 0.3)
+    trainer = a_tracked_run(tmp_path, "jsonl", weight_distribution_log_steps=0)
+    whole = tracked[0].learner.state
+    for mine, wanted in zip(jax.tree.leaves(trainer.learner.state), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+    [finding] = [each for each in findings_of(tmp_path / "run") if each["name"] == "tracker_jsonl"]
+    assert re.search(told, finding["text"])
+    assert finding["text"] in caplog.text
+
+
+def a_tracked(folder, first_step=0):
+    return TrackedRun("abcd", "name", "project", folder, {}, first_step)
+
+
+def test_a_slow_tracker_misses_calls_and_training_waits_for_none(tmp_path):
+    tracker = BackgroundTracker("jsonl", a_tracked(tmp_path), lambda name, run: time.sleep(3600))
+    for step in range(MOST_WAITING + 5):
+        tracker.tell(lambda tracker, step=step: tracker.metrics(step, {}))
+    assert tracker.num_dropped == 5
+    assert "too slow" in tracker.fault
+    tracker.finish()
+    tracker.wait(time.monotonic() + 0.1)
+    assert "not ended in time" in tracker.fault
+
+
+def test_a_tracker_works_through_a_full_queue_before_it_ends(tmp_path):
+    seen = []
+
+    def opens(name, run):
+        time.sleep(0.3)
+        return open_tracker(name, run)
+
+    tracker = BackgroundTracker("jsonl", a_tracked(tmp_path), opens)
+    for step in range(MOST_WAITING):
+        tracker.tell(lambda tracker, step=step: seen.append(step))
+    tracker.finish()
+    tracker.wait(time.monotonic() + 60)
+    assert seen == list(range(MOST_WAITING))
+    assert not tracker.fault
+
+
+def test_a_run_that_goes_on_is_the_same_one_there(tracked, tmp_path):
+    def two_steps(event, step, metrics):
+        return event == "step_end" and step == 3
+
+    _, whole_folder = tracked
+    first = a_trainer(tmp_path, hostile, eval_dataset=PROMPTS[:2], report_to=("tensorboard", "jsonl"), **TRACKED)
+    first.listeners = [two_steps]
+    first.train()
+    run_id = json.loads((tmp_path / "run" / "run.json").read_text())["id"]
+    a_tracked_run(tmp_path, "tensorboard", "jsonl", resume="auto")
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["id"] == run_id
+    assert len(about["processes"]) == 2
+    events = tensorboard_events(tmp_path / "run")
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+    losses = [event.value for event in tensorboard_events(whole_folder).Scalars("loss")]
+    assert [event.value for event in events.Scalars("loss")] == losses
+    lines = [json.loads(line) for line in (tmp_path / "run" / "tracked.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "metrics" and "loss" in line["metrics"]] == [1, 2, 3, 4]
+
+
+def test_lines_of_steps_that_are_made_again_go(tmp_path):
+    tracker = open_tracker("jsonl", a_tracked(tmp_path))
+    for step in (1, 2, 3):
+        tracker.metrics(step, {"loss": float(step)})
+    with (tmp_path / "tracked.jsonl").open("a") as file:
+        file.write('{"kind": "met')
+    open_tracker("jsonl", a_tracked(tmp_path, first_step=2))
+    lines = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [("run", 0), ("metrics", 1), ("metrics", 2), ("run", 2)]
+
+
+def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(PACKAGES, "wandb", "no_such_package")
+    with pytest.raises(ValueError, match=r"no_such_package is not installed; pip install 'groupax\[wandb\]'"):
+        a_trainer(tmp_path, report_to=("wandb",))
+
+
+@pytest.mark.parametrize(
+    ("report_to", "message"),
+    [(("wandbb",), "did you mean wandb"), (("jsonl", "jsonl"), "names a tracker twice"), ("wandb", "got 'w'")],
+)
+def test_bad_report_to(report_to, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(report_to=report_to)
+
+
+# -- services with programs of their own
+
+
+def wandb_records(path):
+    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log format of blocks and fragments."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, position, whole = path.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        whole += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # full, or the last fragment
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+@pytest.mark.heavy
+def test_wandbs_offline_files_give_the_numbers_of_metrics_jsonl(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    trainer = a_tracked_run(tmp_path, "wandb")
+    folder = tmp_path / "run"
+    assert not [each for each in findings_of(folder) if each["name"].startswith("tracker")]
+    [file] = folder.glob("wandb/offline-run-*/*.wandb")
+    read, config, runs, tables, histograms = {}, {}, [], 0, 0
+    for record in wandb_records(file):
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            runs.append(record.run)
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        if kind == "history":
+            items = {tuple(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            step = int(items.pop(("step",)))
+            tables += items.get(("samples", "_type")) == "table-file"
+            histograms += items.get(("weights/norms", "_type")) == "histogram"
+            read |= {(name, step): value for (name, *inside), value in items.items() if not inside and name[0] != "_"}
+    assert read == logged(folder)
+    assert (runs[0].run_id, runs[0].display_name, runs[0].project) == (trainer.run_folder.id, "a name", "a-project")
+    assert config["learning_rate"] == trainer.args.learning_rate
+    assert tables > 0
+    assert histograms == 2
+
+
+@pytest.mark.heavy
+def test_trackio_gives_the_numbers_of_metrics_jsonl(tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
+    a_tracked_run(tmp_path, "trackio")
+    folder = tmp_path / "run"
+    assert not [each for each in findings_of(folder) if each["name"].startswith("tracker")]
+    from trackio.sqlite_storage import SQLiteStorage
+
+    [run] = SQLiteStorage.get_runs("a-project")
+    assert run.startswith("a name-")
+    read = {
+        (name, row["step"]): value
+        for row in SQLiteStorage.get_logs("a-project", run)
+        for name, value in row.items()
+        if isinstance(value, (int, float)) and name != "step"
+    }
+    assert read == logged(folder)
