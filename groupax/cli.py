@@ -17,7 +17,8 @@ from groupax.config import DecodingWeights, GRPOConfig, nearest
 from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.recipes import RECIPES, Recipe, load_recipe
-from groupax.serve import command as serve_command
+from groupax.serve.command import serve
+from groupax.view.command import view
 
 USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
 
@@ -30,6 +31,7 @@ commands:
   serve      a model behind OpenAI's interface: groupax serve --model MODEL --port 8000
   resume     go on with a run that was stopped: groupax resume RUN_DIR [options of train that are to differ]
   checkpoints   of a run: groupax checkpoints RUN_DIR list | verify | delete STEP | export [STEP] --to FOLDER
+  view       show runs on a local web page, live: groupax view RUN_DIR [RUN_DIR ...]
   inspect    what a model is and takes, and what an adapter trains
   merge      add an adapter to its base
   convert    write a model anew, in another dtype
@@ -371,9 +373,10 @@ COMMANDS = {
     "compare": eval_commands.compare,
     "report": eval_commands.report,
     "generate": generate,
-    "serve": serve_command.serve,
+    "serve": serve,
     "resume": resume,
     "checkpoints": checkpoints,
+    "view": view,
     "inspect": commands.inspect,
     "merge": commands.merge,
     "convert": commands.convert,

@@ -309,6 +309,11 @@ class GRPOConfig:
     """Stop after so many updates in a row that were skipped because the loss or a gradient was not finite."""
 
     # Compute
+    mesh: str | None = None
+    """Devices along dp, fsdp, ep, tp and sp, e.g. 1,-1,1,1,1; -1 is what is left. Rows are spread over dp, fsdp and ep;
+    weights over fsdp, ep (experts) and tp; the tokens of a row over sp. None spreads rows over all devices."""
+    mesh_replicate: tuple[str, ...] = ()
+    """Dims that stay whole on every device if they do not divide by the mesh, e.g. kv_heads; others are an error."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward pass; "auto" is float32 on CPU and bfloat16 elsewhere. Master weights are float32 always."""
     gradient_checkpointing: Checkpointing = "none"
@@ -430,6 +435,8 @@ class GRPOConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}")
+        if self.mesh is not None:
+            mesh_sizes(self.mesh)
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -518,6 +525,24 @@ class GRPOConfig:
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain data."""
         return asdict(self)
+
+
+def mesh_sizes(mesh: str) -> tuple[int, int, int, int, int]:
+    """The sizes of dp, fsdp, ep, tp and sp in a text like "1,-1,1,1,1".
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        dp, fsdp, ep, tp, sp = sizes = [int(size) for size in mesh.split(",")]
+    except (AttributeError, ValueError) as error:
+        raise ValueError(
+            f"mesh must be five numbers with commas, of devices along dp, fsdp, ep, tp and sp, got {mesh!r}; e.g. "
+            "1,-1,1,1,1"
+        ) from error
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise ValueError(f"mesh sizes must be at least 1, and one of them may be -1 for what is left, got {mesh!r}")
+    return dp, fsdp, ep, tp, sp
 
 
 def _check_choice(name: str, value: Any, annotation: Any) -> None:

@@ -26,7 +26,7 @@ from groupax.objective.settings import ObjectiveSettings
 from groupax.objective.tally import Tally
 from groupax.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
 from groupax.packing import Shape
-from groupax.parallel.mesh import num_data_shards
+from groupax.parallel.mesh import is_split, num_data_shards
 from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
 from groupax.step import (
     TrainState,
@@ -131,7 +131,12 @@ class Learner:
             )
         self.frozen = adapter and Frozen(in_dtype(adapter.frozen.params, self.dtype), adapter.frozen.scale)
         self.dropout_rate = adapter.config.lora_dropout if adapter else 0.0
-        self.state: TrainState = init_state(adapter.trained if adapter else model.params, optimizer=self.optimizer)
+        self.state: TrainState = init_state(
+            adapter.trained if adapter else model.params,
+            optimizer=self.optimizer,
+            config=self.config,
+            mesh=self.mesh,
+        )
         self.policy = self._policy()
         self.reference = None
         if settings.objective.beta > 0:
@@ -179,15 +184,17 @@ class Learner:
                     checkpointing=settings.gradient_checkpointing,
                     dropout_rate=self.dropout_rate,
                 )
-                if self.turn or (self.on_cpu and self.config.experts):
+                if self.turn or (self.on_cpu and (self.config.experts or is_split(self.mesh))):
                     jax.block_until_ready(totals)  # collectives of virtual devices can starve each other in a queue
             scored.append(pair)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
         every = settings.weight_distribution_log_steps
         with self._turn():
-            totals = across_shards(totals, mesh=self.mesh)
+            totals = across_shards(totals, config=self.config, mesh=self.mesh)
             before = copied(self.state.params) if every and (self.num_updates + 1) % every == 0 else None
-            self.state, grad_norm, made = apply_update(self.state, totals.grads, totals.loss, optimizer=self.optimizer)
+            self.state, grad_norm, made = apply_update(
+                self.state, totals.grads, totals.loss, optimizer=self.optimizer, config=self.config, mesh=self.mesh
+            )
             self.policy = self._policy()
             loss, tally, grad_norm, made = jax.device_get((totals.loss, totals.tally, grad_norm, made))
         metrics = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": learning_rate}

@@ -1,7 +1,8 @@
 """The optimizer step: gradients of micro-batches added up, then one update of the master weights.
 
 Each device of the data axes works on its own rows, and adds up gradients and metrics by itself; they meet once, before
-the update.
+the update. Gradients of weights that are split over a data axis meet with each micro-batch, and each device keeps those
+of its part.
 """
 
 from functools import partial
@@ -19,13 +20,15 @@ from groupax.config import Checkpointing
 from groupax.models.adapted import Dropout, Frozen, joined
 from groupax.models.config import ModelConfig
 from groupax.models.experts import Routing, load_balancing_loss
-from groupax.models.grouped import grouped_logprobs, taken
-from groupax.models.specs import Params
+from groupax.models.grouped import grouped_logprobs, own_tokens, taken
+from groupax.models.specs import Params, layout_of
+from groupax.models.split import partition_specs
 from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import empty_objective_tally, policy_objective
 from groupax.objective.settings import ObjectiveSettings
 from groupax.objective.tally import Tally, across_devices, empty_tally, merge
-from groupax.parallel.mesh import DATA
+from groupax.parallel.collectives import summed
+from groupax.parallel.mesh import DATA, TOKENS, Layout, is_split
 from groupax.pytree import pytree
 
 ROWS = PartitionSpec(DATA)
@@ -69,11 +72,46 @@ def to_rows(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, ROWS))
 
 
-@partial(jax.jit, static_argnames=("optimizer",))
-def init_state(params: Params, *, optimizer: optax.GradientTransformation) -> TrainState:
-    """A fresh state with its own float32 copy of the weights."""
+@partial(jax.jit, static_argnames=("optimizer", "config", "mesh"))
+def init_state(
+    params: Params, *, optimizer: optax.GradientTransformation, config: ModelConfig, mesh: Mesh
+) -> TrainState:
+    """A fresh state with its own float32 copy of the weights; what the optimizer has for a weight lies like it."""
     masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-    return TrainState(masters, optimizer.init(masters))
+    return _placed(TrainState(masters, optimizer.init(masters)), config, mesh)
+
+
+def _placed(state: TrainState, config: ModelConfig, mesh: Mesh) -> TrainState:
+    """The state where the mesh wants it: what has a weight's name and shape, like the weight, and all else whole."""
+    if not is_split(mesh):
+        return state
+    weights = jax.tree_util.tree_leaves_with_path(state.params)
+    specs = jax.tree.leaves(partition_specs(config, mesh, state.params))
+    places = {(path, weight.shape): spec for (path, weight), spec in zip(weights, specs, strict=True)}
+
+    def placed(path: tuple[Any, ...], x: Array) -> Array:
+        names = (path[first:] for first in range(len(path)))
+        spec = next((places[name, x.shape] for name in names if (name, x.shape) in places), REPLICATED)
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(placed, state)
+
+
+def _totals_specs(config: ModelConfig, mesh: Mesh, params: Params, totals: Totals) -> Any:
+    """Where totals lie, in their structure: gradients like their weights, of each device that has some of its own."""
+
+    def of_gradient(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(_apart(spec), *spec)
+
+    of_grads = jax.tree.map(of_gradient, partition_specs(config, mesh, params))
+    structure = jax.tree.structure(totals)
+    leaves = jax.tree.leaves(of_grads)
+    return jax.tree.unflatten(structure, [*leaves, *[ROWS] * (structure.num_leaves - len(leaves))])
+
+
+def _apart(spec: PartitionSpec) -> tuple[str, ...]:
+    """The axes along which the gradients of a weight that lies so are partial."""
+    return tuple(axis for axis in TOKENS if axis not in spec)
 
 
 @partial(jax.jit, static_argnames=("dtype",))
@@ -91,11 +129,12 @@ def copied(params: Params) -> Params:
 @partial(jax.jit, static_argnames=("config", "settings", "mesh"))
 def zero_totals(params: Params, *, config: ModelConfig, settings: ObjectiveSettings, mesh: Mesh) -> Totals:
     """Each device's totals before the first micro-batch."""
+    totals = jax.eval_shape(lambda params: _zeros(params, config, settings), params)
     program = jax.shard_map(
         lambda params: jax.tree.map(lambda x: x[None], _zeros(params, config, settings)),
         mesh=mesh,
-        in_specs=REPLICATED,
-        out_specs=ROWS,
+        in_specs=(partition_specs(config, mesh, params),),
+        out_specs=_totals_specs(config, mesh, params, totals),
         check_vma=False,
     )
     return program(params)
@@ -149,6 +188,8 @@ def micro_step(
         distributions.
     """
 
+    layout = layout_of(config, mesh)
+
     def local(
         params: Params,
         totals: Totals,
@@ -158,17 +199,18 @@ def micro_step(
         frozen: Frozen | None,
         dropout_key: Array | None,
     ) -> tuple[Totals, tuple[Array, Array]]:
-        evidence = batch.evidence
-        dropout = None if dropout_key is None else Dropout(dropout_key, batch.numbers, jnp.float32(dropout_rate))
+        evidence, dropout = batch.evidence, None
+        if dropout_key is not None:
+            dropout = Dropout(dropout_key, own_tokens(batch.numbers, layout), jnp.float32(dropout_rate))
 
         def loss_fn(params: Params) -> tuple[Array, tuple[Tally, Array, Array]]:
             weights = joined(frozen, params, dropout)
-            logp, entropy, routings = _logprobs(config, settings, checkpointing, weights, batch)
+            logp, entropy, routings = _logprobs(config, settings, checkpointing, weights, batch, layout)
             loss, tally = policy_objective(logp, entropy, evidence, counts, settings, entropy_coef)
             if config.experts:
                 coef = settings.router_aux_loss_coef
                 coef = config.experts.aux_loss_coef if coef is None else coef
-                balance = _balance(routings, batch)
+                balance = _balance(routings, batch, layout)
                 loss = loss + coef * balance / counts.num_tokens
                 tally = Tally(tally.sums | {ROUTER_LOSS: balance}, tally.minima, tally.maxima)
             return loss, (tally, logp, entropy)
@@ -185,26 +227,51 @@ def micro_step(
         )
         return jax.tree.map(lambda x: x[None], after), (logp, entropy)
 
-    in_specs = (REPLICATED, ROWS, ROWS, REPLICATED, REPLICATED, REPLICATED, REPLICATED)
-    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)
+    of_params, of_totals = partition_specs(config, mesh, params), _totals_specs(config, mesh, params, totals)
+    of_frozen = frozen and _frozen_specs(config, mesh, frozen)
+    in_specs = (of_params, of_totals, ROWS, REPLICATED, REPLICATED, of_frozen, REPLICATED)
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(of_totals, ROWS), check_vma=False)
     return program(params, totals, batch, counts, entropy_coef, frozen, dropout_key)
 
 
-@partial(jax.jit, static_argnames=("mesh",), donate_argnames=("totals",))
-def across_shards(totals: Totals, *, mesh: Mesh) -> Totals:
-    """The totals of all devices together."""
+def _frozen_specs(config: ModelConfig, mesh: Mesh, frozen: Frozen) -> Any:
+    leaves = jax.tree.leaves(partition_specs(config, mesh, frozen.params))
+    return jax.tree.unflatten(jax.tree.structure(frozen), [*leaves, REPLICATED])
+
+
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("totals",))
+def across_shards(totals: Totals, *, config: ModelConfig, mesh: Mesh) -> Totals:
+    """The totals of all devices together; gradients lie like their weights."""
+    specs = partition_specs(config, mesh, totals.grads)
 
     def local(totals: Totals) -> Totals:
         own = jax.tree.map(lambda x: x[0], totals)
-        grads, loss = lax.psum((own.grads, own.loss), DATA)
-        return Totals(grads, loss, across_devices(own.tally, DATA))
+        by_axes: dict[tuple[str, ...], list[int]] = {}
+        leaves, structure = jax.tree.flatten(own.grads)
+        for index, spec in enumerate(jax.tree.leaves(specs)):
+            by_axes.setdefault(_apart(spec), []).append(index)
+        for axes, indices in by_axes.items():
+            for index, grad in zip(indices, lax.psum([leaves[index] for index in indices], axes), strict=True):
+                leaves[index] = grad
+        loss = lax.psum(own.loss, DATA)
+        return Totals(jax.tree.unflatten(structure, leaves), loss, across_devices(own.tally, DATA))
 
-    return jax.shard_map(local, mesh=mesh, in_specs=ROWS, out_specs=REPLICATED, check_vma=False)(totals)
+    of_totals = _totals_specs(config, mesh, totals.grads, totals)
+    structure = jax.tree.structure(totals)
+    of_grads = jax.tree.leaves(specs)
+    out_specs = jax.tree.unflatten(structure, [*of_grads, *[REPLICATED] * (structure.num_leaves - len(of_grads))])
+    return jax.shard_map(local, mesh=mesh, in_specs=(of_totals,), out_specs=out_specs, check_vma=False)(totals)
 
 
-@partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("state", "grads"))
+@partial(jax.jit, static_argnames=("optimizer", "config", "mesh"), donate_argnames=("state", "grads"))
 def apply_update(
-    state: TrainState, grads: Params, loss: Float[Array, ""], *, optimizer: optax.GradientTransformation
+    state: TrainState,
+    grads: Params,
+    loss: Float[Array, ""],
+    *,
+    optimizer: optax.GradientTransformation,
+    config: ModelConfig,
+    mesh: Mesh,
 ) -> tuple[TrainState, Float[Array, ""], Bool[Array, ""]]:
     """Update the master weights, unless the loss or a gradient is not finite.
 
@@ -216,7 +283,7 @@ def apply_update(
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params: Any = optax.apply_updates(state.params, updates)
-    updated = TrainState(params, opt_state)
+    updated = _placed(TrainState(params, opt_state), config, mesh)
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), grad_norm, finite
 
 
@@ -227,9 +294,10 @@ def score(
     """Log-probabilities of the batch's targets under some weights, and the entropies of their distributions."""
 
     def local(params: Params, batch: MicroBatch) -> tuple[Array, Array]:
-        return _logprobs(config, settings, "none", params, batch)[:2]
+        return _logprobs(config, settings, "none", params, batch, layout_of(config, mesh))[:2]
 
-    return jax.shard_map(local, mesh=mesh, in_specs=(REPLICATED, ROWS), out_specs=ROWS, check_vma=False)(params, batch)
+    in_specs = (partition_specs(config, mesh, params), ROWS)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)(params, batch)
 
 
 @jax.jit
@@ -268,14 +336,16 @@ def _logprobs(
     checkpointing: Checkpointing,
     params: Params,
     batch: MicroBatch,
+    layout: Layout,
 ) -> tuple[Array, Array, list[Routing]]:
     logp, entropy, routings = grouped_logprobs(
-        config, params, batch.ragged, settings.temperature, checkpointing, settings.entropy_bonus
+        config, params, batch.ragged, settings.temperature, checkpointing, settings.entropy_bonus, layout
     )
     return taken(logp, batch.cells, batch.slots), taken(entropy, batch.cells, batch.slots), routings
 
 
-def _balance(routings: list[Routing], batch: MicroBatch) -> Float[Array, ""]:
-    """This device's part of the micro-batch's load-balancing loss, times the micro-batch's number of loss tokens."""
+def _balance(routings: list[Routing], batch: MicroBatch, layout: Layout) -> Float[Array, ""]:
+    """This shard's part of the micro-batch's load-balancing loss, times the micro-batch's number of loss tokens."""
     num_tokens = lax.psum(jnp.sum(batch.evidence.mask).astype(jnp.float32), DATA)
-    return load_balancing_loss(routings, batch.ragged.slots >= 0, DATA) * num_tokens
+    counted = own_tokens(batch.ragged.slots >= 0, layout)
+    return summed(load_balancing_loss(routings, counted, TOKENS), layout.axis("tokens")) * num_tokens

@@ -18,7 +18,7 @@ from groupax.checkpoints.identity import identity_of, process_of
 from groupax.checkpoints.record import read_policies, read_rollout, stored_dtype, with_scores
 from groupax.checkpoints.saver import RunSaver, patiently, remove_download
 from groupax.collector import Collector, sampling_params
-from groupax.config import GRPOConfig
+from groupax.config import GRPOConfig, mesh_sizes
 from groupax.data import EVAL_SPLITS, Examples, PromptSet, encode_examples, load_examples, prompt_limit
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
@@ -30,11 +30,12 @@ from groupax.hub import push_folder
 from groupax.learner import Learner, LearnerSettings, Update
 from groupax.metrics import Metrics
 from groupax.models.adapted import joined
-from groupax.models.checkpoint import Model, add_adapter, load_model, save_adapter, save_model
+from groupax.models.checkpoint import Model, add_adapter, load_model, on_mesh, save_adapter, save_model
 from groupax.models.lora import LoRAConfig, counts, lora_config, trainable_line
 from groupax.objective.entropy import EntropyControl
 from groupax.objective.settings import ObjectiveSettings
 from groupax.optimizer import OptimizerSettings, ScheduleSettings
+from groupax.parallel.mesh import make_mesh
 from groupax.parallel.peak import free_memory_bytes, memory_in_use
 from groupax.pipeline import Pipeline
 from groupax.preemption import AbandonedError, StopRequests
@@ -132,7 +133,7 @@ class GRPOTrainer:
         log_bytes = None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9)
         self.run_folder, self.listeners = RunFolder(args.output_dir, log_bytes), listeners
 
-        self.model = model if isinstance(model, Model) else load_model(model, weights=args.base_weights)
+        self.model = _on_mesh(model, args)
         if lora is not None:
             self.model = add_adapter(self.model, lora, args.seed)
         self._check_adapter(loaded=not isinstance(model, Model))
@@ -285,6 +286,8 @@ class GRPOTrainer:
         num = min(self._num_left, self.slices.per_step - len(rows) // self.slices.rows)
         batch = rows + experience.next_rows(num, len(rows))
         self._state_before = self.learner.state
+        if self.pipeline is None:
+            self.engine.release()
         update = self.learner.update(batch)
         scores = map(TokenScores, update.logps[len(rows) :], update.entropies[len(rows) :])
         scored = dict(zip(experience.next_indices(num), scores, strict=True))
@@ -518,6 +521,14 @@ class GRPOTrainer:
                 did = f"{prompts.num_dropped} dropped, {prompts.num_truncated} truncated, {len(prompts)} left"
                 log.message(f"{name} has prompts longer than {prompts.max_length} tokens: {did}", warning=True)
         log.findings(self.cursor.step, setup_findings(self.args, self.eos_ids))
+
+
+def _on_mesh(model: str | Path | Model, args: GRPOConfig) -> Model:
+    """The model on the mesh that is asked for."""
+    mesh = None if args.mesh is None else make_mesh(mesh_sizes(args.mesh))
+    if not isinstance(model, Model):
+        return load_model(model, mesh=mesh, weights=args.base_weights, replicated=args.mesh_replicate)
+    return model if mesh is None else on_mesh(model, mesh, args.mesh_replicate)
 
 
 def _lora(args: GRPOConfig, peft_config: Any) -> LoRAConfig | None:

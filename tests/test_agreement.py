@@ -81,7 +81,7 @@ def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
             mesh=model.mesh,
             checkpointing="none",
         )
-    totals = across_shards(totals, mesh=model.mesh)
+    totals = across_shards(totals, config=model.config, mesh=model.mesh)
     assert float(totals.tally.maxima[f"{LOGP_DIFF}_max"]) == 0.0
 
 
@@ -160,7 +160,7 @@ def test_sharing_prompts_changes_neither_loss_nor_gradients():
         for part in pack(rows, num_data_shards(model.mesh), 300, share_prefix=share_prefix)[0]:
             batch = to_rows(part.batch, model.mesh)
             totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)
-        totals = across_shards(totals, mesh=model.mesh)
+        totals = across_shards(totals, config=model.config, mesh=model.mesh)
         return jax.tree.leaves((totals.loss, totals.grads))
 
     for a, b in zip(loss_and_grads("always"), loss_and_grads("never"), strict=True):

@@ -66,6 +66,7 @@ def stopped(earlier, tmp_path):
 # -- what is written and kept
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -100,6 +101,7 @@ def test_checksums_are_those_of_sha256sum(earlier):
     assert checked.returncode == 0
 
 
+@pytest.mark.heavy
 def test_without_the_optimizer_it_begins_anew_at_the_right_learning_rate(tmp_path, caplog):
     settings = {"save_optimizer_state": False, "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "linear"}
     a_trainer(tmp_path, **settings).train()

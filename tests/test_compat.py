@@ -209,6 +209,7 @@ def test_easydel_sampling_comes_from_the_config_and_then_from_the_inference():
 # -- models
 
 
+@pytest.mark.heavy
 def test_a_model_with_the_methods_of_transformers_and_peft(folder, tmp_path, capsys):
     tokenizer = a_tokenizer(eos_token="<eos>", pad_token="<pad>")
     config = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
@@ -270,7 +271,7 @@ def test_easydel_models(folder):
             dtype=jnp.bfloat16,
         )
     text = " ".join(str(each.message) for each in told)
-    assert "every device holds all weights" in text
+    assert model.model.params["layers"][0]["gate"].addressable_shards[0].data.shape[1] * 4 == 32
     assert "attn_softmax_dtype=bfloat16: groupax adds up attention's weights in float32" in text
     assert model.trainer_settings == {
         "gradient_checkpointing": "full",
@@ -348,6 +349,7 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
     np.testing.assert_array_equal(load_model(tmp_path / "saved").params["embed"], trainer.model.model.params["embed"])
 
 
+@pytest.mark.heavy
 def test_a_callback_that_will_not_be_heard_is_told(folder, tmp_path):
     class Saving:
         def on_save(self, args, state, control, **more):

@@ -117,6 +117,7 @@ def test_token_limit(tiny_model, expected, max_tokens):
     assert tokens_of(groups) == [[tokens[:max_tokens] for tokens in group] for group in expected]
 
 
+@pytest.mark.heavy
 def test_prompt_up_to_the_models_positions(tiny_model):
     prompt = RNG.integers(2, 96, 250)
     [[sequence]] = engine_for(tiny_model).generate([prompt], SamplingParams(max_tokens=6))
@@ -224,6 +225,7 @@ def history_of(B, prompt=(), generated=(), stop_ids=(-1,)):
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_draws_follow_the_truncated_distribution(settings):
     num_draws = 50_000

@@ -244,6 +244,7 @@ def test_softcapped_log_probs_are_those_of_a_dense_softmax():
 # -- mixtures of experts
 
 
+@pytest.mark.heavy
 def test_both_ways_through_the_experts_are_the_sum_over_them():
     rng = np.random.default_rng(0)
     x, gate, up, down = (
@@ -306,7 +307,7 @@ def test_the_router_loss_is_added_whatever_the_number_of_devices(coef):
         static = {"config": model.config, "settings": settings, "mesh": mesh, "checkpointing": "full"}
         batch = to_rows(part.batch, mesh)
         totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)
-        return across_shards(totals, mesh=mesh)
+        return across_shards(totals, config=model.config, mesh=mesh)
 
     one, four = totals_on(one_device_mesh()), totals_on(make_mesh())
     balance = float(one.tally.sums[ROUTER_LOSS]) / float(counts.num_tokens)

@@ -171,6 +171,7 @@ def test_a_run_before_its_first_step_has_nothing_to_save(tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.heavy
 def test_a_run_that_is_complete_stays_as_it_is(tmp_path, caplog):
     first = a_run(tmp_path, max_steps=4)
     result = first.train()

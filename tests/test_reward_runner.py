@@ -298,6 +298,7 @@ def test_a_reward_that_never_works_stops_the_first_rollout(tmp_path):
     assert "KeyError: 'no such thing'" in str(stopped.value)
 
 
+@pytest.mark.heavy
 def test_on_request_a_failure_stops_the_run(tmp_path):
     def fails_in_the_second_step(completion_ids, trainer_state):
         if trainer_state.step == 1:

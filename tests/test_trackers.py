@@ -195,6 +195,7 @@ def test_a_tracker_works_through_a_full_queue_before_it_ends(tmp_path):
     assert not tracker.fault
 
 
+@pytest.mark.heavy
 def test_a_run_that_goes_on_is_the_same_one_there(tracked, tmp_path):
     def two_steps(event, step, metrics):
         return event == "step_end" and step == 3

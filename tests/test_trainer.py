@@ -100,6 +100,7 @@ def test_micro_batches_change_the_result_by_rounding_only(tmp_path):
         np.testing.assert_allclose(metrics[0][name], metrics[1][name], atol=1e-6)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "loss_type",
     [pytest.param(word, marks=[] if word in ("dapo", "vespo") else pytest.mark.heavy) for word in get_args(LossType)],
@@ -125,6 +126,7 @@ def test_without_beta_there_is_no_reference(tmp_path):
     assert "kl" not in lines_of(tmp_path)[0]
 
 
+@pytest.mark.heavy
 def test_several_iterations_leave_the_old_policy(tmp_path):
     a_trainer(tmp_path, num_iterations=4, max_steps=4, learning_rate=3e-2).train()
     clipped = [line["clip_ratio/region_mean"] for line in lines_of(tmp_path)]
@@ -132,6 +134,7 @@ def test_several_iterations_leave_the_old_policy(tmp_path):
     assert max(clipped[1:]) > 0.0
 
 
+@pytest.mark.heavy
 def test_updates_per_rollout_take_more_prompts(tmp_path):
     seen = []
 

@@ -165,6 +165,7 @@ def test_the_reference_moves_towards_the_policy(tmp_path):
         np.testing.assert_array_equal(ref, old)
 
 
+@pytest.mark.heavy
 def test_only_top_entropy_tokens_are_trained_on_however_the_step_is_cut(tmp_path):
     grads = []
     for budget in (64, 4096):

@@ -65,7 +65,12 @@ class Counting(GRPOTrainer):
             by_group.setdefault(row.group, set()).add(int(row.completion[0]))
         assert all(len(generations) == 1 for generations in by_group.values())  # groups are told apart
         self.updates.append([row.completion.tolist() for row in rows])
-        return Update({"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0}, True, [np.zeros(2) for _ in rows])
+        return Update(
+            {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0},
+            True,
+            [np.zeros(2) for _ in rows],
+            [np.zeros(2) for _ in rows],
+        )
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=NAMES)

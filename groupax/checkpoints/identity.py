@@ -24,6 +24,8 @@ from groupax.models.checkpoint import Model
 # Settings that say how a run is computed, shown, limited and saved; they may differ at any time.
 FREE = {
     "output_dir",
+    "mesh",
+    "mesh_replicate",
     "micro_batch_tokens",
     "gradient_checkpointing",
     "share_prefix",

@@ -11,18 +11,20 @@ from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
+from jax.sharding import Mesh
 
 import groupax.trainer as native
 from groupax.compat import hf
 from groupax.compat.easydel_fields import DEFAULTS, FORMER, INERT
 from groupax.compat.fields import Fields, ForeignConfig, as_native, tell
-from groupax.config import nearest
+from groupax.config import mesh_sizes, nearest
 from groupax.data import load_examples
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.models.checkpoint import Model, load_model
+from groupax.models.specs import split_dims
+from groupax.parallel.mesh import RULES, indivisible, make_mesh
 from groupax.tokenizer import is_conversational, prepare_tokenizer, render
 
 # What a `vInference` and a `GRPOConfig` may both say of sampling, and the latter's name for it.
@@ -152,7 +154,8 @@ class AutoEasyDeLModelForCausalLM:
             name_or_path: a model or an adapter.
             dtype: of the forward pass in training.
             param_dtype: of the weights in memory; None keeps their own. What is trained has float32 masters.
-            sharding_axis_dims: sizes of the mesh's axes; today rows are spread, and weights are not.
+            sharding_axis_dims: sizes of the mesh's axes dp, fsdp, ep, tp and sp; one may be -1. What does not divide
+                stays whole on every device, as in EasyDeL, which is told.
             config_kwargs: settings of the model's config (see `EasyDeLBaseConfigDict`).
             quantization_config: as in transformers.
             inert: arguments that have no meaning here.
@@ -165,14 +168,16 @@ class AutoEasyDeLModelForCausalLM:
                 raise TypeError(f"from_pretrained has no argument {name!r}{nearest(name, cls.INERT)}")
             if name not in cls.QUIET:
                 tell(f"from_pretrained's {name}={value!r} changes nothing in groupax: {cls.INERT[name]}")
-        if sharding_axis_dims is not None:
-            _tell_mesh(sharding_axis_dims)
+        mesh = None if sharding_axis_dims is None else _mesh(sharding_axis_dims)
         settings, max_positions = _config_settings(config_kwargs or {})
         if dtype is not None:
             settings["dtype"] = _compute_dtype(dtype)
         weights = hf.base_weights(quantization_config)
         stored = None if param_dtype is None else np.dtype(param_dtype).name
-        model = load_model(name_or_path, stored, weights=weights, max_positions=max_positions)
+        model = load_model(
+            name_or_path, stored, mesh, weights, max_positions=max_positions, replicated=() if mesh is None else RULES
+        )
+        _tell_whole(model)
         return EasyDeLModel(model, settings)
 
 
@@ -469,9 +474,17 @@ def _named(value: Any, known: Any, setting: str) -> str:
     return text
 
 
-def _tell_mesh(dims: Sequence[int]) -> None:
-    num = jax.device_count()
-    tell(
-        f"sharding_axis_dims={tuple(dims)}: rows are spread over {num} devices, mesh (dp, fsdp, ep, tp, sp) = "
-        f"({num}, 1, 1, 1, 1), and every device holds all weights: they are not split, so the model must fit on one"
-    )
+def _mesh(dims: Sequence[int]) -> Mesh:
+    try:
+        return make_mesh(mesh_sizes(",".join(map(str, dims))))
+    except ValueError as error:
+        raise ValueError(f"sharding_axis_dims={tuple(dims)}: {error}") from error
+
+
+def _tell_whole(model: Model) -> None:
+    """Say which dims do not divide by the mesh."""
+    for dim, size, axis in indivisible(split_dims(model.config), model.mesh):
+        tell(
+            f"sharding_axis_dims: {dim} ({size}) does not divide by {axis}={model.mesh.shape[axis]}; it stays whole on "
+            "every device"
+        )

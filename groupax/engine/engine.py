@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -20,6 +21,8 @@ from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import decoding_params
 from groupax.models.specs import Params
+from groupax.models.split import laid_out
+from groupax.parallel.mesh import is_split, rows_mesh
 from groupax.parallel.peak import free_memory_bytes
 from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer
 
@@ -27,13 +30,13 @@ from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer
 class Engine:
     """Generates completions with the weights it is given.
 
-    The weights are read and, unless `weights` asks for fewer bits, never copied: set `params` to the trainer's newest
-    before each rollout.
+    The weights are read and, unless `weights` asks for fewer bits or the mesh splits them, never copied: set `params`
+    to the trainer's newest before each rollout. Split ones are gathered once, when decoding begins.
 
     Args:
         config: the model's architecture.
         params: its weights, on `mesh`.
-        mesh: rows are spread over its data axes.
+        mesh: rows are spread over all of its devices.
         eos_ids: tokens that end every completion.
         max_slots: most completions decoded at once; the others wait for a free slot.
         chunk_steps: tokens decoded between two visits to the host; a multiple of 8.
@@ -111,10 +114,10 @@ class Engine:
     ) -> None:
         self.config = config
         self.weights = weights
-        self._given: Params | None = None
-        self.version = -1
-        self.params = params
-        self.mesh = mesh
+        self.mesh, self._gathers = rows_mesh(mesh), is_split(mesh)
+        self._given: Params = params
+        self._params: Params | None = None
+        self.version = 0
         self.eos_ids = eos_ids
         self.max_slots = max_slots
         self.chunk_steps = chunk_steps
@@ -125,14 +128,23 @@ class Engine:
 
     @property
     def params(self) -> Params:
-        """The weights that it decodes with."""
+        """The weights it decodes with."""
+        if self._params is None:
+            given = self._given
+            whole = jax.block_until_ready(laid_out(self.config, self.mesh, given)) if self._gathers else given
+            self._params = decoding_params(self.config, whole, self.weights)
         return self._params
 
     @params.setter
     def params(self, params: Params) -> None:
-        if params is not self._given:  # a copy in fewer bits is not made twice
-            self._given, self._params = params, decoding_params(self.config, params, self.weights)
+        if params is not self._given:  # a copy is not made twice
+            self._given, self._params = params, None
             self.version += 1
+
+    def release(self) -> None:
+        """Give back the memory of gathered weights; what is decoded next gathers them again."""
+        if self._gathers:
+            self._params = None
 
     def generate(self, prompts: Any, params: SamplingParams | None = None, step: int = 0) -> list[list[Sequence]]:
         """`params.n` completions of each prompt, in order.

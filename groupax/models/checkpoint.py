@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +27,18 @@ from groupax.models.families import read_config
 from groupax.models.lora import Adapter, LoRAConfig, init_adapter, lora_config
 from groupax.models.nf4 import Nf4, nf4_bytes, quantized_nf4
 from groupax.models.quantize import dense, quantizer
-from groupax.models.specs import Params, Spec, init_params, model_specs, num_params, param_shardings, spec_leaves
-from groupax.parallel.mesh import mesh_for
+from groupax.models.specs import (
+    Params,
+    Spec,
+    init_params,
+    model_specs,
+    num_params,
+    param_shardings,
+    spec_leaves,
+    split_dims,
+)
+from groupax.models.split import laid_out
+from groupax.parallel.mesh import check_divides, mesh_for, sizes_text
 
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -62,11 +72,16 @@ class Model:
 
 
 def init_model(
-    hf_config: Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32, mesh: Mesh | None = None
+    hf_config: Mapping[str, Any],
+    seed: int = 0,
+    dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
+    replicated: Collection[str] = (),
 ) -> Model:
-    """A model with random weights from the contents of a `config.json`."""
+    """A model with random weights from the contents of a `config.json`; the rest as in `load_model`."""
     config = read_config(hf_config)
     mesh = mesh or mesh_for(num_params(config) * jnp.dtype(dtype).itemsize)
+    check_divides(split_dims(config), mesh, replicated)
     return Model(config, init_params(config, jax.random.key(seed), mesh, dtype), mesh, dict(hf_config), {})
 
 
@@ -77,6 +92,7 @@ def load_model(
     weights: BaseWeights = "same",
     base: str | os.PathLike[str] | None = None,
     max_positions: int | None = None,
+    replicated: Collection[str] = (),
 ) -> Model:
     """Load a causal language model from a folder or, if there is none of that name, from the Hugging Face hub.
 
@@ -91,15 +107,20 @@ def load_model(
         base: the base of an adapter, if it is not where `adapter_config.json` says.
         max_positions: the longest sequence; None for what `config.json` says, and for the original context if rotary
             embeddings are others beyond it ("longrope"). It decides for all sequences (see `rope.frequencies`).
+        replicated: dims that may stay whole on every device if they do not divide by the mesh.
 
     Raises:
-        ValueError: the folder is no model, or its config or weights are unsupported, damaged or incomplete.
+        ValueError: the folder is no model, its config or weights are unsupported, damaged or incomplete, or the mesh
+            does not divide it.
         ImportError: 8 bits are asked for and qwix is not installed.
     """
     folder = resolve_folder(name_or_path)
     if (folder / peft_format.CONFIG_NAME).is_file():
         return _load_adapter(
-            name_or_path, folder, base, lambda name: load_model(name, dtype, mesh, weights, max_positions=max_positions)
+            name_or_path,
+            folder,
+            base,
+            lambda name: load_model(name, dtype, mesh, weights, max_positions=max_positions, replicated=replicated),
         )
     if base is not None:
         raise ValueError(f"{name_or_path} is a model and no adapter; it has no base ({base})")
@@ -112,6 +133,12 @@ def load_model(
     config = read_config(hf_config)
     config = config if max_positions is None else replace(config, max_positions=max_positions)
     mesh = mesh or mesh_for(num_params(config) * 4)
+    check_divides(split_dims(config), mesh, replicated)
+    if (is_nf4 or weights != "same") and mesh.shape["tp"] * mesh.shape["ep"] > 1:
+        raise ValueError(
+            f"mesh {sizes_text(mesh)}: quantized weights lie whole on every device and cannot be multiplied in parts; "
+            "have tp and ep 1, or the base as it is stored"
+        )
     generation_config = {}
     if (folder / "generation_config.json").is_file():
         generation_config = read_json(folder / "generation_config.json")
@@ -140,7 +167,9 @@ def load_adapter(model: Model, name_or_path: str | os.PathLike[str]) -> Model:
     if model.adapter is not None:
         raise ValueError(f"{model.name or 'the model'} has an adapter already; give its base")
     lora = lora_config(read_json(folder / peft_format.CONFIG_NAME))
+    _check_dropout(lora, model.mesh)
     trained = peft_format.read_tensors(model.config, lora, folder, _replicated(model.mesh))
+    trained = laid_out(model.config, model.mesh, trained)
     adapted = _adapted(model, Adapter(lora, Frozen(model.params, np.float32(lora.scale)), trained, model.name))
     return replace(adapted, name=_absolute(name_or_path))
 
@@ -170,8 +199,36 @@ def add_adapter(model: Model, lora: LoRAConfig, seed: int = 0) -> Model:
     """
     if model.adapter is not None:
         raise ValueError(f"{model.name or 'the model'} has an adapter already; merge it first, or train that one")
+    _check_dropout(lora, model.mesh)
     trained = init_adapter(model.config, lora, model.params, jax.random.key(seed), _replicated(model.mesh))
+    trained = laid_out(model.config, model.mesh, trained)
     return _adapted(model, Adapter(lora, Frozen(model.params, np.float32(lora.scale)), trained, model.name))
+
+
+def on_mesh(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model:
+    """The model on another mesh.
+
+    Raises:
+        ValueError: the mesh does not divide it.
+    """
+    if mesh == model.mesh:
+        return model
+    check_divides(split_dims(model.config), mesh, replicated)
+    if model.adapter is None:
+        return replace(model, params=laid_out(model.config, mesh, model.params), mesh=mesh)
+    adapter = model.adapter
+    _check_dropout(adapter.config, mesh)
+    frozen = replace(adapter.frozen, params=laid_out(model.config, mesh, adapter.frozen.params))
+    adapter = replace(adapter, frozen=frozen, trained=laid_out(model.config, mesh, adapter.trained))
+    return _adapted(replace(model, params=frozen.params, mesh=mesh), adapter)
+
+
+def _check_dropout(lora: LoRAConfig, mesh: Mesh) -> None:
+    if lora.lora_dropout and mesh.shape["tp"] > 1:
+        raise ValueError(
+            f"mesh {sizes_text(mesh)}: lora_dropout {lora.lora_dropout} is not built for inputs that are split over "
+            "tp; set it to 0, or tp to 1"
+        )
 
 
 def _adapted(model: Model, adapter: Adapter) -> Model:

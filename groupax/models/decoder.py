@@ -11,15 +11,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from groupax.config import Checkpointing
 from groupax.models.attention import attend
 from groupax.models.config import Attention, ModelConfig, Rope
 from groupax.models.experts import Routing, mixture
-from groupax.models.layers import NORMS, Weight, gated_mlp, linear, rounded, vocabulary_logits
+from groupax.models.layers import NORMS, Weight, gated_mlp, linear, linear_of_parts, rounded, vocabulary_logits
 from groupax.models.rope import Tables, rope_tables, rotate
-from groupax.models.specs import Params
+from groupax.models.specs import Params, layer_specs
+from groupax.models.split import collected, collected_weight
+from groupax.parallel.collectives import Axis, entered, index_of, size_of, summed
+from groupax.parallel.mesh import WHOLE, Layout
 
 # (how the layer attends, what it keeps, queries [M, N, H], keys [M, K, H], values [M, K, H])
 # -> (what each token attended to [M, N, H], what the layer keeps from now on)
@@ -47,6 +51,11 @@ class Forward(NamedTuple):
     routings: list[Routing]
 
 
+def _all_but_gathered(primitive: Any, *_args: Any, **_params: Any) -> bool:
+    """What the backward pass finds if nothing is to be computed again: all but weights gathered from other devices."""
+    return primitive.name != "all_gather"
+
+
 def forward(
     config: ModelConfig,
     params: Params,
@@ -55,10 +64,14 @@ def forward(
     attend: Attend,
     kept: Sequence[Any] | None = None,
     checkpointing: Checkpointing = "none",
+    layout: Layout = WHOLE,
 ) -> Forward:
     """The forward pass.
 
     Layers of the same kind are traced once: `attend` may read what is around it, but must change nothing there.
+
+    With a layout, inside a shard_map, a device has its parts of the weights, and `attend` gets its heads; hidden states
+    are whole.
 
     Args:
         config, params: the model.
@@ -66,21 +79,25 @@ def forward(
         attend: see above.
         kept: what each layer's `attend` gets, its part of a cache; None for nothing.
         checkpointing: what the backward pass computes again.
+        layout: how the model is split.
     """
-    x = params["embed"][tokens]
+    x = _embedded(params, tokens, layout)
     x = x if config.embedding_scale == 1.0 else rounded(_scaled(x, config.embedding_scale))
     tables = {rope: rope_tables(rope, config.max_positions, positions, x.dtype) for rope in config.ropes if rope}
 
     def layer(x: Array, weights: Params, kept: Any, index: int) -> tuple[Array, Any, Routing | None]:
+        weights, attend_as = collected(layout, layer_specs(config, index), weights), config.attention(index)
         h = _normed(config, x, weights.get("attention_norm"))
-        attended, kept = _attention(config, index, weights, h, tables, partial(attend, config.attention(index), kept))
+        attended, kept = _attention(config, index, weights, h, tables, partial(attend, attend_as, kept), layout)
         x = x + _added(config, attended, weights.get("attention_out_norm"))
         h = h if config.block == "parallel" else _normed(config, x, weights.get("mlp_norm"))
-        out, routing = _mlp(config, index, weights, h)
+        out, routing = _mlp(config, index, weights, h, layout)
         return x + _added(config, out, weights.get("mlp_out_norm")), kept, routing
 
     if checkpointing != "none":
         layer = jax.checkpoint(layer, static_argnums=3, policy=_SAVED[checkpointing])
+    elif layout.axis("embed") is not None:
+        layer = jax.checkpoint(layer, static_argnums=3, policy=_all_but_gathered)
     layer = jax.jit(layer, static_argnums=3)
     kept = list(kept) if kept is not None else [None] * config.num_layers
     routings = []
@@ -90,6 +107,16 @@ def forward(
     return Forward(_scaled(_normed(config, x, params["final_norm"]), config.hidden_scale), kept, routings)
 
 
+def _embedded(params: Params, tokens: Int[Array, "M"], layout: Layout) -> Float[Array, "M D"]:
+    """The tokens' embeddings; of those that other devices have, 0 until they are added up."""
+    table, axis = collected_weight(layout, ("vocab", "embed"), params["embed"]), layout.axis("vocab")
+    if axis is None:
+        return table[tokens]
+    own = tokens - index_of(axis) * table.shape[0]
+    is_own = (own >= 0) & (own < table.shape[0])
+    return summed(jnp.where(is_own[:, None], table[jnp.where(is_own, own, 0)], 0), axis)
+
+
 def _attention(
     config: ModelConfig,
     index: int,
@@ -97,32 +124,67 @@ def _attention(
     h: Float[Array, "M D"],
     tables: dict[Rope, Tables],
     attend: Callable[[Array, Array, Array], tuple[Array, Any]],
+    layout: Layout,
 ) -> tuple[Float[Array, "M D"], Any]:
-    M = h.shape[0]
+    M, axis = h.shape[0], layout.axis("heads")
+    h, weights = entered(h, axis), _within_heads(config, weights, layout)
     q, k = (linear(h, weights[name], weights.get(f"{name}_bias")) for name in ("q", "k"))
     if config.qk_norm == "all_heads":
         q, k = _normed(config, q, weights["q_norm"]), _normed(config, k, weights["k_norm"])
-    q = q.reshape(M, config.num_heads, config.head_dim)
-    k = k.reshape(M, config.num_kv_heads, config.head_dim)
-    v = linear(h, weights["v"], weights.get("v_bias")).reshape(M, config.num_kv_heads, config.head_dim)
+    q = q.reshape(M, -1, config.head_dim)
+    k = k.reshape(M, -1, config.head_dim)
+    v = linear(h, weights["v"], weights.get("v_bias")).reshape(M, -1, config.head_dim)
     if config.qk_norm in ("head", "each_head"):
         q, k = _normed(config, q, weights["q_norm"]), _normed(config, k, weights["k_norm"])
     if rope := config.ropes[index]:
         q, k = (rotate(x, tables[rope], rope.interleaved) for x in (q, k))
+    if axis is not None and layout.axis("kv_heads") is None:
+        k, v = (own_kv_heads(x, q.shape[1], axis) for x in (k, v))
     unused = ((0, 0), (0, 0), (0, config.attention_dim - config.head_dim))
     out, kept = attend(*(jnp.pad(x, unused) for x in (q, k, v)))
-    return linear(out[..., : config.head_dim].reshape(M, -1), weights["o"], weights.get("o_bias")), kept
+    out = out[..., : config.head_dim].reshape(M, -1)
+    return linear_of_parts(out, weights["o"], weights.get("o_bias"), axis), kept
+
+
+def _within_heads(config: ModelConfig, weights: Params, layout: Layout) -> Params:
+    """A layer's weights, where devices have heads of their own: what is whole there gets the gradients of all."""
+    axis = layout.axis("heads")
+    if axis is None:
+        return weights
+    names = [] if layout.axis("kv_heads") else ["k", "v", "k_bias", "v_bias", "k_norm"]
+    names += ["q_norm", "k_norm"] if config.qk_norm == "head" else []
+    return {
+        name: jax.tree.map(lambda x: entered(x, axis), weight) if name in names else weight
+        for name, weight in weights.items()
+    }
+
+
+def own_kv_heads(x: Float[Array, "M K H"], num_own: int, axis: Axis) -> Float[Array, "M k H"]:
+    """The key/value heads that a device's query heads use.
+
+    Args:
+        x: of all of the axis's devices.
+        num_own: query heads of each.
+        axis: over which the query heads are split.
+    """
+    K = x.shape[1]
+    per_kv_head = num_own * size_of(axis) // K
+    first = index_of(axis) * num_own
+    if num_own % per_kv_head and per_kv_head % num_own:
+        return x[:, (first + jnp.arange(num_own)) // per_kv_head]
+    return lax.dynamic_slice_in_dim(x, first // per_kv_head, max(1, num_own // per_kv_head), 1)
 
 
 def _mlp(
-    config: ModelConfig, index: int, weights: Params, h: Float[Array, "M D"]
+    config: ModelConfig, index: int, weights: Params, h: Float[Array, "M D"], layout: Layout
 ) -> tuple[Float[Array, "M D"], Routing | None]:
     if config.has_experts(index):
         assert config.experts is not None, "the layer has some"
         matrices = weights["expert_gate"], weights["expert_up"], weights["expert_down"]
-        return mixture(config.experts, h, weights["router"], *matrices, config.activation)
+        return mixture(config.experts, h, weights["router"], *matrices, config.activation, layout)
     biases = (weights.get("gate_bias"), weights.get("up_bias"), weights.get("down_bias"))
-    return gated_mlp(h, weights["gate"], weights["up"], weights["down"], biases, config.activation), None
+    matrices = weights["gate"], weights["up"], weights["down"]
+    return gated_mlp(h, *matrices, biases, config.activation, layout.axis("ffn")), None
 
 
 def _normed(config: ModelConfig, x: Array, weight: Array | None) -> Array:

@@ -10,6 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.config import Activation, Experts
 from groupax.models.layers import ACTIVATIONS, einsum_f32, linear, sum_last
+from groupax.parallel.collectives import entered, gathered, index_of, scattered, summed
+from groupax.parallel.mesh import WHOLE, Layout
 from groupax.pytree import pytree
 
 # Rows times their group's matrix, [E, O, I]: with the matrix as checkpoints have it, as in `layers.linear`.
@@ -35,15 +37,17 @@ def mixture(
     experts: Experts,
     x: Float[Array, "M D"],
     router: Float[Array, "E D"],
-    gate: Float[Array, "E F D"],
-    up: Float[Array, "E F D"],
-    down: Float[Array, "E D F"],
+    gate: Float[Array, "e F D"],
+    up: Float[Array, "e F D"],
+    down: Float[Array, "e D F"],
     activation: Activation = "silu",
+    layout: Layout = WHOLE,
 ) -> tuple[Float[Array, "M D"], Routing]:
     """The sum over each token's likeliest experts of weight * down(activation(gate x) * up x).
 
     The weights are the softmax of the router's logits, of all experts, divided by their sum if `experts.normalized`
-    (arXiv:2401.04088, section 2.1). No token is dropped.
+    (arXiv:2401.04088, section 2.1). No token is dropped. Where experts are split over a mesh axis, a device computes
+    its own ones for the tokens of all.
     """
     logits = einsum_f32("md,ed->me", x, router)
     exps = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
@@ -51,13 +55,20 @@ def mixture(
     weights, chosen = lax.top_k(probs, experts.per_token)
     if experts.normalized:
         weights = weights * (1.0 / jnp.sum(weights, axis=-1, keepdims=True))
-    arrays = x, weights.astype(x.dtype), chosen, gate, up, down
+    apart, within = layout.axis("expert"), layout.axis("expert_ffn")
+    all_x, all_weights = (gathered(entered(each, within), apart, 0) for each in (x, weights.astype(x.dtype)))
+    own_chosen = chosen
+    if apart is not None:
+        own_chosen = lax.all_gather(chosen, apart, tiled=True) - index_of(apart) * gate.shape[0]
+    arrays = all_x, all_weights, own_chosen, gate, up, down
     # XLA's CPU backend has no grouped product; what it makes of one costs as many products as there are experts, of
     # each choice, and the order of its sums depends on the number of rows.
     out = lax.platform_dependent(
-        *arrays, cpu=partial(one_by_one, activation=activation), default=partial(grouped, activation=activation)
+        *arrays,
+        cpu=partial(one_by_one, activation=activation),
+        default=partial(grouped, activation=activation, some_elsewhere=apart is not None),
     )
-    return out, Routing(probs, chosen)
+    return summed(scattered(out, apart, 0), within), Routing(probs, chosen)
 
 
 def grouped(
@@ -68,15 +79,26 @@ def grouped(
     up: Float[Array, "E F D"],
     down: Float[Array, "E D F"],
     activation: Activation,
+    some_elsewhere: bool = False,
 ) -> Float[Array, "M D"]:
-    """Tokens through their A experts, sorted by expert, so that each matrix multiplies its own tokens together."""
-    M, A = chosen.shape
+    """Tokens through their A experts, sorted by expert, so that each matrix multiplies its own tokens together.
+
+    With `some_elsewhere` choices below 0 or from E on are other devices' experts, which add nothing here.
+    """
+    (M, A), E = chosen.shape, gate.shape[0]
+    if some_elsewhere:
+        chosen = jnp.where((chosen < 0) | (chosen >= E), E, chosen)
     order = jnp.argsort(chosen.reshape(-1), stable=True)
-    sizes = jnp.sum(jax.nn.one_hot(chosen.reshape(-1), gate.shape[0], dtype=jnp.int32), axis=0)
+    sizes = jnp.sum(jax.nn.one_hot(chosen.reshape(-1), E, dtype=jnp.int32), axis=0)
     rows = _permuted(jnp.repeat(x, A, axis=0), order)
     gated = ACTIVATIONS[activation](_by_group(rows, gate, sizes)) * _by_group(rows, up, sizes)
     weighted = gated * _permuted(weights.reshape(-1, 1), order)
-    out = _permuted(_by_group(weighted, down, sizes), jnp.argsort(order))
+    if some_elsewhere:  # rows behind the groups' are anything
+        is_own = (jnp.arange(M * A) < jnp.sum(sizes))[:, None]
+        out = jnp.where(is_own, _by_group(jnp.where(is_own, weighted, 0), down, sizes), 0)
+    else:
+        out = _by_group(weighted, down, sizes)
+    out = _permuted(out, jnp.argsort(order))
     return jnp.sum(out.reshape(M, A, -1), axis=1)
 
 

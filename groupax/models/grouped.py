@@ -9,15 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from groupax.config import Checkpointing
 from groupax.models.attention import attend, attend_with_prompt
 from groupax.models.config import Attention, ModelConfig
-from groupax.models.decoder import forward, head_weights
+from groupax.models.decoder import forward, head_weights, own_kv_heads
 from groupax.models.experts import Routing
 from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import Params
+from groupax.models.split import collected_weight
+from groupax.parallel.collectives import Axis, gathered, own_part, size_of, swapped, whole
+from groupax.parallel.mesh import WHOLE, Layout
 from groupax.pytree import pytree
 
 
@@ -62,10 +65,12 @@ def grouped_logprobs(
     temperature: float,
     checkpointing: Checkpointing = "none",
     entropy_gradient: bool = True,
+    layout: Layout = WHOLE,
 ) -> tuple[Float[Array, "R"], Float[Array, "R"], list[Routing]]:
     """Log-probability of each of the rows' targets and entropy of its distribution, in nats, float32.
 
-    Also where the routers of a mixture of experts sent all tokens, the prompts' and behind them the rows'.
+    Also where the routers of a mixture of experts sent all tokens, the prompts' and behind them the rows'; of devices
+    that share the tokens (`own_tokens`), each has its own ones' routings.
 
     Args:
         config, params: the model.
@@ -73,13 +78,24 @@ def grouped_logprobs(
         temperature: divides the logits.
         checkpointing: what the backward pass recomputes.
         entropy_gradient: whether the entropy will be differentiated.
+        layout: how the model is split, inside a shard_map. Over "tokens" devices share the tokens in all but attention,
+            and the heads in attention (arXiv:2309.14509).
     """
+    shared = layout.axis("tokens")
     starts = jnp.sum(ragged.prompts < 0, axis=1)
     sides = [ragged.prompts, *(rectangle.cells for rectangle in ragged.rectangles)]
     cells = jnp.concatenate([side.reshape(-1) for side in sides])
     ends = np.cumsum([side.size for side in sides])
 
     def attend_in_groups(how: Attention, kept: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        if shared is None:
+            return attend_to_all(how, q, k, v), kept
+        q, k, v = _all_tokens(q, k, v, shared)
+        M = ragged.tokens.shape[0]
+        out = jnp.pad(attend_to_all(how, q[:M], k[:M], v[:M]), ((0, q.shape[0] - M), (0, 0), (0, 0)))
+        return swapped(out, shared, 0, 1), kept
+
+    def attend_to_all(how: Attention, q: Array, k: Array, v: Array) -> Array:
         def in_rectangles(x: Array) -> list[Array]:
             parts = jnp.split(taken(x, cells, ragged.slots), ends[:-1])
             return [part.reshape(*side.shape, *x.shape[1:]) for part, side in zip(parts, sides, strict=True)]
@@ -89,14 +105,40 @@ def grouped_logprobs(
         for rectangle, own_q, own_k, own_v in zip(ragged.rectangles, row_q, row_k, row_v, strict=True):
             of = rectangle.prompt_of
             outs.append(attend_with_prompt(own_q, own_k, own_v, prompt_k[of], prompt_v[of], starts[of], how))
-        return taken(jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs]), ragged.slots, cells), kept
+        return taken(jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs]), ragged.slots, cells)
 
+    tokens, positions = (own_tokens(x, layout) for x in (ragged.tokens, ragged.positions))
     hidden, _, routings = forward(
-        config, params, ragged.tokens, ragged.positions, attend_in_groups, checkpointing=checkpointing
+        config, params, tokens, positions, attend_in_groups, checkpointing=checkpointing, layout=layout
     )
-    of_rows, head = hidden[hidden.shape[0] - ragged.targets.shape[0] :], head_weights(params)
-    logp, entropy = token_logprobs(of_rows, head, ragged.targets, temperature, entropy_gradient, config.logit_softcap)
-    return logp, entropy, routings
+    M, R = ragged.tokens.shape[0], ragged.targets.shape[0]
+    of_rows = own_tokens(gathered(hidden, shared, 0)[M - R : M], layout)
+    head = collected_weight(layout, ("vocab", "embed"), head_weights(params))
+    targets, vocabulary = own_tokens(ragged.targets, layout), layout.axis("vocab")
+    logp, entropy = token_logprobs(
+        of_rows, head, targets, temperature, entropy_gradient, config.logit_softcap, vocabulary
+    )
+    return whole(logp, shared, 0)[:R], whole(entropy, shared, 0)[:R], routings
+
+
+def own_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..."]:
+    """Of something that all devices have for each token, a device's part, filled up to parts of one size."""
+    axis = layout.axis("tokens")
+    if axis is None:
+        return x
+    unused = -x.shape[0] % size_of(axis)
+    return own_part(jnp.pad(x, ((0, unused), *((0, 0),) * (x.ndim - 1))), axis, 0)
+
+
+def _all_tokens(
+    q: Float[Array, "m N H"], k: Float[Array, "m K H"], v: Float[Array, "m K H"], axis: Axis
+) -> tuple[Float[Array, "M n H"], Float[Array, "M k H"], Float[Array, "M k H"]]:
+    """All tokens' queries of a device's heads, and the keys and values that these use."""
+    q = swapped(q, axis, 1, 0)
+    if k.shape[1] % size_of(axis) == 0:
+        return q, swapped(k, axis, 1, 0), swapped(v, axis, 1, 0)
+    k, v = (own_kv_heads(gathered(x, axis, 0), q.shape[1], axis) for x in (k, v))
+    return q, k, v
 
 
 @jax.custom_vjp

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from groupax.models.adapted import Adapted, low_rank_product
 from groupax.models.config import Activation, NormKind
 from groupax.models.nf4 import Nf4, dequantized
+from groupax.parallel.collectives import Axis, entered, summed
 
 # A matrix, one with fewer bits and scales (see `models.quantize`), or either with a low-rank change beside it.
 Weight = Array | Any
@@ -105,6 +106,14 @@ def linear(x: Float[Array, "*M I"], weight: Weight, bias: Array | None = None) -
     return y if bias is None else y + jnp.expand_dims(bias, tuple(range(y.ndim - 1)))
 
 
+def linear_of_parts(x: Float[Array, "*M I"], weight: Weight, bias: Array | None, axis: Axis) -> Float[Array, "*M O"]:
+    """`linear`, of inputs that are split over a mesh axis like the weight's; the result is whole."""
+    if axis is None:
+        return linear(x, weight, bias)
+    y = summed(linear(x, weight), axis)
+    return y if bias is None else y + jnp.expand_dims(bias, tuple(range(y.ndim - 1)))
+
+
 @jax.custom_vjp
 def _quantized_product(x: Float[Array, "*M I"], weight: Any) -> Float[Array, "*M O"]:
     """weight x, with no gradient for the weight; the backward pass finds its bits and makes numbers of them again."""
@@ -162,8 +171,13 @@ def gated_mlp(
     down: Weight,
     biases: tuple[Array | None, Array | None, Array | None],
     activation: Activation = "silu",
+    axis: Axis = None,
 ) -> Float[Array, "*M D"]:
-    """down(activation(gate x) * up x); with "silu", SwiGLU (arXiv:2002.05202, without its constant)."""
+    """down(activation(gate x) * up x); with "silu", SwiGLU (arXiv:2002.05202, without its constant).
+
+    With an axis, inside a shard_map, each of its devices has a part of the F dim.
+    """
     gate_bias, up_bias, down_bias = biases
+    x = entered(x, axis)
     gated = ACTIVATIONS[activation](linear(x, gate, gate_bias)) * linear(x, up, up_bias)
-    return linear(gated, down, down_bias)
+    return linear_of_parts(gated, down, down_bias, axis)

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from groupax.models.layers import einsum_f32, softcapped, sum_last
+from groupax.parallel.collectives import Axis, entered, index_of
 
 # Logits in flight, in numbers: blocks of this size stay in a CPU's cache and are small on an accelerator.
 CHUNK_LOGITS = 1 << 21
@@ -30,6 +31,7 @@ def token_logprobs(
     temperature: float,
     entropy_gradient: bool = True,
     softcap: float | None = None,
+    axis: Axis = None,
 ) -> tuple[Float[Array, "M"], Float[Array, "M"]]:
     """log softmax(logits / temperature)[target] and the entropy of that distribution, in nats, float32.
 
@@ -40,16 +42,20 @@ def token_logprobs(
         temperature: divides the logits.
         entropy_gradient: whether the entropy will be differentiated; if not its gradient is taken to be zero.
         softcap: logits are softcap tanh(hidden head'); if it is None, hidden head'.
+        axis: of the mesh, inside a shard_map, over whose devices the vocabulary is split.
     """
-    return _token_logprobs(hidden, head, targets, _Logits(temperature, softcap), entropy_gradient)
+    if axis is not None:
+        hidden, targets = entered(hidden, axis), targets - index_of(axis) * head.shape[0]
+    return _token_logprobs(hidden, head, targets, _Logits(temperature, softcap, axis), entropy_gradient)
 
 
 @dataclass(frozen=True)
 class _Logits:
-    """What becomes of a product: softcap tanh(product) / temperature."""
+    """What becomes of a product: softcap tanh(product) / temperature, for the words of each device of an axis."""
 
     temperature: float
     softcap: float | None
+    axis: Axis = None
 
     def of(self, hidden: Array, head: Array) -> Array:
         # a product, as in the engine's sampler: a division by a constant may round differently
@@ -84,12 +90,15 @@ def _forward(hidden: Array, head: Array, targets: Array, kind: _Logits) -> tuple
         hidden, targets = xs
         logits = kind.of(hidden, head)
         highest = jnp.max(logits, axis=-1, keepdims=True)
+        highest = highest if kind.axis is None else lax.pmax(highest, kind.axis)
         logits = logits - highest
         exps = jnp.exp(logits)
-        total = sum_last(exps)[:, 0]
+        total, weighted = sum_last(exps)[:, 0], jnp.sum(exps * logits, axis=-1)
+        target_logits = _of_targets(logits, targets, V, kind.axis)
+        if kind.axis is not None:
+            total, weighted, target_logits = lax.psum((total, weighted, target_logits), kind.axis)
         log_total = jnp.log(total)
-        target_logits = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-        entropy = log_total - jnp.sum(exps * logits, axis=-1) / total
+        entropy = log_total - weighted / total
         return target_logits - log_total, entropy, log_total + highest[:, 0]
 
     if num_chunks == 1:
@@ -98,6 +107,15 @@ def _forward(hidden: Array, head: Array, targets: Array, kind: _Logits) -> tuple
     targets = jnp.pad(targets, (0, pad)).reshape(num_chunks, chunk)
     logp, entropy, log_sum = lax.map(of_chunk, (hidden, targets))
     return logp.reshape(-1)[:M], entropy.reshape(-1)[:M], log_sum.reshape(-1)[:M]
+
+
+def _of_targets(logits: Array, targets: Array, V: int, axis: Axis) -> Array:
+    """Each token's logit of its target; 0 for targets that are other devices' words."""
+    if axis is None:
+        return jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    is_own = (targets >= 0) & (targets < V)
+    found = jnp.take_along_axis(logits, jnp.where(is_own, targets, 0)[:, None], axis=-1)[:, 0]
+    return jnp.where(is_own, found, 0.0)
 
 
 def _saved(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Key
 
 from groupax.models.config import BlockKind, Experts, ModelConfig
-from groupax.parallel.mesh import sharding_for
+from groupax.parallel.mesh import Layout, layout_for
 
 Params = dict[str, Any]
 
@@ -75,7 +75,7 @@ def model_specs(config: ModelConfig) -> Params:
     D, V = config.hidden_size, config.vocab_size
     specs: Params = {
         "embed": Spec((V, D), ("vocab", "embed"), "model.embed_tokens.weight"),
-        "layers": [_layer_specs(config, index) for index in range(config.num_layers)],
+        "layers": [layer_specs(config, index) for index in range(config.num_layers)],
         "final_norm": Spec((D,), (None,), "model.norm.weight", init=_norm_init(config)),
     }
     if config.num_labels:
@@ -103,7 +103,8 @@ def _norm_init(config: ModelConfig) -> Literal["ones", "zeros"]:
     return "zeros" if config.norm == "rms_around_zero" else "ones"
 
 
-def _layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
+def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
+    """The `Spec`s of one layer."""
     prefix = f"model.layers.{index}"
     D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
 
@@ -127,6 +128,9 @@ def _layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
         shapes = {"head": ((H,), (H,)), "each_head": ((N, H), (K, H)), "all_heads": ((N * H,), (K * H,))}
         of_q, of_k = shapes[config.qk_norm]
         specs |= {"q_norm": norm(of_q, "self_attn.q_norm"), "k_norm": norm(of_k, "self_attn.k_norm")}
+    if config.qk_norm == "each_head":
+        for name, axis in (("q_norm", "heads"), ("k_norm", "kv_heads")):
+            specs[name] = replace(specs[name], axes=(axis, None))
     if config.has_experts(index):
         assert config.experts is not None, "the layer has some"
         return specs | _expert_specs(config.experts, D, prefix)
@@ -152,7 +156,7 @@ def _mlp_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
 
 def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
     E, F = experts.num, experts.ffn_size
-    into, out = ("expert", "ffn", "embed"), ("expert", "embed", "ffn")
+    into, out = ("expert", "expert_ffn", "embed"), ("expert", "embed", "expert_ffn")
     return {
         "router": Spec((E, D), (None, "embed"), f"{prefix}.{experts.router_name}.weight"),
         "expert_gate": Spec((E, F, D), into, f"{prefix}.{experts.gate_name}.weight"),
@@ -171,11 +175,31 @@ def num_params(config: ModelConfig) -> int:
     return sum(math.prod(spec.shape) for spec in spec_leaves(config))
 
 
+def split_dims(config: ModelConfig) -> dict[str, int]:
+    """The dims that a mesh may split, by the names of `parallel.mesh.RULES`, in units that cannot be cut."""
+    by_head = config.qk_norm != "all_heads"  # else a norm's statistic goes over all of them
+    sizes = {
+        "embed": config.hidden_size,
+        "vocab": config.vocab_size,
+        "heads": config.num_heads if by_head else 1,
+        "kv_heads": config.num_kv_heads if by_head else 1,
+    }
+    if not all(map(config.has_experts, range(config.num_layers))):
+        sizes["ffn"] = config.ffn_size
+    if config.experts is not None:
+        sizes |= {"expert_ffn": config.experts.ffn_size, "expert": config.experts.num}
+    return sizes
+
+
+def layout_of(config: ModelConfig, mesh: Mesh) -> Layout:
+    """How a mesh splits the model."""
+    return layout_for(split_dims(config), mesh)
+
+
 def param_shardings(config: ModelConfig, mesh: Mesh) -> Any:
     """The sharding of each weight on `mesh`, in the structure of the parameters."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, sharding_for(spec.axes, spec.shape, mesh)), model_specs(config)
-    )
+    layout = layout_of(config, mesh)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, layout.spec(spec.axes)), model_specs(config))
 
 
 def init_params(config: ModelConfig, key: Key[Array, ""], mesh: Mesh, dtype: Any = jnp.float32) -> Params:

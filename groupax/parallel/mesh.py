@@ -1,5 +1,8 @@
 """The device mesh and the one table that maps a weight's logical axes to it."""
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
@@ -8,18 +11,44 @@ from groupax.parallel.runtime import configure_jax
 
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
 # Mesh axes over which prompts and completions are spread.
-DATA = ("dp", "fsdp")
+DATA = ("dp", "fsdp", "ep")
+# Mesh axes whose devices compute gradients of tokens of their own.
+TOKENS = (*DATA, "sp")
 # Largest weights that every virtual CPU device has a copy of.
 REPLICATED_BYTES = 1 << 28
-# Which mesh axis splits a dim of a weight; dims that are not named are replicated.
+# Which mesh axis splits a dim of a weight; dims that are not named are replicated. Weights that are split over fsdp are
+# gathered to be multiplied; those over tp and ep are multiplied in parts.
 RULES: dict[str, str] = {
     "embed": "fsdp",
     "vocab": "tp",
     "heads": "tp",
     "kv_heads": "tp",
     "ffn": "tp",
+    "expert_ffn": "tp",
     "expert": "ep",
 }
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is split: the mesh axis of each dim that is, by the names of `RULES`; "tokens" are split over sp.
+
+    A mesh axis of one device splits nothing.
+    """
+
+    axes: tuple[tuple[str, str], ...] = ()
+
+    def axis(self, dim: str | None) -> str | None:
+        """The mesh axis that splits this dim; None if it is whole."""
+        return dict(self.axes).get(dim or "")
+
+    def spec(self, dims: tuple[str | None, ...]) -> PartitionSpec:
+        """Where an array with these dims lies."""
+        return PartitionSpec(*map(self.axis, dims))
+
+
+# On one device, or a copy on each.
+WHOLE = Layout()
 
 
 def make_mesh(shape: tuple[int, int, int, int, int] = (-1, 1, 1, 1, 1)) -> Mesh:
@@ -37,7 +66,8 @@ def make_mesh(shape: tuple[int, int, int, int, int] = (-1, 1, 1, 1, 1)) -> Mesh:
         known = -int(np.prod(sizes))
         sizes[sizes.index(-1)] = max(1, devices.size // known)
     if np.prod(sizes) != devices.size:
-        raise ValueError(f"mesh {tuple(shape)} asks for {int(np.prod(sizes))} devices, there are {devices.size}")
+        asked = f"{int(np.prod(sizes))} devices" if -1 not in shape else f"a multiple of {known}"
+        raise ValueError(f"mesh {','.join(map(str, shape))} asks for {asked}, there are {devices.size} devices")
     return Mesh(devices.reshape(sizes), AXES)
 
 
@@ -58,14 +88,67 @@ def num_data_shards(mesh: Mesh) -> int:
     return int(np.prod([mesh.shape[axis] for axis in DATA]))
 
 
-def sharding_for(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Where a weight with these logical axes lies on the mesh.
+def rows_mesh(mesh: Mesh) -> Mesh:
+    """The same devices, all of them data shards: where rollouts are decoded."""
+    if num_data_shards(mesh) == mesh.devices.size:
+        return mesh
+    return Mesh(mesh.devices.reshape(-1, *(1,) * (len(AXES) - 1)), AXES)
+
+
+def is_split(mesh: Mesh) -> bool:
+    """Whether the mesh splits anything but rows."""
+    return mesh.shape["dp"] != mesh.devices.size
+
+
+def layout_for(sizes: Mapping[str, int], mesh: Mesh) -> Layout:
+    """How dims of these sizes are split; what does not divide stays whole (see `indivisible`).
+
+    Args:
+        sizes: of the dims, in units that cannot be cut.
+        mesh: of the devices.
+    """
+    left_whole = {dim for dim, _, _ in indivisible(sizes, mesh)}
+    left_whole |= {"kv_heads"} if "heads" in left_whole else set()
+    axes = [(dim, RULES[dim]) for dim in sizes if mesh.shape[RULES[dim]] > 1 and dim not in left_whole]
+    return Layout((*axes, *([("tokens", "sp")] if mesh.shape["sp"] > 1 else [])))
+
+
+def indivisible(sizes: Mapping[str, int], mesh: Mesh) -> list[tuple[str, int, str]]:
+    """Dims that do not divide by the mesh axis that would split them: name, size and axis."""
+    return [(dim, size, RULES[dim]) for dim, size in sizes.items() if size % mesh.shape[RULES[dim]]]
+
+
+def check_divides(sizes: Mapping[str, int], mesh: Mesh, replicated: Collection[str] = ()) -> None:
+    """See that a mesh can split a model.
+
+    Args:
+        sizes: of its dims, in units that cannot be cut.
+        mesh: of the devices.
+        replicated: dims that may stay whole.
 
     Raises:
-        ValueError: a dim does not divide by the mesh axis that splits it.
+        ValueError: a dim does not divide; all that do not are named.
     """
-    names = [RULES.get(axis) if axis else None for axis in axes]
-    for name, size, axis in zip(names, shape, axes, strict=True):
-        if name and size % mesh.shape[name]:
-            raise ValueError(f"dim {axis!r} of size {size} does not divide by mesh axis {name}={mesh.shape[name]}")
-    return PartitionSpec(*(name if name and mesh.shape[name] > 1 else None for name in names))
+    unknown = sorted(set(replicated) - set(RULES))
+    if unknown:
+        raise ValueError(f"mesh_replicate names {', '.join(unknown)}; dims that meshes split are {', '.join(RULES)}")
+    found = [each for each in indivisible(sizes, mesh) if each[0] not in replicated]
+    if found:
+        told = "; ".join(f"{dim} ({size}) does not divide by {axis}={mesh.shape[axis]}" for dim, size, axis in found)
+        allowed = " ".join(dict.fromkeys((*replicated, *(dim for dim, _, _ in found))))
+        raise ValueError(
+            f"mesh {sizes_text(mesh)} cannot split the model: {told}. Choose other sizes, or have these whole on every "
+            f"device: mesh_replicate {allowed}"
+        )
+    if "heads" in sizes and mesh.shape["sp"] > 1:
+        parts = mesh.shape["tp"] if sizes["heads"] % mesh.shape["tp"] == 0 else 1
+        if sizes["heads"] // parts % mesh.shape["sp"]:
+            raise ValueError(
+                f"mesh {sizes_text(mesh)}: {sizes['heads'] // parts} heads on each device do not divide by "
+                f"sp={mesh.shape['sp']}, over which attention spreads them; choose a smaller sp"
+            )
+
+
+def sizes_text(mesh: Mesh) -> str:
+    """The mesh as it is written in settings: the sizes of dp, fsdp, ep, tp and sp."""
+    return ",".join(str(size) for size in mesh.shape.values())

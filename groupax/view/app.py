@@ -1,0 +1,284 @@
+"""What the page asks for: routes from names to JSON. Everything is read from run folders, nothing is written."""
+
+import json
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from groupax.view import rollouts
+from groupax.view.evaluations import item_page
+from groupax.view.prompt_index import PromptIndex
+from groupax.view.runs import NotThereError, Run, Runs
+from groupax.view.search import search_steps
+from groupax.view.series import smoothed, stretch_means, thinned
+from groupax.view.tokens import token_texts
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MOST_POINTS = 20_000  # of a curve in one answer
+MOST_PROMPTS = 200
+TIMES = "time/"
+
+
+class Page:
+    """Answers for some runs.
+
+    Args:
+        runs: to show.
+    """
+
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+        self._steps = rollouts.StepCache()
+        self._indexes: dict[Path, PromptIndex] = {}
+
+    def routes(self) -> list[Route]:
+        """All that can be asked for."""
+        answers: Mapping[str, Callable[[Request], Any]] = {
+            "/api/runs": self.states,
+            "/api/names": self.names,
+            "/api/series": self.series,
+            "/api/times": self.times,
+            "/api/config": self.config,
+            "/api/findings": self.findings,
+            "/api/steps": self.steps,
+            "/api/step": self.step,
+            "/api/group": self.group,
+            "/api/tokens": self.tokens,
+            "/api/text": self.text,
+            "/api/search": self.search,
+            "/api/prompts": self.prompts,
+            "/api/prompt": self.prompt,
+            "/api/evaluations": self.evaluations,
+            "/api/items": self.items,
+        }
+        files = {f"/static/{file.relative_to(STATIC)}": file for file in STATIC.rglob("*") if file.suffix in TYPES}
+        files["/"] = STATIC / "index.html"
+        return [
+            *(Route(path, _json_answer(answer)) for path, answer in answers.items()),
+            *(Route(path, _file_answer(file)) for path, file in files.items()),
+        ]
+
+    def close(self) -> None:
+        """Stop what works in the background."""
+        for index in self._indexes.values():
+            index.close()
+
+    def states(self, request: Request) -> Any:  # noqa: ARG002
+        """Each run's name and state."""
+        self.runs.refresh()
+        return {name: run.state() for name, run in self.runs.named().items()}
+
+    def names(self, request: Request) -> Any:  # noqa: ARG002
+        """The metrics that any run has."""
+        return sorted({name for run in self.runs.named().values() for name in run.metric_names()})
+
+    def series(self, request: Request) -> Any:
+        """Curves of `name`s in `run`s, from step `from` to step `to`, `smooth`ed, at most `points` of each."""
+        first, last = _number(request, "from", -math.inf), _number(request, "to", math.inf)
+        num_points = _num_points(request, 1000)
+        weight = _number(request, "smooth", 0.0)
+        found: dict[str, dict[str, Any]] = {}
+        for run_name in request.query_params.getlist("run"):
+            run = self.runs[run_name]
+            found[run_name] = {}
+            for name in request.query_params.getlist("name"):
+                x, y = run.series(name)
+                if not len(x):
+                    continue
+                shown = smoothed(y, weight)
+                inside = (x >= first) & (x <= last)
+                x, shown = x[inside], shown[inside]
+                thin_x, thin_y = thinned(x, shown, num_points)
+                found[run_name][name] = {"x": thin_x.tolist(), "y": thin_y.tolist(), "num_points": len(x)}
+        return found
+
+    def times(self, request: Request) -> Any:
+        """Seconds per step by what they were spent on, of one run; `other` is what no part tells of."""
+        run = self._run(request)
+        steps, step_s = run.series("step_time")
+        names = [name for name in run.metric_names() if name.startswith(TIMES) and name.endswith("_s")]
+        parts = {name.removeprefix(TIMES).removesuffix("_s"): run.series(name) for name in names}
+        columns = [_aligned(steps, *part) for part in parts.values()]
+        rest = step_s - sum((np.nan_to_num(column) for column in columns), np.zeros(len(steps)))
+        columns.append(np.maximum(rest, 0.0))
+        inside = (steps >= _number(request, "from", -math.inf)) & (steps <= _number(request, "to", math.inf))
+        x, means = stretch_means(steps[inside], np.stack(columns)[:, inside], _num_points(request, 300))
+        return {"x": x.tolist(), "parts": dict(zip([*parts, "other"], means.tolist(), strict=True))}
+
+    def config(self, request: Request) -> Any:  # noqa: ARG002
+        """Settings of every run; `fault` where they cannot be read."""
+        found = {}
+        for name, run in self.runs.named().items():
+            try:
+                found[name] = {"config": run.config(), "command": run.command(), "fault": ""}
+            except ValueError as error:
+                found[name] = {"config": {}, "command": {}, "fault": str(error)}
+        return found
+
+    def findings(self, request: Request) -> Any:  # noqa: ARG002
+        """What was off in every run."""
+        return {name: run.findings() for name, run in self.runs.named().items()}
+
+    def steps(self, request: Request) -> Any:
+        """The steps whose rollouts are there."""
+        return self._run(request).rollout_steps()
+
+    def step(self, request: Request) -> Any:
+        """The groups of a step, and those with the text `q` in them."""
+        run = self._run(request)
+        step = self._step(run, _whole(request, "step"))
+        query = request.query_params.get("q", "")
+        matching = None
+        if query:
+            matching = sorted({int(step.prompt_index[row]) for row in rollouts.matching_rows(step, query)})
+        return {
+            "groups": rollouts.group_summaries(step),
+            "matching": matching,
+            "num_rows": step.table.num_rows,
+            "reward_names": list(step.rewards),
+        }
+
+    def group(self, request: Request) -> Any:
+        """A prompt of a step with its completions."""
+        run, number = self._run(request), _whole(request, "step")
+        found = rollouts.group(self._step(run, number), _whole(request, "prompt"))
+        return {**found, "channels": rollouts.token_channels(run.rollout_file(number))}
+
+    def tokens(self, request: Request) -> Any:
+        """Tokens of a group with what they are shaded by."""
+        run, number = self._run(request), _whole(request, "step")
+        sample = _whole(request, "sample") if "sample" in request.query_params else None
+        channel = request.query_params.get("channel", "policy_logps")
+        found = rollouts.token_values(run.rollout_file(number), _whole(request, "prompt"), channel, sample)
+        texts = token_texts(run.path / "tokenizer")
+        rows = {index: {**row, "texts": texts.pieces(row["ids"])} for index, row in found.items()}
+        return {"rows": rows, "fault": texts.fault}
+
+    def text(self, request: Request) -> Any:
+        """All of a completion, or of the prompt if no `sample` is named."""
+        step = self._step(self._run(request), _whole(request, "step"))
+        sample = _whole(request, "sample") if "sample" in request.query_params else None
+        return {"text": rollouts.whole_text(step, _whole(request, "prompt"), sample)}
+
+    def search(self, request: Request) -> Any:
+        """Rollouts with the text `q` in them, from step `before` backwards, as far as a moment allows."""
+        run = self._run(request)
+        query = request.query_params.get("q", "")
+        if not query:
+            raise ValueError("what is searched for? give q")
+        return search_steps(run, query, before=_number(request, "before", math.inf))
+
+    def prompts(self, request: Request) -> Any:
+        """Prompts over all steps, those with the text `q` in them."""
+        index = self._index(self._run(request))
+        progress = index.update()
+        return {"progress": progress, "prompts": index.prompts(request.query_params.get("q", ""), MOST_PROMPTS)}
+
+    def prompt(self, request: Request) -> Any:
+        """One prompt over all steps."""
+        index = self._index(self._run(request))
+        progress = index.update()
+        return {"progress": progress, **index.history(request.query_params.get("key", ""))}
+
+    def evaluations(self, request: Request) -> Any:
+        """Names of the evaluations whose items are there."""
+        return list(self._run(request).evaluation_files())
+
+    def items(self, request: Request) -> Any:
+        """A page of the items of an evaluation."""
+        files, name = self._run(request).evaluation_files(), request.query_params.get("name", "")
+        if name not in files:
+            raise NotThereError(f"there is no evaluation {name!r}; there are {', '.join(files) or 'none'}")
+        wanted = request.query_params.get("show", "all")
+        return item_page(files[name], _whole(request, "first", "0"), wanted, request.query_params.get("q", ""))
+
+    def _run(self, request: Request) -> Run:
+        return self.runs[request.query_params.get("run", "")]
+
+    def _step(self, run: Run, number: int) -> rollouts.Step:
+        return self._steps.read(run.rollout_file(number), run.reward_weights())
+
+    def _index(self, run: Run) -> PromptIndex:
+        if run.path not in self._indexes:
+            self._indexes[run.path] = PromptIndex(run)
+        return self._indexes[run.path]
+
+
+def make_app(runs: Runs) -> tuple[Starlette, Page]:
+    """The application, without its guard."""
+    page = Page(runs)
+    return Starlette(routes=page.routes()), page
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON has it: numbers that are not finite become null."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _json_answer(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    """Errors are told as `{"error": text}`."""
+
+    def answered(request: Request) -> Response:
+        try:
+            status, content = 200, answer(request)
+        except NotThereError as error:
+            status, content = 404, {"error": str(error)}
+        except (ValueError, OSError) as error:
+            status, content = 400, {"error": str(error)}
+        except Exception:  # noqa: BLE001 (the page must say that something is wrong; the terminal says what)
+            traceback.print_exc()
+            status, content = 500, {"error": "this is a fault of groupax view; its terminal says more"}
+        body = json.dumps(plain(content), allow_nan=False).encode()
+        return Response(body, status, {"cache-control": "no-store"}, "application/json")
+
+    return answered
+
+
+def _file_answer(file: Path) -> Callable[[Request], Response]:
+    content, kind = file.read_bytes(), TYPES[file.suffix]
+    return lambda request: Response(content, 200, {"cache-control": "no-cache"}, kind)  # noqa: ARG005
+
+
+def _aligned(steps: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Values at the steps, NaN where there is none."""
+    if len(x) == len(steps) and np.array_equal(x, steps):
+        return y
+    known = dict(zip(x.tolist(), y.tolist(), strict=True))
+    return np.array([known.get(step, math.nan) for step in steps.tolist()])
+
+
+def _number(request: Request, name: str, default: float) -> float:
+    text = request.query_params.get(name)
+    try:
+        value = default if text is None else float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise ValueError(f"{name}={text!r} is no number")
+    return value
+
+
+def _num_points(request: Request, default: int) -> int:
+    return int(min(max(_number(request, "points", float(default)), 1), MOST_POINTS))
+
+
+def _whole(request: Request, name: str, default: str = "") -> int:
+    text = request.query_params.get(name, default)
+    if not text.isdecimal() or len(text) > 15:
+        raise ValueError(f"{name}={text!r} is no whole number from 0 up")
+    return int(text)

@@ -1,0 +1,70 @@
+"""Items of evaluations, a page at a time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from groupax.view.rollouts import SHOWN_CHARACTERS, shown_prompt
+
+PAGE_ITEMS = 25
+
+
+def item_page(path: Path, first: int, show: str, query: str) -> dict[str, Any]:
+    """Some items of an evaluation, read line by line.
+
+    Args:
+        path: of the file.
+        first: how many to leave out, of those that are shown.
+        show: `all`, `solved` (by every completion) or `unsolved`.
+        query: a text in the prompt or a completion.
+
+    Raises:
+        ValueError: the file cannot be read, or `show` is none of these.
+    """
+    if show not in SHOWN:
+        raise ValueError(f"show={show!r} is none of {', '.join(SHOWN)}")
+    wanted = query.casefold()
+    items: list[dict[str, Any]] = []
+    num_items = num_shown = num_bad = 0
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    item = _item(json.loads(line))
+                except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                    num_bad += 1
+                    continue
+                num_items += 1
+                texts = [item["prompt"], *(each["text"] for each in item["completions"])]
+                if not SHOWN[show](item) or not any(wanted in text.casefold() for text in texts):
+                    continue
+                if first <= num_shown < first + PAGE_ITEMS:
+                    items.append(item)
+                num_shown += 1
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    return {"items": items, "num_items": num_items, "num_shown": num_shown, "num_bad": num_bad, "page": PAGE_ITEMS}
+
+
+def _item(record: dict[str, Any]) -> dict[str, Any]:
+    prompt = record["prompt"]
+    text = prompt if isinstance(prompt, str) else shown_prompt(json.dumps(prompt))
+    completions = [
+        {
+            "text": str(each["text"])[:SHOWN_CHARACTERS],
+            "num_tokens": each.get("num_tokens"),
+            "finish_reason": each.get("finish_reason"),
+            "rewards": dict(each.get("rewards") or {}),
+            "solved": each.get("solved"),
+        }
+        for each in record["completions"]
+    ]
+    columns = {name: str(value)[:SHOWN_CHARACTERS] for name, value in dict(record.get("columns") or {}).items()}
+    return {"prompt": text[:SHOWN_CHARACTERS], "columns": columns, "completions": completions}
+
+
+SHOWN = {
+    "all": lambda item: True,  # noqa: ARG005
+    "solved": lambda item: bool(item["completions"]) and all(each["solved"] for each in item["completions"]),
+    "unsolved": lambda item: not all(each["solved"] for each in item["completions"]),
+}

@@ -1,0 +1,124 @@
+"""Who may ask the server what, and what a browser may do with the answers."""
+
+import hmac
+import secrets
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HEADERS = {
+    # Scripts, styles and data come from the server alone, and text never becomes markup.
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+        "trusted-types 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}
+
+
+class Guard:
+    """Refuses requests that no page of this server makes; middleware of an ASGI application.
+
+    * Without a token, only hosts of the loopback are answered, so that another name that resolves to it (DNS rebinding)
+      is not.
+    * A request that another origin's page makes is refused, except for following a link to the page itself.
+    * With a token, it must come in the cookie that the first page sets, in `Authorization: Bearer`, or in `?token=`.
+
+    Args:
+        app: what answers.
+        token: that requests must have; None for servers on the loopback.
+        port: names the cookie, as cookies are shared by all ports of a host.
+    """
+
+    def __init__(self, app: Any, token: str | None, port: int) -> None:
+        self.app, self.token = app, token
+        self.cookie = f"groupax_view_{port}"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        refusal = refusal_of(scope["method"], scope["path"], headers, self.token is None)
+        if refusal:
+            await _answer(send, 403, refusal)
+            return
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if self.token is not None and not self._is_token(given) and not self._has_token(headers):
+            await _answer(send, 401, "this page needs its token: open the address that groupax view printed")
+            return
+        if self.token is not None and self._is_token(given):
+            cookie = f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
+            await _answer(send, 303, "", {"location": "/", "set-cookie": cookie})
+            return
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), *_encoded(HEADERS)]
+            await send(message)
+
+        await self.app(scope, receive, with_headers)
+
+    def _has_token(self, headers: Mapping[str, str]) -> bool:
+        scheme, _, value = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._is_token(value.strip()):
+            return True
+        cookies = (each.strip().partition("=") for each in headers.get("cookie", "").split(";"))
+        return any(name == self.cookie and self._is_token(value) for name, _, value in cookies)
+
+    def _is_token(self, text: str) -> bool:
+        return self.token is not None and hmac.compare_digest(text.encode(), self.token.encode())
+
+
+def refusal_of(method: str, path: str, headers: Mapping[str, str], loopback_only: bool) -> str:
+    """Why a request is refused; empty if it is not."""
+    host = headers.get("host", "")
+    if loopback_only and _hostname(host) not in LOOPBACK:
+        return f"the host {host[:200]!r} is not this machine's loopback; use --host to serve other machines"
+    if method not in ("GET", "HEAD"):
+        return f"{method} is refused: the page only reads"
+    origin = headers.get("origin")
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+        return f"requests of another origin ({origin[:200]!r}) are refused"
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        follows_link = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+        if not (follows_link and path == "/"):
+            return "requests of other sites are refused"
+    return ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that is bound to it."""
+    return host in LOOPBACK
+
+
+def new_token() -> str:
+    """256 random bits."""
+    return secrets.token_urlsafe(32)
+
+
+def _hostname(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+async def _answer(send: Any, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
+    body = f"groupax view: {text}\n".encode() if text else b""
+    plain = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), "cache-control": "no-store"}
+    told = _encoded({**plain, **HEADERS, **(headers or {})})
+    await send({"type": "http.response.start", "status": status, "headers": told})
+    await send({"type": "http.response.body", "body": body})

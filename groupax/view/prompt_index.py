@@ -1,0 +1,153 @@
+"""Where each prompt was seen: an index over all steps of a run, built in the background."""
+
+import threading
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from groupax.view.rollouts import Step, prompt_key, read_step, shown_prompt
+from groupax.view.runs import NotThereError, Run
+
+MOST_ENTRIES = 2_000_000  # groups; 40 bytes each
+MOST_TEXTS = 50_000
+TEXT_CHARACTERS = 160
+KINDS = {  # of the columns, as `array` has them
+    "key": "Q",
+    "step": "q",
+    "prompt_index": "i",
+    "size": "i",
+    "truncated": "i",
+    "mean": "f",
+    "low": "f",
+    "high": "f",
+}
+
+
+class PromptIndex:
+    """Groups of all steps by prompt. Memory is bounded; a run with more groups is indexed up to the bound.
+
+    Args:
+        run: whose rollouts to read.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._forget()
+
+    def update(self) -> dict[str, Any]:
+        """Go on in the background if there is something to read; how far it is."""
+        with self._lock:
+            if self._generation != self._run.generation:
+                self._forget()
+            todo = [step for step in self._run.rollout_steps() if step not in self._done]
+            if todo and not self._is_full() and (self._thread is None or not self._thread.is_alive()):
+                self._thread = threading.Thread(target=self._read, args=(todo,), daemon=True)
+                self._thread.start()
+            return {
+                "num_done": len(self._done),
+                "num_steps": len(self._done) + len(todo),
+                "num_unreadable": self._num_unreadable,
+                "is_full": self._is_full(),
+            }
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def history(self, key: str) -> dict[str, Any]:
+        """A prompt's groups in the order of steps; none if it was not seen in what was read so far.
+
+        Raises:
+            NotThereError: this is no key.
+        """
+        columns = self._arrays()
+        rows = np.flatnonzero(columns["key"] == np.uint64(_number(key)))
+        rows = rows[np.argsort(columns["step"][rows], kind="stable")]
+        found = {name: column[rows].tolist() for name, column in columns.items() if name != "key"}
+        return {"text": self._texts.get(_number(key), ""), **found}
+
+    def prompts(self, query: str, limit: int) -> list[dict[str, Any]]:
+        """The prompts that were seen most often, of those with a text in them: `key`, `text`, `count`, and the mean
+        reward when they were seen `first` and `last`."""
+        columns = self._arrays()
+        order = np.argsort(columns["step"], kind="stable")
+        keys, first, counts = np.unique(columns["key"][order], return_index=True, return_counts=True)
+        last = len(order) - 1 - np.unique(columns["key"][order][::-1], return_index=True)[1]
+        wanted = query.casefold()
+        found = []
+        for index in np.argsort(-counts, kind="stable").tolist():
+            text = self._texts.get(int(keys[index]), "")
+            if wanted in text.casefold():
+                found.append(
+                    {
+                        "key": f"{int(keys[index]):016x}",
+                        "text": text,
+                        "count": int(counts[index]),
+                        "first": float(columns["mean"][order[first[index]]]),
+                        "last": float(columns["mean"][order[last[index]]]),
+                    }
+                )
+            if len(found) == limit:
+                break
+        return found
+
+    def _forget(self) -> None:
+        self._generation = self._run.generation
+        self._columns = {name: array(kind) for name, kind in KINDS.items()}
+        self._texts: dict[int, str] = {}
+        self._done: set[int] = set()
+        self._num_unreadable = 0
+
+    def _is_full(self) -> bool:
+        return len(self._columns["key"]) >= MOST_ENTRIES
+
+    def _read(self, steps: Iterable[int]) -> None:
+        generation, weights = self._generation, self._run.reward_weights()
+        for number in steps:
+            if self._closed.is_set() or self._generation != generation or self._is_full():
+                return
+            try:
+                step = read_step(self._run.rollout_file(number), weights)
+            except ValueError:  # damaged, or removed meanwhile
+                step = None
+            with self._lock:
+                if self._generation != generation:
+                    return
+                self._done.add(number)
+                if step is None:
+                    self._num_unreadable += 1
+                else:
+                    self._enter(number, step)
+
+    def _enter(self, number: int, step: Step) -> None:
+        for prompt_index in dict.fromkeys(step.prompt_index.tolist()):
+            rows = step.rows_of(prompt_index)
+            scalar = step.table.column("prompt")[int(rows[0])]
+            key = _number(prompt_key(scalar))
+            totals = step.total[rows]
+            totals = totals[~np.isnan(totals)]
+            low, mean, high = (totals.min(), totals.mean(), totals.max()) if totals.size else (np.nan,) * 3
+            values = (key, number, prompt_index, len(rows), int(step.truncated[rows].sum()), mean, low, high)
+            for name, value in zip(KINDS, values, strict=True):
+                self._columns[name].append(value)
+            if key not in self._texts and len(self._texts) < MOST_TEXTS:
+                text = shown_prompt(step.text("prompt", int(rows[0]), 8 * TEXT_CHARACTERS)[0])
+                self._texts[key] = text[:TEXT_CHARACTERS]
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        with self._lock:
+            return {name: np.array(column) for name, column in self._columns.items()}
+
+
+def _number(key: str) -> int:
+    try:
+        return int(key, 16) & (2**64 - 1)
+    except ValueError:
+        raise NotThereError(f"{key!r} is no key of a prompt") from None

@@ -1,0 +1,386 @@
+"""What a step's rollouts hold: groups with their rewards, completions, tokens. A file is read when it is asked for."""
+
+import hashlib
+import json
+import math
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from groupax.view.runs import NotThereError
+
+PREVIEW_BYTES = 320
+SHOWN_CHARACTERS = 20_000  # of a text, before all of it is asked for
+SHOWN_TOKENS = 1_500  # of a completion, likewise
+CACHE_BYTES = 64 * 2**20
+NEEDED = ("prompt", "completion", "prompt_index", "sample_index")
+REWARD = "rewards/"
+EXTRA = "extra/"
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rollouts of one step, without what there is per token.
+
+    Attributes:
+        table: one row per completion.
+        prompt_index: [B] int64.
+        rewards: each [B] float64 by reward function, NaN where one does not apply.
+        total: [B] float64, the weighted sum of those that apply, NaN if none does.
+        advantage: [B] float64, NaN if unknown.
+        truncated: [B] bool, cut off at the limit of tokens.
+        num_tokens: [B] int64.
+    """
+
+    table: pyarrow.Table
+    prompt_index: np.ndarray
+    rewards: Mapping[str, np.ndarray]
+    total: np.ndarray
+    advantage: np.ndarray
+    truncated: np.ndarray
+    num_tokens: np.ndarray
+
+    def rows_of(self, prompt_index: int) -> np.ndarray:
+        """Which rows are of a prompt.
+
+        Raises:
+            NotThereError: none is.
+        """
+        rows = np.flatnonzero(self.prompt_index == prompt_index)
+        if not rows.size:
+            raise NotThereError(f"this step has no prompt {prompt_index}; it has {len(np.unique(self.prompt_index))}")
+        return rows
+
+    def text(self, name: str, row: int, limit: int | None = None) -> tuple[str, int]:
+        """A text, or its beginning, and how many bytes all of it has."""
+        return _text(self.table.column(name)[row], limit)
+
+
+def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
+    """Read a step's rollouts, without what there is per token.
+
+    Args:
+        path: of the file.
+        weights: of the reward functions, in the order of their columns; 1 each if there are none or not as many.
+
+    Raises:
+        ValueError: the file is damaged, or no rollout log.
+    """
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            missing = [name for name in NEEDED if name not in schema.names]
+            if missing:
+                raise ValueError(f"{path.name} is no rollout log: it has no column {', '.join(missing)}")
+            flat = [item.name for item in schema if not pyarrow.types.is_nested(item.type)]
+            table = file.read(columns=flat, use_threads=False)
+            lengths = _num_tokens(file, schema, table)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    names = [name for name in flat if name.startswith(REWARD)]
+    rewards = {name.removeprefix(REWARD): _floats(table, name) for name in names}
+    reasons = table.column("finish_reason").to_pylist() if "finish_reason" in flat else []
+    return Step(
+        table=table,
+        prompt_index=table.column("prompt_index").to_numpy().astype(np.int64),
+        rewards=rewards,
+        total=_weighted(list(rewards.values()), weights, table.num_rows),
+        advantage=_floats(table, "advantage"),
+        truncated=np.array([reason == "length" for reason in reasons] or [False] * table.num_rows, bool),
+        num_tokens=lengths,
+    )
+
+
+class StepCache:
+    """The steps that were asked for last, up to a number of bytes."""
+
+    def __init__(self, num_bytes: int = CACHE_BYTES) -> None:
+        self._num_bytes = num_bytes
+        self._lock = threading.Lock()
+        self._steps: OrderedDict[tuple[Path, int], Step] = OrderedDict()
+
+    def read(self, path: Path, weights: Sequence[float] | None) -> Step:
+        """`read_step`, or what it gave before if the file has not changed since."""
+        key = (path, path.stat().st_mtime_ns)
+        with self._lock:
+            if key in self._steps:
+                self._steps.move_to_end(key)
+                return self._steps[key]
+        step = read_step(path, weights)
+        with self._lock:
+            self._steps[key] = step
+            while len(self._steps) > 1 and sum(each.table.nbytes for each in self._steps.values()) > self._num_bytes:
+                self._steps.popitem(last=False)
+        return step
+
+
+def group_summaries(step: Step) -> list[dict[str, Any]]:
+    """One record per prompt, in the order of the rollout: what a list of groups shows, filters and sorts by."""
+    groups = []
+    for prompt_index in dict.fromkeys(step.prompt_index.tolist()):
+        rows = np.flatnonzero(step.prompt_index == prompt_index)
+        totals = step.total[rows]
+        known = totals[~np.isnan(totals)]
+        preview, _ = step.text("prompt", int(rows[0]), PREVIEW_BYTES)
+        groups.append(
+            {
+                "prompt_index": prompt_index,
+                "preview": shown_prompt(preview)[:PREVIEW_BYTES],
+                "size": len(rows),
+                "totals": totals.tolist(),
+                "mean": known.mean() if known.size else math.nan,
+                "std": known.std() if known.size else math.nan,
+                "zero_variance": bool(known.size and np.ptp(known) == 0),
+                "num_truncated": int(step.truncated[rows].sum()),
+                "disagree": rewards_disagree([column[rows] for column in step.rewards.values()]),
+                "mean_tokens": float(step.num_tokens[rows].mean()),
+            }
+        )
+    return groups
+
+
+def rewards_disagree(columns: Sequence[np.ndarray]) -> bool:
+    """Whether two reward functions order two completions of a group in opposite ways.
+
+    Args:
+        columns: each [G], NaN where a function does not apply.
+    """
+    for number, first in enumerate(columns):
+        for second in columns[:number]:
+            product = np.sign(first[:, None] - first) * np.sign(second[:, None] - second)
+            if np.any(product < 0):
+                return True
+    return False
+
+
+def group(step: Step, prompt_index: int) -> dict[str, Any]:
+    """A prompt and its completions, texts cut at `SHOWN_CHARACTERS`."""
+    rows = step.rows_of(prompt_index)
+    whole, num_bytes = step.text("prompt", int(rows[0]))
+    return {
+        "prompt": cut(whole),
+        "messages": [{**message, "content": cut(message["content"])} for message in messages(whole)],
+        "key": prompt_key(step.table.column("prompt")[int(rows[0])]),
+        "num_bytes": num_bytes,
+        "rows": [_row(step, int(row)) for row in rows],
+    }
+
+
+def _row(step: Step, row: int) -> dict[str, Any]:
+    text, num_bytes = step.text("completion", row, 4 * SHOWN_CHARACTERS)
+    names = step.table.column_names
+    return {
+        "sample_index": step.table.column("sample_index")[row].as_py(),
+        "text": cut(text),
+        "is_cut": len(text) > SHOWN_CHARACTERS or num_bytes > 4 * SHOWN_CHARACTERS,
+        "num_bytes": num_bytes,
+        "num_tokens": int(step.num_tokens[row]),
+        "total": step.total[row],
+        "advantage": step.advantage[row],
+        "rewards": {name: column[row] for name, column in step.rewards.items()},
+        "finish_reason": step.table.column("finish_reason")[row].as_py() if "finish_reason" in names else None,
+        "extra": {
+            name.removeprefix(EXTRA): cut(_any_text(step.table.column(name)[row]))
+            for name in names
+            if name.startswith(EXTRA)
+        },
+    }
+
+
+def whole_text(step: Step, prompt_index: int, sample_index: int | None) -> str:
+    """A whole completion, or the whole prompt if no sample is named."""
+    rows = step.rows_of(prompt_index)
+    if sample_index is None:
+        return step.text("prompt", int(rows[0]))[0]
+    for row in rows:
+        if step.table.column("sample_index")[int(row)].as_py() == sample_index:
+            return step.text("completion", int(row))[0]
+    raise NotThereError(f"prompt {prompt_index} has no sample {sample_index}; it has {len(rows)}")
+
+
+def matching_rows(step: Step, query: str) -> list[int]:
+    """Rows whose prompt or completion has a text in it, upper and lower case alike."""
+    wanted = query.casefold()
+    prompts: dict[int, bool] = {}
+    found = []
+    for row, prompt_index in enumerate(step.prompt_index.tolist()):
+        if prompt_index not in prompts:
+            prompts[prompt_index] = wanted in shown_prompt(step.text("prompt", row)[0]).casefold()
+        if prompts[prompt_index] or wanted in step.text("completion", row)[0].casefold():
+            found.append(row)
+    return found
+
+
+def token_channels(path: Path) -> dict[str, dict[str, str]]:
+    """What tokens can be shaded by: its `kind` (logp, entropy, ratio, value), its `column`, and the one that it is
+    taken `over`, by name."""
+    with pyarrow.parquet.ParquetFile(path) as file:
+        schema = file.schema_arrow
+    if "completion_ids" not in schema.names:
+        return {}
+    names = [item.name for item in schema if _is_list(item.type) and pyarrow.types.is_floating(item.type.value_type)]
+    channels = {name: {"kind": _kind(name), "column": name, "over": ""} for name in names}
+    if "policy_logps" in names:
+        for name in names:
+            if name.endswith("_logps") and name != "policy_logps":
+                ratio = f"ratio {name.removesuffix('_logps')} / policy"
+                channels[ratio] = {"kind": "ratio", "column": name, "over": "policy_logps"}
+    order = ("logp", "entropy", "ratio", "value")
+    return dict(sorted(channels.items(), key=lambda item: (order.index(item[1]["kind"]), item[0] != "policy_logps")))
+
+
+def token_values(path: Path, prompt_index: int, channel: str, sample: int | None = None) -> dict[int, dict[str, Any]]:
+    """Ids and values of the tokens of a group, by sample.
+
+    Args:
+        path: of the step's file.
+        prompt_index: of the group.
+        channel: one of `token_channels`.
+        sample: this completion alone, and all of it; the others come with `SHOWN_TOKENS`.
+
+    Raises:
+        NotThereError: there is no such channel.
+    """
+    channels = token_channels(path)
+    if channel not in channels:
+        raise NotThereError(f"{path.name} has no {channel!r} per token; it has {', '.join(channels) or 'nothing'}")
+    column, over = channels[channel]["column"], channels[channel]["over"]
+    wanted = ["prompt_index", "sample_index", "completion_ids", column, *([over] if over else [])]
+    limit = None if sample is not None else SHOWN_TOKENS
+    found: dict[int, dict[str, Any]] = {}
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=64, columns=wanted, use_threads=False):
+            rows = np.flatnonzero(np.asarray(batch.column("prompt_index")) == prompt_index)
+            for row in rows.tolist():
+                sample_index = batch.column("sample_index")[row].as_py()
+                if sample is not None and sample_index != sample:
+                    continue
+                ids = _list_values(batch.column("completion_ids")[row])[:limit].astype(int)
+                values = _of_tokens(batch.column(column)[row], len(ids))
+                if over:
+                    with np.errstate(over="ignore"):
+                        values = np.exp(values - _of_tokens(batch.column(over)[row], len(ids)))
+                found[sample_index] = {"ids": ids.tolist(), "values": np.round(values, 5).tolist()}
+    return found
+
+
+def messages(prompt: str) -> list[dict[str, str]]:
+    """The turns of a conversation; none if the prompt is plain text."""
+    if not prompt.startswith("[{"):
+        return []
+    try:
+        turns = json.loads(prompt)
+    except (ValueError, RecursionError):
+        return []
+    if not all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        return []
+    return [{"role": str(turn["role"]), "content": _content(turn.get("content"))} for turn in turns]
+
+
+def shown_prompt(prompt: str) -> str:
+    """A prompt in one line of a list: what was asked last in a conversation, also of a cut one."""
+    turns = messages(prompt)
+    if turns:
+        return turns[-1]["content"]
+    if prompt.startswith("[{"):
+        contents = re.findall(r'"content": "((?:[^"\\]|\\.)*)', prompt)
+        if contents:
+            return contents[-1].replace("\\n", "\n").replace('\\"', '"')
+    return prompt
+
+
+def prompt_key(scalar: Any) -> str:
+    """The same for the same prompt in every step."""
+    return hashlib.blake2b(_bytes(scalar), digest_size=8).hexdigest()
+
+
+def cut(text: str) -> str:
+    """The beginning of a long text."""
+    return text[:SHOWN_CHARACTERS]
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "" if content is None else json.dumps(content)
+
+
+def _kind(name: str) -> str:
+    for kind in ("logp", "entrop", "ratio"):
+        if kind in name:
+            return "entropy" if kind == "entrop" else kind
+    return "value"
+
+
+def _weighted(columns: Sequence[np.ndarray], weights: Sequence[float] | None, num_rows: int) -> np.ndarray:
+    if not columns:
+        return np.full(num_rows, np.nan)
+    stacked = np.stack(columns)
+    factors = np.ones(len(columns)) if not weights or len(weights) != len(columns) else np.asarray(weights, np.float64)
+    known = ~np.isnan(stacked)
+    total = (np.where(known, stacked, 0.0) * factors[:, None]).sum(axis=0)
+    return np.where(known.any(axis=0), total, np.nan)
+
+
+def _num_tokens(file: Any, schema: Any, table: Any) -> np.ndarray:
+    """From the ids' lengths, which are read without being kept."""
+    if "completion_ids" not in schema.names:
+        return np.zeros(table.num_rows, np.int64)
+    lengths = [
+        np.asarray(batch.column(0).value_lengths().fill_null(0))
+        for batch in file.iter_batches(batch_size=256, columns=["completion_ids"], use_threads=False)
+    ]
+    return np.concatenate(lengths).astype(np.int64) if lengths else np.zeros(0, np.int64)
+
+
+def _floats(table: Any, name: str) -> np.ndarray:
+    """A column as float64; what is null or no number is NaN."""
+    if name not in table.column_names:
+        return np.full(table.num_rows, np.nan)
+    values = table.column(name).to_pylist()
+    return np.array([float(value) if isinstance(value, int | float) else np.nan for value in values], np.float64)
+
+
+def _list_values(scalar: Any) -> np.ndarray:
+    values = scalar.values
+    return np.zeros(0) if values is None else np.asarray(values.to_numpy(zero_copy_only=False))
+
+
+def _of_tokens(scalar: Any, num_tokens: int) -> np.ndarray:
+    """A list as [num_tokens] float64, NaN where it has no value: a row may be without one."""
+    values = _list_values(scalar)[:num_tokens].astype(np.float64)
+    return np.concatenate([values, np.full(num_tokens - len(values), np.nan)])
+
+
+def _is_list(kind: Any) -> bool:
+    return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
+
+
+def _bytes(scalar: Any) -> bytes:
+    buffer = scalar.as_buffer() if hasattr(scalar, "as_buffer") else None
+    return b"" if buffer is None else bytes(buffer)
+
+
+def _text(scalar: Any, limit: int | None) -> tuple[str, int]:
+    """Text of a scalar; bytes that are no UTF-8 become replacement characters."""
+    if hasattr(scalar, "dictionary"):
+        scalar = scalar.dictionary[scalar.index.as_py()]
+    buffer = scalar.as_buffer() if hasattr(scalar, "as_buffer") else None
+    if buffer is None:
+        return "", 0
+    content = bytes(buffer if limit is None else buffer.slice(0, min(limit, buffer.size)))
+    text = content.decode("utf-8", errors="replace")
+    return (text.rstrip("\ufffd") if buffer.size > len(content) else text), buffer.size
+
+
+def _any_text(scalar: Any) -> str:
+    """A value of any type as text."""
+    return _text(scalar, None)[0] if hasattr(scalar, "as_buffer") else str(scalar.as_py())

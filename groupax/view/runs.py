@@ -1,0 +1,317 @@
+"""Run folders, read while the runs go on."""
+
+import json
+import math
+import re
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from groupax.view.tail import Tail
+
+MOST_METRICS = 5000  # names; a file with more is no log of a run
+LIVE_S = 60.0  # a run that wrote in the last minute is live
+SETTLED_NS = 10**9  # a folder that changed since may change again within the resolution of its time
+STEP_FILE = re.compile(r"step_(\d+)\.parquet")
+
+
+class NotThereError(ValueError):
+    """What was asked for does not exist (any more)."""
+
+
+@dataclass
+class _Column:
+    """One metric: steps and values, as they were logged."""
+
+    steps: array = field(default_factory=lambda: array("d"))
+    values: array = field(default_factory=lambda: array("d"))
+
+
+class Run:
+    """What is known of one run folder. All methods may be called from any thread.
+
+    Args:
+        path: the folder.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._metrics, self._findings = Tail(path / "metrics.jsonl"), Tail(path / "findings.jsonl")
+        self._columns: dict[str, _Column] = {}
+        self._found: list[dict[str, Any]] = []
+        self._generations = (0, 0)
+        self._last_step = math.nan
+        self._num_lines = 0
+        self._fault = ""
+        self._steps: tuple[int, tuple[int, ...]] = (-1, ())
+
+    def refresh(self) -> None:
+        """Read what was written since the last time."""
+        with self._lock:
+            try:
+                self._read_metrics()
+                self._read_findings()
+                self._fault = ""
+            except OSError as error:
+                self._fault = str(error)
+
+    @property
+    def generation(self) -> int:
+        """Grows when the run was begun anew or went back to an earlier step."""
+        return self._metrics.generation
+
+    def state(self) -> dict[str, Any]:
+        """What changes while the run goes on: last step, latest values, whether it is live, counts."""
+        steps = self.rollout_steps()
+        with self._lock:
+            latest = {name: self._columns[name].values[-1] for name in ("reward", "kl") if name in self._columns}
+            step_time = self._columns.get("step_time")
+            patience_s = max(LIVE_S, 5 * step_time.values[-1]) if step_time else LIVE_S
+            age_s = self._age_s()
+            return {
+                "path": str(self.path),
+                "version": [self._metrics.generation, self._num_lines, len(self._found), len(steps)],
+                "last_step": self._last_step,
+                "latest": latest,
+                "num_metrics": len(self._columns),
+                "num_findings": len(self._found),
+                "num_rollout_steps": len(steps),
+                "last_rollout_step": steps[-1] if steps else None,
+                "age_s": age_s,
+                "status": self._status(age_s, patience_s),
+                "num_bad_lines": self._metrics.num_bad_lines + self._findings.num_bad_lines,
+                "fault": self._fault,
+            }
+
+    def metric_names(self) -> list[str]:
+        """Of all that were logged so far."""
+        with self._lock:
+            return sorted(self._columns)
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of a metric, in the order in which they were logged; empty if there is none.
+
+        Returns:
+            steps: [S] float64.
+            values: [S] float64, NaN where a value was not finite.
+        """
+        with self._lock:
+            column = self._columns.get(name, _Column())
+            return np.array(column.steps, np.float64), np.array(column.values, np.float64)
+
+    def findings(self) -> list[dict[str, Any]]:
+        """What was off, in the order in which it was found: `step`, `name`, `text`."""
+        with self._lock:
+            return list(self._found)
+
+    def config(self) -> dict[str, Any]:
+        """The settings of the run; empty if they are not there yet.
+
+        Raises:
+            ValueError: the file is no JSON object.
+        """
+        return self._json_file("config.json")
+
+    def command(self) -> dict[str, Any]:
+        """What `groupax train` was asked for; empty if the run was begun from Python."""
+        return self._json_file("command.json")
+
+    def reward_weights(self) -> list[float] | None:
+        """Of the reward functions; None if the settings do not tell."""
+        try:
+            weights = self.config().get("reward_weights")
+        except ValueError:
+            return None
+        if not isinstance(weights, list) or not all(isinstance(each, int | float) for each in weights):
+            return None
+        return [float(each) for each in weights]
+
+    def rollout_steps(self) -> tuple[int, ...]:
+        """The steps whose rollouts are there, in order."""
+        folder = self.path / "rollouts"
+        try:
+            version = folder.stat().st_mtime_ns
+            with self._lock:
+                if self._steps[0] == version and time.time_ns() - version > SETTLED_NS:
+                    return self._steps[1]
+            matches = (STEP_FILE.fullmatch(file.name) for file in folder.iterdir())
+            steps = tuple(sorted(int(match[1]) for match in matches if match))
+        except (FileNotFoundError, NotADirectoryError):
+            version, steps = -1, ()
+        with self._lock:
+            self._steps = (version, steps)
+        return steps
+
+    def rollout_file(self, step: int) -> Path:
+        """Where a step's rollouts lie.
+
+        Raises:
+            NotThereError: they are not there.
+        """
+        path = self.path / "rollouts" / f"step_{step:06d}.parquet"
+        if not path.is_file():
+            raise NotThereError(
+                f"the rollouts of step {step} are not there: it was not logged (log_completions_steps), or its "
+                "file was removed to save space (rollout_log_gb)"
+            )
+        return path
+
+    def evaluation_files(self) -> dict[str, Path]:
+        """The items of evaluations, by name."""
+        return {file.stem: file for file in sorted((self.path / "evaluations").glob("*.jsonl"))}
+
+    def _read_metrics(self) -> None:
+        for line in self._metrics.new_objects():
+            if self._metrics.generation != self._generations[0]:
+                self._forget_metrics()
+            step = _number(line.get("step"))
+            if step is None or math.isnan(step):
+                self._metrics.num_bad_lines += 1
+                continue
+            self._num_lines += 1
+            self._last_step = step if math.isnan(self._last_step) else max(self._last_step, step)
+            for name, value in line.items():
+                number = _number(value)
+                if name == "step" or number is None:
+                    continue
+                column = self._columns.get(name)
+                if column is None:
+                    if len(self._columns) == MOST_METRICS:
+                        continue
+                    column = self._columns[name] = _Column()
+                column.steps.append(step)
+                column.values.append(number)
+        if self._metrics.generation != self._generations[0]:
+            self._forget_metrics()
+
+    def _forget_metrics(self) -> None:
+        self._generations = (self._metrics.generation, self._generations[1])
+        self._columns, self._last_step, self._num_lines = {}, math.nan, 0
+
+    def _read_findings(self) -> None:
+        new = list(self._findings.new_objects())
+        if self._findings.generation != self._generations[1]:
+            self._generations = (self._generations[0], self._findings.generation)
+            self._found = []
+        for line in new:
+            step = _number(line.get("step"))
+            name, text = (str(line.get(key, "")) for key in ("name", "text"))
+            self._found.append({"step": step, "name": name, "text": text})
+
+    def _age_s(self) -> float | None:
+        """Seconds since the run last wrote."""
+        try:
+            return max(0.0, time.time() - (self.path / "metrics.jsonl").stat().st_mtime)
+        except OSError:
+            return None
+
+    def _status(self, age_s: float | None, patience_s: float) -> str:
+        if age_s is None or not self._num_lines:
+            return "waiting"
+        try:
+            written_s = time.time() - (self.path / "model").stat().st_mtime
+        except OSError:
+            written_s = math.inf
+        if written_s <= age_s:
+            return "done"
+        return "live" if age_s < patience_s else "quiet"
+
+    def _json_file(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        try:
+            content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} must hold settings by name, it holds a {type(content).__name__}")
+        return content
+
+
+class Runs:
+    """The runs that are shown: the folders themselves, or if they hold runs, those, new ones too.
+
+    Args:
+        folders: of runs, or with runs.
+
+    Raises:
+        ValueError: a folder is not there.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        for folder in folders:
+            if not folder.is_dir():
+                raise ValueError(
+                    f"{folder} is no folder; give the output_dir of a run, or a folder with runs"
+                    + (" (copy a run in a bucket to the disk first)" if "://" in str(folder) else "")
+                )
+        self._folders = [folder.resolve() for folder in folders]
+        self._lock = threading.Lock()
+        self._runs: dict[Path, Run] = {}
+
+    def refresh(self) -> None:
+        """Find new runs and read what was written since the last time."""
+        with self._lock:
+            paths = dict.fromkeys(path for folder in self._folders for path in _runs_in(folder))
+            self._runs = {path: self._runs.get(path) or Run(path) for path in paths}
+            runs = list(self._runs.values())
+        for run in runs:
+            run.refresh()
+
+    def named(self) -> dict[str, Run]:
+        """Every run by the shortest end of its path that tells it from the others."""
+        with self._lock:
+            runs = list(self._runs.values())
+        paths = [run.path for run in runs]
+        return {_short_name(run.path, paths): run for run in runs}
+
+    def __getitem__(self, name: str) -> Run:
+        named = self.named()
+        if name not in named:
+            raise NotThereError(f"there is no run {name!r}; there are {', '.join(named) or 'none'}")
+        return named[name]
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    if _is_run(folder):
+        return [folder]
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir() and _is_run(path))
+    except OSError:
+        inside = []
+    return inside or [folder]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file() or (folder / "config.json").is_file()
+
+
+def _short_name(path: Path, paths: Sequence[Path]) -> str:
+    for length in range(1, len(path.parts) + 1):
+        name = "/".join(path.parts[-length:])
+        if sum(other.parts[-length:] == path.parts[-length:] for other in paths) == 1:
+            return name
+    return str(path)
+
+
+def _number(value: Any) -> float | None:
+    """The value if it is a number, NaN if it is null, None if it is neither."""
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:
+        return math.nan

@@ -1,0 +1,252 @@
+// Curves of all runs, live.
+
+import { ask } from "./api.js";
+import { Chart } from "./charts.js";
+import { debounced, el, empty, failure, fill } from "./dom.js";
+import { app, colour, oneRun, runColour, shownRuns } from "./state.js";
+
+const POINTS = 800;
+const SECTIONS = [
+  ["Learning", [
+    ["Reward", ["reward"], "Mean of the weighted sum of all reward functions."],
+    ["Rewards by function", /^rewards\/.+\/mean$/],
+    ["Solved at the first try", ["pass@1"]],
+    ["Held out", /^eval_.*(pass@1|reward)$/],
+    ["Spread within groups", ["reward_std"], "Standard deviation of the reward within a group; at 0 there is nothing to learn."],
+    ["Groups without signal", ["frac_reward_zero_std"], "Share of prompts whose completions all got the same reward."],
+  ]],
+  ["Stability", [
+    ["KL to the reference", ["kl"]],
+    ["Entropy", ["entropy"], "Mean over tokens, in nats."],
+    ["Clipped ratios", /^clip_ratio\/region_mean$/],
+    ["Gradient norm", ["grad_norm"]],
+    ["Loss", ["loss"]],
+    ["Engine and trainer apart", ["rollout/logp_diff_max"], "Greatest difference of their log-probs of a token."],
+    ["Learning rate", ["learning_rate"]],
+  ]],
+  ["Completions", [
+    ["Length", ["completions/mean_length"], "Mean, in tokens."],
+    ["Cut off at the limit", ["completions/clipped_ratio"]],
+  ]],
+  ["Speed", [
+    ["Seconds per step", ["step_time"]],
+    ["Rollout tokens per second", ["rollout/tokens_per_s"]],
+    ["Training tokens per second", ["train/tokens_per_s"]],
+  ]],
+];
+
+export class Curves {
+  constructor(root) {
+    this.root = root;
+    this.names = [];
+    this.cards = new Map(); // title -> { chart, names, visible, section }
+    this.zoom = [null, null];
+    this.smoothing = Number(localStorage.getItem("groupax-smoothing") ?? 0);
+    this.busy = false;
+    this.again = false;
+    this.seen = new IntersectionObserver((entries) => this.scrolled(entries), { rootMargin: "200px" });
+    this.tools = el("div", { class: "toolbar" }, this.smoothingField(), this.searchField(), this.zoomField());
+    this.sections = el("div", { class: "sections" });
+    this.problem = el("div");
+    fill(root, el("h1", { class: "sr" }, "Curves"), this.tools, this.problem, this.sections);
+    this.refreshSoon = debounced(() => this.refresh(), 60);
+  }
+
+  smoothingField() {
+    const value = el("output", {}, this.smoothing.toFixed(2));
+    const input = el("input", {
+      type: "range", min: "0", max: "0.99", step: "0.01", value: String(this.smoothing), name: "smoothing",
+      on: {
+        input: () => {
+          this.smoothing = Number(input.value);
+          value.textContent = this.smoothing.toFixed(2);
+          localStorage.setItem("groupax-smoothing", input.value);
+          this.refreshSoon();
+        },
+      },
+    });
+    return el("label", { class: "field" }, el("span", {}, "Smoothing"), input, value);
+  }
+
+  searchField() {
+    this.search = el("input", {
+      type: "search", placeholder: "Find a metric  ( / )", name: "search", "aria-label": "Find a metric",
+      on: { input: debounced(() => this.layOut(), 120) },
+    });
+    return this.search;
+  }
+
+  zoomField() {
+    this.whole = el("button", { type: "button", hidden: true, on: { click: () => this.zoomTo(null, null) } }, "Show all steps");
+    this.zoomed = el("span", { class: "hint" }, "Drag across a chart to zoom, double click to zoom out.");
+    return [this.whole, this.zoomed];
+  }
+
+  async start() {
+    await this.update();
+  }
+
+  async update() {
+    if (!Object.values(app.runs).some((run) => run.num_metrics)) {
+      fill(this.sections, empty("No metrics yet", "This page fills itself when the run has made its first step."));
+      return;
+    }
+    try {
+      this.problem.replaceChildren();
+      const names = await ask("names");
+      if (names.join("\n") !== this.names.join("\n")) {
+        this.names = names;
+        this.layOut();
+      }
+      await this.refresh();
+    } catch (error) {
+      fill(this.problem, failure(error, () => this.update()));
+    }
+  }
+
+  /** Which cards there are, by the metrics that there are. */
+  layOut() {
+    const query = this.search.value.trim().toLowerCase();
+    const wanted = [];
+    const used = new Set();
+    for (const [section, cards] of SECTIONS) {
+      for (const [title, names, note] of cards) {
+        const found = this.names.filter((name) => (Array.isArray(names) ? names.includes(name) : names.test(name)));
+        found.forEach((name) => used.add(name));
+        const matches = !query || [title, ...found].some((text) => text.toLowerCase().includes(query));
+        if (found.length && matches) wanted.push([section, title, found, note]);
+      }
+      if (section === "Speed" && !query && this.names.includes("step_time")) {
+        wanted.push([section, "Where the time goes", [], "Seconds per step; rewards are computed beside decoding."]);
+      }
+    }
+    for (const name of this.names) {
+      if (used.has(name) || (query && !name.toLowerCase().includes(query))) continue;
+      wanted.push([`Also: ${name.includes("/") ? name.split("/")[0] : "others"}`, name, [name], undefined]);
+    }
+    const before = this.cards;
+    this.cards = new Map();
+    const sections = new Map();
+    for (const [section, title, names, note] of wanted) {
+      const card = before.get(title) ?? this.newCard(title, note);
+      before.delete(title);
+      this.cards.set(title, Object.assign(card, { names }));
+      if (!sections.has(section)) sections.set(section, []);
+      sections.get(section).push(card.chart.card);
+    }
+    for (const { chart } of before.values()) {
+      this.seen.unobserve(chart.card);
+      chart.close();
+    }
+    const parts = [...sections].map(([section, cards]) => {
+      const grid = el("div", { class: "grid" }, cards);
+      if (!section.startsWith("Also: ") || query) return el("section", {}, el("h2", {}, section.replace("Also: ", "")), grid);
+      return el("details", { class: "more" }, el("summary", {}, section.replace("Also: ", ""), el("small", {}, String(cards.length))), grid);
+    });
+    fill(this.sections, parts.length ? parts : empty("No such metric", `No metric has “${query}” in its name.`));
+    this.refreshSoon();
+  }
+
+  newCard(title, note) {
+    const isSplit = title === "Where the time goes";
+    const chart = new Chart(title, { note, stacked: isSplit, wide: isSplit, zoomed: (from, to) => this.zoomTo(from, to) });
+    this.seen.observe(chart.card);
+    return { chart, names: [], visible: false, isSplit };
+  }
+
+  scrolled(entries) {
+    for (const entry of entries) {
+      const card = this.cards.get(entry.target.dataset.title);
+      if (card) card.visible = entry.isIntersecting;
+    }
+    if (entries.some((entry) => entry.isIntersecting)) this.refreshSoon();
+  }
+
+  zoomTo(from, to) {
+    this.zoom = [from, to];
+    this.whole.hidden = from === null;
+    this.zoomed.textContent = from === null ? "" : `steps ${Math.ceil(from)} to ${Math.floor(to)}`;
+    this.refresh();
+  }
+
+  async refresh() {
+    if (this.busy) {
+      this.again = true;
+      return;
+    }
+    this.busy = true;
+    try {
+      do {
+        this.again = false;
+        await this.fetchVisible();
+      } while (this.again && !this.closed);
+      this.problem.replaceChildren();
+    } catch (error) {
+      fill(this.problem, failure(error, () => this.refresh()));
+    } finally {
+      this.busy = false;
+    }
+  }
+
+  async fetchVisible() {
+    const cards = [...this.cards.values()].filter((card) => card.visible);
+    const names = [...new Set(cards.flatMap((card) => card.names))];
+    const run = shownRuns();
+    const [from, to] = this.zoom;
+    const question = { run, name: names, from, to, points: POINTS };
+    const [exact, smooth] = await Promise.all([
+      names.length ? ask("series", question) : {},
+      names.length && this.smoothing ? ask("series", { ...question, smooth: this.smoothing }) : null,
+    ]);
+    if (this.closed) return;
+    for (const card of cards) {
+      if (card.isSplit) await this.showSplit(card, from, to);
+      else card.chart.show(this.lines(card.names, run, exact, smooth));
+    }
+    if (cards.length) document.documentElement.dataset.drawn = String(Math.round(performance.now()));
+  }
+
+  lines(names, runs, exact, smooth) {
+    const lines = [];
+    runs.forEach((run) => {
+      names.forEach((name, index) => {
+        const found = exact[run]?.[name];
+        if (!found) return;
+        const short = name.replace(/^rewards\/(.+)\/mean$/, "$1");
+        const label = names.length === 1 ? run : runs.length === 1 ? short : `${run}: ${short}`;
+        const looks = names.length > 1 && runs.length === 1
+          ? { colour: colour(index), dash: 0 }
+          : { colour: runColour(run), dash: index };
+        if (smooth) lines.push({ ...found, ...looks, label: `${label} (as logged)`, faint: true, dash: 0 });
+        lines.push({ ...(smooth?.[run]?.[name] ?? found), ...looks, label });
+      });
+    });
+    return lines;
+  }
+
+  async showSplit(card, from, to) {
+    const run = oneRun({});
+    const { x, parts } = await ask("times", { run, from, to, points: 300 });
+    const lines = Object.entries(parts).map(([name, y], index) => ({ label: name, colour: colour(index), x, y }));
+    card.chart.title = `Where the time goes: ${run}`;
+    card.chart.card.querySelector("h3").textContent = card.chart.title;
+    card.chart.show(lines);
+  }
+
+  themed() {
+    for (const { chart } of this.cards.values()) chart.lines = [];
+    this.refresh();
+  }
+
+  key(event) {
+    if (event.key !== "/") return false;
+    this.search.focus();
+    return true;
+  }
+
+  close() {
+    this.closed = true;
+    this.seen.disconnect();
+    for (const { chart } of this.cards.values()) chart.close();
+  }
+}

@@ -1,0 +1,79 @@
+// Elements, and texts that stay texts. Nothing here or elsewhere makes markup out of a string.
+
+/** An element with properties (`class`, `on` for listeners, `data`, else attributes) and children. */
+export function el(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "class") element.className = value;
+    else if (name === "on") for (const [event, listener] of Object.entries(value)) element.addEventListener(event, listener);
+    else if (name === "data") Object.assign(element.dataset, value);
+    else if (name === "value" || name === "checked") element[name] = value;
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+  element.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+export function fill(element, ...children) {
+  element.replaceChildren(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g;
+
+/** Text with what is invisible or turns text around made visible: escape codes, direction marks. */
+export function visible(text) {
+  return text.replace(CONTROL, (character) => {
+    const code = character.charCodeAt(0);
+    if (code < 0x20) return String.fromCharCode(0x2400 + code);
+    if (code === 0x7f) return "\u2421";
+    return `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
+  });
+}
+
+/** A number as people read it. */
+export function shown(value, digits = 4) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 6 });
+}
+
+export function plural(count, word) {
+  return `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+}
+
+/** What is shown where there is nothing: what is missing, and why or what to do. */
+export function empty(title, text, ...more) {
+  return el("div", { class: "empty" }, el("h2", {}, title), el("p", {}, text), ...more);
+}
+
+export function failure(error, retry) {
+  return el(
+    "div",
+    { class: "empty failed", role: "alert" },
+    el("h2", {}, "That did not work"),
+    el("p", {}, visible(error.message)),
+    retry && el("button", { type: "button", on: { click: retry } }, "Try again"),
+  );
+}
+
+export function debounced(call, milliseconds) {
+  let timer = 0;
+  return (...values) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => call(...values), milliseconds);
+  };
+}
+
+export function select(label, options, value, change, name) {
+  const field = el(
+    "select",
+    { on: { change: (event) => change(event.target.value) }, name },
+    options.map(([key, text]) => el("option", { value: key }, text)),
+  );
+  field.value = value;
+  return el("label", { class: "field" }, el("span", {}, label), field);
+}

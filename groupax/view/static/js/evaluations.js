@@ -1,0 +1,81 @@
+// Items of evaluations.
+
+import { ask } from "./api.js";
+import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { app, go, oneRun } from "./state.js";
+
+export class Evaluations {
+  constructor(root) {
+    this.root = root;
+    this.first = 0;
+    this.which = "all";
+    this.search = el("input", { type: "search", name: "search", placeholder: "Search items  ( / )", "aria-label": "Search items", on: { input: debounced(() => this.again(), 250) } });
+    this.fields = el("span", { class: "fields" });
+    this.body = el("div");
+    fill(root, el("h1", { class: "sr" }, "Evaluations"), el("div", { class: "toolbar" }, this.fields,
+      select("Show", [["all", "all items"], ["solved", "solved"], ["unsolved", "not solved"]], this.which, (value) => { this.which = value; this.again(); }, "which"), this.search), this.body);
+  }
+
+  async start(parameters) {
+    await this.moved(parameters);
+  }
+
+  async moved(parameters) {
+    this.run = oneRun(parameters);
+    if (this.run === null) return;
+    this.first = Number(parameters.first ?? 0) || 0;
+    try {
+      const names = await ask("evaluations", { run: this.run });
+      this.name = names.includes(parameters.name) ? parameters.name : names[names.length - 1];
+      fill(this.fields,
+        select("Run", Object.keys(app.runs).map((name) => [name, name]), this.run, (run) => go("evaluations", { run }), "run"),
+        names.length > 0 && select("Evaluation", names.map((name) => [name, name]), this.name, (name) => go("evaluations", { run: this.run, name }), "evaluation"));
+      if (names.length) await this.read();
+      else fill(this.body, empty("No evaluations", `${this.run} has not been evaluated. With eval_steps and an eval_dataset it is while it trains.`));
+    } catch (error) {
+      fill(this.body, failure(error, () => this.moved(parameters)));
+    }
+  }
+
+  again() {
+    this.first = 0;
+    if (this.name) this.read().catch((error) => fill(this.body, failure(error, () => this.again())));
+  }
+
+  async read() {
+    const found = await ask("items", { run: this.run, name: this.name, first: this.first, show: this.which, q: this.search.value.trim() });
+    const last = Math.min(this.first + found.page, found.num_shown);
+    const turn = (first) => () => { this.first = first; this.read().catch((error) => fill(this.body, failure(error))); scrollTo(0, 0); };
+    fill(this.body,
+      el("p", { class: "summary", role: "status" }, found.num_shown ? `${this.first + 1} to ${last} of ${plural(found.num_shown, "item")}` : `none of ${plural(found.num_items, "item")}`,
+        found.num_bad > 0 && `; ${plural(found.num_bad, "line")} could not be read`),
+      found.items.map((item) => this.item(item)),
+      el("div", { class: "toolbar slim" },
+        this.first > 0 && el("button", { type: "button", on: { click: turn(this.first - found.page) } }, "‹ Before"),
+        last < found.num_shown && el("button", { type: "button", on: { click: turn(this.first + found.page) } }, "Next ›")));
+  }
+
+  item(item) {
+    const judged = item.completions.filter((each) => each.solved !== null).length;
+    const right = item.completions.filter((each) => each.solved).length;
+    const verdict = judged ? `${right} of ${judged} right` : "not judged";
+    return el("details", { class: "item" },
+      el("summary", {}, el("span", { class: `badge ${!judged ? "" : right === judged ? "good" : right ? "note" : "warn"}` }, verdict), el("span", { class: "preview" }, visible(item.prompt.slice(0, 300)))),
+      el("pre", { class: "text" }, visible(item.prompt)),
+      el("dl", { class: "columns" }, Object.entries(item.columns).map(([name, value]) => [el("dt", {}, visible(name)), el("dd", {}, visible(value.slice(0, 2000)))])),
+      item.completions.map((each) => el("article", { class: "card" },
+        el("header", {}, el("span", { class: "total" }, each.solved === null ? "" : each.solved ? "right" : "wrong"), el("span", { class: "facts" }, [...Object.entries(each.rewards).map(([name, value]) => `${visible(name)} ${shown(value)}`), `${shown(each.num_tokens)} tokens`].join(" · ")),
+          each.finish_reason === "length" && el("span", { class: "badge warn" }, "cut off")),
+        el("pre", { class: "text" }, visible(each.text)))));
+  }
+
+  key(event) {
+    if (event.key !== "/") return false;
+    this.search.focus();
+    return true;
+  }
+
+  update() {}
+
+  close() {}
+}

@@ -1,0 +1,48 @@
+// What was off in the runs, why, and what to do.
+
+import { ask } from "./api.js";
+import { el, empty, failure, fill, plural, visible } from "./dom.js";
+import { address, runColour, shownRuns } from "./state.js";
+
+export class Findings {
+  constructor(root) {
+    this.root = root;
+    this.body = el("div");
+    fill(root, el("h1", { class: "sr" }, "Findings"), this.body);
+  }
+
+  async start() {
+    try {
+      const found = await ask("findings");
+      const runs = shownRuns();
+      const told = JSON.stringify([found, runs]);
+      if (told === this.told) return;
+      this.told = told;
+      const parts = runs.filter((run) => found[run]?.length).map((run) => this.section(run, found[run], runs.length > 1));
+      fill(this.body, parts.length ? parts : empty("Nothing is off", "No run that is shown has told of a finding: rewards vary, completions end, log-probs agree."));
+    } catch (error) {
+      fill(this.body, failure(error, () => this.start()));
+    }
+  }
+
+  section(run, findings, isNamed) {
+    const dot = el("i", { class: "dot" });
+    dot.style.setProperty("--key", runColour(run));
+    return el("section", {},
+      el("h2", {}, isNamed && dot, isNamed ? `${run}: ` : "", plural(findings.length, "finding")),
+      el("ul", { class: "findings" }, findings.slice(-500).reverse().map((finding) => el("li", {},
+        el("header", {}, el("b", {}, visible(finding.name).replaceAll("_", " ")),
+          finding.step !== null && el("a", { href: address("rollouts", { run, step: finding.step }) }, `step ${finding.step}`)),
+        el("p", {}, visible(finding.text))))));
+  }
+
+  update() {
+    return this.start();
+  }
+
+  key() {
+    return false;
+  }
+
+  close() {}
+}

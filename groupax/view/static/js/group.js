@@ -1,0 +1,194 @@
+// A prompt and its completions, side by side.
+
+import { ask } from "./api.js";
+import { el, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { address } from "./state.js";
+import { shadedTokens, shadingLegend, tokenReading } from "./tokens.js";
+
+const ORDERS = {
+  best: ["highest reward first", (a, b) => (b.total ?? -Infinity) - (a.total ?? -Infinity)],
+  worst: ["lowest reward first", (a, b) => (a.total ?? Infinity) - (b.total ?? Infinity)],
+  longest: ["longest first", (a, b) => b.num_tokens - a.num_tokens],
+  sampled: ["as sampled", (a, b) => a.sample_index - b.sample_index],
+};
+const FOLDED = 4000; // characters of a text that are shown at first
+
+export class Group {
+  constructor(root) {
+    this.root = root;
+    this.order = localStorage.getItem("groupax-order") ?? "best";
+    this.channel = localStorage.getItem("groupax-channel");
+    this.tokens = new Map();
+  }
+
+  async show(where) {
+    this.where = where;
+    try {
+      const group = await ask("group", where);
+      if (this.where !== where) return;
+      this.group = group;
+      this.tokens = new Map();
+      this.draw();
+      await this.shade();
+    } catch (error) {
+      if (this.where === where) fill(this.root, failure(error, () => this.show(where)));
+    }
+  }
+
+  draw() {
+    const { group } = this;
+    const channels = Object.keys(group.channels);
+    if (this.channel !== "" && !channels.includes(this.channel)) this.channel = channels[0] ?? "";
+    const rows = [...group.rows].sort(ORDERS[this.order][1]);
+    this.legend = el("span", { class: "shading" });
+    this.reading = el("p", { class: "token-reading", role: "status" }, "Point at a token, or walk with the arrow keys, to read its number.");
+    const totals = rows.map((row) => row.total).filter((total) => total !== null);
+    const bounds = [Math.min(...totals), Math.max(...totals)];
+    this.cards = new Map(rows.map((row, rank) => [row.sample_index, this.card(row, rank, bounds)]));
+    const follow = el("a", { class: "button", href: address("prompts", { run: this.where.run, key: group.key }) }, "Follow this prompt over steps");
+    fill(
+      this.root,
+      el("section", { class: "prompt", "aria-label": "Prompt" },
+        el("header", {}, el("h2", {}, `Prompt ${this.where.prompt}`), el("small", {}, `step ${this.where.step} · ${plural(rows.length, "completion")}`), follow),
+        this.promptText()),
+      el("div", { class: "toolbar slim" },
+        select("Order", Object.entries(ORDERS).map(([key, [text]]) => [key, text]), this.order, (value) => {
+          this.order = value;
+          localStorage.setItem("groupax-order", value);
+          this.draw();
+          this.shade();
+        }, "order"),
+        select("Shade tokens by", [["", "nothing"], ...channels.map((name) => [name, readable(name)])], this.channel ?? "", (value) => {
+          this.channel = value;
+          localStorage.setItem("groupax-channel", value);
+          this.tokens = new Map();
+          this.draw();
+          this.shade();
+        }, "channel"),
+        this.legend),
+      el("div", { class: "side-by-side", tabindex: "0", "aria-label": "Completions, side by side" }, [...this.cards.values()].map((card) => card.root)),
+      this.reading,
+    );
+    this.root.onmouseover = (event) => this.readToken(event);
+  }
+
+  promptText() {
+    const { group } = this;
+    if (group.messages.length) {
+      return el("ol", { class: "turns" }, group.messages.map((turn) =>
+        el("li", {}, el("b", {}, visible(turn.role)), this.folding(turn.content, false, {}))));
+    }
+    return this.folding(group.prompt, group.num_bytes > 4 * group.prompt.length, {});
+  }
+
+  /** A text of which the beginning is shown until all of it is asked for. */
+  folding(text, isCut, more) {
+    const shownText = text.length > FOLDED ? text.slice(0, FOLDED) : text;
+    const body = el("pre", { class: "text" }, visible(shownText));
+    if (shownText.length === text.length && !isCut) return body;
+    const size = more.num_bytes ? ` (${(more.num_bytes / 1000).toLocaleString("en", { maximumFractionDigits: 0 })} kB)` : "";
+    const button = el("button", { type: "button", class: "show-all", on: { click: async () => {
+      button.disabled = true;
+      try {
+        const whole = isCut ? (await ask("text", { ...this.where, sample: more.sample_index })).text : text;
+        body.textContent = visible(whole);
+        button.remove();
+      } catch (error) {
+        button.disabled = false;
+        button.textContent = error.message;
+      }
+    } } }, `Show all${size}`);
+    return el("div", {}, body, button);
+  }
+
+  card(row, rank, [low, high]) {
+    const body = el("div", { class: "completion" }, this.folding(row.text, row.is_cut, row));
+    const part = high > low && row.total !== null ? (row.total - low) / (high - low) : null;
+    const marks = [];
+    if (row.finish_reason === "length") marks.push(el("span", { class: "badge warn" }, "cut off"));
+    else if (row.finish_reason && row.finish_reason !== "stop") marks.push(el("span", { class: "badge warn" }, visible(row.finish_reason)));
+    const extra = Object.entries(row.extra);
+    const root = el("article", { class: "card", "aria-label": `Completion ${row.sample_index}, reward ${shown(row.total)}` },
+      el("header", {},
+        el("span", { class: "rank" }, `${rank + 1}.`),
+        el("span", { class: `total ${part === null ? "" : part > 0.5 ? "high" : "low"}` }, shown(row.total)),
+        el("span", { class: "advantage", title: "Advantage" }, row.advantage === null ? "" : `A ${row.advantage > 0 ? "+" : ""}${shown(row.advantage, 3)}`),
+        el("span", { class: "facts" }, plural(row.num_tokens, "token"), ` · #${row.sample_index}`),
+        marks),
+      el("dl", { class: "rewards" }, Object.entries(row.rewards).map(([name, value]) => {
+        const bar = el("i", { class: value !== null && value < 0 ? "bar below" : "bar" });
+        bar.style.setProperty("--part", String(Math.min(Math.abs(value ?? 0), 1)));
+        return [el("dt", {}, visible(name)), el("dd", {}, el("span", {}, shown(value)), bar)];
+      })),
+      body,
+      extra.length > 0 && el("details", { class: "extra" }, el("summary", {}, plural(extra.length, "further column")),
+        el("dl", {}, extra.map(([name, value]) => [el("dt", {}, visible(name)), el("dd", {}, visible(value))]))),
+    );
+    return { root, body, row };
+  }
+
+  async shade() {
+    const { channel, where, group } = this;
+    const kind = group.channels[channel]?.kind;
+    fill(this.legend, kind ? shadingLegend(kind) : []);
+    this.reading.hidden = !kind;
+    if (!kind) return;
+    try {
+      const found = await ask("tokens", { ...where, channel });
+      if (this.where !== where || this.channel !== channel) return;
+      if (found.fault) this.legend.append(el("small", { class: "hint" }, visible(found.fault)));
+      for (const [sample, row] of Object.entries(found.rows)) this.shadeCard(Number(sample), row, kind, found.fault);
+    } catch (error) {
+      this.legend.append(el("small", { class: "hint", role: "alert" }, visible(error.message)));
+    }
+  }
+
+  /** Shade a completion's text, or if the tokens' texts are not known, their ids below it. */
+  shadeCard(sample, row, kind, fault) {
+    const card = this.cards.get(sample);
+    if (!card || !row.ids.length) return;
+    this.tokens.set(sample, row);
+    const rest = card.row.num_tokens - row.ids.length;
+    const more = rest > 0 && el("button", { type: "button", class: "show-all", on: { click: async () => {
+      more.disabled = true;
+      const found = await ask("tokens", { ...this.where, channel: this.channel, sample });
+      this.shadeCard(sample, found.rows[sample], kind, found.fault);
+    } } }, `Show all (${plural(rest, "more token")})`);
+    const text = el("pre", {
+      class: "text", data: { sample: String(sample) }, tabindex: "0", role: "group",
+      "aria-label": `Tokens of completion ${sample}; arrow keys read them`, on: { keydown: (event) => this.walk(event, sample) },
+    }, shadedTokens(row, kind));
+    fill(card.body, fault && this.folding(card.row.text, card.row.is_cut, card.row), text, more);
+  }
+
+  readToken(event) {
+    const index = event.target.dataset?.token;
+    const sample = event.target.closest?.("[data-sample]")?.dataset.sample;
+    if (index !== undefined && sample !== undefined) this.tellToken(Number(sample), Number(index));
+  }
+
+  tellToken(sample, index) {
+    const row = this.tokens.get(sample);
+    const kind = this.group.channels[this.channel]?.kind;
+    if (row && kind) this.reading.textContent = tokenReading(row, index, readable(this.channel), kind);
+  }
+
+  /** Go from token to token with the keyboard. */
+  walk(event, sample) {
+    const moves = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const tokens = [...event.currentTarget.querySelectorAll(".tok")];
+    const at = tokens.findIndex((token) => token.classList.contains("at"));
+    const next = Math.min(Math.max(at + moves[event.key], 0), tokens.length - 1);
+    tokens[at]?.classList.remove("at");
+    tokens[next].classList.add("at");
+    tokens[next].scrollIntoView({ block: "nearest" });
+    this.tellToken(sample, next);
+  }
+}
+
+function readable(name) {
+  return { policy_logps: "log-prob", sampler_logps: "sampler's log-prob", entropies: "entropy" }[name] ?? name.replaceAll("_", " ");
+}

@@ -1,0 +1,118 @@
+// One prompt followed over the steps at which it was sampled.
+
+import { ask } from "./api.js";
+import { Chart } from "./charts.js";
+import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { address, app, colour, go, oneRun } from "./state.js";
+
+export class Prompts {
+  constructor(root) {
+    this.root = root;
+    this.search = el("input", { type: "search", name: "search", placeholder: "Find a prompt  ( / )", "aria-label": "Find a prompt", on: { input: debounced(() => this.read(), 200) } });
+    this.runField = el("span");
+    this.progress = el("p", { class: "summary", role: "status" });
+    this.body = el("div");
+    fill(root, el("h1", { class: "sr" }, "Prompts"), el("div", { class: "toolbar" }, this.runField, this.search), this.progress, this.body);
+  }
+
+  async start(parameters) {
+    await this.moved(parameters);
+  }
+
+  async moved(parameters) {
+    this.parameters = parameters;
+    this.run = oneRun(parameters);
+    if (this.run === null) return;
+    fill(this.runField, select("Run", Object.keys(app.runs).map((name) => [name, name]), this.run, (run) => go("prompts", { run }), "run"));
+    await this.read();
+  }
+
+  async read() {
+    clearTimeout(this.timer);
+    const { parameters } = this;
+    try {
+      const { key } = parameters;
+      const found = await ask(key ? "prompt" : "prompts", { run: this.run, key, q: key ? null : this.search.value.trim() });
+      if (this.closed || this.parameters !== parameters) return;
+      this.tell(found.progress);
+      if (key) this.showPrompt(found);
+      else this.showPrompts(found.prompts);
+      if (this.isReading(found.progress)) this.timer = setTimeout(() => this.read(), 700);
+    } catch (error) {
+      if (!this.closed && this.parameters === parameters) fill(this.body, failure(error, () => this.read()));
+    }
+  }
+
+  isReading(progress) {
+    return progress.num_done < progress.num_steps && !progress.is_full;
+  }
+
+  tell(progress) {
+    const unreadable = progress.num_unreadable ? `; ${plural(progress.num_unreadable, "file")} could not be read` : "";
+    const full = progress.is_full ? "; there is no room for more" : "";
+    this.progress.textContent = `${progress.num_done.toLocaleString("en")} of ${plural(progress.num_steps, "step")} read${unreadable}${full}`;
+  }
+
+  showPrompts(prompts) {
+    this.chart?.close();
+    this.chart = null;
+    if (!prompts.length) {
+      fill(this.body, empty("No prompts", this.search.value ? "No prompt that was read so far has this text." : "There are no rollouts yet."));
+      return;
+    }
+    fill(this.body, el("table", { class: "data" },
+      el("thead", {}, el("tr", {}, ["Prompt", "Seen", "Mean reward first", "last", "change"].map((text) => el("th", { scope: "col" }, text)))),
+      el("tbody", {}, prompts.map((prompt) => {
+        const change = prompt.count < 2 || prompt.first === null || prompt.last === null ? null : prompt.last - prompt.first;
+        return el("tr", {},
+          el("td", {}, el("a", { href: address("prompts", { run: this.run, key: prompt.key }) }, visible(prompt.text) || "(empty)")),
+          el("td", { class: "number" }, shown(prompt.count)), el("td", { class: "number" }, shown(prompt.first, 3)), el("td", { class: "number" }, shown(prompt.last, 3)),
+          el("td", { class: `number ${change > 0 ? "up" : change < 0 ? "down" : ""}` }, change === null ? "–" : `${change > 0 ? "+" : ""}${shown(change, 3)}`));
+      }))));
+  }
+
+  showPrompt(found) {
+    if (!found.step.length) {
+      const text = this.isReading(found.progress) ? "Looking for it in the steps …" : "No step whose rollouts are there has this prompt.";
+      fill(this.body, empty("Not seen yet", text));
+      return;
+    }
+    const lines = [["best", "high", 2], ["mean", "mean", 0], ["worst", "low", 3]].map(([label, field, index]) => ({ label, colour: colour(index), x: found.step, y: found[field] }));
+    if (!this.chart || !this.body.contains(this.chart.card)) {
+      this.chart?.close();
+      this.chart = new Chart("Reward of this prompt", { wide: true });
+      this.table = el("div");
+      this.head = el("div");
+      fill(this.body, el("a", { href: address("prompts", { run: this.run }) }, "‹ All prompts"), this.head, this.chart.card, this.table);
+    }
+    fill(this.head, el("pre", { class: "text prompt-text" }, visible(found.text)));
+    this.chart.show(lines);
+    const rows = found.step.map((step, index) => ({ step, index })).slice(-200).reverse();
+    fill(this.table, el("table", { class: "data" },
+      el("thead", {}, el("tr", {}, ["Step", "Completions", "Worst", "Mean", "Best", "Cut off"].map((text) => el("th", { scope: "col" }, text)))),
+      el("tbody", {}, rows.map(({ step, index }) => el("tr", {},
+        el("td", {}, el("a", { href: address("rollouts", { run: this.run, step, prompt: found.prompt_index[index] }) }, `step ${step}`)),
+        [found.size, found.low, found.mean, found.high, found.truncated].map((column) => el("td", { class: "number" }, shown(column[index], 3))))))));
+  }
+
+  themed() {
+    if (this.chart) this.chart.lines = [];
+    this.read();
+  }
+
+  async update(changed) {
+    if (changed.includes(this.run)) await this.read();
+  }
+
+  key(event) {
+    if (event.key !== "/") return false;
+    this.search.focus();
+    return true;
+  }
+
+  close() {
+    this.closed = true;
+    clearTimeout(this.timer);
+    this.chart?.close();
+  }
+}

@@ -1,0 +1,286 @@
+// The rollouts of a step: its groups in a list, one of them opened.
+
+import { ask } from "./api.js";
+import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { Group } from "./group.js";
+import { address, app, go, oneRun } from "./state.js";
+
+const FILTERS = {
+  all: ["all groups", () => true],
+  zero: ["no variance", (group) => group.zero_variance],
+  varied: ["with variance", (group) => !group.zero_variance],
+  truncated: ["with cut-off completions", (group) => group.num_truncated > 0],
+  disagree: ["rewards disagree", (group) => group.disagree],
+};
+const ORDERS = {
+  order: ["in order", () => 0],
+  highest: ["highest reward", (a, b) => (b.mean ?? -Infinity) - (a.mean ?? -Infinity)],
+  lowest: ["lowest reward", (a, b) => (a.mean ?? Infinity) - (b.mean ?? Infinity)],
+  spread: ["greatest spread", (a, b) => (b.std ?? -1) - (a.std ?? -1)],
+  longest: ["longest", (a, b) => b.mean_tokens - a.mean_tokens],
+};
+
+export class Rollouts {
+  constructor(root) {
+    this.root = root;
+    this.filter = "all";
+    this.sort = "order";
+    this.query = "";
+    this.steps = [];
+    this.list = el("ol", { class: "groups", role: "listbox", "aria-label": "Groups of this step", tabindex: "0" });
+    this.detail = el("div", { class: "detail" });
+    this.group = new Group(this.detail);
+    this.summary = el("p", { class: "summary", role: "status" });
+    this.tools = el("div", { class: "toolbar" });
+    this.body = el("div", { class: "browser" }, el("div", { class: "list" }, this.summary, this.list), this.detail);
+    fill(root, el("h1", { class: "sr" }, "Rollouts"), this.tools, this.body);
+    this.layOutTools();
+    this.goSoon = debounced((step) => this.goTo({ step, prompt: null }), 120);
+  }
+
+  layOutTools() {
+    this.runField = el("span");
+    this.number = el("input", { type: "number", name: "step", min: "0", "aria-label": "Step", on: { change: () => this.goTo({ step: this.nearest(Number(this.number.value)), prompt: null }) } });
+    this.slider = el("input", { type: "range", min: "0", name: "step-slider", "aria-label": "Step", on: {
+      input: () => {
+        this.number.value = String(this.steps[Number(this.slider.value)]);
+        this.goSoon(this.steps[Number(this.slider.value)]);
+      },
+    } });
+    this.count = el("span", { class: "hint" });
+    this.search = el("input", { type: "search", name: "search", placeholder: "Search texts  ( / )", "aria-label": "Search prompts and completions", on: {
+      input: debounced(() => this.searched(), 200),
+      keydown: (event) => event.key === "Enter" && event.shiftKey && this.everywhere(),
+    } });
+    this.all = el("button", { type: "button", title: "Search the rollouts of all steps (Shift+Enter)", on: { click: () => this.everywhere() } }, "In all steps");
+    fill(
+      this.tools,
+      this.runField,
+      el("div", { class: "stepper", role: "group", "aria-label": "Step" },
+        el("button", { type: "button", "aria-label": "Step before", title: "←", on: { click: () => this.move(-1) } }, "‹"),
+        this.number,
+        el("button", { type: "button", "aria-label": "Next step", title: "→", on: { click: () => this.move(1) } }, "›"),
+        el("button", { type: "button", title: "Newest step (End)", on: { click: () => this.move(Infinity) } }, "Newest"),
+        this.slider, this.count),
+      select("Show", Object.entries(FILTERS).map(([key, [text]]) => [key, text]), this.filter, (value) => this.setList({ filter: value }), "filter"),
+      select("Order", Object.entries(ORDERS).map(([key, [text]]) => [key, text]), this.sort, (value) => this.setList({ sort: value }), "sort"),
+      el("div", { class: "joined" }, this.search, this.all),
+    );
+  }
+
+  async start(parameters) {
+    await this.moved(parameters);
+  }
+
+  /** The address has changed. */
+  async moved(parameters) {
+    this.parameters = parameters;
+    this.run = oneRun(parameters);
+    if (this.run === null) return;
+    fill(this.runField, select("Run", Object.keys(app.runs).map((name) => [name, name]), this.run, (run) => go("rollouts", { run }), "run"));
+    try {
+      await this.readSteps();
+      if (!this.steps.length) return;
+      const step = this.nearest("step" in parameters ? Number(parameters.step) : Infinity);
+      const isNew = this.run !== this.shownRun || step !== this.step;
+      this.step = step;
+      this.shownRun = this.run;
+      this.number.value = String(step);
+      this.slider.value = String(this.steps.indexOf(step));
+      if (isNew) await this.readStep();
+      else this.open();
+    } catch (error) {
+      this.fail(error);
+    }
+  }
+
+  async readSteps() {
+    this.steps = await ask("steps", { run: this.run });
+    this.body.hidden = !this.steps.length;
+    this.nothing?.remove();
+    if (!this.steps.length) {
+      this.nothing = empty("No rollouts yet", `${this.run} has written no rollouts. With log_completions it writes them every log_completions_steps steps.`);
+      this.root.append(this.nothing);
+      return;
+    }
+    this.slider.max = String(this.steps.length - 1);
+    this.count.textContent = `${plural(this.steps.length, "step")} logged, ${this.steps[0]} to ${this.steps[this.steps.length - 1]}`;
+  }
+
+  async readStep() {
+    const { run, step, query } = this;
+    const found = await ask("step", { run, step, q: query });
+    if (this.run !== run || this.step !== step || this.query !== query) return;
+    this.found = found;
+    this.nothing?.remove();
+    this.body.hidden = false;
+    this.layOutList();
+    document.documentElement.dataset.step = String(step);
+  }
+
+  setList(change) {
+    Object.assign(this, change);
+    if (this.found) this.layOutList();
+  }
+
+  searched() {
+    const query = this.search.value.trim();
+    if (query === this.query) return;
+    this.query = query;
+    this.stopSearch();
+    if (this.steps.length) this.readStep().catch((error) => this.fail(error));
+  }
+
+  layOutList() {
+    const { groups, matching } = this.found;
+    const hits = matching && new Set(matching);
+    const totals = groups.flatMap((group) => group.totals).filter((total) => total !== null);
+    const low = Math.min(...totals);
+    const high = Math.max(...totals);
+    this.shown = groups
+      .filter((group) => FILTERS[this.filter][1](group) && (!hits || hits.has(group.prompt_index)))
+      .sort(ORDERS[this.sort][1]);
+    const of = this.shown.length === groups.length ? plural(groups.length, "group") : `${this.shown.length} of ${plural(groups.length, "group")}`;
+    this.summary.textContent = `${of}, ${plural(this.found.num_rows, "completion")}`;
+    fill(this.list, this.shown.map((group) => this.item(group, low, high)));
+    if (this.shown.length) this.open();
+    else fill(this.detail, empty("No group like that", "No group of this step passes the filter and the search.", el("button", { type: "button", on: { click: () => this.clear() } }, "Show all groups")));
+  }
+
+  item(group, low, high) {
+    const squares = group.totals.slice(0, 64).map((total) => {
+      const square = el("i", { class: total === null ? "square none" : "square" });
+      square.style.setProperty("--part", String(high > low && total !== null ? (total - low) / (high - low) : 0.5));
+      return square;
+    });
+    return el("li", { role: "option", id: `group-${group.prompt_index}`, data: { prompt: String(group.prompt_index) }, "aria-selected": "false", on: { click: () => this.goTo({ prompt: group.prompt_index }) } },
+      el("div", { class: "line" }, el("b", {}, `${group.prompt_index}`), el("span", { class: "mean" }, shown(group.mean, 3)),
+        group.zero_variance && el("span", { class: "badge" }, "no variance"),
+        group.num_truncated > 0 && el("span", { class: "badge warn" }, `${group.num_truncated} cut off`),
+        group.disagree && el("span", { class: "badge note" }, "disagree")),
+      el("div", { class: "preview" }, visible(group.preview)),
+      el("div", { class: "squares", "aria-hidden": "true" }, squares));
+  }
+
+  /** Show the group that the address names, or the first of the list. */
+  open() {
+    const wanted = "prompt" in this.parameters ? Number(this.parameters.prompt) : null;
+    const chosen = this.shown.find((group) => group.prompt_index === wanted) ?? this.shown[0];
+    if (!chosen) return;
+    for (const item of this.list.children) item.setAttribute("aria-selected", String(item.dataset.prompt === String(chosen.prompt_index)));
+    this.list.setAttribute("aria-activedescendant", `group-${chosen.prompt_index}`);
+    this.list.querySelector('[aria-selected="true"]')?.scrollIntoView({ block: "nearest" });
+    this.prompt = chosen.prompt_index;
+    this.group.show({ run: this.run, step: this.step, prompt: chosen.prompt_index });
+  }
+
+  goTo(change) {
+    const target = { run: this.run, step: this.step, prompt: this.prompt, ...change };
+    go("rollouts", target, true);
+  }
+
+  move(by) {
+    if (!this.steps.length) return;
+    const index = Math.min(Math.max(this.steps.indexOf(this.step) + by, 0), this.steps.length - 1);
+    this.goTo({ step: this.steps[index] });
+  }
+
+  movePrompt(by) {
+    const index = this.shown?.findIndex((group) => group.prompt_index === this.prompt) ?? -1;
+    const next = this.shown?.[Math.min(Math.max(index + by, 0), this.shown.length - 1)];
+    if (next) this.goTo({ prompt: next.prompt_index });
+  }
+
+  nearest(step) {
+    return this.steps.reduce((best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best), this.steps[this.steps.length - 1]);
+  }
+
+  clear() {
+    this.search.value = "";
+    this.query = "";
+    this.filter = "all";
+    this.tools.querySelector('[name="filter"]').value = "all";
+    this.stopSearch();
+    this.readStep().catch((error) => this.fail(error));
+  }
+
+  /** Search all steps, newest first, as long as there is something to search and little was found. */
+  async everywhere() {
+    this.query = this.search.value.trim();
+    if (!this.query) {
+      this.search.focus();
+      return;
+    }
+    this.stopSearch();
+    const stopping = new AbortController();
+    this.searching = stopping;
+    const hits = el("ol", { class: "hits" });
+    const status = el("p", { role: "status" });
+    const stop = el("button", { type: "button", on: { click: () => this.stopSearch() } }, "Stop");
+    fill(this.detail, el("section", { class: "found" }, el("h2", {}, `“${this.query}” in all steps`), status, stop, hits));
+    let before = null;
+    let numSearched = 0;
+    try {
+      do {
+        const answer = await ask("search", { run: this.run, q: this.query, before }, stopping.signal);
+        numSearched += answer.num_searched;
+        hits.append(...answer.hits.map((hit) => this.hit(hit)));
+        status.textContent = `${plural(hits.children.length, "completion")} in ${plural(numSearched, "step")} of ${this.steps.length} searched`;
+        before = answer.next_before;
+      } while (before !== null && hits.children.length < 200);
+      if (before === null) status.textContent += hits.children.length ? ". That is all." : ". Nothing has this text.";
+      else status.textContent += ". There may be more: search for something rarer.";
+    } catch (error) {
+      if (error.name !== "AbortError") status.textContent = error.message;
+    }
+    stop.remove();
+  }
+
+  hit(hit) {
+    return el("li", {}, el("a", { href: address("rollouts", { run: this.run, step: hit.step, prompt: hit.prompt_index }), on: { click: () => this.clearSearchField() } }, `step ${hit.step}, prompt ${hit.prompt_index}, #${hit.sample_index}`),
+      el("span", { class: "mean" }, shown(hit.total, 3)), el("div", { class: "preview" }, visible(hit.excerpt)));
+  }
+
+  clearSearchField() {
+    this.search.value = "";
+    this.query = "";
+    this.step = null;
+  }
+
+  stopSearch() {
+    this.searching?.abort();
+    this.searching = null;
+  }
+
+  async update(changed) {
+    if (!changed.includes(this.run)) return;
+    const first = !this.steps.length;
+    await this.readSteps();
+    if (first && this.steps.length) await this.moved(this.parameters);
+    else if (this.steps.length) this.slider.value = String(this.steps.indexOf(this.step));
+  }
+
+  fail(error) {
+    this.nothing?.remove();
+    this.body.hidden = true;
+    this.nothing = failure(error, () => {
+      this.step = null;
+      this.moved(this.parameters);
+    });
+    this.root.append(this.nothing);
+  }
+
+  key(event) {
+    const actions = {
+      ArrowLeft: () => this.move(-1), ArrowRight: () => this.move(1), Home: () => this.move(-Infinity), End: () => this.move(Infinity),
+      ArrowUp: () => this.movePrompt(-1), ArrowDown: () => this.movePrompt(1), "/": () => this.search.focus(), Escape: () => this.clear(),
+    };
+    if (!(event.key in actions)) return false;
+    actions[event.key]();
+    return true;
+  }
+
+  close() {
+    this.stopSearch();
+  }
+}

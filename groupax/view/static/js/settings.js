@@ -1,0 +1,70 @@
+// Settings of the runs, and in what they differ.
+
+import { ask } from "./api.js";
+import { debounced, el, empty, failure, fill, plural, visible } from "./dom.js";
+import { shownRuns } from "./state.js";
+
+export class Settings {
+  constructor(root) {
+    this.root = root;
+    this.search = el("input", { type: "search", name: "search", placeholder: "Find a setting  ( / )", "aria-label": "Find a setting", on: { input: debounced(() => this.draw(), 100) } });
+    this.all = el("input", { type: "checkbox", name: "all", on: { change: () => this.draw() } });
+    this.body = el("div");
+    fill(root, el("h1", { class: "sr" }, "Settings"),
+      el("div", { class: "toolbar" }, el("label", { class: "field" }, this.all, el("span", {}, "Also those that are equal")), this.search), this.body);
+  }
+
+  async start() {
+    try {
+      const found = await ask("config");
+      const told = JSON.stringify([found, shownRuns()]);
+      if (told === this.told) return;
+      this.told = told;
+      this.found = found;
+      this.draw();
+    } catch (error) {
+      fill(this.body, failure(error, () => this.start()));
+    }
+  }
+
+  draw() {
+    if (!this.found) return;
+    const runs = shownRuns().filter((run) => run in this.found);
+    const settings = runs.map((run) => ({ ...prefixed(this.found[run].command), ...this.found[run].config }));
+    const names = [...new Set(settings.flatMap((each) => Object.keys(each)))];
+    const texts = new Map(names.map((name) => [name, settings.map((each) => (name in each ? JSON.stringify(each[name]) : null))]));
+    const differs = (name) => new Set(texts.get(name)).size > 1;
+    const query = this.search.value.trim().toLowerCase();
+    const numDiffering = names.filter(differs).length;
+    const shown = names.filter((name) => (this.all.checked || query || runs.length < 2 || differs(name)) && name.toLowerCase().includes(query));
+    const faults = runs.filter((run) => this.found[run].fault).map((run) => el("p", { class: "summary failed" }, visible(this.found[run].fault)));
+    if (!names.length) {
+      fill(this.body, faults, empty("No settings", "No run that is shown has a config.json yet."));
+      return;
+    }
+    const told = runs.length < 2 ? `${plural(names.length, "setting")} of ${runs[0]}; choose two runs to compare` : `${plural(numDiffering, "setting")} of ${names.length} ${numDiffering === 1 ? "differs" : "differ"} between ${plural(runs.length, "run")}`;
+    fill(this.body, faults, el("p", { class: "summary", role: "status" }, told),
+      shown.length
+        ? el("div", { class: "scroll" }, el("table", { class: "data settings" },
+          el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Setting"), runs.map((run) => el("th", { scope: "col" }, run)))),
+          el("tbody", {}, shown.map((name) => el("tr", { class: runs.length > 1 && differs(name) ? "differs" : "" }, el("th", { scope: "row" }, visible(name)),
+            texts.get(name).map((text) => el("td", {}, text === null ? el("i", {}, "not there") : visible(text.slice(0, 2000)))))))))
+        : empty("Nothing differs", query ? `No setting has “${query}” in its name.` : "These runs have the same settings."));
+  }
+
+  key(event) {
+    if (event.key !== "/") return false;
+    this.search.focus();
+    return true;
+  }
+
+  update() {
+    return this.start();
+  }
+
+  close() {}
+}
+
+function prefixed(command) {
+  return Object.fromEntries(Object.entries(command).map(([name, value]) => [`--${name}`, value]));
+}

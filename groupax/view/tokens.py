@@ -1,0 +1,76 @@
+"""Texts of single tokens, by the run's own tokenizer."""
+
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+LONGEST_CHARACTER = 8  # tokens that one character may be spread over
+
+
+class TokenTexts:
+    """The tokenizer of a run, loaded when it is first needed.
+
+    Args:
+        folder: the run's `tokenizer/`.
+
+    Attributes:
+        fault: why ids stand in for texts; empty if they do not.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.fault = ""
+        self._tokenizer: Any = None
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            self.fault = f"the run has no {path.parent.name}/{path.name}, so ids are shown for tokens"
+            return
+        try:
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 (the library raises nothing more special for a damaged file)
+            self.fault = f"{path.parent.name}/{path.name} cannot be read ({error}), so ids are shown for tokens"
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text that each token adds. A token that ends within a character adds nothing; the last one adds it."""
+        if self._tokenizer is None:
+            return [f"⟨{number}⟩" for number in ids]
+        pieces, pending, before = [], [], []
+        for number in ids:
+            pending.append(number)
+            prefix = self._decode(before)
+            text = self._decode([*before, *pending])
+            if text.endswith("\ufffd") and len(pending) < LONGEST_CHARACTER:
+                pieces.append("")
+                continue
+            pieces.append(text[len(prefix) :] if text.startswith(prefix) else self._decode(pending))
+            before, pending = pending[-1:], []
+        if pending:
+            pieces[-1] = self._decode(pending)
+        return pieces
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        try:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
+        except (OverflowError, TypeError):
+            return "".join(f"⟨{number}⟩" for number in ids)
+
+
+_loading = threading.Lock()
+
+
+def token_texts(folder: Path) -> TokenTexts:
+    """The tokenizer in a folder, loaded once."""
+    try:
+        version = (folder / "tokenizer.json").stat().st_mtime_ns
+    except OSError:
+        version = 0
+    with _loading:
+        return _load(folder, version)
+
+
+@lru_cache(maxsize=4)
+def _load(folder: Path, version: int) -> TokenTexts:  # noqa: ARG001
+    return TokenTexts(folder)

@@ -1,0 +1,522 @@
+"""`groupax view`: what its server tells of run folders, what it refuses, and the page in a real browser
+(tests/test_view_page.py)."""
+
+import http.client
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from urllib.parse import urlencode
+
+import numpy as np
+import pytest
+
+from groupax.cli import main
+from groupax.evaluation.items import Completion, Item
+from groupax.rollout import Rollout
+from groupax.rollout_log import TokenScores
+from groupax.tracking import RunFolder
+from groupax.view.guard import is_loopback
+from groupax.view.runs import Run, Runs
+from groupax.view.series import smoothed, stretch_means, thinned
+from groupax.view.server import make_server
+from groupax.view.tail import Tail
+from groupax.view.tokens import TokenTexts
+
+STATIC = Path(__file__).parents[1] / "groupax" / "view" / "static"
+HOSTILE = "<script>alert(1)</script>\x1b[31m\u202etxt.exe<img src=x onerror=alert(2)>\x00"
+NUM_STEPS, G = 6, 4
+LONG = "ü" * 600_000  # 1.2 MB in one line
+
+
+def a_rollout(step, prompt_index, sample_index):
+    """Prompt 0 gets equal rewards, those of prompt 1 disagree, prompt 2 is hostile; the last completion is cut off."""
+    question = "What is 1+1?" if prompt_index == 0 else f"prompt {prompt_index} of step {step}"
+    prompt = HOSTILE if prompt_index == 2 else question
+    if prompt_index == 1:
+        prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    text = f"answer {sample_index} of step {step}"
+    if prompt_index == 2:
+        text = LONG if sample_index == 0 else HOSTILE
+    num_tokens = 3 + sample_index
+    right = 0.5 if prompt_index == 0 else sample_index / G
+    return Rollout(
+        prompt_index=prompt_index,
+        sample_index=sample_index,
+        example={"prompt": prompt},
+        prompt_ids=np.arange(4, dtype=np.int32),
+        completion_ids=np.arange(num_tokens, dtype=np.int32),
+        policy_logps=np.linspace(-2, -0.5, num_tokens).astype(np.float32),
+        sampler_logps=np.linspace(-2, -0.5, num_tokens).astype(np.float32) - 0.5,
+        finish_reason="length" if sample_index == G - 1 else "stop",
+        policy_version=step - 1,
+        text=text,
+        rewards={"right": right, "<b>brief</b>": 1 - sample_index / G if prompt_index == 1 else None},
+        advantage=sample_index - 1.5,
+        extra={"note": HOSTILE},
+    )
+
+
+def write_run(folder, config, num_steps=NUM_STEPS):
+    run = RunFolder(folder)
+    run.start(config)
+    for step in range(1, num_steps + 1):
+        times = {"step_time": 2.0, "time/rollout_s": 1.5 - step / 10}
+        run.write_metrics({"step": float(step), "reward": step / 10, "kl": float("nan"), **times})
+        rows = [a_rollout(step, prompt, sample) for prompt in range(3) for sample in range(G)]
+        scored = {
+            index: TokenScores(row.policy_logps + 0.25, -row.policy_logps)
+            for index, row in enumerate(rows)
+            if index % G
+        }
+        run.write_rollouts(step, rows, scored)
+    run.write_finding(3, "kl_runaway", f"KL runs away {HOSTILE}")
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("view") / "runs"
+    run = write_run(folder / "alpha", {"beta": 0.0, "seed": 1, "reward_weights": [1.0, 2.0]})
+    done = Completion(HOSTILE, 5, "stop", {"right": 1.0}, 1.0, True)
+    cut = Completion("wrong", 9, "length", {"right": 0.0}, 0.0, False)
+    items = [Item(f"k{n}", n, f"question {n}", {"answer": n}, [done, done if n % 3 else cut]) for n in range(60)]
+    run.write_items("step_000005.eval", items)
+    hostile = folder / '"><img src=x onerror=alert(3)>'
+    write_run(hostile, {"beta": 0.1, "seed": 1, HOSTILE: HOSTILE}, num_steps=2)
+    for name in ("step_x.parquet", ".step_000009.parquet", "step_000010.parquet.part"):
+        (folder / "alpha" / "rollouts" / name).write_bytes(b"")
+    (folder / "alpha" / "rollouts" / "step_000007.parquet").write_bytes(b"PAR1 damaged")
+    (folder.parent / "secret.jsonl").write_text('{"prompt": "secret", "completions": []}')
+    return folder
+
+
+@contextmanager
+def serving(*folders, token=None):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        server, page = make_server(Runs(folders), port, token)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield port
+        finally:
+            server.should_exit = True
+            thread.join()
+            page.close()
+
+
+@pytest.fixture(scope="module")
+def port(folder):
+    with serving(folder) as port:
+        assert ask(port, "runs")["alpha"]["last_step"] == NUM_STEPS
+        yield port
+
+
+def request(port, path, method="GET", **headers):
+    """Status, headers and body of the answer to exactly this path."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, headers={"Host": f"127.0.0.1:{port}", **given})
+    answer = connection.getresponse()
+    found = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+    connection.close()
+    return found
+
+
+def ask(port, route, expected=200, /, **parameters):
+    status, headers, body = request(port, f"/api/{route}?{urlencode(parameters, doseq=True)}")
+    assert status == expected, body
+    assert headers["content-type"] == "application/json"
+    return json.loads(body)
+
+
+def test_every_run_of_a_folder_is_listed_with_its_state(port):
+    runs = ask(port, "runs")
+    assert list(runs) == ['"><img src=x onerror=alert(3)>', "alpha"]
+    state = runs["alpha"]
+    assert (state["last_step"], state["num_rollout_steps"], state["num_findings"]) == (NUM_STEPS, NUM_STEPS + 1, 1)
+    assert state["latest"] == {"reward": NUM_STEPS / 10, "kl": None}
+    assert state["status"] == "live"
+    assert ask(port, "names") == ["kl", "reward", "step_time", "time/rollout_s"]
+
+
+def test_series_are_what_was_logged(port):
+    found = ask(port, "series", run=["alpha"], name=["reward", "kl", "none"])["alpha"]
+    assert found["reward"] == {"x": [1, 2, 3, 4, 5, 6], "y": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], "num_points": 6}
+    assert found["kl"]["y"] == [None] * 6
+    assert "none" not in found
+    part = ask(port, "series", **{"run": "alpha", "name": "reward", "from": 2.5, "to": 4, "smooth": 0.5})
+    assert part["alpha"]["reward"]["x"] == [3, 4]
+    assert part["alpha"]["reward"]["y"] == pytest.approx(smoothed(np.arange(1, 7) / 10, 0.5)[2:4])
+
+
+def test_smoothing_is_a_mean_that_favours_what_is_near():
+    y = np.array([1.0, np.nan, 4.0, 2.0])
+    weights = 0.5 ** np.arange(3)[::-1]
+    assert smoothed(y, 0.5)[3] == pytest.approx((weights @ [1.0, 4.0, 2.0]) / weights.sum())
+    assert np.isnan(smoothed(y, 0.5)[1])
+    assert smoothed(y, 0.0) is y
+    with pytest.raises(ValueError, match=r"lies in \[0, 1\), this one is 1"):
+        smoothed(y, 1.0)
+
+
+def test_long_series_keep_their_extremes():
+    x = np.arange(10_000.0)
+    y = np.sin(x / 300)
+    y[1234], y[7777], y[5000:5100] = 9.0, -9.0, np.nan
+    thin_x, thin_y = thinned(x, y, 500)
+    assert len(thin_x) <= 502
+    assert (thin_x[0], thin_x[-1]) == (0, 9999)
+    assert {(1234.0, 9.0), (7777.0, -9.0)} <= set(zip(thin_x.tolist(), thin_y.tolist(), strict=True))
+    assert thinned(x[:500], y[:500], 500)[1].tolist() == y[:500].tolist()
+    mean_x, means = stretch_means(x, np.stack([x, np.ones(10_000)]), 100)
+    assert mean_x[-1] == 9999
+    assert means[0] == pytest.approx(x.reshape(100, 100).mean(axis=1))
+    assert means[1] == pytest.approx(np.ones(100))
+
+
+def test_times_of_a_step_sum_to_the_step(port):
+    found = ask(port, "times", run="alpha")
+    assert found["parts"]["rollout"] == pytest.approx([1.4, 1.3, 1.2, 1.1, 1.0, 0.9])
+    assert np.sum(list(found["parts"].values()), axis=0) == pytest.approx(np.full(6, 2.0))
+
+
+def test_metrics_are_read_while_they_are_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    run = Run(tmp_path)
+    run.refresh()
+    assert run.state()["status"] == "waiting"
+    path.write_bytes(b'{"step": 1, "reward": 0.5}\n{"step": 2, "rew')
+    run.refresh()
+    assert run.series("reward")[1].tolist() == [0.5]
+    with path.open("ab") as file:
+        file.write(
+            b'ard": NaN}\nno json\n[1]\n{"step": "x", "reward": 1}\n\xff\xfe\n{"step": 3, "reward": 1e999, "t": "x"}\n'
+        )
+    run.refresh()
+    steps, values = run.series("reward")
+    assert steps.tolist() == [1, 2, 3]
+    assert values[0] == 0.5
+    assert np.isnan(values[1:]).all()
+    assert run.state()["num_bad_lines"] == 4
+    partial = tmp_path / "again"
+    partial.write_text('{"step": 1, "reward": 0.25}\n')
+    partial.rename(path)  # as a run that goes on from an earlier step does
+    run.refresh()
+    assert run.series("reward")[1].tolist() == [0.25]
+    assert run.generation == 1
+    path.unlink()
+    run.refresh()
+    assert run.series("reward")[1].tolist() == []
+
+
+def test_a_run_is_live_quiet_or_done(tmp_path):
+    run = write_run(tmp_path / "run", {}, num_steps=1)
+    seen = Run(run.path)
+    seen.refresh()
+    assert seen.state()["status"] == "live"
+    os.utime(run.path / "metrics.jsonl", (time.time() - 3600,) * 2)
+    assert seen.state()["status"] == "quiet"
+    (run.path / "model").mkdir()
+    assert seen.state()["status"] == "done"
+
+
+def test_endless_lines_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("groupax.view.tail.LONGEST_LINE_BYTES", 64)
+    (tmp_path / "f").write_text('{"a": 1}\n{"a": "' + "x" * 500 + '"}\n{"a": 2}\n{"a": "' + "y" * 500)
+    tail = Tail(tmp_path / "f")
+    assert list(tail.new_objects()) == [{"a": 1}, {"a": 2}]
+    assert tail.num_bad_lines == 1
+
+
+def test_groups_of_a_step_and_what_is_told_of_them(port):
+    assert ask(port, "steps", run="alpha") == [1, 2, 3, 4, 5, 6, 7]
+    found = ask(port, "step", run="alpha", step=3)
+    equal, odd, hostile = found["groups"]
+    assert found["num_rows"] == 3 * G
+    assert [group["zero_variance"] for group in found["groups"]] == [True, False, False]
+    assert [group["disagree"] for group in found["groups"]] == [False, True, False]
+    assert equal["num_truncated"] == 1
+    assert equal["mean_tokens"] == 4.5
+    assert odd["preview"] == "prompt 1 of step 3"
+    assert odd["totals"] == pytest.approx([n / G + 2 * (1 - n / G) for n in range(G)])  # reward_weights are 1 and 2
+    assert hostile["preview"] == HOSTILE
+    assert found["matching"] is None
+    assert ask(port, "step", run="alpha", step=3, q="PROMPT 1")["matching"] == [1]
+    assert ask(port, "step", run="alpha", step=3, q="answer 2 of")["matching"] == [0, 1]
+    assert ask(port, "step", run="alpha", step=3, q="nowhere")["matching"] == []
+
+
+def test_a_group_with_its_completions(port):
+    found = ask(port, "group", run="alpha", step=3, prompt=1)
+    assert found["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "prompt 1 of step 3"},
+    ]
+    row = found["rows"][3]
+    assert row["text"] == "answer 3 of step 3"
+    assert row["rewards"] == {"right": 0.75, "<b>brief</b>": 0.25}
+    assert (row["total"], row["advantage"], row["finish_reason"], row["num_tokens"]) == (1.25, 1.5, "length", 6)
+    assert row["extra"] == {"note": HOSTILE}
+    assert next(iter(found["channels"])) == "policy_logps"
+    assert found["channels"]["entropies"]["kind"] == "entropy"
+    assert found["channels"]["ratio trainer / policy"]["kind"] == "ratio"
+
+
+def test_tokens_with_their_numbers(port):
+    found = ask(port, "tokens", run="alpha", step=3, prompt=1, channel="ratio trainer / policy")
+    assert found["rows"]["1"]["values"] == pytest.approx([np.exp(0.25)] * 4, abs=1e-4)
+    assert found["rows"]["0"]["values"] == [None] * 3  # the step did not train on it
+    entropies = ask(port, "tokens", run="alpha", step=3, prompt=1, channel="entropies")["rows"]
+    assert entropies["3"]["values"] == pytest.approx(np.linspace(2, 0.5, 6), abs=1e-4)
+    one = ask(port, "tokens", run="alpha", step=3, prompt=1, channel="policy_logps", sample=2)
+    assert list(one["rows"]) == ["2"]
+    assert one["rows"]["2"]["texts"] == ["⟨0⟩", "⟨1⟩", "⟨2⟩", "⟨3⟩", "⟨4⟩"]
+    assert "no tokenizer/tokenizer.json" in one["fault"]
+    assert "has no 'x' per token" in ask(port, "tokens", 404, run="alpha", step=3, prompt=1, channel="x")["error"]
+
+
+def test_texts_of_tokens_join_to_the_text(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = "a 🙂ü <b>\n"
+    ids = tokenizer.encode(text).ids
+    texts = TokenTexts(tmp_path)
+    assert len(texts.pieces(ids)) == len(ids) == len(text.encode())
+    assert "".join(texts.pieces(ids)) == text
+    assert texts.pieces([ids[0], -1]) == ["a", "⟨-1⟩"]
+    assert texts.pieces(ids[2:4]) == ["", "\ufffd"]  # cut within a character
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert "cannot be read" in TokenTexts(tmp_path).fault
+
+
+def test_long_texts_are_cut_until_they_are_asked_for(port):
+    row = ask(port, "group", run="alpha", step=2, prompt=2)["rows"][0]
+    assert row["is_cut"]
+    assert len(row["text"]) == 20_000
+    assert row["num_bytes"] == len(LONG.encode())
+    assert ask(port, "text", run="alpha", step=2, prompt=2, sample=0) == {"text": LONG}
+    assert ask(port, "text", run="alpha", step=2, prompt=2) == {"text": HOSTILE}
+
+
+def test_bytes_that_are_no_text_are_shown(tmp_path, port):
+    import pyarrow as pa
+
+    from groupax.rollout_log import rollout_table, write_table
+
+    write_run(tmp_path / "run", {}, num_steps=1)
+    (tmp_path / "run" / "config.json").write_bytes(b'{"name": "\xff\xfe"}')
+    table = rollout_table(1, [a_rollout(1, 0, 0)], {})
+    bad = pa.array([b"ab\xff\xc3"], pa.binary()).cast(pa.string(), safe=False)
+    write_table(
+        tmp_path / "run" / "rollouts" / "step_000001.parquet",
+        table.set_column(table.column_names.index("completion"), "completion", bad),
+    )
+    with serving(tmp_path / "run") as port:
+        ask(port, "runs")
+        assert ask(port, "group", run="run", step=1, prompt=0)["rows"][0]["text"] == "ab\ufffd\ufffd"
+        assert ask(port, "step", run="run", step=1, q="AB")["matching"] == [0]
+        assert ask(port, "config")["run"]["config"] == {"name": "\ufffd\ufffd"}
+        (tmp_path / "run" / "config.json").write_text("[1]")
+        assert "must hold settings" in ask(port, "config")["run"]["fault"]
+        assert ask(port, "group", run="run", step=1, prompt=0)["rows"][0]["total"] == 0.5
+
+
+def test_search_goes_through_all_steps_backwards(port):
+    hits, num_searched, before = [], 0, 10**9
+    while before is not None:  # an answer ends after a moment
+        found = ask(port, "search", run="alpha", q="Answer 1 OF step", before=before)
+        hits, num_searched, before = hits + found["hits"], num_searched + found["num_searched"], found["next_before"]
+    assert num_searched == 7  # one is damaged
+    places = [(hit["step"], hit["prompt_index"]) for hit in hits]
+    assert places == [(step, prompt) for step in range(6, 0, -1) for prompt in (0, 1)]
+    assert hits[0]["excerpt"] == "answer 1 of step 6"
+    earlier = ask(port, "search", run="alpha", q="answer 1 of step", before=2)
+    assert [hit["step"] for hit in earlier["hits"]] == [1, 1]
+    assert "what is searched for" in ask(port, "search", 400, run="alpha")["error"]
+
+
+def test_one_prompt_is_followed_over_the_steps(port):
+    while ask(port, "prompts", run="alpha")["progress"]["num_done"] < 7:
+        time.sleep(0.02)
+    found = ask(port, "prompts", run="alpha")
+    assert found["progress"] == {"num_done": 7, "num_steps": 7, "num_unreadable": 1, "is_full": False}
+    assert {(each["text"], each["count"]) for each in found["prompts"]} >= {("What is 1+1?", 6), (HOSTILE, 6)}
+    [only] = ask(port, "prompts", run="alpha", q="1+1")["prompts"]
+    history = ask(port, "prompt", run="alpha", key=only["key"])
+    assert history["step"] == [1, 2, 3, 4, 5, 6]
+    assert history["mean"] == history["low"] == history["high"] == [0.5] * 6
+    assert history["truncated"] == [1] * 6
+    assert ask(port, "group", run="alpha", step=1, prompt=0)["key"] == only["key"]
+    assert ask(port, "prompt", run="alpha", key="00")["step"] == []
+
+
+def test_settings_findings_and_evaluations(port, folder):
+    settings = ask(port, "config")
+    assert settings["alpha"]["config"]["beta"] == 0.0
+    assert settings['"><img src=x onerror=alert(3)>']["config"][HOSTILE] == HOSTILE
+    [finding] = ask(port, "findings")["alpha"]
+    assert finding == {"step": 3, "name": "kl_runaway", "text": f"KL runs away {HOSTILE}"}
+    assert ask(port, "evaluations", run="alpha") == ["step_000005.eval"]
+    page = ask(port, "items", run="alpha", name="step_000005.eval", first=50)
+    assert [item["prompt"] for item in page["items"]] == [f"question {n}" for n in range(50, 60)]
+    assert page["items"][0]["completions"][0]["text"] == HOSTILE
+    wrong = ask(port, "items", run="alpha", name="step_000005.eval", show="unsolved", q="question 3")
+    assert [item["prompt"] for item in wrong["items"]] == [f"question {n}" for n in (3, 30, 33, 36, 39)]
+    assert "none of all, solved" in ask(port, "items", 400, run="alpha", name="step_000005.eval", show="x")["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "status", "told"),
+    [
+        ("step", {"run": "alpha", "step": 99}, 404, "rollouts of step 99 are not there"),
+        ("step", {"run": "alpha", "step": 7}, 400, "step_000007.parquet cannot be read"),
+        ("step", {"run": "alpha", "step": "9" * 5000}, 400, "no whole number"),
+        ("step", {"run": "alpha", "step": "../../x"}, 400, "no whole number"),
+        ("step", {"run": "nobody", "step": 1}, 404, "there is no run 'nobody'"),
+        ("step", {"run": "../alpha", "step": 1}, 404, "there is no run"),
+        ("group", {"run": "alpha", "step": 1, "prompt": 50}, 404, "no prompt 50; it has 3"),
+        ("text", {"run": "alpha", "step": 1, "prompt": 0, "sample": 50}, 404, "no sample 50; it has 4"),
+        ("series", {"run": "alpha", "name": "reward", "smooth": "2"}, 400, "lies in"),
+        ("series", {"run": "alpha", "name": "reward", "points": "nan"}, 400, "points='nan' is no number"),
+        ("items", {"run": "alpha", "name": "../../../secret"}, 404, "no evaluation '../../../secret'"),
+        ("items", {"run": "alpha", "name": "step_000005.eval", "first": "inf"}, 400, "no whole number"),
+        ("prompt", {"run": "alpha", "key": "zz"}, 404, "no key of a prompt"),
+    ],
+)
+def test_odd_questions_are_answered_with_what_is_wrong(port, name, parameters, status, told):
+    assert told in ask(port, name, status, **parameters)["error"]
+
+
+def test_numbers_out_of_bounds_do_no_harm(port):
+    for points in ("-5", "0", "inf", "-inf", "1e300"):
+        assert ask(port, "series", run="alpha", name="reward", points=points)["alpha"]["reward"]["x"][0] == 1
+        assert ask(port, "times", run="alpha", points=points)["x"][-1] == 6
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../app.py",
+        "/static/%2e%2e/app.py",
+        "/static/..%2fapp.py",
+        "/static//etc/passwd",
+        "/../../../../etc/passwd",
+        "/static/js/../../app.py",
+        "/%2e%2e/%2e%2e/secret.jsonl",
+        "/etc/passwd",
+        "/static",
+        "/static/",
+        "//etc/passwd",
+        "/static/vendor/uPlot.LICENSE",
+    ],
+)
+def test_files_outside_the_page_are_not_given(port, path):
+    status, _, body = request(port, path)
+    assert status == 404
+    assert body == b"Not Found"
+
+
+def test_requests_of_others_are_refused(port):
+    def status(path="/api/runs", method="GET", **headers):
+        return request(port, path, method, **headers)[0]
+
+    own = f"http://127.0.0.1:{port}"
+    assert status() == status(Origin=own, Sec_Fetch_Site="same-origin") == status(Host=f"localhost:{port}") == 200
+    assert status(Host=f"[::1]:{port}") == 200
+    for host in (f"evil.example:{port}", "127.0.0.1.evil.example", "[::1", "", f"10.0.0.1:{port}"):
+        assert status(Host=host) in (400, 403), host
+    for origin in ("http://evil.example", "null", f"http://127.0.0.1:{port + 1}", f"{own}.evil.example", "http://[::1"):
+        assert status(Origin=origin) == 403, origin
+    assert status(Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors") == 403
+    assert status(Sec_Fetch_Site="same-site", Sec_Fetch_Mode="navigate", Sec_Fetch_Dest="document") == 403
+    link = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate"}
+    assert status("/", **link, Sec_Fetch_Dest="document") == 200
+    assert status("/", **link, Sec_Fetch_Dest="iframe") == 403
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert status(method=method) == 403
+
+
+def test_a_browser_may_do_nothing_but_show_the_page(port):
+    for path in ("/", "/api/runs", "/static/js/main.js", "/none"):
+        _, headers, _ = request(port, path)
+        assert "default-src 'none'; script-src 'self'" in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert not any(name.startswith("access-control") for name in headers)
+    assert request(port, "/", Host="evil.example")[1]["content-security-policy"]
+
+
+def test_a_token_opens_the_page(folder):
+    with serving(folder, token="right") as port:
+        assert (
+            request(port, "/")[0] == request(port, "/?token=wrong")[0] == request(port, "/static/style.css")[0] == 401
+        )
+        assert request(port, "/api/runs", Cookie=f"groupax_view_{port}=wrong")[0] == 401
+        status, headers, _ = request(port, "/?token=right")
+        assert (status, headers["location"]) == (303, "/")
+        assert "HttpOnly; SameSite=Strict" in headers["set-cookie"]
+        cookie = headers["set-cookie"].partition(";")[0]
+        assert request(port, "/api/runs", Cookie=f"a=b; {cookie}")[0] == 200
+        assert request(port, "/api/runs", Authorization="Bearer right")[0] == 200
+        assert request(port, "/api/runs", Authorization="Bearer right", Host="gpu.example:80")[0] == 200
+        assert request(port, "/api/runs", Authorization="Bearer right", Origin="http://evil.example")[0] == 403
+    assert [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1")] == [True] * 3
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "127.0.0.1.evil.example", "")] == [False] * 5
+
+
+def test_the_command_tells_its_address_and_needs_a_token_elsewhere(folder, monkeypatch, capsys):
+    monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: sockets[0].close())
+    assert main(["view", str(folder), "--port", "0"]) == 0
+    assert re.search(r"http://127.0.0.1:\d+/  ", capsys.readouterr().out)
+    assert main(["view", str(folder), "--port", "0", "--host", "0.0.0.0"]) == 0
+    assert re.search(r":\d+/\?token=[\w-]{43} ", capsys.readouterr().out)
+    assert main(["view", str(folder), "--port", "0", "--token"]) == 0
+    assert "?token=" in capsys.readouterr().out
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["view", str(folder), "--port", str(taken.getsockname()[1])]) == 2
+    assert "choose another --host or --port" in capsys.readouterr().err
+    assert main(["view", str(folder / "none")]) == 2
+    assert "is no folder; give the output_dir of a run" in capsys.readouterr().err
+    assert main(["view"]) == 2
+    assert "which run?" in capsys.readouterr().err
+
+
+def test_the_command_names_the_extra_that_is_missing(folder, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "groupax.view.server")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["view", str(folder)]) == 2
+    assert "the page needs uvicorn; pip install 'groupax[view]'" in capsys.readouterr().err
+
+
+def test_the_page_asks_this_server_alone(port):
+    texts = {
+        path: request(port, path)[2].decode() for path in ("/", "/static/style.css", "/static/vendor/uPlot.min.css")
+    }
+    texts |= {f"/static/js/{file.name}": file.read_text() for file in (STATIC / "js").iterdir()}
+    for path, text in texts.items():
+        assert not re.search(r"https?://|\burl\(|innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(", text), (
+            path
+        )
+    named = re.findall(r'(?:src|href)="(/[^"]+)"', texts["/"])
+    named += [f"/static/js/{name}" for text in texts.values() for name in re.findall(r'from "\./([\w.]+)"', text)]
+    assert len(set(named)) > 10
+    assert all(request(port, path)[0] == 200 for path in set(named))
+
+
+def test_the_chart_library_is_the_one_that_was_vendored():
+    recorded = json.loads((STATIC / "vendor" / "uPlot.json").read_text())
+    for name, digest in recorded["sha256"].items():
+        assert sha256((STATIC / "vendor" / name).read_bytes()).hexdigest() == digest
+    assert recorded["version"] in (STATIC / "vendor" / "uPlot.iife.min.js").read_text()[:200]

@@ -1,0 +1,395 @@
+"""The page of `groupax view` in a real browser, headless: what a person does with it, and hostile content."""
+
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+
+from groupax import init_model, save_model
+
+from .conftest import TINY
+from .test_config_and_data import a_tokenizer
+from .test_view import HOSTILE, LONG, write_run
+
+pytestmark = [pytest.mark.heavy, pytest.mark.slow]
+
+REWARDS = """
+import time
+
+def many_a(completions, **kwargs):
+    time.sleep(0.25)
+    return [float(text.count("a")) for text in completions]
+
+def few_a(completions, **kwargs):
+    return [-float(text.count("a")) / 2 for text in completions]
+"""
+SHOWN_HOSTILE = "<script>alert(1)</script>␛[31m⟨U+202E⟩txt.exe<img src=x onerror=alert(2)>␀"
+HOSTILE_NAME = '"><img src=x onerror=alert(3)>'
+HOSTILE_RUN = urlencode({"run": HOSTILE_NAME})
+NAMELESS = """return [...document.querySelectorAll('button, input, select, a[href], [tabindex="0"]')].filter((each) =>
+  !(each.getAttribute('aria-label') ?? each.closest('label')?.textContent ?? each.textContent).trim()
+).map((each) => each.outerHTML)"""
+FRAMED = """const [address, done] = arguments, frame = document.createElement('iframe');
+frame.onload = () => { try { done(frame.contentDocument?.title ?? 'closed') } catch (error) { done('closed') } };
+frame.src = address;
+document.body.append(frame);"""
+GROUND = "return getComputedStyle(document.documentElement).backgroundColor"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a run that goes on, one that is over, and one with hostile content."""
+    home = tmp_path_factory.mktemp("page")
+    save_model(
+        init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}), home / "model", a_tokenizer(eos_token="<eos>")
+    )
+    (home / "data.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("ab", "cd", "abc", "d")))
+    (home / "rewards_of_a.py").write_text(REWARDS)
+    write_run(home / "runs" / "earlier", {"beta": 0.25, "max_steps": 6})
+    (home / "runs" / "earlier" / "model").mkdir()
+    write_run(home / "runs" / HOSTILE_NAME, {"beta": 0.5, HOSTILE: HOSTILE})
+    flags = "--prompts_per_step 4 --num_generations 4 --max_completion_length 8 --max_steps 1000 --progress_bar none"
+    command = f"train --model {home}/model --dataset data.jsonl --output_dir runs/training {flags}".split()
+    rewards = ["--reward_funcs", "rewards_of_a:many_a", "rewards_of_a:few_a"]
+    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    with (home / "log").open("w") as log:
+        training = subprocess.Popen(
+            [sys.executable, "-m", "groupax", *command, *rewards], cwd=home, stdout=log, stderr=log, env=environment
+        )
+    try:
+        yield home / "runs"
+    finally:
+        if training.poll() not in (None, 0):
+            print((home / "log").read_text())
+        training.kill()
+        training.wait()
+
+
+@pytest.fixture(scope="module")
+def address(runs):
+    """Of a `groupax view` in a process of its own."""
+    command = [sys.executable, "-m", "groupax", "view", str(runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        try:
+            assert serving.stdout is not None
+            told = serving.stdout.readline()
+            yield told.split()[2].rstrip("/")
+        finally:
+            serving.terminate()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium that can reach this machine alone."""
+    selenium = pytest.importorskip("selenium.webdriver", reason="no selenium")
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if program is None or driver is None:
+        pytest.skip("no chromium with chromedriver (Debian: apt-get install chromium chromium-driver)")
+    options = selenium.ChromeOptions()
+    options.binary_location = program
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1000"):
+        options.add_argument(flag)
+    options.add_argument("--disable-background-networking")
+    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    chromium = selenium.Chrome(options=options, service=selenium.ChromeService(driver))
+    yield chromium
+    chromium.quit()
+
+
+def until(check, seconds=120.0):
+    """The first true answer of a check that looks again and again; an element may vanish while it looks."""
+    from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+
+    end_s = time.monotonic() + seconds
+    while True:
+        try:
+            found = check()
+        except (NoSuchElementException, StaleElementReferenceException):
+            found = None
+        if found or time.monotonic() > end_s:
+            assert found, "this did not come"
+            return found
+        time.sleep(0.1)
+
+
+class Reader:
+    """Who looks at the page."""
+
+    def __init__(self, browser, address):
+        self.browser, self.address = browser, address
+
+    def open(self, place):
+        self.browser.get("about:blank")
+        self.browser.get(f"{self.address}/#/{place}")
+
+    def all(self, css):
+        return self.browser.find_elements("css selector", css)
+
+    def one(self, css):
+        return until(lambda: self.browser.find_element("css selector", css))
+
+    def text(self, css):
+        return self.one(css).text
+
+    def press(self, *keys):
+        self.one("body").send_keys(*keys)
+
+    def choose(self, name, value):
+        self.one(f'select[name="{name}"] option[value="{value}"]').click()
+
+    def write(self, text):
+        field = self.one('main input[name="search"]')
+        field.clear()
+        field.send_keys(text)
+
+    def run(self, script, *values):
+        return self.browser.execute_script(script, *values)
+
+    def last_point(self, title):
+        """The last step that a curve shows, read with the keyboard."""
+        from selenium.webdriver.common.keys import Keys
+
+        self.one(f'[data-title="{title}"] .canvas').send_keys(Keys.END)
+        told = self.text(f'[data-title="{title}"] .reading')
+        return int(told.removeprefix("step ").partition(":")[0].replace(",", "")) if told else 0
+
+    def errors(self):
+        """What the console told, and requests to others, since the last time."""
+        told = [entry["message"] for entry in self.browser.get_log("browser")]
+        for entry in self.browser.get_log("performance"):
+            message = json.loads(entry["message"])["message"]
+            if message["method"] == "Network.requestWillBeSent":
+                url = message["params"]["request"]["url"]
+                if not url.startswith((self.address, "data:", "about:")):
+                    told.append(f"request to {url}")
+        return told
+
+
+@pytest.fixture
+def page(browser, address):
+    reader = Reader(browser, address)
+    reader.errors()
+    yield reader
+    assert reader.errors() == []
+    reader.run("localStorage.clear()")
+
+
+def test_groups_are_opened_filtered_and_searched(page):
+    from selenium.webdriver.common.keys import Keys
+
+    page.open("rollouts?run=earlier&step=3")
+    until(lambda: len(page.all(".groups li")) == 3)
+    page.press(Keys.ARROW_DOWN)
+    until(lambda: page.text(".prompt h2") == "Prompt 1")
+    assert page.text(".turns") == "system\nBe brief.\nuser\nprompt 1 of step 3"
+    until(lambda: page.all(".card .tok"))
+    totals = [card.text for card in page.all(".card .total")]
+    assert totals == sorted(totals, reverse=True)
+    page.choose("order", "sampled")
+    until(lambda: "right\n0\n<b>brief</b>\n1\n" in page.text(".card:first-child"))
+    assert "cut off" in page.text(".card:last-child")
+    page.choose("channel", "ratio trainer / policy")
+    until(lambda: "token 1: “⟨0⟩” · id 0 · ratio trainer / policy" in hovered(page))
+    page.one(".card:last-child pre[tabindex]").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert page.text(".token-reading") == "token 2: “⟨1⟩” · id 1 · ratio trainer / policy 1.284"
+    page.press(Keys.ARROW_RIGHT)
+    until(lambda: "prompt 1 of step 4" in page.text(".turns"))
+    assert page.one("input[name=step]").get_property("value") == "4"
+    for kept, badge in (("zero", "no variance"), ("disagree", "disagree"), ("truncated", "cut off")):
+        page.choose("filter", kept)
+        until(lambda badge=badge: all(badge in group.text for group in page.all(".groups li")))
+    page.choose("filter", "all")
+    page.choose("sort", "lowest")
+    means = until(lambda: len(page.all(".groups li")) == 3 and [float(each.text) for each in page.all(".groups .mean")])
+    assert means == sorted(means)
+    page.press("/")
+    page.browser.switch_to.active_element.send_keys("answer 2 of step 4")
+    until(lambda: "2 of 3 groups" in page.text(".list .summary"))
+    page.write("nowhere at all")
+    until(lambda: "No group like that" in page.text(".detail"))
+    page.write("answer 1 of step 2")
+    page.browser.switch_to.active_element.send_keys(Keys.SHIFT, Keys.ENTER)
+    until(lambda: "That is all" in page.text(".found"))
+    page.one(".hits a").click()
+    until(lambda: "step 2 · 4 completions" in page.text(".prompt header"))
+
+
+def hovered(page):
+    page.run("document.querySelector('.tok').dispatchEvent(new MouseEvent('mouseover', { bubbles: true }))")
+    return page.text(".token-reading")
+
+
+def test_one_prompt_is_followed_over_steps(page):
+    page.open("rollouts?run=earlier&step=2&prompt=0")
+    until(lambda: page.text(".prompt h2") == "Prompt 0")
+    page.one(".prompt header .button").click()
+    until(lambda: len(page.all("tbody tr")) == 6)
+    assert page.text(".prompt-text") == "What is 1+1?"
+    assert page.last_point("Reward of this prompt") == 6
+    page.one("main a").click()
+    until(lambda: "What is 1+1?" in page.text("tbody"))
+
+
+def test_themes_switch_and_stay(page):
+    page.open("curves")
+    until(lambda: page.all(".chart canvas"))
+    ground = page.run(GROUND)
+    page.press("t")
+    other = until(lambda: (now := page.run(GROUND)) != ground and now)
+    page.browser.refresh()
+    until(lambda: page.all(".chart canvas"))
+    assert page.run(GROUND) == other
+    page.one("#theme").click()
+    until(lambda: page.run(GROUND) == ground)
+
+
+def test_everything_is_named_and_reached_with_the_keyboard(page):
+    from selenium.webdriver.common.keys import Keys
+
+    page.open("curves")
+    until(lambda: page.all(".chart canvas"))
+    for number, (place, ready) in enumerate(
+        [
+            ("curves", ".chart"),
+            ("rollouts", ".card"),
+            ("prompts", "table"),
+            ("evaluations", "h2"),
+            ("settings", "table"),
+            ("findings", ".findings"),
+        ],
+        1,
+    ):
+        page.press(str(number))
+        until(lambda ready=ready: page.all(f"main {ready}"))
+        assert page.run("return location.hash").startswith(f"#/{place}")
+        assert page.run(NAMELESS) == []
+        assert len(page.all("h1")) == 1
+    page.press("?")
+    until(lambda: "Shift+Enter" in page.text("dialog[open]"))
+    page.press(Keys.ESCAPE)
+    until(lambda: not page.all("dialog[open]"))
+
+
+def test_hostile_content_is_shown_as_text(page):
+    from selenium.webdriver.common.keys import Keys
+
+    page.open(f"rollouts?{HOSTILE_RUN}&step=3&prompt=2")
+    until(lambda: page.text(".prompt h2") == "Prompt 2")
+    assert page.text(".prompt .text") == SHOWN_HOSTILE
+    page.choose("channel", "")
+    page.choose("order", "sampled")
+    until(lambda: len(page.all(".card .completion .text")) == 4)
+    assert page.all(".card .completion .text")[1].text == SHOWN_HOSTILE
+    long = ".card:first-child .completion"
+    assert page.run(f"return document.querySelector('{long} .text').textContent.length") == 4000
+    assert page.text(f"{long} button") == "Show all (1,200 kB)"
+    page.one(f"{long} button").click()
+    until(lambda: page.run(f"return document.querySelector('{long} .text').textContent.length") == len(LONG))
+    page.one(".extra summary").click()
+    assert SHOWN_HOSTILE in page.text(".extra")
+    page.press(Keys.ESCAPE)
+    for place, css in (("findings", ".findings"), ("settings", ".settings"), ("prompts", "table")):
+        page.open(f"{place}?{HOSTILE_RUN}")
+        until(lambda css=css: SHOWN_HOSTILE in page.text(f"main {css}"))
+        assert not page.all("main script, main img, aside img, aside script")
+    assert HOSTILE_NAME in page.text("aside")
+
+
+class OtherOrigin(http.server.BaseHTTPRequestHandler):
+    """A page of somebody else."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><title>other</title><link rel=icon href=data:,>")
+
+    def log_message(self, *args):
+        pass
+
+
+def test_pages_of_others_get_nothing(browser, address):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OtherOrigin) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        browser.get(f"http://127.0.0.1:{other.server_port}/")
+        for options in ("{}", "{mode: 'no-cors'}", "{credentials: 'include'}"):
+            script = f"fetch('{address}/api/runs', {options}).then((a) => a.text(), String).then(arguments[0])"
+            found = browser.execute_async_script(script)
+            assert found in ("TypeError: Failed to fetch", ""), found
+        assert browser.execute_async_script(FRAMED, f"{address}/") == "closed"
+        other.shutdown()
+    browser.get("about:blank")
+    browser.get_log("browser")
+    browser.get_log("performance")
+
+
+def test_a_server_that_is_gone_is_told(page, runs):
+    """Also in a test of its own server: this one ends it."""
+    command = [sys.executable, "-m", "groupax", "view", str(Path(runs) / "earlier"), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        own = serving.stdout.readline().split()[2].rstrip("/")
+        page.browser.get(f"{own}/#/curves")
+        until(lambda: page.all(".chart canvas"))
+        serving.terminate()
+    until(lambda: page.text(".connection") == "no connection")
+    page.open("curves")
+    page.errors()
+
+
+def test_a_curve_grows_without_a_reload(page):
+    page.open("curves")
+    page.run("window.notReloaded = true")
+    first = until(lambda: page.last_point("Reward"))
+    until(lambda: "live" in page.text(".connection"))
+    later = until(lambda: (now := page.last_point("Reward")) > first and now)
+    until(lambda: page.last_point("Reward") > later)
+    assert page.run("return window.notReloaded")
+    label = page.one('[data-title="Reward"] .canvas').get_attribute("aria-label")
+    assert "training: " in label
+    assert "Arrow keys read the values" in label
+
+
+def test_two_runs_are_compared(page):
+    page.open("curves")
+    until(lambda: len(page.all('[data-title="Reward"] .legend li')) == 3)
+    page.one(f"input[name='run-{HOSTILE_NAME}']").click()
+    legend = until(
+        lambda: (found := page.text('[data-title="Reward"] .legend')) and HOSTILE_NAME not in found and found
+    )
+    assert "earlier" in legend
+    assert "training" in legend
+    page.run("const s = document.querySelector('[name=smoothing]'); s.value = 0.9; s.dispatchEvent(new Event('input'))")
+    until(lambda: "0.90" in page.text(".toolbar output"))
+    page.write("kl")
+    until(lambda: not page.all('[data-title="Reward"]'))
+    page.open("settings")
+    until(lambda: "differ between 2 runs" in page.text(".summary"))
+    rows = [[cell.text for cell in row.find_elements("css selector", "th, td")] for row in page.all("tbody tr")]
+    assert ["max_steps", "6", "1000"] in rows
+    assert ["beta", "0.25", "0"] in rows
+
+
+def test_rollouts_of_a_run_that_goes_on(page):
+    from selenium.webdriver.common.keys import Keys
+
+    page.open("rollouts?run=training")
+    until(lambda: len(page.all(".groups li")) == 4)
+    first = int(page.one("input[name=step]").get_property("value"))
+    page.choose("channel", "policy_logps")
+    tokens = until(lambda: [token.text for token in page.all(".card:first-child .tok")])
+    assert set("".join(tokens)) & set("abcd")  # by the run's tokenizer
+    assert "many_a" in page.text(".card .rewards")
+    until(lambda: int(page.one("input[name=step-slider]").get_property("max")) > first)
+    page.press(Keys.END)
+    until(lambda: int(page.one("input[name=step]").get_property("value")) > first)
