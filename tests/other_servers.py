@@ -4,6 +4,7 @@ import json
 import threading
 from pathlib import Path
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
@@ -51,10 +52,9 @@ class Server:
 
     def rows(self, ids, settings, seeds):
         """A completion per seed."""
-        sequences = [
-            self.engine.sequences([ids], SamplingParams(n=1, seed=seed, **settings), first_prompt=index)[0]
-            for index, seed in enumerate(seeds)
-        ]
+        prompt, sequences = np.array(ids, np.int32), []
+        for index, seed in enumerate(seeds):
+            sequences += self.engine.sequences([prompt], SamplingParams(seed=seed, **settings), first_prompt=index)
         return sorted(self.engine.stream(sequences), key=lambda sequence: sequence.prompt_index)
 
 
