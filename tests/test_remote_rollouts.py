@@ -139,6 +139,7 @@ PROGRAMS = {
 REWARD = "def count_a(completion_ids):\n    return [ids.count(3) / len(ids) for ids in completion_ids]\n"
 
 
+@pytest.mark.long
 def test_the_sbatch_file_of_the_docs_trains_with_a_server_beside_it(tmp_path):
     [script] = re.findall(r"```bash\n(#!.*?)```", (DOCS / "serving.md").read_text(), re.DOTALL)
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
