@@ -45,6 +45,7 @@ from groupax.rollout_log import TokenScores
 from groupax.run_log import Listener, RunLog
 from groupax.run_state import Cursor, Experience
 from groupax.serve.client import RemoteSampler
+from groupax.serve.others import WeightsFolder
 from groupax.serve.wire import API_KEY_VARIABLE
 from groupax.slices import slices_of
 from groupax.step import TrainState
@@ -462,9 +463,14 @@ class GRPOTrainer:
         """What samples rollouts."""
         if not self.args.rollout_servers:
             return self.engine
-        model, key = self.model, os.environ.get(API_KEY_VARIABLE)
-        servers = self.args.rollout_servers
-        return RemoteSampler(servers, model.config, self.learner.policy, self.eos_ids, model.adapter, api_key=key)
+        args, model, key = self.args, self.model, os.environ.get(API_KEY_VARIABLE)
+        shared = None
+        if args.rollout_correction != "none":
+            folder = Path(args.rollout_folder or self.run_folder.path / "rollout_weights")
+            shared = WeightsFolder(folder, model, jnp.dtype(stored_dtype(model)))
+        return RemoteSampler(
+            args.rollout_servers, model.config, self.learner.policy, self.eos_ids, model.adapter, shared, api_key=key
+        )
 
     def _kv_bytes(self) -> int | None:
         """Most memory for keys and values; None leaves it to what is free whenever a rollout begins."""
