@@ -212,7 +212,7 @@ def test_log_probs_that_are_not_of_the_draws_are_refused(tmp_path, folder, serve
     assert len(completions(sampler_for(folder, address, tmp_path))) == 6
     server.with_ids = False
     with pytest.raises(RunError, match=r"answers without token ids or log-probs .*'token_ids'"):
-        completions(sampler)
+        completions(sampler_for(folder, address, tmp_path))
     server.logprobs_mode, server.with_ids = "raw_logprobs", True
 
 
