@@ -207,7 +207,7 @@ class RemoteSampler:
             same = {index for index, leaf in enumerate(known) if leaf() is leaves[index]}
             server.state = None
             at = places(self._specs)
-            wanted = [name for name, parts in at.items() if not all(index in same for index, _ in parts)]
+            wanted = {name for name, parts in at.items() if not all(index in same for index, _ in parts)}
             if wanted:
                 held = self._upload(server, connection, held, tensors_of(self._specs, leaves, wanted))
         server.state, server.version, server.pushed = held["state"], held["version"], self.version

@@ -21,7 +21,8 @@ from groupax.engine.params import SamplingParams
 from groupax.engine.scheduler import FinishReason
 from groupax.engine.scheduler import Sequence as Completion
 from groupax.errors import RunError
-from groupax.models.checkpoint import Model, save_model
+from groupax.models.checkpoint import Model
+from groupax.models.saving import save_model
 from groupax.models.specs import Params
 from groupax.serve.remote import Refused, Remote
 
