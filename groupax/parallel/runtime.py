@@ -2,7 +2,6 @@
 
 import logging
 import os
-import warnings
 from pathlib import Path
 
 import jax
@@ -20,8 +19,6 @@ def configure_jax() -> None:
     _use_all_cores()
     _keep_compiled_programs()
     join()
-    # One device has no use for the gradients' memory after an update, several have.
-    warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
 
 
 def _use_all_cores() -> None:
