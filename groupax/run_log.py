@@ -11,6 +11,7 @@ from groupax.config import GRPOConfig
 from groupax.evaluation.evaluate import Evaluation
 from groupax.health import remembered, step_findings
 from groupax.metrics import Metrics, window_mean
+from groupax.parallel import processes
 from groupax.profiling import Profile
 from groupax.progress import PROGRESS_BARS
 from groupax.rollout import Rollout
@@ -207,13 +208,14 @@ class RunLog:
         for name, text in findings.items():
             if name not in self.told:
                 self.told.add(name)
-                self.progress.message(text, warning=True)
+                self.message(text, warning=True)
                 self.folder.write_finding(step, name, text)
                 self._track(lambda tracker, name=name, text=text: tracker.finding(step, name, text))
 
     def message(self, text: str, warning: bool = False) -> None:
-        """Something that the user should read."""
-        self.progress.message(text, warning)
+        """Something that the user should read; of several processes the first one tells it."""
+        if processes.is_first():
+            self.progress.message(text, warning)
 
     def close(self) -> None:
         """The run ended; its trackers get `CLOSE_S` to write and send what they have, all of them together."""

@@ -330,7 +330,7 @@ class GRPOTrainer:
     def _stop_if_diverged(self, log: RunLog, rows: Sequence[Row], update: Update) -> None:
         if update.made:
             return
-        path = self.run_folder.write_bad_batch(self.cursor.step, rows)
+        path = processes.at_first(lambda: self.run_folder.write_bad_batch(self.cursor.step, rows))
         loss, grad_norm = update.metrics["loss"], update.metrics["grad_norm"]
         log.message(
             f"step {self.cursor.step}: the loss ({loss}) or the gradient's norm ({grad_norm}) is not finite; the "

@@ -1,7 +1,8 @@
-"""A run as one or several processes: python processes_run.py FOLDER NUM_DEVICES SETTINGS_AS_JSON [FAULT].
+"""A run as one or several processes: python processes_run.py FOLDER NUM_DEVICES SETTINGS_AS_JSON [FAULT [PROCESS]].
 
 The model lies in FOLDER/../model, GROUPAX_... variables say which process it is. The first one leaves what it ends with
-in FOLDER/final.npz. FAULT has the second process raise, or end by a signal, when a reward is asked of step 2.
+in FOLDER/final.npz. FAULT has a process, by default the second one, raise after step 2, or end by a signal when it is
+asked for a reward of step 3.
 """
 
 import json
@@ -28,14 +29,14 @@ SETTINGS = {
     "save_interval_minutes": 0,
     "progress_bar": "none",
 }
-FAULT = sys.argv[4] if len(sys.argv) > 4 else None
+FAULT, FAULTY = [*sys.argv[4:], *(None, "1")[len(sys.argv[4:]) :]]
 
 
 def letters(prompts, completion_ids, log_extra, log_metric, trainer_state):
     """No signal for some of the prompts."""
     from groupax.parallel import processes
 
-    if FAULT and FAULT != "raise" and processes.number() == 1 and trainer_state.step >= 2:
+    if FAULT and FAULT != "raise" and processes.number() == int(FAULTY) and trainer_state.step >= 2:
         os.kill(os.getpid(), getattr(signal, FAULT))
     log_extra("scored_by", [processes.number()] * len(prompts))
     log_metric("letters", float(sum(len(ids) for ids in completion_ids)))
@@ -45,7 +46,7 @@ def letters(prompts, completion_ids, log_extra, log_metric, trainer_state):
 def raising(event, step, metrics):
     from groupax.parallel import processes
 
-    if FAULT == "raise" and processes.number() == 1 and event == "step_end" and step == 2:
+    if FAULT == "raise" and processes.number() == int(FAULTY) and event == "step_end" and step == 2:
         raise KeyError("the disk of this host")
 
 

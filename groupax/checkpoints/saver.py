@@ -82,9 +82,8 @@ class RunSaver:
         self._tell(saved)
         restore_learner(self.learner, saved.folder, saved.state["learner"])
         num_bytes = saved.state["metrics_bytes"]
-        if (
-            saved.where != self.store.where(saved.step) or not processes.is_first()
-        ):  # a run of its own, that begins where another one was
+        is_another = saved.where != self.store.where(saved.step)  # a run of its own, that begins where that one was
+        if is_another or not processes.is_first():
             self.folder.start(config)
             return saved
         metrics = self.folder.metrics(num_bytes)
@@ -154,7 +153,7 @@ class RunSaver:
             kept = f"its state could not be saved; the newest one is {self.store.where(self.writer.last_step)}"
         else:
             kept = "its state could not be saved"
-        message = f"stopped ({reason}) after step {cursor.step}; {kept}. {self._how_to_go_on}"
+        message = processes.of_first(f"stopped ({reason}) after step {cursor.step}; {kept}. {self._how_to_go_on}")
         self.log.message(message, warning=True)
         raise PreemptedError(message)
 
@@ -255,7 +254,7 @@ def patiently(action: Callable[[], None], place: str, tell: Tell, stop: StopRequ
             action()
             return
         except (OSError, RunError, SafetensorError) as error:
-            if processes.of_first(stop.reason is not None or time.monotonic() - begun_s > PATIENCE_S):
+            if any(processes.exchanged(stop.reason is not None or time.monotonic() - begun_s > PATIENCE_S)):
                 raise RunError(f"the end of the run could not be saved in {place}: {error}") from error
             if not told:
                 tell(

@@ -1,7 +1,7 @@
 """The processes of a run. All run the same program with the same settings, each with its own part of the devices.
 
 What a process decides must follow from what all have in common: tokens, counts, settings, and what is exchanged here.
-With one process nothing is exchanged. Imports no jax but to join others.
+With one process nothing is exchanged. Imports neither jax nor what connects processes but to join others.
 """
 
 import atexit
@@ -10,16 +10,18 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupax.errors import RewardError, RunError
-from groupax.parallel.peers import Peers, end_now, first, further, listener_at
+
+if TYPE_CHECKING:
+    from groupax.parallel.peers import Peers
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "GROUPAX_COORDINATOR", "GROUPAX_NUM_PROCESSES", "GROUPAX_PROCESS_ID"
 ADDRESS_BYTES = 1024
 HEARTBEAT_S = 1800
 
-_peers: Peers | None = None
+_peers: "Peers | None" = None
 
 
 def join() -> None:
@@ -138,10 +140,12 @@ def _arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
     return {} if num_tasks != "1" or "," in workers or slices != "1" else None
 
 
-def _meet(own: int, count: int) -> Peers:
+def _meet(own: int, count: int) -> "Peers":
     """Connections to the other processes; the devices carry the address of the first one."""
     import numpy as np
     from jax.experimental.multihost_utils import process_allgather
+
+    from groupax.parallel.peers import first, further, listener_at
 
     listener, data = None, b""
     if own == 0:
@@ -167,6 +171,8 @@ def _survives(error: Exception) -> bool:
 
 def _end() -> None:
     """At the end of the interpreter, before jax's own."""
+    from groupax.parallel.peers import end_now
+
     assert _peers is not None, "joined"
     uncaught = getattr(sys, "last_value", None)
     if uncaught is not None and not isinstance(uncaught, RewardError) and not _peers.failed:
