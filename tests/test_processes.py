@@ -170,9 +170,6 @@ def test_a_process_that_cannot_be_reached_is_told(monkeypatch):
 
 # -- whole runs
 
-MESHES = [(2, 2, "1,4,1,1,1"), (2, 2, "2,1,1,2,1"), (4, 1, "1,-1,1,1,1")]
-
-
 @pytest.fixture(scope="module")
 def one_process(place):
     statuses, _ = run(place / "one", 1, 4, {})

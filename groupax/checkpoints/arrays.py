@@ -35,7 +35,7 @@ def begin_writing(folder: Path, tree: Any) -> Callable[[], None]:
     import orbax.checkpoint as ocp
 
     alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
-    options = {"multiprocessing_options": alone} if num_processes() > 1 else {}
+    options: dict[str, Any] = {"multiprocessing_options": alone} if num_processes() > 1 else {}
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, **options)
     checkpointer = ocp.AsyncCheckpointer(handler, **options)
     checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(_flat(tree)))

@@ -231,7 +231,8 @@ def listener_at(host: str | None) -> tuple[Listener, Address]:
     secret = secrets.token_bytes(16)
     listener = Listener((host if host in LOCAL else "0.0.0.0", 0), backlog=1024, authkey=secret)
     names = dict.fromkeys(filter(None, (host, socket.getfqdn(), socket.gethostname())))
-    return listener, ([*names], listener.address[1], secret)
+    _, port = listener.address
+    return listener, ([*names], int(port), secret)
 
 
 def first(listener: Listener, num_processes: int) -> Peers:
