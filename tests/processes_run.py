@@ -30,13 +30,15 @@ SETTINGS = {
     "progress_bar": "none",
 }
 FAULT, FAULTY = [*sys.argv[4:], *(None, "1")[len(sys.argv[4:]) :]]
+SENT = []
 
 
 def letters(prompts, completion_ids, log_extra, log_metric, trainer_state):
     """No signal for some of the prompts."""
     from groupax.parallel import processes
 
-    if FAULT and FAULT != "raise" and processes.number() == int(FAULTY) and trainer_state.step >= 2:
+    if FAULT and FAULT != "raise" and processes.number() == int(FAULTY) and trainer_state.step >= 2 and not SENT:
+        SENT.append(FAULT)  # a second signal would end the process at once
         os.kill(os.getpid(), getattr(signal, FAULT))
     log_extra("scored_by", [processes.number()] * len(prompts))
     log_metric("letters", float(sum(len(ids) for ids in completion_ids)))

@@ -162,6 +162,26 @@ def test_processes_exchange_objects_and_leave_together():
     assert not peers.failed
 
 
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("raise", "process 2 failed: KeyError: 'a disk'"),
+        ("kill", "process 2 of 3 ended without a word: it was killed, or its machine is lost"),
+    ],
+)
+def test_all_are_told_what_ended_one(monkeypatch, end, told):
+    monkeypatch.setattr("groupax.parallel.peers.GRACE_S", 1e6)  # of the process of the tests
+    peers, others = peers_of_three(end)
+    if end == "kill":
+        others[1].kill()
+    with pytest.raises(RunError, match=told):
+        peers.exchanged(None)
+    errors = [other.communicate()[1].decode() for other in others]
+    assert f"groupax: {told}. Process 1 stops too" in errors[0]
+    assert f"RunError: {told}" in errors[0]
+    assert others[0].returncode == 1
+
+
 def test_a_process_that_cannot_be_reached_is_told(monkeypatch):
     monkeypatch.setattr("groupax.parallel.peers.CONNECT_S", 0.1)
     with pytest.raises(RunError, match=r"process 1 cannot reach process 0 at port \d+ .*127.0.0.1"):
@@ -169,6 +189,7 @@ def test_a_process_that_cannot_be_reached_is_told(monkeypatch):
 
 
 # -- whole runs
+
 
 @pytest.fixture(scope="module")
 def one_process(place):
