@@ -1,4 +1,4 @@
-"""A function on the hosts of a cluster: several Ray nodes on this machine, whose TPU chips are only said to be there."""
+"""A function on the hosts of a cluster: several Ray nodes on this machine, whose TPU chips are said to be there."""
 
 import os
 import time
@@ -42,14 +42,14 @@ def chips(worker, name):
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("TPU_NAME", "slice")
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_DEDUP_LOGS", "0")
+        ray = pytest.importorskip("ray")
+        from ray.cluster_utils import Cluster
+
         nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         nodes.slice = [nodes.add_node(**chips(worker, "slice")) for worker in reversed(range(NUM_HOSTS))][::-1]
         ray.init(address=nodes.address, log_to_driver=True)

@@ -43,6 +43,7 @@ def launch_on_ray(command: "Ray", words: Sequence[str], tell: Callable[[str], No
     config = config_of(command)
     program_of(words)
     retries = Retries(command.restarts, command.preemptions, command.backoff_s)
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # what several hosts say alike is shown of each
     try:
         import ray
     except ModuleNotFoundError as error:

@@ -212,10 +212,12 @@ fi
 
 # One task on each of these nodes, with all that the job has there.
 on() {{
-  local where="$1" number="$2"
+  local where="$1" number="$2" label=()
   shift 2
+  ((number == 1)) || label=(--label)
   srun --nodes="$number" --ntasks="$number" --ntasks-per-node=1 --nodelist="$where" --export=ALL --cpu-bind=none \\
-    ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} --label --wait="$GRACE_S" --kill-on-bad-exit=0 "$@"
+    ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} --wait="$GRACE_S" --kill-on-bad-exit=0 \\
+    ${{label[@]+"${{label[@]}}"}} "$@"
 }}
 listed() {{ local IFS=,; echo "$*"; }}
 running() {{ [[ -n "$1" ]] && kill -0 "$1" 2>/dev/null; }}
