@@ -12,7 +12,7 @@ demo: $(VENV)/.demo
 	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
 
 test: $(VENV)/.test
-	XLA_FLAGS="$(XLA_FLAGS) $(QUICK)" $(BIN)/python -m pytest -n 2 -m "not parity and not heavy and not long"
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK)" $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not parity and not heavy and not long"
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
@@ -20,7 +20,7 @@ lint: $(VENV)/.lint
 	$(BIN)/pyright
 
 parity: $(VENV)/.parity build/libtpu
-	$(BIN)/python -m pytest -n 2 -m "(parity or heavy) and not long"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "(parity or heavy) and not long"
 
 long: $(VENV)/.parity
 	$(BIN)/python -m pytest -m long

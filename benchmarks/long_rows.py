@@ -25,8 +25,8 @@ from groupax.learner import Learner
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.peak import peak_memory_bytes
+from groupax.run_parts import learner_settings
 from groupax.step import micro_step, to_rows, zero_totals
-from groupax.trainer import learner_settings
 
 LENGTHS = (2048, 4096, 8192, 16_384)
 

@@ -22,7 +22,7 @@ from groupax import GRPOConfig, init_model
 from groupax.batch import Row
 from groupax.learner import Learner
 from groupax.models.flops import forward_flops
-from groupax.trainer import learner_settings
+from groupax.run_parts import learner_settings
 
 PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 512, 8, 128
 

@@ -28,10 +28,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from groupax.models.attention import attend_stored
-from groupax.models.checkpoint import Model, init_model, load_model, save_model
+from groupax.models.checkpoint import Model, init_model, load_model
 from groupax.models.config import Attention, ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.logprobs import token_logprobs
+from groupax.models.saving import save_model
 from groupax.models.specs import Params, num_params
 from groupax.parallel.mesh import DATA
 from groupax.recipes.arithmetic.problems import PROMPT, expressions, generate, solve, worked_solution, worked_steps

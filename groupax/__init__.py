@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from groupax.models.checkpoint import add_adapter as add_adapter
     from groupax.models.checkpoint import init_model as init_model
     from groupax.models.checkpoint import load_model as load_model
-    from groupax.models.checkpoint import save_adapter as save_adapter
-    from groupax.models.checkpoint import save_model as save_model
     from groupax.models.lora import LoRAConfig as LoRAConfig
+    from groupax.models.saving import save_adapter as save_adapter
+    from groupax.models.saving import save_model as save_model
     from groupax.trainer import GRPOTrainer as GRPOTrainer
     from groupax.trainer import TrainResult as TrainResult
 
@@ -33,8 +33,8 @@ _HOME = {
     "add_adapter": "groupax.models.checkpoint",
     "init_model": "groupax.models.checkpoint",
     "load_model": "groupax.models.checkpoint",
-    "save_adapter": "groupax.models.checkpoint",
-    "save_model": "groupax.models.checkpoint",
+    "save_adapter": "groupax.models.saving",
+    "save_model": "groupax.models.saving",
 }
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

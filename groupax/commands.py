@@ -155,7 +155,7 @@ def _write(
 ) -> None:
     """Write the model with its tokenizer and a card."""
     from groupax.card import derived_card
-    from groupax.models.checkpoint import save_model
+    from groupax.models.saving import save_model
     from groupax.tokenizer import load_tokenizer
 
     try:

@@ -147,8 +147,12 @@ class GRPOConfig:
     """Make rollouts in threads while earlier steps train, by the policy of so many optimizer steps before the first
     update on them; 0 samples and trains in turn. Needs rollout_correction. See docs/async.md."""
     rollout: str | tuple[str, ...] = ()
-    """Addresses of `groupax serve`s that sample the rollouts in place of this process, as http://host:8000; they get
-    the policy's weights each time. Their key is that in the environment, GROUPAX_API_KEY. See docs/serving.md."""
+    """Addresses of servers that sample the rollouts in place of this process, as http://host:8000; they get the
+    policy's weights each time. `groupax serve`, or vLLM or SGLang, which need rollout_correction. Their key is that in
+    the environment, GROUPAX_API_KEY. See docs/serving.md."""
+    rollout_folder: str | None = None
+    """Where vLLM and SGLang find the policy's weights: a folder with one name here and on their machines; by default
+    rollout_weights/ in output_dir."""
     micro_batch_tokens: int | None = None
     """Tokens per device that go through the model at once in training; None chooses for the device."""
     filter_zero_variance: bool = False
@@ -462,6 +466,8 @@ class GRPOConfig:
         for address in self.rollout_servers:
             if not address.startswith(("http://", "https://")):
                 raise ValueError(f"rollout must name servers as http://host:port, got {address!r}")
+        if self.rollout_folder is not None and not self.rollout_servers:
+            raise ValueError("rollout_folder is for the servers of rollout, and there are none; set rollout")
         if self.whole_epochs and self.filter_zero_variance:
             raise ValueError("whole_epochs and filter_zero_variance exclude each other: rollouts differ in size then")
         if self.sync_ref_model and self.beta == 0:

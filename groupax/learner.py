@@ -33,7 +33,6 @@ from groupax.step import (
     across_shards,
     apply_update,
     compute_view,
-    copied,
     init_state,
     micro_step,
     mix,
@@ -191,10 +190,12 @@ class Learner:
         every = settings.weight_distribution_log_steps
         with self._turn():
             totals = across_shards(totals, config=self.config, mesh=self.mesh)
-            before = copied(self.state.params) if every and (self.num_updates + 1) % every == 0 else None
+            is_due = every > 0 and (self.num_updates + 1) % every == 0
+            before = compute_view(self.state.params, dtype=jnp.float32) if is_due else None
             self.state, grad_norm, made = apply_update(
                 self.state, totals.grads, totals.loss, optimizer=self.optimizer, config=self.config, mesh=self.mesh
             )
+            totals = replace(totals, grads={})  # their memory can go
             self.policy = self._policy()
             loss, tally, grad_norm, made = jax.device_get((totals.loss, totals.tally, grad_norm, made))
         metrics = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": learning_rate}
@@ -206,15 +207,17 @@ class Learner:
             self.entropy = next_entropy_state(self.entropy, settings.entropy, metrics["entropy"])
             with self._turn():
                 self._sync_reference()
-        distributions: dict[str, np.ndarray] = {}
-        if before is not None:
-            with self._turn():
-                norms, changes = jax.device_get(norms_and_changes(before, self.state.params))
-            distributions = {"weights/norms": norms, "weights/update_ratios": changes}
-            metrics |= _distribution_metrics(distributions)
+        distributions = {} if before is None else self._distributions(before)
+        metrics |= _distribution_metrics(distributions)
         metrics |= self._efficiency(packed, rows, time.perf_counter() - started_s)
         logps, entropies = (_by_row(packed, values, rows) for values in zip(*scored, strict=True))
         return Update(metrics, bool(made), logps, entropies, distributions)
+
+    def _distributions(self, before: Params) -> dict[str, np.ndarray]:
+        """The norm of each weight that is trained, and how far it has moved from what it was before."""
+        with self._turn():
+            norms, changes = jax.device_get(norms_and_changes(before, self.state.params))
+        return {"weights/norms": norms, "weights/update_ratios": changes}
 
     def snapshot(self) -> Params:
         """What is trained, in compute dtype, as it is now: updates leave it alone."""
@@ -326,6 +329,8 @@ def _means(tally: Tally, num_tokens: int) -> Metrics:
 
 
 def _distribution_metrics(distributions: Mapping[str, np.ndarray]) -> Metrics:
+    if not distributions:
+        return {}
     norms, changes = distributions["weights/norms"], distributions["weights/update_ratios"]
     return {
         "weights/norm": float(np.sqrt(np.sum(np.square(norms.astype(float))))),

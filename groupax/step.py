@@ -116,14 +116,8 @@ def _apart(spec: PartitionSpec) -> tuple[str, ...]:
 
 @partial(jax.jit, static_argnames=("dtype",))
 def compute_view(params: Params, *, dtype: Any) -> Params:
-    """A copy of the master weights in the dtype of the forward pass: what engine and gradients read."""
+    """A copy of the master weights, which an update does not free, as in the dtype of the forward pass."""
     return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params)
-
-
-@jax.jit
-def copied(params: Params) -> Params:
-    """Weights of their own, which an update that is given the others does not free."""
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
 @partial(jax.jit, static_argnames=("config", "settings", "mesh"))
@@ -263,7 +257,7 @@ def across_shards(totals: Totals, *, config: ModelConfig, mesh: Mesh) -> Totals:
     return jax.shard_map(local, mesh=mesh, in_specs=(of_totals,), out_specs=out_specs, check_vma=False)(totals)
 
 
-@partial(jax.jit, static_argnames=("optimizer", "config", "mesh"), donate_argnames=("state", "grads"))
+@partial(jax.jit, static_argnames=("optimizer", "config", "mesh"), donate_argnames=("state",))
 def apply_update(
     state: TrainState,
     grads: Params,

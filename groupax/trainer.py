@@ -1,7 +1,6 @@
 """The trainer: GRPO as the paper's Algorithm 1 has it (arXiv:2402.03300)."""
 
 import functools
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -17,43 +16,45 @@ from groupax.checkpoints.choose import Saved
 from groupax.checkpoints.identity import identity_of, process_of
 from groupax.checkpoints.record import read_policies, read_rollout, stored_dtype, with_scores
 from groupax.checkpoints.saver import RunSaver, patiently, remove_download
-from groupax.collector import Collector, sampling_params
-from groupax.config import GRPOConfig, mesh_sizes
-from groupax.data import EVAL_SPLITS, Examples, PromptSet, encode_examples, load_examples, prompt_limit
-from groupax.engine.engine import Engine
+from groupax.collector import Collector
+from groupax.config import GRPOConfig
+from groupax.data import EVAL_SPLITS, load_examples
 from groupax.engine.params import SamplingParams
 from groupax.errors import DivergedError
 from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
 from groupax.evaluation.sets import named_sets
 from groupax.health import setup_findings
 from groupax.hub import push_folder
-from groupax.learner import Learner, LearnerSettings, Update
+from groupax.learner import Learner, Update
 from groupax.metrics import Metrics
 from groupax.models.adapted import joined
-from groupax.models.checkpoint import Model, add_adapter, load_model, on_mesh, save_adapter, save_model
-from groupax.models.lora import LoRAConfig, counts, lora_config, trainable_line
-from groupax.objective.entropy import EntropyControl
-from groupax.objective.settings import ObjectiveSettings
-from groupax.optimizer import OptimizerSettings, ScheduleSettings
-from groupax.parallel.mesh import make_mesh
-from groupax.parallel.peak import free_memory_bytes, memory_in_use
+from groupax.models.checkpoint import Model, add_adapter
+from groupax.models.lora import counts, trainable_line
+from groupax.models.saving import save_adapter, save_model
+from groupax.parallel.peak import memory_in_use
 from groupax.pipeline import Pipeline
 from groupax.preemption import AbandonedError, StopRequests
 from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
 from groupax.rewards.runner import RewardRunner, RewardSettings
 from groupax.rollout_log import TokenScores
 from groupax.run_log import Listener, RunLog
+from groupax.run_parts import (
+    check_adapter,
+    engine_for,
+    eval_params,
+    learner_settings,
+    lora_for,
+    model_for,
+    prompts_for,
+    sampler_for,
+    tokenizer_for,
+)
 from groupax.run_state import Cursor, Experience
-from groupax.serve.client import RemoteSampler
-from groupax.serve.wire import API_KEY_VARIABLE
 from groupax.slices import slices_of
 from groupax.step import TrainState
-from groupax.tokenizer import eos_token_ids, load_tokenizer, prepare_tokenizer
+from groupax.tokenizer import eos_token_ids
 from groupax.trackers.tracker import check_installed
 from groupax.tracking import RunFolder
-
-# Of the memory that is free before the first step, for keys and values while updates run; those take half of it.
-KV_PART_BESIDE_UPDATES = 0.4
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class GRPOTrainer:
         listeners: Sequence[Listener] = (),
     ) -> None:
         self.args = args = args or GRPOConfig()
-        lora = _lora(args, peft_config)
+        lora = lora_for(args, peft_config)
         if train_dataset is None:
             raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
         train_examples = load_examples(train_dataset)
@@ -133,17 +134,18 @@ class GRPOTrainer:
         log_bytes = None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9)
         self.run_folder, self.listeners = RunFolder(args.output_dir, log_bytes), listeners
 
-        self.model = _on_mesh(model, args)
+        self.model = model_for(args, model)
         if lora is not None:
             self.model = add_adapter(self.model, lora, args.seed)
-        self._check_adapter(loaded=not isinstance(model, Model))
+        check_adapter(args, self.model, was_loaded=not isinstance(model, Model))
         if self.model.config.num_labels:
             raise ValueError(f"{self.model.source or 'the model'} classifies sequences; a policy needs a causal model")
-        self.tokenizer = self._tokenizer(processing_class)
+        self.tokenizer = tokenizer_for(args, self.model, processing_class)
         self.eos_ids = eos_token_ids(self.tokenizer, self.model.generation_config, self.model.hf_config)
-        self.prompts = self._encode(train_examples)
+        self.prompts = prompts_for(args, self.model, self.tokenizer, train_examples)
         self.eval_prompts = {
-            name: self._encode(examples, args.eval_max_completion_length) for name, examples in eval_examples.items()
+            name: prompts_for(args, self.model, self.tokenizer, examples, args.eval_max_completion_length)
+            for name, examples in eval_examples.items()
         }
 
         self.slices = slices_of(args)
@@ -153,22 +155,13 @@ class GRPOTrainer:
         if self.model.adapter is not None and self.learner.frozen is not None:
             adapter = replace(self.model.adapter, frozen=self.learner.frozen)  # those loaded in another dtype can go
             self.model = replace(self.model, params=joined(adapter.frozen, adapter.trained), adapter=adapter)
-        self.engine = Engine(
-            self.model.config,
-            self.learner.policy,
-            self.model.mesh,
-            self.eos_ids,
-            max_slots=args.max_concurrent_rows,
-            kv_bytes=self._kv_bytes(),
-            kv_dtype=None if args.kv_cache_dtype == "same" else args.kv_cache_dtype,
-            weights=args.decoding_weights,
-        )
+        self.engine = engine_for(args, self.model, self.learner.policy, self.eos_ids)
         self.collector = Collector(
             args,
             self.slices,
             self.prompts,
             self.tokenizer,
-            self._sampler(),
+            sampler_for(args, self.model, self.engine, self.learner.policy, self.run_folder.path),
             self.learner,
             self.reward_runner,
             self.reward_weights,
@@ -414,7 +407,7 @@ class GRPOTrainer:
         if self.pipeline is not None:
             self.pipeline.settle()
         self.engine.params = self.learner.policy
-        params = params or self._eval_params()
+        params = params or eval_params(self.args)
         with self.reward_runner as runner:
             return Evaluation(
                 {
@@ -458,57 +451,6 @@ class GRPOTrainer:
         adapter = self.model.adapter
         print(trainable_line(*counts(self.model.config, adapter and adapter.config)))
 
-    def _sampler(self) -> Engine | RemoteSampler:
-        """What samples rollouts."""
-        if not self.args.rollout_servers:
-            return self.engine
-        model, key = self.model, os.environ.get(API_KEY_VARIABLE)
-        servers = self.args.rollout_servers
-        return RemoteSampler(servers, model.config, self.learner.policy, self.eos_ids, model.adapter, api_key=key)
-
-    def _kv_bytes(self) -> int | None:
-        """Most memory for keys and values; None leaves it to what is free whenever a rollout begins."""
-        if self.args.kv_cache_gb is not None:
-            return int(self.args.kv_cache_gb * 1e9)
-        if self.args.max_staleness:  # then an update is under way beside it
-            return int(KV_PART_BESIDE_UPDATES * free_memory_bytes(self.model.mesh))
-        return None
-
-    def _check_adapter(self, loaded: bool) -> None:
-        args, adapter = self.args, self.model.adapter
-        if args.base_weights != "same" and (adapter is None or not loaded):
-            raise ValueError(
-                f"base_weights {args.base_weights!r} quantizes the base of an adapter while it is loaded: give the "
-                "model as a folder or hub id, and set lora_r, e.g. to 16"
-            )
-        if adapter is not None and args.sync_ref_model:
-            raise ValueError("sync_ref_model moves the reference, which of an adapter is its base; set it to False")
-
-    def _tokenizer(self, processing_class: Any) -> Any:
-        if processing_class is not None:
-            return prepare_tokenizer(processing_class, self.args.chat_template)
-        if self.model.source is None:
-            raise ValueError("a model that was made in memory has no tokenizer; give one as processing_class")
-        return load_tokenizer(self.model.source, self.args.chat_template)
-
-    def _encode(self, examples: Examples, max_completion_length: int | None = None) -> PromptSet:
-        name = "max_completion_length" if max_completion_length is None else "eval_max_completion_length"
-        length = max_completion_length or self.args.max_completion_length
-        limit = prompt_limit(self.model.config.max_positions, length, self.args.max_prompt_length, name)
-        return encode_examples(examples, self.tokenizer, limit, self.args.prompt_overflow)
-
-    def _eval_params(self) -> SamplingParams:
-        args = self.args
-        return replace(
-            sampling_params(self.args),
-            n=args.eval_num_generations,
-            max_tokens=args.eval_max_completion_length or args.max_completion_length,
-            temperature=args.eval_temperature,
-            top_k=args.eval_top_k,
-            top_p=args.eval_top_p,
-            min_p=args.eval_min_p,
-        )
-
     def _tell_setup(self, log: RunLog) -> None:
         """What the user should know before the first step."""
         if self.run_folder.moved_aside:
@@ -521,42 +463,3 @@ class GRPOTrainer:
                 did = f"{prompts.num_dropped} dropped, {prompts.num_truncated} truncated, {len(prompts)} left"
                 log.message(f"{name} has prompts longer than {prompts.max_length} tokens: {did}", warning=True)
         log.findings(self.cursor.step, setup_findings(self.args, self.eos_ids))
-
-
-def _on_mesh(model: str | Path | Model, args: GRPOConfig) -> Model:
-    """The model on the mesh that is asked for."""
-    mesh = None if args.mesh is None else make_mesh(mesh_sizes(args.mesh))
-    if not isinstance(model, Model):
-        return load_model(model, mesh=mesh, weights=args.base_weights, replicated=args.mesh_replicate)
-    return model if mesh is None else on_mesh(model, mesh, args.mesh_replicate)
-
-
-def _lora(args: GRPOConfig, peft_config: Any) -> LoRAConfig | None:
-    """The adapter asked for, by either way."""
-    if peft_config is not None:
-        if args.lora_r:
-            raise ValueError(f"peft_config and lora_r ({args.lora_r}) both ask for an adapter; leave lora_r at 0")
-        return lora_config(peft_config)
-    if not args.lora_r:
-        return None
-    return LoRAConfig(
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules=args.lora_target_modules,
-        bias=args.lora_bias,
-        use_rslora=args.use_rslora,
-        modules_to_save=args.lora_modules_to_save,
-    )
-
-
-def learner_settings(args: GRPOConfig) -> LearnerSettings:
-    """The part of the settings that says how updates are computed."""
-    entropy = args.part(EntropyControl)
-    return args.part(
-        LearnerSettings,
-        objective=args.part(ObjectiveSettings, entropy_bonus=entropy.active),
-        entropy=entropy,
-        optimizer=args.part(OptimizerSettings),
-        schedule=args.part(ScheduleSettings),
-    )

@@ -32,7 +32,7 @@ def test_rewards_of_the_qlora_example():
     assert example.correct(completions, answer=["1002"] * 5) == [1, 1, 1, 0, 0]
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_the_qlora_example_runs(stories, tmp_path):
     data = SHARED / "data" / "gsm8k"
     if not data.is_dir():

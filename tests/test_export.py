@@ -304,7 +304,7 @@ def test_an_upload_that_broke_off_goes_on(folders, hub):
     assert hub.repos["me/base"] == before
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_a_connection_that_stays_down_is_told(folders, hub):
     folder, _ = folders
     hub.drop = 1000

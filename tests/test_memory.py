@@ -68,7 +68,7 @@ def layers_that_fit(folder):
     return max((n for n, size in sizes.items() if size <= allowed), default=0)
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_loading_onto_eight_devices_needs_one_copy(tmp_path):
     num_layers = layers_that_fit(tmp_path)
     if num_layers < 4:

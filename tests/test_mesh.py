@@ -19,13 +19,11 @@ from groupax.learner import Learner
 from groupax.models.checkpoint import add_adapter, on_mesh
 from groupax.models.lora import LoRAConfig
 from groupax.parallel.mesh import make_mesh
-from groupax.trainer import learner_settings
+from groupax.run_parts import learner_settings
 
 from .conftest import TINY, one_device_mesh
 from .test_config_and_data import a_tokenizer
 
-# One device has no use for a donated gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers")
 MIXTURE = {
     **TINY,
     "model_type": "mixtral",

@@ -42,7 +42,7 @@ def test_saved_model_loads_with_the_same_weights(tmp_path, tiny_model, dtype):
 
 
 def test_sharded_checkpoint_loads(tmp_path, tiny_model, monkeypatch):
-    monkeypatch.setattr("groupax.models.checkpoint.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("groupax.models.saving.SHARD_BYTES", 20_000)
     save_model(tiny_model, tmp_path / "model")
     assert len(list((tmp_path / "model").glob("model-*-of-*.safetensors"))) > 2
     loaded = load_model(tmp_path / "model")
@@ -283,7 +283,7 @@ def test_broken_config_json(saved):
 
 
 def test_missing_shard_is_named(tmp_path, tiny_model, monkeypatch):
-    monkeypatch.setattr("groupax.models.checkpoint.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("groupax.models.saving.SHARD_BYTES", 20_000)
     folder = save_model(tiny_model, tmp_path / "model")
     shard = sorted(folder.glob("model-*.safetensors"))[1]
     shard.unlink()

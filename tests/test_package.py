@@ -37,6 +37,7 @@ LAYERS = [
     ["collector"],
     ["pipeline"],
     ["checkpoints"],
+    ["run_parts"],
     ["trainer"],
     ["report", "run_report", "recipes"],
     ["commands", "eval_commands", "compat", "view", "launch.command", "launch.hosted"],

@@ -136,7 +136,7 @@ def test_a_run_that_was_stopped_goes_on_exactly(tmp_path, whole, phase):
     assert_same(resumed, tmp_path, whole)
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{"lora_r": 4, "eval_steps": 2}, {**REUSE, "dtype": "bfloat16"}], ids=str)
 def test_adapters_and_other_dtypes_go_on_too(tmp_path, settings):
     settings = {**settings, "save_steps": 1, "save_total_limit": 0}

@@ -230,7 +230,7 @@ def test_defaults_are_fitted_to_the_model_and_told(base_model):
 TINY_RUN = "--prompts_per_step 2 --num_generations 2 --max_steps 1 --progress_bar json --learning_rate 1e-3"
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_gsm8k_recipe_on_a_model_that_cannot_do_it(base_model, tmp_path, capsys):
     rows = [*GSM8K_ROWS, {"question": "Long? " * 100, "answer": "#### 1"}]

@@ -359,7 +359,7 @@ def test_hostile_completions_do_not_reach_the_terminal(tmp_path, capfd):
 # -- on real weights
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_the_quick_start_script(stories, tmp_path, monkeypatch):
     """TRL's own first example with its import, model, dataset and number of steps changed."""
     from datasets import Dataset

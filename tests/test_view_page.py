@@ -19,7 +19,8 @@ from .conftest import TINY
 from .test_config_and_data import a_tokenizer
 from .test_view import HOSTILE, LONG, write_run
 
-pytestmark = [pytest.mark.heavy, pytest.mark.slow]
+# One worker for all of them: the run that goes on, its server and the browser are shared.
+pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.xdist_group("page")]
 
 REWARDS = """
 import time
@@ -56,7 +57,7 @@ def runs(tmp_path_factory):
     write_run(home / "runs" / "earlier", {"beta": 0.25, "max_steps": 6})
     (home / "runs" / "earlier" / "model").mkdir()
     write_run(home / "runs" / HOSTILE_NAME, {"beta": 0.5, HOSTILE: HOSTILE})
-    flags = "--prompts_per_step 4 --num_generations 4 --max_completion_length 8 --max_steps 1000 --progress_bar none"
+    flags = "--prompts_per_step 4 --num_generations 4 --max_completion_length 8 --max_steps 100000 --progress_bar none"
     command = f"train --model {home}/model --dataset data.jsonl --output_dir runs/training {flags}".split()
     rewards = ["--reward_funcs", "rewards_of_a:many_a", "rewards_of_a:few_a"]
     environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
@@ -106,19 +107,20 @@ def browser():
     chromium.quit()
 
 
-def until(check, seconds=120.0):
-    """The first true answer of a check that looks again and again; an element may vanish while it looks."""
-    from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+def until(check, seconds=240.0):
+    """The first true answer of a check that looks again and again; what it looks at may come, go and move meanwhile."""
+    from selenium.common.exceptions import WebDriverException
 
     end_s = time.monotonic() + seconds
     while True:
+        why = None
         try:
-            found = check()
-        except (NoSuchElementException, StaleElementReferenceException):
-            found = None
-        if found or time.monotonic() > end_s:
-            assert found, "this did not come"
-            return found
+            if found := check():
+                return found
+        except WebDriverException as error:
+            why = error
+        if time.monotonic() > end_s:
+            raise AssertionError("this did not come") from why
         time.sleep(0.1)
 
 
@@ -376,7 +378,7 @@ def test_two_runs_are_compared(page):
     page.open("settings")
     until(lambda: "differ between 2 runs" in page.text(".summary"))
     rows = [[cell.text for cell in row.find_elements("css selector", "th, td")] for row in page.all("tbody tr")]
-    assert ["max_steps", "6", "1000"] in rows
+    assert ["max_steps", "6", "100000"] in rows
     assert ["beta", "0.25", "0"] in rows
 
 

@@ -19,8 +19,9 @@ from groupax.models.peft_format import adapter_json
 from groupax.models.specs import model_specs
 from groupax.rollout import rollout
 from groupax.serve.app import Limits, create_app
-from groupax.serve.client import Refused, Remote, RemoteSampler
+from groupax.serve.client import RemoteSampler
 from groupax.serve.loop import EngineLoop
+from groupax.serve.remote import Refused, Remote
 from groupax.serve.wire import DTYPES, checksum, manifest_of, pieces_of, read_manifest, tensors_in
 
 from .test_server import KEY, demo_model, listening, wait_until
@@ -103,11 +104,11 @@ def test_an_adapters_part_of_the_weights_is_found(tiny_model):
 class Running:
     """A server in this process that can be stopped and started again at its address."""
 
-    def __init__(self, port=0, keys=(KEY,)):
+    def __init__(self, port=0):
         self.model, tokenizer = demo_model()
         self.engine = Engine.of(self.model, tokenizer, chunk_steps=8, kv_bytes=1 << 27)
         self.loop = EngineLoop({"demo": self.engine}).start()
-        app = create_app(self.loop, Limits(api_keys=keys), {"demo": self.model})
+        app = create_app(self.loop, Limits(api_keys=(KEY,)), {"demo": self.model})
         self._context = listening(app, port)
         self.url = self._context.__enter__()
 
@@ -276,7 +277,7 @@ def test_weights_change_between_two_chunks_and_answers_say_so(servers):
         assert num_first + num_second == 400
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_a_server_that_dies_and_comes_back_is_not_missed(local):
     engine, prompts = local
     first, second = Running(), Running()
@@ -303,13 +304,11 @@ def test_a_server_that_dies_and_comes_back_is_not_missed(local):
 
 
 @pytest.mark.heavy
-def test_without_a_key_nobody_changes_weights():
-    server = Running(keys=())
-    try:
-        with pytest.raises(Refused, match="403: weights can be changed only on a server with keys"):
-            Remote(server.url, None, 60.0).ask("POST", "/groupax/v1/weights", {})
-    finally:
-        server.stop()
+def test_without_a_key_nobody_changes_weights(servers):
+    app = create_app(servers[0].loop, Limits(), {"demo": servers[0].model})
+    says = "403: weights can be changed only on a server with keys"
+    with listening(app) as address, pytest.raises(Refused, match=says):
+        Remote(address, None, 60.0).ask("POST", "/groupax/v1/weights", {})
 
 
 def test_addresses_are_checked():

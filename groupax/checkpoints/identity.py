@@ -32,6 +32,7 @@ FREE = {
     "max_concurrent_rows",
     "kv_cache_gb",
     "rollout",
+    "rollout_folder",
     "reward_batch",
     "reward_concurrency",
     "reward_workers",

@@ -13,8 +13,9 @@ from groupax.checkpoints import arrays
 from groupax.checkpoints.files import damage
 from groupax.checkpoints.record import PARAMS
 from groupax.checkpoints.store import Store
-from groupax.models.checkpoint import Model, save_model
+from groupax.models.checkpoint import Model
 from groupax.models.families import read_config
+from groupax.models.saving import save_model
 from groupax.models.specs import model_specs
 from groupax.parallel.mesh import make_mesh
 from groupax.tokenizer import load_tokenizer

@@ -18,9 +18,11 @@ from groupax.config import BaseWeights, nearest
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.hub import push_folder
-from groupax.models.checkpoint import Model, add_adapter, load_model, resolve_folder, save_adapter, save_model
+from groupax.models.checkpoint import Model, add_adapter, load_model
+from groupax.models.folders import resolve_folder
 from groupax.models.lora import counts, lora_config, trainable_line
 from groupax.models.quantize import dense_params, is_quantized
+from groupax.models.saving import save_adapter, save_model
 
 # Arguments of `from_pretrained` that have no meaning here, and why.
 INERT = {

@@ -123,7 +123,7 @@ class Engine:
         self.chunk_steps = chunk_steps
         self.tokenizer = tokenizer
         self.kv_bytes = kv_bytes
-        self.kv_dtype = jnp.dtype(kv_dtype or self.params["embed"].dtype)
+        self._kv_dtype = kv_dtype
         self.prefixes = PrefixStore(prefix_bytes)
 
     @property
@@ -140,6 +140,11 @@ class Engine:
         if params is not self._given:  # a copy is not made twice
             self._given, self._params = params, None
             self.version += 1
+
+    @property
+    def kv_dtype(self) -> Any:
+        """Of the cache."""
+        return jnp.dtype(self._kv_dtype or self.params["embed"].dtype)
 
     def release(self) -> None:
         """Give back the memory of gathered weights; what is decoded next gathers them again."""

@@ -1,6 +1,6 @@
-"""Weights as named tensors on the host and back: what travels from a trainer to a server. Names are those in files."""
+"""Weights as named tensors on the host and back, as files have them and as they travel from a trainer to a server."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,12 +28,20 @@ def trained_part(specs: Any, params: Any) -> Any:
 
 
 def places(specs: Params) -> dict[str, list[tuple[int, Spec]]]:
-    """For each tensor by its name the weights in it: their indices among the tree's leaves, and their specs."""
+    """For each place in a checkpoint the weights there: their indices among the tree's leaves, and their specs."""
     found: dict[str, list[tuple[int, Spec]]] = {}
     for index, spec in enumerate(jax.tree.leaves(specs)):
-        for name in spec.tensor_names:
-            found.setdefault(name, []).append((index, spec))
+        found.setdefault(spec.name, []).append((index, spec))
     return found
+
+
+def joined_tensors(parts: Sequence[tuple[Spec, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The tensors that the weights of one place make: one each, one for each index of one, or one of all."""
+    spec, array = parts[0]
+    if spec.is_stacked:
+        return dict(zip(spec.tensor_names, array, strict=True))
+    arrays = [array for _, array in sorted(parts, key=lambda part: part[0].first_row)]
+    return {spec.name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays)}
 
 
 def leaves_of(specs: Params, params: Params) -> list[Any]:
@@ -48,24 +56,19 @@ def leaves_of(specs: Params, params: Params) -> list[Any]:
     return leaves
 
 
-def tensors_of(specs: Params, leaves: list[Any], wanted: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+def tensors_of(specs: Params, leaves: list[Any], wanted: Container[str] | None = None) -> dict[str, np.ndarray]:
     """Tensors on the host, without a copy where the devices allow it.
 
     Args:
         specs: of the weights.
         leaves: the weights (see `leaves_of`).
-        wanted: names; None for all.
+        wanted: their places; None for all.
     """
-    at = places(specs)
-    return {name: _tensor(name, at[name], leaves) for name in (at if wanted is None else wanted)}
-
-
-def _tensor(name: str, parts: list[tuple[int, Spec]], leaves: list[Any]) -> np.ndarray:
-    index, spec = parts[0]
-    if spec.is_stacked:
-        return np.asarray(leaves[index])[spec.tensor_names.index(name)]
-    arrays = [np.asarray(leaves[index]) for index, spec in sorted(parts, key=lambda part: part[1].first_row)]
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    tensors: dict[str, np.ndarray] = {}
+    for name, parts in places(specs).items():
+        if wanted is None or name in wanted:
+            tensors |= joined_tensors([(spec, np.asarray(leaves[index])) for index, spec in parts])
+    return tensors
 
 
 def with_tensors(specs: Params, params: Params, tensors: Mapping[str, np.ndarray]) -> Params:

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from groupax.models import bitsandbytes_format, peft_format
-from groupax.models.checkpoint import read_json
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
+from groupax.models.folders import read_json
 from groupax.models.lora import LoRAConfig, counts, lora_config, trainable_line
 from groupax.models.nf4 import nf4_bytes
 from groupax.models.specs import Spec, model_specs, num_params

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import warnings
 from pathlib import Path
 
 import jax
@@ -14,8 +13,6 @@ def configure_jax() -> None:
     """One virtual CPU device per core, and compiled programs kept on disk. What the user has set is left alone."""
     _use_all_cores()
     _keep_compiled_programs()
-    # One device has no use for the gradients' memory after an update, several have.
-    warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
 
 
 def _use_all_cores() -> None:

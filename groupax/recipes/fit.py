@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from groupax.data import Examples
-from groupax.models.checkpoint import resolve_folder
 from groupax.models.families import read_config
+from groupax.models.folders import resolve_folder
 from groupax.models.summary import find_config
 from groupax.tokenizer import is_conversational, load_tokenizer
 

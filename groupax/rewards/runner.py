@@ -201,7 +201,7 @@ class RewardRunner:
         self._supervisor, self._user_loops = None, {}
         self._places = {}  # they belong to a loop
 
-    # -- in the main thread
+    # -- in the thread that scores
 
     def _call_all(self, rollouts: list[Rollout]) -> None:
         with self._beginning:

@@ -6,10 +6,8 @@ stream ──► a request per prompt ──► server 0, 1, ... ──► seque
 """
 
 import http.client
-import json
 import threading
 import time
-import urllib.parse
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -28,6 +26,8 @@ from groupax.models.exchange import leaves_of, places, tensors_of, trained_part
 from groupax.models.lora import Adapter, adapter_specs
 from groupax.models.peft_format import adapter_json
 from groupax.models.specs import Params, model_specs
+from groupax.serve.others import Other, WeightsFolder, dialect_of
+from groupax.serve.remote import Refused, Remote
 from groupax.serve.wire import PIECE_BYTES, manifest_of, pieces_of
 
 MAX_REQUESTS = 64  # at once
@@ -37,108 +37,19 @@ LATER = (429, 500, 502, 503, 504)  # what another server, or the same one a litt
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 
 
-class Refused(Exception):  # noqa: N818 - not always an error
-    """An answer other than 200.
-
-    Args:
-        status: of HTTP.
-        message: what the server says.
-        code: of its error object.
-    """
-
-    def __init__(self, status: int, message: str, code: str | None) -> None:
-        super().__init__(f"{status}: {message}")
-        self.status, self.code = status, code
-
-
-class Remote:
-    """A server, and what is known of the weights that it has.
-
-    Args:
-        url: as http://host:port.
-        api_key: of the server; None if it needs none.
-        timeout_s: the longest that it may take for an answer.
-
-    Attributes:
-        state, version: of its weights after the last push, as it calls them; None if others may be there.
-        pushed: which of our weights these are.
-        leaves: their arrays, as far as they still exist.
-        lock: held by who pushes.
-    """
-
-    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"a server must be given as http://host:port, got {url!r}")
-        self.url, self._parts, self._api_key, self._timeout_s = url, parts, api_key, timeout_s
-        self.state: str | None = None
-        self.version = self.pushed = -1
-        self.leaves: list[weakref.ref[Any]] = []
-        self.lock = threading.Lock()
-
-    def connection(self) -> http.client.HTTPConnection:
-        """A connection that is not open yet."""
-        secure = self._parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        assert self._parts.hostname is not None, "checked"
-        return kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
-
-    def ask(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        connection: http.client.HTTPConnection | None = None,
-        **headers: str,
-    ) -> dict[str, Any]:
-        """The answer to a request.
-
-        Args:
-            method: of HTTP.
-            path: on the server.
-            body: an object, or bytes in parts.
-            connection: an open one; None for one of its own.
-            headers: further ones, with _ for -.
-
-        Raises:
-            Refused: the server says no.
-            OSError, http.client.HTTPException: there was no whole answer.
-        """
-        if connection is None:
-            with closing(self.connection()) as own:
-                return self.ask(method, path, body, own, **headers)
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        if self._api_key is not None:
-            sent["authorization"] = f"Bearer {self._api_key}"
-        if isinstance(body, list):
-            sent["content-length"] = str(sum(map(len, body)))
-        elif body is not None:
-            body = json.dumps(body).encode()
-        connection.request(method, self._parts.path.rstrip("/") + path, body, sent)
-        with connection.getresponse() as response:
-            status, text = response.status, response.read()
-        try:
-            answer = json.loads(text)
-        except ValueError as error:
-            raise http.client.HTTPException(f"{self.url}{path} answers {status} with no JSON") from error
-        if status != 200:
-            told = answer.get("error") if isinstance(answer, dict) else None
-            told = told if isinstance(told, dict) else {}
-            raise Refused(status, str(told.get("message", answer)), told.get("code"))
-        return answer
-
-
 class RemoteSampler:
     """Samples completions on servers, with the weights that it is given: a `rollout.Sampler`.
 
-    The same seed gives the completions of an `Engine` in this process, whichever server makes which.
+    The same seed gives the completions of an `Engine` in this process, whichever server makes which. Servers that are
+    not groupax's have an arithmetic and a randomness of their own (see `serve.others`).
 
     Args:
-        urls: of `groupax serve`s with the model, each with a key.
+        urls: of `groupax serve`s with the model, each with a key; or of vLLM or SGLang.
         config: the model's architecture.
         params: its weights; set them anew before each rollout. Servers get what has changed before they sample.
         eos_ids: tokens that end every completion.
         adapter: if `params` are a base with one: only it is sent, and the servers must have that base.
+        shared: where servers that are not groupax's find the weights; None refuses those.
         model: its name on the servers; None for their first.
         api_key: of all servers.
         timeout_s: the longest that a request may take.
@@ -152,6 +63,7 @@ class RemoteSampler:
         params: Params,
         eos_ids: tuple[int, ...],
         adapter: Adapter | None = None,
+        shared: WeightsFolder | None = None,
         model: str | None = None,
         api_key: str | None = None,
         timeout_s: float = 600.0,
@@ -161,6 +73,8 @@ class RemoteSampler:
             raise ValueError("give the address of at least one server")
         self.config, self.eos_ids, self.model, self.patience_s = config, eos_ids, model, patience_s
         self.servers = [Remote(url, api_key, timeout_s) for url in urls]
+        self._shared = shared
+        self._others: dict[Remote, Other | None] = {}  # of those that have been asked what they are
         self._settings = None if adapter is None else adapter_json(adapter, config)
         self._specs = model_specs(config) if adapter is None else adapter_specs(config, adapter.config)
         self.version = 0
@@ -223,6 +137,8 @@ class RemoteSampler:
                     raise RunError(f"{server.url} refuses to sample: {refused}") from refused
                 last = f"{server.url}: {refused}"
             except (OSError, http.client.HTTPException) as error:
+                if self._others.get(server) is not None:
+                    server.state = None  # it may start again without a word of it
                 last = f"{server.url}: {error!r}"
             if time.monotonic() > deadline:
                 raise RunError(f"no server has sampled for {self.patience_s:.0f} s; the last one asked says: {last}")
@@ -234,9 +150,14 @@ class RemoteSampler:
 
     def _asked(self, server: Remote, group: list[Completion]) -> list[Completion]:
         with server.lock:
+            if server not in self._others:
+                self._others[server] = self._dialect_of(server)
+            other = self._others[server]
             if server.pushed != self.version or server.state is None:
                 self.push(server)
             state, version = server.state, server.version
+        if other is not None:
+            return other.complete(group, version)
         params = group[0].params
         left_out = ("n", "seed", "logprobs", "logit_bias", "stop_token_ids", "ignore_eos", "stop")
         settings = {each.name: getattr(params, each.name) for each in fields(params) if each.name not in left_out}
@@ -271,6 +192,13 @@ class RemoteSampler:
             Refused: the server says no.
             OSError, http.client.HTTPException: it is gone; it goes on with what it had.
         """
+        if (other := self._others.get(server)) is not None:
+            assert self._shared is not None, "others are refused without"
+            server.state = None
+            version = self.version
+            other.reload(self._shared.written(self.params, version))
+            server.state, server.version, server.pushed = f"version {version}", version, version
+            return
         part = self.params if self._settings is None else trained_part(self._specs, self.params)
         leaves = leaves_of(self._specs, part)
         with closing(server.connection()) as connection:
@@ -279,11 +207,20 @@ class RemoteSampler:
             same = {index for index, leaf in enumerate(known) if leaf() is leaves[index]}
             server.state = None
             at = places(self._specs)
-            wanted = [name for name, parts in at.items() if not all(index in same for index, _ in parts)]
+            wanted = {name for name, parts in at.items() if not all(index in same for index, _ in parts)}
             if wanted:
                 held = self._upload(server, connection, held, tensors_of(self._specs, leaves, wanted))
         server.state, server.version, server.pushed = held["state"], held["version"], self.version
         server.leaves = [weakref.ref(leaf) for leaf in leaves]
+
+    def _dialect_of(self, server: Remote) -> Other | None:
+        other = dialect_of(server, self.model)
+        if other is not None and self._shared is None:
+            raise RunError(
+                f"{server.url} is a server of {other.name}, whose log-probs are not those that training computes; set "
+                "rollout_correction, e.g. to 'token_truncate', which makes up for the difference, or use groupax serve"
+            )
+        return other
 
     def _held_by(self, server: Remote, connection: http.client.HTTPConnection) -> dict[str, Any]:
         models = server.ask("GET", "/groupax/v1/weights", None, connection)["models"]

@@ -18,7 +18,7 @@ import numpy as np
 
 from groupax.models.adapted import Frozen, joined
 from groupax.models.checkpoint import Model
-from groupax.models.exchange import leaves_of, places, with_tensors
+from groupax.models.exchange import leaves_of, with_tensors
 from groupax.models.lora import LoRAConfig, adapter_specs, init_adapter, lora_config
 from groupax.models.specs import Params, model_specs
 from groupax.serve.errors import ApiError
@@ -243,7 +243,7 @@ class Weights:
             if held.base is not _base(self.models[model]):
                 raise ValueError(f"the base of {model} was changed by uploads; start the server again")
             specs = adapter_specs(config, lora)
-        expected = {name: parts[0][1].tensor_shape for name, parts in places(specs).items()}
+        expected = {name: spec.tensor_shape for spec in jax.tree.leaves(specs) for name in spec.tensor_names}
         unknown = sorted(where.keys() - expected.keys())
         if unknown:
             raise ValueError(f"{model} has no tensors {', '.join(unknown[:3])}")

@@ -296,7 +296,7 @@ def _tokenizer(tokenizer: Any, model: Any, template_kwargs: Mapping[str, Any]) -
     if not template_kwargs:
         return tokenizer
     if tokenizer is None:
-        from groupax.models.checkpoint import resolve_folder
+        from groupax.models.folders import resolve_folder
 
         tokenizer = load_tokenizer(model.source if hasattr(model, "source") else resolve_folder(model))
     apply: Callable[..., Any] = tokenizer.apply_chat_template

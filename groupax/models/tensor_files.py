@@ -1,0 +1,167 @@
+"""The weights in a folder's safetensors files: which there are, and each to its devices."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors import SafetensorError, safe_open
+
+from groupax.config import BaseWeights
+from groupax.models import bitsandbytes_format
+from groupax.models.config import ModelConfig
+from groupax.models.folders import read_json
+from groupax.models.quantize import quantizer
+from groupax.models.specs import Spec, spec_leaves
+
+INDEX_NAME = "model.safetensors.index.json"
+# Tensors that some exporters write and no forward pass needs.
+DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+
+
+class TensorFile:
+    """A safetensors file that is mapped only while a weight is read.
+
+    What was read of a mapped file counts as memory of the process, as a second copy of the weights would.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: Any = None
+
+    @property
+    def file(self) -> Any:
+        """The file, opened if need be.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        if self._file is None:
+            try:
+                self._file = safe_open(self.path, framework="np")
+            except SafetensorError as error:
+                size = self.path.stat().st_size
+                raise ValueError(f"{self.path} ({size} bytes) is damaged or truncated: {error}") from error
+        return self._file
+
+    def get_slice(self, name: str) -> Any:
+        """A tensor, of which parts can be read."""
+        return self.file.get_slice(name)
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """A whole tensor."""
+        return self.file.get_tensor(name)
+
+    def close(self) -> None:
+        """Give back the memory; the file is opened again when it is needed."""
+        self._file = None
+
+
+Tensors = dict[str, TensorFile]  # tensor name -> the file that holds it
+
+
+def tensors_in(folder: Path) -> Tensors:
+    """The tensors of a model's folder.
+
+    Raises:
+        ValueError: it has no safetensors files, or not all that it names.
+    """
+    if (folder / INDEX_NAME).is_file():
+        names = sorted(set(read_json(folder / INDEX_NAME)["weight_map"].values()))
+    elif (folder / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    else:
+        pickled = next(iter(folder.glob("*.bin")), None)
+        reason = (
+            f"only {pickled.name}, a pickle, which is never loaded; convert it" if pickled else "no model.safetensors"
+        )
+        raise ValueError(f"{folder} has no safetensors weights: {reason}")
+    tensors: Tensors = {}
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} is incomplete: {INDEX_NAME} names {name}, which is missing")
+        file = TensorFile(folder / name)
+        tensors.update(dict.fromkeys(file.file.keys(), file))
+    return tensors
+
+
+def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized: set[str]) -> None:
+    """See that a folder has a model's weights, in their shapes, and no others.
+
+    Args:
+        config: the model.
+        tensors: of the folder.
+        folder: to be told.
+        quantized: the tensors that are 4-bit weights.
+
+    Raises:
+        ValueError: it has not.
+    """
+    specs = {name: spec for spec in spec_leaves(config) for name in spec.tensor_names}
+    missing = [name for name in specs if name not in tensors]
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} weights of its config.json: {', '.join(missing[:4])} ...")
+    for name, spec in specs.items():
+        if name in quantized:
+            if not spec.is_layer_matrix or spec.num_rows is not None:
+                raise ValueError(f"{folder}: {name} is a 4-bit weight; groupax reads such only of single matrices")
+            continue
+        found = tensors[name].get_slice(name).get_shape()
+        if found != list(spec.tensor_shape):
+            raise ValueError(f"{folder}: {name} has shape {found}, config.json says {list(spec.tensor_shape)}")
+    known = {*specs, *(["lm_head.weight"] if config.tie_embeddings else [])}
+    known |= {f"{name}.{further}" for name in quantized for further in bitsandbytes_format.FURTHER}
+    unknown = sorted(name for name in tensors if name not in known and not DERIVED.search(name))
+    if unknown:
+        raise ValueError(f"{folder} has weights that a {config.model_type} model has no place for: {unknown[:4]}")
+
+
+def weight_loader(
+    mesh: Mesh, tensors: Tensors, dtype: Any, weights: BaseWeights, quantized: set[str]
+) -> Callable[[Spec, Any], Any]:
+    """What loads a weight to its devices; quantized weights are replicated.
+
+    Args:
+        mesh: of the devices.
+        tensors: of the folder.
+        dtype: of the weights in memory; None keeps their own.
+        weights: what the layers' matrices are quantized to.
+        quantized: the tensors that are 4-bit weights already.
+    """
+    whole = NamedSharding(mesh, PartitionSpec())
+    quantize = None if weights == "same" else jax.jit(quantizer(weights), out_shardings=whole)
+
+    def load(spec: Spec, sharding: Any) -> Any:
+        if spec.name in quantized:
+            return bitsandbytes_format.read_nf4(
+                spec.name, spec.shape, lambda name: tensors[name].get_tensor(name), whole
+            )
+        array = _load(spec, sharding, tensors, dtype)
+        return array if quantize is None or not spec.is_layer_matrix else jax.block_until_ready(quantize(array))
+
+    return load
+
+
+def _load(spec: Spec, sharding: Any, tensors: Tensors, dtype: Any) -> jax.Array:
+    array = jax.make_array_from_callback(spec.shape, sharding, lambda index: cast(_stored(spec, tensors, index), dtype))
+    for name in spec.tensor_names:
+        tensors[name].close()
+    return array
+
+
+def _stored(spec: Spec, tensors: Tensors, index: Any) -> np.ndarray:
+    """The part of a weight that a tuple of slices says, straight from the files."""
+    if spec.is_stacked:
+        return np.stack([tensors[name].get_slice(name)[index[1:]] for name in spec.tensor_names[index[0]]])
+    if spec.num_rows is not None:
+        first, end, _ = index[0].indices(spec.shape[0])
+        index = (slice(spec.first_row + first, spec.first_row + end), *index[1:])
+    return tensors[spec.name].get_slice(spec.name)[index]
+
+
+def cast(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """The array in a dtype; None keeps its own."""
+    return array if dtype is None else array.astype(dtype)

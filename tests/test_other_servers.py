@@ -1,0 +1,229 @@
+"""Rollouts from vLLM and SGLang: what they are asked, what of their answers counts, and that they have the weights."""
+
+import json
+from contextlib import ExitStack
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from groupax import GRPOConfig, SamplingParams, load_model
+from groupax.engine.engine import unstarted
+from groupax.errors import RunError
+from groupax.rollout import rollout
+from groupax.serve.client import RemoteSampler
+from groupax.serve.others import (
+    Answered,
+    WeightsFolder,
+    dialect_of,
+    draws_from_logits,
+    seed_of,
+    sglang_answers,
+    sglang_request,
+    vllm_answers,
+    vllm_request,
+)
+from groupax.serve.remote import Remote
+
+from .other_servers import SGLANG_FIELDS, VLLM, VLLM_FIELDS, SGLang
+from .test_config_and_data import a_tokenizer
+from .test_remote_rollouts import saved_model
+from .test_server import listening
+from .test_trainer import a_trainer, lines_of
+
+PARAMS = SamplingParams(n=3, max_tokens=7, top_k=4, temperature=0.5, seed=3, logit_bias={5: -1.0}, stop=("x",))
+PATIENCE_S = 10.0  # with a server that fails
+
+
+# -- what travels
+
+
+def test_requests_have_the_settings_under_their_names():
+    group = unstarted([np.array([4, 5])], PARAMS, eos_ids=(2,))
+    request = vllm_request(group, "m")
+    assert request.keys() == VLLM_FIELDS
+    told = {"prompt": [4, 5], "n": 3, "max_tokens": 7, "top_k": 4, "temperature": 0.5, "stop": ["x"]}
+    assert {name: request[name] for name in told} == told
+    assert (request["stop_token_ids"], request["ignore_eos"], request["logit_bias"]) == ([2], True, {"5": -1.0})
+    body = sglang_request(group)
+    settings = body["sampling_params"]
+    assert settings.keys() == SGLANG_FIELDS
+    assert body["input_ids"] == [4, 5]
+    assert (settings["n"], settings["max_new_tokens"], settings["top_k"]) == (3, 7, 4)
+    assert (settings["stop_token_ids"], settings["ignore_eos"]) == ([2], False)
+    assert sglang_request(unstarted([np.array([4])], SamplingParams(), ()))["sampling_params"]["ignore_eos"]
+    assert sglang_request(unstarted([np.array([4])], SamplingParams(), ()))["sampling_params"]["top_k"] == -1
+    json.dumps([request, body])
+
+
+def test_answers_become_tokens_with_their_log_probs():
+    choices = [
+        {"index": 1, "text": "b", "token_ids": [7], "logprobs": {"token_logprobs": [-2.0]}, "finish_reason": "stop"},
+        {"index": 0, "text": "a", "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"},
+    ]
+    expected = [Answered([5], [-1.0], "a", "length"), Answered([7], [-2.0], "b", "stop")]
+    assert vllm_answers({"choices": choices}) == expected
+    rows = [
+        {"text": text, "meta_info": {"output_token_logprobs": [[logp, token, None]], "finish_reason": {"type": end}}}
+        for text, logp, token, end in (("a", -1.0, 5, "length"), ("b", -2.0, 7, "stop"))
+    ]
+    assert sglang_answers(rows) == expected
+
+
+def test_rows_have_seeds_of_their_own():
+    keys = np.array([[0, 1], [1, 0], [2**32 - 1, 2**32 - 1]], np.uint32)
+    seeds = [seed_of(key) for key in keys]
+    assert len({*seeds}) == 3
+    assert min(seeds) >= 0
+    assert max(seeds) < 2**62
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"n": 4, "seed": 3, "stop_token_ids": (3,), "stop": ("a",), "max_tokens": 9}, True),
+        ({"temperature": 0.9}, False),
+        ({"top_p": 0.9}, False),
+        ({"min_tokens": 3}, False),
+        ({"logit_bias": {3: 1.0}}, False),
+    ],
+)
+def test_settings_that_leave_the_logits_alone_are_known(settings, expected):
+    assert draws_from_logits(SamplingParams(**settings)) is expected
+
+
+def test_servers_that_take_no_weights_are_refused():
+    cards = [{"id": "gpt", "object": "model", "owned_by": "somebody"}]
+
+    async def models(_):
+        return JSONResponse({"object": "list", "data": cards})
+
+    with listening(Starlette(routes=[Route("/v1/models", models)])) as address:
+        server = Remote(address, None, 10.0)
+        with pytest.raises(RunError, match=r"a server of 'somebody', .* come from groupax serve, vLLM or SGLang"):
+            dialect_of(server, None)
+        cards[0]["owned_by"] = "groupax"
+        assert dialect_of(server, None) is None
+        cards[0]["owned_by"] = "vllm"
+        with pytest.raises(RunError, match="has no model 'other'; it has gpt"):
+            dialect_of(server, "other")
+        assert dialect_of(server, None).name == "vLLM"
+
+
+def test_a_folder_without_servers_is_refused():
+    with pytest.raises(ValueError, match="rollout_folder is for the servers of rollout"):
+        GRPOConfig(rollout_folder="/shared")
+
+
+# -- servers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def servers(folder):
+    """One of each, and their addresses."""
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    with ExitStack() as stack:
+        running = [VLLM(folder, tokenizer), SGLang(folder, tokenizer)]
+        yield {type(each).__name__: (each, stack.enter_context(listening(each.app))) for each in running}
+
+
+def sampler_for(folder, address, tmp_path):
+    model = load_model(folder)
+    shared = WeightsFolder(tmp_path / "weights", model, jnp.float32)
+    return RemoteSampler([address], model.config, model.params, (1,), shared=shared, patience_s=PATIENCE_S)
+
+
+def completions(sampler, params=PARAMS):
+    prompts = [np.array([4, 5, 6]), np.array([7, 8])]
+    examples = [{"prompt": ""} for _ in prompts]
+    groups = rollout(sampler, a_tokenizer(eos_token="<eos>"), examples, prompts, params, step=1)
+    return [row for group in sorted(groups, key=lambda group: group[0].prompt_index) for row in group]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("VLLM", {"max_staleness": 1}), ("SGLang", {"lora_r": 4, "lora_alpha": 8.0})],
+    ids=["VLLM", "SGLang"],
+)
+def test_training_goes_on_with_their_tokens_and_they_with_its_weights(tmp_path, folder, servers, name, settings):
+    server, address = servers[name]
+    shared = {"rollout_folder": str(tmp_path / "shared")} if name == "VLLM" else {}
+    trainer = a_trainer(
+        tmp_path, model=str(folder), rollout=address, rollout_correction="token_truncate", **shared, **settings
+    )
+    trainer.collector.engine.patience_s = PATIENCE_S
+    before, asked = server.num_sampled, len(server.seen)
+    trainer.train()
+    lines = lines_of(tmp_path)
+    assert len(lines) == 3
+    assert server.num_sampled - before == 3 * 16
+    # log-probs under the learner's policy are those of the server: it had these weights, and not the ones before them
+    stale = 1 if name == "VLLM" else 0
+    same = [line["rollout/correction_mean"] == pytest.approx(1, abs=1e-3) for line in lines]
+    assert same == ([True] * 3 if not stale else [True, False, False])
+    reloads = [body for path, body in server.seen[asked:] if path in ("/collective_rpc", "/update_weights_from_disk")]
+    assert len(reloads) == (2 if stale else 3)
+    place, newest = tmp_path / ("shared" if stale else "run/rollout_weights"), trainer.collector.engine.version
+    assert {each.name for each in place.iterdir()} == {f"version-{newest - 1}", f"version-{newest}"}
+
+
+@pytest.mark.heavy
+def test_without_correction_they_are_refused(tmp_path, folder, servers):
+    for name, (_, address) in servers.items():
+        trainer = a_trainer(tmp_path / name, model=str(folder), rollout=address)
+        with pytest.raises(RunError, match=r"is a server of .*set rollout_correction, e.g. to 'token_truncate'"):
+            trainer.train()
+
+
+@pytest.mark.heavy
+def test_a_server_that_starts_again_gets_the_weights_again(tmp_path, folder, servers):
+    server, address = servers["SGLang"]
+    sampler = sampler_for(folder, address, tmp_path)
+    completions(sampler)
+    server.start_again()
+    before = len(server.seen)
+    rows = completions(sampler)
+    assert "/update_weights_from_disk" in [path for path, _ in server.seen[before:]]
+    assert {row.finish_reason for row in rows} <= {"stop", "length"}
+    assert all(len(row.completion_ids) == len(row.sampler_logps) > 0 for row in rows)
+
+
+@pytest.mark.heavy
+def test_log_probs_that_are_not_of_the_draws_are_refused(tmp_path, folder, servers):
+    server, address = servers["VLLM"]
+    plain = SamplingParams(n=2, max_tokens=6, seed=1)
+    sampler = sampler_for(folder, address, tmp_path)
+    rows = completions(sampler, plain)
+    assert [row.completion_ids.tolist() for row in rows] == [
+        row.completion_ids.tolist() for row in completions(sampler_for(folder, address, tmp_path), plain)
+    ]  # the same seed
+    with pytest.raises(RunError, match=r"tells raw_logprobs.*--logprobs-mode processed_logprobs"):
+        completions(sampler)
+    server.logprobs_mode = "processed_logprobs"
+    assert len(completions(sampler_for(folder, address, tmp_path))) == 6
+    server.with_ids = False
+    with pytest.raises(RunError, match=r"answers without token ids or log-probs .*'token_ids'"):
+        completions(sampler_for(folder, address, tmp_path))
+    server.logprobs_mode, server.with_ids = "raw_logprobs", True
+
+
+@pytest.mark.heavy
+def test_servers_that_cannot_reload_are_the_end(tmp_path, folder, servers):
+    for _, address in servers.values():
+        sampler = sampler_for(folder, address, tmp_path)
+        sampler._shared.written = lambda *_: tmp_path / "nowhere"  # a folder that it does not see
+        with pytest.raises(RunError, match=r"says (400|500): .* to see .*nowhere"):
+            completions(sampler)
+    plain = VLLM(folder, a_tokenizer(eos_token="<eos>"), dev_mode=False)
+    says = r"/collective_rpc says 404.*VLLM_SERVER_DEV_MODE=1"
+    with listening(plain.app) as address, pytest.raises(RunError, match=says):
+        completions(sampler_for(folder, address, tmp_path))
