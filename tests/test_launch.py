@@ -383,7 +383,7 @@ def run_job(folder, num_nodes, text, statuses=""):
         "SLURM_NNODES": str(num_nodes),
         "STATUSES": statuses,
     }
-    done = subprocess.run([str(file)], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([str(file)], cwd=folder, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout
 
 

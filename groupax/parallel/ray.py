@@ -27,6 +27,7 @@ RAY_KINDS = {"v5e": "v5litepod"}  # of TPUs, where Ray has another name
 WORKER_ID = "ray.io/tpu-worker-id"  # label of a slice's hosts
 PATIENCE_S = 10.0  # then it is told what is waited for
 LOOK_S = 0.5
+ANSWER_S = 30.0  # a node that is there answers sooner
 
 
 @dataclass(frozen=True)
@@ -299,15 +300,20 @@ def _attempt(
             ]
 
             def ask_to_stop(number: int) -> None:
-                _ask_to_stop(places[number][0], placed[bundles[number]])
+                _started_on(placed[bundles[number]], _terminate, places[number][0])
 
-            return _outcome(_gathered(runs, ask_to_stop, grace_s), len(hosts))
+            def answers(number: int) -> bool:
+                return _answers(placed[bundles[number]])
+
+            return _outcome(_gathered(runs, ask_to_stop, answers, grace_s), len(hosts))
         finally:
             for each in hosts:
                 ray.kill(each)
 
 
-def _gathered(runs: Sequence[Any], ask_to_stop: Callable[[int], None], grace_s: float) -> dict[int, _Ended]:
+def _gathered(
+    runs: Sequence[Any], ask_to_stop: Callable[[int], None], answers: Callable[[int], bool], grace_s: float
+) -> dict[int, _Ended]:
     """How all have ended, in the order of their ends; those that were killed at the end of the grace are left out."""
     import ray
 
@@ -318,7 +324,7 @@ def _gathered(runs: Sequence[Any], ask_to_stop: Callable[[int], None], grace_s: 
         while numbers and time.monotonic() < until_s:
             for run in ray.wait(list(numbers), num_returns=1, timeout=LOOK_S)[0]:
                 number = numbers.pop(run)
-                endings[number] = _ending(run)
+                endings[number] = _ending(run, functools.partial(answers, number))
                 if endings[number].ending == "done" or until_s < float("inf"):
                     continue
                 until_s = time.monotonic() + grace_s
@@ -334,15 +340,19 @@ def _gathered(runs: Sequence[Any], ask_to_stop: Callable[[int], None], grace_s: 
     return endings
 
 
-def _ending(run: Any) -> _Ended:
+def _ending(run: Any, answers: Callable[[], bool]) -> _Ended:
+    """How one host has ended. If its process is gone it counts whether its node `answers`."""
     import ray
 
     try:
         return ray.get(run)
-    except (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError) as error:
-        return _Ended("preempted", f"was lost: {str(error).splitlines()[0]}", "")
     except ray.exceptions.RayTaskError as error:  # of Ray's, about what was given or returned
         return _Ended("mistake", f"failed: {error}", "")
+    except ray.exceptions.RayError as error:
+        why = str(error).splitlines()[0]
+        if answers():
+            return _Ended("failed", f"failed: its process is gone: {why}", str(error))
+        return _Ended("preempted", f"was lost: {why}", "")
 
 
 def _outcome(endings: Mapping[int, _Ended], num_hosts: int) -> Outcome[list[Any]]:
@@ -354,18 +364,32 @@ def _outcome(endings: Mapping[int, _Ended], num_hosts: int) -> Outcome[list[Any]
     return Outcome(ended.ending, f"host {number} of {num_hosts} {ended.why}", [ended.value] if ended.value else [])
 
 
+def _yes() -> bool:
+    return True
+
+
 def _terminate(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
 
 
-def _ask_to_stop(pid: int, node: str) -> None:
-    """SIGTERM to a process on that node."""
+def _started_on(node: str, function: Callable[..., Any], *args: Any) -> Any:
+    """A task on that node and no other."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     where = NodeAffinitySchedulingStrategy(node, soft=False)
-    ray.remote(num_cpus=0, max_retries=0)(_terminate).options(scheduling_strategy=where).remote(pid)
+    return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=where).remote(*args)
+
+
+def _answers(node: str) -> bool:
+    """Whether a node does what it is asked; the cluster misses one that is gone only after some time."""
+    import ray
+
+    try:
+        return ray.get(_started_on(node, _yes), timeout=ANSWER_S)
+    except ray.exceptions.RayError:
+        return False
 
 
 @contextlib.contextmanager
