@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ from groupax.launch.retries import Retries
 from groupax.parallel.ray import CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig, execute
 
 ROOT = Path(__file__).parents[1]
-SLICE, NUM_HOSTS, CHIPS = "v4-16", 2, 4
+SLICE, NUM_HOSTS, CHIPS = "v4-64", 8, 4
 QUICK = Retries(failures=1, preemptions=1, first_wait_s=0.1)
 
 
@@ -79,8 +81,8 @@ def test_a_function_runs_on_all_hosts_of_a_slice_with_its_environment(cluster, c
         return [os.environ[name] for name in names], context.get_assigned_resources(), context.get_node_id()
 
     returned = main("hello")
-    assert [places[0] for places, _, _ in returned] == ["0", "1"]
-    assert {tuple(places[1:]) for places, _, _ in returned} == {("2", returned[0][0][2], "it's")}
+    assert [places[0] for places, _, _ in returned] == [str(number) for number in range(NUM_HOSTS)]
+    assert {tuple(places[1:]) for places, _, _ in returned} == {(str(NUM_HOSTS), returned[0][0][2], "it's")}
     assert all(resources["TPU"] == CHIPS for _, resources, _ in returned)
     assert [node for _, _, node in returned] == [each.node_id for each in cluster.slice]
     shown = ""
@@ -89,7 +91,7 @@ def test_a_function_runs_on_all_hosts_of_a_slice_with_its_environment(cluster, c
         if shown.count("says hello") == NUM_HOSTS:
             break
         time.sleep(0.1)
-    assert sorted(re.findall(r"\(host (\d) .*says hello", shown)) == ["0", "1"]
+    assert sorted(re.findall(r"\(host (\d) .*says hello", shown)) == [str(number) for number in range(NUM_HOSTS)]
 
 
 @pytest.mark.long
@@ -193,8 +195,36 @@ def test_a_lost_node_leads_to_the_state_of_an_undisturbed_run(cluster, tmp_path)
     disturbed = execute(config, retries=QUICK, grace_s=5.0, tell=replace_it)(training)(str(tmp_path), steps)
     thread.join()
     assert len(told) == 1
-    assert "host 1 of 2 was lost" in told[0]
+    assert f"host 1 of {NUM_HOSTS} was lost" in told[0]
+    assert disturbed == [_undisturbed(steps)] * NUM_HOSTS
+
+
+def _undisturbed(steps):
     state = [0, 1.0]
     while state[0] < steps:
         state = [state[0] + 1, state[1] * 1.1 + state[0]]
-    assert disturbed[0] == state
+    return state
+
+
+@pytest.mark.long
+def test_launch_ray_runs_a_program_on_all_hosts(cluster, tmp_path):
+    (tmp_path / "program.py").write_text(
+        "import os, sys\n"
+        "print('runs', os.environ['GROUPAX_PROCESS_ID'], os.environ['TOKEN'], os.environ['ALSO'], sys.argv[1:])\n"
+        "sys.exit(int(os.environ['GROUPAX_PROCESS_ID']) * int(sys.argv[1]))\n"
+    )
+
+    def launched(status):
+        options = ["--address", cluster.address, "--hosts", "2", "--env", "TOKEN=it's", "ALSO", "--restarts", "1"]
+        command = [sys.executable, "-m", "groupax", "launch", "ray", *options, "--backoff_s", "0", "--working_dir", "."]
+        command += ["--", "python", "program.py", status]
+        environment = {**os.environ, "ALSO": "of here"}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    done = launched("0")
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = re.findall(r"\(host (\d) .*(runs .*)", done.stdout)
+    assert sorted(lines) == [(number, f"runs {number} it's of here ['0']") for number in "01"]
+    failed = launched("3")
+    assert failed.returncode == 1
+    assert failed.stderr.count("host 1 of 2 failed: RunError: the process failed with status 3") >= 2

@@ -1,6 +1,7 @@
 """A program on the hosts of a Ray cluster: on each of them a process under the actor that is there."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from groupax.parallel.ray import execute as on_hosts
 
 if TYPE_CHECKING:
     from groupax.launch.command import Ray
+
+LAST_LINES_S = 1.0  # until what the hosts printed last is here
 
 
 def run_program(words: Sequence[str], grace_s: float) -> None:
@@ -52,6 +55,7 @@ def launch_on_ray(command: "Ray", words: Sequence[str], tell: Callable[[str], No
     try:
         on_hosts(config, retries=retries, grace_s=command.grace_s, tell=tell)(run_program)(list(words), command.grace_s)
     finally:
+        time.sleep(LAST_LINES_S)
         ray.shutdown()
     return 0
 
