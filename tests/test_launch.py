@@ -449,12 +449,12 @@ def test_servers_that_do_not_answer_are_named():
 # -- Ray
 
 
-def test_options_become_a_config(monkeypatch, tmp_path):
+def test_options_become_a_config(monkeypatch):
     monkeypatch.setenv("TOKEN", "secret")
-    tpu = config_of(Ray(tpu="v4-64", env=("TOKEN", "A=b=c"), pip=("math-verify",), working_dir=tmp_path, cpus=3))
+    tpu = config_of(Ray(tpu="v4-64", env=("TOKEN", "A=b=c"), pip=("math-verify",), cpus=3))
     assert tpu == TpuAcceleratorConfig(
         "v4-64",
-        {"env_vars": {"TOKEN": "secret", "A": "b=c"}, "pip": ["math-verify"], "working_dir": str(tmp_path)},
+        {"env_vars": {"TOKEN": "secret", "A": "b=c"}, "pip": ["math-verify"]},
         3,
     )
     assert config_of(Ray(hosts=2, gpus=8)) == GpuAcceleratorConfig(2, 8)

@@ -34,6 +34,8 @@ def test_configs_that_cannot_be_are_refused():
         GpuAcceleratorConfig(gpus_per_host=0)
     with pytest.raises(ValueError, match="env_vars must be texts, STEPS is 3"):
         CpuAcceleratorConfig(execution_env={"env_vars": {"STEPS": 3}})
+    with pytest.raises(ValueError, match=r"working_dir='src' in execution_env must be an address"):
+        TpuAcceleratorConfig("v4-8", execution_env={"working_dir": "src"})
     with pytest.raises(TypeError, match="takes a function"):
         execute(CpuAcceleratorConfig())(3)
 

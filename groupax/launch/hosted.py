@@ -51,7 +51,8 @@ def launch_on_ray(command: "Ray", words: Sequence[str], tell: Callable[[str], No
         import ray
     except ModuleNotFoundError as error:
         raise ValueError("this needs ray; pip install 'groupax[ray]'") from error
-    ray.init(address=command.address, log_to_driver=True)
+    of_job = None if command.working_dir is None else {"working_dir": str(command.working_dir)}
+    ray.init(address=command.address, runtime_env=of_job, log_to_driver=True)
     try:
         on_hosts(config, retries=retries, grace_s=command.grace_s, tell=tell)(run_program)(list(words), command.grace_s)
     finally:
@@ -75,8 +76,6 @@ def config_of(command: "Ray") -> AcceleratorConfig:
     environment: dict[str, Any] = {"env_vars": variables} if variables else {}
     if command.pip:
         environment["pip"] = list(command.pip)
-    if command.working_dir is not None:
-        environment["working_dir"] = str(command.working_dir)
     if command.tpu is not None:
         if command.gpus or command.hosts != 1:
             raise ValueError("--tpu says how many hosts there are; leave out --hosts and --gpus")

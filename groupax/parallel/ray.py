@@ -49,7 +49,8 @@ class TpuAcceleratorConfig:
 
     Args:
         accelerator: type of the slice, as v4-64, v5e-32, v5p-128, v6e-16. It says how many hosts and chips there are.
-        execution_env: Ray's runtime environment of the hosts: `env_vars`, `pip`, `working_dir` and so on.
+        execution_env: Ray's runtime environment of the hosts: `env_vars`, `pip` and so on. A folder of this machine as
+            `working_dir` is given to `ray.init` or `ray job submit`, which bring it to the cluster.
         cpus_per_host: cores that are asked for beside the chips.
         wait_s: longest time until the slice is free.
     """
@@ -438,6 +439,12 @@ def _check_environment(environment: Mapping[str, Any]) -> None:
     for name, value in environment.get("env_vars", {}).items():
         if not isinstance(value, str):
             raise ValueError(f"env_vars must be texts, {name} is {value!r}")
+    folder = str(environment.get("working_dir", "://"))
+    if "://" not in folder:
+        raise ValueError(
+            f"working_dir={folder!r} in execution_env must be an address as gs://...; a folder of this machine goes "
+            "to ray.init(runtime_env={'working_dir': ...}) or ray job submit --working-dir"
+        )
 
 
 def _check_counts(**counts: int) -> None:
