@@ -96,13 +96,15 @@ IDS = {
 TRL_STEPS = {"logging_steps=10)": "logging_steps=10, max_steps=2, max_completion_length=64)"}
 SCRIPTS = "run with these flags, on small data, by tests/test_recipes.py"
 SHELL = "sets up a machine, with a network"
-# The script of document 002.
-SHORT = {
+TUTORIAL = {
     # given twice, which Python refuses
     "        eval_dataset=test_dataset,\n        train_dataset=train_dataset,\n        arguments=grpo_config,\n": "",
     "max_prompt_length = 2048": "max_prompt_length = 512",
     "max_completion_length = 2048": "max_completion_length = 64",
     "num_train_epochs=3": "num_train_epochs=1",
+    '"v4-64"': '"v4-8"',
+    '["math_verify"]': "[]",  # needs a network
+    "/dev/shm": "{shm}",
 }
 # By document and block.
 TABLE = {
@@ -126,7 +128,7 @@ TABLE = {
     "002": {
         0: Not(SHELL),
         1: Run(),
-        2: Run({**SHORT, '"v4-64"': '"v4-8"', '["math_verify"]': "[]", "/dev/shm": "{shm}"}),
+        2: Run(TUTORIAL),
         3: Not("the command that starts block 2, as test_the_tutorial_runs_on_ray does"),
     },
     "003": {
@@ -180,14 +182,6 @@ TABLE = {
         38: Not("printed tensors"),
     },
 }
-# Document 002 without Ray around its function.
-WITHOUT_RAY = {
-    **SHORT,
-    "import ray # For distributed computing\n": "",
-    "ray.init()\n": "",
-    "@execute(tpu_config)\n@ray.remote\n": "",
-}
-
 # The script of document 003 that is given its server's address, as the SLURM job does it.
 WITH_SERVER = {
     "use_vllm=True,": "use_vllm=True, vllm_server_port={port},",

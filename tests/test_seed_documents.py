@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import SHARED
-from .seed_documents import TABLE, WITH_SERVER, WITHOUT_RAY, Not, blocks_of, code_of, replaced
+from .seed_documents import TABLE, WITH_SERVER, Not, blocks_of, code_of, replaced
 from .test_export import hub as hub  # a fixture
 
 DOCUMENTS = sorted((SHARED / "seeds").glob("*.txt"))
@@ -108,16 +108,6 @@ def test_the_table_has_every_block(document):
 @pytest.mark.parametrize("document", ["000", "001", "003"])
 def test_python_blocks_run(document, folders, tmp_path):
     run(running(document, folders), tmp_path)
-
-
-@pytest.mark.long
-def test_the_tutorial_runs_without_ray(folders, tmp_path):
-    pytest.importorskip("math_verify")
-    [block] = [block for block in blocks_in("002") if block.language == "python"]
-    text = re.sub(r"from eformer.executor.ray import .*\n", "", block.text)
-    text = re.sub(r"tpu_config = TpuAcceleratorConfig\(.*?\n\)\n", "", text, flags=re.DOTALL)
-    out = run([("002/2", replaced(text, WITHOUT_RAY, folders))], tmp_path)
-    assert "Training finished" in out or "ran 002/2" in out
 
 
 @pytest.mark.long

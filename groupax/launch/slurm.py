@@ -210,12 +210,13 @@ if ((NUM_SERVERS)); then
   {rollout}
 fi
 
-# One task on each of these nodes, with all that the job has there.
+# One task on each of these nodes, with all that the job has there. Only in the background: srun takes the place of the
+# subshell, so that it gets the signals.
 on() {{
   local where="$1" number="$2" label=()
   shift 2
   ((number == 1)) || label=(--label)
-  srun --nodes="$number" --ntasks="$number" --ntasks-per-node=1 --nodelist="$where" --export=ALL --cpu-bind=none \\
+  exec srun --nodes="$number" --ntasks="$number" --ntasks-per-node=1 --nodelist="$where" --export=ALL --cpu-bind=none \\
     ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} --wait="$GRACE_S" --kill-on-bad-exit=0 \\
     ${{label[@]+"${{label[@]}}"}} "$@"
 }}

@@ -264,7 +264,7 @@ def _attempt(
     grace_s: float,
 ) -> Outcome[list[Any]]:
     """Run once on all hosts."""
-    import ray
+    import ray.exceptions
     from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -275,7 +275,7 @@ def _attempt(
         if len(bundles) != config.num_hosts:
             return Outcome("preempted", "a host was lost before it began", [])
         host = ray.remote(max_restarts=0, max_task_retries=0)(_Host)
-        hosts = [
+        hosts: list[Any] = [
             host.options(
                 num_cpus=reserved.resources["CPU"],
                 num_gpus=reserved.resources.get("GPU", 0),
@@ -343,7 +343,7 @@ def _gathered(
 
 def _ending(run: Any, answers: Callable[[], bool]) -> _Ended:
     """How one host has ended. If its process is gone it counts whether its node `answers`."""
-    import ray
+    import ray.exceptions
 
     try:
         return ray.get(run)
@@ -385,7 +385,7 @@ def _started_on(node: str, function: Callable[..., Any], *args: Any) -> Any:
 
 def _answers(node: str) -> bool:
     """Whether a node does what it is asked; the cluster misses one that is gone only after some time."""
-    import ray
+    import ray.exceptions
 
     try:
         return ray.get(_started_on(node, _yes), timeout=ANSWER_S)
