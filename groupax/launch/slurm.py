@@ -37,7 +37,7 @@ class Slurm:
     server_nodes: int = 0
     """How many of them are servers."""
     server_options: str = ""
-    """Options of `groupax serve` there, as "--dtype bfloat16"; --model is by default that of the program."""
+    """Options of `groupax serve` there, as --server_options="--dtype bfloat16"; --model is by default the program's."""
     server_wait_s: int = 3600
     """Longest time until the servers have loaded the model; the trainers start after that."""
     time: str | None = None
@@ -151,7 +151,7 @@ def _server(command: Slurm, words: Sequence[str]) -> list[str]:
     model = option(options, "--model") or option(words, "--model")
     if model is None:
         raise ValueError(
-            "which model do the servers load? give the program a --model, or --server_options '--model MODEL'"
+            "which model do the servers load? give the program a --model, or --server_options='--model MODEL'"
         )
     given = [] if option(options, "--model") else ["--model", model]
     return [sys.executable, "-m", "groupax", "serve", *given, *options, "--host", "0.0.0.0"]
