@@ -22,7 +22,7 @@ lint: $(VENV)/.lint
 parity: $(VENV)/.parity build/libtpu
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "(parity or heavy) and not long"
 
-long: $(VENV)/.parity
+long: $(VENV)/.long
 	$(BIN)/python -m pytest -m long
 
 bench: $(VENV)/.parity
@@ -52,6 +52,10 @@ $(VENV)/.lint: pyproject.toml | $(BIN)/pip
 $(VENV)/.parity: pyproject.toml | $(BIN)/pip
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test,parity]"
+	touch $@
+
+$(VENV)/.long: $(VENV)/.parity
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[ray]"
 	touch $@
 
 # To compile for TPUs that are not there; in a folder of its own, because with it every jax process looks for a TPU.

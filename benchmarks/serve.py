@@ -30,7 +30,8 @@ from models import KEY, QWEN_7M, served, show
 
 from groupax import Engine, SamplingParams
 
-ROWS = 256  # decoded at once, by both
+ROWS = 128  # decoded at once, by both
+CHUNK_STEPS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +123,7 @@ def main() -> None:
     load = Load()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        options = ("--max_concurrent_rows", str(ROWS), "--chunk_steps", "32")
+        options = ("--max_concurrent_rows", str(ROWS), "--chunk_steps", str(CHUNK_STEPS))
         with served(folder, QWEN_7M, "float32", *options) as (url, pid):
             begun_s = time.monotonic() + arguments.warm_up_s
             until_s = begun_s + arguments.seconds
@@ -141,7 +142,7 @@ def main() -> None:
                 thread.join()
         counted = [number for number, ended_s in load.ended_s.items() if begun_s <= ended_s <= until_s]
         rate = sum(len(load.tokens[number]) for number in counted) / arguments.seconds
-        engine = Engine.load(folder, max_slots=ROWS)
+        engine = Engine.load(folder, max_slots=ROWS, chunk_steps=CHUNK_STEPS)
         rows = [
             {
                 "who": f"server, {arguments.clients} clients",

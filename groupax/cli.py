@@ -17,6 +17,7 @@ from groupax import commands, eval_commands
 from groupax.config import DecodingWeights, GRPOConfig, nearest
 from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
+from groupax.launch.command import launch
 from groupax.parallel import processes
 from groupax.recipes import RECIPES, Recipe, load_recipe
 from groupax.serve.command import serve
@@ -33,6 +34,7 @@ commands:
   serve      a model behind OpenAI's interface: groupax serve --model MODEL --port 8000
   resume     go on with a run that was stopped: groupax resume RUN_DIR [options of train that are to differ]
   checkpoints   of a run: groupax checkpoints RUN_DIR list | verify | delete STEP | export [STEP] --to FOLDER
+  launch     one program as several processes: groupax launch local | slurm | ray [options] -- train ...
   view       show runs on a local web page, live: groupax view RUN_DIR [RUN_DIR ...]
   inspect    what a model is and takes, and what an adapter trains
   merge      add an adapter to its base
@@ -113,9 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_status(name: str, command: Callable[[], object]) -> int:
-    """Run a command of that name, and tell mistakes and faults in one line."""
+    """Run a command of that name, and tell mistakes and faults in one line. One may return a status of its own."""
     try:
-        command()
+        status = command()
     except PreemptedError as stopped:  # it was told, and what to do
         return PREEMPTED if stopped.code == PREEMPTED else 1
     except (ValueError, TypeError) as error:
@@ -130,7 +132,7 @@ def exit_status(name: str, command: Callable[[], object]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
+    return status if isinstance(status, int) else 0
 
 
 def _tell_other_processes(error: Exception) -> None:
@@ -387,6 +389,7 @@ COMMANDS = {
     "serve": serve,
     "resume": resume,
     "checkpoints": checkpoints,
+    "launch": launch,
     "view": view,
     "inspect": commands.inspect,
     "merge": commands.merge,

@@ -1,6 +1,6 @@
 """Sequences on the devices: they enter slots, are decoded a chunk at a time, and leave.
 
-    (submit ──► fit) ──► make_room ──► admit ──► decode ──► keep_prefixes ──► retire ──► make_room ...
+    (submit ──► fit) ──► make_room ──► admit ──► decode ──► keep_prefixes ──► retire ──► shrink ──► make_room ...
 
 The scheduler knows which sequence sits in which slot, the plan what memory allows; here is what follows from both for
 the arrays.
@@ -27,6 +27,7 @@ from groupax.engine.plan import (
     expected_columns,
     max_prompts,
     power_of_two,
+    prefill_columns,
 )
 from groupax.engine.prefixes import Prefix, PrefixStore
 from groupax.engine.rearrange import move, move_slots, rearrange, release, stored_of, take, widen_slots
@@ -52,6 +53,7 @@ class Batch:
         chunk_steps: tokens decoded between two visits to the host.
         kv_dtype: of the cache.
         prefixes: what is known of earlier sequences, and where to store what is computed.
+        patience: fewer slots have to be enough after so many more chunks before the others are given up.
 
     Attributes:
         scheduler: which sequence sits in which slot.
@@ -71,9 +73,11 @@ class Batch:
         chunk_steps: int,
         kv_dtype: Any,
         prefixes: PrefixStore,
+        patience: int,
     ) -> None:
         self.config, self.mesh, self.plan, self.prefixes = config, mesh, plan, prefixes
-        self.chunk_steps = chunk_steps
+        self.chunk_steps, self.patience = chunk_steps, patience
+        self._num_idle = 0  # chunks in a row after which fewer slots were enough
         num_shards = num_data_shards(mesh)
         counts: dict[tuple[int, int], int] = {}
         for sequence in sequences:
@@ -166,8 +170,9 @@ class Batch:
 
     def admit(self, params: Params) -> None:
         """Let waiting sequences into free slots, as many prompts at a time as are computed at once."""
-        while admission := self.scheduler.admit(max_prompts(self.cache.num_prompt_columns)):
-            self._admit(params, admission)
+        while admissions := self.scheduler.admit(max_prompts(self.cache.num_prompt_columns), prefill_columns):
+            for admission in admissions:
+                self._admit(params, admission)
 
     def decode(self, params: Params) -> list[tuple[Sequence, int]]:
         """Another chunk for all running sequences; returns them with their numbers of tokens before."""
@@ -206,20 +211,23 @@ class Batch:
             self.prefixes.add(Prefix(fed, k, v))
 
     def retire(self) -> None:
-        """Free the slots of the sequences that have ended, and have fewer slots if that pays."""
+        """Free the slots of the sequences that have ended."""
         freed = self.scheduler.retire()
         if not freed:
             return
         released = np.zeros(len(self.scheduler.slots), bool)
         released[freed] = True
         self.slots = release(self.slots, self._on_rows(released))
-        self._shrink()
 
-    def _shrink(self) -> None:
-        """Have half as many slots or fewer, once so many have nothing to do any more."""
+    def shrink(self) -> None:
+        """Have half as many slots or fewer, once so many have nothing to do any more; after each chunk."""
         scheduler = self.scheduler
         needed = max(MIN_SLOTS, power_of_two(scheduler.num_slots_needed()))
         if scheduler.waiting or not scheduler.running or needed > scheduler.slots_per_shard // 2:
+            self._num_idle = 0
+            return
+        self._num_idle += 1
+        if self._num_idle <= self.patience:
             return
         if not self.plan.allows(replace(self.shape, num_slots=needed, share=1)):
             return  # a prompt for each slot would take more room than fewer slots save
@@ -265,8 +273,7 @@ class Batch:
         self.column = column
 
     def _admit(self, params: Params, admission: Admission) -> None:
-        num_prompts = max(2, power_of_two(max(len(prompts) for prompts in admission.prompts)))
-        length = _prompt_columns(admission)
+        num_prompts, length = admission.size
         prompts = np.zeros((self.scheduler.num_shards, num_prompts, length), np.int32)
         starts = np.full(prompts.shape[:2], length, np.int32)
         for shard, shard_prompts in enumerate(admission.prompts):
@@ -341,8 +348,3 @@ def _cache_maker(config: ModelConfig, *sizes_dtype_mesh: Any) -> Callable[[], Ca
     """A program that makes an empty cache of these sizes on the devices."""
     *sizes, dtype, mesh = sizes_dtype_mesh
     return jax.jit(partial(empty_cache, config, *sizes, dtype), out_shardings=NamedSharding(mesh, ROWS))
-
-
-def _prompt_columns(admission: Admission) -> int:
-    """The columns that the admitted prompts are padded to, each without its last token."""
-    return bucket(max(len(prompt) for prompts in admission.prompts for prompt in prompts) - 1, PREFILL_COLUMNS)

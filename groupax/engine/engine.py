@@ -19,7 +19,7 @@ from groupax.engine.scheduler import Sequence
 from groupax.engine.session import Session
 from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
-from groupax.models.quantize import decoding_params
+from groupax.models.quantize import check_decoding_weights, decoding_params
 from groupax.models.specs import Params
 from groupax.models.split import laid_out
 from groupax.parallel.mesh import is_split, rows_mesh
@@ -124,7 +124,8 @@ class Engine:
         self.chunk_steps = chunk_steps
         self.tokenizer = tokenizer
         self.kv_bytes = kv_bytes
-        self._kv_dtype = kv_dtype
+        check_decoding_weights(params, weights)
+        self.kv_dtype = jnp.dtype(kv_dtype or ("bfloat16" if weights == "bfloat16" else params["embed"].dtype))
         self.prefixes = PrefixStore(prefix_bytes)
         self.before_chunk: Callable[[], object] | None = None
 
@@ -142,11 +143,6 @@ class Engine:
         if params is not self._given:  # a copy is not made twice
             self._given, self._params = params, None
             self.version += 1
-
-    @property
-    def kv_dtype(self) -> Any:
-        """Of the cache."""
-        return jnp.dtype(self._kv_dtype or self.params["embed"].dtype)
 
     def release(self) -> None:
         """Give back the memory of gathered weights; what is decoded next gathers them again."""

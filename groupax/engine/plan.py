@@ -134,6 +134,11 @@ def piece_columns(num_prompts: int, num_columns: int) -> int:
     return num_columns
 
 
+def prefill_columns(prompt_tokens: int) -> int:
+    """The columns that a prompt is computed in, without its last token, which is decoding's first."""
+    return bucket(prompt_tokens - 1, PREFILL_COLUMNS)
+
+
 def max_prompts(num_prompt_columns: int) -> int:
     """Prompts of so many columns that are computed in one admission, a power of two."""
     return max(2, 1 << (max(1, PREFILL_TOKENS // num_prompt_columns).bit_length() - 1))

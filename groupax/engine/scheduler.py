@@ -6,18 +6,22 @@ possible, because each shard computes the prompts of its own slots.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from groupax.engine.params import SamplingParams
+from groupax.engine.plan import power_of_two
 
 if TYPE_CHECKING:
     from groupax.engine.decode import Chunk
 
 FinishReason = Literal["stop", "length", "abort"]
+
+# Prompts are computed in several programs instead of one if that saves each shard so many tokens of padding.
+PADDING_TOKENS = 512
 
 
 @dataclass(eq=False)
@@ -76,14 +80,21 @@ class Admission:
     """Sequences that enter slots together.
 
     Attributes:
+        size: prompts of each shard and their columns, as they are computed, padding included.
         prompts: per shard, the distinct prompts to compute.
         places: (place, index into its shard's prompts).
         placed: (slot, sequence).
     """
 
+    size: tuple[int, int]
     prompts: list[list[np.ndarray]]
     places: list[tuple[int, int]]
     placed: list[tuple[int, Sequence]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens that each shard computes, padding included."""
+        return self.size[0] * self.size[1]
 
 
 class Scheduler:
@@ -142,11 +153,15 @@ class Scheduler:
         self.waiting = deque(bundle for bundle in left if bundle)
         return gone + [sequence for sequence in self.running if sequence.finish_reason]
 
-    def admit(self, max_prompts: int) -> Admission | None:
-        """Move waiting sequences into free places, in their order; None if there is none of either.
+    def admit(self, max_prompts: int, columns_of: Callable[[int], int]) -> list[Admission]:
+        """Move waiting sequences into free places, in their order; nothing if there is none of either.
 
         Args:
             max_prompts: most distinct prompts of a shard; sequences of further ones go on waiting.
+            columns_of: in how many columns a prompt of so many tokens is computed.
+
+        Returns:
+            Several admissions, by the lengths of their prompts, where that saves much padding.
         """
         per_shard = self.slots_per_shard // self.share
         free: list[list[int]] = [[] for _ in range(self.num_shards)]
@@ -154,27 +169,51 @@ class Scheduler:
             if not any(self.slots[place * self.share : (place + 1) * self.share]):
                 free[place // per_shard].append(place)
         if not self.waiting or not any(free):
-            return None
-        prompts: list[list[np.ndarray]] = [[] for _ in range(self.num_shards)]
-        known: list[dict[tuple[int, int], int]] = [{} for _ in range(self.num_shards)]
-        places, placed = [], []
+            return []
+        known: list[set[tuple[int, int]]] = [set() for _ in range(self.num_shards)]
+        taken: dict[int, list[Sequence]] = {}
         shard = 0
         while self.waiting and any(free):
             group = self.waiting[0][0].group
             if not free[shard] or group not in known[shard]:
                 shard = max(range(self.num_shards), key=lambda d: len(free[d]))
-            if group not in known[shard] and len(prompts[shard]) == max_prompts:
+            if group not in known[shard] and len(known[shard]) == max_prompts:
                 break
-            bundle = self.waiting.popleft()
+            known[shard].add(group)
             place = free[shard].pop()
-            if group not in known[shard]:
-                known[shard][group] = len(prompts[shard])
-                prompts[shard].append(bundle[0].prompt)
-            places.append((place, known[shard][group]))
-            for slot, sequence in enumerate(bundle, start=place * self.share):
+            taken[place] = self.waiting.popleft()
+            for slot, sequence in enumerate(taken[place], start=place * self.share):
                 self.slots[slot] = sequence
-                placed.append((slot, sequence))
-        return Admission(prompts, places, placed)
+        return self._by_columns(taken, columns_of)
+
+    def _by_columns(self, taken: dict[int, list[Sequence]], columns_of: Callable[[int], int]) -> list[Admission]:
+        """Admissions of sequences by their places, the shortest prompts first."""
+        columns = {place: columns_of(len(bundle[0].prompt)) for place, bundle in taken.items()}
+        parts: list[Admission] = []
+        rest = self._admission(taken, columns)
+        for width in sorted(set(columns.values()))[:-1]:
+            short = {place: bundle for place, bundle in taken.items() if columns[place] <= width}
+            longer = {place: bundle for place, bundle in taken.items() if columns[place] > width}
+            first, second = self._admission(short, columns), self._admission(longer, columns)
+            if first.num_tokens + second.num_tokens + PADDING_TOKENS <= rest.num_tokens:
+                parts.append(first)
+                taken, rest = longer, second
+        return [*parts, rest]
+
+    def _admission(self, taken: dict[int, list[Sequence]], columns: dict[int, int]) -> Admission:
+        prompts: list[list[np.ndarray]] = [[] for _ in range(self.num_shards)]
+        known: dict[tuple[int, tuple[int, int]], int] = {}
+        places, placed = [], []
+        for place, bundle in taken.items():
+            shard = place * self.share // self.slots_per_shard
+            key = shard, bundle[0].group
+            if key not in known:
+                known[key] = len(prompts[shard])
+                prompts[shard].append(bundle[0].prompt)
+            places.append((place, known[key]))
+            placed += enumerate(bundle, start=place * self.share)
+        num_prompts = max(2, power_of_two(max(len(each) for each in prompts)))
+        return Admission((num_prompts, max(columns[place] for place in taken)), prompts, places, placed)
 
     def append(self, chunk: "Chunk") -> list[Sequence]:
         """Append a decoded chunk on the host to the running sequences; returns them, the cancelled ones too."""

@@ -24,10 +24,11 @@ class Session:
 
     Args:
         engine: its memory for keys and values is counted now and belongs to this session until it ends.
+        patience: while requests are few, slots for more are kept for so many chunks.
     """
 
-    def __init__(self, engine: "Engine") -> None:
-        self.engine = engine
+    def __init__(self, engine: "Engine", patience: int = 0) -> None:
+        self.engine, self.patience = engine, patience
         self._plan = engine.plan()
         self._batch: Batch | None = None
         self._pending: deque[list[Sequence]] = deque()
@@ -119,7 +120,7 @@ class Session:
             sequences = self._pending.popleft()
             if self._batch is None:
                 engine = self.engine
-                settings = (engine.chunk_steps, engine.kv_dtype, engine.prefixes)
+                settings = (engine.chunk_steps, engine.kv_dtype, engine.prefixes, self.patience)
                 self._batch = Batch(engine.config, engine.mesh, self._plan, sequences, *settings)
             else:
                 self._batch.submit(sequences)
@@ -133,6 +134,7 @@ class Session:
             self._finish(sequence, num_before)
         batch.keep_prefixes()
         batch.retire()
+        batch.shrink()
         in_slots = {id(sequence) for sequence in batch.scheduler.running}
         for sequence, _ in grown:
             key = id(sequence)

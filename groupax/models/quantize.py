@@ -32,16 +32,25 @@ def decoding_params(config: ModelConfig, params: Params, dtype: str) -> Params:
     own scale, which makes its largest weight the type's largest number.
 
     Raises:
+        ImportError, ValueError: as `check_decoding_weights`.
+    """
+    check_decoding_weights(params, dtype)
+    return params if dtype == "same" else _converter(config, dtype)(params)
+
+
+def check_decoding_weights(params: Params, dtype: str) -> None:
+    """Refuse what `decoding_params` cannot make, before anything is computed.
+
+    Raises:
         ImportError: 8 bits are asked for and qwix is not installed.
         ValueError: there is no such dtype, or the weights are quantized already.
     """
     if dtype not in get_args(DecodingWeights):
         raise ValueError(f"weights to decode with must be one of {', '.join(get_args(DecodingWeights))}, got {dtype!r}")
-    if dtype == "same":
-        return params
-    if is_quantized(params):
+    if dtype != "same" and is_quantized(params):
         raise ValueError(f"the weights are quantized already; decode with them as they are ('same', not {dtype!r})")
-    return _converter(config, dtype)(params)
+    if dtype not in ("same", "bfloat16"):
+        quantizer(dtype)
 
 
 @lru_cache(maxsize=16)

@@ -376,7 +376,8 @@ class EventStream(Response):
         """Send them, as an ASGI application."""
 
         async def put(message: dict[str, Any]) -> None:
-            await asyncio.wait_for(send(message), self._send_timeout_s)
+            async with asyncio.timeout(self._send_timeout_s):
+                await send(message)
 
         async def put_text(text: str, more: bool = True) -> None:
             await put({"type": "http.response.body", "body": text.encode(), "more_body": more})

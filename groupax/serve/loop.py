@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Chunks for which slots are kept that nobody needs: clients who have an answer often ask again.
+PATIENCE = 32
+
 
 class FullError(Exception):
     """There are as many sequences already as the loop takes."""
@@ -109,7 +112,7 @@ class EngineLoop:
         self.engines = dict(engines)
         self.max_sequences = max_sequences
         self.counts = LoopCounts()
-        self._sessions = {name: Session(engine) for name, engine in self.engines.items()}
+        self._sessions = {name: Session(engine, PATIENCE) for name, engine in self.engines.items()}
         self._jobs: dict[int, tuple[Job, int]] = {}  # by sequence: its job, its index there
         self._num_sequences = 0  # submitted and not ended
         self._commands: list[Callable[[], None]] = []
@@ -241,7 +244,7 @@ class EngineLoop:
         except Exception:
             # as when the devices' memory is full; the next requests begin with an empty cache
             logger.exception("the engine of %s failed; its requests are aborted", model)
-            self._sessions[model] = Session(self.engines[model])
+            self._sessions[model] = Session(self.engines[model], PATIENCE)
             for job in {id(job): job for job, _ in self._jobs.values() if job.model == model}.values():
                 self._abort(job)
             updates = []

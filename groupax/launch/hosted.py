@@ -1,0 +1,85 @@
+"""A program on the hosts of a Ray cluster: on each of them a process under the actor that is there."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from groupax.errors import PreemptedError, RunError
+from groupax.launch.local import Stop, attempt
+from groupax.launch.retries import Retries
+from groupax.launch.words import program_of
+from groupax.parallel.ray import AcceleratorConfig, CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
+from groupax.parallel.ray import execute as on_hosts
+
+if TYPE_CHECKING:
+    from groupax.launch.command import Ray
+
+LAST_LINES_S = 1.0  # until what the hosts printed last is here
+
+
+def run_program(words: Sequence[str], grace_s: float) -> None:
+    """Run a program and wait for its end; a request to stop is passed on.
+
+    Raises:
+        PreemptedError: it saved its state, to be started again.
+        ValueError: it ended with the status of a user's mistake.
+        RunError: it failed.
+    """
+    with Stop() as stop:
+        outcome = attempt(program_of(words), [{}], [""], stop, grace_s)
+    if outcome.ending == "preempted" or stop.signals:
+        raise PreemptedError(outcome.why)
+    if outcome.ending == "mistake":
+        raise ValueError(outcome.why)
+    if outcome.ending != "done":
+        raise RunError(outcome.why)
+
+
+def launch_on_ray(command: "Ray", words: Sequence[str], tell: Callable[[str], None]) -> int:
+    """`groupax launch ray`; the exit status.
+
+    Raises:
+        ValueError: an option cannot be, or ray is not installed.
+        RunError: a host failed, and was not started again.
+    """
+    config = config_of(command)
+    program_of(words)
+    retries = Retries(command.restarts, command.preemptions, command.backoff_s)
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # what several hosts say alike is shown of each
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise ValueError("this needs ray; pip install 'groupax[ray]'") from error
+    of_job = None if command.working_dir is None else {"working_dir": str(command.working_dir)}
+    ray.init(address=command.address, runtime_env=of_job, log_to_driver=True)
+    try:
+        on_hosts(config, retries=retries, grace_s=command.grace_s, tell=tell)(run_program)(list(words), command.grace_s)
+    finally:
+        time.sleep(LAST_LINES_S)
+        ray.shutdown()
+    return 0
+
+
+def config_of(command: "Ray") -> AcceleratorConfig:
+    """The hosts that a command asks for.
+
+    Raises:
+        ValueError: a variable is not set, or the options exclude each other.
+    """
+    variables = {}
+    for text in command.env:
+        name, equals, value = text.partition("=")
+        if not equals and name not in os.environ:
+            raise ValueError(f"--env {name}: it is not set here; give {name}=VALUE")
+        variables[name] = value if equals else os.environ[name]
+    environment: dict[str, Any] = {"env_vars": variables} if variables else {}
+    if command.pip:
+        environment["pip"] = list(command.pip)
+    if command.tpu is not None:
+        if command.gpus or command.hosts != 1:
+            raise ValueError("--tpu says how many hosts there are; leave out --hosts and --gpus")
+        return TpuAcceleratorConfig(command.tpu, environment, command.cpus)
+    if command.gpus:
+        return GpuAcceleratorConfig(command.hosts, command.gpus, execution_env=environment, cpus_per_host=command.cpus)
+    return CpuAcceleratorConfig(command.hosts, command.cpus, environment)
