@@ -11,22 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from groupax.parallel.accelerators import CHIPS
 from groupax.parallel.processes import exchanged
 from groupax.parallel.transfer import placed
 
-# Dense bfloat16 matrix products per second as the makers state them, by the start of jax's `device_kind`.
-STATED_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
 _SIZE, _PRODUCTS = 768, 4
 
 
@@ -37,7 +25,7 @@ def peak_flops(mesh: Mesh, dtype: Any) -> float:
     The measurement multiplies square matrices on all devices at once, and takes a fraction of a second.
     """
     kind = mesh.devices.flat[0].device_kind
-    stated = [flops for name, flops in STATED_FLOPS.items() if kind.startswith(name)]
+    stated = [chip.flops for chip in CHIPS.values() if kind.startswith(chip.kinds)]
     if stated and dtype == jnp.bfloat16:
         return stated[0] * mesh.devices.size
     num_devices = mesh.devices.size
