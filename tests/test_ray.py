@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from groupax import init_model, save_model
 from groupax.launch.retries import Retries
 from groupax.parallel.ray import CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig, execute
+
+from .conftest import TINY
+from .test_config_and_data import a_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SLICE, NUM_HOSTS, CHIPS = "v4-64", 8, 4
@@ -206,6 +210,75 @@ def _undisturbed(steps):
     while state[0] < steps:
         state = [state[0] + 1, state[1] * 1.1 + state[0]]
     return state
+
+
+@pytest.mark.long
+def test_training_goes_on_after_a_lost_node_to_the_same_weights(cluster, tmp_path):
+    """Two hosts are the processes of one run, whose checkpoints lie in a folder that they share."""
+    model = tmp_path / "model"
+    save_model(init_model({**TINY, "vocab_size": 13}), model, a_tokenizer(eos_token="<eos>"))
+
+    def training(model, output_dir, steps):
+        import time
+
+        import jax
+        import numpy as np
+        import ray
+
+        from groupax import GRPOConfig, GRPOTrainer
+        from groupax.parallel import processes
+        from groupax.parallel.transfer import fetched
+
+        nodes = Path(output_dir).with_suffix(".nodes")
+        nodes.mkdir(exist_ok=True)
+        (nodes / os.environ["GROUPAX_PROCESS_ID"]).write_text(ray.get_runtime_context().get_node_id())
+
+        def letters(completion_ids):
+            time.sleep(0.5)
+            return [ids.count(3) / len(ids) for ids in completion_ids]
+
+        args = GRPOConfig(
+            output_dir=output_dir,
+            max_steps=steps,
+            save_steps=1,
+            prompts_per_step=4,
+            num_generations=4,
+            max_completion_length=16,
+            learning_rate=1e-2,
+            progress_bar="none",
+        )
+        prompts = [{"prompt": text} for text in ("abc", "bcd", "ca", "dabc")]
+        trainer = GRPOTrainer(model, letters, args, prompts)
+        step = trainer.train().num_steps
+        params = fetched(trainer.learner.state.params)
+        return processes.num_processes(), step, [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+
+    environment = {"env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}}
+    config = CpuAcceleratorConfig(2, cpus_per_host=2, execution_env=environment, wait_s=300.0)
+    steps = 6
+    expected = execute(config, retries=Retries(0, 0))(training)(str(model), str(tmp_path / "undisturbed"), steps)
+    assert [(num, step) for num, step, _ in expected] == [(2, steps)] * 2
+    told, lost = [], []
+
+    def lose_a_node():
+        while not (tmp_path / "run" / "checkpoints" / "step_000002").exists():
+            time.sleep(0.1)
+        name = (tmp_path / "run.nodes" / "1").read_text()
+        lost.append(next(worker for worker, node in enumerate(cluster.slice) if node.node_id == name))
+        cluster.remove_node(cluster.slice[lost[0]], allow_graceful=False)
+
+    def replace_it(why):  # in the main thread, as Ray needs it
+        told.append(why)
+        cluster.slice[lost[0]] = cluster.add_node(**chips(lost[0], "slice"))
+
+    thread = threading.Thread(target=lose_a_node)
+    thread.start()
+    disturbed = execute(config, retries=QUICK, tell=replace_it)(training)(str(model), str(tmp_path / "run"), steps)
+    thread.join()
+    assert len(told) == 1
+    assert "host 1 of 2 was lost" in told[0]
+    for (*_, after_loss), (*_, undisturbed) in zip(disturbed, expected, strict=True):
+        assert all((a == b).all() for a, b in zip(after_loss, undisturbed, strict=True))
 
 
 @pytest.mark.long
