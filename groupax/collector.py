@@ -22,6 +22,7 @@ from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollout import Rollout, Sampler, rollout
 from groupax.run_state import Cursor, Experience, Group
 from groupax.serve.client import RemoteSampler
+from groupax.serve.for_all import SamplerForAll
 from groupax.slices import Slices
 
 
@@ -47,7 +48,7 @@ class Collector:
         slices: Slices,
         prompts: PromptSet,
         tokenizer: Any,
-        engine: Engine | RemoteSampler,
+        engine: Engine | RemoteSampler | SamplerForAll,
         learner: Learner,
         runner: RewardRunner,
         reward_weights: np.ndarray,

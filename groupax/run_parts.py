@@ -24,6 +24,7 @@ from groupax.parallel import processes
 from groupax.parallel.mesh import make_mesh
 from groupax.parallel.peak import free_memory_bytes
 from groupax.serve.client import RemoteSampler
+from groupax.serve.for_all import SamplerForAll
 from groupax.serve.others import WeightsFolder
 from groupax.serve.wire import API_KEY_VARIABLE
 from groupax.tokenizer import load_tokenizer, prepare_tokenizer
@@ -39,9 +40,10 @@ def check_processes(args: GRPOConfig) -> None:
         ValueError: something is.
     """
     num = processes.num_processes()
-    for name in ("max_staleness", "rollout_servers") if num > 1 else ():
-        if getattr(args, name):
-            raise ValueError(f"{name} is set, and there are {num} processes, for which it is not built; leave it out")
+    if num > 1 and args.max_staleness:
+        raise ValueError(
+            f"max_staleness is set, and there are {num} processes, for which it is not built; leave it out"
+        )
 
 
 def model_for(args: GRPOConfig, model: str | Path | Model) -> Model:
@@ -170,7 +172,7 @@ def _kv_bytes(args: GRPOConfig, model: Model) -> int | None:
 
 def sampler_for(
     args: GRPOConfig, model: Model, engine: Engine, params: Params, run_folder: Path
-) -> Engine | RemoteSampler:
+) -> Engine | RemoteSampler | SamplerForAll:
     """What samples rollouts: the engine, or servers, which have the weights `params` at first."""
     if not args.rollout_servers:
         return engine
@@ -179,7 +181,8 @@ def sampler_for(
         folder = Path(args.rollout_folder or run_folder / "rollout_weights")
         shared = WeightsFolder(folder, model, jnp.dtype(stored_dtype(model)))
     servers, eos_ids = args.rollout_servers, engine.eos_ids
-    return RemoteSampler(servers, model.config, params, eos_ids, model.adapter, shared, api_key=key)
+    sampler = RemoteSampler(servers, model.config, params, eos_ids, model.adapter, shared, api_key=key)
+    return sampler if processes.num_processes() == 1 else SamplerForAll(sampler, params)
 
 
 def eval_params(args: GRPOConfig) -> SamplingParams:

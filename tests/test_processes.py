@@ -21,6 +21,8 @@ from groupax.parallel.processes import _arguments
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer
+from .test_remote_rollouts import serving
+from .test_server import KEY
 
 VARIABLES = ("GROUPAX_COORDINATOR", "GROUPAX_NUM_PROCESSES", "GROUPAX_PROCESS_ID")
 PROGRAM = str(Path(__file__).with_name("processes_run.py"))
@@ -254,3 +256,16 @@ def test_rollouts_made_ahead_are_refused(place):
     statuses, errors = run(place / "ahead", 2, 1, {"max_staleness": 1, "rollout_correction": "token_truncate"})
     assert all(statuses)
     assert "max_staleness is set, and there are 2 processes" in errors[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{}, {"lora_r": 2, "mesh": "1,4,1,1,1"}])
+def test_several_processes_that_sample_on_a_server_are_one_run(place, monkeypatch, settings):
+    monkeypatch.setenv("GROUPAX_API_KEY", KEY)
+    name = "adapter" if settings else "whole"
+    with serving(place / "model") as (address, _):
+        folders = place / f"served_{name}", place / f"served_{name}_by_two"
+        for folder, number in zip(folders, (1, 2), strict=True):
+            statuses, errors = run(folder, number, 4 // number, {"rollout": address, **settings})
+            assert statuses == [0] * number, errors
+    assert assert_same_run(*folders) == {0, 1}
