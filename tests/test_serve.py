@@ -1,17 +1,21 @@
 """The server's parts by themselves: requests, texts that grow, answers, counts."""
 
 import json
+import queue
 
+import numpy as np
 import pytest
 
+from groupax import SamplingParams
 from groupax.serve.answers import Answers, Completion, Vocabulary
 from groupax.serve.errors import ApiError
-from groupax.serve.loop import Growth
+from groupax.serve.loop import EngineLoop, Growth
 from groupax.serve.metrics import Histogram
 from groupax.serve.requests import parse, parse_json
 from groupax.serve.text import TextStream
 
 from .test_config_and_data import a_tokenizer
+from .test_engine import engine_for
 
 
 def parsed(is_chat=False, **fields):
@@ -151,3 +155,41 @@ def test_histograms_count_what_is_at_most_so_long():
     assert lines['x_bucket{le="0.01"}'] == "1"
     assert lines['x_bucket{le="0.03"}'] == lines['x_bucket{le="300.0"}'] == "2"
     assert lines['x_bucket{le="+Inf"}'] == lines["x_count"] == "3"
+
+
+# -- the loop
+
+
+PROMPT = np.array([5, 6, 7], np.int32)
+
+
+@pytest.fixture
+def loop(tiny_model):
+    loop = EngineLoop({"tiny": engine_for(tiny_model, 1, kv_bytes=1 << 26)})
+    yield loop
+    loop.close()
+
+
+def test_what_is_told_has_been_counted(loop):
+    told = queue.Queue()
+    params = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
+
+    def ask():
+        loop.submit("tiny", [PROMPT], params, lambda growth: told.put((growth, loop.counts)))
+
+    ask()
+    loop.start()
+    growths = [told.get() for _ in range(4)]
+    assert [counts.num_chunks for _, counts in growths] == [1, 1, 2, 2]
+    assert [counts.num_tokens for _, counts in growths] == [16, 16, 24, 24]
+    assert [growth.finish_reason for growth, _ in growths] == [None, None, "length", "length"]
+    last = growths[-1][1]
+    assert (last.num_running, last.num_waiting, last.num_finished, last.num_prompt_tokens) == (0, 0, 2, 3)
+
+    def broken():
+        loop.engines["tiny"].params = {}
+
+    loop.between_chunks(broken).result()
+    ask()
+    assert [told.get()[0].finish_reason for _ in range(2)] == ["abort"] * 2
+    assert (loop.counts.num_chunks, loop.counts.num_finished) == (2, 2)
