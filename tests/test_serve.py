@@ -2,6 +2,7 @@
 
 import json
 import queue
+import threading
 
 import numpy as np
 import pytest
@@ -193,3 +194,42 @@ def test_what_is_told_has_been_counted(loop):
     ask()
     assert [told.get()[0].finish_reason for _ in range(2)] == ["abort"] * 2
     assert (loop.counts.num_chunks, loop.counts.num_finished) == (2, 2)
+
+
+def test_what_was_cancelled_before_it_began_is_not_run(loop):
+    run = []
+    given_up = loop.between_chunks(lambda: run.append("given up"))
+    assert given_up.cancel()
+    done = loop.between_chunks(lambda: run.append("done"))
+    loop.start()
+    done.result()
+    assert run == ["done"]
+    assert loop.is_alive
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_still_waits_at_the_end_hears_of_it(loop, dies):
+    begun, may_end, told = threading.Event(), threading.Event(), queue.Queue()
+
+    def last():
+        begun.set()
+        may_end.wait()
+        if dies:
+            raise SystemExit
+
+    loop.start()
+    loop.between_chunks(last)
+    begun.wait()
+    loop.submit("tiny", [PROMPT], SamplingParams(n=2, max_tokens=12), told.put)
+    waiting = loop.between_chunks(lambda: "done")
+    if not dies:
+        closing = threading.Thread(target=loop.close)
+        closing.start()
+        while not loop._closed:
+            pass
+    may_end.set()
+    assert [told.get().finish_reason for _ in range(2)] == ["abort"] * 2
+    assert waiting.result() == "done"
+    loop.close()
+    assert (loop._num_sequences, loop.is_alive) == (0, False)

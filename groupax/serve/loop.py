@@ -9,8 +9,10 @@ between_chunks ───────► commands ─┤
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -114,7 +116,7 @@ class EngineLoop:
         self._sessions = {name: Session(engine, PATIENCE) for name, engine in self.engines.items()}
         self._jobs: dict[int, tuple[Job, int]] = {}  # by sequence: its job, its index there
         self._num_sequences = 0  # submitted and not ended
-        self._commands: list[Callable[[], None]] = []
+        self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -190,11 +192,13 @@ class EngineLoop:
                 that is not to be one more; sequences under way go on with the new ones.
 
         Returns:
-            Its result or its error.
+            Its result or its error. Cancelled before it began, the function is not run.
         """
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except BaseException as error:
@@ -223,16 +227,18 @@ class EngineLoop:
                         self._changed.wait()
                     if self._closed:
                         break
-                    commands, self._commands = self._commands, []
-                for command in commands:
-                    command()
+                    num_commands = len(self._commands)
+                for _ in range(num_commands):
+                    self._commands.popleft()()
                 for model in self._sessions:
                     self._step(model)
         finally:
             with self._changed:
                 self._closed = True
-            for job in {id(job): job for job, _ in self._jobs.values()}.values():
-                self._abort(job)
+            with ExitStack() as last:  # each of these, even if one before it raises
+                last.callback(self._abort_all)
+                for command in reversed(self._commands):
+                    last.callback(command)
 
     def _step(self, model: str) -> None:
         session = self._sessions[model]
@@ -268,6 +274,10 @@ class EngineLoop:
             sequence.cancel()
         self._ended(len(cancelled))
         self._count(num_cancelled=len(cancelled))
+
+    def _abort_all(self) -> None:
+        for job in {id(job): job for job, _ in self._jobs.values()}.values():
+            self._abort(job)
 
     def _abort(self, job: Job) -> None:
         for index, sequence in enumerate(job.sequences):
