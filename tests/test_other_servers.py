@@ -1,7 +1,8 @@
 """Rollouts from vLLM and SGLang: what they are asked, what of their answers counts, and that they have the weights."""
 
 import json
-from contextlib import ExitStack
+import socket
+from contextlib import ExitStack, closing
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from groupax import GRPOConfig, SamplingParams, load_model
 from groupax.engine.engine import unstarted
 from groupax.errors import RunError
 from groupax.rollout import rollout
+from groupax.serve import client
 from groupax.serve.client import RemoteSampler
 from groupax.serve.others import (
     Answered,
@@ -116,6 +118,67 @@ def test_servers_that_take_no_weights_are_refused():
 def test_a_folder_without_servers_is_refused():
     with pytest.raises(ValueError, match="rollout_folder is for the servers of rollout"):
         GRPOConfig(rollout_folder="/shared")
+
+
+# -- servers that do not do it at once
+
+
+PLAIN = SamplingParams(n=2, max_tokens=1)
+
+
+@pytest.fixture
+def scripted(tiny_model, tmp_path, monkeypatch):
+    """A sampler of a server that answers as it is told, and then with completions of one token."""
+    monkeypatch.setattr(client, "FIRST_WAIT_S", 0.0)
+    told = []
+
+    async def models(_):
+        return JSONResponse({"data": [{"id": "tiny", "owned_by": "vllm"}]})
+
+    async def takes(_):
+        return JSONResponse({})
+
+    async def complete(request):
+        if told:
+            answer = told.pop(0)
+            return JSONResponse({}, answer) if isinstance(answer, int) else await answer(request)
+        one = {"text": "", "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+        return JSONResponse({"choices": [{"index": index, **one} for index in range(PLAIN.n)]})
+
+    routes = [Route(path, takes, methods=["POST"]) for path in ("/collective_rpc", "/reset_prefix_cache")]
+    routes += [Route("/v1/models", models), Route("/v1/completions", complete, methods=["POST"])]
+    shared = WeightsFolder(tmp_path, tiny_model, jnp.float32)
+
+    def sampler(*others, patience_s=0.0):
+        return RemoteSampler(
+            [*others, address], tiny_model.config, tiny_model.params, (1,), shared=shared, patience_s=patience_s
+        )
+
+    with listening(Starlette(routes=routes)) as address:
+        yield sampler, told
+
+
+def sampled(sampler, num_prompts=1):
+    sequences = sampler.sequences([np.array([4, 5])] * num_prompts, PLAIN)
+    return [sequence.tokens for sequence in sampler.stream(sequences)]
+
+
+def test_patience_is_with_servers_that_say_nothing(scripted):
+    sampler_of, told = scripted
+    sampler = sampler_of()
+    for answers in ([429, 429, 429], [503, 429, 503]):
+        told[:] = answers
+        assert sampled(sampler) == [[5]] * PLAIN.n
+    told[:] = [503, 503, 503]
+    with pytest.raises(RunError, match="no server has sampled for 0 s; the last one asked says: .*503"):
+        sampled(sampler)
+
+
+def test_after_one_that_is_gone_the_next_server_is_asked(scripted):
+    sampler_of, _ = scripted
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        gone = f"http://127.0.0.1:{free.getsockname()[1]}"
+    assert sampled(sampler_of(gone)) == [[5]] * PLAIN.n
 
 
 # -- servers

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import fields
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ class RemoteSampler:
         model: its name on the servers; None for their first.
         api_key: of all servers.
         timeout_s: the longest that a request may take.
-        patience_s: how long to go on trying when no server answers, as while they start again.
+        patience_s: how long to go on trying when no server answers, as while they start again; one that is full does.
     """
 
     def __init__(
@@ -124,10 +125,10 @@ class RemoteSampler:
 
     def _complete(self, number: int, group: list[Completion], given_up: threading.Event) -> list[Completion]:
         """A prompt's completions, from the server whose turn it is or from one after it."""
-        deadline, wait_s, last = time.monotonic() + self.patience_s, FIRST_WAIT_S, ""
-        attempt = 0
+        silent_since_s: float | None = None
+        attempt, wait_s = 0, FIRST_WAIT_S
         while not given_up.is_set():
-            server = self.servers[(number + attempt) % len(self.servers)]
+            server, is_full = self.servers[(number + attempt) % len(self.servers)], False
             try:
                 return self._asked(server, group)
             except Refused as refused:
@@ -135,12 +136,17 @@ class RemoteSampler:
                     server.state = None
                 elif refused.status not in LATER:
                     raise RunError(f"{server.url} refuses to sample: {refused}") from refused
-                last = f"{server.url}: {refused}"
+                last, is_full = f"{server.url}: {refused}", refused.status == HTTPStatus.TOO_MANY_REQUESTS
             except (OSError, http.client.HTTPException) as error:
                 if self._others.get(server) is not None:
                     server.state = None  # it may start again without a word of it
                 last = f"{server.url}: {error!r}"
-            if time.monotonic() > deadline:
+            now_s = time.monotonic()
+            if is_full:
+                silent_since_s = None
+            elif silent_since_s is None:
+                silent_since_s = now_s
+            elif now_s - silent_since_s > self.patience_s:
                 raise RunError(f"no server has sampled for {self.patience_s:.0f} s; the last one asked says: {last}")
             attempt += 1
             if attempt % len(self.servers) == 0:
