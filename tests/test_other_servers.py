@@ -170,7 +170,7 @@ def test_patience_is_with_servers_that_say_nothing(scripted):
         told[:] = answers
         assert sampled(sampler) == [[5]] * PLAIN.n
     told[:] = [503, 503, 503]
-    with pytest.raises(RunError, match="no server has sampled for 0 s; the last one asked says: .*503"):
+    with pytest.raises(RunError, match=r"no server has sampled for 0 s; the last one asked says: .*503"):
         sampled(sampler)
 
 

@@ -9,11 +9,13 @@ import pytest
 
 from groupax import SamplingParams
 from groupax.serve.answers import Answers, Completion, Vocabulary
+from groupax.serve.app import Limits, Server
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop, Growth
 from groupax.serve.metrics import Histogram
 from groupax.serve.requests import parse, parse_json
 from groupax.serve.text import TextStream
+from groupax.serve.weights import Weights
 
 from .test_config_and_data import a_tokenizer
 from .test_engine import engine_for
@@ -233,3 +235,19 @@ def test_what_still_waits_at_the_end_hears_of_it(loop, dies):
     assert waiting.result() == "done"
     loop.close()
     assert (loop._num_sequences, loop.is_alive) == (0, False)
+
+
+# -- the server
+
+
+def test_prompts_are_counted_before_they_are_encoded(loop):
+    loop.engines["tiny"].tokenizer = tokenizer = a_tokenizer()
+    server = Server(loop, Limits(max_completions=4), Weights(loop, {}))
+    mixed = parsed(prompt=["ab", [3, 4], "c", [5]])
+    assert [ids.tolist() for ids in server._encoded(mixed, tokenizer)] == [
+        tokenizer("ab")["input_ids"], [3, 4], tokenizer("c")["input_ids"], [5],
+    ]  # fmt: skip
+    loop.engines["tiny"].tokenizer = None  # with which nothing can be encoded
+    for request in (parsed(prompt=["a"] * 5), parsed(prompt=["a", "b"], n=3), parsed(prompt=["a"] * 5, n=-1)):
+        with pytest.raises(ApiError, match="a request may have 4 completions"):
+            server._begin(request, "tiny", lambda _: None)
