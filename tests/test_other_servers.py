@@ -2,7 +2,9 @@
 
 import json
 import socket
+import threading
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 import numpy as np
@@ -126,11 +128,20 @@ def test_a_folder_without_servers_is_refused():
 PLAIN = SamplingParams(n=2, max_tokens=1)
 
 
+@dataclass
+class Scripted:
+    """A server that answers as it is told, and then with completions of one token."""
+
+    address: str
+    told: list = field(default_factory=list)
+    num_asked: int = 0
+    four_asked: threading.Event = field(default_factory=threading.Event)
+
+
 @pytest.fixture
-def scripted(tiny_model, tmp_path, monkeypatch):
-    """A sampler of a server that answers as it is told, and then with completions of one token."""
+def scripted(monkeypatch):
     monkeypatch.setattr(client, "FIRST_WAIT_S", 0.0)
-    told = []
+    server = Scripted("")
 
     async def models(_):
         return JSONResponse({"data": [{"id": "tiny", "owned_by": "vllm"}]})
@@ -139,23 +150,29 @@ def scripted(tiny_model, tmp_path, monkeypatch):
         return JSONResponse({})
 
     async def complete(request):
-        if told:
-            answer = told.pop(0)
+        server.num_asked += 1
+        if server.num_asked == 4:
+            server.four_asked.set()
+        if server.told:
+            answer = server.told.pop(0)
             return JSONResponse({}, answer) if isinstance(answer, int) else await answer(request)
+        num = (await request.json())["n"]
         one = {"text": "", "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
-        return JSONResponse({"choices": [{"index": index, **one} for index in range(PLAIN.n)]})
+        return JSONResponse({"choices": [{"index": index, **one} for index in range(num)]})
 
     routes = [Route(path, takes, methods=["POST"]) for path in ("/collective_rpc", "/reset_prefix_cache")]
     routes += [Route("/v1/models", models), Route("/v1/completions", complete, methods=["POST"])]
+    with listening(Starlette(routes=routes)) as server.address:
+        yield server
+
+
+@pytest.fixture
+def sampler_of(tiny_model, tmp_path):
+    """Makes a sampler without patience."""
     shared = WeightsFolder(tmp_path, tiny_model, jnp.float32)
-
-    def sampler(*others, patience_s=0.0):
-        return RemoteSampler(
-            [*others, address], tiny_model.config, tiny_model.params, (1,), shared=shared, patience_s=patience_s
-        )
-
-    with listening(Starlette(routes=routes)) as address:
-        yield sampler, told
+    return lambda *addresses: RemoteSampler(
+        addresses, tiny_model.config, tiny_model.params, (1,), shared=shared, patience_s=0.0
+    )
 
 
 def sampled(sampler, num_prompts=1):
@@ -163,22 +180,31 @@ def sampled(sampler, num_prompts=1):
     return [sequence.tokens for sequence in sampler.stream(sequences)]
 
 
-def test_patience_is_with_servers_that_say_nothing(scripted):
-    sampler_of, told = scripted
-    sampler = sampler_of()
+def test_patience_is_with_servers_that_say_nothing(scripted, sampler_of):
+    sampler = sampler_of(scripted.address)
     for answers in ([429, 429, 429], [503, 429, 503]):
-        told[:] = answers
+        scripted.told = answers
         assert sampled(sampler) == [[5]] * PLAIN.n
-    told[:] = [503, 503, 503]
+    scripted.told = [503, 503, 503]
     with pytest.raises(RunError, match=r"no server has sampled for 0 s; the last one asked says: .*503"):
         sampled(sampler)
 
 
-def test_after_one_that_is_gone_the_next_server_is_asked(scripted):
-    sampler_of, _ = scripted
+def test_after_one_that_is_gone_the_next_server_is_asked(scripted, sampler_of):
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         gone = f"http://127.0.0.1:{free.getsockname()[1]}"
-    assert sampled(sampler_of(gone)) == [[5]] * PLAIN.n
+    assert sampled(sampler_of(gone, scripted.address)) == [[5]] * PLAIN.n
+
+
+@pytest.mark.heavy
+def test_the_next_rollout_is_sampled_while_rewards_run(tmp_path, scripted):
+    def waits(completion_ids):
+        assert scripted.four_asked.wait(60), "the next rollout was not sampled"
+        return [float(len(ids)) for ids in completion_ids]
+
+    settings = {"rollout_correction": "token_truncate", "max_staleness": 1, "prompts_per_step": 2, "max_steps": 2}
+    a_trainer(tmp_path, waits, rollout=scripted.address, **settings).train()
+    assert scripted.num_asked == 4  # two prompts of each of two rollouts
 
 
 # -- servers
