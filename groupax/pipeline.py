@@ -83,6 +83,8 @@ class Pipeline:
         for thread in self._threads:
             while thread.is_alive():
                 self.collector.runner.cancel()
+                if isinstance(self.collector.engine, RemoteSampler):
+                    self.collector.engine.give_up()
                 thread.join(0.05)
         self._jobs.clear()
         self._threads.clear()

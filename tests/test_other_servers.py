@@ -16,6 +16,8 @@ from starlette.routing import Route
 from groupax import GRPOConfig, SamplingParams, load_model
 from groupax.engine.engine import unstarted
 from groupax.errors import RunError
+from groupax.preemption import AbandonedError
+from groupax.rewards import RewardError
 from groupax.rollout import rollout
 from groupax.serve import client
 from groupax.serve.client import RemoteSampler
@@ -130,12 +132,14 @@ PLAIN = SamplingParams(n=2, max_tokens=1)
 
 @dataclass
 class Scripted:
-    """A server that answers as it is told, and then with completions of one token."""
+    """A server that answers as it is told, and otherwise (200) with completions of one token."""
 
     address: str
     told: list = field(default_factory=list)
     num_asked: int = 0
     four_asked: threading.Event = field(default_factory=threading.Event)
+    asked: threading.Event = field(default_factory=threading.Event)  # where the answer is nothing
+    left: threading.Event = field(default_factory=threading.Event)
 
 
 @pytest.fixture
@@ -153,9 +157,14 @@ def scripted(monkeypatch):
         server.num_asked += 1
         if server.num_asked == 4:
             server.four_asked.set()
-        if server.told:
-            answer = server.told.pop(0)
-            return JSONResponse({}, answer) if isinstance(answer, int) else await answer(request)
+        answer = server.told.pop(0) if server.told else 200
+        if answer == "nothing":
+            server.asked.set()
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            server.left.set()
+        if answer != 200:
+            return JSONResponse({}, 500 if answer == "nothing" else answer)
         num = (await request.json())["n"]
         one = {"text": "", "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
         return JSONResponse({"choices": [{"index": index, **one} for index in range(num)]})
@@ -194,6 +203,43 @@ def test_after_one_that_is_gone_the_next_server_is_asked(scripted, sampler_of):
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         gone = f"http://127.0.0.1:{free.getsockname()[1]}"
     assert sampled(sampler_of(gone, scripted.address)) == [[5]] * PLAIN.n
+
+
+def rollout_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("rollout")]
+
+
+def test_what_is_given_up_keeps_neither_the_server_nor_the_process(scripted, sampler_of):
+    sampler = sampler_of(scripted.address)
+    scripted.told = [200, "nothing"]
+    stream = sampler.stream(sampler.sequences([np.array([4, 5])] * 2, PLAIN))
+    assert next(stream).tokens == [5]
+    assert scripted.asked.wait(60)
+    stream.close()
+    assert scripted.left.wait(60)
+    scripted.asked.clear()
+    scripted.told = ["nothing"]
+    giving_up = threading.Thread(target=lambda: scripted.asked.wait(60) and sampler.give_up())
+    giving_up.start()
+    with pytest.raises(AbandonedError):
+        sampled(sampler)
+    for thread in (giving_up, *rollout_threads()):
+        thread.join(60)
+    assert not rollout_threads()
+    assert sampled(sampler) == [[5]] * PLAIN.n
+
+
+def test_a_run_that_fails_gives_up_the_next_rollout(tmp_path, scripted):
+    scripted.told = [200, 200, "nothing", "nothing"]
+
+    def fails(completion_ids):
+        assert scripted.asked.wait(60)
+        raise ValueError("no rewards today")
+
+    settings = {"rollout_correction": "token_truncate", "max_staleness": 1, "prompts_per_step": 2}
+    with pytest.raises(RewardError, match="no rewards today"):
+        a_trainer(tmp_path, fails, rollout=scripted.address, **settings).train()
+    assert scripted.left.wait(60)
 
 
 @pytest.mark.heavy

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -59,12 +60,13 @@ class Other(Protocol):
 
     name: str
 
-    def complete(self, group: list[Completion], version: int) -> list[Completion]:
+    def complete(self, group: list[Completion], version: int, connection: HTTPConnection) -> list[Completion]:
         """A prompt's sequences, completed.
 
         Args:
             group: unstarted, of one prompt.
             version: of the weights that it has taken over.
+            connection: an open one with it.
 
         Raises:
             Refused: the server says no, or has other weights.
@@ -157,11 +159,11 @@ class VLLM:
         self._server, self._model = server, model
         self._logprobs_mode: str | None = None
 
-    def complete(self, group: list[Completion], version: int) -> list[Completion]:
+    def complete(self, group: list[Completion], version: int, connection: HTTPConnection) -> list[Completion]:
         """See `Other`. Its log-probs have to be those that it draws with."""
         if not draws_from_logits(group[0].params):
             self._check_mode()
-        answer = self._server.ask("POST", "/v1/completions", vllm_request(group, self._model))
+        answer = self._server.ask("POST", "/v1/completions", vllm_request(group, self._model), connection)
         return _completed(group, vllm_answers, answer, version, self._server.url)
 
     def reload(self, folder: Path) -> None:
@@ -201,9 +203,9 @@ class SGLang:
         self._server = server
         self._state = ""  # of the weights, as answers tell it
 
-    def complete(self, group: list[Completion], version: int) -> list[Completion]:
+    def complete(self, group: list[Completion], version: int, connection: HTTPConnection) -> list[Completion]:
         """See `Other`. Answers tell which weights made them."""
-        answer = self._server.ask("POST", "/generate", sglang_request(group))
+        answer = self._server.ask("POST", "/generate", sglang_request(group), connection)
         rows = answer if isinstance(answer, list) else [answer]
         found = {row.get("meta_info", {}).get("weight_version") for row in rows}
         if found != {self._state}:
