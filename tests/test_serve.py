@@ -1,15 +1,17 @@
 """The server's parts by themselves: requests, texts that grow, answers, counts."""
 
+import asyncio
 import json
 import queue
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from groupax import SamplingParams
 from groupax.serve.answers import Answers, Completion, Vocabulary
-from groupax.serve.app import Limits, Server
+from groupax.serve.app import EventStream, Limits, Server
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop, Growth
 from groupax.serve.metrics import Histogram
@@ -67,6 +69,7 @@ def test_settings_of_a_chat():
         ({"stop": ["a"] * 17}, "at most 16"),
         ({"stop": [""]}, "stop must be texts that are not empty"),
         ({"logit_bias": {"a": 1}}, "logit_bias must name token ids"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias must name token ids"),
         ({"logit_bias": {"1": 101}}, r"logit_bias must be in \[-100, 100\]"),
         ({"logit_bias": [1]}, "logit_bias must be an object"),
         ({"logprobs": 21}, r"logprobs must be in \[0, 20\]"),
@@ -251,3 +254,25 @@ def test_prompts_are_counted_before_they_are_encoded(loop):
     for request in (parsed(prompt=["a"] * 5), parsed(prompt=["a", "b"], n=3), parsed(prompt=["a"] * 5, n=-1)):
         with pytest.raises(ApiError, match="a request may have 4 completions"):
             server._begin(request, "tiny", lambda _: None)
+
+
+def test_an_error_inside_a_stream_is_told_and_counted(caplog):
+    sent, ended = [], []
+
+    async def events():
+        yield {"a": 1}
+        raise KeyError("b")
+
+    async def send(message):
+        sent.append(message)
+
+    async def stream():
+        answer = EventStream(events(), lambda: None, deadline_s=time.monotonic() + 60, send_timeout_s=60.0)
+        answer.ended = lambda: ended.append(answer.status_code)
+        await answer({"method": "POST", "path": "/v1/completions"}, asyncio.Event().wait, send)
+
+    asyncio.run(stream())
+    assert ended == [500]
+    told = [json.loads(message["body"].removeprefix(b"data: ")) for message in sent[1:]]
+    assert (told[0], told[1]["error"]["message"][:26]) == ({"a": 1}, "an error inside the server")
+    assert "POST /v1/completions failed" in caplog.text

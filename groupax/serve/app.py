@@ -118,14 +118,11 @@ class Server:
             try:
                 self._check_key(request)
                 response = await handler(request)
-            except ApiError as error:
-                response = JSONResponse(error.body, error.status, error.headers)
             except ClientDisconnect:
                 response = Response(status_code=CLIENT_GONE)
-            except Exception:
-                logger.exception("%s %s failed", request.method, request.url.path)
-                fault = ApiError(500, "an error inside the server; its log says more")
-                response = JSONResponse(fault.body, fault.status)
+            except Exception as error:  # noqa: BLE001 - told, and in the log
+                fault = _fault(error, request.scope)
+                response = JSONResponse(fault.body, fault.status, fault.headers)
             if isinstance(response, EventStream):
                 response.ended = lambda: self._count(request, response.status_code, started_s)
             else:
@@ -372,7 +369,7 @@ class EventStream(Response):
         self._deadline_s, self._send_timeout_s = deadline_s, send_timeout_s
         self.ended: Callable[[], None] = lambda: None
 
-    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them, as an ASGI application."""
 
         async def put(message: dict[str, Any]) -> None:
@@ -393,10 +390,13 @@ class EventStream(Response):
             try:
                 await _unless_gone(work, receive, self._deadline_s)
                 await put_text("data: [DONE]\n\n", more=False)
-            except ApiError as error:
-                self.status_code = error.status
-                await put_text(f"data: {json.dumps(error.body)}\n\n", more=False)
-        except (ClientDisconnect, TimeoutError, OSError):
+            except (ClientDisconnect, OSError):
+                raise
+            except Exception as error:  # noqa: BLE001 - likewise
+                fault = _fault(error, scope)
+                self.status_code = fault.status
+                await put_text(f"data: {json.dumps(fault.body)}\n\n", more=False)
+        except (ClientDisconnect, OSError):  # a timeout is one
             self.status_code = CLIENT_GONE  # the connection is closed when nothing more comes
         finally:
             if work is not None:
@@ -421,6 +421,14 @@ async def _body(http: HttpRequest, limit: int) -> bytes:
     if size > limit:
         raise ApiError(413, f"the body has more than {limit} bytes, which is the most that this server takes")
     return b"".join(parts)
+
+
+def _fault(error: Exception, scope: Scope) -> ApiError:
+    """What a client is told of an error; one that nobody expected goes into the log."""
+    if isinstance(error, ApiError):
+        return error
+    logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+    return ApiError(500, "an error inside the server; its log says more")
 
 
 def _stopping() -> ApiError:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from groupax.config import DecodingWeights
+from groupax.listening import is_loopback, listen
 from groupax.serve.wire import API_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from groupax.engine.engine import Engine
     from groupax.models.checkpoint import Model
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ def serve(arguments: Sequence[str]) -> None:
     from groupax.serve.loop import EngineLoop
 
     keys = tuple(key for key in (*command.api_key, os.environ.get(API_KEY_VARIABLE, "")) if key)
-    listener = _listener(command.host, command.port)
+    listener = listen(command.host, command.port)  # before the model is loaded, so that one in use is told at once
     models = models_of(command)
     loop = EngineLoop(engines_of(command, models), command.max_queue).start()
     limits = Limits(
@@ -97,7 +95,7 @@ def serve(arguments: Sequence[str]) -> None:
         lifespan="off",
         timeout_graceful_shutdown=command.drain_s,
     )
-    if command.host not in LOOPBACK and not keys:
+    if not is_loopback(command.host) and not keys:
         print("anyone who reaches this address can use the server; set --api_key to prevent that", flush=True)
     address = listener.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
@@ -154,12 +152,3 @@ def _named(text: str) -> tuple[str, Path]:
     if not (name and equals and folder):
         raise ValueError(f"--adapter must be NAME=FOLDER, got {text!r}")
     return name, Path(folder)
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    """A socket that listens; taken before the model is loaded, so that one in use is told at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ValueError(f"cannot listen at {host}, port {port}: {error.strerror or error}; choose another") from error

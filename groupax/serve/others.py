@@ -221,8 +221,11 @@ class SGLang:
 
 def draws_from_logits(params: SamplingParams) -> bool:
     """Whether completions are drawn from softmax(logits), neither scaled nor changed nor truncated."""
-    return params == replace(
-        SamplingParams(n=params.n, max_tokens=params.max_tokens, seed=params.seed, stop=params.stop),
+    return params == SamplingParams(
+        n=params.n,
+        max_tokens=params.max_tokens,
+        seed=params.seed,
+        stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
     )
