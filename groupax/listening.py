@@ -3,6 +3,7 @@
 import socket
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LAST_PORT = 65535
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -16,9 +17,11 @@ def listen(host: str, port: int) -> socket.socket:
         ValueError: that is not possible, as when the port is taken.
     """
     try:
+        if not 0 <= port <= LAST_PORT:
+            raise OSError(f"ports are numbers from 0 to {LAST_PORT}")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ValueError(
             f"{host}, port {port}, cannot be listened at ({error}); choose another --host or --port"
         ) from error
