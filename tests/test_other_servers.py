@@ -205,6 +205,21 @@ def test_after_one_that_is_gone_the_next_server_is_asked(scripted, sampler_of):
     assert sampled(sampler_of(gone, scripted.address)) == [[5]] * PLAIN.n
 
 
+def test_versions_belong_to_their_process(tiny_model, tmp_path):
+    (tmp_path / "left").mkdir()  # by a process that was killed
+    one, other = (WeightsFolder(tmp_path, tiny_model, jnp.float32) for _ in range(2))
+    folders = [each.written(tiny_model.params, version) for each in (one, other) for version in (1, 2, 3)]
+    assert [folder.is_dir() for folder in folders] == 2 * [False, True, True]
+    path = one.path
+    del one
+    assert not path.exists()
+    assert folders[-1].is_dir()
+    own = WeightsFolder(tmp_path, tiny_model, jnp.float32, is_own=True)
+    assert tmp_path / "left" in tmp_path.iterdir()
+    own.written(tiny_model.params, 1)
+    assert [*tmp_path.iterdir()] == [own.path]
+
+
 def rollout_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("rollout")]
 
@@ -308,7 +323,8 @@ def test_training_goes_on_with_their_tokens_and_they_with_its_weights(tmp_path, 
     reloads = [body for path, body in server.seen[asked:] if path in ("/collective_rpc", "/update_weights_from_disk")]
     assert len(reloads) == (2 if stale else 3)
     place, newest = tmp_path / ("shared" if stale else "run/rollout_weights"), trainer.collector.engine.version
-    assert {each.name for each in place.iterdir()} == {f"version-{newest - 1}", f"version-{newest}"}
+    [own] = place.iterdir()
+    assert {each.name for each in own.iterdir()} == {f"version-{newest - 1}", f"version-{newest}"}
 
 
 @pytest.mark.heavy

@@ -7,8 +7,10 @@ Sources: vLLM's entrypoints/openai/completion/protocol.py and entrypoints/serve/
 srt/entrypoints/http_server.py and srt/managers/io_struct.py.
 """
 
+import secrets
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -85,18 +87,24 @@ class Other(Protocol):
 
 
 class WeightsFolder:
-    """Where servers on this and other machines find the weights. Holds the newest two versions.
+    """Where servers on this and other machines find the weights: the newest two versions, until the process ends.
 
     Args:
-        path: of the folder, by the name that all of them have for it.
+        path: of a folder, by the name that all of them have for it; the versions are in a new one there.
         model: the architecture, and how its files are written.
         dtype: of the weights in the files.
+        is_own: nobody else writes to `path`: what a process that was killed has left there is removed first.
+
+    Attributes:
+        path: of the new folder.
     """
 
-    def __init__(self, path: Path, model: Model, dtype: Any) -> None:
-        self.path, self._model, self._dtype = path.absolute(), replace(model, adapter=None), dtype
+    def __init__(self, path: Path, model: Model, dtype: Any, is_own: bool = False) -> None:
+        self.path = path.absolute() / secrets.token_hex(4)
+        self._model, self._dtype, self._is_own = replace(model, adapter=None), dtype, is_own
         self._lock = threading.Lock()
         self._written: list[int] = []
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def written(self, params: Params, version: int) -> Path:
         """The folder with these weights as a model's files, an adapter added to its base; written at the first call.
@@ -108,6 +116,8 @@ class WeightsFolder:
         with self._lock:
             folder = self.path / f"version-{version}"
             if version not in self._written:
+                if self._is_own and not self._written:
+                    shutil.rmtree(self.path.parent, ignore_errors=True)
                 self.path.mkdir(parents=True, exist_ok=True)
                 save_model(replace(self._model, params=params), folder, dtype=self._dtype)
                 self._written.append(version)
