@@ -1,17 +1,23 @@
 """The server's parts by themselves: requests, texts that grow, answers, counts."""
 
 import asyncio
+import gc
 import json
 import queue
 import threading
 import time
+from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax import SamplingParams
+from groupax import SamplingParams, save_model
+from groupax.parallel import peak
 from groupax.serve.answers import Answers, Completion, Vocabulary
 from groupax.serve.app import EventStream, Limits, Server
+from groupax.serve.command import Serve, engines_of, models_of
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop, Growth
 from groupax.serve.metrics import Histogram
@@ -254,6 +260,28 @@ def test_prompts_are_counted_before_they_are_encoded(loop):
     for request in (parsed(prompt=["a"] * 5), parsed(prompt=["a", "b"], n=3), parsed(prompt=["a"] * 5, n=-1)):
         with pytest.raises(ApiError, match="a request may have 4 completions"):
             server._begin(request, "tiny", lambda _: None)
+
+
+def test_memory_is_measured_when_the_weights_to_decode_with_are_there(tiny_model, tmp_path, monkeypatch):
+    folder = save_model(tiny_model, tmp_path, a_tokenizer())
+    measure, seen = peak.free_memory_bytes, []
+
+    def num_copied():
+        return sum(array.dtype == jnp.bfloat16 for array in jax.live_arrays())
+
+    def measured(mesh):
+        seen.append(num_copied())
+        return measure(mesh)
+
+    monkeypatch.setattr(peak, "free_memory_bytes", measured)
+    command = Serve(model=str(folder), name="tiny", weights="bfloat16")
+    gc.collect()
+    before = num_copied()
+    [engine] = engines_of(command, models_of(command)).values()
+    assert seen == [before + len(jax.tree.leaves(engine.params))]
+    assert engine.kv_bytes > 0
+    [engine] = engines_of(replace(command, kv_cache_gb=0.5), models_of(command)).values()
+    assert engine.kv_bytes == 5e8
 
 
 def test_an_error_inside_a_stream_is_told_and_counted(caplog):

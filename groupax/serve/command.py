@@ -27,8 +27,9 @@ class Serve:
     name: str | None = None
     """What clients call the model; by default as --model has it."""
     adapter: tuple[str, ...] = ()
-    """Adapters of the model, each NAME=FOLDER, served under their names beside it. They share its weights; each has an
-    engine and a part of the memory for keys and values of its own."""
+    """Adapters of the model, each NAME=FOLDER, served under their names beside it. They share its weights, but for
+    copies of all of them that --weights and a --mesh that splits weights make for each; each has an engine and a part
+    of the memory for keys and values of its own."""
     host: str = "127.0.0.1"
     """Where to listen: by default only this machine can connect."""
     port: int = 8000
@@ -126,7 +127,9 @@ def models_of(command: Serve) -> "dict[str, Model]":
 
 
 def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engine]":
-    """An engine for each of these models."""
+    """An engine for each of these models; what their weights leave free is shared out for keys and values."""
+    import jax
+
     from groupax.engine.engine import Engine
     from groupax.engine.plan import FREE_PART
     from groupax.parallel.peak import free_memory_bytes
@@ -135,16 +138,19 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
     base = next(iter(models.values()))
     assert base.source is not None, "a loaded model has a folder"
     tokenizer = load_tokenizer(base.source, command.chat_template)
-    kv_gb = command.kv_cache_gb
-    kv_bytes = FREE_PART * free_memory_bytes(base.mesh) if kv_gb is None else kv_gb * 1e9
     settings: dict[str, Any] = {
         "max_slots": command.max_concurrent_rows,
         "chunk_steps": command.chunk_steps,
         "weights": command.weights,
-        "kv_bytes": int(kv_bytes / len(models)),
         "prefix_bytes": int(command.prefix_cache_gb * 1e9 / len(models)),
     }
-    return {each: Engine.of(model, tokenizer, **settings) for each, model in models.items()}
+    engines = {each: Engine.of(model, tokenizer, **settings) for each, model in models.items()}
+    jax.block_until_ready([engine.params for engine in engines.values()])  # which may be copies
+    kv_gb = command.kv_cache_gb
+    kv_bytes = FREE_PART * free_memory_bytes(base.mesh) if kv_gb is None else kv_gb * 1e9
+    for engine in engines.values():
+        engine.kv_bytes = int(kv_bytes / len(engines))
+    return engines
 
 
 def _named(text: str) -> tuple[str, Path]:
