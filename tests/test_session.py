@@ -61,6 +61,7 @@ def test_requests_that_join_come_out_as_if_alone(tiny_model, alone, kv_tokens):
     assert (session.num_running, session.num_waiting, session._told, session._ended) == (0, 0, {}, set())
 
 
+@pytest.mark.heavy
 def test_slots_are_kept_that_were_needed_while_others_had_nothing_to_do(tiny_model):
     engine = engine_for(tiny_model, 1)
 
