@@ -1,6 +1,7 @@
 """Experience: groups of completions with rewards, advantages and log-probs, for updates to train on."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -154,7 +155,8 @@ class Collector:
             first_prompt=first,
         )
         try:
-            return score_groups(groups, self.runner)
+            with closing(groups):  # on an error too, which keeps them: servers would go on
+                return score_groups(groups, self.runner)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -23,6 +23,7 @@ from groupax.engine.scheduler import Sequence
 from groupax.models.specs import Params
 from groupax.parallel.turns import Turns
 from groupax.run_state import Cursor, Experience
+from groupax.serve.client import RemoteSampler
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Pipeline:
         for thread in self._threads:
             while thread.is_alive():
                 self.collector.runner.cancel()
+                if isinstance(self.collector.engine, RemoteSampler):
+                    self.collector.engine.give_up()
                 thread.join(0.05)
         self._jobs.clear()
         self._threads.clear()
@@ -157,26 +160,27 @@ class Pipeline:
                 cursor = replace(cursor, num_prompts=earlier.first_prompt + len(earlier.groups))
         with self.turns:
             collector.engine.params = collector.learner.policy_of(job.policy.trained)
-        sampler = collector.engine
-        if isinstance(sampler, Engine):
-            sampler = _InTurn(sampler, self.turns)
-            if not collector.args.filter_zero_variance:  # which may sample again
-                sampler.ended = job.sampled
+        sampler = _InTurn(collector.engine, self.turns)
+        if not collector.args.filter_zero_variance:  # which may sample again
+            sampler.ended = job.sampled
         return collector.sample(sampler, cursor, job.policy.version)
 
 
 class _InTurn:
-    """An engine that takes its turn for each chunk of decoding."""
+    """An engine that takes its turn for each chunk of decoding, or servers, which have devices of their own."""
 
-    def __init__(self, engine: Engine, turns: Turns) -> None:
+    def __init__(self, engine: Engine | RemoteSampler, turns: Turns) -> None:
         self.engine, self.turns = engine, turns
         self.ended: threading.Event | None = None
         self.sequences = engine.sequences
 
     def stream(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-        updates = self.engine.updates(sequences)
+        if isinstance(self.engine, Engine):
+            turn, updates = self.turns, self.engine.updates(sequences)
+        else:
+            turn, updates = nullcontext(), ((sequence, 0) for sequence in self.engine.stream(sequences))
         while True:
-            with self.turns:
+            with turn:
                 update = next(updates, None)
             if update is None:
                 break

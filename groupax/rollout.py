@@ -1,6 +1,6 @@
 """Prompts to groups of completions, through the engine."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -82,7 +82,7 @@ def rollout(
     step: int,
     policy_version: int = 0,
     first_prompt: int = 0,
-) -> Iterator[list[Rollout]]:
+) -> Generator[list[Rollout], None, None]:
     """The groups of completions of each prompt, each as soon as its last completion ends.
 
     Args:

@@ -1,7 +1,10 @@
 """Rollouts from vLLM and SGLang: what they are asked, what of their answers counts, and that they have the weights."""
 
 import json
-from contextlib import ExitStack
+import socket
+import threading
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +16,10 @@ from starlette.routing import Route
 from groupax import GRPOConfig, SamplingParams, load_model
 from groupax.engine.engine import unstarted
 from groupax.errors import RunError
+from groupax.preemption import AbandonedError
+from groupax.rewards import RewardError
 from groupax.rollout import rollout
+from groupax.serve import client
 from groupax.serve.client import RemoteSampler
 from groupax.serve.others import (
     Answered,
@@ -118,6 +124,150 @@ def test_a_folder_without_servers_is_refused():
         GRPOConfig(rollout_folder="/shared")
 
 
+# -- servers that do not do it at once
+
+
+PLAIN = SamplingParams(n=2, max_tokens=1)
+
+
+@dataclass
+class Scripted:
+    """A server that answers as it is told, and otherwise (200) with completions of one token."""
+
+    address: str
+    told: list = field(default_factory=list)
+    num_asked: int = 0
+    four_asked: threading.Event = field(default_factory=threading.Event)
+    asked: threading.Event = field(default_factory=threading.Event)  # where the answer is nothing
+    left: threading.Event = field(default_factory=threading.Event)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    monkeypatch.setattr(client, "FIRST_WAIT_S", 0.0)
+    server = Scripted("")
+
+    async def models(_):
+        return JSONResponse({"data": [{"id": "tiny", "owned_by": "vllm"}]})
+
+    async def takes(_):
+        return JSONResponse({})
+
+    async def complete(request):
+        server.num_asked += 1
+        if server.num_asked == 4:
+            server.four_asked.set()
+        answer = server.told.pop(0) if server.told else 200
+        if answer == "nothing":
+            server.asked.set()
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            server.left.set()
+        if answer != 200:
+            return JSONResponse({}, 500 if answer == "nothing" else answer)
+        num = (await request.json())["n"]
+        one = {"text": "", "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+        return JSONResponse({"choices": [{"index": index, **one} for index in range(num)]})
+
+    routes = [Route(path, takes, methods=["POST"]) for path in ("/collective_rpc", "/reset_prefix_cache")]
+    routes += [Route("/v1/models", models), Route("/v1/completions", complete, methods=["POST"])]
+    with listening(Starlette(routes=routes)) as server.address:
+        yield server
+
+
+@pytest.fixture
+def sampler_of(tiny_model, tmp_path):
+    """Makes a sampler without patience."""
+    shared = WeightsFolder(tmp_path, tiny_model, jnp.float32)
+    return lambda *addresses: RemoteSampler(
+        addresses, tiny_model.config, tiny_model.params, (1,), shared=shared, patience_s=0.0
+    )
+
+
+def sampled(sampler, num_prompts=1):
+    sequences = sampler.sequences([np.array([4, 5])] * num_prompts, PLAIN)
+    return [sequence.tokens for sequence in sampler.stream(sequences)]
+
+
+def test_patience_is_with_servers_that_say_nothing(scripted, sampler_of):
+    sampler = sampler_of(scripted.address)
+    for answers in ([429, 429, 429], [503, 429, 503]):
+        scripted.told = answers
+        assert sampled(sampler) == [[5]] * PLAIN.n
+    scripted.told = [503, 503, 503]
+    with pytest.raises(RunError, match=r"no server has sampled for 0 s; the last one asked says: .*503"):
+        sampled(sampler)
+
+
+def test_after_one_that_is_gone_the_next_server_is_asked(scripted, sampler_of):
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        gone = f"http://127.0.0.1:{free.getsockname()[1]}"
+    assert sampled(sampler_of(gone, scripted.address)) == [[5]] * PLAIN.n
+
+
+def test_versions_belong_to_their_process(tiny_model, tmp_path):
+    (tmp_path / "left").mkdir()  # by a process that was killed
+    one, other = (WeightsFolder(tmp_path, tiny_model, jnp.float32) for _ in range(2))
+    folders = [each.written(tiny_model.params, version) for each in (one, other) for version in (1, 2, 3)]
+    assert [folder.is_dir() for folder in folders] == 2 * [False, True, True]
+    path = one.path
+    del one
+    assert not path.exists()
+    assert folders[-1].is_dir()
+    own = WeightsFolder(tmp_path, tiny_model, jnp.float32, is_own=True)
+    assert tmp_path / "left" in tmp_path.iterdir()
+    own.written(tiny_model.params, 1)
+    assert [*tmp_path.iterdir()] == [own.path]
+
+
+def rollout_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("rollout")]
+
+
+def test_what_is_given_up_keeps_neither_the_server_nor_the_process(scripted, sampler_of):
+    sampler = sampler_of(scripted.address)
+    scripted.told = [200, "nothing"]
+    stream = sampler.stream(sampler.sequences([np.array([4, 5])] * 2, PLAIN))
+    assert next(stream).tokens == [5]
+    assert scripted.asked.wait(60)
+    stream.close()
+    assert scripted.left.wait(60)
+    scripted.asked.clear()
+    scripted.told = ["nothing"]
+    giving_up = threading.Thread(target=lambda: scripted.asked.wait(60) and sampler.give_up())
+    giving_up.start()
+    with pytest.raises(AbandonedError):
+        sampled(sampler)
+    for thread in (giving_up, *rollout_threads()):
+        thread.join(60)
+    assert not rollout_threads()
+    assert sampled(sampler) == [[5]] * PLAIN.n
+
+
+def test_a_run_that_fails_gives_up_the_next_rollout(tmp_path, scripted):
+    scripted.told = [200, 200, "nothing", "nothing"]
+
+    def fails(completion_ids):
+        assert scripted.asked.wait(60)
+        raise ValueError("no rewards today")
+
+    settings = {"rollout_correction": "token_truncate", "max_staleness": 1, "prompts_per_step": 2}
+    with pytest.raises(RewardError, match="no rewards today"):
+        a_trainer(tmp_path, fails, rollout=scripted.address, **settings).train()
+    assert scripted.left.wait(60)
+
+
+@pytest.mark.heavy
+def test_the_next_rollout_is_sampled_while_rewards_run(tmp_path, scripted):
+    def waits(completion_ids):
+        assert scripted.four_asked.wait(60), "the next rollout was not sampled"
+        return [float(len(ids)) for ids in completion_ids]
+
+    settings = {"rollout_correction": "token_truncate", "max_staleness": 1, "prompts_per_step": 2, "max_steps": 2}
+    a_trainer(tmp_path, waits, rollout=scripted.address, **settings).train()
+    assert scripted.num_asked == 4  # two prompts of each of two rollouts
+
+
 # -- servers
 
 
@@ -173,7 +323,8 @@ def test_training_goes_on_with_their_tokens_and_they_with_its_weights(tmp_path, 
     reloads = [body for path, body in server.seen[asked:] if path in ("/collective_rpc", "/update_weights_from_disk")]
     assert len(reloads) == (2 if stale else 3)
     place, newest = tmp_path / ("shared" if stale else "run/rollout_weights"), trainer.collector.engine.version
-    assert {each.name for each in place.iterdir()} == {f"version-{newest - 1}", f"version-{newest}"}
+    [own] = place.iterdir()
+    assert {each.name for each in own.iterdir()} == {f"version-{newest - 1}", f"version-{newest}"}
 
 
 @pytest.mark.heavy

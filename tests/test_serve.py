@@ -1,17 +1,32 @@
 """The server's parts by themselves: requests, texts that grow, answers, counts."""
 
+import asyncio
+import gc
 import json
+import queue
+import threading
+import time
+from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from groupax import SamplingParams, save_model
+from groupax.parallel import peak
 from groupax.serve.answers import Answers, Completion, Vocabulary
+from groupax.serve.app import EventStream, Limits, Server
+from groupax.serve.command import Serve, engines_of, models_of
 from groupax.serve.errors import ApiError
-from groupax.serve.loop import Growth
+from groupax.serve.loop import EngineLoop, Growth
 from groupax.serve.metrics import Histogram
 from groupax.serve.requests import parse, parse_json
 from groupax.serve.text import TextStream
+from groupax.serve.weights import Weights
 
 from .test_config_and_data import a_tokenizer
+from .test_engine import engine_for
 
 
 def parsed(is_chat=False, **fields):
@@ -60,6 +75,7 @@ def test_settings_of_a_chat():
         ({"stop": ["a"] * 17}, "at most 16"),
         ({"stop": [""]}, "stop must be texts that are not empty"),
         ({"logit_bias": {"a": 1}}, "logit_bias must name token ids"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias must name token ids"),
         ({"logit_bias": {"1": 101}}, r"logit_bias must be in \[-100, 100\]"),
         ({"logit_bias": [1]}, "logit_bias must be an object"),
         ({"logprobs": 21}, r"logprobs must be in \[0, 20\]"),
@@ -151,3 +167,140 @@ def test_histograms_count_what_is_at_most_so_long():
     assert lines['x_bucket{le="0.01"}'] == "1"
     assert lines['x_bucket{le="0.03"}'] == lines['x_bucket{le="300.0"}'] == "2"
     assert lines['x_bucket{le="+Inf"}'] == lines["x_count"] == "3"
+
+
+# -- the loop
+
+
+PROMPT = np.array([5, 6, 7], np.int32)
+
+
+@pytest.fixture
+def loop(tiny_model):
+    loop = EngineLoop({"tiny": engine_for(tiny_model, 1, kv_bytes=1 << 26)})
+    yield loop
+    loop.close()
+
+
+def test_what_is_told_has_been_counted(loop):
+    told = queue.Queue()
+    params = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
+
+    def ask():
+        loop.submit("tiny", [PROMPT], params, lambda growth: told.put((growth, loop.counts)))
+
+    ask()
+    loop.start()
+    growths = [told.get() for _ in range(4)]
+    assert [counts.num_chunks for _, counts in growths] == [1, 1, 2, 2]
+    assert [counts.num_tokens for _, counts in growths] == [16, 16, 24, 24]
+    assert [growth.finish_reason for growth, _ in growths] == [None, None, "length", "length"]
+    last = growths[-1][1]
+    assert (last.num_running, last.num_waiting, last.num_finished, last.num_prompt_tokens) == (0, 0, 2, 3)
+
+    def broken():
+        loop.engines["tiny"].params = {}
+
+    loop.between_chunks(broken).result()
+    ask()
+    assert [told.get()[0].finish_reason for _ in range(2)] == ["abort"] * 2
+    assert (loop.counts.num_chunks, loop.counts.num_finished) == (2, 2)
+
+
+def test_what_was_cancelled_before_it_began_is_not_run(loop):
+    run = []
+    given_up = loop.between_chunks(lambda: run.append("given up"))
+    assert given_up.cancel()
+    done = loop.between_chunks(lambda: run.append("done"))
+    loop.start()
+    done.result()
+    assert run == ["done"]
+    assert loop.is_alive
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_still_waits_at_the_end_hears_of_it(loop, dies):
+    begun, may_end, told = threading.Event(), threading.Event(), queue.Queue()
+
+    def last():
+        begun.set()
+        may_end.wait()
+        if dies:
+            raise SystemExit
+
+    loop.start()
+    loop.between_chunks(last)
+    begun.wait()
+    loop.submit("tiny", [PROMPT], SamplingParams(n=2, max_tokens=12), told.put)
+    waiting = loop.between_chunks(lambda: "done")
+    if not dies:
+        closing = threading.Thread(target=loop.close)
+        closing.start()
+        while not loop._closed:
+            pass
+    may_end.set()
+    assert [told.get().finish_reason for _ in range(2)] == ["abort"] * 2
+    assert waiting.result() == "done"
+    loop.close()
+    assert (loop._num_sequences, loop.is_alive) == (0, False)
+
+
+# -- the server
+
+
+def test_prompts_are_counted_before_they_are_encoded(loop):
+    loop.engines["tiny"].tokenizer = tokenizer = a_tokenizer()
+    server = Server(loop, Limits(max_completions=4), Weights(loop, {}))
+    mixed = parsed(prompt=["ab", [3, 4], "c", [5]])
+    assert [ids.tolist() for ids in server._encoded(mixed, tokenizer)] == [
+        tokenizer("ab")["input_ids"], [3, 4], tokenizer("c")["input_ids"], [5],
+    ]  # fmt: skip
+    loop.engines["tiny"].tokenizer = None  # with which nothing can be encoded
+    for request in (parsed(prompt=["a"] * 5), parsed(prompt=["a", "b"], n=3), parsed(prompt=["a"] * 5, n=-1)):
+        with pytest.raises(ApiError, match="a request may have 4 completions"):
+            server._begin(request, "tiny", lambda _: None)
+
+
+def test_memory_is_measured_when_the_weights_to_decode_with_are_there(tiny_model, tmp_path, monkeypatch):
+    folder = save_model(tiny_model, tmp_path, a_tokenizer())
+    measure, seen = peak.free_memory_bytes, []
+
+    def num_copied():
+        return sum(array.dtype == jnp.bfloat16 for array in jax.live_arrays())
+
+    def measured(mesh):
+        seen.append(num_copied())
+        return measure(mesh)
+
+    monkeypatch.setattr(peak, "free_memory_bytes", measured)
+    command = Serve(model=str(folder), name="tiny", weights="bfloat16")
+    gc.collect()
+    before = num_copied()
+    [engine] = engines_of(command, models_of(command)).values()
+    assert seen == [before + len(jax.tree.leaves(engine.params))]
+    assert engine.kv_bytes > 0
+    [engine] = engines_of(replace(command, kv_cache_gb=0.5), models_of(command)).values()
+    assert engine.kv_bytes == 5e8
+
+
+def test_an_error_inside_a_stream_is_told_and_counted(caplog):
+    sent, ended = [], []
+
+    async def events():
+        yield {"a": 1}
+        raise KeyError("b")
+
+    async def send(message):
+        sent.append(message)
+
+    async def stream():
+        answer = EventStream(events(), lambda: None, deadline_s=time.monotonic() + 60, send_timeout_s=60.0)
+        answer.ended = lambda: ended.append(answer.status_code)
+        await answer({"method": "POST", "path": "/v1/completions"}, asyncio.Event().wait, send)
+
+    asyncio.run(stream())
+    assert ended == [500]
+    told = [json.loads(message["body"].removeprefix(b"data: ")) for message in sent[1:]]
+    assert (told[0], told[1]["error"]["message"][:26]) == ({"a": 1}, "an error inside the server")
+    assert "POST /v1/completions failed" in caplog.text

@@ -338,7 +338,19 @@ def test_a_request_that_takes_too_long_is_given_up(loop):
             wait_until(lambda: is_idle(loop))
 
 
+def metrics_of(address):
+    """What /metrics tells, by name."""
+    request = urllib.request.Request(f"{address}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request) as response:
+        lines = response.read().decode().splitlines()
+    return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+
 def test_a_client_that_reads_nothing_holds_up_nobody(address, client, loop):
+    def num_gone():
+        return int(metrics_of(address).get('groupax_requests_total{path="/v1/completions",status="499"}', 0))
+
+    before = num_gone()
     body = json.dumps(
         {"prompt": "1+1=", "n": 48, "max_tokens": 450, "ignore_eos": True, "stream": True, "logprobs": 20}
     )
@@ -350,6 +362,7 @@ def test_a_client_that_reads_nothing_holds_up_nobody(address, client, loop):
         slow.sendall(f"POST /v1/completions HTTP/1.1\r\n{fields}{body}".encode())
         assert slow.recv(15) == b"HTTP/1.1 200 OK"
         assert client.completions.create(model="demo", prompt="1+1=", max_tokens=8).choices[0].finish_reason
+        wait_until(lambda: num_gone() == before + 1)
         wait_until(lambda: is_idle(loop))
         assert client.completions.create(model="demo", prompt="1+1=", max_tokens=8).choices[0].finish_reason
 
@@ -358,10 +371,7 @@ def test_health_and_metrics(address, client):
     with urllib.request.urlopen(f"{address}/health") as response:
         assert json.loads(response.read()) == {"status": "ok"}
     client.completions.create(model="demo", prompt="1+1=", max_tokens=8)
-    request = urllib.request.Request(f"{address}/metrics", headers={"Authorization": f"Bearer {KEY}"})
-    with urllib.request.urlopen(request) as response:
-        lines = response.read().decode().splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    values = metrics_of(address)
     assert int(values['groupax_requests_total{path="/v1/completions",status="200"}']) >= 1
     assert int(values["groupax_completion_tokens_total"]) >= 1
     assert values['groupax_weights_version{model="demo"}'] == "0"

@@ -59,3 +59,24 @@ def test_requests_that_join_come_out_as_if_alone(tiny_model, alone, kv_tokens):
             assert one.finish_reason == other.finish_reason
             assert one.versions == [0] * len(one.tokens)
     assert (session.num_running, session.num_waiting, session._told, session._ended) == (0, 0, {}, set())
+
+
+@pytest.mark.heavy
+def test_slots_are_kept_that_were_needed_while_others_had_nothing_to_do(tiny_model):
+    engine = engine_for(tiny_model, 1)
+
+    def run(patience):
+        session, num_slots = Session(engine, patience), []
+        requests = [(8, 8), (6, 32), (2, 80)]  # numbers of completions, and of their tokens
+        params = [SamplingParams(n=n, max_tokens=length, seed=length, ignore_eos=True) for n, length in requests]
+        sequences = [sequence for each in params for sequence in engine.sequences([PROMPTS[0]], each)]
+        session.submit(sequences)
+        while session.busy:
+            list(session.step())
+            num_slots += [session._batch.shape.num_slots] if session._batch else []
+        return num_slots, [sequence.tokens for sequence in sequences]
+
+    (at_once, expected), (later, found) = run(0), run(3)
+    assert at_once == [8, 8, 8] + [2] * 6
+    assert later == [16] * 3 + [8] * 4 + [2] * 2
+    assert found == expected

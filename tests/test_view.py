@@ -19,10 +19,10 @@ import pytest
 
 from groupax.cli import main
 from groupax.evaluation.items import Completion, Item
+from groupax.listening import is_loopback
 from groupax.rollout import Rollout
 from groupax.rollout_log import TokenScores
 from groupax.tracking import RunFolder
-from groupax.view.guard import is_loopback
 from groupax.view.runs import Run, Runs
 from groupax.view.series import smoothed, stretch_means, thinned
 from groupax.view.server import make_server
@@ -472,8 +472,18 @@ def test_a_token_opens_the_page(folder):
         assert request(port, "/api/runs", Authorization="Bearer right")[0] == 200
         assert request(port, "/api/runs", Authorization="Bearer right", Host="gpu.example:80")[0] == 200
         assert request(port, "/api/runs", Authorization="Bearer right", Origin="http://evil.example")[0] == 403
+
+
+def test_what_only_this_machine_reaches_is_known():
     assert [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1")] == [True] * 3
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "127.0.0.1.evil.example", "")] == [False] * 5
+
+
+@pytest.mark.parametrize("command", [["view", "."], ["serve", "--model", "nowhere"]], ids=lambda words: words[0])
+def test_ports_that_are_none_are_told(command, capsys):
+    for port in ("70000", "-1"):
+        assert main([*command, f"--port={port}"]) == 2
+        assert f"127.0.0.1, port {port}, cannot be listened at" in capsys.readouterr().err
 
 
 def test_the_command_tells_its_address_and_needs_a_token_elsewhere(folder, monkeypatch, capsys):

@@ -53,7 +53,7 @@ class Batch:
         chunk_steps: tokens decoded between two visits to the host.
         kv_dtype: of the cache.
         prefixes: what is known of earlier sequences, and where to store what is computed.
-        patience: fewer slots have to be enough after so many more chunks before the others are given up.
+        patience: fewer slots have to be enough for so many more chunks before the others are given up.
 
     Attributes:
         scheduler: which sequence sits in which slot.
@@ -77,7 +77,8 @@ class Batch:
     ) -> None:
         self.config, self.mesh, self.plan, self.prefixes = config, mesh, plan, prefixes
         self.chunk_steps, self.patience = chunk_steps, patience
-        self._num_idle = 0  # chunks in a row after which fewer slots were enough
+        self._num_idle = 0  # chunks in a row after which half of the slots were enough
+        self._num_needed = 0  # slots per shard, the most of these chunks
         num_shards = num_data_shards(mesh)
         counts: dict[tuple[int, int], int] = {}
         for sequence in sequences:
@@ -222,15 +223,14 @@ class Batch:
     def shrink(self) -> None:
         """Have half as many slots or fewer, once so many have nothing to do any more; after each chunk."""
         scheduler = self.scheduler
-        needed = max(MIN_SLOTS, power_of_two(scheduler.num_slots_needed()))
-        if scheduler.waiting or not scheduler.running or needed > scheduler.slots_per_shard // 2:
-            self._num_idle = 0
+        needed = max(self._num_needed, MIN_SLOTS, power_of_two(scheduler.num_slots_needed()))
+        self._num_idle, self._num_needed = self._num_idle + 1, needed
+        is_idle = scheduler.running and not scheduler.waiting and needed <= scheduler.slots_per_shard // 2
+        if is_idle and self._num_idle <= self.patience:
             return
-        self._num_idle += 1
-        if self._num_idle <= self.patience:
-            return
-        if not self.plan.allows(replace(self.shape, num_slots=needed, share=1)):
-            return  # a prompt for each slot would take more room than fewer slots save
+        self._num_idle = self._num_needed = 0
+        if not is_idle or not self.plan.allows(replace(self.shape, num_slots=needed, share=1)):
+            return  # a prompt for each slot may take more room than fewer slots save
         share = scheduler.share
         kept = scheduler.shrink(needed)
         self._rearrange(kept, kept // share, self.column, self.cache.num_columns)

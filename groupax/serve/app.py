@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from groupax.engine.params import SamplingParams
 from groupax.models.checkpoint import Model
 from groupax.serve.answers import Answers, Completion, Vocabulary
 from groupax.serve.errors import ApiError
@@ -117,14 +118,11 @@ class Server:
             try:
                 self._check_key(request)
                 response = await handler(request)
-            except ApiError as error:
-                response = JSONResponse(error.body, error.status, error.headers)
             except ClientDisconnect:
                 response = Response(status_code=CLIENT_GONE)
-            except Exception:
-                logger.exception("%s %s failed", request.method, request.url.path)
-                fault = ApiError(500, "an error inside the server; its log says more")
-                response = JSONResponse(fault.body, fault.status)
+            except Exception as error:  # noqa: BLE001 - told, and in the log
+                fault = _fault(error, request.scope)
+                response = JSONResponse(fault.body, fault.status, fault.headers)
             if isinstance(response, EventStream):
                 response.ended = lambda: self._count(request, response.status_code, started_s)
             else:
@@ -219,19 +217,20 @@ class Server:
     def _begin(self, request: Request, name: str, tell: Callable[[Growth], Any]) -> tuple[Job, Answers]:
         """In a thread of its own: what takes a while with long prompts."""
         engine = self.loop.engines[name]
+        num_prompts, n = len(request.prompts), request.settings.get("n", SamplingParams.n)
+        if num_prompts * max(n, 1) > self.limits.max_completions:
+            raise ApiError(
+                400,
+                f"the request has {num_prompts} prompts and n={n}; a request may have {self.limits.max_completions} "
+                "completions",
+                param="n",
+            )
         prompts = self._encoded(request, engine.tokenizer)
         longest = max(len(prompt) for prompt in prompts)
         default = DEFAULT_MAX_TOKENS
         if request.is_chat:
             default = max(1, min(self.limits.default_max_tokens, engine.config.max_positions - longest))
         params = request.sampling_params(default)
-        if len(prompts) * params.n > self.limits.max_completions:
-            raise ApiError(
-                400,
-                f"{len(prompts)} prompts with n={params.n} ask for {len(prompts) * params.n} completions; "
-                f"a request may have {self.limits.max_completions}",
-                param="n",
-            )
         if longest + params.max_tokens > engine.config.max_positions:
             raise ApiError(
                 400,
@@ -265,20 +264,18 @@ class Server:
             raise _stopping() from error
 
     def _encoded(self, request: Request, tokenizer: Any) -> list[np.ndarray]:
-        prompts: list[np.ndarray] = [np.zeros(0, np.int32)] * len(request.prompts)
-        texts = [index for index, each in enumerate(request.prompts) if request.is_chat or isinstance(each, str)]
-        for index, each in enumerate(request.prompts):
-            if index not in texts:
-                prompts[index] = np.asarray(each, np.int32)
+        is_text = [request.is_chat or isinstance(each, str) for each in request.prompts]
+        texts = [each for each, is_one in zip(request.prompts, is_text, strict=True) if is_one]
         try:
-            encoded = encode_prompts(tokenizer, [request.prompts[index] for index in texts])
+            encoded = iter(encode_prompts(tokenizer, texts))
         except (ValueError, TypeError, KeyError, TemplateError) as error:  # what templates raise for their messages
             raise ApiError(
                 400, f"the prompt cannot be encoded: {error}", "messages" if request.is_chat else None
             ) from error
-        for index, ids in zip(texts, encoded, strict=True):
-            prompts[index] = ids
-        return prompts
+        return [
+            next(encoded) if is_one else np.asarray(each, np.int32)
+            for each, is_one in zip(request.prompts, is_text, strict=True)
+        ]
 
     async def _arriving(self, job: Job, growths: "asyncio.Queue[Growth]", started_s: float) -> AsyncIterator[Growth]:
         """What the job's completions get, until all are finished.
@@ -372,7 +369,7 @@ class EventStream(Response):
         self._deadline_s, self._send_timeout_s = deadline_s, send_timeout_s
         self.ended: Callable[[], None] = lambda: None
 
-    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them, as an ASGI application."""
 
         async def put(message: dict[str, Any]) -> None:
@@ -393,10 +390,13 @@ class EventStream(Response):
             try:
                 await _unless_gone(work, receive, self._deadline_s)
                 await put_text("data: [DONE]\n\n", more=False)
-            except ApiError as error:
-                self.status_code = error.status
-                await put_text(f"data: {json.dumps(error.body)}\n\n", more=False)
-        except (ClientDisconnect, TimeoutError, OSError):
+            except (ClientDisconnect, OSError):
+                raise
+            except Exception as error:  # noqa: BLE001 - likewise
+                fault = _fault(error, scope)
+                self.status_code = fault.status
+                await put_text(f"data: {json.dumps(fault.body)}\n\n", more=False)
+        except (ClientDisconnect, OSError):  # a timeout is one
             self.status_code = CLIENT_GONE  # the connection is closed when nothing more comes
         finally:
             if work is not None:
@@ -421,6 +421,14 @@ async def _body(http: HttpRequest, limit: int) -> bytes:
     if size > limit:
         raise ApiError(413, f"the body has more than {limit} bytes, which is the most that this server takes")
     return b"".join(parts)
+
+
+def _fault(error: Exception, scope: Scope) -> ApiError:
+    """What a client is told of an error; one that nobody expected goes into the log."""
+    if isinstance(error, ApiError):
+        return error
+    logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+    return ApiError(500, "an error inside the server; its log says more")
 
 
 def _stopping() -> ApiError:

@@ -6,13 +6,15 @@ stream ──► a request per prompt ──► server 0, 1, ... ──► seque
 """
 
 import http.client
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import fields
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from groupax.models.exchange import leaves_of, places, tensors_of, trained_part
 from groupax.models.lora import Adapter, adapter_specs
 from groupax.models.peft_format import adapter_json
 from groupax.models.specs import Params, model_specs
+from groupax.preemption import AbandonedError
 from groupax.serve.others import Other, WeightsFolder, dialect_of
 from groupax.serve.remote import Refused, Remote
 from groupax.serve.wire import PIECE_BYTES, manifest_of, pieces_of
@@ -53,7 +56,7 @@ class RemoteSampler:
         model: its name on the servers; None for their first.
         api_key: of all servers.
         timeout_s: the longest that a request may take.
-        patience_s: how long to go on trying when no server answers, as while they start again.
+        patience_s: how long to go on trying when no server answers, as while they start again; one that is full does.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class RemoteSampler:
         self._others: dict[Remote, Other | None] = {}  # of those that have been asked what they are
         self._settings = None if adapter is None else adapter_json(adapter, config)
         self._specs = model_specs(config) if adapter is None else adapter_specs(config, adapter.config)
+        self._under_way: set[_Requests] = set()
         self.version = 0
         self._params: Params | None = None
         self.params = params
@@ -112,43 +116,57 @@ class RemoteSampler:
             groups.setdefault(sequence.prompt_index, []).append(sequence)
         if not groups:
             return
-        given_up = threading.Event()
+        requests = _Requests()
+        self._under_way.add(requests)
         pool = ThreadPoolExecutor(min(len(groups), MAX_REQUESTS), thread_name_prefix="rollout")
         try:
-            work = [pool.submit(self._complete, *item, given_up) for item in enumerate(groups.values())]
+            work = [pool.submit(self._complete, *item, requests) for item in enumerate(groups.values())]
             for done in as_completed(work):
                 yield from done.result()
         finally:
-            given_up.set()
+            self._under_way.discard(requests)
+            requests.give_up()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _complete(self, number: int, group: list[Completion], given_up: threading.Event) -> list[Completion]:
+    def give_up(self) -> None:
+        """Give up what is under way; who waits for it gets an `AbandonedError`. From any thread."""
+        for requests in list(self._under_way):
+            requests.give_up()
+
+    def _complete(self, number: int, group: list[Completion], requests: "_Requests") -> list[Completion]:
         """A prompt's completions, from the server whose turn it is or from one after it."""
-        deadline, wait_s, last = time.monotonic() + self.patience_s, FIRST_WAIT_S, ""
-        attempt = 0
-        while not given_up.is_set():
-            server = self.servers[(number + attempt) % len(self.servers)]
+        silent_since_s: float | None = None
+        attempt, wait_s = 0, FIRST_WAIT_S
+        while not requests.given_up.is_set():
+            server, is_full = self.servers[(number + attempt) % len(self.servers)], False
             try:
-                return self._asked(server, group)
+                return self._asked(server, group, requests)
             except Refused as refused:
                 if refused.code == "other_weights":
                     server.state = None
                 elif refused.status not in LATER:
                     raise RunError(f"{server.url} refuses to sample: {refused}") from refused
-                last = f"{server.url}: {refused}"
+                last, is_full = f"{server.url}: {refused}", refused.status == HTTPStatus.TOO_MANY_REQUESTS
             except (OSError, http.client.HTTPException) as error:
+                if requests.given_up.is_set():
+                    break
                 if self._others.get(server) is not None:
                     server.state = None  # it may start again without a word of it
                 last = f"{server.url}: {error!r}"
-            if time.monotonic() > deadline:
+            now_s = time.monotonic()
+            if is_full:
+                silent_since_s = None
+            elif silent_since_s is None:
+                silent_since_s = now_s
+            elif now_s - silent_since_s > self.patience_s:
                 raise RunError(f"no server has sampled for {self.patience_s:.0f} s; the last one asked says: {last}")
             attempt += 1
             if attempt % len(self.servers) == 0:
-                given_up.wait(wait_s)
+                requests.given_up.wait(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-        return []
+        raise AbandonedError
 
-    def _asked(self, server: Remote, group: list[Completion]) -> list[Completion]:
+    def _asked(self, server: Remote, group: list[Completion], requests: "_Requests") -> list[Completion]:
         with server.lock:
             if server not in self._others:
                 self._others[server] = self._dialect_of(server)
@@ -157,7 +175,8 @@ class RemoteSampler:
                 self.push(server)
             state, version = server.state, server.version
         if other is not None:
-            return other.complete(group, version)
+            with requests.connection(server) as connection:
+                return other.complete(group, version, connection)
         params = group[0].params
         left_out = ("n", "seed", "logprobs", "logit_bias", "stop_token_ids", "ignore_eos", "stop")
         settings = {each.name: getattr(params, each.name) for each in fields(params) if each.name not in left_out}
@@ -174,7 +193,8 @@ class RemoteSampler:
             "return_token_ids": True,
             **({} if self.model is None else {"model": self.model}),
         }
-        choices = server.ask("POST", "/v1/completions", request)["choices"]
+        with requests.connection(server) as connection:
+            choices = server.ask("POST", "/v1/completions", request, connection)["choices"]
         versions = {made_by for choice in choices for made_by, _ in choice["weight_versions"]}
         if versions != {version}:
             raise Refused(409, f"weights {sorted(versions)} have made it, not {version}", "other_weights")
@@ -257,6 +277,44 @@ class RemoteSampler:
             for sender in [pool.submit(send) for _ in range(SENDERS)]:
                 sender.result()
         return server.ask("POST", f"{path}/commit")  # the other connection may have been idle for too long
+
+
+class _Requests:
+    """Those of a rollout, which are given up together."""
+
+    def __init__(self) -> None:
+        self.given_up = threading.Event()
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def connection(self, server: Remote) -> Iterator[http.client.HTTPConnection]:
+        """An open connection, until it is given up.
+
+        Raises:
+            OSError: there is none to be had.
+            AbandonedError: it was given up before.
+        """
+        with closing(server.connection()) as connection:
+            connection.connect()
+            opened = connection.sock  # which the connection forgets at the beginning of the answer
+            with self._lock:
+                if self.given_up.is_set():
+                    raise AbandonedError
+                self._open.add(opened)
+            try:
+                yield connection
+            finally:
+                with self._lock:
+                    self._open.discard(opened)
+
+    def give_up(self) -> None:
+        """Have them end at once: threads that wait for an answer would keep the process, and servers busy."""
+        with self._lock:
+            self.given_up.set()
+            for opened in self._open:
+                with suppress(OSError):  # it has just ended
+                    opened.shutdown(socket.SHUT_RDWR)
 
 
 def _put(server: Remote, connection: http.client.HTTPConnection, path: str, parts: list[memoryview], crc: int) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from groupax.config import DecodingWeights
+from groupax.listening import is_loopback, listen
 from groupax.serve.wire import API_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from groupax.engine.engine import Engine
     from groupax.models.checkpoint import Model
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +27,9 @@ class Serve:
     name: str | None = None
     """What clients call the model; by default as --model has it."""
     adapter: tuple[str, ...] = ()
-    """Adapters of the model, each NAME=FOLDER, served under their names beside it. They share its weights; each has an
-    engine and a part of the memory for keys and values of its own."""
+    """Adapters of the model, each NAME=FOLDER, served under their names beside it. They share its weights, but for
+    copies of all of them that --weights and a --mesh that splits weights make for each; each has an engine and a part
+    of the memory for keys and values of its own."""
     host: str = "127.0.0.1"
     """Where to listen: by default only this machine can connect."""
     port: int = 8000
@@ -80,7 +79,7 @@ def serve(arguments: Sequence[str]) -> None:
     from groupax.serve.loop import EngineLoop
 
     keys = tuple(key for key in (*command.api_key, os.environ.get(API_KEY_VARIABLE, "")) if key)
-    listener = _listener(command.host, command.port)
+    listener = listen(command.host, command.port)  # before the model is loaded, so that one in use is told at once
     models = models_of(command)
     loop = EngineLoop(engines_of(command, models), command.max_queue).start()
     limits = Limits(
@@ -97,7 +96,7 @@ def serve(arguments: Sequence[str]) -> None:
         lifespan="off",
         timeout_graceful_shutdown=command.drain_s,
     )
-    if command.host not in LOOPBACK and not keys:
+    if not is_loopback(command.host) and not keys:
         print("anyone who reaches this address can use the server; set --api_key to prevent that", flush=True)
     address = listener.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
@@ -128,7 +127,9 @@ def models_of(command: Serve) -> "dict[str, Model]":
 
 
 def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engine]":
-    """An engine for each of these models."""
+    """An engine for each of these models; what their weights leave free is shared out for keys and values."""
+    import jax
+
     from groupax.engine.engine import Engine
     from groupax.engine.plan import FREE_PART
     from groupax.parallel.peak import free_memory_bytes
@@ -137,16 +138,19 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
     base = next(iter(models.values()))
     assert base.source is not None, "a loaded model has a folder"
     tokenizer = load_tokenizer(base.source, command.chat_template)
-    kv_gb = command.kv_cache_gb
-    kv_bytes = FREE_PART * free_memory_bytes(base.mesh) if kv_gb is None else kv_gb * 1e9
     settings: dict[str, Any] = {
         "max_slots": command.max_concurrent_rows,
         "chunk_steps": command.chunk_steps,
         "weights": command.weights,
-        "kv_bytes": int(kv_bytes / len(models)),
         "prefix_bytes": int(command.prefix_cache_gb * 1e9 / len(models)),
     }
-    return {each: Engine.of(model, tokenizer, **settings) for each, model in models.items()}
+    engines = {each: Engine.of(model, tokenizer, **settings) for each, model in models.items()}
+    jax.block_until_ready([engine.params for engine in engines.values()])  # which may be copies
+    kv_gb = command.kv_cache_gb
+    kv_bytes = FREE_PART * free_memory_bytes(base.mesh) if kv_gb is None else kv_gb * 1e9
+    for engine in engines.values():
+        engine.kv_bytes = int(kv_bytes / len(engines))
+    return engines
 
 
 def _named(text: str) -> tuple[str, Path]:
@@ -154,12 +158,3 @@ def _named(text: str) -> tuple[str, Path]:
     if not (name and equals and folder):
         raise ValueError(f"--adapter must be NAME=FOLDER, got {text!r}")
     return name, Path(folder)
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    """A socket that listens; taken before the model is loaded, so that one in use is told at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ValueError(f"cannot listen at {host}, port {port}: {error.strerror or error}; choose another") from error

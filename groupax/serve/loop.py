@@ -9,8 +9,10 @@ between_chunks ───────► commands ─┤
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -77,7 +79,6 @@ class Job:
     sequences: list[Sequence]
     listener: Listener
     told: list[list[int]] = field(default_factory=list)
-    num_left: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class EngineLoop:
         self._sessions = {name: Session(engine, PATIENCE) for name, engine in self.engines.items()}
         self._jobs: dict[int, tuple[Job, int]] = {}  # by sequence: its job, its index there
         self._num_sequences = 0  # submitted and not ended
-        self._commands: list[Callable[[], None]] = []
+        self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -168,7 +169,7 @@ class EngineLoop:
                 sequence.key = key
         session = self._sessions[model]
         session.check(sequences)
-        job = Job(model, sequences, listener, [[] for _ in sequences], len(sequences))
+        job = Job(model, sequences, listener, [[] for _ in sequences])
         with self._changed:
             if self._closed:
                 raise ClosedError
@@ -191,11 +192,13 @@ class EngineLoop:
                 that is not to be one more; sequences under way go on with the new ones.
 
         Returns:
-            Its result or its error.
+            Its result or its error. Cancelled before it began, the function is not run.
         """
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except BaseException as error:
@@ -224,16 +227,18 @@ class EngineLoop:
                         self._changed.wait()
                     if self._closed:
                         break
-                    commands, self._commands = self._commands, []
-                for command in commands:
-                    command()
+                    num_commands = len(self._commands)
+                for _ in range(num_commands):
+                    self._commands.popleft()()
                 for model in self._sessions:
                     self._step(model)
         finally:
             with self._changed:
                 self._closed = True
-            for job in {id(job): job for job, _ in self._jobs.values()}.values():
-                self._abort(job)
+            with ExitStack() as last:  # each of these, even if one before it raises
+                last.callback(self._abort_all)
+                for command in reversed(self._commands):
+                    last.callback(command)
 
     def _step(self, model: str) -> None:
         session = self._sessions[model]
@@ -245,12 +250,17 @@ class EngineLoop:
             # as when the devices' memory is full; the next requests begin with an empty cache
             logger.exception("the engine of %s failed; its requests are aborted", model)
             self._sessions[model] = Session(self.engines[model], PATIENCE)
+            self._count()
             for job in {id(job): job for job, _ in self._jobs.values() if job.model == model}.values():
                 self._abort(job)
-            updates = []
-        for sequence in updates:
-            self._tell(sequence)
-        self._count(num_chunks=1)
+            return
+        grown = [each for sequence in updates if (each := self._growth(sequence)) is not None]
+        num_finished = sum(growth.finish_reason is not None for _, growth in grown)
+        self._ended(num_finished)
+        num_tokens = sum(len(growth.tokens) for _, growth in grown)
+        self._count(num_chunks=1, num_tokens=num_tokens, num_finished=num_finished)  # before anybody is told
+        for job, growth in grown:
+            job.listener(growth)
 
     def _begin(self, job: Job) -> None:
         for index, sequence in enumerate(job.sequences):
@@ -259,26 +269,31 @@ class EngineLoop:
         self._sessions[job.model].submit(job.sequences)
 
     def _cancel(self, job: Job) -> None:
-        for sequence in job.sequences:
-            if self._jobs.pop(id(sequence), None) is not None:
-                sequence.cancel()
-                self._ended(job)
-                self._count(num_cancelled=1)
+        cancelled = [sequence for sequence in job.sequences if self._jobs.pop(id(sequence), None) is not None]
+        for sequence in cancelled:
+            sequence.cancel()
+        self._ended(len(cancelled))
+        self._count(num_cancelled=len(cancelled))
+
+    def _abort_all(self) -> None:
+        for job in {id(job): job for job, _ in self._jobs.values()}.values():
+            self._abort(job)
 
     def _abort(self, job: Job) -> None:
         for index, sequence in enumerate(job.sequences):
             if self._jobs.pop(id(sequence), None) is not None:
-                self._ended(job)
+                self._ended(1)
                 job.listener(Growth(index, len(job.told[index]), [], [], [], [], [], "abort", ""))
 
-    def _tell(self, sequence: Sequence) -> None:
+    def _growth(self, sequence: Sequence) -> tuple[Job, Growth] | None:
+        """What a listener has to be told; None if that is nothing."""
         job, index = self._jobs.get(id(sequence), (None, 0))
         if job is None:
-            return  # cancelled
+            return None  # cancelled
         told = job.told[index]
         first = len(told) if sequence.tokens[: len(told)] == told else 0
         if sequence.finish_reason is None and len(sequence.tokens) <= first:
-            return
+            return None
         new = slice(first, None)
         growth = Growth(
             index=index,
@@ -294,15 +309,11 @@ class EngineLoop:
         told[first:] = growth.tokens
         if sequence.finish_reason:
             del self._jobs[id(sequence)]
-            self._ended(job)
-            self._count(num_finished=1)
-        self._count(num_tokens=len(growth.tokens))
-        job.listener(growth)
+        return job, growth
 
-    def _ended(self, job: Job) -> None:
-        job.num_left -= 1
+    def _ended(self, num: int) -> None:
         with self._changed:
-            self._num_sequences -= 1
+            self._num_sequences -= num
 
     def _count(self, **added: Any) -> None:
         sessions = self._sessions.values()

@@ -7,11 +7,14 @@ Sources: vLLM's entrypoints/openai/completion/protocol.py and entrypoints/serve/
 srt/entrypoints/http_server.py and srt/managers/io_struct.py.
 """
 
+import secrets
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -59,12 +62,13 @@ class Other(Protocol):
 
     name: str
 
-    def complete(self, group: list[Completion], version: int) -> list[Completion]:
+    def complete(self, group: list[Completion], version: int, connection: HTTPConnection) -> list[Completion]:
         """A prompt's sequences, completed.
 
         Args:
             group: unstarted, of one prompt.
             version: of the weights that it has taken over.
+            connection: an open one with it.
 
         Raises:
             Refused: the server says no, or has other weights.
@@ -83,18 +87,24 @@ class Other(Protocol):
 
 
 class WeightsFolder:
-    """Where servers on this and other machines find the weights. Holds the newest two versions.
+    """Where servers on this and other machines find the weights: the newest two versions, until the process ends.
 
     Args:
-        path: of the folder, by the name that all of them have for it.
+        path: of a folder, by the name that all of them have for it; the versions are in a new one there.
         model: the architecture, and how its files are written.
         dtype: of the weights in the files.
+        is_own: nobody else writes to `path`: what a process that was killed has left there is removed first.
+
+    Attributes:
+        path: of the new folder.
     """
 
-    def __init__(self, path: Path, model: Model, dtype: Any) -> None:
-        self.path, self._model, self._dtype = path.absolute(), replace(model, adapter=None), dtype
+    def __init__(self, path: Path, model: Model, dtype: Any, is_own: bool = False) -> None:
+        self.path = path.absolute() / secrets.token_hex(4)
+        self._model, self._dtype, self._is_own = replace(model, adapter=None), dtype, is_own
         self._lock = threading.Lock()
         self._written: list[int] = []
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def written(self, params: Params, version: int) -> Path:
         """The folder with these weights as a model's files, an adapter added to its base; written at the first call.
@@ -106,6 +116,8 @@ class WeightsFolder:
         with self._lock:
             folder = self.path / f"version-{version}"
             if version not in self._written:
+                if self._is_own and not self._written:
+                    shutil.rmtree(self.path.parent, ignore_errors=True)
                 self.path.mkdir(parents=True, exist_ok=True)
                 save_model(replace(self._model, params=params), folder, dtype=self._dtype)
                 self._written.append(version)
@@ -157,11 +169,11 @@ class VLLM:
         self._server, self._model = server, model
         self._logprobs_mode: str | None = None
 
-    def complete(self, group: list[Completion], version: int) -> list[Completion]:
+    def complete(self, group: list[Completion], version: int, connection: HTTPConnection) -> list[Completion]:
         """See `Other`. Its log-probs have to be those that it draws with."""
         if not draws_from_logits(group[0].params):
             self._check_mode()
-        answer = self._server.ask("POST", "/v1/completions", vllm_request(group, self._model))
+        answer = self._server.ask("POST", "/v1/completions", vllm_request(group, self._model), connection)
         return _completed(group, vllm_answers, answer, version, self._server.url)
 
     def reload(self, folder: Path) -> None:
@@ -201,9 +213,9 @@ class SGLang:
         self._server = server
         self._state = ""  # of the weights, as answers tell it
 
-    def complete(self, group: list[Completion], version: int) -> list[Completion]:
+    def complete(self, group: list[Completion], version: int, connection: HTTPConnection) -> list[Completion]:
         """See `Other`. Answers tell which weights made them."""
-        answer = self._server.ask("POST", "/generate", sglang_request(group))
+        answer = self._server.ask("POST", "/generate", sglang_request(group), connection)
         rows = answer if isinstance(answer, list) else [answer]
         found = {row.get("meta_info", {}).get("weight_version") for row in rows}
         if found != {self._state}:
@@ -219,8 +231,11 @@ class SGLang:
 
 def draws_from_logits(params: SamplingParams) -> bool:
     """Whether completions are drawn from softmax(logits), neither scaled nor changed nor truncated."""
-    return params == replace(
-        SamplingParams(n=params.n, max_tokens=params.max_tokens, seed=params.seed, stop=params.stop),
+    return params == SamplingParams(
+        n=params.n,
+        max_tokens=params.max_tokens,
+        seed=params.seed,
+        stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
     )

@@ -16,6 +16,7 @@ from groupax.serve.errors import ApiError
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's interface; a chat has the server's own
 MAX_BIAS = 100.0
 MAX_STOPS = 16
+MAX_DIGITS = 10  # of a token id
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,7 +251,7 @@ def _biases(name: str, value: Any) -> dict[int, float]:
         raise ApiError(400, f"{name} must be an object of token ids and numbers, got {_short(value)}", param=name)
     biases = {}
     for token, bias in value.items():
-        if not token.isdecimal() or int(token) >= 1 << 31:
+        if not token.isdecimal() or len(token) > MAX_DIGITS or int(token) >= 1 << 31:
             raise ApiError(400, f"{name} must name token ids, got {_short(token)}", param=name)
         if abs(_number(name, bias)) > MAX_BIAS:
             raise ApiError(400, f"{name} must be in [-{MAX_BIAS:.0f}, {MAX_BIAS:.0f}], got {bias}", param=name)

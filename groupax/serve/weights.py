@@ -83,7 +83,9 @@ class Upload:
 
 
 class Weights:
-    """The weights of a server's models, and the uploads under way. Used by one thread, but for `commit`'s parts.
+    """The weights of a server's models, and the uploads under way.
+
+    Used by one thread, but for `prepared` and `take_over`.
 
     Args:
         loop: with the engines.

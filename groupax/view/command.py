@@ -8,7 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from groupax.view.guard import is_loopback, new_token
+from groupax.listening import is_loopback, listen
+from groupax.view.guard import new_token
 
 PORT = 4747
 
@@ -51,11 +52,9 @@ def view(arguments: Sequence[str]) -> None:
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    for wanted in (PORT, 0) if port is None else (port,):
-        try:
-            family = socket.getaddrinfo(host, wanted, type=socket.SOCK_STREAM)[0][0]
-            return socket.create_server((host, wanted), family=family)
-        except (OSError, OverflowError) as error:
-            fault = error
-    where = host if port is None else f"{host}, port {port},"
-    raise ValueError(f"{where} cannot be listened at ({fault}); choose another --host or --port")
+    if port is not None:
+        return listen(host, port)
+    try:
+        return listen(host, PORT)
+    except ValueError:  # taken
+        return listen(host, 0)

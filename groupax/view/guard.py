@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from groupax.listening import is_loopback
+
 HEADERS = {
     # Scripts, styles and data come from the server alone, and text never becomes markup.
     "content-security-policy": (
@@ -81,7 +82,7 @@ class Guard:
 def refusal_of(method: str, path: str, headers: Mapping[str, str], loopback_only: bool) -> str:
     """Why a request is refused; empty if it is not."""
     host = headers.get("host", "")
-    if loopback_only and _hostname(host) not in LOOPBACK:
+    if loopback_only and not is_loopback(_hostname(host)):
         return f"the host {host[:200]!r} is not this machine's loopback; use --host to serve other machines"
     if method not in ("GET", "HEAD"):
         return f"{method} is refused: the page only reads"
@@ -93,11 +94,6 @@ def refusal_of(method: str, path: str, headers: Mapping[str, str], loopback_only
         if not (follows_link and path == "/"):
             return "requests of other sites are refused"
     return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that is bound to it."""
-    return host in LOOPBACK
 
 
 def new_token() -> str:
