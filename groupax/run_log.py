@@ -103,7 +103,7 @@ class RunLog:
         self.last, self.evaluated = state["last"], state["evaluated"]
         self.num_sampled_tokens, self.rollout_s = state["num_sampled_tokens"], state["rollout_s"]
         self.started_s = time.perf_counter() - state["train_seconds"]
-        self.rollouts, self.rollout_metrics = rollouts, metrics
+        self.rollouts, self.rollout_metrics = rollouts, _without_times(metrics)
 
     def begin_tracking(self, step: int) -> None:
         """Open the trackers that `report_to` names; the run folder is prepared, and so many steps are made."""
@@ -115,7 +115,7 @@ class RunLog:
     def rollout(
         self, step: int, groups: Sequence[Sequence[Rollout]], metrics: Metrics, reward_errors: Mapping[str, str]
     ) -> None:
-        """Groups were sampled and scored; their metrics belong to each optimizer step on them."""
+        """Groups were sampled and scored; their metrics belong to each optimizer step on them, times to the first."""
         self.findings(
             step,
             {
@@ -170,6 +170,7 @@ class RunLog:
             self._track(lambda tracker: tracker.histograms(step, distributions))
         if self.profile.step_ended(step):
             self.message(f"the trace of {self.args.profile} steps is in {self.profile.folder}")
+        self.rollout_metrics = _without_times(self.rollout_metrics)
         self.event("step_end", step, metrics)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -247,3 +248,8 @@ class RunLog:
 
     def _tell_tracker_faults(self, step: int) -> None:
         self.findings(step, {f"tracker_{each.name}": each.fault for each in self.trackers if each.fault})
+
+
+def _without_times(metrics: Metrics) -> Metrics:
+    """Metrics of a rollout whose seconds were told."""
+    return {name: 0.0 if name.startswith("time/") else value for name, value in metrics.items()}

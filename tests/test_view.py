@@ -188,6 +188,16 @@ def test_times_of_a_step_sum_to_the_step(port):
     assert np.sum(list(found["parts"].values()), axis=0) == pytest.approx(np.full(6, 2.0))
 
 
+def test_times_beside_updates_are_left_out(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.start({})
+    times = {"rollout": 1.8, "reward": 0.2, "wait": 0.5, "train": 1.0}
+    run.write_metrics({"step": 1.0, "step_time": 2.0, **{f"time/{name}_s": value for name, value in times.items()}})
+    with serving(run.path) as port:
+        ask(port, "runs")
+        assert ask(port, "times", run="run")["parts"] == {"train": [1.0], "wait": [0.5], "other": [0.5]}
+
+
 def test_metrics_are_read_while_they_are_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     run = Run(tmp_path)

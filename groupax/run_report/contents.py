@@ -28,6 +28,7 @@ CURVES = {
     "update over weight": ("weights/update_ratio_mean", "weights/update_ratio_max"),
 }
 TIMES = {"time/rollout_s": "sampling", "time/reward_s": "waiting for rewards", "time/train_s": "update"}
+TIMES_AHEAD = {"time/wait_s": "waiting for rollouts", "time/train_s": "update"}  # where those are made beside updates
 TEXT_CHARACTERS = 4000
 
 Rows = list[tuple[str, ...]]
@@ -165,7 +166,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _time_split(run: RunRecord) -> dict[str, float]:
-    split = {label: run.total(name) for name, label in TIMES.items()}
+    times = TIMES_AHEAD if any("time/wait_s" in line for line in run.metrics) else TIMES
+    split = {label: run.total(name) for name, label in times.items()}
     return split | {"the rest": max(0.0, run.total("step_time") - sum(split.values()))}
 
 

@@ -26,6 +26,7 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".s
 MOST_POINTS = 20_000  # of a curve in one answer
 MOST_PROMPTS = 200
 TIMES = "time/"
+WAIT, BESIDE = "time/wait_s", {"time/rollout_s", "time/reward_s"}  # a run that waits makes its rollouts beside updates
 
 
 class Page:
@@ -106,6 +107,7 @@ class Page:
         run = self._run(request)
         steps, step_s = run.series("step_time")
         names = [name for name in run.metric_names() if name.startswith(TIMES) and name.endswith("_s")]
+        names = [name for name in names if WAIT not in names or name not in BESIDE]
         parts = {name.removeprefix(TIMES).removesuffix("_s"): run.series(name) for name in names}
         columns = [_aligned(steps, *part) for part in parts.values()]
         rest = step_s - sum((np.nan_to_num(column) for column in columns), np.zeros(len(steps)))
