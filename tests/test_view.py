@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import urlencode
@@ -321,7 +322,36 @@ def test_long_texts_are_cut_until_they_are_asked_for(port):
     assert ask(port, "text", run="alpha", step=2, prompt=2) == {"text": HOSTILE}
 
 
-def test_bytes_that_are_no_text_are_shown(tmp_path, port):
+def test_long_prompts_and_every_turn_of_a_conversation(tmp_path):
+    turns = [("system", "Be brief. " * 93), ("user", "früher"), ("assistant", "x" * 50_000), ("user", "And 2+2?")]
+    prompts = ["a" * 50_000, [{"role": role, "content": content} for role, content in turns]]
+    rows = [replace(a_rollout(1, n, 0), example={"prompt": prompt}) for n, prompt in enumerate(prompts)]
+    run = RunFolder(tmp_path / "run")
+    run.start({})
+    run.write_rollouts(1, rows)
+    with serving(run.path) as port:
+        ask(port, "runs")
+        plain, conversation = (ask(port, "group", run="run", step=1, prompt=n) for n in range(2))
+        assert (plain["is_cut"], len(plain["prompt"]), plain["num_bytes"]) == (True, 20_000, 50_000)
+        assert len(ask(port, "text", run="run", step=1, prompt=0)["text"]) == 50_000
+        assert [(turn["role"], turn["content"]) for turn in conversation["messages"]] == turns
+        assert [group["preview"] for group in ask(port, "step", run="run", step=1)["groups"]] == ["a" * 320, "And 2+2?"]
+        for text in ("be brief", "FRÜHER", "2+2"):
+            assert ask(port, "step", run="run", step=1, q=text)["matching"] == [1]
+        indexed(port, "run", 1)
+        texts = {each["text"] for each in ask(port, "prompts", run="run")["prompts"]}
+        assert texts == {"a" * 160, "And 2+2?"}
+
+
+def indexed(port, run, num_steps):
+    """Wait until the index of prompts has so many steps."""
+    end_s = time.monotonic() + 60
+    while ask(port, "prompts", run=run)["progress"]["num_done"] < num_steps:
+        assert time.monotonic() < end_s, "the index is not made"
+        time.sleep(0.02)
+
+
+def test_bytes_that_are_no_text_are_shown(tmp_path):
     import pyarrow as pa
 
     from groupax.rollout_log import rollout_table, write_table
@@ -359,8 +389,7 @@ def test_search_goes_through_all_steps_backwards(port):
 
 
 def test_one_prompt_is_followed_over_the_steps(port):
-    while ask(port, "prompts", run="alpha")["progress"]["num_done"] < 7:
-        time.sleep(0.02)
+    indexed(port, "alpha", 7)
     found = ask(port, "prompts", run="alpha")
     assert found["progress"] == {"num_done": 7, "num_steps": 7, "num_unreadable": 1, "is_full": False}
     assert {(each["text"], each["count"]) for each in found["prompts"]} >= {("What is 1+1?", 6), (HOSTILE, 6)}
