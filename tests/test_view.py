@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 import threading
@@ -24,6 +25,7 @@ from groupax.rollout import Rollout
 from groupax.rollout_log import TokenScores
 from groupax.tracking import RunFolder
 from groupax.view.guard import is_loopback
+from groupax.view.rollouts import StepCache
 from groupax.view.runs import Run, Runs
 from groupax.view.series import smoothed, stretch_means, thinned
 from groupax.view.server import make_server
@@ -400,6 +402,31 @@ def test_one_prompt_is_followed_over_the_steps(port):
     assert history["truncated"] == [1] * 6
     assert ask(port, "group", run="alpha", step=1, prompt=0)["key"] == only["key"]
     assert ask(port, "prompt", run="alpha", key="00")["step"] == []
+
+
+def test_a_run_begun_again_in_an_emptied_folder_is_indexed_anew(tmp_path):
+    write_run(tmp_path / "runs" / "one", {}, num_steps=2)
+    with serving(tmp_path / "runs") as port:
+        ask(port, "runs")
+        indexed(port, "one", 2)
+        shutil.rmtree(tmp_path / "runs" / "one")
+        ask(port, "runs")
+        run = RunFolder(tmp_path / "runs" / "one")
+        run.start({})
+        run.write_rollouts(1, [replace(a_rollout(1, 0, 0), example={"prompt": "a new one"})])
+        assert list(ask(port, "runs")) == ["one"]
+        indexed(port, "one", 1)
+        found = ask(port, "prompts", run="one")
+        assert found["progress"]["num_steps"] == 1
+        assert [each["text"] for each in found["prompts"]] == ["a new one"]
+
+
+def test_totals_follow_the_weights(folder):
+    cache, path = StepCache(), folder / "alpha" / "rollouts" / "step_000001.parquet"
+    for weights in ([1.0, 2.0], [1.0, 4.0], None):
+        own, others = weights or (1.0, 1.0)
+        totals = cache.read(path, weights).total[G : 2 * G]
+        assert totals == pytest.approx([own * n / G + others * (1 - n / G) for n in range(G)])
 
 
 def test_settings_findings_and_evaluations(port, folder):

@@ -39,7 +39,7 @@ class Page:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self._steps = rollouts.StepCache()
-        self._indexes: dict[Path, PromptIndex] = {}
+        self._indexes: dict[Run, PromptIndex] = {}
 
     def routes(self) -> list[Route]:
         """All that can be asked for."""
@@ -210,9 +210,7 @@ class Page:
         return self._steps.read(run.rollout_file(number), run.reward_weights())
 
     def _index(self, run: Run) -> PromptIndex:
-        if run.path not in self._indexes:
-            self._indexes[run.path] = PromptIndex(run)
-        return self._indexes[run.path]
+        return self._indexes.setdefault(run, PromptIndex(run))
 
 
 def make_app(runs: Runs) -> tuple[Starlette, Page]:

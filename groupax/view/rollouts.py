@@ -104,11 +104,11 @@ class StepCache:
     def __init__(self, num_bytes: int = CACHE_BYTES) -> None:
         self._num_bytes = num_bytes
         self._lock = threading.Lock()
-        self._steps: OrderedDict[tuple[Path, int], Step] = OrderedDict()
+        self._steps: OrderedDict[tuple[Path, int, tuple[float, ...]], Step] = OrderedDict()
 
     def read(self, path: Path, weights: Sequence[float] | None) -> Step:
-        """`read_step`, or what it gave before if the file has not changed since."""
-        key = (path, path.stat().st_mtime_ns)
+        """`read_step`, or what it gave before if neither file nor weights have changed since."""
+        key = (path, path.stat().st_mtime_ns, tuple(weights or ()))
         with self._lock:
             if key in self._steps:
                 self._steps.move_to_end(key)
