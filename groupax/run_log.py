@@ -169,7 +169,7 @@ class RunLog:
         if distributions:
             self._track(lambda tracker: tracker.histograms(step, distributions))
         if self.profile.step_ended(step):
-            self.message(f"the trace of {self.args.profile} steps is in {self.profile.folder}")
+            self.message(f"the trace of {self.args.profile} steps is in {self.folder.place_of('profile')}")
         self.rollout_metrics = _without_times(self.rollout_metrics)
         self.event("step_end", step, metrics)
 
@@ -218,8 +218,9 @@ class RunLog:
         if processes.is_first():
             self.progress.message(text, warning)
 
-    def close(self) -> None:
-        """The run ended; its trackers get `CLOSE_S` to write and send what they have, all of them together."""
+    def end_tracking(self) -> None:
+        """Write the trace if one is under way, and end the trackers: they get `CLOSE_S` to write and send what they
+        have, all of them together."""
         self.profile.close()
         for tracker in self.trackers:
             tracker.finish()
@@ -227,6 +228,11 @@ class RunLog:
         for tracker in self.trackers:
             tracker.wait(deadline_s)
         self._tell_tracker_faults(int(self.last.get("step", 0)))
+        self.trackers = []
+
+    def close(self) -> None:
+        """The run ended."""
+        self.end_tracking()
         self.progress.close()
 
     def _write_metrics(self, step: int, metrics: Metrics) -> None:

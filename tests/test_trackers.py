@@ -1,5 +1,6 @@
 """Trackers are told what the run folder is told, and nothing that they do reaches training."""
 
+import gc
 import json
 import math
 import re
@@ -13,8 +14,11 @@ import pytest
 
 from groupax import GRPOConfig
 from groupax.config import TRACKERS
+from groupax.remote import Remote
+from groupax.run_log import RunLog
 from groupax.trackers.background import MOST_WAITING, BackgroundTracker
 from groupax.trackers.tracker import MODULES, PACKAGES, TrackedRun, open_tracker
+from groupax.tracking import RunFolder
 
 from .test_trainer import PROMPTS, a_trainer
 
@@ -215,6 +219,31 @@ def test_a_run_that_goes_on_is_the_same_one_there(tracked, tmp_path):
     assert [event.value for event in events.Scalars("loss")] == losses
     lines = [json.loads(line) for line in (tmp_path / "run" / "tracked.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "metrics" and "loss" in line["metrics"]] == [1, 2, 3, 4]
+
+
+def test_what_a_tracker_wrote_to_a_bucket_is_there_when_the_run_goes_on(tmp_path):
+    place = f"memory://tracked/{tmp_path.name}"
+    paths = []
+    for process in range(2):
+        folder = RunFolder(place)
+        paths.append(folder.path)
+        if process:
+            folder.resume({}, b"", step=2)
+        else:
+            folder.start({})
+        folder.write_process({})
+        log = RunLog(GRPOConfig(report_to=("jsonl",), progress_bar="none"), folder, num_steps=4)
+        log.begin_tracking(2 * process)
+        log.findings(2 * process + 1, {"odd": f"by process {process}"})
+        log.end_tracking()
+        folder.sync()
+        log.close()
+        del folder, log
+    lines = [json.loads(line) for line in Remote(place).read("tracked.jsonl").decode().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [("run", 0), ("finding", 1), ("run", 2), ("finding", 3)]
+    assert lines[0]["id"] == lines[2]["id"]
+    gc.collect()
+    assert not any(path.exists() for path in paths)
 
 
 def test_lines_of_steps_that_are_made_again_go(tmp_path):
