@@ -22,6 +22,7 @@ from groupax.tracking import RunFolder
 
 MOST_SAMPLES = 16  # completions of a step that trackers are told
 SAMPLES_INTERVAL_S = 30.0  # between two such tables
+TRACKER = "tracker_"  # begins the names of findings about trackers
 
 Event = Literal["begin", "step_begin", "step_end", "log", "evaluate", "end"]
 # Is told of an event, the optimizer steps that were made, and metrics if there are any. A run ends after the step at
@@ -83,7 +84,7 @@ class RunLog:
         return {
             "history": self.history,
             "window": self.window,
-            "told": sorted(self.told),
+            "told": sorted(name for name in self.told if not name.startswith(TRACKER)),  # a new process has new ones
             "last": self.last,
             "evaluated": self.evaluated,
             "num_sampled_tokens": self.num_sampled_tokens,
@@ -162,7 +163,7 @@ class RunLog:
             self._write_metrics(step, self.last)
             if self.args.log_completions:
                 if is_first or step % self.args.log_completions_steps == 0 or step == self.num_steps:
-                    self.folder.write_rollouts(step, self.rollouts, scored, self.last["reward"])
+                    self.folder.write_rollouts(step, self.rollouts, scored, metrics["reward"])
                 self._tell_samples(step)
             self.tell_fault()
             self.event("log", step, self.last)
@@ -182,7 +183,7 @@ class RunLog:
                 self.folder.write_items(f"step_{step:06d}.{name}", each.items)
             shown = [key for key in ("pass@1", "reward") if key in each.estimates]
             told = ", ".join(f"{key} {each.estimates[key]}" for key in shown) or "no reward applies"
-            self.progress.message(f"step {step}: {name} ({len(each.items)} prompts): {told}")
+            self.message(f"step {step}: {name} ({len(each.items)} prompts): {told}")
         self.event("evaluate", step, self.evaluated)
 
     def event(self, name: Event, step: int, metrics: Metrics | None = None) -> None:
@@ -253,7 +254,9 @@ class RunLog:
             tracker.tell(call)
 
     def _tell_tracker_faults(self, step: int) -> None:
-        self.findings(step, {f"tracker_{each.name}": each.fault for each in self.trackers if each.fault})
+        for each in self.trackers:
+            faults = each.faults.copy()  # its thread may add one
+            self.findings(step, {f"{TRACKER}{each.name}_{kind}": fault for kind, fault in faults.items()})
 
 
 def _without_times(metrics: Metrics) -> Metrics:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from groupax.rollout_log import beginning
 from groupax.run_report.charts import number
 from groupax.run_report.record import BeforeAndAfter, RunRecord
 
@@ -96,8 +97,7 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
 
 def shown(text: str) -> str:
     """A text of others with control characters made visible, cut where it is too long to be read."""
-    visible = "".join(_visible(c) for c in text[:TEXT_CHARACTERS])
-    return visible if len(text) <= TEXT_CHARACTERS else f"{visible}… ({len(text):,} characters)"
+    return "".join(_visible(c) for c in beginning(text, TEXT_CHARACTERS))
 
 
 def _visible(c: str) -> str:
