@@ -116,7 +116,7 @@ class RunLog:
     def rollout(
         self, step: int, groups: Sequence[Sequence[Rollout]], metrics: Metrics, reward_errors: Mapping[str, str]
     ) -> None:
-        """Groups were sampled and scored; their metrics belong to each optimizer step on them, times to the first."""
+        """Groups were sampled and scored; their metrics belong to each optimizer step on them, times to the next."""
         self.findings(
             step,
             {
@@ -125,7 +125,9 @@ class RunLog:
                 for name, error in reward_errors.items()
             },
         )
-        self.rollouts, self.rollout_metrics = [row for group in groups for row in group], metrics
+        untold = {name: self.rollout_metrics.get(name, 0.0) for name in metrics if name.startswith("time/")}
+        self.rollouts = [row for group in groups for row in group]
+        self.rollout_metrics = {name: value + untold.get(name, 0.0) for name, value in metrics.items()}
         self.num_sampled_tokens += sum(len(row.completion_ids) for row in self.rollouts)
         self.rollout_s += metrics["time/rollout_s"]
         if self.args.log_completions:

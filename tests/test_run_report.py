@@ -119,18 +119,21 @@ def test_lines_for_several_steps_count_as_many(tmp_path):
 def test_the_seconds_of_a_rollout_count_once_however_many_steps_are_made_on_it(tmp_path):
     folder = RunFolder(tmp_path)
     folder.start({})
-    log = RunLog(GRPOConfig(progress_bar="none", log_completions=False), folder, num_steps=3)
+    log = RunLog(GRPOConfig(progress_bar="none", log_completions=False), folder, num_steps=4)
     sampled = {"time/rollout_s": 3.0, "time/reward_s": 1.0, "reward": 0.5}
     log.rollout(0, [], sampled, {})
     for step in (1, 2):
         log.step(step, {"loss": 0.0, "time/train_s": 0.5})
     log.resume(log.state(), [], sampled)
     log.step(3, {"loss": 0.0, "time/train_s": 0.5})
+    for _ in range(2):  # a step may take what is left of one and some of the next
+        log.rollout(3, [], sampled, {})
+    log.step(4, {"loss": 0.0, "time/train_s": 0.5})
     lines = metrics_of(tmp_path)
-    assert [line["time/rollout_s"] for line in lines] == [3.0, 0.0, 0.0]
-    assert [line["reward"] for line in lines] == [0.5] * 3
+    assert [line["time/rollout_s"] for line in lines] == [3.0, 0.0, 0.0, 6.0]
+    assert [line["reward"] for line in lines] == [0.5] * 4
     split = contents_of(read_run(tmp_path)).time_split
-    assert (split["sampling"], split["waiting for rewards"], split["update"]) == (3.0, 1.0, 1.5)
+    assert (split["sampling"], split["waiting for rewards"], split["update"]) == (9.0, 3.0, 2.0)
 
 
 def test_time_beside_updates_is_no_part_of_the_run(tmp_path):
