@@ -125,8 +125,9 @@ def _of_efficiency(recent: Steps) -> dict[str, str]:
             f"{padding[-1]:.0%}); a step has too few tokens for micro_batch_tokens: lower that, or raise "
             "prompts_per_step or num_generations"
         )
-    waiting = "time/wait_s" if "time/wait_s" in recent[-1] else "time/reward_s"  # with rollouts made ahead
-    waited, taken = sum(_values(recent, waiting)), sum(_values(recent, "step_time"))
+    waited, taken = sum(_values(recent, "time/reward_s")), sum(_values(recent, "step_time"))
+    if "time/wait_s" in recent[-1]:  # rollouts are made ahead: training waits for rewards no longer than for these
+        waited = min(waited, sum(_values(recent, "time/wait_s")))
     if waited > SLOW_REWARD * taken and waited > SLOW_REWARD_S * PATIENCE_STEPS:
         findings["slow_reward"] = (
             f"in {PATIENCE_STEPS} steps training waited {waited:.1f} s of {taken:.1f} s for rewards; raise "

@@ -22,6 +22,7 @@ from groupax.engine.engine import Engine
 from groupax.engine.scheduler import Sequence
 from groupax.models.specs import Params
 from groupax.parallel.turns import Turns
+from groupax.rollout import Sampler
 from groupax.run_state import Cursor, Experience
 from groupax.serve.client import RemoteSampler
 
@@ -169,7 +170,7 @@ class Pipeline:
 class _InTurn:
     """An engine that takes its turn for each chunk of decoding, or servers, which have devices of their own."""
 
-    def __init__(self, engine: Engine | RemoteSampler, turns: Turns) -> None:
+    def __init__(self, engine: Sampler, turns: Turns) -> None:
         self.engine, self.turns = engine, turns
         self.ended: threading.Event | None = None
         self.sequences = engine.sequences

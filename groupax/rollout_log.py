@@ -187,6 +187,11 @@ def valid_text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def beginning(text: str, most: int) -> str:
+    """The text, or so many characters of it and how many it has."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
 def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return valid_text(value)

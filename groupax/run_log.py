@@ -22,6 +22,7 @@ from groupax.tracking import RunFolder
 
 MOST_SAMPLES = 16  # completions of a step that trackers are told
 SAMPLES_INTERVAL_S = 30.0  # between two such tables
+TRACKER = "tracker_"  # begins the names of findings about trackers
 
 Event = Literal["begin", "step_begin", "step_end", "log", "evaluate", "end"]
 # Is told of an event, the optimizer steps that were made, and metrics if there are any. A run ends after the step at
@@ -83,7 +84,7 @@ class RunLog:
         return {
             "history": self.history,
             "window": self.window,
-            "told": sorted(self.told),
+            "told": sorted(name for name in self.told if not name.startswith(TRACKER)),  # a new process has new ones
             "last": self.last,
             "evaluated": self.evaluated,
             "num_sampled_tokens": self.num_sampled_tokens,
@@ -103,7 +104,7 @@ class RunLog:
         self.last, self.evaluated = state["last"], state["evaluated"]
         self.num_sampled_tokens, self.rollout_s = state["num_sampled_tokens"], state["rollout_s"]
         self.started_s = time.perf_counter() - state["train_seconds"]
-        self.rollouts, self.rollout_metrics = rollouts, metrics
+        self.rollouts, self.rollout_metrics = rollouts, _without_times(metrics)
 
     def begin_tracking(self, step: int) -> None:
         """Open the trackers that `report_to` names; the run folder is prepared, and so many steps are made."""
@@ -115,7 +116,7 @@ class RunLog:
     def rollout(
         self, step: int, groups: Sequence[Sequence[Rollout]], metrics: Metrics, reward_errors: Mapping[str, str]
     ) -> None:
-        """Groups were sampled and scored; their metrics belong to each optimizer step on them."""
+        """Groups were sampled and scored; their metrics belong to each optimizer step on them, times to the next."""
         self.findings(
             step,
             {
@@ -124,7 +125,9 @@ class RunLog:
                 for name, error in reward_errors.items()
             },
         )
-        self.rollouts, self.rollout_metrics = [row for group in groups for row in group], metrics
+        untold = {name: self.rollout_metrics.get(name, 0.0) for name in metrics if name.startswith("time/")}
+        self.rollouts = [row for group in groups for row in group]
+        self.rollout_metrics = {name: value + untold.get(name, 0.0) for name, value in metrics.items()}
         self.num_sampled_tokens += sum(len(row.completion_ids) for row in self.rollouts)
         self.rollout_s += metrics["time/rollout_s"]
         if self.args.log_completions:
@@ -162,14 +165,15 @@ class RunLog:
             self._write_metrics(step, self.last)
             if self.args.log_completions:
                 if is_first or step % self.args.log_completions_steps == 0 or step == self.num_steps:
-                    self.folder.write_rollouts(step, self.rollouts, scored, self.last["reward"])
+                    self.folder.write_rollouts(step, self.rollouts, scored, metrics["reward"])
                 self._tell_samples(step)
             self.tell_fault()
             self.event("log", step, self.last)
         if distributions:
             self._track(lambda tracker: tracker.histograms(step, distributions))
         if self.profile.step_ended(step):
-            self.message(f"the trace of {self.args.profile} steps is in {self.profile.folder}")
+            self.message(f"the trace of {self.args.profile} steps is in {self.folder.place_of('profile')}")
+        self.rollout_metrics = _without_times(self.rollout_metrics)
         self.event("step_end", step, metrics)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -181,7 +185,7 @@ class RunLog:
                 self.folder.write_items(f"step_{step:06d}.{name}", each.items)
             shown = [key for key in ("pass@1", "reward") if key in each.estimates]
             told = ", ".join(f"{key} {each.estimates[key]}" for key in shown) or "no reward applies"
-            self.progress.message(f"step {step}: {name} ({len(each.items)} prompts): {told}")
+            self.message(f"step {step}: {name} ({len(each.items)} prompts): {told}")
         self.event("evaluate", step, self.evaluated)
 
     def event(self, name: Event, step: int, metrics: Metrics | None = None) -> None:
@@ -217,8 +221,9 @@ class RunLog:
         if processes.is_first():
             self.progress.message(text, warning)
 
-    def close(self) -> None:
-        """The run ended; its trackers get `CLOSE_S` to write and send what they have, all of them together."""
+    def end_tracking(self) -> None:
+        """Write the trace if one is under way, and end the trackers: they get `CLOSE_S` to write and send what they
+        have, all of them together."""
         self.profile.close()
         for tracker in self.trackers:
             tracker.finish()
@@ -226,6 +231,11 @@ class RunLog:
         for tracker in self.trackers:
             tracker.wait(deadline_s)
         self._tell_tracker_faults(int(self.last.get("step", 0)))
+        self.trackers = []
+
+    def close(self) -> None:
+        """The run ended."""
+        self.end_tracking()
         self.progress.close()
 
     def _write_metrics(self, step: int, metrics: Metrics) -> None:
@@ -246,4 +256,11 @@ class RunLog:
             tracker.tell(call)
 
     def _tell_tracker_faults(self, step: int) -> None:
-        self.findings(step, {f"tracker_{each.name}": each.fault for each in self.trackers if each.fault})
+        for each in self.trackers:
+            faults = each.faults.copy()  # its thread may add one
+            self.findings(step, {f"{TRACKER}{each.name}_{kind}": fault for kind, fault in faults.items()})
+
+
+def _without_times(metrics: Metrics) -> Metrics:
+    """Metrics of a rollout whose seconds were told."""
+    return {name: 0.0 if name.startswith("time/") else value for name, value in metrics.items()}

@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from groupax.rollout import Rollout
 from groupax.rollout_log import RolloutLog, TokenScores, write_table
 
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
+TRACKED = "tracked.jsonl"  # of the tracker "jsonl", which goes on in it
 MOST_WAITING_TABLES = 64  # that are kept in memory while they cannot be written
 
 
@@ -31,7 +33,7 @@ class RunFolder:
     `checkpoints/`; `model/`, written by the trainer at the end.
 
     What cannot be written because the disk is full or read-only waits in memory until it can (`fault`, `flush`). The
-    files of a run in a bucket are written to a temporary folder and uploaded by `sync`.
+    files of a run in a bucket are written to a temporary folder, which goes with this object, and uploaded by `sync`.
 
     Args:
         path: a folder, made if absent, or a URL.
@@ -53,6 +55,8 @@ class RunFolder:
         self.place = str(path)
         self.remote = Remote(self.place) if is_remote(path) else None
         self.path = Path(tempfile.mkdtemp(prefix="groupax-run-")) if self.remote else Path(path)
+        if self.remote:
+            weakref.finalize(self, shutil.rmtree, self.path, True)
         self.moved_aside: str | None = None
         self.command: Mapping[str, Any] | None = None
         self.id = ""
@@ -103,6 +107,8 @@ class RunFolder:
         self.id, self._processes = about.get("id") or secrets.token_hex(4), about.get("processes", [])
         lines = self._earlier("findings.jsonl").decode("utf-8").splitlines()
         self._findings = [finding for finding in map(json.loads, lines) if finding["step"] <= step]
+        if self.remote and (tracked := self._earlier(TRACKED)):
+            (self.path / TRACKED).write_bytes(tracked)
         self._prepare(config, metrics, step)
 
     def _prepare(self, config: Mapping[str, Any], metrics: bytes, step: int) -> None:
@@ -140,6 +146,10 @@ class RunFolder:
             return self.remote.read(name) if self.remote else (self.path / name).read_bytes()
         except FileNotFoundError:
             return b""
+
+    def place_of(self, name: str) -> str:
+        """The path of a file or folder, or its URL, to be told."""
+        return self.remote.url_of(name) if self.remote else str(self.path / name)
 
     @property
     def num_metrics_bytes(self) -> int:

@@ -253,7 +253,7 @@ class GRPOTrainer:
             metrics = update.metrics | {"rollout/staleness": staleness}
             log.step(self.cursor.step, metrics, scored, update.distributions)
             self.last_metrics = log.last
-            self._stop_if_diverged(log, rows, update)
+            self._stop_if_diverged(log, stop, rows, update)
 
     def _rows_of_earlier_rollouts(self, log: RunLog, stop: StopRequests) -> list[Row]:
         """What the next step takes of rollouts that it uses up; the rest it takes of `experience`."""
@@ -327,22 +327,24 @@ class GRPOTrainer:
         """Where the run stands: a step that takes rows of several rollouts is begun anew."""
         return self._begun_at or (self.cursor, self.experience)
 
-    def _stop_if_diverged(self, log: RunLog, rows: Sequence[Row], update: Update) -> None:
+    def _stop_if_diverged(self, log: RunLog, stop: StopRequests, rows: Sequence[Row], update: Update) -> None:
         if update.made:
             return
         path = processes.at_first(lambda: self.run_folder.write_bad_batch(self.cursor.step, rows))
         loss, grad_norm = update.metrics["loss"], update.metrics["grad_norm"]
         log.message(
             f"step {self.cursor.step}: the loss ({loss}) or the gradient's norm ({grad_norm}) is not finite; the "
-            f"update was skipped, its batch is in {path}",
+            f"update was skipped, its batch is in {self.run_folder.place_of(f'bad_steps/{path.name}')}",
             warning=True,
         )
         if self.cursor.num_bad_steps >= self.args.max_bad_steps:
-            folder = self.save_model()
+            self.save_model()
+            patiently(lambda: processes.at_first(self.run_folder.sync), self.run_folder.place, log.message, stop)
+            folder, batches = processes.at_first(lambda: [*map(self.run_folder.place_of, ("model", "bad_steps"))])
             raise DivergedError(
                 f"{self.cursor.num_bad_steps} updates in a row were not finite (max_bad_steps), the last one in step "
                 f"{self.cursor.step}; the model as it was before them is in {folder}, their batches are in "
-                f"{path.parent}. Lower learning_rate, set beta above 0, or look at the rewards of these batches"
+                f"{batches}. Lower learning_rate, set beta above 0, or look at the rewards of these batches"
             )
 
     # -- beside the loop -----------------------------------------------------------------------------------------
@@ -384,13 +386,14 @@ class GRPOTrainer:
             )
 
     def _end(self, log: RunLog, saver: RunSaver, stop: StopRequests) -> None:
-        """Save the last checkpoint and the model; as long as there is no room for them, wait."""
+        """Save the last checkpoint, the model and what trackers wrote; as long as there is no room for them, wait."""
 
         def save() -> None:
             saver.end(self.cursor)
             self.save_model()
             processes.at_first(lambda: (self.run_folder.settle(), self.run_folder.sync()))
 
+        log.end_tracking()
         patiently(save, self.run_folder.place, log.message, stop)
 
     @contextmanager
@@ -479,7 +482,7 @@ class GRPOTrainer:
     def _tell_setup(self, log: RunLog) -> None:
         """What the user should know before the first step."""
         if self.run_folder.moved_aside:
-            log.message(f"the earlier run in {self.run_folder.path} is now in {self.run_folder.moved_aside}")
+            log.message(f"the earlier run in {self.run_folder.place} is now in {self.run_folder.moved_aside}")
         sets = {"train_dataset": self.prompts} | {
             f"eval_dataset {name!r}": prompts for name, prompts in self.eval_prompts.items()
         }

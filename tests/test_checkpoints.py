@@ -516,7 +516,7 @@ def test_a_lost_reward_worker_is_replaced(tmp_path):
 @pytest.mark.heavy
 def test_a_folder_in_memory_is_like_a_bucket(earlier, tmp_path):
     place = f"memory://runs/{tmp_path.name}"
-    first = a_trainer(tmp_path, max_steps=4, output_dir=place, save_steps=1)
+    first = a_trainer(tmp_path, max_steps=4, output_dir=place, save_steps=1, report_to=("jsonl",))
     update = first.learner.update
 
     def update_and_stop(rows):
@@ -529,9 +529,12 @@ def test_a_folder_in_memory_is_like_a_bucket(earlier, tmp_path):
         first.train()
     remote = Remote(place)
     assert remote.folders("checkpoints") == ["step_000002", "step_000003"]
-    resumed = a_trainer(tmp_path, max_steps=4, output_dir=place, save_steps=1)
+    resumed = a_trainer(tmp_path, max_steps=4, output_dir=place, save_steps=1, report_to=("jsonl",))
     resumed.train()
     assert_same_end(resumed, earlier[0])
+    tracked = [json.loads(line) for line in remote.read("tracked.jsonl").decode().splitlines()]
+    assert [line["step"] for line in tracked if line["kind"] == "run"] == [0, 3]
+    assert [line["step"] for line in tracked if line["kind"] == "metrics"][-1] == 4
     lines = remote.read("metrics.jsonl").decode().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == [line["loss"] for line in lines_of(earlier[1])]
     assert {"model", "rollouts", "checkpoints"} <= set(remote.folders(""))

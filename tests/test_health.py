@@ -76,6 +76,14 @@ def test_what_is_off_is_found_with_cause_and_remedy(late, name, text):
     assert re.search(text, findings[name])
 
 
+def test_rollouts_made_ahead_make_rewards_slow_only_where_training_waits_for_those():
+    slow_decoding = {"time_reward_s": 0.1, "time/wait_s": 1.5}
+    slow_beside_updates = {"time_reward_s": 1.5, "time/wait_s": 0.1}
+    assert step_findings(a_history(**slow_decoding)) == step_findings(a_history(**slow_beside_updates)) == {}
+    findings = step_findings(a_history(**{"time_reward_s": 1.0, "time/wait_s": 1.5}))
+    assert re.search(r"waited 5\.0 s of 10\.0 s", findings["slow_reward"])
+
+
 @pytest.mark.parametrize("name", ["frac_reward_zero_std", "completions/clipped_ratio"])
 def test_a_finding_needs_several_steps_in_a_row(name):
     history = [{**HEALTHY, name: 0.9 if step == 3 else 1.0} for step in range(2 * PATIENCE_STEPS)]

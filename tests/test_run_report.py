@@ -8,11 +8,14 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from groupax import GRPOConfig
 from groupax.cli import main
+from groupax.run_log import RunLog
 from groupax.run_report.charts import curve
 from groupax.run_report.contents import contents_of, shown
 from groupax.run_report.record import read_run
 from groupax.run_report.write import write_run_report
+from groupax.tracking import RunFolder
 
 from .test_trainer import a_trainer, count_a
 
@@ -111,6 +114,33 @@ def test_lines_for_several_steps_count_as_many(tmp_path):
     lines = [{"step": 2.0, "loss": 0.0, "step_time": 1.5}, {"step": 6.0, "loss": 0.0, "step_time": 0.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run(tmp_path).total("step_time") == 2 * 1.5 + 4 * 0.5
+
+
+def test_the_seconds_of_a_rollout_count_once_however_many_steps_are_made_on_it(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.start({})
+    log = RunLog(GRPOConfig(progress_bar="none", log_completions=False), folder, num_steps=4)
+    sampled = {"time/rollout_s": 3.0, "time/reward_s": 1.0, "reward": 0.5}
+    log.rollout(0, [], sampled, {})
+    for step in (1, 2):
+        log.step(step, {"loss": 0.0, "time/train_s": 0.5})
+    log.resume(log.state(), [], sampled)
+    log.step(3, {"loss": 0.0, "time/train_s": 0.5})
+    for _ in range(2):  # a step may take what is left of one and some of the next
+        log.rollout(3, [], sampled, {})
+    log.step(4, {"loss": 0.0, "time/train_s": 0.5})
+    lines = metrics_of(tmp_path)
+    assert [line["time/rollout_s"] for line in lines] == [3.0, 0.0, 0.0, 6.0]
+    assert [line["reward"] for line in lines] == [0.5] * 4
+    split = contents_of(read_run(tmp_path)).time_split
+    assert (split["sampling"], split["waiting for rewards"], split["update"]) == (9.0, 3.0, 2.0)
+
+
+def test_time_beside_updates_is_no_part_of_the_run(tmp_path):
+    line = {"step": 1.0, "loss": 0.0, "step_time": 2.0, "time/rollout_s": 1.8, "time/train_s": 1.0, "time/wait_s": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    split = contents_of(read_run(tmp_path)).time_split
+    assert split == {"waiting for rollouts": 0.5, "update": 1.0, "the rest": 0.5}
 
 
 def test_the_same_prompts_are_shown_early_and_late(run, tmp_path):

@@ -1,10 +1,12 @@
 """Trackers are told what the run folder is told, and nothing that they do reaches training."""
 
+import gc
 import json
 import math
 import re
 import struct
 import sys
+import threading
 import time
 
 import jax
@@ -13,8 +15,13 @@ import pytest
 
 from groupax import GRPOConfig
 from groupax.config import TRACKERS
+from groupax.evaluation.evaluate import Evaluation
+from groupax.remote import Remote
+from groupax.rollout import Rollout
+from groupax.run_log import RunLog
 from groupax.trackers.background import MOST_WAITING, BackgroundTracker
-from groupax.trackers.tracker import MODULES, PACKAGES, TrackedRun, open_tracker
+from groupax.trackers.tracker import MODULES, PACKAGES, TrackedRun, open_tracker, samples_of
+from groupax.tracking import RunFolder
 
 from .test_trainer import PROMPTS, a_trainer
 
@@ -29,13 +36,12 @@ TRACKED = {
 }
 
 
-def hostile(completions, log_extra):
-    log_extra("note", [HOSTILE] * len(completions))
+def num_letters(completions):
     return [float(len(set(text))) for text in completions]
 
 
 def a_tracked_run(folder, *trackers, **settings):
-    trainer = a_trainer(folder, hostile, eval_dataset=PROMPTS[:2], report_to=trackers, **{**TRACKED, **settings})
+    trainer = a_trainer(folder, num_letters, eval_dataset=PROMPTS[:2], report_to=trackers, **{**TRACKED, **settings})
     trainer.train()
     return trainer
 
@@ -105,7 +111,26 @@ def test_json_lines_have_everything(tracked):
     }
     assert read == logged(folder)
     [first, *_] = [line["samples"] for line in lines if line["kind"] == "samples"]
-    assert {"step", "prompt", "completion", "rewards/hostile", "advantage", "finish_reason"} == set(first[0])
+    assert {"step", "prompt", "completion", "rewards/num_letters", "advantage", "finish_reason"} == set(first[0])
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "jsonl"])
+def test_what_others_wrote_is_told_as_text(tmp_path, name):
+    none, logps = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    row = Rollout(0, 0, {"prompt": HOSTILE}, none, none, logps, logps, "stop", 0, HOSTILE, advantage=0.0)
+    tracker = open_tracker(name, a_tracked(tmp_path))
+    tracker.samples(samples_of(1, [row], 1))
+    tracker.finding(1, "odd", HOSTILE.replace("\ud800", ""))
+    tracker.close()
+    if name == "jsonl":
+        lines = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
+        [sample] = next(line["samples"] for line in lines if line["kind"] == "samples")
+        assert sample["prompt"] == sample["completion"] == HOSTILE.replace("\ud800", "\\ud800")
+    else:
+        events = tensorboard_events(tmp_path)
+        texts = [events.Tensors(tag)[0].tensor_proto.string_val[0] for tag in events.Tags()["tensors"]]
+        assert sum(text.count(b"&lt;script&gt;") for text in texts) == 3
+        assert not any(b"<script" in text for text in texts)
 
 
 def test_norms_and_changes_of_weights_are_those_of_the_weights(tracked):
@@ -159,7 +184,7 @@ def test_a_tracker_that_raises_or_hangs_changes_nothing(tracked, tmp_path, monke
     whole = tracked[0].learner.state
     for mine, wanted in zip(jax.tree.leaves(trainer.learner.state), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, wanted)
-    [finding] = [each for each in findings_of(tmp_path / "run") if each["name"] == "tracker_jsonl"]
+    [finding] = [each for each in findings_of(tmp_path / "run") if each["name"].startswith("tracker_jsonl_")]
     assert re.search(told, finding["text"])
     assert finding["text"] in caplog.text
 
@@ -170,13 +195,36 @@ def a_tracked(folder, first_step=0):
 
 def test_a_slow_tracker_misses_calls_and_training_waits_for_none(tmp_path):
     tracker = BackgroundTracker("jsonl", a_tracked(tmp_path), lambda name, run: time.sleep(3600))
-    for step in range(MOST_WAITING + 5):
+    for step in range(MOST_WAITING):
         tracker.tell(lambda tracker, step=step: tracker.metrics(step, {}))
-    assert tracker.num_dropped == 5
-    assert "too slow" in tracker.fault
+    assert not tracker.faults
+    tracker.tell(lambda tracker: tracker.metrics(MOST_WAITING, {}))
+    assert "too slow" in tracker.faults["slow"]
     tracker.finish()
     tracker.wait(time.monotonic() + 0.1)
-    assert "not ended in time" in tracker.fault
+    assert "not ended in time" in tracker.faults["late"]
+
+
+def test_every_fault_of_a_tracker_is_told_and_again_when_the_run_goes_on(tmp_path):
+    go_on = threading.Event()
+
+    def fails(name, run):
+        go_on.wait()
+        raise OSError("the service is down")
+
+    folder = RunFolder(tmp_path / "run")
+    folder.start({})
+    log = RunLog(GRPOConfig(progress_bar="none"), folder, num_steps=2)
+    log.trackers = [BackgroundTracker("jsonl", a_tracked(tmp_path), fails)]
+    for _ in range(MOST_WAITING + 1):
+        log.trackers[0].tell(lambda tracker: tracker.metrics(1, {}))
+    log.evaluation(1, Evaluation({}))
+    assert [each["name"] for each in findings_of(tmp_path / "run")] == ["tracker_jsonl_slow"]
+    go_on.set()
+    log.close()
+    assert [each["name"] for each in findings_of(tmp_path / "run")] == ["tracker_jsonl_slow", "tracker_jsonl_failed"]
+    log.findings(2, {"odd": "something else"})
+    assert log.state()["told"] == ["odd"]
 
 
 def test_a_tracker_works_through_a_full_queue_before_it_ends(tmp_path):
@@ -192,7 +240,7 @@ def test_a_tracker_works_through_a_full_queue_before_it_ends(tmp_path):
     tracker.finish()
     tracker.wait(time.monotonic() + 60)
     assert seen == list(range(MOST_WAITING))
-    assert not tracker.fault
+    assert not tracker.faults
 
 
 @pytest.mark.heavy
@@ -201,7 +249,7 @@ def test_a_run_that_goes_on_is_the_same_one_there(tracked, tmp_path):
         return event == "step_end" and step == 3
 
     _, whole_folder = tracked
-    first = a_trainer(tmp_path, hostile, eval_dataset=PROMPTS[:2], report_to=("tensorboard", "jsonl"), **TRACKED)
+    first = a_trainer(tmp_path, num_letters, eval_dataset=PROMPTS[:2], report_to=("tensorboard", "jsonl"), **TRACKED)
     first.listeners = [two_steps]
     first.train()
     run_id = json.loads((tmp_path / "run" / "run.json").read_text())["id"]
@@ -215,6 +263,31 @@ def test_a_run_that_goes_on_is_the_same_one_there(tracked, tmp_path):
     assert [event.value for event in events.Scalars("loss")] == losses
     lines = [json.loads(line) for line in (tmp_path / "run" / "tracked.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "metrics" and "loss" in line["metrics"]] == [1, 2, 3, 4]
+
+
+def test_what_a_tracker_wrote_to_a_bucket_is_there_when_the_run_goes_on(tmp_path):
+    place = f"memory://tracked/{tmp_path.name}"
+    paths = []
+    for process in range(2):
+        folder = RunFolder(place)
+        paths.append(folder.path)
+        if process:
+            folder.resume({}, b"", step=2)
+        else:
+            folder.start({})
+        folder.write_process({})
+        log = RunLog(GRPOConfig(report_to=("jsonl",), progress_bar="none"), folder, num_steps=4)
+        log.begin_tracking(2 * process)
+        log.findings(2 * process + 1, {"odd": f"by process {process}"})
+        log.end_tracking()
+        folder.sync()
+        log.close()
+        del folder, log
+    lines = [json.loads(line) for line in Remote(place).read("tracked.jsonl").decode().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [("run", 0), ("finding", 1), ("run", 2), ("finding", 3)]
+    assert lines[0]["id"] == lines[2]["id"]
+    gc.collect()
+    assert not any(path.exists() for path in paths)
 
 
 def test_lines_of_steps_that_are_made_again_go(tmp_path):

@@ -15,6 +15,7 @@ from groupax.health import setup_findings
 from groupax.metrics import solved_metrics
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.specs import num_params
+from groupax.remote import Remote
 
 from .conftest import TINY
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
@@ -303,6 +304,16 @@ def fixed_rows(trainer):
 
 
 # -- bad steps
+
+
+def test_what_a_diverged_run_in_a_bucket_leaves_is_named_where_it_is(tmp_path):
+    place = f"memory://diverged/{tmp_path.name}"
+    trainer = a_trainer(tmp_path, output_dir=place, max_bad_steps=1, save_steps=0)
+    update = trainer.learner.update
+    trainer.learner.update = lambda rows: update([replace(row, advantage=float("inf")) for row in rows])
+    with pytest.raises(DivergedError, match=rf"is in {place}/model, their batches are in {place}/bad_steps\. Lower"):
+        trainer.train()
+    assert {"model", "bad_steps"} <= set(Remote(place).folders(""))
 
 
 def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):

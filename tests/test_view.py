@@ -5,11 +5,13 @@ import http.client
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import urlencode
@@ -23,6 +25,7 @@ from groupax.listening import is_loopback
 from groupax.rollout import Rollout
 from groupax.rollout_log import TokenScores
 from groupax.tracking import RunFolder
+from groupax.view.rollouts import StepCache
 from groupax.view.runs import Run, Runs
 from groupax.view.series import smoothed, stretch_means, thinned
 from groupax.view.server import make_server
@@ -188,6 +191,16 @@ def test_times_of_a_step_sum_to_the_step(port):
     assert np.sum(list(found["parts"].values()), axis=0) == pytest.approx(np.full(6, 2.0))
 
 
+def test_times_beside_updates_are_left_out(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.start({})
+    times = {"rollout": 1.8, "reward": 0.2, "wait": 0.5, "train": 1.0}
+    run.write_metrics({"step": 1.0, "step_time": 2.0, **{f"time/{name}_s": value for name, value in times.items()}})
+    with serving(run.path) as port:
+        ask(port, "runs")
+        assert ask(port, "times", run="run")["parts"] == {"train": [1.0], "wait": [0.5], "other": [0.5]}
+
+
 def test_metrics_are_read_while_they_are_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     run = Run(tmp_path)
@@ -311,7 +324,36 @@ def test_long_texts_are_cut_until_they_are_asked_for(port):
     assert ask(port, "text", run="alpha", step=2, prompt=2) == {"text": HOSTILE}
 
 
-def test_bytes_that_are_no_text_are_shown(tmp_path, port):
+def test_long_prompts_and_every_turn_of_a_conversation(tmp_path):
+    turns = [("system", "Be brief. " * 93), ("user", "früher"), ("assistant", "x" * 50_000), ("user", "And 2+2?")]
+    prompts = ["a" * 50_000, [{"role": role, "content": content} for role, content in turns]]
+    rows = [replace(a_rollout(1, n, 0), example={"prompt": prompt}) for n, prompt in enumerate(prompts)]
+    run = RunFolder(tmp_path / "run")
+    run.start({})
+    run.write_rollouts(1, rows)
+    with serving(run.path) as port:
+        ask(port, "runs")
+        plain, conversation = (ask(port, "group", run="run", step=1, prompt=n) for n in range(2))
+        assert (plain["is_cut"], len(plain["prompt"]), plain["num_bytes"]) == (True, 20_000, 50_000)
+        assert len(ask(port, "text", run="run", step=1, prompt=0)["text"]) == 50_000
+        assert [(turn["role"], turn["content"]) for turn in conversation["messages"]] == turns
+        assert [group["preview"] for group in ask(port, "step", run="run", step=1)["groups"]] == ["a" * 320, "And 2+2?"]
+        for text in ("be brief", "FRÜHER", "2+2"):
+            assert ask(port, "step", run="run", step=1, q=text)["matching"] == [1]
+        indexed(port, "run", 1)
+        texts = {each["text"] for each in ask(port, "prompts", run="run")["prompts"]}
+        assert texts == {"a" * 160, "And 2+2?"}
+
+
+def indexed(port, run, num_steps):
+    """Wait until the index of prompts has so many steps."""
+    end_s = time.monotonic() + 60
+    while ask(port, "prompts", run=run)["progress"]["num_done"] < num_steps:
+        assert time.monotonic() < end_s, "the index is not made"
+        time.sleep(0.02)
+
+
+def test_bytes_that_are_no_text_are_shown(tmp_path):
     import pyarrow as pa
 
     from groupax.rollout_log import rollout_table, write_table
@@ -349,8 +391,7 @@ def test_search_goes_through_all_steps_backwards(port):
 
 
 def test_one_prompt_is_followed_over_the_steps(port):
-    while ask(port, "prompts", run="alpha")["progress"]["num_done"] < 7:
-        time.sleep(0.02)
+    indexed(port, "alpha", 7)
     found = ask(port, "prompts", run="alpha")
     assert found["progress"] == {"num_done": 7, "num_steps": 7, "num_unreadable": 1, "is_full": False}
     assert {(each["text"], each["count"]) for each in found["prompts"]} >= {("What is 1+1?", 6), (HOSTILE, 6)}
@@ -361,6 +402,31 @@ def test_one_prompt_is_followed_over_the_steps(port):
     assert history["truncated"] == [1] * 6
     assert ask(port, "group", run="alpha", step=1, prompt=0)["key"] == only["key"]
     assert ask(port, "prompt", run="alpha", key="00")["step"] == []
+
+
+def test_a_run_begun_again_in_an_emptied_folder_is_indexed_anew(tmp_path):
+    write_run(tmp_path / "runs" / "one", {}, num_steps=2)
+    with serving(tmp_path / "runs") as port:
+        ask(port, "runs")
+        indexed(port, "one", 2)
+        shutil.rmtree(tmp_path / "runs" / "one")
+        ask(port, "runs")
+        run = RunFolder(tmp_path / "runs" / "one")
+        run.start({})
+        run.write_rollouts(1, [replace(a_rollout(1, 0, 0), example={"prompt": "a new one"})])
+        assert list(ask(port, "runs")) == ["one"]
+        indexed(port, "one", 1)
+        found = ask(port, "prompts", run="one")
+        assert found["progress"]["num_steps"] == 1
+        assert [each["text"] for each in found["prompts"]] == ["a new one"]
+
+
+def test_totals_follow_the_weights(folder):
+    cache, path = StepCache(), folder / "alpha" / "rollouts" / "step_000001.parquet"
+    for weights in ([1.0, 2.0], [1.0, 4.0], None):
+        own, others = weights or (1.0, 1.0)
+        totals = cache.read(path, weights).total[G : 2 * G]
+        assert totals == pytest.approx([own * n / G + others * (1 - n / G) for n in range(G)])
 
 
 def test_settings_findings_and_evaluations(port, folder):

@@ -8,16 +8,19 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
 
 from groupax import init_model, save_model
+from groupax.evaluation.items import Completion, Item
+from groupax.tracking import RunFolder
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer
-from .test_view import HOSTILE, LONG, write_run
+from .test_view import HOSTILE, LONG, a_rollout, serving, write_run
 
 # One worker for all of them: the run that goes on, its server and the browser are shared.
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.xdist_group("page")]
@@ -347,6 +350,66 @@ def test_a_server_that_is_gone_is_told(page, runs):
     until(lambda: page.text(".connection") == "no connection")
     page.open("curves")
     page.errors()
+
+
+def test_a_run_that_is_begun_again_and_evaluated(browser, tmp_path):
+    run = write_run(tmp_path / "run", {}, num_steps=2)
+    item = Item("k", 0, "a question", {}, [Completion("an answer", 2, "stop", {}, 1.0, True)])
+    with serving(run.path) as port:
+        page = Reader(browser, f"http://127.0.0.1:{port}")
+        page.open("curves")
+        until(lambda: page.last_point("Reward") == 2)
+        lines = (run.path / "metrics.jsonl").read_bytes()
+        (run.path / "metrics.jsonl").write_bytes(b"")
+        until(lambda: "No metrics yet" in page.text(".sections"))
+        (run.path / "metrics.jsonl").write_bytes(lines)
+        until(lambda: page.last_point("Reward") == 2)
+        page.open("evaluations")
+        until(lambda: "No evaluations" in page.text("main"))
+        for step in (3, 4):
+            run.write_items(f"step_{step:06d}.eval", [item])
+            run.write_metrics({"step": float(step), "reward": 0.5})
+            until(lambda step=step: len(page.all('select[name="evaluation"] option')) == step - 2)
+        until(lambda: page.text(".summary") == "1 to 1 of 1 item")
+        assert page.one('select[name="evaluation"]').get_property("value") == "step_000003.eval"
+        assert page.errors() == []
+        browser.get("about:blank")
+
+
+HOLD = """const { fetch } = window;
+const held = (url) => new Promise((resolve) => { window.release = async () => {
+  const answer = await fetch(url);
+  resolve(answer);
+  await answer.clone().text();
+} });
+window.fetch = (url) => url.includes('/steps?run=none') ? held(url) : fetch(url);"""
+
+
+def test_answers_that_come_too_late_are_left_out(browser, tmp_path):
+    """And a long prompt is cut until all of it is asked for."""
+    write_run(tmp_path / "none", {}, num_steps=0)
+    write_run(tmp_path / "some", {}, num_steps=1)
+    run = RunFolder(tmp_path / "some")
+    run.write_rollouts(2, [replace(a_rollout(1, 0, 0), example={"prompt": "a" * 50_000})])
+    with serving(tmp_path) as port:
+        page = Reader(browser, f"http://127.0.0.1:{port}")
+        page.open("settings")
+        until(lambda: page.all("main h1"))
+        page.run(HOLD)
+        for place, css in (("rollouts?run=some", ".prompt"), ("curves", ".toolbar")):
+            page.run("location.hash = '#/rollouts?run=none'")
+            until(lambda: page.run("return window.release !== undefined"))
+            page.run("location.hash = arguments[0]", f"#/{place}")
+            until(lambda css=css: page.all(f"main {css}"))
+            browser.execute_async_script("window.release().then(() => setTimeout(arguments[0]))")
+            page.run("window.release = undefined")
+            assert "No rollouts yet" not in page.text("main")
+        page.open("rollouts?run=some&step=2")
+        until(lambda: page.text(".prompt button").startswith("Show all (50 kB"))
+        page.one(".prompt button").click()
+        until(lambda: page.run("return document.querySelector('.prompt .text').textContent.length") == 50_000)
+        assert page.errors() == []
+        browser.get("about:blank")
 
 
 def test_a_curve_grows_without_a_reload(page):

@@ -51,7 +51,7 @@ def leaves_of(specs: Params, params: Params) -> list[Any]:
         ValueError: some are quantized ones.
     """
     leaves = jax.tree.structure(specs).flatten_up_to(params)
-    if not all(isinstance(leaf, jax.Array) for leaf in leaves):
+    if not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves):
         raise ValueError("quantized weights cannot be exchanged; train an adapter on them, which can")
     return leaves
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from groupax.rollout_log import beginning
 from groupax.run_report.charts import number
 from groupax.run_report.record import BeforeAndAfter, RunRecord
 
@@ -28,6 +29,7 @@ CURVES = {
     "update over weight": ("weights/update_ratio_mean", "weights/update_ratio_max"),
 }
 TIMES = {"time/rollout_s": "sampling", "time/reward_s": "waiting for rewards", "time/train_s": "update"}
+TIMES_AHEAD = {"time/wait_s": "waiting for rollouts", "time/train_s": "update"}  # where those are made beside updates
 TEXT_CHARACTERS = 4000
 
 Rows = list[tuple[str, ...]]
@@ -95,8 +97,7 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
 
 def shown(text: str) -> str:
     """A text of others with control characters made visible, cut where it is too long to be read."""
-    visible = "".join(_visible(c) for c in text[:TEXT_CHARACTERS])
-    return visible if len(text) <= TEXT_CHARACTERS else f"{visible}… ({len(text):,} characters)"
+    return "".join(_visible(c) for c in beginning(text, TEXT_CHARACTERS))
 
 
 def _visible(c: str) -> str:
@@ -165,7 +166,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _time_split(run: RunRecord) -> dict[str, float]:
-    split = {label: run.total(name) for name, label in TIMES.items()}
+    times = TIMES_AHEAD if any("time/wait_s" in line for line in run.metrics) else TIMES
+    split = {label: run.total(name) for name, label in times.items()}
     return split | {"the rest": max(0.0, run.total("step_time") - sum(split.values()))}
 
 

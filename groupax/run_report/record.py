@@ -10,6 +10,7 @@ from typing import Any
 from groupax.config import GRPOConfig
 from groupax.evaluation.items import read_items
 from groupax.metrics import Metrics
+from groupax.rollout_log import prompt_text
 
 MOST_SAMPLES = 4
 MOST_TABLES = 40  # of rollouts that are looked through for a prompt
@@ -121,7 +122,7 @@ def _of_evaluations(folder: Path) -> list[BeforeAndAfter]:
             continue
         when = _when(before), _when(after)
         pairs = [
-            BeforeAndAfter(_prompt(earlier[key].prompt), _answer(earlier[key]), _answer(later[key]), when)
+            BeforeAndAfter(prompt_text(earlier[key].prompt), _answer(earlier[key]), _answer(later[key]), when)
             for key in earlier.keys() & later.keys()
         ]
         ordered = sorted(pairs, key=lambda pair: ((pair.before.reward or 0) - (pair.after.reward or 0), pair.prompt))
@@ -199,10 +200,6 @@ def _first_answers(path: Path) -> dict[str, Answer]:
             known = [row[name] for name in rewards if row[name] is not None]
             answers.setdefault(row["prompt"], Answer(row["completion"], float(sum(known)) if known else None))
     return answers
-
-
-def _prompt(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
 
 def _json(path: Path) -> dict[str, Any] | None:

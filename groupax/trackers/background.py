@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from groupax.config import TrackerName
 from groupax.trackers.tracker import TrackedRun, Tracker, open_tracker
@@ -20,7 +21,7 @@ class BackgroundTracker:
 
         training:  tell ──► queue (bounded) ──► thread: open, call, call, ..., close
 
-    A tracker that raises is given up, and one that is too slow misses calls; `fault` says so.
+    A tracker that raises is given up, and one that is too slow misses calls; `faults` say so.
 
     Args:
         name: of the tracker.
@@ -28,8 +29,7 @@ class BackgroundTracker:
         opens: makes the tracker, in the thread.
 
     Attributes:
-        fault: what went wrong; empty if nothing did.
-        num_dropped: calls that it missed.
+        faults: what went wrong, by kind: it is `slow`, it `failed`, it was `late` to end.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class BackgroundTracker:
         opens: Callable[[TrackerName, TrackedRun], Tracker] = open_tracker,
     ) -> None:
         self.name: TrackerName = name
-        self.fault, self.num_dropped = "", 0
+        self.faults: dict[Literal["slow", "failed", "late"], str] = {}
         self._run, self._opens = run, opens
         self._calls: queue.Queue[Call | None] = queue.Queue(MOST_WAITING)
         self._failed = False
@@ -54,8 +54,7 @@ class BackgroundTracker:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self.num_dropped += 1
-            self.fault = (
+            self.faults["slow"] = (
                 f"{self.name} is too slow: {MOST_WAITING} calls wait for it, and further ones are left out; "
                 "metrics.jsonl has everything"
             )
@@ -70,7 +69,9 @@ class BackgroundTracker:
         """Wait for the thread after `finish`, until `time.monotonic()` has come to the deadline."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
-            self.fault = f"{self.name} has not ended in time; what it has not written or sent may be missing there"
+            self.faults["late"] = (
+                f"{self.name} has not ended in time; what it has not written or sent may be missing there"
+            )
 
     def _work(self) -> None:
         try:
@@ -88,7 +89,7 @@ class BackgroundTracker:
             tracker.close()
         except BaseException as error:  # noqa: BLE001 - of foreign code, which may even try to end the process
             self._failed = True
-            self.fault = (
+            self.faults["failed"] = (
                 f"{self.name} failed and is told nothing more ({type(error).__name__}: {error}); training goes on, and "
                 "metrics.jsonl has everything"
             )

@@ -11,13 +11,14 @@ import numpy as np
 
 from groupax.metrics import Metrics
 from groupax.trackers.tracker import Sample, TrackedRun
+from groupax.tracking import TRACKED
 
 
 class JsonLinesTracker:
     """Appends to the file; lines of steps that are made again are removed."""
 
     def __init__(self, run: TrackedRun) -> None:
-        self.path = run.folder / "tracked.jsonl"
+        self.path = run.folder / TRACKED
         kept = []
         if self.path.exists():
             lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -13,7 +13,7 @@ import numpy as np
 from groupax.config import TrackerName
 from groupax.metrics import Metrics
 from groupax.rollout import Rollout
-from groupax.rollout_log import prompt_text, valid_text
+from groupax.rollout_log import beginning, prompt_text, valid_text
 
 SAMPLE_CHARACTERS = 4000  # of a text in a table of samples
 
@@ -116,8 +116,8 @@ def samples_of(step: int, rollouts: Sequence[Rollout], most: int) -> list[Sample
     return [
         Sample(
             step,
-            _cut(prompt_text(row.prompt)),
-            _cut(row.text),
+            beginning(prompt_text(row.prompt), SAMPLE_CHARACTERS),
+            beginning(valid_text(row.text), SAMPLE_CHARACTERS),
             row.advantage,
             row.finish_reason,
             dict(row.rewards),
@@ -129,8 +129,3 @@ def samples_of(step: int, rollouts: Sequence[Rollout], most: int) -> list[Sample
 def finite(metrics: Metrics) -> Metrics:
     """Those of the metrics that are numbers, without the step, which is told beside them."""
     return {name: value for name, value in metrics.items() if name != "step" and math.isfinite(value)}
-
-
-def _cut(text: str) -> str:
-    text = valid_text(text)
-    return text if len(text) <= SAMPLE_CHARACTERS else f"{text[:SAMPLE_CHARACTERS]}… ({len(text):,} characters)"

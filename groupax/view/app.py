@@ -26,6 +26,7 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".s
 MOST_POINTS = 20_000  # of a curve in one answer
 MOST_PROMPTS = 200
 TIMES = "time/"
+WAIT, BESIDE = "time/wait_s", {"time/rollout_s", "time/reward_s"}  # a run that waits makes its rollouts beside updates
 
 
 class Page:
@@ -38,7 +39,7 @@ class Page:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self._steps = rollouts.StepCache()
-        self._indexes: dict[Path, PromptIndex] = {}
+        self._indexes: dict[Run, PromptIndex] = {}
 
     def routes(self) -> list[Route]:
         """All that can be asked for."""
@@ -106,6 +107,7 @@ class Page:
         run = self._run(request)
         steps, step_s = run.series("step_time")
         names = [name for name in run.metric_names() if name.startswith(TIMES) and name.endswith("_s")]
+        names = [name for name in names if WAIT not in names or name not in BESIDE]
         parts = {name.removeprefix(TIMES).removesuffix("_s"): run.series(name) for name in names}
         columns = [_aligned(steps, *part) for part in parts.values()]
         rest = step_s - sum((np.nan_to_num(column) for column in columns), np.zeros(len(steps)))
@@ -208,9 +210,7 @@ class Page:
         return self._steps.read(run.rollout_file(number), run.reward_weights())
 
     def _index(self, run: Run) -> PromptIndex:
-        if run.path not in self._indexes:
-            self._indexes[run.path] = PromptIndex(run)
-        return self._indexes[run.path]
+        return self._indexes.setdefault(run, PromptIndex(run))
 
 
 def make_app(runs: Runs) -> tuple[Starlette, Page]:

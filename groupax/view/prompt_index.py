@@ -138,8 +138,7 @@ class PromptIndex:
             for name, value in zip(KINDS, values, strict=True):
                 self._columns[name].append(value)
             if key not in self._texts and len(self._texts) < MOST_TEXTS:
-                text = shown_prompt(step.text("prompt", int(rows[0]), 8 * TEXT_CHARACTERS)[0])
-                self._texts[key] = text[:TEXT_CHARACTERS]
+                self._texts[key] = shown_prompt(step.text("prompt", int(rows[0]))[0])[:TEXT_CHARACTERS]
 
     def _arrays(self) -> dict[str, np.ndarray]:
         with self._lock:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import pyarrow.parquet
 
 from groupax.view.runs import NotThereError
 
-PREVIEW_BYTES = 320
+PREVIEW_CHARACTERS = 320
 SHOWN_CHARACTERS = 20_000  # of a text, before all of it is asked for
 SHOWN_TOKENS = 1_500  # of a completion, likewise
 CACHE_BYTES = 64 * 2**20
@@ -105,11 +104,11 @@ class StepCache:
     def __init__(self, num_bytes: int = CACHE_BYTES) -> None:
         self._num_bytes = num_bytes
         self._lock = threading.Lock()
-        self._steps: OrderedDict[tuple[Path, int], Step] = OrderedDict()
+        self._steps: OrderedDict[tuple[Path, int, tuple[float, ...]], Step] = OrderedDict()
 
     def read(self, path: Path, weights: Sequence[float] | None) -> Step:
-        """`read_step`, or what it gave before if the file has not changed since."""
-        key = (path, path.stat().st_mtime_ns)
+        """`read_step`, or what it gave before if neither file nor weights have changed since."""
+        key = (path, path.stat().st_mtime_ns, tuple(weights or ()))
         with self._lock:
             if key in self._steps:
                 self._steps.move_to_end(key)
@@ -129,11 +128,11 @@ def group_summaries(step: Step) -> list[dict[str, Any]]:
         rows = np.flatnonzero(step.prompt_index == prompt_index)
         totals = step.total[rows]
         known = totals[~np.isnan(totals)]
-        preview, _ = step.text("prompt", int(rows[0]), PREVIEW_BYTES)
+        prompt, _ = step.text("prompt", int(rows[0]))
         groups.append(
             {
                 "prompt_index": prompt_index,
-                "preview": shown_prompt(preview)[:PREVIEW_BYTES],
+                "preview": shown_prompt(prompt)[:PREVIEW_CHARACTERS],
                 "size": len(rows),
                 "totals": totals.tolist(),
                 "mean": known.mean() if known.size else math.nan,
@@ -162,12 +161,13 @@ def rewards_disagree(columns: Sequence[np.ndarray]) -> bool:
 
 
 def group(step: Step, prompt_index: int) -> dict[str, Any]:
-    """A prompt and its completions, texts cut at `SHOWN_CHARACTERS`."""
+    """A prompt and its completions, texts cut at `SHOWN_CHARACTERS`, the turns of a conversation not."""
     rows = step.rows_of(prompt_index)
     whole, num_bytes = step.text("prompt", int(rows[0]))
     return {
         "prompt": cut(whole),
-        "messages": [{**message, "content": cut(message["content"])} for message in messages(whole)],
+        "is_cut": len(whole) > SHOWN_CHARACTERS,
+        "messages": messages(whole),
         "key": prompt_key(step.table.column("prompt")[int(rows[0])]),
         "num_bytes": num_bytes,
         "rows": [_row(step, int(row)) for row in rows],
@@ -213,7 +213,7 @@ def matching_rows(step: Step, query: str) -> list[int]:
     found = []
     for row, prompt_index in enumerate(step.prompt_index.tolist()):
         if prompt_index not in prompts:
-            prompts[prompt_index] = wanted in shown_prompt(step.text("prompt", row)[0]).casefold()
+            prompts[prompt_index] = wanted in searched_text(step.text("prompt", row)[0]).casefold()
         if prompts[prompt_index] or wanted in step.text("completion", row)[0].casefold():
             found.append(row)
     return found
@@ -286,15 +286,15 @@ def messages(prompt: str) -> list[dict[str, str]]:
 
 
 def shown_prompt(prompt: str) -> str:
-    """A prompt in one line of a list: what was asked last in a conversation, also of a cut one."""
+    """A prompt in one line of a list: what was asked last in a conversation."""
     turns = messages(prompt)
-    if turns:
-        return turns[-1]["content"]
-    if prompt.startswith("[{"):
-        contents = re.findall(r'"content": "((?:[^"\\]|\\.)*)', prompt)
-        if contents:
-            return contents[-1].replace("\\n", "\n").replace('\\"', '"')
-    return prompt
+    return turns[-1]["content"] if turns else prompt
+
+
+def searched_text(prompt: str) -> str:
+    """What a prompt is found by: every turn of a conversation."""
+    turns = messages(prompt)
+    return "\n".join(turn["content"] for turn in turns) if turns else prompt
 
 
 def prompt_key(scalar: Any) -> str:

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from groupax.view.rollouts import PREVIEW_BYTES, matching_rows, read_step
+from groupax.view.rollouts import PREVIEW_CHARACTERS, matching_rows, read_step
 from groupax.view.runs import Run
 
 BUDGET_S = 0.5  # of one call, so that the page can show what there is and ask for more
@@ -57,4 +57,4 @@ def excerpt(text: str, query: str) -> str:
     """The text around what was searched for; its beginning if it is not there."""
     place = max(text.casefold().find(query.casefold()), 0)
     start = max(place - AROUND, 0)
-    return ("…" if start else "") + text[start : start + PREVIEW_BYTES]
+    return ("…" if start else "") + text[start : start + PREVIEW_CHARACTERS]

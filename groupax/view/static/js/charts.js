@@ -65,13 +65,13 @@ export class Chart {
       ],
       series: [
         {},
-        ...this.lines.map((line) => ({
+        ...this.lines.map((line, index) => ({
           label: line.label,
           stroke: line.faint ? `${line.colour}55` : line.colour,
           fill: stacked ? `${line.colour}cc` : undefined,
           width: line.faint ? 1 : stacked ? 0.5 : 1.75,
           dash: DASHES[(line.dash ?? 0) % DASHES.length],
-          points: { show: line.x.length < 3 },
+          points: { show: () => this.lines[index].x.length < 3 },
         })),
       ],
       hooks: {
@@ -99,7 +99,7 @@ export class Chart {
         const key = el("i", { class: "key" });
         key.style.setProperty("--key", line.colour);
         if (line.dash) key.classList.add("dashed");
-        return el("li", {}, key, el("span", {}, line.label), el("b", {}, shown(line.latest ?? last(line.y))));
+        return el("li", {}, key, el("span", {}, line.label), el("b", {}, shown(last(line.y))));
       }),
     );
     const told = lines.map((line) => `${line.label}: ${shown(line.y.find((y) => y !== null))} to ${shown(last(line.y))}`);
@@ -133,12 +133,6 @@ export class Chart {
 
   resize() {
     if (this.plot && this.canvas.clientWidth > 50) this.plot.setSize({ width: this.canvas.clientWidth, height: HEIGHT });
-  }
-
-  /** Draw anew, with the colours of the theme. */
-  redraw(lines) {
-    this.lines = [];
-    this.show(lines);
   }
 
   close() {

@@ -88,6 +88,7 @@ export class Curves {
 
   async update() {
     if (!Object.values(app.runs).some((run) => run.num_metrics)) {
+      this.names = [];
       fill(this.sections, empty("No metrics yet", "This page fills itself when the run has made its first step."));
       return;
     }

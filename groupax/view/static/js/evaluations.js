@@ -8,6 +8,7 @@ export class Evaluations {
   constructor(root) {
     this.root = root;
     this.first = 0;
+    this.names = [];
     this.which = "all";
     this.search = el("input", { type: "search", name: "search", placeholder: "Search items  ( / )", "aria-label": "Search items", on: { input: debounced(() => this.again(), 250) } });
     this.fields = el("span", { class: "fields" });
@@ -21,31 +22,48 @@ export class Evaluations {
   }
 
   async moved(parameters) {
-    this.run = oneRun(parameters);
-    if (this.run === null) return;
-    this.first = Number(parameters.first ?? 0) || 0;
+    const run = oneRun(parameters);
+    if (run === null) return;
+    const asked = {};
+    Object.assign(this, { asked, parameters, run, first: 0 });
     try {
-      const names = await ask("evaluations", { run: this.run });
+      const names = await ask("evaluations", { run });
+      if (this.asked !== asked) return;
       this.name = names.includes(parameters.name) ? parameters.name : names[names.length - 1];
-      fill(this.fields,
-        select("Run", Object.keys(app.runs).map((name) => [name, name]), this.run, (run) => go("evaluations", { run }), "run"),
-        names.length > 0 && select("Evaluation", names.map((name) => [name, name]), this.name, (name) => go("evaluations", { run: this.run, name }), "evaluation"));
+      this.layOutFields(names);
       if (names.length) await this.read();
-      else fill(this.body, empty("No evaluations", `${this.run} has not been evaluated. With eval_steps and an eval_dataset it is while it trains.`));
+      else fill(this.body, empty("No evaluations", `${run} has not been evaluated. With eval_steps and an eval_dataset it is while it trains.`));
     } catch (error) {
-      fill(this.body, failure(error, () => this.moved(parameters)));
+      if (this.asked === asked) fill(this.body, failure(error, () => this.moved(parameters)));
     }
+  }
+
+  layOutFields(names) {
+    this.names = names;
+    fill(this.fields,
+      select("Run", Object.keys(app.runs).map((name) => [name, name]), this.run, (run) => go("evaluations", { run }), "run"),
+      names.length > 0 && select("Evaluation", names.map((name) => [name, name]), this.name, (name) => go("evaluations", { run: this.run, name }), "evaluation"));
   }
 
   again() {
     this.first = 0;
-    if (this.name) this.read().catch((error) => fill(this.body, failure(error, () => this.again())));
+    if (this.name) this.read();
   }
 
   async read() {
-    const found = await ask("items", { run: this.run, name: this.name, first: this.first, show: this.which, q: this.search.value.trim() });
+    const asked = {};
+    this.asked = asked; // answers to earlier questions are of no use any more
+    try {
+      const found = await ask("items", { run: this.run, name: this.name, first: this.first, show: this.which, q: this.search.value.trim() });
+      if (this.asked === asked) this.layOut(found);
+    } catch (error) {
+      if (this.asked === asked) fill(this.body, failure(error, () => this.read()));
+    }
+  }
+
+  layOut(found) {
     const last = Math.min(this.first + found.page, found.num_shown);
-    const turn = (first) => () => { this.first = first; this.read().catch((error) => fill(this.body, failure(error))); scrollTo(0, 0); };
+    const turn = (first) => () => { this.first = first; this.read(); scrollTo(0, 0); };
     fill(this.body,
       el("p", { class: "summary", role: "status" }, found.num_shown ? `${this.first + 1} to ${last} of ${plural(found.num_shown, "item")}` : `none of ${plural(found.num_items, "item")}`,
         found.num_bad > 0 && `; ${plural(found.num_bad, "line")} could not be read`),
@@ -75,7 +93,15 @@ export class Evaluations {
     return true;
   }
 
-  update() {}
+  /** A new evaluation can be chosen; the one that is being read stays. */
+  async update(changed) {
+    if (!changed.includes(this.run)) return;
+    const { parameters, run } = this;
+    const names = await ask("evaluations", { run });
+    if (this.parameters !== parameters || names.join("\n") === this.names.join("\n")) return;
+    if (names.includes(this.name)) this.layOutFields(names);
+    else await this.moved(parameters);
+  }
 
   close() {}
 }

@@ -78,7 +78,7 @@ export class Group {
       return el("ol", { class: "turns" }, group.messages.map((turn) =>
         el("li", {}, el("b", {}, visible(turn.role)), this.folding(turn.content, false, {}))));
     }
-    return this.folding(group.prompt, group.num_bytes > 4 * group.prompt.length, {});
+    return this.folding(group.prompt, group.is_cut, group);
   }
 
   /** A text of which the beginning is shown until all of it is asked for. */

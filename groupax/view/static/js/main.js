@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { Curves } from "./curves.js";
-import { el, empty, failure, fill, shown, visible } from "./dom.js";
+import { el, failure, fill, shown, visible } from "./dom.js";
 import { Evaluations } from "./evaluations.js";
 import { Findings } from "./findings.js";
 import { Prompts } from "./prompts.js";
@@ -33,6 +33,7 @@ let view = null;
 function show() {
   const { view: name, parameters } = place();
   const known = name in VIEWS ? name : "curves";
+  if (!Object.keys(app.runs).length) return; // the server has not answered yet
   drawTabs(known);
   if (view?.name === known && view.page.moved) {
     view.page.moved(parameters);
@@ -41,11 +42,6 @@ function show() {
   view?.page.close();
   main.replaceChildren();
   document.title = `${VIEWS[known][0]} · groupax view`;
-  if (!Object.keys(app.runs).length) {
-    view = null;
-    fill(main, empty("No runs", "The folder holds no run yet. This page shows one as soon as it begins."));
-    return;
-  }
   const page = new VIEWS[known][1](main);
   view = { name: known, page };
   page.start(parameters);

@@ -33,7 +33,8 @@ export class Rollouts {
     this.summary = el("p", { class: "summary", role: "status" });
     this.tools = el("div", { class: "toolbar" });
     this.body = el("div", { class: "browser" }, el("div", { class: "list" }, this.summary, this.list), this.detail);
-    fill(root, el("h1", { class: "sr" }, "Rollouts"), this.tools, this.body);
+    this.nothing = el("div"); // in place of the body
+    fill(root, el("h1", { class: "sr" }, "Rollouts"), this.tools, this.body, this.nothing);
     this.layOutTools();
     this.goSoon = debounced((step) => this.goTo({ step, prompt: null }), 120);
   }
@@ -74,13 +75,13 @@ export class Rollouts {
 
   /** The address has changed. */
   async moved(parameters) {
+    this.stopSearch();
     this.parameters = parameters;
     this.run = oneRun(parameters);
     if (this.run === null) return;
     fill(this.runField, select("Run", Object.keys(app.runs).map((name) => [name, name]), this.run, (run) => go("rollouts", { run }), "run"));
     try {
-      await this.readSteps();
-      if (!this.steps.length) return;
+      if (!(await this.readSteps()) || !this.steps.length) return;
       const step = this.nearest("step" in parameters ? Number(parameters.step) : Infinity);
       const isNew = this.run !== this.shownRun || step !== this.step;
       this.step = step;
@@ -90,21 +91,25 @@ export class Rollouts {
       if (isNew) await this.readStep();
       else this.open();
     } catch (error) {
-      this.fail(error);
+      if (this.parameters === parameters) this.fail(error);
     }
   }
 
+  /** Whether the answer is still of use: the address may have changed meanwhile. */
   async readSteps() {
-    this.steps = await ask("steps", { run: this.run });
-    this.body.hidden = !this.steps.length;
-    this.nothing?.remove();
-    if (!this.steps.length) {
-      this.nothing = empty("No rollouts yet", `${this.run} has written no rollouts. With log_completions it writes them every log_completions_steps steps.`);
-      this.root.append(this.nothing);
-      return;
+    const { parameters } = this;
+    const steps = await ask("steps", { run: this.run });
+    if (this.parameters !== parameters) return false;
+    this.steps = steps;
+    this.body.hidden = !steps.length;
+    this.nothing.replaceChildren();
+    if (!steps.length) {
+      fill(this.nothing, empty("No rollouts yet", `${this.run} has written no rollouts. With log_completions it writes them every log_completions_steps steps.`));
+      return true;
     }
     this.slider.max = String(this.steps.length - 1);
     this.count.textContent = `${plural(this.steps.length, "step")} logged, ${this.steps[0]} to ${this.steps[this.steps.length - 1]}`;
+    return true;
   }
 
   async readStep() {
@@ -112,7 +117,7 @@ export class Rollouts {
     const found = await ask("step", { run, step, q: query });
     if (this.run !== run || this.step !== step || this.query !== query) return;
     this.found = found;
-    this.nothing?.remove();
+    this.nothing.replaceChildren();
     this.body.hidden = false;
     this.layOutList();
     document.documentElement.dataset.step = String(step);
@@ -254,20 +259,23 @@ export class Rollouts {
 
   async update(changed) {
     if (!changed.includes(this.run)) return;
+    const { parameters } = this;
     const first = !this.steps.length;
-    await this.readSteps();
-    if (first && this.steps.length) await this.moved(this.parameters);
-    else if (this.steps.length) this.slider.value = String(this.steps.indexOf(this.step));
+    try {
+      if (!(await this.readSteps())) return;
+      if (first && this.steps.length) await this.moved(parameters);
+      else if (this.steps.length) this.slider.value = String(this.steps.indexOf(this.step));
+    } catch (error) {
+      if (this.parameters === parameters) this.fail(error);
+    }
   }
 
   fail(error) {
-    this.nothing?.remove();
     this.body.hidden = true;
-    this.nothing = failure(error, () => {
+    fill(this.nothing, failure(error, () => {
       this.step = null;
       this.moved(this.parameters);
-    });
-    this.root.append(this.nothing);
+    }));
   }
 
   key(event) {
