@@ -41,9 +41,7 @@ def check_processes(args: GRPOConfig) -> None:
     """
     num = processes.num_processes()
     if num > 1 and args.max_staleness:
-        raise ValueError(
-            f"max_staleness is set, and there are {num} processes, for which it is not built; leave it out"
-        )
+        raise ValueError(f"max_staleness is set, which is not built for several processes, and there are {num}")
 
 
 def model_for(args: GRPOConfig, model: str | Path | Model) -> Model:

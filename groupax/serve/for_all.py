@@ -62,12 +62,17 @@ class SamplerForAll:
 
     def _copied(self, params: Params) -> Params:
         """The arrays on the host of the first process. Those that were copied before are not copied again."""
-        leaves, structure = jax.tree.flatten(params)
         copies = {}
-        for leaf in leaves:
+
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array):  # a number, as an adapter's scale
+                return leaf
             known, copy = self._copies.get(id(leaf), (None, None))
             if known is None or known() is not leaf:
                 copy = fetched_at_first(leaf)
             copies[id(leaf)] = weakref.ref(leaf), copy
+            return copy
+
+        whole = jax.tree.map(copied, params)
         self._copies = copies
-        return jax.tree.unflatten(structure, [copies[id(leaf)][1] for leaf in leaves])
+        return whole
