@@ -140,22 +140,39 @@ class Reader:
     def all(self, css):
         return self.browser.find_elements("css selector", css)
 
-    def one(self, css):
-        return until(lambda: self.browser.find_element("css selector", css))
+    def one(self, css, action):
+        """What an action on an element gives; the page may put another one in its place meanwhile."""
+        return until(lambda: [action(self.browser.find_element("css selector", css))])[0]
 
     def text(self, css):
-        return self.one(css).text
+        return self.one(css, lambda element: element.text)
+
+    def texts(self, css):
+        return until(lambda: [[element.text for element in self.all(css)]])[0]
+
+    def value(self, css, name="value"):
+        return self.one(css, lambda element: element.get_property(name))
+
+    def click(self, css):
+        self.one(css, lambda element: element.click())
+
+    def click_all(self, css):
+        for element in self.all(css):
+            element.click()
+
+    def keys(self, css, *keys):
+        self.one(css, lambda element: element.send_keys(*keys))
 
     def press(self, *keys):
-        self.one("body").send_keys(*keys)
+        self.keys("body", *keys)
 
     def choose(self, name, value):
-        self.one(f'select[name="{name}"] option[value="{value}"]').click()
+        self.click(f'select[name="{name}"] option[value="{value}"]')
 
     def write(self, text):
-        field = self.one('main input[name="search"]')
-        field.clear()
-        field.send_keys(text)
+        field = 'main input[name="search"]'
+        self.one(field, lambda element: element.clear())
+        self.keys(field, text)
 
     def run(self, script, *values):
         return self.browser.execute_script(script, *values)
@@ -164,7 +181,7 @@ class Reader:
         """The last step that a curve shows, read with the keyboard."""
         from selenium.webdriver.common.keys import Keys
 
-        self.one(f'[data-title="{title}"] .canvas').send_keys(Keys.END)
+        self.keys(f'[data-title="{title}"] .canvas', Keys.END)
         told = self.text(f'[data-title="{title}"] .reading')
         return int(told.removeprefix("step ").partition(":")[0].replace(",", "")) if told else 0
 
@@ -180,10 +197,17 @@ class Reader:
         return told
 
 
-@pytest.fixture
-def page(browser, address):
+def a_reader(browser, address):
+    """Whose browser has forgotten what was before."""
+    browser.get("about:blank")
     reader = Reader(browser, address)
     reader.errors()
+    return reader
+
+
+@pytest.fixture
+def page(browser, address):
+    reader = a_reader(browser, address)
     yield reader
     assert reader.errors() == []
     reader.run("localStorage.clear()")
@@ -196,20 +220,20 @@ def test_groups_are_opened_filtered_and_searched(page):
     until(lambda: len(page.all(".groups li")) == 3)
     page.press(Keys.ARROW_DOWN)
     until(lambda: page.text(".prompt h2") == "Prompt 1")
-    assert page.text(".turns") == "system\nBe brief.\nuser\nprompt 1 of step 3"
+    until(lambda: page.text(".turns") == "system\nBe brief.\nuser\nprompt 1 of step 3")
     until(lambda: page.all(".card .tok"))
-    totals = [card.text for card in page.all(".card .total")]
+    totals = page.texts(".card .total")
     assert totals == sorted(totals, reverse=True)
     page.choose("order", "sampled")
     until(lambda: "right\n0\n<b>brief</b>\n1\n" in page.text(".card:first-child"))
-    assert "cut off" in page.text(".card:last-child")
+    until(lambda: "cut off" in page.text(".card:last-child"))
     page.choose("channel", "ratio trainer / policy")
     until(lambda: "token 1: “⟨0⟩” · id 0 · ratio trainer / policy" in hovered(page))
-    page.one(".card:last-child pre[tabindex]").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert page.text(".token-reading") == "token 2: “⟨1⟩” · id 1 · ratio trainer / policy 1.284"
+    page.keys(".card:last-child pre[tabindex]", Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    until(lambda: page.text(".token-reading") == "token 2: “⟨1⟩” · id 1 · ratio trainer / policy 1.284")
     page.press(Keys.ARROW_RIGHT)
     until(lambda: "prompt 1 of step 4" in page.text(".turns"))
-    assert page.one("input[name=step]").get_property("value") == "4"
+    until(lambda: page.value("input[name=step]") == "4")
     for kept, badge in (("zero", "no variance"), ("disagree", "disagree"), ("truncated", "cut off")):
         page.choose("filter", kept)
         until(lambda badge=badge: all(badge in group.text for group in page.all(".groups li")))
@@ -225,7 +249,7 @@ def test_groups_are_opened_filtered_and_searched(page):
     page.write("answer 1 of step 2")
     page.browser.switch_to.active_element.send_keys(Keys.SHIFT, Keys.ENTER)
     until(lambda: "That is all" in page.text(".found"))
-    page.one(".hits a").click()
+    page.click(".hits a")
     until(lambda: "step 2 · 4 completions" in page.text(".prompt header"))
 
 
@@ -237,11 +261,11 @@ def hovered(page):
 def test_one_prompt_is_followed_over_steps(page):
     page.open("rollouts?run=earlier&step=2&prompt=0")
     until(lambda: page.text(".prompt h2") == "Prompt 0")
-    page.one(".prompt header .button").click()
+    page.click(".prompt header .button")
     until(lambda: len(page.all("tbody tr")) == 6)
-    assert page.text(".prompt-text") == "What is 1+1?"
+    until(lambda: page.text(".prompt-text") == "What is 1+1?")
     assert page.last_point("Reward of this prompt") == 6
-    page.one("main a").click()
+    page.click("main a")
     until(lambda: "What is 1+1?" in page.text("tbody"))
 
 
@@ -254,7 +278,7 @@ def test_themes_switch_and_stay(page):
     page.browser.refresh()
     until(lambda: page.all(".chart canvas"))
     assert page.run(GROUND) == other
-    page.one("#theme").click()
+    page.click("#theme")
     until(lambda: page.run(GROUND) == ground)
 
 
@@ -276,7 +300,7 @@ def test_everything_is_named_and_reached_with_the_keyboard(page):
     ):
         page.press(str(number))
         until(lambda ready=ready: page.all(f"main {ready}"))
-        assert page.run("return location.hash").startswith(f"#/{place}")
+        until(lambda place=place: page.run("return location.hash").startswith(f"#/{place}"))
         assert page.run(NAMELESS) == []
         assert len(page.all("h1")) == 1
     page.press("?")
@@ -290,24 +314,24 @@ def test_hostile_content_is_shown_as_text(page):
 
     page.open(f"rollouts?{HOSTILE_RUN}&step=3&prompt=2")
     until(lambda: page.text(".prompt h2") == "Prompt 2")
-    assert page.text(".prompt .text") == SHOWN_HOSTILE
+    until(lambda: page.text(".prompt .text") == SHOWN_HOSTILE)
     page.choose("channel", "")
     page.choose("order", "sampled")
     until(lambda: len(page.all(".card .completion .text")) == 4)
-    assert page.all(".card .completion .text")[1].text == SHOWN_HOSTILE
+    until(lambda: page.texts(".card .completion .text")[1] == SHOWN_HOSTILE)
     long = ".card:first-child .completion"
-    assert page.run(f"return document.querySelector('{long} .text').textContent.length") == 4000
-    assert page.text(f"{long} button") == "Show all (1,200 kB)"
-    page.one(f"{long} button").click()
-    until(lambda: page.run(f"return document.querySelector('{long} .text').textContent.length") == len(LONG))
-    page.one(".extra summary").click()
-    assert SHOWN_HOSTILE in page.text(".extra")
+    until(lambda: page.run(f"return document.querySelector('{long} .text').textContent.length") == 4000)
+    until(lambda: page.text(f"{long} button") == "Show all (1,200 kB)")
+    # what arrives late is drawn again, as a reader would click again
+    length = f"return document.querySelector('{long} .text').textContent.length"
+    until(lambda: page.run(length) == len(LONG) or page.click_all(f"{long} button"))
+    until(lambda: SHOWN_HOSTILE in page.text(".extra") or page.click_all(".extra summary"))
     page.press(Keys.ESCAPE)
     for place, css in (("findings", ".findings"), ("settings", ".settings"), ("prompts", "table")):
         page.open(f"{place}?{HOSTILE_RUN}")
         until(lambda css=css: SHOWN_HOSTILE in page.text(f"main {css}"))
         assert not page.all("main script, main img, aside img, aside script")
-    assert HOSTILE_NAME in page.text("aside")
+    until(lambda: HOSTILE_NAME in page.text("aside"))
 
 
 class OtherOrigin(http.server.BaseHTTPRequestHandler):
@@ -356,7 +380,7 @@ def test_a_run_that_is_begun_again_and_evaluated(browser, tmp_path):
     run = write_run(tmp_path / "run", {}, num_steps=2)
     item = Item("k", 0, "a question", {}, [Completion("an answer", 2, "stop", {}, 1.0, True)])
     with serving(run.path) as port:
-        page = Reader(browser, f"http://127.0.0.1:{port}")
+        page = a_reader(browser, f"http://127.0.0.1:{port}")
         page.open("curves")
         until(lambda: page.last_point("Reward") == 2)
         lines = (run.path / "metrics.jsonl").read_bytes()
@@ -371,7 +395,7 @@ def test_a_run_that_is_begun_again_and_evaluated(browser, tmp_path):
             run.write_metrics({"step": float(step), "reward": 0.5})
             until(lambda step=step: len(page.all('select[name="evaluation"] option')) == step - 2)
         until(lambda: page.text(".summary") == "1 to 1 of 1 item")
-        assert page.one('select[name="evaluation"]').get_property("value") == "step_000003.eval"
+        until(lambda: page.value('select[name="evaluation"]') == "step_000003.eval")
         assert page.errors() == []
         browser.get("about:blank")
 
@@ -392,7 +416,7 @@ def test_answers_that_come_too_late_are_left_out(browser, tmp_path):
     run = RunFolder(tmp_path / "some")
     run.write_rollouts(2, [replace(a_rollout(1, 0, 0), example={"prompt": "a" * 50_000})])
     with serving(tmp_path) as port:
-        page = Reader(browser, f"http://127.0.0.1:{port}")
+        page = a_reader(browser, f"http://127.0.0.1:{port}")
         page.open("settings")
         until(lambda: page.all("main h1"))
         page.run(HOLD)
@@ -406,7 +430,7 @@ def test_answers_that_come_too_late_are_left_out(browser, tmp_path):
             assert "No rollouts yet" not in page.text("main")
         page.open("rollouts?run=some&step=2")
         until(lambda: page.text(".prompt button").startswith("Show all (50 kB"))
-        page.one(".prompt button").click()
+        page.click(".prompt button")
         until(lambda: page.run("return document.querySelector('.prompt .text').textContent.length") == 50_000)
         assert page.errors() == []
         browser.get("about:blank")
@@ -420,7 +444,7 @@ def test_a_curve_grows_without_a_reload(page):
     later = until(lambda: (now := page.last_point("Reward")) > first and now)
     until(lambda: page.last_point("Reward") > later)
     assert page.run("return window.notReloaded")
-    label = page.one('[data-title="Reward"] .canvas').get_attribute("aria-label")
+    label = page.one('[data-title="Reward"] .canvas', lambda element: element.get_attribute("aria-label"))
     assert "training: " in label
     assert "Arrow keys read the values" in label
 
@@ -428,7 +452,7 @@ def test_a_curve_grows_without_a_reload(page):
 def test_two_runs_are_compared(page):
     page.open("curves")
     until(lambda: len(page.all('[data-title="Reward"] .legend li')) == 3)
-    page.one(f"input[name='run-{HOSTILE_NAME}']").click()
+    page.click(f"input[name='run-{HOSTILE_NAME}']")
     legend = until(
         lambda: (found := page.text('[data-title="Reward"] .legend')) and HOSTILE_NAME not in found and found
     )
@@ -450,11 +474,11 @@ def test_rollouts_of_a_run_that_goes_on(page):
 
     page.open("rollouts?run=training")
     until(lambda: len(page.all(".groups li")) == 4)
-    first = int(page.one("input[name=step]").get_property("value"))
+    first = int(page.value("input[name=step]"))
     page.choose("channel", "policy_logps")
     tokens = until(lambda: [token.text for token in page.all(".card:first-child .tok")])
     assert set("".join(tokens)) & set("abcd")  # by the run's tokenizer
-    assert "many_a" in page.text(".card .rewards")
-    until(lambda: int(page.one("input[name=step-slider]").get_property("max")) > first)
+    until(lambda: "many_a" in page.text(".card .rewards"))
+    until(lambda: int(page.value("input[name=step-slider]", "max")) > first)
     page.press(Keys.END)
-    until(lambda: int(page.one("input[name=step]").get_property("value")) > first)
+    until(lambda: int(page.value("input[name=step]")) > first)
