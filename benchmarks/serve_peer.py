@@ -30,6 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from models import QWEN_7M, show
 
+from groupax.launch.place import free_port
+
 READY_S = 120
 
 
@@ -161,7 +163,7 @@ def main() -> None:
         ]
         rows = []
         for index, (name, command) in enumerate(servers):
-            port = 18100 + index
+            port = free_port("127.0.0.1")
             with running([*command, str(port)], port, Path(temporary) / f"{index}.log"):
                 rows.append(measure(name, port, model, arguments))
     show(rows, arguments.json)

@@ -22,7 +22,7 @@ from groupax.launch.output import copied
 from groupax.launch.place import environment_of
 from groupax.launch.ready import wait_for
 from groupax.launch.retries import Outcome, Retries, attempted
-from groupax.launch.slurm import API_KEY, Slurm, script_of, submit, written
+from groupax.launch.slurm import Slurm, script_of, submit, written
 from groupax.launch.words import LAUNCHED, program_of
 from groupax.parallel.ray import CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
 from groupax.serve.wire import API_KEY_VARIABLE
@@ -42,7 +42,6 @@ def test_words_are_a_command_or_a_program():
     assert program_of(["train", "--x"]) == [sys.executable, "-m", "groupax", "train", "--x"]
     assert program_of(["true", "a b"]) == ["true", "a b"]
     assert set(LAUNCHED) <= set(COMMANDS)
-    assert API_KEY == API_KEY_VARIABLE
     assert environment_of(1, 4, "h:1") == {
         "GROUPAX_COORDINATOR": "h:1",
         "GROUPAX_NUM_PROCESSES": "4",
@@ -427,7 +426,7 @@ def test_trainers_start_when_the_servers_answer(tmp_path):
             port = server.server_address[1]
             assert wait_for([f"http://127.0.0.2:{port}"], 60.0) == []
             text = script_of(Slurm(nodes=2, server_nodes=1), ["train", "--model", "m"])
-            shown = f"import os, sys; print('trains', sys.argv[1:], len(os.environ['{API_KEY}']))"
+            shown = f"import os, sys; print('trains', sys.argv[1:], len(os.environ['{API_KEY_VARIABLE}']))"
             trainer = f"TRAINER=({sys.executable} -Sc {shlex.quote(shown)} train)"
             text = re.sub(r"^TRAINER=.*$", lambda _: trainer, text, flags=re.MULTILINE)
             text = re.sub(

@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from groupax import init_model, save_model
 from groupax.errors import RunError
+from groupax.launch.place import free_port
 from groupax.parallel.peers import first as first_peers
 from groupax.parallel.peers import further, listener_at
 from groupax.parallel.processes import _arguments
@@ -37,18 +37,12 @@ def place(tmp_path_factory):
     return folder
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def begun(folder, number, devices, settings, *fault):
     """That many processes on loopback, with so many devices each."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-W", "ignore", PROGRAM, str(folder), str(devices), json.dumps(settings)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder.parent / "cache")}
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
     processes = []
     for own in range(number):
         values = (address, str(number), str(own)) if number > 1 else ()
@@ -187,7 +181,7 @@ def test_all_are_told_what_ended_one(monkeypatch, end, told):
 def test_a_process_that_cannot_be_reached_is_told(monkeypatch):
     monkeypatch.setattr("groupax.parallel.peers.CONNECT_S", 0.1)
     with pytest.raises(RunError, match=r"process 1 cannot reach process 0 at port \d+ .*127.0.0.1"):
-        further(1, 2, (["127.0.0.1"], free_port(), b"secret"))
+        further(1, 2, (["127.0.0.1"], free_port("127.0.0.1"), b"secret"))
 
 
 # -- whole runs

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from groupax.engine.params import SamplingParams
-from groupax.engine.plan import CacheShape, Plan, bucket, piece_columns, power_of_two, prefill_columns
+from groupax.engine.plan import CacheShape, Plan, bucket, piece_columns, power_of_two
 from groupax.engine.scheduler import Scheduler, Sequence
 
 
@@ -30,35 +30,35 @@ def finish(scheduler, *slots):
 def test_sequences_of_a_prompt_share_places_and_shards():
     scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 1, 0, 1, 0, 0, 1, 1))
-    [admission] = scheduler.admit(8, prefill_columns)
+    [admission] = scheduler.admit(8)
     assert names(scheduler.slots) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
     assert [[prompt.tolist() for prompt in prompts] for prompts in admission.prompts] == [[[1]], [[2]]]
     assert sorted(admission.places) == [(0, 0), (1, 0), (2, 0), (3, 0)]
-    assert scheduler.admit(8, prefill_columns) == []
+    assert scheduler.admit(8) == []
 
 
 def test_a_place_is_filled_again_when_its_last_sequence_ends():
     scheduler = Scheduler(num_shards=1, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 0, 1, 1, 2, 2))
-    scheduler.admit(8, prefill_columns)
+    scheduler.admit(8)
     assert finish(scheduler, 0) == [0]
-    assert scheduler.admit(8, prefill_columns) == []
+    assert scheduler.admit(8) == []
     finish(scheduler, 1)
-    scheduler.admit(8, prefill_columns)
+    scheduler.admit(8)
     assert names(scheduler.slots) == [(2, 0), (2, 1), (1, 0), (1, 1)]
 
 
 def test_a_group_that_does_not_divide_leaves_a_slot_empty():
     scheduler = Scheduler(num_shards=1, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 0, 0))
-    scheduler.admit(8, prefill_columns)
+    scheduler.admit(8)
     assert names(scheduler.slots) == [(0, 0), (0, 1), (0, 2), None]
 
 
 def test_shrinking_keeps_every_running_sequence_on_its_shard():
     scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 1, 1))
-    scheduler.admit(8, prefill_columns)
+    scheduler.admit(8)
     finish(scheduler, 0, 1, 3, 5, 6)
     assert scheduler.num_slots_needed() == 2
     kept = scheduler.shrink(2)
@@ -71,11 +71,11 @@ def test_cancelled_sequences_leave_the_queue():
     scheduler = Scheduler(num_shards=1, slots_per_shard=2, share=1)
     waiting = sequences_of(0, 1, 2, 3)
     scheduler.submit(waiting)
-    scheduler.admit(8, prefill_columns)
+    scheduler.admit(8)
     waiting[2].cancel()
     assert scheduler.cancelled() == [waiting[2]]
     finish(scheduler, 0, 1)
-    scheduler.admit(8, prefill_columns)
+    scheduler.admit(8)
     assert names(scheduler.slots) == [(3, 0), None]
     waiting[3].finish_reason = "stop"
     waiting[3].cancel()
@@ -85,7 +85,7 @@ def test_cancelled_sequences_leave_the_queue():
 def test_those_that_are_not_far_make_room_and_begin_again():
     scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 0, 1, 1, 2, 2, 3, 3, 4))
-    scheduler.admit(8, prefill_columns)
+    scheduler.admit(8)
     slots = scheduler.slots
     for slot, length in enumerate((5, 1, 0, 2, 3, 3, 9, 0)):
         slots[slot].tokens += [7] * length
@@ -102,16 +102,16 @@ def test_those_that_are_not_far_make_room_and_begin_again():
     scheduler.grow(2)
     assert [sequence and len(sequence.tokens) for sequence in scheduler.slots] == [5, None, 9, None]
     assert scheduler.num_unplaced == 5, "of seven that wait, two have a free slot"
-    assert len(scheduler.admit(8, prefill_columns)[0].placed) == 2
+    assert len(scheduler.admit(8)[0].placed) == 2
     assert scheduler.num_unplaced == 5
 
 
 def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():
     scheduler = Scheduler(num_shards=1, slots_per_shard=8, share=2)
     scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 2, 2))
-    assert [prompt.tolist() for prompt in scheduler.admit(2, prefill_columns)[0].prompts[0]] == [[1], [2]]
-    assert [prompt.tolist() for prompt in scheduler.admit(2, prefill_columns)[0].prompts[0]] == [[3]]
-    assert scheduler.admit(2, prefill_columns) == []
+    assert [prompt.tolist() for prompt in scheduler.admit(2)[0].prompts[0]] == [[1], [2]]
+    assert [prompt.tolist() for prompt in scheduler.admit(2)[0].prompts[0]] == [[3]]
+    assert scheduler.admit(2) == []
 
 
 # -- what the cache may take
@@ -152,7 +152,7 @@ def test_prompts_of_one_length_are_computed_together_where_that_saves_padding():
     for sequence, length in zip(sequences, lengths, strict=True):
         sequence.prompt = np.full(length, sequence.prompt_index)
     scheduler.submit(sequences)
-    parts = scheduler.admit(64, prefill_columns)
+    parts = scheduler.admit(64)
     assert [part.size for part in parts] == [(32, 64), (32, 256)]
     for part in parts:
         for place, index in part.places:
@@ -168,5 +168,5 @@ def test_a_few_long_prompts_are_computed_with_the_others():
     for sequence, length in zip(sequences, (20, 20, 20, 90), strict=True):
         sequence.prompt = np.full(length, 1)
     scheduler.submit(sequences)
-    [admission] = scheduler.admit(8, prefill_columns)
+    [admission] = scheduler.admit(8)
     assert admission.size == (4, 96)

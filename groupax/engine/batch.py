@@ -20,7 +20,6 @@ from groupax.engine.decode import ROWS, Chunk, Known, admit, decode_chunk
 from groupax.engine.plan import (
     CACHE_COLUMNS,
     MIN_SLOTS,
-    PREFILL_COLUMNS,
     CacheShape,
     Plan,
     bucket,
@@ -119,7 +118,7 @@ class Batch:
         sequences = [*scheduler.running, *scheduler.queued]
         self._widen_slots(sequences)
         longest_prompt, longest_completion = longest(sequences, self.chunk_steps)
-        prompt_columns = bucket(longest_prompt, PREFILL_COLUMNS)
+        prompt_columns = prefill_columns(longest_prompt)
         if shape.num_prompt_columns // 2 < prompt_columns < shape.num_prompt_columns:
             prompt_columns = shape.num_prompt_columns
         wanted = replace(shape, share=scheduler.fitting_share(), num_prompt_columns=prompt_columns)
@@ -171,7 +170,7 @@ class Batch:
 
     def admit(self, params: Params) -> None:
         """Let waiting sequences into free slots, as many prompts at a time as are computed at once."""
-        while admissions := self.scheduler.admit(max_prompts(self.cache.num_prompt_columns), prefill_columns):
+        while admissions := self.scheduler.admit(max_prompts(self.cache.num_prompt_columns)):
             for admission in admissions:
                 self._admit(params, admission)
 
@@ -225,7 +224,7 @@ class Batch:
         scheduler = self.scheduler
         needed = max(self._num_needed, MIN_SLOTS, power_of_two(scheduler.num_slots_needed()))
         self._num_idle, self._num_needed = self._num_idle + 1, needed
-        is_idle = scheduler.running and not scheduler.waiting and needed <= scheduler.slots_per_shard // 2
+        is_idle = bool(scheduler.running) and not scheduler.waiting and needed <= scheduler.slots_per_shard // 2
         if is_idle and self._num_idle <= self.patience:
             return
         self._num_idle = self._num_needed = 0

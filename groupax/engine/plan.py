@@ -71,7 +71,7 @@ class Plan:
 
     def smallest_shape(self, longest: tuple[int, int]) -> CacheShape:
         """The shape for two sequences with at most so many tokens of a prompt and of a completion."""
-        prompt_columns, columns = bucket(longest[0], PREFILL_COLUMNS), bucket(longest[1], CACHE_COLUMNS)
+        prompt_columns, columns = prefill_columns(longest[0]), bucket(longest[1], CACHE_COLUMNS)
         return CacheShape(MIN_SLOTS, 1, prompt_columns, columns)
 
     def check(self, longest: tuple[int, int]) -> None:
@@ -104,7 +104,7 @@ class Plan:
         """
         sizes = list(group_sizes)
         self.check(longest)
-        prompt_columns = bucket(longest[0], PREFILL_COLUMNS)
+        prompt_columns = prefill_columns(longest[0])
         expected = expected_columns(longest[1])
         num_slots = max(MIN_SLOTS, power_of_two(min(sum(sizes), self.max_slots), num_shards))
         while True:
@@ -134,9 +134,9 @@ def piece_columns(num_prompts: int, num_columns: int) -> int:
     return num_columns
 
 
-def prefill_columns(prompt_tokens: int) -> int:
-    """The columns that a prompt is computed in, without its last token, which is decoding's first."""
-    return bucket(prompt_tokens - 1, PREFILL_COLUMNS)
+def prefill_columns(num_tokens: int) -> int:
+    """The columns for prompts of so many tokens, not counting the last one, which is decoding's first."""
+    return bucket(num_tokens, PREFILL_COLUMNS)
 
 
 def max_prompts(num_prompt_columns: int) -> int:

@@ -6,14 +6,14 @@ possible, because each shard computes the prompts of its own slots.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from groupax.engine.params import SamplingParams
-from groupax.engine.plan import power_of_two
+from groupax.engine.plan import power_of_two, prefill_columns
 
 if TYPE_CHECKING:
     from groupax.engine.decode import Chunk
@@ -153,12 +153,11 @@ class Scheduler:
         self.waiting = deque(bundle for bundle in left if bundle)
         return gone + [sequence for sequence in self.running if sequence.finish_reason]
 
-    def admit(self, max_prompts: int, columns_of: Callable[[int], int]) -> list[Admission]:
+    def admit(self, max_prompts: int) -> list[Admission]:
         """Move waiting sequences into free places, in their order; nothing if there is none of either.
 
         Args:
             max_prompts: most distinct prompts of a shard; sequences of further ones go on waiting.
-            columns_of: in how many columns a prompt of so many tokens is computed.
 
         Returns:
             Several admissions, by the lengths of their prompts, where that saves much padding.
@@ -184,11 +183,11 @@ class Scheduler:
             taken[place] = self.waiting.popleft()
             for slot, sequence in enumerate(taken[place], start=place * self.share):
                 self.slots[slot] = sequence
-        return self._by_columns(taken, columns_of)
+        return self._by_columns(taken)
 
-    def _by_columns(self, taken: dict[int, list[Sequence]], columns_of: Callable[[int], int]) -> list[Admission]:
+    def _by_columns(self, taken: dict[int, list[Sequence]]) -> list[Admission]:
         """Admissions of sequences by their places, the shortest prompts first."""
-        columns = {place: columns_of(len(bundle[0].prompt)) for place, bundle in taken.items()}
+        columns = {place: prefill_columns(len(bundle[0].prompt) - 1) for place, bundle in taken.items()}
         parts: list[Admission] = []
         rest = self._admission(taken, columns)
         for width in sorted(set(columns.values()))[:-1]:

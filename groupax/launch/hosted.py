@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupax.errors import PreemptedError, RunError
 from groupax.launch.local import Stop, attempt
+from groupax.launch.ray_hosts import connect
 from groupax.launch.retries import Retries
 from groupax.launch.words import program_of
 from groupax.parallel.ray import AcceleratorConfig, CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
@@ -47,12 +48,9 @@ def launch_on_ray(command: "Ray", words: Sequence[str], tell: Callable[[str], No
     program_of(words)
     retries = Retries(command.restarts, command.preemptions, command.backoff_s)
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # what several hosts say alike is shown of each
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise ValueError("this needs ray; pip install 'groupax[ray]'") from error
-    of_job = None if command.working_dir is None else {"working_dir": str(command.working_dir)}
-    ray.init(address=command.address, runtime_env=of_job, log_to_driver=True)
+    connect(command.address, command.working_dir)
+    import ray
+
     try:
         on_hosts(config, retries=retries, grace_s=command.grace_s, tell=tell)(run_program)(list(words), command.grace_s)
     finally:

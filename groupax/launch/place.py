@@ -2,9 +2,7 @@
 
 import socket
 
-COORDINATOR = "GROUPAX_COORDINATOR"
-NUM_PROCESSES = "GROUPAX_NUM_PROCESSES"
-PROCESS_ID = "GROUPAX_PROCESS_ID"
+from groupax.parallel.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 
 def environment_of(process: int, num_processes: int, coordinator: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from groupax.errors import PREEMPTED
@@ -33,8 +34,12 @@ class Reserved:
     resources: dict[str, float]
 
 
-def connect() -> None:
-    """Be a driver of the cluster that is there, or of one on this machine.
+def connect(address: str | None = None, working_dir: Path | None = None) -> None:
+    """Be a driver of a cluster, unless this process is one already.
+
+    Args:
+        address: of the cluster; None for the one that is there, or a new one on this machine.
+        working_dir: a folder that is copied to all its hosts.
 
     Raises:
         ValueError: ray is not installed.
@@ -44,7 +49,8 @@ def connect() -> None:
     except ModuleNotFoundError as error:
         raise ValueError("this needs ray; pip install 'groupax[ray]'") from error
     if not ray.is_initialized():
-        ray.init()
+        of_job = None if working_dir is None else {"working_dir": str(working_dir)}
+        ray.init(address=address, runtime_env=of_job)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from groupax.errors import PREEMPTED
 from groupax.launch.local import MISTAKE
-from groupax.launch.place import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from groupax.launch.words import LAUNCHED, option, options_of, program_of
+from groupax.parallel.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from groupax.serve.wire import API_KEY_VARIABLE
 
-API_KEY = "GROUPAX_API_KEY"  # groupax.serve.wire says the same
 SERVERS = "GROUPAX_SERVERS"
 # A walltime of sbatch: minutes, minutes:seconds, hours:minutes:seconds, with days before a dash.
 _TIME = re.compile(r"\d+(-\d+(:\d+(:\d+)?)?|:\d+(:\d+)?)?")
@@ -134,7 +134,7 @@ def script_of(command: Slurm, words: Sequence[str]) -> str:
             coordinator=COORDINATOR,
             num_processes=NUM_PROCESSES,
             process_id=PROCESS_ID,
-            api_key=API_KEY,
+            api_key=API_KEY_VARIABLE,
             servers=SERVERS,
             preempted=PREEMPTED,
             mistake=MISTAKE,

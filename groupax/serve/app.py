@@ -5,8 +5,6 @@ request ──► key, size, JSON, fields ──► token ids ──► loop ─
 
 import asyncio
 import hmac
-import json
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -24,7 +22,6 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from groupax.engine.params import SamplingParams
 from groupax.models.checkpoint import Model
@@ -33,13 +30,11 @@ from groupax.serve.errors import ApiError
 from groupax.serve.loop import ClosedError, EngineLoop, FullError, Growth, Job
 from groupax.serve.metrics import CONTENT_TYPE, Metrics
 from groupax.serve.requests import DEFAULT_MAX_TOKENS, Request, parse, parse_json
+from groupax.serve.stream import CLIENT_GONE, EventStream, fault_of, unless_gone
 from groupax.serve.text import TextStream
 from groupax.serve.weights import Weights
 from groupax.tokenizer import decode, encode_prompts
 
-logger = logging.getLogger(__name__)
-
-CLIENT_GONE = 499  # for the counts; nobody is there to read it
 DRAINED_BODIES = 16  # a body that is too large is read up to so many times the limit, so that its sender gets an answer
 RETRY_S = 1
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -121,7 +116,7 @@ class Server:
             except ClientDisconnect:
                 response = Response(status_code=CLIENT_GONE)
             except Exception as error:  # noqa: BLE001 - told, and in the log
-                fault = _fault(error, request.scope)
+                fault = fault_of(error, request.scope)
                 response = JSONResponse(fault.body, fault.status, fault.headers)
             if isinstance(response, EventStream):
                 response.ended = lambda: self._count(request, response.status_code, started_s)
@@ -155,7 +150,7 @@ class Server:
             return EventStream(events, cancel, deadline_s, self.limits.send_timeout_s)
         work = asyncio.ensure_future(_gathered(arriving, len(job.sequences)))
         try:
-            completions = await _unless_gone(work, http.receive, deadline_s)
+            completions = await unless_gone(work, http.receive, deadline_s)
         finally:
             work.cancel()
             self.loop.cancel(job)
@@ -344,67 +339,6 @@ class Server:
         self.metrics.seconds.add(time.monotonic() - started_s)
 
 
-class EventStream(Response):
-    """Server-sent events, one per object, and "[DONE]"; an error in between is told as one.
-
-    Args:
-        events: the objects.
-        cancel: called when the client is gone, is too slow, or the time is over; and at the end.
-        deadline_s: by `time.monotonic`.
-        send_timeout_s: the longest that the client may take nothing.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        events: AsyncIterator[dict[str, Any]],
-        cancel: Callable[[], None],
-        deadline_s: float,
-        send_timeout_s: float,
-    ) -> None:
-        super().__init__(headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self._events, self._cancel = events, cancel
-        self._deadline_s, self._send_timeout_s = deadline_s, send_timeout_s
-        self.ended: Callable[[], None] = lambda: None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them, as an ASGI application."""
-
-        async def put(message: dict[str, Any]) -> None:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send(message)
-
-        async def put_text(text: str, more: bool = True) -> None:
-            await put({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-        async def put_events() -> None:
-            async for event in self._events:
-                await put_text(f"data: {json.dumps(event)}\n\n")
-
-        work = None
-        try:
-            await put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            work = asyncio.ensure_future(put_events())
-            try:
-                await _unless_gone(work, receive, self._deadline_s)
-                await put_text("data: [DONE]\n\n", more=False)
-            except (ClientDisconnect, OSError):
-                raise
-            except Exception as error:  # noqa: BLE001 - likewise
-                fault = _fault(error, scope)
-                self.status_code = fault.status
-                await put_text(f"data: {json.dumps(fault.body)}\n\n", more=False)
-        except (ClientDisconnect, OSError):  # a timeout is one
-            self.status_code = CLIENT_GONE  # the connection is closed when nothing more comes
-        finally:
-            if work is not None:
-                work.cancel()
-            self._cancel()
-            self.ended()
-
-
 async def _body(http: HttpRequest, limit: int) -> bytes:
     """The body of a request.
 
@@ -423,14 +357,6 @@ async def _body(http: HttpRequest, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _fault(error: Exception, scope: Scope) -> ApiError:
-    """What a client is told of an error; one that nobody expected goes into the log."""
-    if isinstance(error, ApiError):
-        return error
-    logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
-    return ApiError(500, "an error inside the server; its log says more")
-
-
 def _stopping() -> ApiError:
     return ApiError(503, "the server is stopping", code="stopping")
 
@@ -440,33 +366,6 @@ async def _gathered(arriving: AsyncIterator[Growth], num: int) -> list[Completio
     async for growth in arriving:
         completions[growth.index].add(growth)
     return completions
-
-
-async def _unless_gone(work: "asyncio.Future[Any]", receive: Receive, deadline_s: float) -> Any:
-    """The result of the work.
-
-    Raises:
-        ClientDisconnect: the client is gone first.
-        ApiError: the time is over first.
-    """
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    watch = asyncio.ensure_future(gone())
-    try:
-        timeout_s = deadline_s - time.monotonic()
-        await asyncio.wait({work, watch}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        if watch.done():
-            raise ClientDisconnect
-        # a client that tried again would only add to the load
-        headers = {"x-should-retry": "false"}
-        raise ApiError(504, "the request took longer than this server allows", code="timeout", headers=headers)
-    finally:
-        watch.cancel()
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
