@@ -323,6 +323,9 @@ class GRPOConfig:
     gradient_checkpointing: Checkpointing = "none"
     """To save memory the backward pass computes layers again: "full" everything, "dots" all but the products with
     weights, "all_dots" all but products."""
+    scan_layers: bool | None = None
+    """Whether updates compile layers that are alike once, as a loop over them, which copies their weights; None does so
+    on accelerators."""
     share_prefix: SharePrefix = "auto"
     """Whether updates compute a prompt once for the rows of its group; "auto" does what takes less."""
     max_concurrent_rows: int = 256

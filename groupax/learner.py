@@ -16,6 +16,7 @@ from groupax.errors import RunError, is_out_of_memory
 from groupax.metrics import Metrics
 from groupax.models.adapted import Frozen, joined
 from groupax.models.checkpoint import Model
+from groupax.models.execution import execution_on
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.quantize import in_dtype, is_quantized
 from groupax.models.specs import Params
@@ -68,6 +69,7 @@ class LearnerSettings:
     dtype: str = "auto"
     micro_batch_tokens: int | None = None
     gradient_checkpointing: Checkpointing = "none"
+    scan_layers: bool | None = None
     share_prefix: SharePrefix = "auto"
     top_entropy_quantile: float = 1.0
     weight_distribution_log_steps: int = 0
@@ -121,7 +123,9 @@ class Learner:
         self.config, self.mesh, self.settings = model.config, model.mesh, settings
         self.schedule = make_schedule(settings.schedule, num_steps)
         self.optimizer = make_optimizer(settings.optimizer, self.schedule)
-        self.on_cpu = model.mesh.devices.flat[0].platform == "cpu"
+        platform = model.mesh.devices.flat[0].platform
+        self.on_cpu = platform == "cpu"
+        self.execution = execution_on(platform, settings.gradient_checkpointing, settings.scan_layers)
         default = "float32" if self.on_cpu else "bfloat16"
         self.dtype: Any = jnp.dtype(default if settings.dtype == "auto" else settings.dtype)
         adapter = model.adapter
@@ -181,7 +185,7 @@ class Learner:
                     config=self.config,
                     settings=settings.objective,
                     mesh=self.mesh,
-                    checkpointing=settings.gradient_checkpointing,
+                    execution=self.execution,
                     dropout_rate=self.dropout_rate,
                 )
                 if self.turn or (self.on_cpu and (self.config.experts or is_split(self.mesh))):
@@ -237,7 +241,14 @@ class Learner:
         for part in packed:
             with self._memory_explained(part), self._turn():
                 batch = to_rows(part.batch, self.mesh)
-                pair = score(params, batch, config=self.config, settings=self.settings.objective, mesh=self.mesh)
+                pair = score(
+                    params,
+                    batch,
+                    config=self.config,
+                    settings=self.settings.objective,
+                    mesh=self.mesh,
+                    execution=self.execution,
+                )
                 scored.append(fetched(pair))
         logps, entropies = zip(*scored, strict=True)
         return _by_row(packed, logps, rows), _by_row(packed, entropies, rows)

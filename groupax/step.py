@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Key
 
 from groupax.batch import MicroBatch
-from groupax.config import Checkpointing
 from groupax.models.adapted import Dropout, Frozen, joined
 from groupax.models.config import ModelConfig
+from groupax.models.execution import Execution
 from groupax.models.experts import Routing, load_balancing_loss
 from groupax.models.grouped import grouped_logprobs, own_tokens, taken
 from groupax.models.specs import Params, layout_of
@@ -148,7 +148,7 @@ def _zeros(params: Params, config: ModelConfig, settings: ObjectiveSettings) -> 
 
 @partial(
     jax.jit,
-    static_argnames=("config", "settings", "mesh", "checkpointing", "dropout_rate"),
+    static_argnames=("config", "settings", "mesh", "execution", "dropout_rate"),
     donate_argnames=("totals",),
 )
 def micro_step(
@@ -163,7 +163,7 @@ def micro_step(
     config: ModelConfig,
     settings: ObjectiveSettings,
     mesh: Mesh,
-    checkpointing: Checkpointing,
+    execution: Execution,
     dropout_rate: float = 0.0,
 ) -> tuple[Totals, tuple[Float[Array, "B T"], Float[Array, "B T"]]]:
     """Add a micro-batch's loss, gradients and metrics to each device's totals of its optimizer step.
@@ -176,7 +176,7 @@ def micro_step(
         entropy_coef: weight of the entropy bonus, if the settings have one.
         frozen: the base, if an adapter is trained.
         dropout_key: of the optimizer step, if there is dropout.
-        config, settings, mesh, checkpointing, dropout_rate: static.
+        config, settings, mesh, execution, dropout_rate: static.
 
     Returns:
         The new totals, and the log-probs of the batch's targets under `params` with the entropies of their
@@ -200,7 +200,7 @@ def micro_step(
 
         def loss_fn(params: Params) -> tuple[Array, tuple[Tally, Array, Array]]:
             weights = joined(frozen, params, dropout)
-            logp, entropy, routings = _logprobs(config, settings, checkpointing, weights, batch, layout)
+            logp, entropy, routings = _logprobs(config, settings, execution, weights, batch, layout)
             loss, tally = policy_objective(logp, entropy, evidence, counts, settings, entropy_coef)
             if config.experts:
                 coef = settings.router_aux_loss_coef
@@ -282,14 +282,20 @@ def apply_update(
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), grad_norm, finite
 
 
-@partial(jax.jit, static_argnames=("config", "settings", "mesh"))
+@partial(jax.jit, static_argnames=("config", "settings", "mesh", "execution"))
 def score(
-    params: Params, batch: MicroBatch, *, config: ModelConfig, settings: ObjectiveSettings, mesh: Mesh
+    params: Params,
+    batch: MicroBatch,
+    *,
+    config: ModelConfig,
+    settings: ObjectiveSettings,
+    mesh: Mesh,
+    execution: Execution,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probabilities of the batch's targets under some weights, and the entropies of their distributions."""
 
     def local(params: Params, batch: MicroBatch) -> tuple[Array, Array]:
-        return _logprobs(config, settings, "none", params, batch, layout_of(config, mesh))[:2]
+        return _logprobs(config, settings, execution, params, batch, layout_of(config, mesh))[:2]
 
     in_specs = (partition_specs(config, mesh, params), ROWS)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)(params, batch)
@@ -328,13 +334,13 @@ def _united(a: Tally, b: Tally) -> Tally:
 def _logprobs(
     config: ModelConfig,
     settings: ObjectiveSettings,
-    checkpointing: Checkpointing,
+    execution: Execution,
     params: Params,
     batch: MicroBatch,
     layout: Layout,
 ) -> tuple[Array, Array, list[Routing]]:
     logp, entropy, routings = grouped_logprobs(
-        config, params, batch.ragged, settings.temperature, checkpointing, settings.entropy_bonus, layout
+        config, params, batch.ragged, settings.temperature, execution, settings.entropy_bonus, layout
     )
     return taken(logp, batch.cells, batch.slots), taken(entropy, batch.cells, batch.slots), routings
 

@@ -10,6 +10,7 @@ import pytest
 from groupax import Engine, SamplingParams, init_model, load_model
 from groupax.batch import Row, pack
 from groupax.models.decoder import logits
+from groupax.models.execution import DIRECT
 from groupax.objective.aggregation import Denominators
 from groupax.objective.settings import ObjectiveSettings
 from groupax.parallel.mesh import num_data_shards
@@ -39,7 +40,9 @@ def trainer_logps(model, rows, temperature, micro_batch_tokens, share_prefix="au
     logps = {}
     for part in pack(rows, num_data_shards(model.mesh), micro_batch_tokens, share_prefix=share_prefix)[0]:
         batch = to_rows(part.batch, model.mesh)
-        out = np.asarray(score(model.params, batch, config=model.config, settings=settings, mesh=model.mesh)[0])
+        out = np.asarray(
+            score(model.params, batch, config=model.config, settings=settings, mesh=model.mesh, execution=DIRECT)[0]
+        )
         for index, logp in zip(part.rows, out, strict=True):
             if index >= 0:
                 logps[int(index)] = logp[: len(rows[index].completion)]
@@ -79,7 +82,7 @@ def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
             config=model.config,
             settings=ObjectiveSettings(),
             mesh=model.mesh,
-            checkpointing="none",
+            execution=DIRECT,
         )
     totals = across_shards(totals, config=model.config, mesh=model.mesh)
     assert float(totals.tally.maxima[f"{LOGP_DIFF}_max"]) == 0.0
@@ -153,7 +156,7 @@ def test_sharing_prompts_changes_neither_loss_nor_gradients():
             rows.append(Row(group, prompt, rng.integers(0, 96, length), mask, rng.normal(), rng.normal(size=length)))
     settings = ObjectiveSettings()
     counts = Denominators(jnp.float32(len(rows)), jnp.float32(sum(len(row.completion) for row in rows)))
-    static = {"config": model.config, "settings": settings, "mesh": model.mesh, "checkpointing": "none"}
+    static = {"config": model.config, "settings": settings, "mesh": model.mesh, "execution": DIRECT}
 
     def loss_and_grads(share_prefix):
         totals = zero_totals(model.params, config=model.config, settings=settings, mesh=model.mesh)

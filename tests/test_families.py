@@ -13,6 +13,7 @@ from groupax.batch import Row, pack
 from groupax.models.attention import attend
 from groupax.models.config import DynamicRope, LongRope, Rope
 from groupax.models.decoder import causal_hidden, forward, head_weights, logits
+from groupax.models.execution import Execution
 from groupax.models.experts import Routing, grouped, load_balancing_loss, one_by_one
 from groupax.models.families import FAMILIES, read_config
 from groupax.models.flops import activation_bytes_per_token, forward_flops
@@ -304,7 +305,7 @@ def test_the_router_loss_is_added_whatever_the_number_of_devices(coef):
         model = init_model(hf, seed=1, mesh=mesh)
         totals = zero_totals(model.params, config=model.config, settings=settings, mesh=mesh)
         (part,), _ = pack(rows, num_data_shards(mesh), 4096, share_prefix="never")
-        static = {"config": model.config, "settings": settings, "mesh": mesh, "checkpointing": "full"}
+        static = {"config": model.config, "settings": settings, "mesh": mesh, "execution": Execution("full")}
         batch = to_rows(part.batch, mesh)
         totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)
         return across_shards(totals, config=model.config, mesh=mesh)

@@ -77,7 +77,7 @@ CASES = {
     "tp-beyond-kv-heads": ({"model_type": "qwen2"}, (1, 1, 1, 4, 1), {"replicated": ["kv_heads"]}),
     "tp-sp": ({"model_type": "qwen3", "head_dim": 16}, (1, 1, 1, 2, 2), {}),
     "sp": ({}, (1, 1, 1, 1, 4), {}),
-    "experts": (MIXTURE, (1, 2, 2, 1, 1), {"share_prefix": "never"}),
+    "experts": (MIXTURE, (1, 2, 2, 1, 1), {"share_prefix": "never", "scan_layers": True}),
     "experts-tp-sp": (MIXTURE, (1, 1, 1, 2, 2), {"share_prefix": "never"}),
     "whole-heads": ({"model_type": "olmo2"}, (1, 2, 1, 2, 1), {"replicated": ["heads", "kv_heads"]}),
     "whole-vocabulary": ({"model_type": "cohere", "vocab_size": 97}, (2, 1, 1, 2, 1), {"replicated": ["vocab"]}),

@@ -476,6 +476,8 @@ def test_ways_of_computing_the_same_update(tmp_path):
         "full": {"gradient_checkpointing": "full"},
         "dots": {"gradient_checkpointing": "dots"},
         "all_dots": {"gradient_checkpointing": "all_dots"},
+        "scanned": {"scan_layers": True},
+        "scanned_full": {"scan_layers": True, "gradient_checkpointing": "full"},
         "small": {"micro_batch_tokens": 12},
     }
     results = {}

@@ -29,6 +29,7 @@ FREE = {
     "mesh_replicate",
     "micro_batch_tokens",
     "gradient_checkpointing",
+    "scan_layers",
     "share_prefix",
     "max_concurrent_rows",
     "kv_cache_gb",

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from groupax.config import Checkpointing
 from groupax.models.attention import attend
 from groupax.models.config import Attention, ModelConfig, Rope
+from groupax.models.execution import DIRECT, Execution
 from groupax.models.experts import Routing, mixture
 from groupax.models.layers import NORMS, Weight, gated_mlp, linear, linear_of_parts, rounded, vocabulary_logits
+from groupax.models.repeats import through_layers
 from groupax.models.rope import Tables, rope_tables, rotate
 from groupax.models.specs import Params, layer_specs
 from groupax.models.split import collected, collected_weight
@@ -63,7 +64,7 @@ def forward(
     positions: Int[Array, "M"],
     attend: Attend,
     kept: Sequence[Any] | None = None,
-    checkpointing: Checkpointing = "none",
+    execution: Execution = DIRECT,
     layout: Layout = WHOLE,
 ) -> Forward:
     """The forward pass.
@@ -78,7 +79,7 @@ def forward(
         tokens, positions: of the flat list.
         attend: see above.
         kept: what each layer's `attend` gets, its part of a cache; None for nothing.
-        checkpointing: what the backward pass computes again.
+        execution: how it is computed; layers that keep something are not scanned.
         layout: how the model is split.
     """
     x = _embedded(params, tokens, layout)
@@ -94,16 +95,21 @@ def forward(
         out, routing = _mlp(config, index, weights, h, layout)
         return x + _added(config, out, weights.get("mlp_out_norm")), kept, routing
 
-    if checkpointing != "none":
-        layer = jax.checkpoint(layer, static_argnums=3, policy=_SAVED[checkpointing])
+    if execution.checkpointing != "none":
+        layer = jax.checkpoint(layer, static_argnums=3, policy=_SAVED[execution.checkpointing])
     elif layout.axis("embed") is not None:
         layer = jax.checkpoint(layer, static_argnums=3, policy=_all_but_gathered)
     layer = jax.jit(layer, static_argnums=3)
+    scans = execution.scan_layers and kept is None
     kept = list(kept) if kept is not None else [None] * config.num_layers
-    routings = []
-    for index, weights in enumerate(params["layers"]):
+
+    def numbered(x: Array, weights: Params, index: int) -> tuple[Array, Routing | None]:
         x, kept[index], routing = layer(x, weights, kept[index], config.first_alike(index))
-        routings += [] if routing is None else [routing]
+        return x, routing
+
+    kinds = [config.first_alike(index) if scans else index for index in range(config.num_layers)]
+    x, routings = through_layers(numbered, x, params["layers"], kinds)
+    routings = [routing for routing in routings if routing is not None]
     return Forward(_scaled(_normed(config, x, params["final_norm"]), config.hidden_scale), kept, routings)
 
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from groupax.config import Checkpointing
 from groupax.models.attention import attend, attend_with_prompt
 from groupax.models.config import Attention, ModelConfig
 from groupax.models.decoder import forward, head_weights, own_kv_heads
+from groupax.models.execution import DIRECT, Execution
 from groupax.models.experts import Routing
 from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import Params
@@ -63,7 +63,7 @@ def grouped_logprobs(
     params: Params,
     ragged: Ragged,
     temperature: float,
-    checkpointing: Checkpointing = "none",
+    execution: Execution = DIRECT,
     entropy_gradient: bool = True,
     layout: Layout = WHOLE,
 ) -> tuple[Float[Array, "R"], Float[Array, "R"], list[Routing]]:
@@ -76,7 +76,7 @@ def grouped_logprobs(
         config, params: the model.
         ragged: the tokens.
         temperature: divides the logits.
-        checkpointing: what the backward pass recomputes.
+        execution: how it is computed.
         entropy_gradient: whether the entropy will be differentiated.
         layout: how the model is split, inside a shard_map. Over "tokens" devices share the tokens in all but attention,
             and the heads in attention (arXiv:2309.14509).
@@ -109,14 +109,21 @@ def grouped_logprobs(
 
     tokens, positions = (own_tokens(x, layout) for x in (ragged.tokens, ragged.positions))
     hidden, _, routings = forward(
-        config, params, tokens, positions, attend_in_groups, checkpointing=checkpointing, layout=layout
+        config, params, tokens, positions, attend_in_groups, execution=execution, layout=layout
     )
     M, R = ragged.tokens.shape[0], ragged.targets.shape[0]
     of_rows = own_tokens(gathered(hidden, shared, 0)[M - R : M], layout)
     head = collected_weight(layout, ("vocab", "embed"), head_weights(params))
     targets, vocabulary = own_tokens(ragged.targets, layout), layout.axis("vocab")
     logp, entropy = token_logprobs(
-        of_rows, head, targets, temperature, entropy_gradient, config.logit_softcap, vocabulary
+        of_rows,
+        head,
+        targets,
+        temperature,
+        entropy_gradient,
+        config.logit_softcap,
+        vocabulary,
+        execution.chunk_logits,
     )
     return whole(logp, shared, 0)[:R], whole(entropy, shared, 0)[:R], routings
 

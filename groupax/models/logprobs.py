@@ -14,11 +14,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from groupax.models.execution import CPU_LOGITS
 from groupax.models.layers import einsum_f32, softcapped, sum_last
 from groupax.parallel.collectives import Axis, entered, index_of
 
-# Logits in flight, in numbers: blocks of this size stay in a CPU's cache and are small on an accelerator.
-CHUNK_LOGITS = 1 << 21
 # Fewest tokens of a chunk and fewest words of a block: below, products are slow for their size.
 FEWEST_TOKENS = 64
 FEWEST_WORDS = 512
@@ -32,6 +31,7 @@ def token_logprobs(
     entropy_gradient: bool = True,
     softcap: float | None = None,
     axis: Axis = None,
+    chunk_logits: int = CPU_LOGITS,
 ) -> tuple[Float[Array, "M"], Float[Array, "M"]]:
     """log softmax(logits / temperature)[target] and the entropy of that distribution, in nats, float32.
 
@@ -43,10 +43,11 @@ def token_logprobs(
         entropy_gradient: whether the entropy will be differentiated; if not its gradient is taken to be zero.
         softcap: logits are softcap tanh(hidden head'); if it is None, hidden head'.
         axis: of the mesh, inside a shard_map, over whose devices the vocabulary is split.
+        chunk_logits: logits in flight, in numbers.
     """
     if axis is not None:
         hidden, targets = entered(hidden, axis), targets - index_of(axis) * head.shape[0]
-    return _token_logprobs(hidden, head, targets, _Logits(temperature, softcap, axis), entropy_gradient)
+    return _token_logprobs(hidden, head, targets, _Logits(temperature, softcap, axis, chunk_logits), entropy_gradient)
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class _Logits:
 
     temperature: float
     softcap: float | None
-    axis: Axis = None
+    axis: Axis
+    in_flight: int
 
     def of(self, hidden: Array, head: Array) -> Array:
         # a product, as in the engine's sampler: a division by a constant may round differently
@@ -82,7 +84,7 @@ def _token_logprobs(hidden: Array, head: Array, targets: Array, kind: _Logits, _
 def _forward(hidden: Array, head: Array, targets: Array, kind: _Logits) -> tuple[Array, Array, Array]:
     """Log-probs, entropies, and the log of each token's sum of exponentials."""
     M, V = hidden.shape[0], head.shape[0]
-    num_chunks = max(1, -(-M // max(FEWEST_TOKENS, CHUNK_LOGITS // V)))
+    num_chunks = max(1, -(-M // max(FEWEST_TOKENS, kind.in_flight // V)))
     chunk = -(-M // num_chunks)
     pad = num_chunks * chunk - M
 
@@ -136,7 +138,7 @@ def _backward(
     hidden, head, targets, entropy, log_sum = saved
     of_logp, of_entropy = (x[:, None] for x in cotangents)
     M, V = hidden.shape[0], head.shape[0]
-    block = min(V, max(FEWEST_WORDS, CHUNK_LOGITS // M))
+    block = min(V, max(FEWEST_WORDS, kind.in_flight // M))
 
     def add_block(index: Array, grads: tuple[Array, Array]) -> tuple[Array, Array]:
         of_hidden, of_head = grads

@@ -1,0 +1,43 @@
+"""How a pass over many tokens is computed. What it gives stays the same, but for rounding."""
+
+from dataclasses import dataclass
+
+from groupax.config import Checkpointing
+
+# Logits in flight at the vocabulary's matrix, in numbers: blocks of this size stay in a CPU's cache; an accelerator
+# reads the matrix again for each, and has memory for 256 MiB.
+CPU_LOGITS = 1 << 21
+ACCELERATOR_LOGITS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Execution:
+    """See above.
+
+    Attributes:
+        checkpointing: what the backward pass computes again (see `config.Checkpointing`).
+        scan_layers: layers that are alike are one program, compiled once, which takes them from a copy of their weights
+            that lies in one piece.
+        chunk_logits: logits in flight at the vocabulary's matrix.
+    """
+
+    checkpointing: Checkpointing = "none"
+    scan_layers: bool = False
+    chunk_logits: int = CPU_LOGITS
+
+
+# Layers of their own, as the engine has them, and nothing kept back.
+DIRECT = Execution()
+
+
+def execution_on(platform: str, checkpointing: Checkpointing, scan_layers: bool | None = None) -> Execution:
+    """What suits a kind of device.
+
+    Args:
+        platform: "cpu" or another.
+        checkpointing: see `Execution`.
+        scan_layers: None scans on accelerators, whose compilers take seconds for a layer.
+    """
+    on_cpu = platform == "cpu"
+    scans = not on_cpu if scan_layers is None else scan_layers
+    return Execution(checkpointing, scans, CPU_LOGITS if on_cpu else ACCELERATOR_LOGITS)
