@@ -19,6 +19,7 @@ from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.launch.command import launch
 from groupax.parallel import processes
+from groupax.planning.command import plan
 from groupax.recipes import RECIPES, Recipe, load_recipe
 from groupax.serve.command import serve
 from groupax.view.command import view
@@ -35,6 +36,7 @@ commands:
   resume     go on with a run that was stopped: groupax resume RUN_DIR [options of train that are to differ]
   checkpoints   of a run: groupax checkpoints RUN_DIR list | verify | delete STEP | export [STEP] --to FOLDER
   launch     one program as several processes: groupax launch local | slurm | ray [options] -- train ...
+  plan       what a run takes on devices that are not here: groupax plan --model MODEL --devices v4-64
   view       show runs on a local web page, live: groupax view RUN_DIR [RUN_DIR ...]
   inspect    what a model is and takes, and what an adapter trains
   merge      add an adapter to its base
@@ -391,6 +393,7 @@ COMMANDS = {
     "checkpoints": checkpoints,
     "launch": launch,
     "view": view,
+    "plan": lambda arguments: plan(arguments, train_defaults(arguments).args),
     "inspect": commands.inspect,
     "merge": commands.merge,
     "convert": commands.convert,

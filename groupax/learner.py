@@ -16,6 +16,7 @@ from groupax.errors import RunError, is_out_of_memory
 from groupax.metrics import Metrics
 from groupax.models.adapted import Frozen, joined
 from groupax.models.checkpoint import Model
+from groupax.models.config import ModelConfig
 from groupax.models.execution import execution_on
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.quantize import in_dtype, is_quantized
@@ -286,9 +287,8 @@ class Learner:
         """Tokens of a micro-batch on one device: what stays in a CPU's caches, or what half of the memory holds."""
         if self.on_cpu:
             return CPU_MICRO_BATCH_TOKENS
-        per_token = activation_bytes_per_token(self.config, self.dtype.itemsize, self.settings.gradient_checkpointing)
-        fitting = int(0.5 * free_memory_bytes(self.mesh) / per_token)
-        return max(1024, min(MOST_MICRO_BATCH_TOKENS, fitting // 1024 * 1024))
+        checkpointing = self.settings.gradient_checkpointing
+        return fitting_tokens(self.config, self.dtype.itemsize, checkpointing, free_memory_bytes(self.mesh))
 
     @contextmanager
     def _memory_explained(self, part: Packed) -> Iterator[None]:
@@ -330,6 +330,19 @@ class Learner:
             "mfu": flops_per_s / peak_flops(self.mesh, self.dtype),
             "memory/peak_bytes": peak_memory_bytes(self.mesh),
         }
+
+
+def fitting_tokens(config: ModelConfig, itemsize: int, checkpointing: Checkpointing, free_bytes: float) -> int:
+    """Tokens of a micro-batch on a device that is no CPU: what half of the free memory holds, in steps of 1,024.
+
+    Args:
+        config: the model.
+        itemsize: bytes of a number of the forward pass.
+        checkpointing: what the backward pass computes again.
+        free_bytes: of a device, beside weights and optimizer.
+    """
+    fitting = int(0.5 * free_bytes / activation_bytes_per_token(config, itemsize, checkpointing))
+    return max(1024, min(MOST_MICRO_BATCH_TOKENS, fitting // 1024 * 1024))
 
 
 def _means(tally: Tally, num_tokens: int) -> Metrics:

@@ -86,19 +86,27 @@ def _placed(state: TrainState, config: ModelConfig, mesh: Mesh) -> TrainState:
     """The state where the mesh wants it: what has a weight's name and shape, like the weight, and all else whole."""
     if not is_split(mesh):
         return state
+
+    def constrained(x: Array, spec: PartitionSpec) -> Array:
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(constrained, state, state_specs(config, mesh, state))
+
+
+def state_specs(config: ModelConfig, mesh: Mesh, state: TrainState) -> Any:
+    """Where a state lies, in its structure."""
     weights = jax.tree_util.tree_leaves_with_path(state.params)
     specs = jax.tree.leaves(partition_specs(config, mesh, state.params))
     places = {(path, weight.shape): spec for (path, weight), spec in zip(weights, specs, strict=True)}
 
-    def placed(path: tuple[Any, ...], x: Array) -> Array:
+    def place(path: tuple[Any, ...], x: Any) -> PartitionSpec:
         names = (path[first:] for first in range(len(path)))
-        spec = next((places[name, x.shape] for name in names if (name, x.shape) in places), REPLICATED)
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        return next((places[name, x.shape] for name in names if (name, x.shape) in places), REPLICATED)
 
-    return jax.tree_util.tree_map_with_path(placed, state)
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
-def _totals_specs(config: ModelConfig, mesh: Mesh, params: Params, totals: Totals) -> Any:
+def totals_specs(config: ModelConfig, mesh: Mesh, params: Params, totals: Totals) -> Any:
     """Where totals lie, in their structure: gradients like their weights, of each device that has some of its own."""
 
     def of_gradient(spec: PartitionSpec) -> PartitionSpec:
@@ -129,7 +137,7 @@ def zero_totals(params: Params, *, config: ModelConfig, settings: ObjectiveSetti
         lambda params: jax.tree.map(lambda x: x[None], _zeros(params, config, settings)),
         mesh=mesh,
         in_specs=(partition_specs(config, mesh, params),),
-        out_specs=_totals_specs(config, mesh, params, totals),
+        out_specs=totals_specs(config, mesh, params, totals),
         check_vma=False,
     )
     return program(params)
@@ -222,7 +230,7 @@ def micro_step(
         )
         return jax.tree.map(lambda x: x[None], after), (logp, entropy)
 
-    of_params, of_totals = partition_specs(config, mesh, params), _totals_specs(config, mesh, params, totals)
+    of_params, of_totals = partition_specs(config, mesh, params), totals_specs(config, mesh, params, totals)
     of_frozen = frozen and _frozen_specs(config, mesh, frozen)
     in_specs = (of_params, of_totals, ROWS, REPLICATED, REPLICATED, of_frozen, REPLICATED)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(of_totals, ROWS), check_vma=False)
@@ -251,7 +259,7 @@ def across_shards(totals: Totals, *, config: ModelConfig, mesh: Mesh) -> Totals:
         loss = lax.psum(own.loss, DATA)
         return Totals(jax.tree.unflatten(structure, leaves), loss, across_devices(own.tally, DATA))
 
-    of_totals = _totals_specs(config, mesh, totals.grads, totals)
+    of_totals = totals_specs(config, mesh, totals.grads, totals)
     structure = jax.tree.structure(totals)
     of_grads = jax.tree.leaves(specs)
     out_specs = jax.tree.unflatten(structure, [*of_grads, *[REPLICATED] * (structure.num_leaves - len(of_grads))])

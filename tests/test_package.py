@@ -41,7 +41,7 @@ LAYERS = [
     ["run_parts"],
     ["trainer"],
     ["report", "run_report", "recipes"],
-    ["commands", "eval_commands", "compat", "view", "launch.command", "launch.hosted", "launch.slurm"],
+    ["commands", "eval_commands", "compat", "view", "launch.command", "launch.hosted", "launch.slurm", "planning"],
     ["cli"],
     ["scripts"],
     ["__main__", "__init__"],

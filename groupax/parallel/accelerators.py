@@ -11,18 +11,25 @@ class Chip:
     Attributes:
         kinds: what jax calls such a device, by its beginning.
         flops: dense bfloat16 operations per second.
+        memory_bytes: that programs may have; 0 where slices are not planned for.
+        memory_bytes_per_s: to and from that.
+        link_bytes_per_s: to its neighbours, over all links, one way.
     """
 
     kinds: tuple[str, ...]
     flops: float
+    memory_bytes: float = 0.0
+    memory_bytes_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0
 
 
-# cloud.google.com/tpu/docs/v4 and so on; NVIDIA's data sheets.
+GIB = 1 << 30
+# cloud.google.com/tpu/docs/v4 and so on; NVIDIA's data sheets. Memory is what XLA's compiler says that it may use.
 CHIPS = {
-    "v4": Chip(("TPU v4",), 275e12),
-    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12),
-    "v5p": Chip(("TPU v5",), 459e12),
-    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12),
+    "v4": Chip(("TPU v4",), 275e12, 30.75 * GIB, 1228e9, 300e9),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * GIB, 819e9, 200e9),
+    "v5p": Chip(("TPU v5",), 459e12, 95.74 * GIB, 2765e9, 600e9),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25 * GIB, 1640e9, 448e9),
     "a100": Chip(("NVIDIA A100",), 312e12),
     "h100": Chip(("NVIDIA H100",), 989e12),
     "h200": Chip(("NVIDIA H200",), 989e12),

@@ -1,7 +1,8 @@
 """The device mesh and the one table that maps a weight's logical axes to it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,14 +52,18 @@ class Layout:
 WHOLE = Layout()
 
 
-def make_mesh(shape: tuple[int, int, int, int, int] = (-1, 1, 1, 1, 1)) -> Mesh:
-    """A mesh over all devices with the axes `dp, fsdp, ep, tp, sp`; one size may be -1 and takes what is left.
+def make_mesh(shape: tuple[int, ...] = (-1, 1, 1, 1, 1), of: Sequence[Any] | None = None) -> Mesh:
+    """A mesh with the axes `dp, fsdp, ep, tp, sp`; one size may be -1 and takes what is left.
+
+    Args:
+        shape: the sizes.
+        of: devices; None for all that there are.
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
     configure_jax()
-    devices = np.array(jax.devices())
+    devices = np.array(jax.devices() if of is None else of)
     sizes = list(shape)
     if len(sizes) != len(AXES) or sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"mesh must be {len(AXES)} positive sizes for {AXES}, at most one of them -1, got {shape}")

@@ -1,0 +1,79 @@
+"""The command `groupax plan`."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from groupax.config import GRPOConfig
+from groupax.planning.devices import prepare
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Tell what a run takes on devices that need not be here, and whether it fits.
+
+    Prompts and completions are taken to be as long as they may become. Settings come from the recipe, then from
+    --config, then from the flags, as those of groupax train do.
+    """
+
+    model: str
+    """A folder, a config.json, or a Hugging Face hub id, of which no more is read than config.json."""
+    devices: str
+    """A TPU slice, as v4-64, v5e-32, v5p-128 or v6e-16, or virtual devices of this CPU, as cpu:8."""
+    libtpu: Path = Path("build/libtpu")
+    """The folder that libtpu was installed into (pip install --no-deps --target build/libtpu libtpu), where it is not
+    installed beside jax."""
+    json: Path | None = None
+    """A file for the same as numbers."""
+    recipe: str | None = None
+    """Defaults of a known task."""
+    config: Path | None = None
+    """A YAML file with settings."""
+    args: Annotated[GRPOConfig, tyro.conf.arg(name="")] = field(default_factory=GRPOConfig)
+    """Settings of the run."""
+
+
+def plan(arguments: Sequence[str], defaults: GRPOConfig) -> int:
+    """`groupax plan`; the status is 1 if it does not fit.
+
+    Args:
+        arguments: its words.
+        defaults: what settings are that are not given.
+    """
+    default = replace(PlanCommand(model=tyro.MISSING, devices=tyro.MISSING), args=defaults)
+    command = tyro.cli(PlanCommand, prog="groupax plan", args=list(arguments), default=default, use_underscores=True)
+    args = command.args
+    if args.base_weights != "same":
+        raise ValueError(f"base_weights {args.base_weights!r} is not planned for; leave it at 'same'")
+    prepare(command.devices, command.libtpu)
+
+    from groupax.models.families import read_config
+    from groupax.models.summary import find_config
+    from groupax.planning.fitting import Asked, fitting_plan, plan_of
+    from groupax.planning.measured import Compiler
+    from groupax.planning.tables import record_of, text_of, verdict
+    from groupax.run_parts import lora_for
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    hf_config, lora = find_config(command.model)
+    model, lora, compiler = read_config(hf_config), lora or lora_for(args, None), Compiler()
+    asked = plan_of(model, Asked(command.devices, args), lora, compiler, tell)
+    print(text_of(asked))
+    plans = [asked]
+    if not asked.fits:
+        found = fitting_plan(model, asked, lora, compiler, tell)
+        if found is None:
+            print("\nno change of a few settings makes it fit")
+        else:
+            plans.append(found)
+            print(f"\nwith {', '.join(found.asked.changes)} it {verdict(found)}\n\n{text_of(found)}")
+    if command.json is not None:
+        command.json.write_text(json.dumps([record_of(each) for each in plans], indent=1) + "\n", encoding="utf-8")
+    return 0 if asked.fits else 1

@@ -1,0 +1,118 @@
+"""Programs compiled: what each takes of a device's memory, and the least time that it can take there."""
+
+import hashlib
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from groupax.errors import is_out_of_memory
+from groupax.parallel.accelerators import Chip
+from groupax.planning.counting import Counts, counts_of
+from groupax.planning.programs import Program, Run, own_bytes
+
+OTHER = "temporary"
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A program of a run, on one device.
+
+    Attributes:
+        name: of the function.
+        runs: in a rollout and the updates on it.
+        memory: bytes while it runs, by what they are, those too that it does not read.
+        counts: of one run.
+        compile_s: what its compilation took.
+        needed: bytes in all, if the compiler has given up because they do not fit; the parts are not known then.
+    """
+
+    name: str
+    runs: int
+    memory: Mapping[str, float]
+    counts: Counts
+    compile_s: float
+    needed: float | None = None
+
+    @property
+    def total(self) -> float:
+        """Bytes while it runs."""
+        return sum(self.memory.values()) if self.needed is None else self.needed
+
+    def seconds(self, chip: Chip) -> dict[str, float]:
+        """The least that one run takes for its arithmetic, for memory and for what devices exchange."""
+        touched = max(self.counts.product_bytes, sum(self.memory.get(kind, 0.0) for kind in ("masters", "optimizer")))
+        touched = touched if self.name == "apply_update" else self.counts.product_bytes
+        return {
+            "arithmetic": self.counts.flops / chip.flops,
+            "memory": touched / chip.memory_bytes_per_s,
+            "links": self.counts.exchanged_bytes / chip.link_bytes_per_s,
+        }
+
+
+@dataclass
+class Compiler:
+    """Compiles programs, each that is the same only once.
+
+    Attributes:
+        known: memory of programs, or how many bytes one that does not fit needs, with the seconds that it took.
+    """
+
+    known: dict[str, tuple[Any, float]] = field(default_factory=dict)
+
+    def measured(self, run: Run, program: Program, sizes: Mapping[str, int]) -> Measured:
+        """What a program takes beside what is always there.
+
+        Args:
+            run: of which it is.
+            program: to be compiled.
+            sizes: of the mesh's axes.
+        """
+        lowered = program.traced.lower()
+        found, seconds = self._memory_of(lowered)
+        counts = counts_of(program.traced.jaxpr, sizes, program.loop_steps)
+        trees = {**run.residents, **program.arguments}
+        memory = {kind: own_bytes({kind: tree}) for kind, tree in trees.items()}
+        beside = sum(own_bytes({kind: tree}) for kind, tree in run.residents.items() if kind not in program.arguments)
+        if isinstance(found, float):
+            return Measured(program.name, program.runs, {}, counts, seconds, found + beside)
+        arguments, others = found
+        memory[OTHER] = others + arguments - own_bytes(program.arguments)
+        return Measured(program.name, program.runs, memory, counts, seconds)
+
+    def _memory_of(self, lowered: Any) -> tuple[Any, float]:
+        """Bytes of a program's arguments and of all else that it needs, or of all together if they do not fit."""
+        key = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        if key not in self.known:
+            started_s = time.perf_counter()
+            try:
+                stats: Any = lowered.compile().memory_analysis()
+            except jax.errors.JaxRuntimeError as error:
+                needed = _needed_bytes(str(error)) if is_out_of_memory(error) else None
+                if needed is None:
+                    raise
+                self.known[key] = needed, time.perf_counter() - started_s
+            else:
+                others = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+                found = float(stats.argument_size_in_bytes), float(others)
+                self.known[key] = found, time.perf_counter() - started_s
+        return self.known[key]
+
+
+def _needed_bytes(message: str) -> float | None:
+    """How much a program would use, in the words of XLA."""
+    match = re.search(r"Used ([\d.]+)([KMG])i?B? of", message)
+    return float(match[1]) * _UNITS[match[2]] if match else None
+
+
+def step_seconds(programs: Sequence[Measured], gathered_bytes: float, chip: Chip) -> dict[str, float]:
+    """The least time of a rollout, of scoring it, and of the updates on it."""
+    phases = {"rollout": gathered_bytes / chip.link_bytes_per_s, "scoring": 0.0, "updates": 0.0}
+    for program in programs:
+        phase = {"admit": "rollout", "decode_chunk": "rollout", "score": "scoring"}.get(program.name, "updates")
+        phases[phase] += program.runs * max(program.seconds(chip).values())
+    return phases

@@ -1,0 +1,132 @@
+"""Plans as text and as records."""
+
+from typing import Any
+
+from groupax.parallel.accelerators import Chip
+from groupax.planning.fitting import Plan
+from groupax.planning.measured import OTHER, Measured, step_seconds
+
+_KINDS = ("masters", "optimizer", "policy", "base", "reference", "gathered weights", "rollout weights", "kv cache")
+KINDS = (*_KINDS, "gradients", OTHER)
+
+
+def text_of(plan: Plan) -> str:
+    """What a plan comes to, as tables of a terminal's width."""
+    if plan.fault is not None:
+        return verdict(plan)
+    assert plan.run is not None, "there is no fault"
+    lines = [_settings(plan), "", "memory of a device, GB", *_memory_table(plan), ""]
+    lines += ["one run of each program on a device", *_work_table(plan), ""]
+    if plan.target.chip is not None:
+        lines += [_least_time(plan, plan.target.chip), ""]
+    return "\n".join([*lines, verdict(plan)])
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, in a line."""
+    if plan.fault is not None:
+        return f"does not fit: {plan.fault}"
+    most, chip = plan.largest, plan.target.chip
+    if chip is None:
+        return f"the most is {_gb(most.total)} GB of memory for each device, in {most.name}"
+    fits = "fits" if plan.fits else "DOES NOT FIT"
+    return f"{fits}: the most is {_gb(most.total)} GB of {_gb(chip.memory_bytes)}, in {most.name}"
+
+
+def record_of(plan: Plan) -> dict[str, Any]:
+    """The same as numbers: bytes, operations and seconds."""
+    chip, run = plan.target.chip, plan.run
+    record: dict[str, Any] = {
+        "devices": plan.target.name,
+        "mesh": list(plan.mesh.shape.values()),
+        "changes": list(plan.asked.changes),
+        "fits": plan.fits,
+        "fault": None if plan.fault is None else str(plan.fault),
+    }
+    if run is None:
+        return record
+    record["programs"] = [
+        {
+            "name": program.name,
+            "runs": program.runs,
+            "compile_s": round(program.compile_s, 1),
+            "memory": dict(program.memory),
+            "total": program.total,
+            "flops": program.counts.flops,
+            "product_bytes": program.counts.product_bytes,
+            "exchanged": dict(program.counts.exchanged),
+            "seconds": program.seconds(chip) if chip else None,
+        }
+        for program in plan.programs
+    ]
+    record |= {"gathered_bytes": run.gathered_bytes, "num_rows": run.num_rows, "num_updates": run.num_updates}
+    if chip is not None:
+        record["step_seconds"] = step_seconds(plan.programs, run.gathered_bytes, chip)
+    return record
+
+
+def _settings(plan: Plan) -> str:
+    run, args, shape = plan.run, plan.asked.args, plan.mesh.shape
+    assert run is not None, "there is no fault"
+    sizes = ", ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "one device"
+    return (
+        f"{plan.target.name}: {plan.mesh.devices.size} devices, {sizes}\n"
+        f"{run.num_rows} completions of {args.max_completion_length} tokens in each rollout, {run.num_updates} "
+        f"update{'s' * (run.num_updates > 1)} on them; on a device {run.cache.num_slots} rows are decoded at once, and "
+        f"an update has {run.num_micro_batches} micro-batch{'es' * (run.num_micro_batches > 1)} of "
+        f"{run.micro_batch_cells} tokens"
+    )
+
+
+def _memory_table(plan: Plan) -> list[str]:
+    kinds = [kind for kind in KINDS if any(program.memory.get(kind) for program in plan.programs)]
+    rows = [["", *kinds, "total"]]
+    for program in plan.programs:
+        cells = [_gb(program.memory[kind]) if program.memory.get(kind) else "" for kind in kinds]
+        rows.append([program.name, *cells, _gb(program.total)])
+    return _aligned(rows)
+
+
+def _work_table(plan: Plan) -> list[str]:
+    chip = plan.target.chip
+    rows = [["", "runs", "TFLOP", "GB in products", "GB to others", *(["at least", "bound by"] if chip else [])]]
+    for program in plan.programs:
+        counts = program.counts
+        row = [
+            program.name,
+            str(program.runs),
+            f"{counts.flops / 1e12:.2f}",
+            f"{counts.product_bytes / 1e9:.1f}",
+            ", ".join(f"{sent / 1e9:.2f} {kind}" for kind, sent in counts.exchanged.items() if sent >= 5e6) or "-",
+        ]
+        rows.append(row + (_least(program, chip) if chip else []))
+    return _aligned(rows)
+
+
+def _least(program: Measured, chip: Chip) -> list[str]:
+    seconds = program.seconds(chip)
+    bound = max(seconds, key=lambda name: seconds[name])
+    return [f"{seconds[bound] * 1e3:.1f} ms", bound]
+
+
+def _least_time(plan: Plan, chip: Chip) -> str:
+    run = plan.run
+    assert run is not None, "there is no fault"
+    phases = step_seconds(plan.programs, run.gathered_bytes, chip)
+    total = sum(phases.values())
+    tokens = run.num_rows * plan.asked.args.max_completion_length
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items() if seconds)
+    num = plan.mesh.devices.size
+    return (
+        f"at least {total:.2f} s for a rollout and its updates ({parts}), by the chip's stated peaks: at most "
+        f"{tokens / total:,.0f} tokens/s, {tokens / total / num:,.0f} on each device"
+    )
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f}"
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
