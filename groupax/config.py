@@ -61,6 +61,7 @@ _AT_LEAST = {
     "rollout_log_gb": 0,
     "weight_distribution_log_steps": 0,
     "max_concurrent_rows": 1,
+    "decoding_tp": 1,
     "kv_cache_gb": 1e-6,
     "lora_r": 0,
     "profile": 0,
@@ -337,6 +338,9 @@ class GRPOConfig:
     decoding_weights: DecodingWeights = "same"
     """What rollouts decode with: the policy's weights, or a copy of them in fewer bits, which is faster but not quite
     the policy (see rollout_correction)."""
+    decoding_tp: int = 1
+    """So many devices share the weights that rollouts are decoded with, each with some of the heads; with 1 each has
+    all of them and rows of its own."""
 
     # Evaluation
     eval_steps: int = 0
@@ -480,6 +484,11 @@ class GRPOConfig:
                 f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) are both set; "
                 "leave one at 0"
             )
+        if self.decoding_tp > 1 and self.decoding_weights in ("int8", "float8"):
+            raise ValueError(
+                f"decoding_weights {self.decoding_weights!r} lie whole on every device, and decoding_tp "
+                f"{self.decoding_tp} would split them; set decoding_tp to 1, or decoding_weights to 'bfloat16'"
+            )
         low, high = self.rollout_correction_min, self.rollout_correction_max
         if low is not None and high is not None and low > high:
             raise ValueError(f"rollout_correction_min {low} is above rollout_correction_max {high}")
@@ -495,6 +504,11 @@ class GRPOConfig:
             raise ValueError(
                 f"max_staleness {self.max_staleness} trains on completions of an earlier policy, and nothing makes up "
                 "for it; set rollout_correction, e.g. to 'token_truncate'"
+            )
+        if self.decoding_tp > 1:
+            raise ValueError(
+                f"decoding_tp {self.decoding_tp} and max_staleness {self.max_staleness} exclude each other: what "
+                "devices exchange in decoding and in updates would wait for each other; set decoding_tp to 1"
             )
         if self.updates_per_rollout != int(self.updates_per_rollout):
             raise ValueError(

@@ -156,6 +156,7 @@ def engine_for(args: GRPOConfig, model: Model, params: Params, eos_ids: tuple[in
         kv_bytes=_kv_bytes(args, model),
         kv_dtype=None if args.kv_cache_dtype == "same" else args.kv_cache_dtype,
         weights=args.decoding_weights,
+        tp=args.decoding_tp,
     )
 
 

@@ -32,6 +32,7 @@ FREE = {
     "scan_layers",
     "share_prefix",
     "max_concurrent_rows",
+    "decoding_tp",
     "kv_cache_gb",
     "rollout",
     "rollout_folder",

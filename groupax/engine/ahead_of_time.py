@@ -5,14 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from groupax.engine.cache import Cache, empty_cache
-from groupax.engine.decode import REPLICATED, ROWS, admit, decode_chunk
+from groupax.engine.cache import ROWS, empty_cache, place_of
+from groupax.engine.decode import REPLICATED, admit, decode_chunk
 from groupax.engine.plan import CacheShape, max_prompts
 from groupax.engine.slots import BIASED_TOKENS, STOP_IDS, slot_table, slots_of
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
+from groupax.models.split import partition_specs
 from groupax.parallel.mesh import num_data_shards
 
 CHUNK_STEPS = 32
@@ -20,8 +21,8 @@ CHUNK_STEPS = 32
 
 def traced_programs(
     config: ModelConfig, mesh: Mesh, shape: CacheShape, params: Params, kv_dtype: Any
-) -> tuple[jax.stages.Traced, jax.stages.Traced, Cache]:
-    """The programs `admit`, of as many prompts as are computed at once, and `decode_chunk`, and the cache's shapes.
+) -> tuple[jax.stages.Traced, jax.stages.Traced, Any, Any]:
+    """The programs `admit`, of as many prompts as are computed at once, and `decode_chunk`; their weights and cache.
 
     Args:
         config: the model.
@@ -39,10 +40,13 @@ def traced_programs(
     def numbers(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=rows)
 
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), params)
+    def as_in(x: Any, place: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, place))
+
+    params = jax.tree.map(as_in, params, partition_specs(config, mesh, params))
     num_slots, num_places = num_shards * shape.num_slots, num_shards * shape.num_places
     sizes = (num_places, shape.num_prompt_columns, num_slots, shape.num_columns)
-    cache = jax.tree.map(on_rows, jax.eval_shape(lambda: empty_cache(config, *sizes, kv_dtype)))
+    cache = jax.tree.map(lambda x: as_in(x, place_of(x)), jax.eval_shape(lambda: empty_cache(config, *sizes, kv_dtype)))
     slots = slots_of(slot_table(num_slots, STOP_IDS, BIASED_TOKENS), on_rows)
     num_prompts = num_shards * prompts_at_once(shape)
     prompts = numbers(num_prompts, shape.num_prompt_columns), numbers(num_prompts)
@@ -50,7 +54,7 @@ def traced_programs(
     static = {"config": config, "mesh": mesh}
     column = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     admits = admit.trace(params, cache, slots, *prompts, numbers(num_places), is_new, slots, **static)
-    return admits, decode_chunk.trace(params, cache, slots, column, num_steps=CHUNK_STEPS, **static), cache
+    return admits, decode_chunk.trace(params, cache, slots, column, num_steps=CHUNK_STEPS, **static), params, cache
 
 
 def prompts_at_once(shape: CacheShape) -> int:

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from groupax.engine.cache import Cache, empty_cache
-from groupax.engine.decode import ROWS, Chunk, Known, admit, decode_chunk
+from groupax.engine.cache import ROWS, Cache, empty_cache, place_of
+from groupax.engine.decode import Chunk, Known, admit, decode_chunk
 from groupax.engine.plan import (
     CACHE_COLUMNS,
     MIN_SLOTS,
@@ -309,7 +309,8 @@ class Batch:
         if gathered is None:
             return None
         lengths, k, v = gathered
-        return Known(self._on_rows(starts + lengths), *([self._on_rows(each) for each in layers] for layers in (k, v)))
+        arrays = (starts + lengths, k, v)
+        return Known(*placed(arrays, jax.tree.map(lambda x: NamedSharding(self.mesh, place_of(x)), arrays)))
 
     def _idle_slots(self) -> np.ndarray:
         return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased)
@@ -346,4 +347,6 @@ def _multiple_of_8(size: int) -> int:
 def _cache_maker(config: ModelConfig, *sizes_dtype_mesh: Any) -> Callable[[], Cache]:
     """A program that makes an empty cache of these sizes on the devices."""
     *sizes, dtype, mesh = sizes_dtype_mesh
-    return jax.jit(partial(empty_cache, config, *sizes, dtype), out_shardings=NamedSharding(mesh, ROWS))
+    make = partial(empty_cache, config, *sizes, dtype)
+    places = jax.tree.map(lambda x: NamedSharding(mesh, place_of(x)), jax.eval_shape(make))
+    return jax.jit(make, out_shardings=places)

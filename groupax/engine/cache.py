@@ -11,10 +11,15 @@ running completion.
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from groupax.models.config import ModelConfig
+from groupax.parallel.mesh import DATA, RULES
 from groupax.pytree import pytree
+
+ROWS = PartitionSpec(DATA)
+HEADS = PartitionSpec(DATA, RULES["kv_heads"])
 
 
 @pytree
@@ -46,6 +51,11 @@ class Cache:
     def num_prompt_columns(self) -> int:
         """S: how many tokens a prompt can have."""
         return self.prompt_tokens.shape[1]
+
+
+def place_of(x: Any) -> PartitionSpec:
+    """Where an array of a cache lies: rows on their devices, of keys and values the heads too."""
+    return HEADS if x.ndim == 4 else ROWS
 
 
 def empty_cache(

@@ -1,13 +1,13 @@
 """The two programs of the engine: admit prompts into slots, and decode a chunk of tokens in every slot.
 
 Both run on each device of the data axes by itself, with no communication: a device leaves its loop as soon as
-its own slots are done. A slot's last prompt token is not prefilled; it is the first token that decoding feeds,
-so that the first sampled token takes the same path as all others.
+its own slots are done. Where devices share the weights (the mesh's `tp`), all of them take the same number of
+turns, so that none waits for one that has left. A slot's last prompt token is not prefilled; it is the first token
+that decoding feeds, so that the first sampled token takes the same path as all others.
 """
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from groupax.engine.cache import Cache
+from groupax.engine.cache import ROWS, Cache, place_of
 from groupax.engine.params import MAX_LOGPROBS
 from groupax.engine.plan import piece_columns
 from groupax.engine.sampling import History, SamplingSettings, alternatives, sample
@@ -23,11 +23,12 @@ from groupax.models.attention import attend_cached, attend_stored, within_window
 from groupax.models.config import Attention, ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.layers import vocabulary_logits
-from groupax.models.specs import Params
-from groupax.parallel.mesh import DATA
+from groupax.models.specs import Params, layout_of
+from groupax.models.split import collected_weight, partition_specs
+from groupax.parallel.collectives import gathered
+from groupax.parallel.mesh import DATA, Layout
 from groupax.pytree import pytree
 
-ROWS = PartitionSpec(DATA)
 REPLICATED = PartitionSpec()
 
 
@@ -121,6 +122,8 @@ def admit(
         config, mesh: static.
     """
 
+    layout = layout_of(config, mesh)
+
     def local(
         params: Params,
         cache: Cache,
@@ -133,7 +136,7 @@ def admit(
         *known: Known,
     ) -> tuple[Cache, Slots]:
         has_new = source >= 0
-        keys, values = _prefill(config, params, prompts, starts, cache.k[0].dtype, known[0] if known else None)
+        keys, values = _prefill(config, params, prompts, starts, cache.k[0], known[0] if known else None, layout)
         first = cache.num_prompt_columns - prompts.shape[1]
 
         def put(old: Array, new: Array, axis: int) -> Array:
@@ -151,8 +154,10 @@ def admit(
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
 
     given = () if known is None else (known,)
-    in_specs = (REPLICATED, *(ROWS,) * (7 + len(given)))
-    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(ROWS, ROWS), check_vma=False)
+    places = jax.tree.map(place_of, cache)
+    of_known = jax.tree.map(place_of, given)
+    in_specs = (partition_specs(config, mesh, params), places, *(ROWS,) * 6, *of_known)
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(places, ROWS), check_vma=False)
     return program(params, cache, slots, prompts, prompt_starts, source, is_new, admitted, *given)
 
 
@@ -176,10 +181,12 @@ def decode_chunk(
         config, mesh, num_steps: static.
     """
 
-    def local(params: Params, cache: Cache, slots: Slots, column: Array) -> tuple[Cache, Slots, Chunk]:
-        return _decode_chunk(config, num_steps, params, cache, slots, column)
+    layout, places = layout_of(config, mesh), jax.tree.map(place_of, cache)
 
-    in_specs, out_specs = (REPLICATED, ROWS, ROWS, REPLICATED), (ROWS, ROWS, ROWS)
+    def local(params: Params, cache: Cache, slots: Slots, column: Array) -> tuple[Cache, Slots, Chunk]:
+        return _decode_chunk(config, num_steps, params, cache, slots, column, layout)
+
+    in_specs, out_specs = (partition_specs(config, mesh, params), places, ROWS, REPLICATED), (places, ROWS, ROWS)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return program(params, cache, slots, column)
 
@@ -189,16 +196,19 @@ def _prefill(
     params: Params,
     prompts: Int[Array, "P S"],
     starts: Int[Array, "P"],
-    dtype: Any,
+    like: Float[Array, "B K H T"],
     known: Known | None,
+    layout: Layout,
 ) -> tuple[list[Array], list[Array]]:
-    """Keys and values of the prompts, per layer, computed in pieces of some columns from the first unknown one on."""
-    P, S = prompts.shape
+    """Keys and values of the prompts, per layer, computed in pieces of some columns from the first unknown one on.
+
+    Those of the device's heads, in the dtype of `like`.
+    """
+    (P, S), (_, K, H, _), dtype = prompts.shape, like.shape, like.dtype
     M = piece_columns(P, S)
     if known is None:
-        K, H, layers = config.num_kv_heads, config.attention_dim, range(config.num_layers)
-        keys = [jnp.zeros((P, K, H, S), dtype) for _ in layers]
-        values = [jnp.zeros((P, K, S, H), dtype) for _ in layers]
+        keys = [jnp.zeros((P, K, H, S), dtype) for _ in range(config.num_layers)]
+        values = [jnp.zeros((P, K, S, H), dtype) for _ in range(config.num_layers)]
         first_unknown = starts
     else:
         keys, values, first_unknown = known.k, known.v, known.first_unknown
@@ -228,15 +238,19 @@ def _prefill(
         tokens = lax.dynamic_slice_in_dim(prompts, first, M, 1)
         positions = jnp.maximum(own[None, :] - starts[:, None], 0)
         layers = list(zip(*stored, strict=True))
-        layers = forward(config, params, tokens.reshape(-1), positions.reshape(-1), attend_to_stored, layers).kept
+        layers = forward(
+            config, params, tokens.reshape(-1), positions.reshape(-1), attend_to_stored, layers, layout=layout
+        ).kept
         return [keys for keys, _ in layers], [values for _, values in layers]
 
     first_piece = jnp.minimum(jnp.min(first_unknown), S - 1) // M
+    if layout.axes:
+        first_piece = lax.pmin(first_piece, DATA)
     return lax.fori_loop(first_piece, S // M, piece, (keys, values))
 
 
 def _decode_chunk(
-    config: ModelConfig, C: int, params: Params, cache: Cache, slots: Slots, column: Int[Array, ""]
+    config: ModelConfig, C: int, params: Params, cache: Cache, slots: Slots, column: Int[Array, ""], layout: Layout
 ) -> tuple[Cache, Slots, Chunk]:
     """The loop over one device's slots, with the cache updated in place."""
     B = slots.token.shape[0]
@@ -257,7 +271,10 @@ def _decode_chunk(
 
     def busy(carry: tuple[Array, Slots, Cache, Chunk]) -> Array:
         index, slots, _, _ = carry
-        return (index < C) & jnp.any(slots.remaining > 0)
+        is_busy = jnp.any(slots.remaining > 0)
+        if layout.axes:
+            is_busy = lax.pmax(is_busy.astype(jnp.int32), DATA) > 0
+        return (index < C) & is_busy
 
     def step(carry: tuple[Array, Slots, Cache, Chunk]) -> tuple[Array, Slots, Cache, Chunk]:
         index, slots, cache, chunk = carry
@@ -280,9 +297,10 @@ def _decode_chunk(
             return out, (prompt_k, prompt_v, keys, values)
 
         layers = list(zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True))
-        hidden, layers, _ = forward(config, params, slots.token, slots.position, attend_to_past, layers)
+        hidden, layers, _ = forward(config, params, slots.token, slots.position, attend_to_past, layers, layout=layout)
         _, _, keys, values = (list(each) for each in zip(*layers, strict=True))
-        logits = vocabulary_logits(hidden, head_weights(params), config.logit_softcap)
+        head = collected_weight(layout, ("vocab", "embed"), head_weights(params))
+        logits = gathered(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
         tokens = lax.dynamic_update_index_in_dim(cache.tokens, slots.token, current, axis=1)
         history = History(
             prompt_tokens=cache.prompt_tokens,

@@ -19,10 +19,10 @@ from groupax.engine.scheduler import Sequence
 from groupax.engine.session import Session
 from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
-from groupax.models.quantize import check_decoding_weights, decoding_params
-from groupax.models.specs import Params
+from groupax.models.quantize import check_decoding_weights, decoding_params, is_quantized
+from groupax.models.specs import Params, split_dims
 from groupax.models.split import laid_out
-from groupax.parallel.mesh import is_split, rows_mesh
+from groupax.parallel.mesh import check_divides, decoding_mesh, is_split
 from groupax.parallel.peak import free_memory_bytes
 from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer
 
@@ -48,6 +48,7 @@ class Engine:
         prefix_bytes: host memory for what was computed for finished sequences, so that prompts which begin with the
             same tokens, as the next turn of a conversation does, need only the rest computed; 0 for none.
         weights: to decode with: "same" as `params`, or a copy of them in "bfloat16", "int8" or "float8".
+        tp: so many neighbouring devices share the weights, and decode the same rows.
 
     Attributes:
         prefixes: what is stored of finished sequences.
@@ -112,10 +113,14 @@ class Engine:
         kv_dtype: Any = None,
         prefix_bytes: int = 0,
         weights: str = "same",
+        tp: int = 1,
     ) -> None:
         self.config = config
         self.weights = weights
-        self.mesh, self._gathers = rows_mesh(mesh), is_split(mesh)
+        self.mesh = decoding_mesh(mesh, tp)
+        self._gathers = is_split(mesh) or tp > 1
+        if tp > 1:
+            _check_shared(config, self.mesh, params, weights)
         self._given: Params = params
         self._params: Params | None = None
         self.version = 0
@@ -230,10 +235,10 @@ class Engine:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the keys and values of one token in all layers."""
+        """Of the keys and values of one token in all layers, on one of the devices that have them."""
         return (
             2 * self.config.num_layers * self.config.num_kv_heads * self.config.attention_dim * self.kv_dtype.itemsize
-        )
+        ) // self.mesh.shape["tp"]
 
     def warmup(self, prompt_length: int, params: SamplingParams | None = None, num_prompts: int = 1) -> int:
         """Compile what a request of this shape needs, by running it on made-up prompts; returns `num_programs`."""
@@ -260,6 +265,18 @@ class Engine:
                 f"prompt {index} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has "
                 f"{self.config.vocab_size} tokens: is this its tokenizer?"
             )
+
+
+def _check_shared(config: ModelConfig, mesh: Mesh, params: Params, weights: str) -> None:
+    """See that the devices of a mesh can share weights to decode with.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if is_quantized(params) or weights in ("int8", "float8"):
+        how = "quantized weights" if is_quantized(params) else f"weights in {weights}"
+        raise ValueError(f"{how} lie whole on every device: decode with tp 1 instead of {mesh.shape['tp']}")
+    check_divides({dim: size for dim, size in split_dims(config).items() if dim != "vocab"}, mesh)
 
 
 def unstarted(

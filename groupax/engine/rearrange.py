@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from groupax.engine.cache import Cache
-from groupax.engine.decode import REPLICATED, ROWS, Slots
+from groupax.engine.cache import ROWS, Cache, place_of
+from groupax.engine.decode import REPLICATED, Slots
 
 
 def rearrange(
@@ -82,15 +82,15 @@ def move(
         return lax.slice_in_dim(jnp.roll(padded, shift, axis), 0, num_columns, axis=axis)
 
     given = () if rows is None else (rows,)
-    in_specs = (ROWS, REPLICATED, *(ROWS for _ in given))
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)(x, shift, *given)
+    in_specs = (place_of(x), REPLICATED, *(ROWS for _ in given))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=place_of(x), check_vma=False)(x, shift, *given)
 
 
 @partial(jax.jit, static_argnames="mesh")
 def take(x: Array, places: Int[Array, "Q"], *, mesh: Mesh) -> Array:
     """Some rows of an array, each from its own device."""
     return jax.shard_map(
-        lambda x, places: x[places], mesh=mesh, in_specs=(ROWS, ROWS), out_specs=ROWS, check_vma=False
+        lambda x, places: x[places], mesh=mesh, in_specs=(place_of(x), ROWS), out_specs=place_of(x), check_vma=False
     )(x, places)
 
 

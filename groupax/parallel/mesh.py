@@ -95,11 +95,18 @@ def num_data_shards(mesh: Mesh) -> int:
     return int(np.prod([mesh.shape[axis] for axis in DATA]))
 
 
-def rows_mesh(mesh: Mesh) -> Mesh:
-    """The same devices, all of them data shards: where rollouts are decoded."""
-    if num_data_shards(mesh) == mesh.devices.size:
+def decoding_mesh(mesh: Mesh, tp: int = 1) -> Mesh:
+    """The same devices as rollouts are decoded on: so many neighbours share the weights, all else are data shards.
+
+    Raises:
+        ValueError: the devices do not divide by `tp`.
+    """
+    if mesh.shape["tp"] == tp and num_data_shards(mesh) * tp == mesh.devices.size:
         return mesh
-    return Mesh(mesh.devices.reshape(-1, *(1,) * (len(AXES) - 1)), AXES)
+    if mesh.devices.size % tp:
+        raise ValueError(f"decoding_tp {tp} does not divide the {mesh.devices.size} devices")
+    sizes = {**dict.fromkeys(AXES, 1), AXES[0]: mesh.devices.size // tp, "tp": tp}
+    return Mesh(mesh.devices.reshape(tuple(sizes.values())), AXES)
 
 
 def is_split(mesh: Mesh) -> bool:

@@ -9,7 +9,7 @@ from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import split_dims
 from groupax.parallel.accelerators import tpu_slice
-from groupax.parallel.mesh import check_divides, make_mesh
+from groupax.parallel.mesh import check_divides, decoding_mesh, indivisible, make_mesh
 from groupax.planning.devices import Target, target_of
 from groupax.planning.measured import Compiler, Measured
 from groupax.planning.programs import Run, UnfitError, run_of
@@ -110,7 +110,7 @@ def fitting_plan(
 ) -> Plan | None:
     """The nearest plan that fits, by one change after another; None if there is none among the first few."""
     for _ in range(MOST_CHANGES):
-        change = next(_changes(plan), None)
+        change = next(_changes(config, plan), None)
         if change is None:
             return None
         tell(f"does not fit; trying {change.changes[-1]}")
@@ -120,7 +120,7 @@ def fitting_plan(
     return None
 
 
-def _changes(plan: Plan) -> Iterator[Asked]:
+def _changes(config: ModelConfig, plan: Plan) -> Iterator[Asked]:
     """What may be changed of a plan that does not fit, the least first."""
     asked, args = plan.asked, plan.asked.args
     is_rollout = plan.fault.in_rollout if plan.fault else plan.largest.name in ("admit", "decode_chunk")
@@ -131,7 +131,11 @@ def _changes(plan: Plan) -> Iterator[Asked]:
         if tokens > longest and plan.run.micro_batch_cells > longest:
             half = max(longest, min(tokens, plan.run.micro_batch_cells) // 2)
             yield asked.changed(f"--micro_batch_tokens {half}", micro_batch_tokens=half)
-    if is_rollout and args.decoding_weights == "same":
+    if is_rollout and args.decoding_weights in ("same", "bfloat16"):
+        tp = 2 * args.decoding_tp
+        if not plan.mesh.devices.size % tp and not _undivided(config, plan.mesh, tp):
+            yield asked.changed(f"--decoding_tp {tp}", decoding_tp=tp)
+    if is_rollout and args.decoding_weights == "same" and args.decoding_tp == 1:
         yield asked.changed("--decoding_weights int8", decoding_weights="int8")
     if is_rollout and plan.run is not None and plan.run.cache.num_slots > 2 and args.max_concurrent_rows > 2:
         slots = plan.run.cache.num_slots * plan.mesh.devices.size // 2
@@ -142,6 +146,11 @@ def _changes(plan: Plan) -> Iterator[Asked]:
         larger = _larger(asked.devices)
         fixed = args.mesh is not None and -1 not in mesh_sizes(args.mesh)
         yield asked.changed(f"{larger}", larger, **({"mesh": _FSDP} if fixed else {}))
+
+
+def _undivided(config: ModelConfig, mesh: Any, tp: int) -> bool:
+    """Whether a dim cannot be split among so many devices to decode."""
+    return any(dim != "vocab" for dim, _, _ in indivisible(split_dims(config), decoding_mesh(mesh, tp)))
 
 
 def _larger(name: str) -> str:

@@ -28,7 +28,7 @@ from groupax.models.specs import Params, model_specs
 from groupax.models.split import partition_specs
 from groupax.objective.aggregation import Denominators
 from groupax.optimizer import make_optimizer, make_schedule
-from groupax.parallel.mesh import is_split, num_data_shards, rows_mesh
+from groupax.parallel.mesh import decoding_mesh, is_split, num_data_shards
 from groupax.run_parts import learner_settings
 from groupax.slices import slices_of
 from groupax.step import (
@@ -44,6 +44,7 @@ from groupax.step import (
 )
 
 _LENGTH = "max_completion_length"
+_UNLIMITED = 1e15  # bytes
 # Optimizer steps of the schedule, which changes nothing of its program.
 _STEPS = 1000
 
@@ -173,6 +174,7 @@ class _Abstract:
         self.state: Any = _placed(state, state_specs(config, mesh, state), mesh)
         self.frozen = Frozen(weights, self.scalar) if lora else None
         # the masters themselves where they have the dtype
+        self.policy_name = "masters" if self.dtype == jnp.float32 else "policy"
         self.policy = self.masters if self.dtype == jnp.float32 else self.on_mesh(_in_dtype(trained, self.dtype))
         residents = {"masters": self.state.params, "optimizer": self.state.opt_state}
         residents |= {"policy": self.policy} if self.dtype != jnp.float32 else {}
@@ -198,47 +200,57 @@ def _rollout(
     of_model: _Abstract, num_rows: int, longest: tuple[int, int], left: float
 ) -> tuple[list[Program], CacheShape, float]:
     """The engine's programs, the shape of its cache, and the bytes that a device gets before it decodes."""
-    config, args, mesh = of_model.config, of_model.args, rows_mesh(of_model.mesh)
-    whole = joined(of_model.frozen, of_model.policy)
-    params = whole
-    if args.decoding_weights != "same":
-        params = jax.eval_shape(lambda params: decoding_params(config, params, args.decoding_weights), whole)
-    gathers, copies = is_split(of_model.mesh), args.decoding_weights != "same"
-    kv_dtype = of_model.dtype if args.kv_cache_dtype == "same" else jnp.dtype(args.kv_cache_dtype)
-    kv_dtype = (
-        jnp.dtype("bfloat16") if args.decoding_weights == "bfloat16" and args.kv_cache_dtype == "same" else kv_dtype
-    )
-    own = left - (_num_bytes(whole) if gathers else 0) - (_num_bytes(params) if copies else 0)
+    config, args = of_model.config, of_model.args
+    mesh = decoding_mesh(of_model.mesh, args.decoding_tp)
+    given = joined(of_model.frozen, of_model.policy)
+    gathers, copies = is_split(of_model.mesh) or args.decoding_tp > 1, args.decoding_weights != "same"
+    gathered = _placed(given, partition_specs(config, mesh, given), mesh)
+    params = gathered
+    if copies:
+        params = jax.eval_shape(lambda params: decoding_params(config, params, args.decoding_weights), given)
+        params = _placed(params, partition_specs(config, mesh, params), mesh)
+    kept = own_bytes({"weights": params}) if gathers or copies else 0.0
+    at_once = kept + (own_bytes({"weights": gathered}) if gathers and copies else 0.0)  # while they are converted
+    if at_once > left:
+        raise UnfitError(
+            f"the weights that rollouts are decoded with take {at_once / 1e9:.1f} GB of a device, and "
+            f"{left / 1e9:.1f} GB are left beside weights and optimizer",
+            in_rollout=True,
+        )
+    kv_dtype = "bfloat16" if args.decoding_weights == "bfloat16" else of_model.dtype
+    kv_dtype = jnp.dtype(kv_dtype if args.kv_cache_dtype == "same" else args.kv_cache_dtype)
+    shape = _cache_shape(of_model, mesh, num_rows, longest, kv_dtype, left - kept)
+    admits, decodes, params, cache = traced_programs(config, mesh, shape, params, kv_dtype)
+    per_shard, num_chunks = -(-num_rows // num_data_shards(mesh)), -(-longest[1] // CHUNK_STEPS)
+    num_prompts, num_waves = -(-per_shard // shape.share), -(-per_shard // shape.num_slots)
+    together = prompts_at_once(shape)
+    num_pieces = shape.num_prompt_columns // piece_columns(together, shape.num_prompt_columns)
+    name = "rollout weights" if kept else of_model.policy_name
+    arguments = {name: params, "kv cache": cache}
+    programs = [
+        Program("admit", admits, arguments, -(-num_prompts // together), num_pieces),
+        Program("decode_chunk", decodes, arguments, num_waves * num_chunks, CHUNK_STEPS),
+    ]
+    return programs, shape, own_bytes({"weights": gathered}) - own_bytes({"weights": given}) if gathers else 0.0
+
+
+def _cache_shape(
+    of_model: _Abstract, mesh: Mesh, num_rows: int, longest: tuple[int, int], kv_dtype: Any, free: float
+) -> CacheShape:
+    """Of each data shard's keys and values, at their largest, as the engine would have it with so much free memory."""
+    config, args, num_shards = of_model.config, of_model.args, num_data_shards(mesh)
     per_token = 2 * config.num_layers * config.num_kv_heads * config.attention_dim * kv_dtype.itemsize
-    budget = FREE_PART * own if args.kv_cache_gb is None else args.kv_cache_gb * 1e9
-    allowed = Plan(int(max(0.0, min(budget, 1e15)) / per_token), config.num_layers, args.max_concurrent_rows)
-    num_shards = num_data_shards(mesh)
-    groups = [args.num_generations] * (num_rows // args.num_generations)
+    budget = FREE_PART * free if args.kv_cache_gb is None else args.kv_cache_gb * 1e9
+    num_tokens = int(min(budget, _UNLIMITED) / (per_token // mesh.shape["tp"]))
+    allowed = Plan(num_tokens, config.num_layers, args.max_concurrent_rows)
     try:
+        groups = [args.num_generations] * (num_rows // args.num_generations)
         shape = allowed.first_shape(groups, num_shards, longest)
     except ValueError as error:
-        free = f"{max(0.0, own) / 1e9:.1f} GB of a device are left for a rollout's keys and values"
-        raise UnfitError(f"{free}: {error}", in_rollout=True) from error
-    num_chunks = -(-longest[1] // CHUNK_STEPS)
-    columns = bucket(num_chunks * CHUNK_STEPS, CACHE_COLUMNS)
-    shape = allowed.smaller(CacheShape(shape.num_slots, shape.share, shape.num_prompt_columns, columns))
-    admits, decodes, cache = traced_programs(config, mesh, shape, params, kv_dtype)
-    per_shard = -(-num_rows // num_shards)
-    waves = -(-per_shard // shape.num_slots)
-    prompts = -(-per_shard // shape.share)
-    at_once = prompts_at_once(shape)
-    pieces = shape.num_prompt_columns // piece_columns(at_once, shape.num_prompt_columns)
-    name = "rollout weights" if gathers or copies else ("policy" if of_model.dtype != jnp.float32 else "masters")
-    arguments = {name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params), "kv cache": cache}
-    if gathers and copies:  # the ones that they are made of stay until the update
-        arguments = {
-            "gathered weights": jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), whole)
-        } | arguments
-    programs = [
-        Program("admit", admits, arguments, -(-prompts // at_once), pieces),
-        Program("decode_chunk", decodes, arguments, waves * num_chunks, CHUNK_STEPS),
-    ]
-    return programs, shape, _num_bytes(whole) - own_bytes({"weights": whole}) if gathers else 0.0
+        told = f"{free / 1e9:.1f} GB of a device are left for a rollout's keys and values: {error}"
+        raise UnfitError(told, in_rollout=True) from error
+    columns = bucket(-(-longest[1] // CHUNK_STEPS) * CHUNK_STEPS, CACHE_COLUMNS)
+    return allowed.smaller(CacheShape(shape.num_slots, shape.share, shape.num_prompt_columns, columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +275,7 @@ def _training(of_model: _Abstract, num_rows: int, longest: tuple[int, int], toke
     totals = jax.eval_shape(lambda params: zero_totals(params, **static, settings=settings), of_model.policy)
     totals = _placed(totals, totals_specs(config, mesh, of_model.policy, totals), mesh)
     scalar, num_parts = of_model.scalar, len(parts)
-    own = {"masters" if of_model.dtype == jnp.float32 else "policy": of_model.policy}
+    own = {of_model.policy_name: of_model.policy}
     own |= {"base": of_model.frozen.params} if of_model.frozen else {}
     counts: Any = jax.tree.unflatten(jax.tree.structure(Denominators(jnp.zeros(()), jnp.zeros(()))), [scalar, scalar])
     steps = micro_step.trace(of_model.policy, totals, batch, counts, scalar, of_model.frozen, None, **of_step)
@@ -314,10 +326,6 @@ def own_bytes(trees: Mapping[str, Any]) -> float:
 def _own_bytes(x: Any) -> float:
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
     return float(math.prod(shape) * np.dtype(x.dtype).itemsize)
-
-
-def _num_bytes(tree: Any) -> float:
-    return sum(float(math.prod(x.shape) * np.dtype(x.dtype).itemsize) for x in jax.tree.leaves(tree))
 
 
 def _in_dtype(specs: Any, dtype: Any) -> Any:

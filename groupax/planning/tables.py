@@ -6,8 +6,7 @@ from groupax.parallel.accelerators import Chip
 from groupax.planning.fitting import Plan
 from groupax.planning.measured import OTHER, Measured, step_seconds
 
-_KINDS = ("masters", "optimizer", "policy", "base", "reference", "gathered weights", "rollout weights", "kv cache")
-KINDS = (*_KINDS, "gradients", OTHER)
+KINDS = ("masters", "optimizer", "policy", "base", "reference", "rollout weights", "kv cache", "gradients", OTHER)
 
 
 def text_of(plan: Plan) -> str:
