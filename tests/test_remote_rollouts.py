@@ -32,9 +32,9 @@ def saved_model(folder):
 
 
 @contextmanager
-def serving(folder, port=0):
+def serving(folder, *options, port=0):
     """The address of `groupax serve`, and its process."""
-    command = [sys.executable, "-m", "groupax", "serve", "--model", str(folder), "--port", str(port)]
+    command = [sys.executable, "-m", "groupax", "serve", "--model", str(folder), "--port", str(port), *options]
     environment = {**os.environ, "GROUPAX_API_KEY": KEY}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
         try:
@@ -112,7 +112,7 @@ def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path, fol
             server.kill()
             server.wait()
             killed.set()
-            context = serving(folder, port)
+            context = serving(folder, port=port)
             again.append(context)
             context.__enter__()
 
