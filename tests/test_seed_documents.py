@@ -164,15 +164,15 @@ def test_the_tutorial_runs_on_ray(folders, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "dataset", "steps"), [(2, "gsm8k", 3), (3, "numinamath", 3)])
-def test_the_programs_run(number, dataset, steps, folders, tmp_path):
+@pytest.mark.parametrize(("number", "recipe"), [(2, "gsm8k"), (3, "numinamath")])
+def test_the_programs_run(number, recipe, folders, tmp_path):
     pytest.importorskip("math_verify")
     pytest.importorskip("wandb")
     finished(["bash", "-euc", the_block("001", number, folders)], tmp_path)
     [metrics] = tmp_path.rglob("metrics.jsonl")
-    assert dataset in str(metrics)
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][-1] == steps
-    assert list((tmp_path / "wandb").glob("offline-run-*"))
+    assert metrics.parent.name == recipe
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2, 3]
+    assert list(metrics.parent.glob("wandb/**/offline-run-*"))
 
 
 @pytest.mark.long
