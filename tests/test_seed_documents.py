@@ -215,7 +215,7 @@ def test_the_job_trains_beside_its_server(folders, tmp_path):
     assert out.count("step 2/2") == 1
     assert lines[-1]["step"] == 2
     assert lines[-1]["loss_tokens"] > 4 * 64  # what per_device_train_batch_size gives a single process
-    assert lines[-1]["rollout/logp_diff_max"] < 0.2  # bfloat16
+    assert lines[-1]["rollout/logp_diff_mean"] < 0.05  # bfloat16; 0.016 was seen
     assert (run_folder / "model" / "model.safetensors").exists()
 
 
