@@ -10,6 +10,7 @@ import textwrap
 from dataclasses import dataclass, field
 
 FENCE = re.compile(r"^[ \t]*```(\w*)\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
+NAME = re.compile(r"\{(\w+)\}")
 CELL = re.compile(r"^In \[(?:\d+|None)\]:\n", re.MULTILINE)
 
 
@@ -24,9 +25,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Run:
-    """A block that runs, with its own replacements."""
+    """A block that runs, with its own replacements.
+
+    Attributes:
+        replace: new texts by old ones; names in braces stand for what the test makes.
+        by: the test that runs it by itself; without it the document's blocks run together, in one namespace.
+    """
 
     replace: dict = field(default_factory=dict)
+    by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,13 +80,14 @@ IMPORTS = {
     "from transformers import AutoModelForCausalLM\n": "from groupax.compat.hf import AutoModelForCausalLM\n",
     "from bitsandbytes import Int8Params\n": "",
 }
-# By what follows in quotes; the folders are made by the test.
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+# By name, in double quotes; the folders are made by the test.
 IDS = {
-    name: f"{{{kind}}}"
+    name: kind
     for kind, names in {
         "model": (
             "your_model_name",
-            "meta-llama/Llama-3.1-8B-Instruct",
+            LLAMA,
             "meta-llama/Meta-Llama-3.1-8B-Instruct",
             "cohereLabs/aya-expanse-8b",
             "Qwen/Qwen2-0.5B-Instruct",
@@ -94,7 +102,6 @@ IDS = {
     for name in names
 }
 TRL_STEPS = {"logging_steps=10)": "logging_steps=10, max_steps=2, max_completion_length=64)"}
-SCRIPTS = "run with these flags, on small data, by tests/test_recipes.py"
 SHELL = "sets up a machine, with a network"
 TUTORIAL = {
     # given twice, which Python refuses
@@ -106,15 +113,49 @@ TUTORIAL = {
     '["math_verify"]': "[]",  # needs a network
     "/dev/shm": "{shm}",
 }
+PROGRAM = {
+    "easydel.scripts": "groupax.scripts",
+    "--max_completion_length 1024": "--max_completion_length 64",
+}
+LAUNCH = {"accelerate launch": "python"}
+# All devices decode without being told; TRL's server listens on all addresses.
+SERVE = {
+    "trl vllm-serve --model Qwen/Qwen2.5-72B --tensor_parallel_size 8": (
+        "groupax serve --model {model} --dtype bfloat16 --host 0.0.0.0 --port {port}"
+    ),
+}
+# Two nodes train in place of four. A slice in quotes is several words, of which srun would take the second for the
+# program; accelerate's options say what SLURM's variables say; block 8, which is started here, has another name for the
+# server's address.
+JOB = {
+    **SERVE,
+    "--nodes=5": "--nodes=3",
+    "NODELIST[4]": "NODELIST[2]",
+    '--nodelist="${NODELIST[@]:0:4}"': '--nodelist="${NODELIST[0]},${NODELIST[1]}"',
+    "NODELIST[@]:0:4": "NODELIST[@]:0:2",
+    "--nodes=4 --ntasks=4": "--nodes=2 --ntasks=2",
+    """accelerate launch \\
+     --config_file examples/accelerate_configs/deepspeed_zero3.yaml \\
+     --num_processes 32 \\
+     --num_machines 4 \\
+     --main_process_ip ${NODELIST[0]} \\
+     --machine_rank $SLURM_PROCID \\
+     --rdzv_backend c10d \\
+     train_grpo.py""": "python train_grpo.py",
+    "--server_ip": "--vllm_server_host",
+}
 # By document and block.
 TABLE = {
     "000": {0: Run({"    # ... other GRPO parameters\n": "    total_batch_size=4, num_train_epochs=1,\n"})},
     "001": {
         0: Run(),
         1: Run({"train[:10%]": "train[:50%]", "num_train_epochs=3": "num_train_epochs=1"}),
-        2: Not(SCRIPTS),
-        3: Not(SCRIPTS),
-        4: Run(),
+        2: Run({**PROGRAM, LLAMA: "{model} --dataset {gsm8k_raw}"}, by="test_the_programs_run"),
+        3: Run(
+            {**PROGRAM, LLAMA: "{model} --dataset {numina}", "--total_batch_size 16": "--total_batch_size 2"},
+            by="test_the_programs_run",
+        ),
+        4: Run(by="test_rows_and_variables"),
         5: Run(
             {
                 "    # Other parameters...\n": (
@@ -127,9 +168,9 @@ TABLE = {
     },
     "002": {
         0: Not(SHELL),
-        1: Run(),
-        2: Run(TUTORIAL),
-        3: Not("the command that starts block 2, as test_the_tutorial_runs_on_ray does"),
+        1: Run(by="test_rows_and_variables"),
+        2: Run(TUTORIAL, by="test_the_tutorial_runs_on_ray"),
+        3: Run(by="test_the_tutorial_runs_on_ray"),
     },
     "003": {
         0: Run(TRL_STEPS),
@@ -137,9 +178,9 @@ TABLE = {
         2: Run(),
         3: Run(TRL_STEPS),
         4: Run(),
-        5: Not("accelerate's launcher; the script itself is block 0"),
-        6: Not("a SLURM cluster, and a server on one of its nodes (issues 10 and 12)"),
-        7: Not("TRL's server on a node of a SLURM cluster; groupax serve is started beside block 8"),
+        5: Run(LAUNCH, by="test_the_command_starts_the_script"),
+        6: Run(JOB, by="test_the_job_trains_beside_its_server"),
+        7: Run(SERVE, by="test_the_server_of_the_job"),
         8: Run({"logging_steps=10,": "logging_steps=10, max_steps=2, max_completion_length=64,"}),
         9: Run(),
         10: Run(),
@@ -159,7 +200,7 @@ TABLE = {
             }
         ),
         15: Run(TRL_STEPS),
-        16: Not("accelerate's launcher; the script itself is block 15"),
+        16: Run(LAUNCH, by="test_the_command_starts_the_script"),
         17: Run(),
         18: Run(),
         19: Run(),
@@ -172,9 +213,9 @@ TABLE = {
         10: Run(),
         **{cell: Run() for cell in range(11, 24)},
         21: Run({"range(3000)": "range(16)"}),
-        24: Not("downloads from Colab"),
+        24: Not("downloads to the browser, from Colab"),
         25: Run(),
-        26: Not("logs in to the hub; the token is in HF_TOKEN"),
+        26: Run({"huggingface-cli login": "hf auth login --token right"}),  # which asks for it
         **{cell: Run() for cell in range(27, 35)},
         35: Not("TRL's own source, quoted"),
         36: Not("a line of TRL's own source, quoted"),
@@ -182,28 +223,31 @@ TABLE = {
         38: Not("printed tensors"),
     },
 }
-# The script of document 003 that is given its server's address, as the SLURM job does it.
-WITH_SERVER = {
-    "use_vllm=True,": "use_vllm=True, vllm_server_port={port},",
-    "bf16=True,": "bf16=False,",  # as the server has it
-}
+# Block 8 of document 003 as the job starts it, beside a server that is not at TRL's port.
+WITH_SERVER = {"use_vllm=True,": "use_vllm=True, vllm_server_port={port},"}
 
 
-def code_of(document, block, folders):
+def code_of(document, block, world):
     """The text of a block as it runs, or None."""
     how = TABLE[document][block.number]
     if isinstance(how, Not):
         return None
-    return replaced(block.text, how.replace, folders)
+    return replaced(block.text, how.replace, world)
 
 
-def replaced(text, own, folders):
-    """A block's text with imports, ids, and its own replacements, each of which has to occur."""
+def replaced(text, own, world):
+    """A block's text with imports, ids, and its own replacements, each of which has to occur.
+
+    Args:
+        text: of the block.
+        own: new texts by old ones.
+        world: what names in braces stand for, such as folders.
+    """
     for old, new in own.items():
         assert old in text, f"{old!r} is not in the block"
-        text = text.replace(old, new)
+        text = text.replace(old, NAME.sub(lambda name: str(world[name[1]]), new))
     for old, new in IMPORTS.items():
         text = text.replace(old, new)
-    for old, new in IDS.items():
-        text = text.replace(f'"{old}"', f'"{new.format(**folders)}"')
+    for old, kind in IDS.items():
+        text = text.replace(f'"{old}"', f'"{world[kind]}"')
     return text

@@ -147,7 +147,9 @@ class Hub(BaseHTTPRequestHandler):
         if not self.allowed():
             return
         name = "/".join(self.path.split("/")[3:5]).partition("?")[0]
-        if self.path.startswith("/api/models/") and name not in self.server.private:
+        if self.path == "/api/whoami-v2":
+            self.answer(200, {"name": "me", "auth": {"accessToken": {"role": "write", "displayName": "a token"}}})
+        elif self.path.startswith("/api/models/") and name not in self.server.private:
             self.answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
         else:
             self.answer(200, {"sha": "0" * 40, "siblings": [], "id": name})

@@ -1,6 +1,5 @@
 """Launchers: processes on this machine with stand-ins for training, and the job file of SLURM."""
 
-import os
 import re
 import shlex
 import shutil
@@ -26,6 +25,8 @@ from groupax.launch.slurm import Slurm, script_of, submit, written
 from groupax.launch.words import LAUNCHED, program_of
 from groupax.parallel.ray import CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
 from groupax.serve.wire import API_KEY_VARIABLE
+
+from .slurm_stand_ins import run_job
 
 TRAIN = ["train", "--model", "Qwen/Qwen2.5-72B", "--dataset", "it's $HOME.jsonl"]
 
@@ -336,28 +337,10 @@ def test_the_file_is_written_and_sbatch_called(tmp_path, monkeypatch, capsys):
             assert submit(Path("one.sbatch")) == said
 
 
-# A stand-in for SLURM's commands: tasks run here, one for each node, with the variables that srun gives them.
-SRUN = """#!/bin/bash
-while [[ "$1" == --* ]]; do
-  case $1 in --ntasks=*) tasks=${1#*=} ;; --nodelist=*) nodes=${1#*=} ;; esac
-  shift
-done
-echo "srun on $nodes"
-for ((task = 0; task < tasks; task++)); do SLURM_PROCID=$task "$@" & runs+=($!); done
-trap 'kill "${runs[@]}"' TERM
-status=0
-for run in "${runs[@]}"; do wait "$run" || { code=$?; ((code > status)) && status=$code; }; done
-exit $status
-"""
-SCONTROL = """#!/bin/bash
-case $1 in
-show) for ((node = 1; node <= SLURM_NNODES; node++)); do echo "127.0.0.$node"; done ;;
-requeue) echo "requeued $2"; kill -TERM "$PPID"; exit 1 ;;
-esac
-"""
 TRAINER = """
 import os, pathlib, sys
-print(*(os.environ["GROUPAX_" + name] for name in ("PROCESS_ID", "NUM_PROCESSES", "COORDINATOR")), sys.argv[1:])
+place = [os.environ["GROUPAX_" + name] for name in ("PROCESS_ID", "NUM_PROCESSES", "COORDINATOR")]
+sys.stdout.write(" ".join([*place, str(sys.argv[1:])]) + os.linesep)
 seen = pathlib.Path("seen" + os.environ["GROUPAX_PROCESS_ID"])
 statuses = [int(word) for word in os.environ["STATUSES"].split()]
 number = len(seen.read_text()) if seen.exists() else 0
@@ -366,36 +349,16 @@ sys.exit(statuses[number])
 """
 
 
-def run_job(folder, num_nodes, text, statuses=""):
-    """The status and the output of a job under the stand-in."""
-    for name, stand_in in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (folder / name).write_text(stand_in)
-        (folder / name).chmod(0o755)
-    file = written(text, folder / "job.sbatch")
-    environment = {
-        **os.environ,
-        "PATH": f"{folder}:{os.environ['PATH']}",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-        "SLURM_JOB_ID": "12345",
-        "SLURM_JOB_NAME": "job",
-        "SLURM_JOB_NODELIST": "list",
-        "SLURM_NNODES": str(num_nodes),
-        "STATUSES": statuses,
-    }
-    done = subprocess.run([str(file)], cwd=folder, env=environment, capture_output=True, text=True)
-    return done.returncode, done.stdout
-
-
 def test_a_job_is_started_again_after_failures_and_ends_with_the_last_status(tmp_path):
     words = [sys.executable, "-Sc", TRAINER, "it's $HOME", ""]
-    status, out = run_job(tmp_path, 2, script_of(Slurm(nodes=2, backoff_s=0), words), "3 0")
-    assert status == 0
+    status, out = run_job(tmp_path, script_of(Slurm(nodes=2, backoff_s=0), words), STATUSES="3 0")
+    assert status == 0, out
     assert out.count("srun on 127.0.0.1,127.0.0.2") == 2
     assert "0 2 127.0.0.1:14690 [\"it's $HOME\", '']" in out
     assert "ended with status 3, started again in 0 s (1 of 3 times)" in out
     for name in ("seen0", "seen1"):
         (tmp_path / name).unlink()
-    status, out = run_job(tmp_path, 1, script_of(Slurm(backoff_s=0, restarts=1), words), "3 4")
+    status, out = run_job(tmp_path, script_of(Slurm(backoff_s=0, restarts=1), words), STATUSES="3 4")
     assert status == 4
     assert "not started again after 1 restarts" in out
 
@@ -403,7 +366,7 @@ def test_a_job_is_started_again_after_failures_and_ends_with_the_last_status(tmp
 @pytest.mark.parametrize(("status", "requeued"), [(PREEMPTED, True), (MISTAKE, False)])
 def test_a_saved_state_goes_back_into_the_queue_and_a_mistake_does_not(tmp_path, status, requeued):
     words = [sys.executable, "-Sc", TRAINER]
-    ended, out = run_job(tmp_path, 1, script_of(Slurm(), words), str(status))
+    ended, out = run_job(tmp_path, script_of(Slurm(), words), STATUSES=str(status))
     assert ("requeued 12345" in out) == requeued
     assert ended == (-signal.SIGTERM if requeued else status)
 
@@ -433,7 +396,7 @@ def test_trainers_start_when_the_servers_answer(tmp_path):
                 r"^SERVER=.*$", "SERVER=(bash -c 'echo serves; exec sleep 60' server)", text, flags=re.MULTILINE
             )
             text = re.sub(r"^port=.*$", f"port={port - 1}", text, flags=re.MULTILINE)
-            status, out = run_job(tmp_path, 2, text)
+            status, out = run_job(tmp_path, text)
         finally:
             server.shutdown()
     assert status == 0

@@ -17,7 +17,7 @@ from groupax.errors import RunError
 from groupax.launch.place import free_port
 from groupax.parallel.peers import first as first_peers
 from groupax.parallel.peers import further, listener_at
-from groupax.parallel.processes import _arguments
+from groupax.parallel.processes import _arguments, _refuse_copies
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer
@@ -116,8 +116,54 @@ def test_one_process_joins_nobody():
     assert _arguments({}) is None
     assert _arguments(dict(zip(VARIABLES, ("a:1", "1", "0"), strict=True))) is None
     assert _arguments({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert _arguments({"SLURM_STEP_NUM_TASKS": "8"}) == {}
     assert _arguments({"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
+
+
+@pytest.mark.parametrize("chosen", [{}, {"JAX_LOCAL_DEVICE_IDS": "1"}])
+def test_one_process_of_a_host_has_all_its_devices(chosen):
+    """Under SLURM jax takes one for each task, unless a list says otherwise."""
+    every = {} if chosen else {"local_device_ids": []}
+    given = dict(zip(VARIABLES, ("a:1", "2", "1"), strict=True))
+    own = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
+    assert _arguments(given | chosen) == own | every
+    assert _arguments({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "8"} | chosen) == every
+    assert _arguments({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"} | chosen) == {}
+
+
+JOINS = """
+import sys
+from groupax.parallel.runtime import configure_jax
+configure_jax()
+import jax
+print(f"{jax.process_index()} of {jax.process_count()}: {jax.config.read('jax_cuda_visible_devices')}", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("several_on_a_host", [False, True])
+def test_a_step_of_slurm_is_joined(several_on_a_host):
+    step = {
+        "SLURM_JOB_ID": "54321",
+        "SLURM_STEP_NODELIST": "127.0.0.1,127.0.0.2",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1" if several_on_a_host else "2",
+    }
+    tasks = []
+    for task in "01":
+        place = {"SLURM_PROCID": task, "SLURM_LOCALID": task if several_on_a_host else "0"}
+        command = [sys.executable, "-W", "ignore", "-c", JOINS]
+        tasks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **step, **place}))
+    lines = [task.communicate()[1].strip() for task in tasks]
+    assert lines == (["0 of 2: 0", "1 of 2: 1"] if several_on_a_host else ["0 of 2: all", "1 of 2: all"])
+
+
+def test_copies_of_pytorchs_launchers_are_refused():
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}
+    with pytest.raises(ValueError, match="has started 4 processes of this program"):
+        _refuse_copies(torchrun)
+    _refuse_copies({**torchrun, "WORLD_SIZE": "1"})
+    _refuse_copies({**torchrun, "GROUPAX_COORDINATOR": "a:1"})
+    _refuse_copies({"WORLD_SIZE": "4"})
 
 
 PEER = """

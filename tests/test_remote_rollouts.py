@@ -17,6 +17,7 @@ from groupax import GRPOConfig, init_model, save_model
 from groupax.errors import RunError
 
 from .conftest import TINY
+from .slurm_stand_ins import run_job
 from .test_config_and_data import a_tokenizer
 from .test_docs import DOCS
 from .test_server import KEY
@@ -31,9 +32,9 @@ def saved_model(folder):
 
 
 @contextmanager
-def serving(folder, port=0):
+def serving(folder, *options, port=0):
     """The address of `groupax serve`, and its process."""
-    command = [sys.executable, "-m", "groupax", "serve", "--model", str(folder), "--port", str(port)]
+    command = [sys.executable, "-m", "groupax", "serve", "--model", str(folder), "--port", str(port), *options]
     environment = {**os.environ, "GROUPAX_API_KEY": KEY}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
         try:
@@ -111,7 +112,7 @@ def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path, fol
             server.kill()
             server.wait()
             killed.set()
-            context = serving(folder, port)
+            context = serving(folder, port=port)
             again.append(context)
             context.__enter__()
 
@@ -132,11 +133,6 @@ def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path, fol
     assert_same_runs(here, there, (tmp_path / "here", tmp_path / "there"))
 
 
-PROGRAMS = {
-    "scontrol": """[ "$*" = "show hostnames nodes[1-2]" ] && printf 'localhost\\nlocalhost\\n'""",
-    "srun": """while [[ "$1" == --* ]]; do shift; done; exec "$@" """,
-    "groupax": f"""exec {sys.executable} -m groupax "$@" """,
-}
 REWARD = "def count_a(completion_ids):\n    return [ids.count(3) / len(ids) for ids in completion_ids]\n"
 
 
@@ -145,9 +141,6 @@ def test_the_sbatch_file_of_the_docs_trains_with_a_server_beside_it(tmp_path):
     [script] = re.findall(r"```bash\n(#!.*?)```", (DOCS / "serving.md").read_text(), re.DOTALL)
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = str(free.getsockname()[1])
-    for name, lines in PROGRAMS.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{lines}\n")
-        (tmp_path / name).chmod(0o755)
     model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
     folder = save_model(model, tmp_path / "model", a_tokenizer(eos_token="<eos>"))
     prompts = "".join(json.dumps({"prompt": text}) + "\n" for text in ("abc", "bcd", "ca", "ef"))
@@ -158,11 +151,10 @@ def test_the_sbatch_file_of_the_docs_trains_with_a_server_beside_it(tmp_path):
     for written, meant in (("Qwen/Qwen3-0.6B", str(folder)), ("8000", port), ("--recipe gsm8k", task)):
         assert written in script
         script = script.replace(written, meant)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
-    environment = {**os.environ, **environment, "SLURM_JOB_NODELIST": "nodes[1-2]"}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"at http://0.0.0.0:{port}/v1" in done.stdout  # the server, which has ended too
+    status, out = run_job(tmp_path, script)
+    assert status == 0, out
+    assert f"at http://0.0.0.0:{port}/v1" in out
+    assert "step on 127.0.0.2 ended with 0" in out  # the server, with the training
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
     assert max(line["rollout/logp_diff_max"] for line in lines_of(tmp_path)) <= 1e-5
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "GROUPAX_COORDINATOR", "GROUPAX_NUM_PROCESSES", "GROUPAX_PROCESS_ID"
 ADDRESS_BYTES = 1024
 HEARTBEAT_S = 1800
+LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"  # the user's choice
+ALL_DEVICES = {"local_device_ids": []}  # by itself jax takes one GPU for each task of a SLURM step
 
 _peers: "Peers | None" = None
 
@@ -29,10 +31,12 @@ def join() -> None:
 
     GROUPAX_COORDINATOR (host:port of process 0), GROUPAX_NUM_PROCESSES and GROUPAX_PROCESS_ID say so, or a SLURM step
     of several tasks, or a TPU's list of several workers. A program that has called `jax.distributed.initialize` itself
-    is joined as it is.
+    is joined as it is. A process has all GPUs of its host; where a SLURM step has several tasks on a host
+    each has one.
 
     Raises:
-        ValueError: one of the variables is missing or none that can be.
+        ValueError: one of the variables is missing or none that can be, or a launcher of PyTorch has started several
+            processes.
         RuntimeError: jax was used before.
     """
     global _peers
@@ -43,6 +47,7 @@ def join() -> None:
     import jax
 
     if not jax.distributed.is_initialized():
+        _refuse_copies(os.environ)
         if arguments is None:
             return
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -133,11 +138,30 @@ def _arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
             raise ValueError(f"{COORDINATOR} must be host:port, it is {address!r}")
         if int(count) == 1:
             return None
-        return {"coordinator_address": address, "num_processes": int(count), "process_id": int(own)}
+        everything = {} if environment.get(LOCAL_DEVICES) else ALL_DEVICES
+        return {"coordinator_address": address, "num_processes": int(count), "process_id": int(own), **everything}
     num_tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if num_tasks != "1":
+        one_each = num_tasks == environment.get("SLURM_STEP_NUM_NODES") and not environment.get(LOCAL_DEVICES)
+        return ALL_DEVICES if one_each else {}
     workers = environment.get("TPU_WORKER_HOSTNAMES", "")
     slices = environment.get("MEGASCALE_NUM_SLICES", "1")
-    return {} if num_tasks != "1" or "," in workers or slices != "1" else None
+    return {} if "," in workers or slices != "1" else None
+
+
+def _refuse_copies(environment: Mapping[str, str]) -> None:
+    """Of torchrun, which accelerate uses as well.
+
+    Raises:
+        ValueError: there are several processes, none of which knows of the others.
+    """
+    count = environment.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in environment and count != "1" and not environment.get(COORDINATOR):
+        raise ValueError(
+            f"a launcher of PyTorch has started {count} processes of this program, each of which would be a run of its "
+            "own; one process uses all devices of a host: start the program with python, on several hosts with groupax "
+            "launch"
+        )
 
 
 def _meet(own: int, count: int) -> "Peers":

@@ -189,9 +189,9 @@ class GRPOTrainer:
 
 
 def num_accelerators() -> int:
-    """Devices in the sense of `per_device_train_batch_size`; the virtual devices of a CPU are one."""
+    """Devices in the sense of `per_device_train_batch_size`; the virtual devices of a process on CPU are one."""
     configure_jax()
-    return 1 if jax.default_backend() == "cpu" else jax.device_count()
+    return jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
 
 
 def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config: Any) -> _Policy:
