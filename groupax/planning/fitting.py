@@ -96,7 +96,7 @@ def plan_of(
         return Plan(asked, target, mesh, None, (), error)
     programs: list[Measured] = []
     for program in sorted(run.programs, key=lambda program: program.name != "micro_step"):
-        programs.append(compiler.measured(run, program, mesh.shape))
+        programs.append(compiler.measured(run, program))
         tell(f"{program.name}: {programs[-1].total / 1e9:.2f} GB, compiled in {programs[-1].compile_s:.0f} s")
         if stop_early and memory is not None and programs[-1].total > memory:
             break
