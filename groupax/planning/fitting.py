@@ -1,6 +1,8 @@
 """Settings that fit, where those that were asked for do not: what to change, nearest first."""
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,12 +96,16 @@ def plan_of(
         run = run_of(config, mesh, args, lora, memory)
     except UnfitError as error:
         return Plan(asked, target, mesh, None, (), error)
+    slowest_first = sorted(run.programs, key=lambda program: program.name != "micro_step")
     programs: list[Measured] = []
-    for program in sorted(run.programs, key=lambda program: program.name != "micro_step"):
-        programs.append(compiler.measured(run, program))
-        tell(f"{program.name}: {programs[-1].total / 1e9:.2f} GB, compiled in {programs[-1].compile_s:.0f} s")
-        if stop_early and memory is not None and programs[-1].total > memory:
-            break
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for future in [pool.submit(compiler.measured, run, program) for program in slowest_first]:
+            measured = future.result()
+            programs.append(measured)
+            tell(f"{measured.name}: {measured.total / 1e9:.2f} GB, compiled in {measured.compile_s:.0f} s")
+            if stop_early and memory is not None and measured.total > memory:
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
     order = [program.name for program in run.programs]
     programs.sort(key=lambda program: order.index(program.name))
     return Plan(asked, target, mesh, run, tuple(programs))
