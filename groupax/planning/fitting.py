@@ -11,10 +11,11 @@ from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import split_dims
 from groupax.parallel.accelerators import tpu_slice
-from groupax.parallel.mesh import check_divides, decoding_mesh, indivisible, make_mesh
+from groupax.parallel.mesh import check_divides, decoding_mesh, indivisible
 from groupax.planning.devices import Target, target_of
 from groupax.planning.measured import Compiler, Measured
 from groupax.planning.programs import Run, UnfitError, run_of
+from groupax.run_parts import mesh_of
 
 # More changes than this are no neighbours of what was asked for.
 MOST_CHANGES = 8
@@ -89,7 +90,8 @@ def plan_of(
         ValueError: the mesh does not divide the devices or the model, or settings contradict each other.
     """
     target, args = target_of(asked.devices), asked.args
-    mesh = make_mesh(mesh_sizes(args.mesh) if args.mesh else (-1, 1, 1, 1, 1), of=target.devices)
+    mesh = mesh_of(args, target.devices)
+    assert mesh is not None, "devices are given"
     check_divides(split_dims(config), mesh, args.mesh_replicate)
     memory = target.chip.memory_bytes if target.chip else None
     try:
