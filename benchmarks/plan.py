@@ -74,7 +74,8 @@ def planned(model: dict[str, Any], devices: str, flags: list[str], quiet: bool) 
 def scaling(num_chips: int, rows: int) -> dict[str, Any]:
     """Of one device, where `rows` completions are spread over so many chips."""
     flags = ["--prompts_per_step", str(rows // 4), "--num_generations", "4", "--decoding_tp", "4", *FULL]
-    [plan] = planned(LLAMA_8B, f"v4-{2 * num_chips}", flags, quiet=True)
+    flags += ["--micro_batch_tokens", "4096"]
+    plan = planned(LLAMA_8B, f"v4-{2 * num_chips}", flags, quiet=True)[-1]
     programs = {program["name"]: program for program in plan["programs"]}
     train = programs["micro_step"]
     exchanged = sum(train["exchanged"].values()) * train["runs"]
@@ -82,6 +83,7 @@ def scaling(num_chips: int, rows: int) -> dict[str, Any]:
     return {
         "chips": num_chips,
         "completions": rows,
+        "changed": " ".join(plan["changes"]),
         "memory_gb": max(program["total"] for program in plan["programs"]) / 1e9,
         "update_tflop": train["flops"] * train["runs"] / 1e12,
         "update_gb_to_others": exchanged / 1e9,
