@@ -48,8 +48,6 @@ def plan(arguments: Sequence[str], defaults: GRPOConfig) -> int:
     default = replace(PlanCommand(model=tyro.MISSING, devices=tyro.MISSING), args=defaults)
     command = tyro.cli(PlanCommand, prog="groupax plan", args=list(arguments), default=default, use_underscores=True)
     args = command.args
-    if args.base_weights != "same":
-        raise ValueError(f"base_weights {args.base_weights!r} is not planned for; leave it at 'same'")
     prepare(command.devices, command.libtpu)
 
     from groupax.models.families import read_config
