@@ -101,7 +101,7 @@ def decoding_mesh(mesh: Mesh, tp: int = 1) -> Mesh:
     Raises:
         ValueError: the devices do not divide by `tp`.
     """
-    if mesh.shape["tp"] == tp and num_data_shards(mesh) * tp == mesh.devices.size:
+    if mesh.shape["tp"] == tp and mesh.shape["dp"] * tp == mesh.devices.size:
         return mesh
     if mesh.devices.size % tp:
         raise ValueError(f"decoding_tp {tp} does not divide the {mesh.devices.size} devices")

@@ -27,8 +27,7 @@ class Measured:
         runs: in a rollout and the updates on it.
         memory: bytes while it runs, by what they are, those too that it does not read.
         counts: of one run.
-        compile_s: what its compilation took.
-        needed: bytes in all, if the compiler has given up because they do not fit; the parts are not known then.
+        compile_s: what its compilation took; the compiler gives up what does not fit.
     """
 
     name: str
@@ -36,12 +35,11 @@ class Measured:
     memory: Mapping[str, float]
     counts: Counts
     compile_s: float
-    needed: float | None = None
 
     @property
     def total(self) -> float:
         """Bytes while it runs."""
-        return sum(self.memory.values()) if self.needed is None else self.needed
+        return sum(self.memory.values())
 
     def seconds(self, chip: Chip) -> dict[str, float]:
         """The least that one run takes for its arithmetic, for memory and for what devices exchange."""
@@ -59,7 +57,7 @@ class Compiler:
     """Compiles programs, each that is the same only once.
 
     Attributes:
-        known: memory of programs, or how many bytes one that does not fit needs, with the seconds that it took.
+        known: memory of programs, or of one that does not fit its temporary bytes, with the seconds that it took.
     """
 
     known: dict[str, tuple[Any, float]] = field(default_factory=dict)
@@ -77,25 +75,25 @@ class Compiler:
         counts = counts_of(program.traced.jaxpr, sizes, program.loop_steps)
         trees = {**run.residents, **program.arguments}
         memory = {kind: own_bytes({kind: tree}) for kind, tree in trees.items()}
-        beside = sum(own_bytes({kind: tree}) for kind, tree in run.residents.items() if kind not in program.arguments)
-        if isinstance(found, float):
-            return Measured(program.name, program.runs, {}, counts, seconds, found + beside)
-        arguments, others = found
-        memory[OTHER] = others + arguments - own_bytes(program.arguments)
+        if isinstance(found, float):  # the arguments as they are counted here
+            memory[OTHER] = found
+        else:
+            arguments, others = found
+            memory[OTHER] = others + arguments - own_bytes(program.arguments)
         return Measured(program.name, program.runs, memory, counts, seconds)
 
     def _memory_of(self, lowered: Any) -> tuple[Any, float]:
-        """Bytes of a program's arguments and of all else that it needs, or of all together if they do not fit."""
+        """Bytes of a program's arguments and of all else that it needs, or of that alone if it does not fit."""
         key = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         if key not in self.known:
             started_s = time.perf_counter()
             try:
                 stats: Any = lowered.compile().memory_analysis()
             except jax.errors.JaxRuntimeError as error:
-                needed = _needed_bytes(str(error)) if is_out_of_memory(error) else None
-                if needed is None:
+                temporaries = _temporary_bytes(str(error)) if is_out_of_memory(error) else None
+                if temporaries is None:
                     raise
-                self.known[key] = needed, time.perf_counter() - started_s
+                self.known[key] = temporaries, time.perf_counter() - started_s
             else:
                 others = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
                 found = float(stats.argument_size_in_bytes), float(others)
@@ -103,9 +101,9 @@ class Compiler:
         return self.known[key]
 
 
-def _needed_bytes(message: str) -> float | None:
-    """How much a program would use, in the words of XLA."""
-    match = re.search(r"Used ([\d.]+)([KMG])i?B? of", message)
+def _temporary_bytes(message: str) -> float | None:
+    """What a program would have beside its arguments, in the words of XLA."""
+    match = re.search(r"temporaries \(([\d.]+)([KMG])\) exceeds available HBM", message)
     return float(match[1]) * _UNITS[match[2]] if match else None
 
 
