@@ -44,10 +44,11 @@ def prepare(name: str, libtpu: Path) -> None:
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cpus}".strip()
         return
-    # not what the machine that this runs on has; libtpu complains if it is told of no slice
+    # no chips of the machine that this runs on are used, whoever else has them; libtpu complains if told of no slice
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_ACCELERATOR_TYPE": _slice(name).name,
     }
     if "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu"):
