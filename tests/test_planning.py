@@ -247,7 +247,7 @@ CASES = {
     "shared": ((4, 1, 1, 1, 1), {"decoding_tp": 2, "kv_cache_dtype": "bfloat16"}),
     "shared-as-trained": ((2, 1, 1, 2, 1), {"decoding_tp": 2}),
     "experts": ((1, 2, 2, 1, 1), {"share_prefix": "never"}),
-    "small-cache": ((4, 1, 1, 1, 1), {"kv_cache_gb": 3e-4, "micro_batch_tokens": 128}),
+    "small-cache": ((4, 1, 1, 1, 1), {"kv_cache_gb": 1e-3, "micro_batch_tokens": 128}),
 }
 QUICK = ("fsdp", "split-adapter")
 
