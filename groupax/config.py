@@ -317,6 +317,9 @@ class GRPOConfig:
     mesh: str | None = None
     """Devices along dp, fsdp, ep, tp and sp, e.g. 1,-1,1,1,1; -1 is what is left. Rows are spread over dp, fsdp and ep;
     weights over fsdp, ep (experts) and tp; the tokens of a row over sp. None spreads rows over all devices."""
+    mesh_dcn: str | None = None
+    """How many slices of accelerators, with a slower network between them, lie along each axis, e.g. 2,1,1,1,1; None
+    has all of them along dp."""
     mesh_replicate: tuple[str, ...] = ()
     """Dims that stay whole on every device if they do not divide by the mesh, e.g. kv_heads; others are an error."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -448,6 +451,8 @@ class GRPOConfig:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}")
         if self.mesh is not None:
             mesh_sizes(self.mesh)
+        if self.mesh_dcn is not None and min(mesh_sizes(self.mesh_dcn, "mesh_dcn")) < 1:
+            raise ValueError(f"mesh_dcn must be numbers of slices, all at least 1, got {self.mesh_dcn!r}")
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -550,7 +555,7 @@ class GRPOConfig:
         return asdict(self)
 
 
-def mesh_sizes(mesh: str) -> tuple[int, int, int, int, int]:
+def mesh_sizes(mesh: str, name: str = "mesh") -> tuple[int, int, int, int, int]:
     """The sizes of dp, fsdp, ep, tp and sp in a text like "1,-1,1,1,1".
 
     Raises:
@@ -560,11 +565,11 @@ def mesh_sizes(mesh: str) -> tuple[int, int, int, int, int]:
         dp, fsdp, ep, tp, sp = sizes = [int(size) for size in mesh.split(",")]
     except (AttributeError, ValueError) as error:
         raise ValueError(
-            f"mesh must be five numbers with commas, of devices along dp, fsdp, ep, tp and sp, got {mesh!r}; e.g. "
+            f"{name} must be five numbers with commas, of devices along dp, fsdp, ep, tp and sp, got {mesh!r}; e.g. "
             "1,-1,1,1,1"
         ) from error
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise ValueError(f"mesh sizes must be at least 1, and one of them may be -1 for what is left, got {mesh!r}")
+        raise ValueError(f"{name} sizes must be at least 1, and one of them may be -1 for what is left, got {mesh!r}")
     return dp, fsdp, ep, tp, sp
 
 

@@ -1,11 +1,13 @@
 """The parts of a run, as its settings ask for them."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from groupax.checkpoints.record import stored_dtype
 from groupax.collector import sampling_params
@@ -50,10 +52,26 @@ def model_for(args: GRPOConfig, model: str | Path | Model) -> Model:
     Raises:
         ValueError: there is no such model, or the mesh does not divide it.
     """
-    mesh = None if args.mesh is None else make_mesh(mesh_sizes(args.mesh))
+    mesh = mesh_of(args)
     if not isinstance(model, Model):
         return load_model(model, mesh=mesh, weights=args.base_weights, replicated=args.mesh_replicate)
     return model if mesh is None else on_mesh(model, mesh, args.mesh_replicate)
+
+
+def mesh_of(args: GRPOConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
+    """The mesh that is asked for, if one is.
+
+    Args:
+        args: of the run.
+        devices: None for all that there are.
+
+    Raises:
+        ValueError: it does not fit the devices.
+    """
+    if args.mesh is None and args.mesh_dcn is None and devices is None:
+        return None
+    sizes = mesh_sizes(args.mesh) if args.mesh else (-1, 1, 1, 1, 1)
+    return make_mesh(sizes, devices, None if args.mesh_dcn is None else mesh_sizes(args.mesh_dcn))
 
 
 def lora_for(args: GRPOConfig, peft_config: Any) -> LoRAConfig | None:

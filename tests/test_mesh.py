@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -18,7 +18,7 @@ from groupax.cli import main
 from groupax.learner import Learner
 from groupax.models.checkpoint import add_adapter, on_mesh
 from groupax.models.lora import LoRAConfig
-from groupax.parallel.mesh import make_mesh
+from groupax.parallel.mesh import decoding_mesh, make_mesh
 from groupax.run_parts import learner_settings
 
 from .conftest import TINY, one_device_mesh
@@ -204,3 +204,44 @@ def test_a_mesh_has_all_devices():
     with pytest.raises(ValueError, match="mesh 3,-1,1,1,1 asks for a multiple of 3, there are 4 devices"):
         make_mesh((3, -1, 1, 1, 1))
     assert dict(make_mesh((1, -1, 1, 2, 1)).shape) == {"dp": 1, "fsdp": 2, "ep": 1, "tp": 2, "sp": 1}
+
+
+@dataclass(frozen=True)
+class Device:
+    id: int
+    slice_index: int
+    platform: str = "gpu"
+    device_kind: str = "some"
+    process_index: int = 0
+
+
+def devices_of_slices(num_slices, num_each):
+    return [Device(number, number % num_slices) for number in range(num_slices * num_each)]
+
+
+def test_slices_lie_along_the_axes_that_are_asked_for():
+    devices = devices_of_slices(2, 4)
+    assert [d.slice_index for d in make_mesh((2, 4, 1, 1, 1), devices).devices.flat] == [0, 1] * 4, "as they come"
+    mesh = make_mesh((2, -1, 1, 2, 1), devices, dcn=(2, 1, 1, 1, 1))
+    assert mesh.devices.shape == (2, 2, 1, 2, 1)
+    assert [[d.slice_index for d in part.flat] for part in mesh.devices] == [[0] * 4, [1] * 4]
+    mesh = make_mesh((1, -1, 1, 1, 1), devices, dcn=(1, 2, 1, 1, 1))
+    assert [d.slice_index for d in mesh.devices.flat] == [0] * 4 + [1] * 4
+    assert decoding_mesh(mesh, 4).devices.shape == (2, 1, 1, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dcn", "told"),
+    [
+        ((1, -1, 1, 1, 1), (2, 1, 1, 1, 1), r"mesh 1,8,1,1,1: dp \(1\) does not divide by 2 slices.*mesh_dcn"),
+        ((-1, 1, 1, 1, 1), (4, 1, 1, 1, 1), r"mesh_dcn 4,1,1,1,1 asks for 4 slices, the devices are of 2"),
+    ],
+)
+def test_meshes_that_slices_cannot_have(shape, dcn, told):
+    with pytest.raises(ValueError, match=told):
+        make_mesh(shape, devices_of_slices(2, 4), dcn)
+
+
+def test_numbers_of_slices_are_checked():
+    with pytest.raises(ValueError, match=r"mesh_dcn must be numbers of slices, all at least 1, got '2,-1,1,1,1'"):
+        GRPOConfig(mesh_dcn="2,-1,1,1,1")

@@ -51,7 +51,7 @@ def silent(text):
 
 def counted(function, *shapes, loop_steps=1):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return counts_of(jax.jit(function).trace(*arrays).jaxpr, {}, loop_steps)
+    return counts_of(jax.jit(function).trace(*arrays).jaxpr, loop_steps)
 
 
 def test_products_are_counted_with_the_bytes_that_they_touch():
@@ -112,7 +112,7 @@ def exchange(function, shape, out):
     mesh = make_mesh((1, 2, 1, 2, 1))
     program = jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=out, check_vma=False)
     traced = jax.jit(program).trace(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
-    return dict(counts_of(traced.jaxpr, mesh.shape).exchanged)
+    return dict(counts_of(traced.jaxpr).exchanged)
 
 
 WHOLE, ALONG = PartitionSpec(), PartitionSpec("tp")
@@ -151,7 +151,7 @@ def test_a_devices_part_is_counted():
         lambda a, b: lax.psum(a @ b, "tp"), mesh=mesh, in_specs=parts, out_specs=PartitionSpec(), check_vma=False
     )
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 8), (8, 10))]
-    counts = counts_of(jax.jit(program).trace(*shapes).jaxpr, mesh.shape)
+    counts = counts_of(jax.jit(program).trace(*shapes).jaxpr)
     assert counts == Counts(2.0 * 6 * 2 * 10, 4.0 * (6 * 2 + 2 * 10 + 6 * 10), {"all-reduce": 2 * 240 * 3 / 4})
 
 
@@ -171,7 +171,7 @@ def test_a_models_programs_count_its_matrices_as_its_table_of_weights_does():
         config = read_config({**TINY, **change})
         run = run_of(config, one_device_mesh(), args)
         assert (run.num_micro_batches, run.micro_batch_cells) == (1, 320), "2 x (32 + 4 x 32): nothing is padded"
-        found = {each.name: counts_of(each.traced.jaxpr, {}, each.loop_steps).flops for each in run.programs}
+        found = {each.name: counts_of(each.traced.jaxpr, each.loop_steps).flops for each in run.programs}
         return np.array([found["score"], found["micro_step"], forward_flops(config, [(32, [32] * 4)] * 2)])
 
     few, wide, wordy = of(), of(intermediate_size=192), of(vocab_size=1120)

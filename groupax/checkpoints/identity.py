@@ -26,6 +26,7 @@ from groupax.parallel.transfer import fetched
 FREE = {
     "output_dir",
     "mesh",
+    "mesh_dcn",
     "mesh_replicate",
     "micro_batch_tokens",
     "gradient_checkpointing",

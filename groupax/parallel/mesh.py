@@ -52,15 +52,19 @@ class Layout:
 WHOLE = Layout()
 
 
-def make_mesh(shape: tuple[int, ...] = (-1, 1, 1, 1, 1), of: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    shape: Sequence[int] = (-1, 1, 1, 1, 1), of: Sequence[Any] | None = None, dcn: Sequence[int] | None = None
+) -> Mesh:
     """A mesh with the axes `dp, fsdp, ep, tp, sp`; one size may be -1 and takes what is left.
 
     Args:
         shape: the sizes.
         of: devices; None for all that there are.
+        dcn: how many slices lie along each axis, where devices are of several, between which the network is slower;
+            the sizes are multiples of these. None has all slices along `dp`.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices.
+        ValueError: the sizes do not multiply to the number of devices, or do not divide by the slices.
     """
     configure_jax()
     devices = np.array(jax.devices() if of is None else of)
@@ -73,7 +77,31 @@ def make_mesh(shape: tuple[int, ...] = (-1, 1, 1, 1, 1), of: Sequence[Any] | Non
     if np.prod(sizes) != devices.size:
         asked = f"{int(np.prod(sizes))} devices" if -1 not in shape else f"a multiple of {known}"
         raise ValueError(f"mesh {','.join(map(str, shape))} asks for {asked}, there are {devices.size} devices")
-    return Mesh(devices.reshape(sizes), AXES)
+    return Mesh(_arranged(devices, sizes, dcn), AXES)
+
+
+def _arranged(devices: np.ndarray, sizes: list[int], dcn: Sequence[int] | None) -> np.ndarray:
+    """The devices in the shape of a mesh, those that talk most to each other next to each other."""
+    on_tpu = devices[0].platform == "tpu"
+    if not on_tpu and dcn is None:  # what else calls a slice is a host, and nothing is known of what is next to what
+        return devices.reshape(sizes)
+    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    by_slice = list(dcn or (num_slices, *(1,) * (len(AXES) - 1)))
+    if np.prod(by_slice) != num_slices:
+        asked = ",".join(map(str, by_slice))
+        raise ValueError(f"mesh_dcn {asked} asks for {int(np.prod(by_slice))} slices, the devices are of {num_slices}")
+    for axis, size, own in zip(AXES, sizes, by_slice, strict=True):
+        if size % own:
+            raise ValueError(
+                f"mesh {','.join(map(str, sizes))}: {axis} ({size}) does not divide by {own} slices; make it a "
+                "multiple, or set mesh_dcn to have the slices along another axis"
+            )
+    from jax.experimental import mesh_utils
+
+    within = [size // own for size, own in zip(sizes, by_slice, strict=True)]
+    if num_slices == 1:
+        return mesh_utils.create_device_mesh(within, devices.tolist(), allow_split_physical_axes=on_tpu)
+    return mesh_utils.create_hybrid_device_mesh(within, by_slice, devices.tolist(), allow_split_physical_axes=on_tpu)
 
 
 def mesh_for(num_bytes: int) -> Mesh:

@@ -57,17 +57,21 @@ _EXCHANGES = {
 }
 
 
-def counts_of(program: Any, sizes: Mapping[str, int], loop_steps: int = 1) -> Counts:
+def counts_of(program: Any, loop_steps: int = 1) -> Counts:
     """What a program does on a device.
 
     Args:
         program: a jaxpr; what lies within its `shard_map`s is a device's part.
-        sizes: of the mesh's axes.
         loop_steps: how often loops run whose ends depend on what they compute.
 
     Raises:
         NotImplementedError: devices exchange something in a way that is not counted here.
     """
+    return _of_program(program, {}, loop_steps)
+
+
+def _of_program(program: Any, sizes: Mapping[str, int], loop_steps: int) -> Counts:
+    """The same, where the mesh's axes have these sizes."""
     jaxpr = program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
     total = Counts()
     for equation in jaxpr.eqns:
@@ -87,16 +91,21 @@ def _of_equation(equation: Any, sizes: Mapping[str, int], loop_steps: int) -> Co
     if axes is not None and name != "axis_index" and any(axis in sizes for axis in _names(axes)):
         raise NotImplementedError(f"{name} over {axes}: what devices exchange in it is not counted")
     if name == "cond":
-        branches = [counts_of(branch, sizes, loop_steps) for branch in params["branches"]]
+        branches = [_of_program(branch, sizes, loop_steps) for branch in params["branches"]]
         return max(branches, key=lambda counts: (counts.flops, counts.exchanged_bytes))
     if name == "while":
-        return counts_of(params["body_jaxpr"], sizes, loop_steps).times(loop_steps)
+        turn = _of_program(params["cond_jaxpr"], sizes, loop_steps) + _of_program(
+            params["body_jaxpr"], sizes, loop_steps
+        )
+        return turn.times(loop_steps)
+    if name == "shard_map":
+        sizes = dict(params["mesh"].shape)
     number = params["length"] if name == "scan" else 1
     inner = Counts()
     for value in params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(each, (core.Jaxpr, core.ClosedJaxpr)):
-                inner += counts_of(each, sizes, loop_steps)
+                inner += _of_program(each, sizes, loop_steps)
     return inner.times(number)
 
 

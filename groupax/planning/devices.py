@@ -40,6 +40,7 @@ def prepare(name: str, libtpu: Path) -> None:
         ValueError: there is no such target, or no libtpu.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # programs for other devices cannot be read back
     if cpus := _num_cpus(name):
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cpus}".strip()

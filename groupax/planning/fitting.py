@@ -1,6 +1,8 @@
 """Settings that fit, where those that were asked for do not: what to change, nearest first."""
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,10 +11,11 @@ from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import split_dims
 from groupax.parallel.accelerators import tpu_slice
-from groupax.parallel.mesh import check_divides, decoding_mesh, indivisible, make_mesh
+from groupax.parallel.mesh import check_divides, decoding_mesh, indivisible
 from groupax.planning.devices import Target, target_of
 from groupax.planning.measured import Compiler, Measured
 from groupax.planning.programs import Run, UnfitError, run_of
+from groupax.run_parts import mesh_of
 
 # More changes than this are no neighbours of what was asked for.
 MOST_CHANGES = 8
@@ -87,19 +90,24 @@ def plan_of(
         ValueError: the mesh does not divide the devices or the model, or settings contradict each other.
     """
     target, args = target_of(asked.devices), asked.args
-    mesh = make_mesh(mesh_sizes(args.mesh) if args.mesh else (-1, 1, 1, 1, 1), of=target.devices)
+    mesh = mesh_of(args, target.devices)
+    assert mesh is not None, "devices are given"
     check_divides(split_dims(config), mesh, args.mesh_replicate)
     memory = target.chip.memory_bytes if target.chip else None
     try:
         run = run_of(config, mesh, args, lora, memory)
     except UnfitError as error:
         return Plan(asked, target, mesh, None, (), error)
+    slowest_first = sorted(run.programs, key=lambda program: program.name != "micro_step")
     programs: list[Measured] = []
-    for program in sorted(run.programs, key=lambda program: program.name != "micro_step"):
-        programs.append(compiler.measured(run, program, mesh.shape))
-        tell(f"{program.name}: {programs[-1].total / 1e9:.2f} GB, compiled in {programs[-1].compile_s:.0f} s")
-        if stop_early and memory is not None and programs[-1].total > memory:
-            break
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for future in [pool.submit(compiler.measured, run, program) for program in slowest_first]:
+            measured = future.result()
+            programs.append(measured)
+            tell(f"{measured.name}: {measured.total / 1e9:.2f} GB, compiled in {measured.compile_s:.0f} s")
+            if stop_early and memory is not None and measured.total > memory:
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
     order = [program.name for program in run.programs]
     programs.sort(key=lambda program: order.index(program.name))
     return Plan(asked, target, mesh, run, tuple(programs))

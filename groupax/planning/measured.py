@@ -62,17 +62,16 @@ class Compiler:
 
     known: dict[str, tuple[Any, float]] = field(default_factory=dict)
 
-    def measured(self, run: Run, program: Program, sizes: Mapping[str, int]) -> Measured:
+    def measured(self, run: Run, program: Program) -> Measured:
         """What a program takes beside what is always there.
 
         Args:
             run: of which it is.
             program: to be compiled.
-            sizes: of the mesh's axes.
         """
         lowered = program.traced.lower()
         found, seconds = self._memory_of(lowered)
-        counts = counts_of(program.traced.jaxpr, sizes, program.loop_steps)
+        counts = counts_of(program.traced.jaxpr, program.loop_steps)
         trees = {**run.residents, **program.arguments}
         memory = {kind: own_bytes({kind: tree}) for kind, tree in trees.items()}
         if isinstance(found, float):  # the arguments as they are counted here
