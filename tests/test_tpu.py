@@ -76,8 +76,8 @@ def test_a_runs_programs_compile_for_a_tpu(model, tmp_path):
     num_weights = 151_936 * 896 + 896 * (2 * 896 + 2 * 128 + 3 * 4864) + 896 + 2 * 128 + 3 * 896
     assert memory["policy"] == 2 * num_weights
     assert memory["masters"] == 4 * num_weights
-    # on each chip 64 rows of 1,024 tokens and 8 prompts of 512, of 512 bytes each, and the prompts' lengths
-    assert memory["kv cache"] == pytest.approx((64 * 1024 + 8 * 512) * 512, rel=1e-3)
+    # on each chip 64 rows of 1,024 tokens and 8 prompts of 512, each of 512 bytes and its id, and the prompts' lengths
+    assert memory["kv cache"] == (64 * 1024 + 8 * 512) * (512 + 4) + 8 * 4
     assert memory["temporary"] < 0.3e9, "the cache is updated in place"
     assert programs["admit"]["memory"]["temporary"] < 0.5e9
     assert programs["across_shards"]["exchanged"]["all-reduce"] == pytest.approx(2 * 4 * num_weights * 3 / 4, rel=1e-3)
