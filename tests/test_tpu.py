@@ -1,4 +1,4 @@
-"""The engine's programs compile for TPUs, ahead of time, on a machine that has none."""
+"""`groupax plan` compiles an engine's and a learner's programs for TPUs on a machine that has none."""
 
 import json
 import subprocess
@@ -7,18 +7,90 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-LIBTPU = ROOT / "build" / "libtpu"
+LIBTPU = Path(__file__).parents[1] / "build" / "libtpu"
+# A layer of Qwen2.5-0.5B and its vocabulary: widths decide what compiles, layers only how long that takes.
+ONE_LAYER = {
+    "model_type": "qwen2",
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "eos_token_id": 151_645,
+}
+# The micro-batch alone.
+LARGE = """
+import sys
+from pathlib import Path
+from groupax.planning.devices import prepare
+prepare("v5e-4", Path(sys.argv[2]))
+import json
+from groupax import GRPOConfig
+from groupax.models.families import read_config
+from groupax.parallel.mesh import make_mesh
+from groupax.planning.devices import target_of
+from groupax.planning.measured import Compiler
+from groupax.planning.programs import run_of
+config = read_config(json.loads(Path(sys.argv[1]).read_text()))
+args = GRPOConfig(prompts_per_step=128, max_completion_length=1024, max_prompt_length=512, micro_batch_tokens=524_288)
+target = target_of("v5e-4")
+run = run_of(config, make_mesh(of=target.devices), args, None, target.chip.memory_bytes)
+[program] = [program for program in run.programs if program.name == "micro_step"]
+print(json.dumps(dict(Compiler().measured(run, program).memory)))
+"""
+
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.skipif(not LIBTPU.is_dir(), reason="no libtpu in build/libtpu; `make parity` puts it there"),
+]
 
 
-@pytest.mark.parity
-@pytest.mark.skipif(not LIBTPU.is_dir(), reason="no libtpu in build/libtpu; `make parity` puts it there")
-def test_the_engine_compiles_for_a_tpu():
-    command = [sys.executable, str(ROOT / "dev" / "compile_for_tpu.py"), str(LIBTPU), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = {row["program"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert set(rows) == {"admit", "decode_chunk"}
-    # bfloat16 weights, 0.99 GB, and a cache of 64 x 1,024 + 8 x 512 tokens of 12 kB on each chip
-    assert rows["decode_chunk"]["arguments_gb"] == pytest.approx(0.988 + 0.856, abs=0.01)
-    assert rows["decode_chunk"]["temporaries_gb"] < 0.3, "the cache is updated in place"
-    assert rows["admit"]["temporaries_gb"] < 0.5
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(ONE_LAYER))
+    return str(path)
+
+
+def test_a_runs_programs_compile_for_a_tpu(model, tmp_path):
+    out = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "groupax", "plan", "--model", model, "--devices", "v5e-4", "--libtpu", str(LIBTPU)]
+    lengths = "--max_prompt_length 512 --max_completion_length 1024 --prompts_per_step 32 --num_generations 8"
+    told = "--micro_batch_tokens 2048 --json"
+    done = subprocess.run(
+        [*command, *lengths.split(), *told.split(), str(out)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("fits: the most is ")
+    lines = done.stderr.splitlines()
+    assert all("compiled in" in line for line in lines), "libtpu and jax have nothing to complain about"
+    [record] = json.loads(out.read_text())
+    programs = {program["name"]: program for program in record["programs"]}
+    assert list(programs) == ["admit", "decode_chunk", "micro_step", "across_shards", "apply_update"]
+    memory = programs["decode_chunk"]["memory"]
+    num_weights = 151_936 * 896 + 896 * (2 * 896 + 2 * 128 + 3 * 4864) + 896 + 2 * 128 + 3 * 896
+    assert memory["policy"] == 2 * num_weights
+    assert memory["masters"] == 4 * num_weights
+    # on each chip 64 rows of 1,024 tokens and 8 prompts of 512, each of 512 bytes and its id, and the prompts' lengths
+    assert memory["kv cache"] == (64 * 1024 + 8 * 512) * (512 + 4) + 8 * 4
+    assert memory["temporary"] < 0.3e9, "the cache is updated in place"
+    assert programs["admit"]["memory"]["temporary"] < 0.5e9
+    assert programs["across_shards"]["exchanged"]["all-reduce"] == pytest.approx(2 * 4 * num_weights * 3 / 4, rel=1e-3)
+    for program in programs.values():
+        assert program["total"] < 15.75 * 2**30
+        assert max(program["seconds"].values()) > 0
+
+
+def test_what_the_compiler_gives_up_has_its_size(model):
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE, model, str(LIBTPU)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    memory = json.loads(done.stdout)
+    assert memory["masters"] > 0
+    assert memory["temporary"] > 15.75 * 2**30 - sum(size for kind, size in memory.items() if kind != "temporary")

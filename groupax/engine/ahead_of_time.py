@@ -47,7 +47,8 @@ def traced_programs(
     num_slots, num_places = num_shards * shape.num_slots, num_shards * shape.num_places
     sizes = (num_places, shape.num_prompt_columns, num_slots, shape.num_columns)
     cache = jax.tree.map(lambda x: as_in(x, place_of(x)), jax.eval_shape(lambda: empty_cache(config, *sizes, kv_dtype)))
-    slots = slots_of(slot_table(num_slots, STOP_IDS, BIASED_TOKENS), on_rows)
+    table = slot_table(num_slots, STOP_IDS, BIASED_TOKENS)
+    slots = jax.tree.map(on_rows, jax.eval_shape(lambda: slots_of(table, jnp.asarray)))
     num_prompts = num_shards * prompts_at_once(shape)
     prompts = numbers(num_prompts, shape.num_prompt_columns), numbers(num_prompts)
     is_new = on_rows(np.zeros(num_slots, bool))

@@ -24,7 +24,9 @@ from groupax.engine.plan import (
     Plan,
     bucket,
     expected_columns,
+    longest_columns,
     max_prompts,
+    multiple_of_8,
     power_of_two,
     prefill_columns,
 )
@@ -123,7 +125,7 @@ class Batch:
             prompt_columns = shape.num_prompt_columns
         wanted = replace(shape, share=scheduler.fitting_share(), num_prompt_columns=prompt_columns)
         if not self.plan.allows(wanted):
-            target = _multiple_of_8(scheduler.num_fed)
+            target = multiple_of_8(scheduler.num_fed)
             columns = bucket(target + self.chunk_steps, CACHE_COLUMNS)
             # what begins again may share no places
             num_slots = self.plan.smaller(replace(wanted, share=1, num_columns=columns)).num_slots
@@ -152,7 +154,7 @@ class Batch:
         """Have columns for another chunk: they are moved, made more or fewer, or slots are given up or added."""
         scheduler, shape = self.scheduler, self.shape
         # a slot's columns begin at a multiple of 8, as a row's do in training (see `models.attention`)
-        target = _multiple_of_8(scheduler.num_fed)
+        target = multiple_of_8(scheduler.num_fed)
         needed = bucket(target + self.chunk_steps, CACHE_COLUMNS)
         is_wide = needed <= shape.num_columns // 2
         if self.column <= shape.num_columns - self.chunk_steps and not is_wide:
@@ -323,7 +325,7 @@ def longest(sequences: Iterable[Sequence], chunk_steps: int) -> tuple[int, int]:
     """The most columns that a prompt and a completion of these take."""
     sizes = [(len(sequence.prompt), sequence.params.max_tokens) for sequence in sequences]
     longest_prompt, longest_completion = (max(of) for of in zip(*sizes, strict=True))
-    return longest_prompt - 1, _multiple_of_8(longest_completion) + chunk_steps
+    return longest_columns(longest_prompt, longest_completion, chunk_steps)
 
 
 def _slot_sizes(sequences: Iterable[Sequence]) -> tuple[int, int]:
@@ -337,10 +339,6 @@ def _fetched(chunk: Chunk, running: list[Sequence]) -> Chunk:
     if not any(sequence.params.logprobs for sequence in running):
         chunk = replace(chunk, alternatives=None, alternative_logps=None)
     return fetched(chunk)
-
-
-def _multiple_of_8(size: int) -> int:
-    return -(-size // 8) * 8
 
 
 @lru_cache(maxsize=64)

@@ -229,8 +229,11 @@ class Engine:
             yield from session.step()
 
     def plan(self) -> Plan:
-        """How much of the cache fits into `kv_bytes`, or into a part of the memory that is free now."""
-        allowed = int(FREE_PART * free_memory_bytes(self.mesh)) if self.kv_bytes is None else self.kv_bytes
+        """How much of the cache fits into `kv_bytes`, or into a part of the memory that is free beside the weights."""
+        allowed = self.kv_bytes
+        if allowed is None:
+            jax.block_until_ready(self.params)  # gathered and converted ones take theirs first
+            allowed = int(FREE_PART * free_memory_bytes(self.mesh))
         return Plan(allowed // self.bytes_per_token, self.config.num_layers, self.max_slots)
 
     @property

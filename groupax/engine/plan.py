@@ -122,6 +122,11 @@ class Plan:
         return shape
 
 
+def longest_columns(prompt: int, completion: int, chunk_steps: int) -> tuple[int, int]:
+    """The most columns that a prompt and a completion of so many tokens take."""
+    return prompt - 1, multiple_of_8(completion) + chunk_steps
+
+
 def expected_columns(longest_completion: int) -> int:
     """The columns that completions are expected to need, of which the longest has at most so many tokens."""
     return bucket(int(EXPECTED_PART * longest_completion), CACHE_COLUMNS)
@@ -152,6 +157,11 @@ def bucket(size: int, smallest: int) -> int:
             if candidate >= size:
                 return candidate
         step *= 2
+
+
+def multiple_of_8(size: int) -> int:
+    """The smallest multiple of 8 that is at least `size`."""
+    return -(-size // 8) * 8
 
 
 def power_of_two(size: int, parts: int = 1) -> int:

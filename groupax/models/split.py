@@ -26,7 +26,9 @@ def partition_specs(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
         params: the model's weights, or some of them, maybe with low-rank changes beside or in place of them. Quantized
             ones lie whole on every device.
     """
-    return _specs(layout_of(config, mesh), model_specs(config), params)
+    specs = model_specs(config)
+    # a head that is tied to the embedding is one of its own where it has fewer bits
+    return _specs(layout_of(config, mesh), {"head": specs["embed"], **specs}, params)
 
 
 def laid_out(config: ModelConfig, mesh: Mesh, params: Any) -> Any:

@@ -37,6 +37,8 @@ CHIPS = {
 }
 # Kinds whose names count TensorCores, of which a chip has two.
 _NAMED_BY_CORES = ("v4", "v5p")
+# Chips of the largest slice whose number of chips is a power of two.
+_MOST_CHIPS = {"v4": 4096, "v5e": 256, "v5p": 4096, "v6e": 256}
 _CHIPS_PER_HOST = 4
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p", "v6": "v6e"}
 
@@ -79,7 +81,7 @@ def tpu_slice(name: str) -> Slice:
     """The slice of this name: v4-64, v5p-128, v5e-32 (or v5litepod-32), v6e-16.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or its number of chips is no power of two.
     """
     match = re.fullmatch(r"(?:tpu[ -])?(v\w+)-(\d+)", name.strip().lower())
     kind = match and _ALIASES.get(match[1], match[1])
@@ -91,7 +93,9 @@ def tpu_slice(name: str) -> Slice:
     smallest = 4 if by_cores else 1
     if (by_cores and int(match[2]) % 2) or num_chips < smallest or num_chips & (num_chips - 1):
         sizes = ", ".join(f"{kind}-{size * (2 if by_cores else 1)}" for size in (smallest, 2 * smallest, 4 * smallest))
-        raise ValueError(f"{name!r} is no size of a slice of {kind}; there are {sizes} and so on, in powers of two")
+        raise ValueError(f"{name!r} is no size of a slice of {kind} that is known; those are {sizes} and so on")
+    if num_chips > (most := _MOST_CHIPS[kind]):
+        raise ValueError(f"{name!r}: the largest slice of {kind} that is known is {kind}-{most * (1 + by_cores)}")
     return Slice(f"{kind}-{match[2]}", kind, _sides(num_chips, 3 if by_cores else 2))
 
 

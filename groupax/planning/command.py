@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -21,9 +21,9 @@ class PlanCommand:
     --config, then from the flags, as those of groupax train do.
     """
 
-    model: str
+    model: str | None = None
     """A folder, a config.json, or a Hugging Face hub id, of which no more is read than config.json."""
-    devices: str
+    devices: str | None = None
     """A TPU slice, as v4-64, v5e-32, v5p-128 or v6e-16, or virtual devices of this CPU, as cpu:8."""
     libtpu: Path = Path("build/libtpu")
     """The folder that libtpu was installed into (pip install --no-deps --target build/libtpu libtpu), where it is not
@@ -44,12 +44,15 @@ def plan(arguments: Sequence[str], defaults: GRPOConfig) -> int:
     Args:
         arguments: its words.
         defaults: what settings are that are not given.
+
+    Raises:
+        ValueError: there is no such model, there are no such devices, or the settings are refused or not planned for.
     """
-    default = replace(PlanCommand(model=tyro.MISSING, devices=tyro.MISSING), args=defaults)
+    default = PlanCommand(args=defaults)
     command = tyro.cli(PlanCommand, prog="groupax plan", args=list(arguments), default=default, use_underscores=True)
     args = command.args
-    if args.base_weights != "same":
-        raise ValueError(f"base_weights {args.base_weights!r} is not planned for; leave it at 'same'")
+    if command.model is None or command.devices is None:
+        raise ValueError("give a model and devices, e.g. --model Qwen/Qwen3-8B --devices v5e-32")
     prepare(command.devices, command.libtpu)
 
     from groupax.models.families import read_config

@@ -34,7 +34,7 @@ class Counts:
         exchanged = {kind: self.exchanged.get(kind, 0.0) + other.exchanged.get(kind, 0.0) for kind in kinds}
         return Counts(self.flops + other.flops, self.product_bytes + other.product_bytes, exchanged)
 
-    def times(self, number: float) -> "Counts":
+    def times(self, number: int) -> "Counts":
         """Of so many runs."""
         exchanged = {kind: number * sent for kind, sent in self.exchanged.items()}
         return Counts(number * self.flops, number * self.product_bytes, exchanged)
@@ -42,7 +42,7 @@ class Counts:
     @property
     def exchanged_bytes(self) -> float:
         """That a device sends in all."""
-        return sum(self.exchanged.values())
+        return sum(self.exchanged.values(), 0.0)
 
 
 _EXCHANGES = {

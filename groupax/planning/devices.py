@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupax.parallel.accelerators import CHIPS, Chip, tpu_slice
+from groupax.parallel.accelerators import CHIPS, Chip, Slice, tpu_slice
 
 # Slices whose chips have two cores that programs see as one device.
 _CONFIGS = {"v4": "megacore", "v5p": "megacore"}
@@ -45,9 +45,15 @@ def prepare(name: str, libtpu: Path) -> None:
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cpus}".strip()
         return
-    tpu_slice(name)
-    # no chips of the machine that this runs on are used, whoever else has them
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    # programs for devices that are not here cannot be loaded from the cache on disk;
+    # no chips of the machine that this runs on are used, whoever else has them; libtpu complains if told of no slice
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "0",
+        "TPU_ACCELERATOR_TYPE": _slice(name).name,
+    }
     if "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu"):
         return
     library = libtpu.resolve() / "libtpu" / "libtpu.so"
@@ -75,7 +81,7 @@ def target_of(name: str) -> Target:
         return Target(name, tuple(devices), None)
     from jax.experimental import topologies
 
-    wanted = tpu_slice(name)
+    wanted = _slice(name)
     text = f"{wanted.kind}:{'x'.join(map(str, wanted.sides))}"
     settings: dict[str, Any] = {"chip_config_name": _CONFIGS[wanted.kind]} if wanted.kind in _CONFIGS else {}
     if wanted.num_chips < 4:  # parts of a host
@@ -85,6 +91,13 @@ def target_of(name: str) -> Target:
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"libtpu does not know the slice {wanted.name} ({text}): {error}") from error
     return Target(wanted.name, tuple(topology.devices), CHIPS[wanted.kind])
+
+
+def _slice(name: str) -> Slice:
+    try:
+        return tpu_slice(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; virtual CPU devices are cpu:8") from None
 
 
 def _num_cpus(name: str) -> int:

@@ -146,12 +146,11 @@ def _changes(config: ModelConfig, plan: Plan) -> Iterator[Asked]:
     if is_rollout and args.decoding_weights == "same" and args.decoding_tp == 1:
         yield asked.changed("--decoding_weights int8", decoding_weights="int8")
     if is_rollout and plan.run is not None and plan.run.cache.num_slots > 2 and args.max_concurrent_rows > 2:
-        slots = plan.run.cache.num_slots * plan.mesh.devices.size // 2
+        slots = plan.run.cache.num_slots * plan.mesh.devices.size // args.decoding_tp // 2
         yield asked.changed(f"--max_concurrent_rows {slots}", max_concurrent_rows=slots)
     if not is_rollout and (args.mesh is None or mesh_sizes(args.mesh)[1] == 1):
         yield asked.changed(f"--mesh {_FSDP}", mesh=_FSDP)
-    if plan.target.chip is not None:
-        larger = _larger(asked.devices)
+    if plan.target.chip is not None and (larger := _larger(asked.devices)):
         fixed = args.mesh is not None and -1 not in mesh_sizes(args.mesh)
         yield asked.changed(f"{larger}", larger, **({"mesh": _FSDP} if fixed else {}))
 
@@ -161,7 +160,10 @@ def _undivided(config: ModelConfig, mesh: Any, tp: int) -> bool:
     return any(dim != "vocab" for dim, _, _ in indivisible(split_dims(config), decoding_mesh(mesh, tp)))
 
 
-def _larger(name: str) -> str:
-    """The slice of twice as many chips."""
+def _larger(name: str) -> str | None:
+    """The slice of twice as many chips; None if there is none."""
     kind, _, number = tpu_slice(name).name.partition("-")
-    return f"{kind}-{2 * int(number)}"
+    try:
+        return tpu_slice(f"{kind}-{2 * int(number)}").name
+    except ValueError:
+        return None

@@ -17,7 +17,7 @@ from groupax.batch import Row, pack
 from groupax.config import GRPOConfig
 from groupax.data import prompt_limit
 from groupax.engine.ahead_of_time import CHUNK_STEPS, prompts_at_once, traced_programs
-from groupax.engine.plan import CACHE_COLUMNS, FREE_PART, CacheShape, Plan, bucket, piece_columns
+from groupax.engine.plan import CACHE_COLUMNS, FREE_PART, CacheShape, Plan, bucket, longest_columns, piece_columns
 from groupax.learner import CPU_MICRO_BATCH_TOKENS, fitting_tokens
 from groupax.models.adapted import Frozen, joined
 from groupax.models.config import ModelConfig
@@ -28,9 +28,9 @@ from groupax.models.specs import Params, model_specs
 from groupax.models.split import partition_specs
 from groupax.objective.aggregation import Denominators
 from groupax.optimizer import make_optimizer, make_schedule
-from groupax.parallel.mesh import decoding_mesh, is_split, num_data_shards
+from groupax.parallel.mesh import decoding_mesh, num_data_shards
 from groupax.run_parts import learner_settings
-from groupax.slices import slices_of
+from groupax.slices import Slices, slices_of
 from groupax.step import (
     ROWS,
     TrainState,
@@ -122,7 +122,7 @@ def run_of(
         memory_bytes: of a device; None for no limit.
 
     Raises:
-        ValueError: the settings contradict each other.
+        ValueError: the settings contradict each other, or ask for what is not planned for.
         UnfitError: a device does not hold what is always there, or the rollout's weights, keys and values.
     """
     of_model = _Abstract(config, mesh, args, lora)
@@ -133,15 +133,13 @@ def run_of(
         raise UnfitError(
             f"weights and optimizer alone take {taken:.1f} GB of a device that has {limit / 1e9:.1f}", in_rollout=False
         )
-    slices = slices_of(args)
+    slices = _planned_slices(args)
     num_rows = slices.prompts_per_rollout * args.num_generations
     prompt = prompt_limit(config.max_positions, args.max_completion_length, args.max_prompt_length, _LENGTH)
     longest = (prompt, args.max_completion_length)
     rollout, cache, gathered = _rollout(of_model, num_rows, longest, left)
-    updates = max(1, slices.steps_per_rollout)
-    rows_of_step = max(1, slices.rows * slices.per_step)
     tokens = args.micro_batch_tokens or of_model.fitting_tokens(left)
-    training = _training(of_model, rows_of_step, longest, tokens, updates)
+    training = _training(of_model, slices, longest, tokens)
     return Run(
         programs=(*rollout, *training.programs),
         residents=of_model.residents,
@@ -152,8 +150,30 @@ def run_of(
         micro_batch_cells=training.cells,
         longest_row=sum(longest),
         num_rows=num_rows,
-        num_updates=updates,
+        num_updates=slices.steps_per_rollout,
     )
+
+
+# Settings whose runs are others than those that are planned here, with the value that is.
+_PLANNED: dict[str, Any] = {"base_weights": "same", "max_staleness": 0, "rollout": ()}
+
+
+def _planned_slices(args: GRPOConfig) -> Slices:
+    """How rollouts become updates.
+
+    Raises:
+        ValueError: something is set that is not planned for.
+    """
+    for name, value in _PLANNED.items():
+        if getattr(args, name) != value:
+            raise ValueError(f"{name} {getattr(args, name)!r} is not planned for; leave it at {value!r}")
+    slices = slices_of(args)
+    if slices.per_step > 1:
+        raise ValueError(
+            f"updates_per_rollout {args.updates_per_rollout} has updates on parts of several rollouts, which are not "
+            "planned for; choose a whole number"
+        )
+    return slices
 
 
 class _Abstract:
@@ -182,6 +202,8 @@ class _Abstract:
         residents |= {"reference": weights} if args.beta > 0 and not lora else {}
         self.residents: dict[str, Any] = residents
         self.reference = weights
+        self.own = {self.policy_name: self.policy} | ({"base": weights} if lora else {})
+        self.dropout_rate = lora.lora_dropout if lora else 0.0
 
     @property
     def scalar(self) -> jax.ShapeDtypeStruct:
@@ -201,10 +223,11 @@ def _rollout(
 ) -> tuple[list[Program], CacheShape, float]:
     """The engine's programs, the shape of its cache, and the bytes that a device gets before it decodes."""
     config, args = of_model.config, of_model.args
-    mesh = decoding_mesh(of_model.mesh, args.decoding_tp)
+    mesh, copies = decoding_mesh(of_model.mesh, args.decoding_tp), args.decoding_weights != "same"
     given = joined(of_model.frozen, of_model.policy)
-    gathers, copies = is_split(of_model.mesh) or args.decoding_tp > 1, args.decoding_weights != "same"
     gathered = _placed(given, partition_specs(config, mesh, given), mesh)
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(gathered), strict=True)
+    gathers = not all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
     params = gathered
     if copies:
         params = jax.eval_shape(lambda params: decoding_params(config, params, args.decoding_weights), given)
@@ -225,8 +248,7 @@ def _rollout(
     num_prompts, num_waves = -(-per_shard // shape.share), -(-per_shard // shape.num_slots)
     together = prompts_at_once(shape)
     num_pieces = shape.num_prompt_columns // piece_columns(together, shape.num_prompt_columns)
-    name = "rollout weights" if kept else of_model.policy_name
-    arguments = {name: params, "kv cache": cache}
+    arguments = {**({"rollout weights": params} if kept else of_model.own), "kv cache": cache}
     programs = [
         Program("admit", admits, arguments, -(-num_prompts // together), num_pieces),
         Program("decode_chunk", decodes, arguments, num_waves * num_chunks, CHUNK_STEPS),
@@ -239,13 +261,14 @@ def _cache_shape(
 ) -> CacheShape:
     """Of each data shard's keys and values, at their largest, as the engine would have it with so much free memory."""
     config, args, num_shards = of_model.config, of_model.args, num_data_shards(mesh)
+    most_columns = longest_columns(*longest, CHUNK_STEPS)
     per_token = 2 * config.num_layers * config.num_kv_heads * config.attention_dim * kv_dtype.itemsize
     budget = FREE_PART * free if args.kv_cache_gb is None else args.kv_cache_gb * 1e9
     num_tokens = int(min(budget, _UNLIMITED) / (per_token // mesh.shape["tp"]))
     allowed = Plan(num_tokens, config.num_layers, args.max_concurrent_rows)
     try:
         groups = [args.num_generations] * (num_rows // args.num_generations)
-        shape = allowed.first_shape(groups, num_shards, longest)
+        shape = allowed.first_shape(groups, num_shards, most_columns)
     except ValueError as error:
         told = f"{free / 1e9:.1f} GB of a device are left for a rollout's keys and values: {error}"
         raise UnfitError(told, in_rollout=True) from error
@@ -262,12 +285,12 @@ class _Training:
     cells: int
 
 
-def _training(of_model: _Abstract, num_rows: int, longest: tuple[int, int], tokens: int, updates: int) -> _Training:
+def _training(of_model: _Abstract, slices: Slices, longest: tuple[int, int], tokens: int) -> _Training:
     """The learner's programs."""
-    config, mesh, args = of_model.config, of_model.mesh, of_model.args
+    config, mesh, args, updates = of_model.config, of_model.mesh, of_model.args, slices.steps_per_rollout
     settings = of_model.settings.objective
-    rows = [_row(index // args.num_generations, longest, args, updates) for index in range(num_rows)]
-    parts, _ = pack(rows, num_data_shards(mesh), tokens, (), args.share_prefix)
+    rows = [_row(index // args.num_generations, longest, args, updates) for index in range(slices.rows)]
+    parts, _ = pack(rows, num_data_shards(mesh), tokens, (), args.share_prefix, longest)
     largest = max(parts, key=lambda part: part.num_cells)
     batch = jax.tree.map(lambda x: _struct(x, NamedSharding(mesh, ROWS)), largest.batch)
     static: dict[str, Any] = {"config": config, "mesh": mesh}
@@ -275,10 +298,10 @@ def _training(of_model: _Abstract, num_rows: int, longest: tuple[int, int], toke
     totals = jax.eval_shape(lambda params: zero_totals(params, **static, settings=settings), of_model.policy)
     totals = _placed(totals, totals_specs(config, mesh, of_model.policy, totals), mesh)
     scalar, num_parts = of_model.scalar, len(parts)
-    own = {of_model.policy_name: of_model.policy}
-    own |= {"base": of_model.frozen.params} if of_model.frozen else {}
     counts: Any = jax.tree.unflatten(jax.tree.structure(Denominators(jnp.zeros(()), jnp.zeros(()))), [scalar, scalar])
-    steps = micro_step.trace(of_model.policy, totals, batch, counts, scalar, of_model.frozen, None, **of_step)
+    dropout_key = _key(mesh) if of_model.dropout_rate else None
+    of_policy = (of_model.policy, totals, batch, counts, scalar, of_model.frozen, dropout_key)
+    steps = micro_step.trace(*of_policy, **of_step, dropout_rate=of_model.dropout_rate)
     sums = across_shards.trace(totals, **static)
     grads = _placed(
         jax.eval_shape(lambda totals: totals.grads, sums.out_info),
@@ -288,15 +311,18 @@ def _training(of_model: _Abstract, num_rows: int, longest: tuple[int, int], toke
     update = apply_update.trace(of_model.state, grads, scalar, optimizer=of_model.optimizer, **static)
     state = {"masters": of_model.state.params, "optimizer": of_model.state.opt_state}
     programs = [
-        Program("micro_step", steps, {**own, "gradients": totals}, num_parts * updates),
+        Program("micro_step", steps, {**of_model.own, "gradients": totals}, num_parts * updates),
         Program("across_shards", sums, {"gradients": totals}, updates),
         Program("apply_update", update, {**state, "gradients": grads}, updates),
     ]
-    passes = (args.beta > 0) * updates + (updates - 1)  # of the reference, and of the policy before later updates
+    # of all rows, by the policy before updates other than the first one, or to find the tokens of high entropy
+    own_passes = slices.per_rollout - 1 + updates * (args.top_entropy_quantile < 1)
+    passes = own_passes + slices.per_rollout * (args.beta > 0)
     if passes:
-        of_reference = {"base" if of_model.frozen else "reference": of_model.reference} if args.beta > 0 else own
-        scores = score.trace(of_model.reference, batch, **of_step)
-        programs.insert(0, Program("score", scores, of_reference, num_parts * passes))
+        of_reference = {"base" if of_model.frozen else "reference": of_model.reference}
+        params = joined(of_model.frozen, of_model.policy) if own_passes else of_model.reference
+        scores = score.trace(params, batch, **of_step)
+        programs.insert(0, Program("score", scores, of_model.own if own_passes else of_reference, num_parts * passes))
     cells = largest.num_cells // num_data_shards(mesh)
     return _Training(tuple(programs), num_parts, cells)
 
@@ -315,7 +341,14 @@ def _row(group: int, longest: tuple[int, int], args: GRPOConfig, updates: int) -
         old_logp=logp if updates > 1 else None,
         ref_logp=logp if args.beta > 0 else None,
         sampler_logp=logp if args.rollout_correction != "none" else None,
+        policy_mask=np.ones(longest[1], bool) if args.top_entropy_quantile < 1 else None,
     )
+
+
+def _key(mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Of random numbers, the same on all devices."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return _struct(key, NamedSharding(mesh, PartitionSpec()))
 
 
 def own_bytes(trees: Mapping[str, Any]) -> float:

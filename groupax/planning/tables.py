@@ -1,11 +1,14 @@
 """Plans as text and as records."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from groupax.parallel.accelerators import Chip
 from groupax.planning.fitting import Plan
 from groupax.planning.measured import OTHER, Measured, step_seconds
 
+# By the largest value of a table, so that it is not all zeros.
+_PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 KINDS = ("masters", "optimizer", "policy", "base", "reference", "rollout weights", "kv cache", "gradients", OTHER)
 
 
@@ -14,7 +17,7 @@ def text_of(plan: Plan) -> str:
     if plan.fault is not None:
         return verdict(plan)
     assert plan.run is not None, "there is no fault"
-    lines = [_settings(plan), "", "memory of a device, GB", *_memory_table(plan), ""]
+    lines = [_settings(plan), "", *_memory_table(plan), ""]
     lines += ["one run of each program on a device", *_work_table(plan), ""]
     if plan.target.chip is not None:
         lines += [_least_time(plan, plan.target.chip), ""]
@@ -27,9 +30,9 @@ def verdict(plan: Plan) -> str:
         return f"does not fit: {plan.fault}"
     most, chip = plan.largest, plan.target.chip
     if chip is None:
-        return f"the most is {_gb(most.total)} GB of memory for each device, in {most.name}"
+        return f"the most is {_size(most.total)} of memory for each device, in {most.name}"
     fits = "fits" if plan.fits else "DOES NOT FIT"
-    return f"{fits}: the most is {_gb(most.total)} GB of {_gb(chip.memory_bytes)}, in {most.name}"
+    return f"{fits}: the most is {_size(most.total)} of {_size(chip.memory_bytes)}, in {most.name}"
 
 
 def record_of(plan: Plan) -> dict[str, Any]:
@@ -79,24 +82,31 @@ def _settings(plan: Plan) -> str:
 
 def _memory_table(plan: Plan) -> list[str]:
     kinds = [kind for kind in KINDS if any(program.memory.get(kind) for program in plan.programs)]
+    prefix, unit = _unit(program.total for program in plan.programs)
     rows = [["", *kinds, "total"]]
     for program in plan.programs:
-        cells = [_gb(program.memory[kind]) if program.memory.get(kind) else "" for kind in kinds]
-        rows.append([program.name, *cells, _gb(program.total)])
-    return _aligned(rows)
+        cells = [f"{size / unit:.2f}" if (size := program.memory.get(kind)) else "" for kind in kinds]
+        rows.append([program.name, *cells, f"{program.total / unit:.2f}"])
+    return [f"memory of a device, {prefix}B", *_aligned(rows)]
 
 
 def _work_table(plan: Plan) -> list[str]:
     chip = plan.target.chip
-    rows = [["", "runs", "TFLOP", "GB in products", "GB to others", *(["at least", "bound by"] if chip else [])]]
+    all_counts = [program.counts for program in plan.programs]
+    of_flops, flop = _unit(counts.flops for counts in all_counts)
+    of_products, product = _unit(counts.product_bytes for counts in all_counts)
+    of_others, other = _unit(sent for counts in all_counts for sent in counts.exchanged.values())
+    rows = [["", "runs", f"{of_flops}FLOP", f"{of_products}B in products", f"{of_others}B to others"]]
+    rows[0] += ["at least", "bound by"] if chip else []
     for program in plan.programs:
         counts = program.counts
         row = [
             program.name,
             str(program.runs),
-            f"{counts.flops / 1e12:.2f}",
-            f"{counts.product_bytes / 1e9:.1f}",
-            ", ".join(f"{sent / 1e9:.2f} {kind}" for kind, sent in counts.exchanged.items() if sent >= 5e6) or "-",
+            f"{counts.flops / flop:.2f}",
+            f"{counts.product_bytes / product:.2f}",
+            ", ".join(f"{sent / other:.2f} {kind}" for kind, sent in counts.exchanged.items() if sent >= other / 200)
+            or "-",
         ]
         rows.append(row + (_least(program, chip) if chip else []))
     return _aligned(rows)
@@ -105,7 +115,7 @@ def _work_table(plan: Plan) -> list[str]:
 def _least(program: Measured, chip: Chip) -> list[str]:
     seconds = program.seconds(chip)
     bound = max(seconds, key=lambda name: seconds[name])
-    return [f"{seconds[bound] * 1e3:.1f} ms", bound]
+    return [f"{seconds[bound] * 1e3:.3g} ms", bound]
 
 
 def _least_time(plan: Plan, chip: Chip) -> str:
@@ -114,16 +124,23 @@ def _least_time(plan: Plan, chip: Chip) -> str:
     phases = step_seconds(plan.programs, run.gathered_bytes, chip)
     total = sum(phases.values())
     tokens = run.num_rows * plan.asked.args.max_completion_length
-    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items() if seconds)
+    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in phases.items() if seconds)
     num = plan.mesh.devices.size
     return (
-        f"at least {total:.2f} s for a rollout and its updates ({parts}), by the chip's stated peaks: at most "
+        f"at least {total:.3g} s for a rollout and its updates ({parts}), by the chip's stated peaks: at most "
         f"{tokens / total:,.0f} tokens/s, {tokens / total / num:,.0f} on each device"
     )
 
 
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f}"
+def _unit(values: Iterable[float]) -> tuple[str, float]:
+    """The prefix in which the largest value is at least 1, and what it stands for."""
+    largest = max(values, default=0.0)
+    return next((each for each in _PREFIXES if largest >= each[1]), _PREFIXES[-1])
+
+
+def _size(num_bytes: float) -> str:
+    prefix, unit = _unit([num_bytes])
+    return f"{num_bytes / unit:.2f} {prefix}B"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

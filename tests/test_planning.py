@@ -1,0 +1,653 @@
+"""`groupax plan`: counts against closed forms, planned programs against those of a real engine and learner."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import groupax.engine.batch
+import groupax.engine.engine
+import groupax.learner
+from groupax import GRPOConfig, SamplingParams, add_adapter, init_model
+from groupax.batch import Row
+from groupax.cli import main
+from groupax.learner import Learner
+from groupax.models.families import read_config
+from groupax.models.flops import forward_flops
+from groupax.models.specs import model_specs
+from groupax.parallel.accelerators import Chip
+from groupax.parallel.mesh import make_mesh
+from groupax.planning import fitting
+from groupax.planning.counting import Counts, counts_of
+from groupax.planning.devices import Target, prepare, target_of
+from groupax.planning.fitting import Asked, Plan, fitting_plan, plan_of
+from groupax.planning.measured import OTHER, Compiler, Measured
+from groupax.planning.programs import UnfitError, own_bytes, run_of
+from groupax.planning.tables import text_of, verdict
+from groupax.run_parts import engine_for, learner_settings, lora_for
+
+from .conftest import TINY, one_device_mesh
+
+SMALL = {**TINY, "num_hidden_layers": 1}
+MIXTURE = {**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def silent(text):
+    pass
+
+
+# -- counting
+
+
+def counted(function, *shapes, loop_steps=1):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return counts_of(jax.jit(function).trace(*arrays).jaxpr, loop_steps)
+
+
+def test_products_are_counted_with_the_bytes_that_they_touch():
+    counts = counted(lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (3, 5, 7), (3, 11, 7))
+    assert counts == Counts(2.0 * 3 * 5 * 7 * 11, 4.0 * 3 * (5 * 7 + 11 * 7 + 5 * 11))
+    assert counted(lambda a: jnp.tanh(a) + a.sum(), (3, 5)) == Counts()
+
+
+def test_ragged_products_and_their_gradients_are_counted():
+    sizes = jnp.array([3, 0, 5], jnp.int32)
+
+    def loss(rows, matrices):
+        return jnp.sum(lax.ragged_dot(rows, matrices, sizes) ** 2)
+
+    shapes, flops = ((8, 5), (3, 5, 7)), 2 * 8 * 5 * 7
+    assert counted(loss, *shapes).flops == flops
+    assert counted(jax.grad(loss, argnums=(0, 1)), *shapes).flops == 3 * flops
+
+
+def test_loops_count_as_often_as_they_run():
+    def product(x):
+        return x @ x
+
+    once = 2.0 * 6**3
+    assert counted(lambda x: lax.fori_loop(0, 5, lambda _, y: product(y), x), (6, 6)).flops == 5 * once
+    assert counted(lambda x: lax.scan(lambda y, _: (product(y), None), x, length=4)[0], (6, 6)).flops == 4 * once
+
+    def until(x):
+        return lax.while_loop(lambda y: y[0, 0] < 9, product, x)
+
+    assert counted(until, (6, 6), loop_steps=32).flops == 32 * once
+    assert counted(lambda x: lax.scan(lambda y, _: (until(y), None), x, length=4)[0], (6, 6), loop_steps=3) == (
+        Counts(once, 3.0 * 4 * 36).times(12)
+    )
+
+
+def test_the_largest_branch_counts_and_programs_within_programs():
+    def branches(x):
+        return lax.cond(x[0, 0] > 0, lambda y: y @ y @ y, lambda y: y @ y, x)
+
+    once = 2.0 * 6**3
+    assert counted(branches, (6, 6)).flops == 2 * once
+    assert counted(jax.jit(lambda x: jax.jit(branches)(x) @ x), (6, 6)).flops == 3 * once
+
+
+def test_what_the_backward_pass_computes_again_counts():
+    def two(x, w):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+    shapes, once = ((4, 6), (6, 6)), 2 * 4 * 6 * 6
+    assert counted(jax.grad(two, argnums=(0, 1)), *shapes).flops == 6 * once
+    again = jax.checkpoint(two, policy=jax.checkpoint_policies.nothing_saveable)
+    # the second product's result, too, is an input of its tanh
+    assert counted(jax.grad(again, argnums=(0, 1)), *shapes).flops == 8 * once
+
+
+def exchange(function, shape, out):
+    mesh = make_mesh((1, 2, 1, 2, 1))
+    program = jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=out, check_vma=False)
+    traced = jax.jit(program).trace(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    return dict(counts_of(traced.jaxpr).exchanged)
+
+
+WHOLE, ALONG = PartitionSpec(), PartitionSpec("tp")
+BOTH = ("fsdp", "tp")
+
+
+@pytest.mark.parametrize(
+    ("function", "out", "expected"),
+    [
+        (lambda x: lax.psum(x, "tp"), WHOLE, {"all-reduce": 2 * 128 * 1 / 2}),
+        (lambda x: lax.psum(x, BOTH), WHOLE, {"all-reduce": 2 * 128 * 3 / 4}),
+        (lambda x: lax.psum([x, x], ("dp", "tp")), [WHOLE, WHOLE], {"all-reduce": 2 * 256 * 1 / 2}),
+        (lambda x: lax.pmax(x, "tp"), WHOLE, {"all-reduce": 128}),
+        (lambda x: lax.all_gather(x, BOTH, tiled=True), WHOLE, {"all-gather": 128 * 3}),
+        (lambda x: lax.psum_scatter(x, BOTH, tiled=True), ALONG, {"reduce-scatter": 128 * 3 / 4}),
+        (lambda x: lax.all_to_all(x, "tp", 0, 1, tiled=True), ALONG, {"all-to-all": 128 * 1 / 2}),
+        (lambda x: lax.psum(x, ("dp", "sp")), WHOLE, {}),
+        (lambda x: lax.all_gather(x, "ep"), WHOLE, {}),
+        (lambda x: x + lax.axis_index("tp").astype(x.dtype), ALONG, {}),
+        (lambda x: lax.psum(lax.all_gather(x, "tp"), "tp"), WHOLE, {"all-gather": 128, "all-reduce": 256}),
+    ],
+)
+def test_exchanges_have_their_closed_forms(function, out, expected):
+    assert exchange(function, (8, 8), out) == expected
+
+
+def test_exchanges_that_are_not_counted_are_an_error():
+    with pytest.raises(NotImplementedError, match=r"ppermute over .*tp.*is not counted"):
+        exchange(lambda x: lax.ppermute(x, "tp", [(0, 1), (1, 0)]), (8, 8), ALONG)
+
+
+def test_a_devices_part_is_counted():
+    mesh = make_mesh((1, 1, 1, 4, 1))
+    parts = PartitionSpec(None, "tp"), PartitionSpec("tp", None)
+    program = jax.shard_map(
+        lambda a, b: lax.psum(a @ b, "tp"), mesh=mesh, in_specs=parts, out_specs=PartitionSpec(), check_vma=False
+    )
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 8), (8, 10))]
+    counts = counts_of(jax.jit(program).trace(*shapes).jaxpr)
+    assert counts == Counts(2.0 * 6 * 2 * 10, 4.0 * (6 * 2 + 2 * 10 + 6 * 10), {"all-reduce": 2 * 240 * 3 / 4})
+
+
+def test_counts_add_up():
+    one, other = Counts(1.0, 2.0, {"all-gather": 3.0}), Counts(10.0, 20.0, {"all-reduce": 1.0, "all-gather": 2.0})
+    assert one + other.times(2) == Counts(21.0, 42.0, {"all-gather": 7.0, "all-reduce": 2.0})
+    assert (one + other).exchanged_bytes == 6
+
+
+def test_a_models_programs_count_its_matrices_as_its_table_of_weights_does():
+    args = GRPOConfig(
+        prompts_per_step=2, num_generations=4, max_prompt_length=33, max_completion_length=32, dtype="float32", beta=0.1
+    )
+
+    def of(**change):
+        """Operations of scoring, of a micro-batch, and of a forward pass by the formula."""
+        config = read_config({**TINY, **change})
+        run = run_of(config, one_device_mesh(), args)
+        assert (run.num_micro_batches, run.micro_batch_cells) == (1, 320), "2 x (32 + 4 x 32): nothing is padded"
+        found = {each.name: counts_of(each.traced.jaxpr, each.loop_steps).flops for each in run.programs}
+        return np.array([found["score"], found["micro_step"], forward_flops(config, [(32, [32] * 4)] * 2)])
+
+    few, wide, wordy = of(), of(intermediate_size=192), of(vocab_size=1120)
+    scored, stepped, expected = wide - few
+    assert scored == expected
+    assert stepped == 3 * expected
+    scored, stepped, expected = wordy - few
+    # there is room for a quarter more completions, and the sum over a vocabulary is two more columns of 32
+    assert 1 <= scored / expected <= 1.25 * (1 + 2 / 32)
+    assert 3.8 < stepped / scored <= 4, "logits are computed again"
+    assert few[2] < few[0] < few[1] / 3
+
+
+# -- programs
+
+
+def shapes_of(arguments):
+    return [(tuple(np.shape(x)), jnp.result_type(x)) for x in jax.tree.leaves(arguments)]
+
+
+def planned_shapes(program):
+    return [(tuple(x.shape), x.dtype) for x in jax.tree.leaves(program.traced.args_info)]
+
+
+class Recorded(Exception):
+    """Enough is known."""
+
+
+def recording(monkeypatch, module, name, last=True):
+    """The arguments of calls of a program; the last of what is wanted is not run."""
+    calls, program = [], getattr(module, name)
+
+    def record(*arguments, **static):
+        calls.append((arguments, shapes_of(arguments)))
+        if last:
+            raise Recorded
+        return program(*arguments, **static)
+
+    monkeypatch.setattr(module, name, record)
+    return calls
+
+
+def device_bytes(tree):
+    """Of arrays on the first device; numbers of the host are none."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+
+
+def pointers(tree):
+    return {x.addressable_data(0).unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)}
+
+
+def real_kinds(learner):
+    """What a learner has on its devices, by the names that plans have for it."""
+    kinds = {"masters": learner.state.params, "optimizer": learner.state.opt_state}
+    if learner.dtype != jnp.float32:
+        kinds["policy"] = learner._trained()
+    if learner.frozen:
+        kinds["base"] = learner.frozen.params
+    elif learner.reference is not None:
+        kinds["reference"] = learner.reference
+    return kinds
+
+
+CASES = {
+    "data": ((4, 1, 1, 1, 1), {}),
+    "fsdp": ((1, 4, 1, 1, 1), {"beta": 0.1, "dtype": "bfloat16"}),
+    "tp": ((1, 2, 1, 2, 1), {"updates_per_rollout": 2, "optimizer": "muon"}),
+    "sp": ((1, 1, 1, 1, 4), {"top_entropy_quantile": 0.5, "num_iterations": 2}),
+    "adapter": ((4, 1, 1, 1, 1), {"lora_r": 4, "lora_dropout": 0.1}),
+    "split-adapter": ((1, 2, 1, 1, 2), {"lora_r": 4, "beta": 0.1, "dtype": "bfloat16", "updates_per_rollout": 2}),
+    "int8": ((2, 2, 1, 1, 1), {"decoding_weights": "int8"}),
+    "bfloat16": ((4, 1, 1, 1, 1), {"decoding_weights": "bfloat16", "rollout_correction": "token_truncate"}),
+    "shared": ((4, 1, 1, 1, 1), {"decoding_tp": 2, "kv_cache_dtype": "bfloat16"}),
+    "shared-as-trained": ((2, 1, 1, 2, 1), {"decoding_tp": 2}),
+    "experts": ((1, 2, 2, 1, 1), {"share_prefix": "never"}),
+    "small-cache": ((4, 1, 1, 1, 1), {"kv_cache_gb": 1e-3, "micro_batch_tokens": 128}),
+}
+QUICK = ("fsdp", "split-adapter")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.heavy) for name in CASES]
+)
+def test_what_is_planned_is_what_a_real_run_has(name, monkeypatch):
+    shape, settings = CASES[name]
+    quick = name in QUICK
+    longest = (20, 24 if quick else 90)
+    args = GRPOConfig(
+        **{
+            "prompts_per_step": 4,
+            "num_generations": 4,
+            "max_prompt_length": longest[0],
+            "max_completion_length": longest[1],
+            **settings,
+        }
+    )
+    mesh = make_mesh(shape)
+    model = init_model(MIXTURE if name == "experts" else SMALL, mesh=mesh)
+    lora = lora_for(args, None)
+    run = run_of(model.config, mesh, args, lora)
+    programs = {program.name: program for program in run.programs}
+    model = add_adapter(model, lora) if lora else model
+    learner = Learner(model, learner_settings(args), 10, longest)
+
+    kinds = real_kinds(learner)
+    assert {kind: own_bytes({kind: tree}) for kind, tree in run.residents.items()} == {
+        kind: device_bytes(tree) for kind, tree in kinds.items()
+    }
+
+    admits = recording(monkeypatch, groupax.engine.batch, "admit", last=False)
+    chunks = recording(monkeypatch, groupax.engine.batch, "decode_chunk", last=quick)
+    engine = engine_for(args, model, learner.policy, (1,))
+    prompts = [np.arange(2, 2 + longest[0]) + index for index in range(run.num_rows // args.num_generations)]
+    try:
+        engine.generate(prompts, SamplingParams(n=args.num_generations, max_tokens=longest[1], ignore_eos=True))
+    except Recorded:
+        pass
+    else:
+        assert len(chunks) == programs["decode_chunk"].runs
+    by_size = partial(max, key=lambda call: sum(math.prod(shape) for shape, _ in call[1]))
+    (params, cache, *_), decoded = by_size(chunks)
+    assert planned_shapes(programs["decode_chunk"]) == decoded
+    planned = programs["decode_chunk"].arguments
+    assert own_bytes({"": planned["kv cache"]}) == _bytes_of_shapes(cache, chunks)
+    copied = not pointers(params) <= pointers(learner.policy)
+    assert ("rollout weights" in planned) == copied
+    decoded_with = {kind: tree for kind, tree in planned.items() if kind != "kv cache"}
+    assert own_bytes(decoded_with) == device_bytes(params)
+    assert len(admits) == programs["admit"].runs
+    if quick:
+        assert planned_shapes(programs["admit"]) == admits[0][1]
+
+    words, logp = np.full(longest[1], 5, np.int32), np.zeros(longest[1], np.float32)
+    more = {
+        "ref_logp": logp if args.beta else None,
+        "old_logp": logp if run.num_updates > 1 else None,
+        "sampler_logp": None if args.rollout_correction == "none" else logp,
+    }
+    groups = np.repeat(np.arange(4), 4).tolist()
+    rows = [Row(g, prompts[g].astype(np.int32), words, words > 0, 1.0, logp, **more) for g in groups]
+    if args.top_entropy_quantile < 1:
+        scored = recording(monkeypatch, groupax.learner, "score")
+        with pytest.raises(Recorded):
+            learner.update(rows)
+        assert not {shape for shape, _ in scored[0][1]} - {shape for shape, _ in planned_shapes(programs["score"])}
+        learner.shapes = []
+        rows = [replace(row, policy_mask=row.mask) for row in rows]
+        monkeypatch.setattr(Learner, "_with_policy_masks", lambda self, rows: rows)
+    steps = recording(monkeypatch, groupax.learner, "micro_step")
+    with pytest.raises(Recorded):
+        learner.update(rows)
+    assert planned_shapes(programs["micro_step"]) == steps[0][1]
+    assert own_bytes({"": programs["micro_step"].arguments["gradients"]}) == device_bytes(steps[0][0][1])
+
+
+def _bytes_of_shapes(cache, chunks):
+    """Of the largest cache, which may be deleted by now."""
+    shards = jax.tree.map(lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize, cache)
+    assert chunks
+    return sum(jax.tree.leaves(shards))
+
+
+def test_scores_are_counted_as_often_as_they_are_computed():
+    def runs(**settings):
+        args = GRPOConfig(prompts_per_step=2, num_generations=2, max_completion_length=16, **settings)
+        run = run_of(read_config(SMALL), one_device_mesh(), args)
+        return {program.name: program.runs for program in run.programs}, run.num_updates
+
+    assert "score" not in runs(num_iterations=3)[0], "the first pass knows the old log-probs of the next ones"
+    names, updates = runs(updates_per_rollout=3, num_iterations=2, beta=0.1)
+    assert (names["score"], names["micro_step"], updates) == (2 + 3, 6, 6)
+    assert runs(top_entropy_quantile=0.5, num_iterations=2)[0]["score"] == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"base_weights": "nf4", "lora_r": 4}, "base_weights 'nf4' is not planned for; leave it at 'same'"),
+        ({"max_staleness": 1, "rollout_correction": "token_truncate"}, "max_staleness 1 is not planned for"),
+        ({"rollout": ("http://a:1",)}, "rollout .* is not planned for"),
+        ({"updates_per_rollout": 0.5}, "choose a whole number"),
+    ],
+)
+def test_runs_that_are_not_planned_for_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        run_of(read_config(SMALL), one_device_mesh(), GRPOConfig(prompts_per_step=2, **settings))
+
+
+def test_what_no_device_can_hold_is_told_before_anything_is_compiled():
+    config, args = read_config(SMALL), GRPOConfig(max_completion_length=32, prompts_per_step=4, num_generations=4)
+    masters = 3.0 * 4 * sum(math.prod(spec.shape) for spec in jax.tree.leaves(model_specs(config)))
+    with pytest.raises(UnfitError, match="weights and optimizer alone take") as raised:
+        run_of(config, make_mesh(), args, None, masters)
+    assert not raised.value.in_rollout
+    with pytest.raises(UnfitError, match="are left for a rollout's keys and values: 2 completions of 64") as raised:
+        run_of(config, make_mesh(), args, None, masters + 50_000.0)
+    assert raised.value.in_rollout
+    with pytest.raises(UnfitError, match="the weights that rollouts are decoded with take") as raised:
+        run_of(config, make_mesh((1, 4, 1, 1, 1)), args, None, masters / 4 + 10_000)
+    assert raised.value.in_rollout
+    assert run_of(config, make_mesh(), args, None, masters + 10_000_000).cache.num_slots == 4
+
+
+def test_the_cache_has_what_is_free_beside_gathered_weights(monkeypatch):
+    mesh = make_mesh((1, 4, 1, 1, 1))
+    model = init_model(SMALL, mesh=mesh)
+    engine = engine_for(GRPOConfig(), model, model.params, (1,))
+    seen = []
+
+    def free(mesh):
+        seen.append(engine._params is not None)
+        return 1e6
+
+    monkeypatch.setattr(groupax.engine.engine, "free_memory_bytes", free)
+    assert engine.plan().max_tokens == int(0.8e6) // engine.bytes_per_token
+    assert seen == [True]
+
+
+# -- devices
+
+
+def test_slices_and_virtual_devices_have_names(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "environ", {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=3"})
+    monkeypatch.setattr(sys, "path", [])
+    prepare("cpu:8", tmp_path)
+    assert os.environ["XLA_FLAGS"].split() == ["--a", "--xla_force_host_platform_device_count=8"]
+    library = tmp_path / "libtpu" / "libtpu.so"
+    with pytest.raises(ValueError, match=rf"there is no {library}; get it with pip install --no-deps --target"):
+        prepare("v4-64", tmp_path)
+    library.parent.mkdir()
+    library.touch()
+    for name, slice_name in [("TPU v5e-32", "v5e-32"), ("v5litepod-32", "v5e-32"), ("tpu-v4-64", "v4-64")]:
+        os.environ.clear()
+        sys.path.clear()
+        prepare(name, tmp_path)
+        assert os.environ["TPU_ACCELERATOR_TYPE"] == slice_name
+        assert os.environ["TPU_LIBRARY_PATH"] == str(library)
+        assert sys.path[0] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h100:8", "no TPU slice 'h100:8'; slices are of v4, v5e, v5p, v6e, e.g. v4-64 or v5e-32; virtual CPU"),
+        ("cpu:0", "virtual CPU devices are cpu:8"),
+        ("v7-8", "no TPU slice 'v7-8'"),
+        ("v4-4", "'v4-4' is no size of a slice of v4 that is known; those are v4-8, v4-16, v4-32"),
+        ("v5p-12288", "'v5p-12288' is no size of a slice of v5p that is known"),
+        ("v6e-512", "the largest slice of v6e that is known is v6e-256"),
+        ("v4-16384", "the largest slice of v4 that is known is v4-8192"),
+    ],
+)
+def test_devices_that_do_not_exist_are_told(name, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        prepare(name, tmp_path)
+
+
+def test_virtual_devices_are_those_that_there_are():
+    assert target_of("CPU:4").devices == tuple(jax.devices())
+    with pytest.raises(ValueError, match="cpu:8 was asked for, and jax has been started with 4 CPU devices"):
+        target_of("cpu:8")
+
+
+# -- what fits
+
+
+def tiny_chip(memory):
+    return Chip(("none",), 1e12, memory, 1e9, 1e9)
+
+
+@pytest.fixture
+def few_bytes(monkeypatch):
+    """Slices v5e-1, v5e-2 and v5e-4 are CPU devices here, with so little memory as is asked for."""
+
+    def have(memory):
+        def target(name):
+            return Target(name, tuple(jax.devices()[: int(name.partition("-")[2])]), tiny_chip(memory))
+
+        monkeypatch.setattr(fitting, "target_of", target)
+
+    return have
+
+
+TRAIN = GRPOConfig(
+    prompts_per_step=4, num_generations=4, max_prompt_length=32, max_completion_length=64, micro_batch_tokens=1024
+)
+
+
+def a_plan(largest, args=TRAIN, devices="v5e-1", shape=(1, 1, 1, 1, 1), fault=None):
+    """What is known when a program is too large."""
+    mesh = make_mesh(shape, of=jax.devices()[: math.prod(shape)])
+    run = None if fault else run_of(read_config(TINY), mesh, args)
+    programs = tuple(
+        Measured(name, 1, {OTHER: 2e9 if name == largest else 1e8}, Counts(), 0.0)
+        for name in ("admit", "decode_chunk", "micro_step", "apply_update")
+    )
+    return Plan(
+        Asked(devices, args), Target(devices, tuple(mesh.devices.flat), tiny_chip(1e9)), mesh, run, programs, fault
+    )
+
+
+def changes(plan):
+    return [change.changes[-1] for change in fitting._changes(read_config(TINY), plan)]
+
+
+def test_the_nearest_change_comes_first():
+    plan = a_plan("micro_step")
+    assert not plan.fits
+    half = plan.run.micro_batch_cells // 2
+    assert changes(plan) == [
+        "--gradient_checkpointing full",
+        f"--micro_batch_tokens {half}",
+        "--mesh 1,-1,1,1,1",
+        "v5e-2",
+    ]
+    small = replace(TRAIN, gradient_checkpointing="full", micro_batch_tokens=96, mesh="1,1,1,1,1")
+    larger = next(fitting._changes(read_config(TINY), a_plan("micro_step", replace(small, mesh="1,-1,1,1,1"))))
+    assert (larger.devices, larger.args.mesh) == ("v5e-2", "1,-1,1,1,1")
+    assert changes(a_plan("apply_update")) == ["--mesh 1,-1,1,1,1", "v5e-2"]
+    fixed = list(fitting._changes(read_config(TINY), a_plan("micro_step", small)))[-1]
+    assert (fixed.devices, fixed.args.mesh) == ("v5e-2", "1,-1,1,1,1"), "the mesh of one device is none of two"
+
+
+def test_what_changes_of_a_rollout():
+    plan = a_plan("decode_chunk", shape=(4, 1, 1, 1, 1), devices="v5e-4")
+    assert changes(plan) == ["--decoding_tp 2", "--decoding_weights int8", "--max_concurrent_rows 8", "v5e-8"]
+    shared = replace(TRAIN, decoding_tp=2)
+    plan = a_plan("decode_chunk", shared, shape=(4, 1, 1, 1, 1), devices="v5e-4")
+    assert plan.run.cache.num_slots == 8
+    assert changes(plan) == ["--max_concurrent_rows 8", "v5e-8"], "2 heads are not split in 4"
+    fault = UnfitError("too little", in_rollout=True)
+    assert changes(a_plan("", fault=fault)) == ["--decoding_weights int8", "v5e-2"]
+    assert changes(a_plan("", fault=UnfitError("too little", in_rollout=False))) == ["--mesh 1,-1,1,1,1", "v5e-2"]
+    assert changes(a_plan("admit", replace(TRAIN, max_concurrent_rows=2), devices="v5e-256"))[-1].startswith("--")
+
+
+@pytest.mark.heavy
+def test_settings_are_found_that_fit(few_bytes):
+    config, compiler = read_config({**TINY, "vocab_size": 2048}), Compiler()
+    few_bytes(1e12)
+    whole = plan_of(config, Asked("v5e-1", TRAIN), None, compiler, silent)
+    assert whole.fits
+    assert whole.largest.name == "micro_step"
+    sizes = {program.name: program.total for program in whole.programs}
+    for part in (0.95, 0.6, 0.3):
+        few_bytes(part * whole.largest.total)
+        plan = plan_of(config, Asked("v5e-1", TRAIN), None, compiler, silent)
+        assert {program.name: program.total for program in plan.programs} == sizes
+        assert not plan.fits
+        assert verdict(plan).startswith("DOES NOT FIT: the most is ")
+        found = fitting_plan(config, plan, None, compiler, silent)
+        assert found.fits
+        assert found.asked.changes[0] == "--gradient_checkpointing full"
+        assert found.largest.total <= part * whole.largest.total
+    assert found.asked.changes[1].startswith("--micro_batch_tokens")
+
+
+def test_nothing_fits_where_nothing_can(few_bytes):
+    few_bytes(1000.0)
+    told = []
+    plan = plan_of(read_config(SMALL), Asked("v5e-256", TRAIN), None, Compiler(), told.append)
+    assert str(plan.fault).startswith("weights and optimizer alone take")
+    assert verdict(plan) == text_of(plan) == f"does not fit: {plan.fault}"
+    assert plan.programs == ()
+
+
+class Lowered:
+    """A program whose compilation fails."""
+
+    def __init__(self, message):
+        self.message = message
+
+    def as_text(self):
+        return self.message
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_a_compiler_that_gives_up_says_how_much_memory_it_takes():
+    compiler = Compiler()
+    full = "RESOURCE_EXHAUSTED: x temporaries (1.50G) exceeds available HBM"
+    bytes_and_seconds = compiler._memory_of(Lowered(full))
+    assert bytes_and_seconds[0] == 1.5 * 2**30
+    assert compiler._memory_of(Lowered(full)) is bytes_and_seconds
+    for message in ("INTERNAL: Mosaic failed", "RESOURCE_EXHAUSTED: of threads"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            compiler._memory_of(Lowered(message))
+
+
+# -- the command
+
+
+@pytest.fixture
+def config_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    return path
+
+
+LENGTHS = ["--max_completion_length", "16", "--prompts_per_step", "2", "--num_generations", "2"]
+
+
+def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
+    out = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "groupax", "plan", "--model", str(tmp_path), "--devices", "cpu:2", *LENGTHS]
+    done = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "cpu:2: 2 devices, dp 2\n4 completions of 16 tokens in each rollout, 1 update on them" in done.stdout
+    [record] = json.loads(out.read_text())
+    assert (record["fits"], record["fault"], record["mesh"]) == (True, None, [2, 1, 1, 1, 1])
+    names = ["admit", "decode_chunk", "micro_step", "across_shards", "apply_update"]
+    assert [program["name"] for program in record["programs"]] == names
+    lines = done.stdout.splitlines()
+    for heading, cells in (("memory of a device, MB", 8), ("one run of each program on a device", 4)):
+        table = lines[lines.index(heading) + 2 :][: len(names)]
+        assert [line.split()[0] for line in table] == names
+        assert len(table[2].split()) >= cells - 2
+    largest = max(program["total"] for program in record["programs"])
+    assert lines[-1] == f"the most is {largest / 1e6:.2f} MB of memory for each device, in micro_step"
+    for program in record["programs"]:
+        assert program["total"] == sum(program["memory"].values())
+        assert f"{program['name']}: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_does_not_fit_ends_with_status_1_and_settings_that_do(
+    config_file, tmp_path, few_bytes, capsys, monkeypatch
+):
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu" / "libtpu.so").touch()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    masters = 12 * sum(math.prod(spec.shape) for spec in jax.tree.leaves(model_specs(read_config(SMALL))))
+    few_bytes(0.9 * masters)
+    base = ["plan", "--model", str(config_file), "--libtpu", str(tmp_path), "--json", str(tmp_path / "plan.json")]
+    assert main([*base, "--devices", "v5e-1", *LENGTHS]) == 1
+    first, *_, last = capsys.readouterr().out.strip().splitlines()
+    assert first.startswith("does not fit: weights and optimizer alone take")
+    asked, *found = json.loads((tmp_path / "plan.json").read_text())
+    assert (asked["fits"], asked["changes"], "programs" in asked) == (False, [], False)
+    if found:
+        assert last.startswith("fits: the most is")
+        assert found[0]["fits"]
+    else:
+        assert last == "no change of a few settings makes it fit"
+
+
+def test_models_are_read_and_settings_refused(config_file, tmp_path, capsys):
+    def told(*words):
+        status = main(["plan", "--devices", "cpu:4", *words])
+        return status, capsys.readouterr().err
+
+    status, error = told("--model", str(config_file), "--lora_r", "4", "--base_weights", "nf4")
+    assert (status, "base_weights 'nf4' is not planned for" in error) == (2, True)
+    status, error = told("--model", str(tmp_path / "nothing"))
+    assert (status, "nothing" in error) == (2, True)
+    status, error = told("--model", str(config_file), "--mesh", "1,1,1,4,1")
+    assert (status, "kv_heads (2) does not divide by tp=4" in error) == (2, True)
+    status, error = told("--model", str(config_file), "--recipe", "gsm8k")
+    assert (status, "max_completion_length" in error) == (2, True), (
+        "the recipe's lengths, which the model has no room for"
+    )
+
+
+@pytest.mark.heavy
+def test_an_adapters_folder_is_planned_as_an_adapter(config_file, tmp_path, capsys):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    settings["base_model_name_or_path"] = str(tmp_path)
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    out = tmp_path / "plan.json"
+    assert main(["plan", "--devices", "cpu:4", "--model", str(adapter), "--json", str(out), *LENGTHS]) == 0
+    [record] = json.loads(out.read_text())
+    memory = record["programs"][0]["memory"]
+    layer = 4 * 4 * (32 + 32)  # a and b of rank 4
+    assert memory["masters"] == layer
+    assert memory["base"] > 10 * layer
