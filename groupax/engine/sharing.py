@@ -34,7 +34,7 @@ def load_to_decode(
     Raises:
         ValueError: there is no such model, or devices cannot share its weights.
     """
-    if mesh is None and tp > 1:
+    if mesh is None and tp != 1:
         mesh = decoding_mesh(make_mesh(), tp)
         _check_folder(find_config(str(resolve_folder(name_or_path)))[0], mesh)
     return load_model(name_or_path, dtype, mesh, replicated=MAY_BE_WHOLE)
