@@ -90,12 +90,10 @@ FAMILIES = {
     "qk-norm": ({"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}, 2),
     "experts": ({**MIXTURE, "num_hidden_layers": 1}, 2),
 }
-HEAVY = ("experts",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.heavy if name in HEAVY else pytest.mark.long) for name in FAMILIES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
 def test_families_too(name):
     change, tp = FAMILIES[name]
     model = sharpened(init_model({**ONE_LAYER, **change}, mesh=one_device_mesh()))
@@ -103,6 +101,7 @@ def test_families_too(name):
     assert_same(engine_on(model, 4, tp).generate(PROMPTS, PARAMS), expected)
 
 
+@pytest.mark.heavy
 def test_keys_and_values_are_shared_and_make_room_as_on_one_device(monkeypatch):
     """Requests that join, columns that grow, sequences that begin again, and what is known of earlier ones."""
     model = sharpened(init_model({**ONE_LAYER, "num_key_value_heads": 2}, mesh=one_device_mesh()))
@@ -200,6 +199,8 @@ def test_what_devices_cannot_share_is_told(change, settings, message, tmp_path):
 def test_settings_that_exclude_each_other():
     with pytest.raises(ValueError, match="decoding_weights 'int8' lie whole on every device"):
         GRPOConfig(decoding_tp=2, decoding_weights="int8")
+    with pytest.raises(ValueError, match="base_weights 'nf4' lie whole on every device"):
+        GRPOConfig(decoding_tp=2, base_weights="nf4", lora_r=4)
     with pytest.raises(ValueError, match="decoding_tp 2 and max_staleness 1 exclude each other"):
         GRPOConfig(decoding_tp=2, max_staleness=1, rollout_correction="token_truncate")
 

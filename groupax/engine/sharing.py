@@ -57,6 +57,11 @@ def check_shared(config: ModelConfig, mesh: Mesh, params: Params, weights: str) 
     _check_divides(config, mesh)
 
 
+def undivided(config: ModelConfig, mesh: Mesh) -> dict[str, int]:
+    """The dims, with their sizes, that keep devices of a mesh from sharing a model's weights to decode with."""
+    return {dim: size for dim, size, _ in indivisible(split_dims(config), mesh) if dim not in MAY_BE_WHOLE}
+
+
 def _check_folder(hf_config: Mapping[str, Any], mesh: Mesh) -> None:
     """The same of a model that is not loaded yet, from its `config.json`."""
     if is_nf4(hf_config.get("quantization_config")):
@@ -69,9 +74,9 @@ def _refuse_quantized(what: str, mesh: Mesh) -> None:
 
 
 def _check_divides(config: ModelConfig, mesh: Mesh) -> None:
-    found = [(dim, size) for dim, size, _ in indivisible(split_dims(config), mesh) if dim not in MAY_BE_WHOLE]
+    found = undivided(config, mesh)
     if found:
-        told = ", ".join(f"{dim} ({size})" for dim, size in found)
+        told = ", ".join(f"{dim} ({size})" for dim, size in found.items())
         raise ValueError(
             f"devices cannot share the model's weights to decode with tp {mesh.shape['tp']}, which does not divide "
             f"{told}; choose a smaller tp, or 1"
