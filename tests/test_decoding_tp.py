@@ -17,6 +17,7 @@ from groupax.cli import main
 from groupax.engine.batch import Batch
 from groupax.engine.decode import decode_chunk
 from groupax.engine.session import Session
+from groupax.learner import Learner
 from groupax.models.adapted import joined
 from groupax.models.checkpoint import add_adapter, on_mesh
 from groupax.models.exchange import leaves_of, tensors_of
@@ -25,6 +26,7 @@ from groupax.models.peft_format import adapter_json
 from groupax.models.saving import save_adapter
 from groupax.models.specs import model_specs
 from groupax.parallel.mesh import make_mesh
+from groupax.run_parts import learner_settings
 from groupax.serve.command import Serve, engines_of, models_of
 from groupax.serve.loop import EngineLoop
 from groupax.serve.weights import Weights
@@ -101,7 +103,6 @@ def test_families_too(name):
     assert_same(engine_on(model, 4, tp).generate(PROMPTS, PARAMS), expected)
 
 
-@pytest.mark.heavy
 def test_keys_and_values_are_shared_and_make_room_as_on_one_device(monkeypatch):
     """Requests that join, columns that grow, sequences that begin again, and what is known of earlier ones."""
     model = sharpened(init_model({**ONE_LAYER, "num_key_value_heads": 2}, mesh=one_device_mesh()))
@@ -203,6 +204,12 @@ def test_settings_that_exclude_each_other():
         GRPOConfig(decoding_tp=2, base_weights="nf4", lora_r=4)
     with pytest.raises(ValueError, match="decoding_tp 2 and max_staleness 1 exclude each other"):
         GRPOConfig(decoding_tp=2, max_staleness=1, rollout_correction="token_truncate")
+
+
+def test_dropout_of_an_adapter_matters_to_updates_alone():
+    model = add_adapter(init_model(ONE_LAYER, mesh=make_mesh((2, 1, 1, 2, 1))), LoRAConfig(r=2, lora_dropout=0.1))
+    with pytest.raises(ValueError, match="lora_dropout 0.1 is not built for inputs that are split over tp"):
+        Learner(model, learner_settings(GRPOConfig()), 1)
 
 
 # -- commands and servers
