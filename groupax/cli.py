@@ -95,6 +95,8 @@ class Generate:
     """A template for a tokenizer without one: chatml, plain, or a file."""
     weights: DecodingWeights = "same"
     """Weights to decode with: as the model has them, or with fewer bits."""
+    tp: int = 1
+    """So many devices share the weights, each with some of the heads; with 1 each device has all of them."""
     kv_cache_gb: float | None = None
     """Most memory of a device for keys and values, in GB; by default 80 % of what is free."""
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(default_factory=SamplingParams)
@@ -370,7 +372,9 @@ def generate(arguments: Sequence[str]) -> None:
 
     name = load_recipe(command.model).model if command.model in RECIPES else command.model
     kv_bytes = None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9)
-    engine = Engine.load(name, chat_template=command.chat_template, weights=command.weights, kv_bytes=kv_bytes)
+    engine = Engine.load(
+        name, chat_template=command.chat_template, weights=command.weights, tp=command.tp, kv_bytes=kv_bytes
+    )
     prompts = [[{"role": "user", "content": text}] if command.chat else text for text in command.prompt]
     started_s = time.perf_counter()
     groups = engine.generate(prompts, command.sampling)

@@ -489,11 +489,12 @@ class GRPOConfig:
                 f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) are both set; "
                 "leave one at 0"
             )
-        if self.decoding_tp > 1 and self.decoding_weights in ("int8", "float8"):
-            raise ValueError(
-                f"decoding_weights {self.decoding_weights!r} lie whole on every device, and decoding_tp "
-                f"{self.decoding_tp} would split them; set decoding_tp to 1, or decoding_weights to 'bfloat16'"
-            )
+        for name in ("decoding_weights", "base_weights"):
+            if self.decoding_tp > 1 and getattr(self, name) not in ("same", "bfloat16"):
+                raise ValueError(
+                    f"{name} {getattr(self, name)!r} lie whole on every device, and decoding_tp {self.decoding_tp} "
+                    f"would split them; set decoding_tp to 1, or {name} to 'same'"
+                )
         low, high = self.rollout_correction_min, self.rollout_correction_max
         if low is not None and high is not None and low > high:
             raise ValueError(f"rollout_correction_min {low} is above rollout_correction_max {high}")

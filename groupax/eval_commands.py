@@ -50,6 +50,8 @@ class Eval:
     """A template for a tokenizer without one: chatml, plain, or a file."""
     weights: DecodingWeights = "same"
     """Weights to decode with: as the model has them, or with fewer bits."""
+    tp: int = 1
+    """So many devices share the weights, each with some of the heads; with 1 each device has all of them."""
     max_concurrent_rows: int = 256
     """Most completions decoded at once."""
     kv_cache_gb: float | None = None
@@ -169,6 +171,7 @@ def run_eval(command: Eval, tell: Any) -> dict[str, dict[str, Any]]:
         model,
         chat_template=template,
         weights=command.weights,
+        tp=command.tp,
         max_slots=command.max_concurrent_rows,
         kv_bytes=None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9),
     )

@@ -28,7 +28,7 @@ from groupax.objective.settings import ObjectiveSettings
 from groupax.objective.tally import Tally
 from groupax.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
 from groupax.packing import Shape
-from groupax.parallel.mesh import is_split, num_data_shards
+from groupax.parallel.mesh import is_split, num_data_shards, sizes_text
 from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
 from groupax.parallel.transfer import fetched
 from groupax.step import (
@@ -136,6 +136,11 @@ class Learner:
             )
         self.frozen = adapter and Frozen(in_dtype(adapter.frozen.params, self.dtype), adapter.frozen.scale)
         self.dropout_rate = adapter.config.lora_dropout if adapter else 0.0
+        if self.dropout_rate and self.mesh.shape["tp"] > 1:
+            raise ValueError(
+                f"mesh {sizes_text(self.mesh)}: lora_dropout {self.dropout_rate} is not built for inputs that are "
+                "split over tp; set it to 0, or tp to 1"
+            )
         self.state: TrainState = init_state(
             adapter.trained if adapter else model.params,
             optimizer=self.optimizer,

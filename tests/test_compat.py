@@ -154,7 +154,15 @@ def test_who_samples_is_told():
         trl.GRPOConfig(use_vllm=True, vllm_mode="server", vllm_server_port=9000).to_native()
     with pytest.warns(CompatWarning, match="own engine"):
         config = trl.GRPOConfig(use_vllm=True, vllm_server_host="").to_native()
-    assert (config.rollout, config.rollout_correction) == ((), "none")
+    assert (config.rollout, config.rollout_correction, config.decoding_tp) == ((), "none", 1)
+    with pytest.warns(CompatWarning, match="own engine"):
+        assert trl.GRPOConfig(use_vllm=True, vllm_tensor_parallel_size=2).to_native().decoding_tp == 2
+    server = {"use_vllm": True, "vllm_mode": "server"}
+    for settings, why in (({}, "it is of use_vllm=True"), (server, "who starts the server says")):
+        with pytest.warns(CompatWarning) as told:
+            config = trl.GRPOConfig(vllm_tensor_parallel_size=2, **settings).to_native()
+        assert f"vllm_tensor_parallel_size=2 changes nothing in groupax: {why}" in str(told[0].message)
+        assert config.decoding_tp == 1
     with pytest.warns(CompatWarning, match="own engine"):
         config = trl.GRPOConfig(use_vllm=True, vllm_importance_sampling_mode="token_truncate").to_native()
     assert (config.rollout_correction, config.rollout_correction_max) == ("token_truncate", 3.0)
@@ -321,6 +329,18 @@ def test_easydel_models(folder):
     assert model.model.params["embed"].dtype == jnp.bfloat16
     with pytest.raises(TypeError, match="no argument 'sharding_axis'"):
         ed.AutoEasyDeLModelForCausalLM.from_pretrained(folder, sharding_axis=1)
+
+
+@pytest.mark.heavy
+def test_devices_that_split_heads_share_weights_to_decode_with_too(folder):
+    load, answers = ed.AutoEasyDeLModelForCausalLM.from_pretrained, []
+    for dims, settings in (((1, -1, 1, 2, 1), {"decoding_tp": 2}), ((1, 1, 1, 4, 1), {})):
+        with pytest.warns(CompatWarning) as told:
+            model = load(folder, sharding_axis_dims=dims)
+        assert "vocab (13) does not divide by tp" in " ".join(str(each.message) for each in told)
+        assert model.trainer_settings == settings
+        answers.append(ed.vInference(model, a_tokenizer(eos_token="<eos>"), max_new_tokens=8, seed=1).generate("abc"))
+    assert answers[0] == answers[1]
 
 
 def test_an_inference_answers(folder):

@@ -261,6 +261,17 @@ def test_weights_split_over_processes(place, one_process, number, devices, mesh)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("devices", "mesh"), [(2, None), (1, None), (1, "1,2,1,1,1")], ids=["within", "across", "across-fsdp"]
+)
+def test_weights_shared_to_decode_with_in_a_process_and_over_two(place, one_process, devices, mesh):
+    folder = place / f"shared{devices}{mesh}"
+    statuses, errors = run(folder, 2, devices, {"decoding_tp": 2, **({"mesh": mesh} if mesh else {})})
+    assert statuses == [0, 0], errors
+    assert assert_same_run(one_process, folder) == {0, 1}
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_process_stops_the_other_and_all_go_on(place, one_process, killed):
     folder = place / f"killed{killed}"

@@ -23,8 +23,9 @@ from groupax.config import mesh_sizes, nearest
 from groupax.data import load_examples
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
+from groupax.engine.sharing import undivided
 from groupax.models.checkpoint import Model, load_model
-from groupax.parallel.mesh import RULES, make_mesh
+from groupax.parallel.mesh import RULES, decoding_mesh, make_mesh
 from groupax.tokenizer import is_conversational, prepare_tokenizer, render
 
 # What a `vInference` and a `GRPOConfig` may both say of sampling, and the latter's name for it.
@@ -178,6 +179,8 @@ class AutoEasyDeLModelForCausalLM:
             name_or_path, stored, mesh, weights, max_positions=max_positions, replicated=() if mesh is None else RULES
         )
         tell_whole(model, "sharding_axis_dims")
+        if _shared_by(model) > 1:
+            settings["decoding_tp"] = _shared_by(model)
         return EasyDeLModel(model, settings)
 
 
@@ -303,7 +306,8 @@ class vInference:  # noqa: N801 - EasyDeL's name
     @functools.cached_property
     def _engine(self) -> Engine:
         model = hf.as_model(self.model)
-        return Engine.of(model if isinstance(model, Model) else load_model(model), self.tokenizer)
+        model = model if isinstance(model, Model) else load_model(model)
+        return Engine.of(model, self.tokenizer, tp=_shared_by(model))
 
 
 class vInferenceConfig(SimpleNamespace):  # noqa: N801 - EasyDeL's name
@@ -472,6 +476,12 @@ def _named(value: Any, known: Any, setting: str) -> str:
             f"{setting} {text!r} is not supported{nearest(text, names)}; there are {', '.join(filter(None, names))}"
         )
     return text
+
+
+def _shared_by(model: Model) -> int:
+    """How many devices share the weights that are decoded with: those of the mesh's tp, if they divide the model."""
+    tp = model.mesh.shape["tp"]
+    return 1 if undivided(model.config, decoding_mesh(model.mesh, tp)) else tp
 
 
 def _mesh(dims: Sequence[int]) -> Mesh:

@@ -17,12 +17,13 @@ from groupax.engine.prefixes import PrefixStore
 from groupax.engine.sampling import row_keys
 from groupax.engine.scheduler import Sequence
 from groupax.engine.session import Session
-from groupax.models.checkpoint import Model, load_model
+from groupax.engine.sharing import check_shared, load_to_decode
+from groupax.models.checkpoint import Model
 from groupax.models.config import ModelConfig
-from groupax.models.quantize import check_decoding_weights, decoding_params, is_quantized
-from groupax.models.specs import Params, split_dims
+from groupax.models.quantize import check_decoding_weights, decoding_params
+from groupax.models.specs import Params
 from groupax.models.split import laid_out
-from groupax.parallel.mesh import check_divides, decoding_mesh, is_split
+from groupax.parallel.mesh import decoding_mesh, is_split
 from groupax.parallel.peak import free_memory_bytes
 from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer
 
@@ -30,8 +31,9 @@ from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer
 class Engine:
     """Generates completions with the weights it is given.
 
-    The weights are read and, unless `weights` asks for fewer bits or the mesh splits them, never copied: set `params`
-    to the trainer's newest before each rollout. Split ones are gathered once, when decoding begins.
+    The weights are read and, unless `weights` asks for fewer bits or the mesh splits them otherwise, never copied: set
+    `params` to the trainer's newest before each rollout. Split ones are gathered once, when decoding begins, by `tp`
+    devices together.
 
     Args:
         config: the model's architecture.
@@ -48,7 +50,11 @@ class Engine:
         prefix_bytes: host memory for what was computed for finished sequences, so that prompts which begin with the
             same tokens, as the next turn of a conversation does, need only the rest computed; 0 for none.
         weights: to decode with: "same" as `params`, or a copy of them in "bfloat16", "int8" or "float8".
-        tp: so many neighbouring devices share the weights, and decode the same rows.
+        tp: so many neighbouring devices share the weights, and decode the same rows: each has some of the heads with
+            their keys and values, of the feed-forward's columns and of the vocabulary.
+
+    Raises:
+        ValueError: devices cannot share the weights so.
 
     Attributes:
         prefixes: what is stored of finished sequences.
@@ -68,6 +74,7 @@ class Engine:
         dtype: Any = None,
         mesh: Mesh | None = None,
         chat_template: str | None = None,
+        tp: int = 1,
         **settings: Any,
     ) -> "Engine":
         """An engine with the model and the tokenizer of a folder or a hub id.
@@ -77,14 +84,15 @@ class Engine:
             dtype: of the weights in memory; None keeps their own.
             mesh: where to put them; by default on all devices.
             chat_template: for a tokenizer without one: a built-in name or a file.
+            tp: so many devices share the weights; without a mesh no device ever has more than its part.
             settings: further arguments of `Engine`, e.g. `max_slots` or `weights`.
 
         Raises:
-            ValueError: there is no such model, or it has no tokenizer.
+            ValueError: there is no such model, it has no tokenizer, or devices cannot share its weights.
         """
-        model = load_model(name_or_path, dtype, mesh)
+        model = load_to_decode(name_or_path, dtype, mesh, tp)
         assert model.source is not None, "a loaded model has a folder"
-        return cls.of(model, load_tokenizer(model.source, chat_template), **settings)
+        return cls.of(model, load_tokenizer(model.source, chat_template), tp=tp, **settings)
 
     @classmethod
     def of(cls, model: Model, tokenizer: Any = None, **settings: Any) -> "Engine":
@@ -120,7 +128,7 @@ class Engine:
         self.mesh = decoding_mesh(mesh, tp)
         self._gathers = is_split(mesh) or tp > 1
         if tp > 1:
-            _check_shared(config, self.mesh, params, weights)
+            check_shared(config, self.mesh, params, weights)
         self._given: Params = params
         self._params: Params | None = None
         self.version = 0
@@ -268,18 +276,6 @@ class Engine:
                 f"prompt {index} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has "
                 f"{self.config.vocab_size} tokens: is this its tokenizer?"
             )
-
-
-def _check_shared(config: ModelConfig, mesh: Mesh, params: Params, weights: str) -> None:
-    """See that the devices of a mesh can share weights to decode with.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if is_quantized(params) or weights in ("int8", "float8"):
-        how = "quantized weights" if is_quantized(params) else f"weights in {weights}"
-        raise ValueError(f"{how} lie whole on every device: decode with tp 1 instead of {mesh.shape['tp']}")
-    check_divides({dim: size for dim, size in split_dims(config).items() if dim != "vocab"}, mesh)
 
 
 def unstarted(

@@ -179,7 +179,6 @@ def add_adapter(model: Model, lora: LoRAConfig, seed: int = 0) -> Model:
 
 
 def _with_adapter(model: Model, lora: LoRAConfig, trained: Params) -> Model:
-    _check_dropout(lora, model.mesh)
     trained = laid_out(model.config, model.mesh, trained)
     return _adapted(model, Adapter(lora, Frozen(model.params, np.float32(lora.scale)), trained, model.name))
 
@@ -196,18 +195,9 @@ def on_mesh(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model
     if model.adapter is None:
         return replace(model, params=laid_out(model.config, mesh, model.params), mesh=mesh)
     adapter = model.adapter
-    _check_dropout(adapter.config, mesh)
     frozen = replace(adapter.frozen, params=laid_out(model.config, mesh, adapter.frozen.params))
     adapter = replace(adapter, frozen=frozen, trained=laid_out(model.config, mesh, adapter.trained))
     return _adapted(replace(model, params=frozen.params, mesh=mesh), adapter)
-
-
-def _check_dropout(lora: LoRAConfig, mesh: Mesh) -> None:
-    if lora.lora_dropout and mesh.shape["tp"] > 1:
-        raise ValueError(
-            f"mesh {sizes_text(mesh)}: lora_dropout {lora.lora_dropout} is not built for inputs that are split over "
-            "tp; set it to 0, or tp to 1"
-        )
 
 
 def _adapted(model: Model, adapter: Adapter) -> Model:

@@ -131,8 +131,8 @@ def decoding_mesh(mesh: Mesh, tp: int = 1) -> Mesh:
     """
     if mesh.shape["tp"] == tp and mesh.shape["dp"] * tp == mesh.devices.size:
         return mesh
-    if mesh.devices.size % tp:
-        raise ValueError(f"decoding_tp {tp} does not divide the {mesh.devices.size} devices")
+    if tp < 1 or mesh.devices.size % tp:
+        raise ValueError(f"to decode with tp {tp} takes a multiple of {tp} devices, there are {mesh.devices.size}")
     sizes = {**dict.fromkeys(AXES, 1), AXES[0]: mesh.devices.size // tp, "tp": tp}
     return Mesh(mesh.devices.reshape(tuple(sizes.values())), AXES)
 

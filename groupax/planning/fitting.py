@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupax.config import GRPOConfig, mesh_sizes
+from groupax.engine.sharing import undivided
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import split_dims
 from groupax.parallel.accelerators import tpu_slice
-from groupax.parallel.mesh import check_divides, decoding_mesh, indivisible
+from groupax.parallel.mesh import check_divides, decoding_mesh
 from groupax.planning.devices import Target, target_of
 from groupax.planning.measured import Compiler, Measured
 from groupax.planning.programs import Run, UnfitError, run_of
@@ -139,9 +140,10 @@ def _changes(config: ModelConfig, plan: Plan) -> Iterator[Asked]:
         if tokens > longest and plan.run.micro_batch_cells > longest:
             half = max(longest, min(tokens, plan.run.micro_batch_cells) // 2)
             yield asked.changed(f"--micro_batch_tokens {half}", micro_batch_tokens=half)
-    if is_rollout and args.decoding_weights in ("same", "bfloat16"):
+    may_share = args.decoding_weights in ("same", "bfloat16") and args.base_weights == "same" and not args.max_staleness
+    if is_rollout and may_share:
         tp = 2 * args.decoding_tp
-        if not plan.mesh.devices.size % tp and not _undivided(config, plan.mesh, tp):
+        if not plan.mesh.devices.size % tp and not undivided(config, decoding_mesh(plan.mesh, tp)):
             yield asked.changed(f"--decoding_tp {tp}", decoding_tp=tp)
     if is_rollout and args.decoding_weights == "same" and args.decoding_tp == 1:
         yield asked.changed("--decoding_weights int8", decoding_weights="int8")
@@ -153,11 +155,6 @@ def _changes(config: ModelConfig, plan: Plan) -> Iterator[Asked]:
     if plan.target.chip is not None and (larger := _larger(asked.devices)):
         fixed = args.mesh is not None and -1 not in mesh_sizes(args.mesh)
         yield asked.changed(f"{larger}", larger, **({"mesh": _FSDP} if fixed else {}))
-
-
-def _undivided(config: ModelConfig, mesh: Any, tp: int) -> bool:
-    """Whether a dim cannot be split among so many devices to decode."""
-    return any(dim != "vocab" for dim, _, _ in indivisible(split_dims(config), decoding_mesh(mesh, tp)))
 
 
 def _larger(name: str) -> str | None:

@@ -28,8 +28,8 @@ class Serve:
     """What clients call the model; by default as --model has it."""
     adapter: tuple[str, ...] = ()
     """Adapters of the model, each NAME=FOLDER, served under their names beside it. They share its weights, but for
-    copies of all of them that --weights and a --mesh that splits weights make for each; each has an engine and a part
-    of the memory for keys and values of its own."""
+    copies of all of them that --weights and a --mesh other than that of --tp make for each; each has an engine and a
+    part of the memory for keys and values of its own."""
     host: str = "127.0.0.1"
     """Where to listen: by default only this machine can connect."""
     port: int = 8000
@@ -37,8 +37,12 @@ class Serve:
     api_key: tuple[str, ...] = ()
     """Keys, one of which has to come with each request, also from the environment variable GROUPAX_API_KEY."""
     mesh: tuple[int, int, int, int, int] | None = None
-    """Sizes of the axes dp, fsdp, ep, tp, sp, one of them -1; rows are spread over the first two. By default all
-    devices, for large weights on CPU one."""
+    """Sizes of the axes dp, fsdp, ep, tp, sp, one of them -1, over which the weights are spread in memory; without --tp
+    each device decodes with all of them. By default what --tp says, and a copy on every device without it, for large
+    weights on CPU on one."""
+    tp: int = 1
+    """So many devices share the weights, each with some of the heads: for models that one cannot hold, or to answer
+    sooner. With 1 each device has all weights and rows of its own."""
     dtype: str | None = None
     """Of the weights in memory, as bfloat16; by default as the files have them."""
     chat_template: str | None = None
@@ -113,16 +117,18 @@ def models_of(command: Serve) -> "dict[str, Model]":
     """The models that a command asks for, by their names.
 
     Raises:
-        ValueError: there is no such model or adapter, or two have one name.
+        ValueError: there is no such model or adapter, two have one name, or devices cannot share the weights.
     """
-    from groupax.models.checkpoint import load_adapter, load_model
+    from groupax.engine.sharing import load_to_decode
+    from groupax.models.checkpoint import load_adapter
     from groupax.parallel.mesh import make_mesh
 
     folders = dict(_named(text) for text in command.adapter)
     name = command.name or command.model
     if name in folders or len(folders) < len(command.adapter):
         raise ValueError(f"each model needs a name of its own, got {name} and {', '.join(command.adapter)}")
-    base = load_model(command.model, command.dtype, make_mesh(command.mesh) if command.mesh else None)
+    mesh = make_mesh(command.mesh) if command.mesh else None
+    base = load_to_decode(command.model, command.dtype, mesh, command.tp)
     return {name: base, **{each: load_adapter(base, folder) for each, folder in folders.items()}}
 
 
@@ -142,6 +148,7 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
         "max_slots": command.max_concurrent_rows,
         "chunk_steps": command.chunk_steps,
         "weights": command.weights,
+        "tp": command.tp,
         "prefix_bytes": int(command.prefix_cache_gb * 1e9 / len(models)),
     }
     engines = {each: Engine.of(model, tokenizer, **settings) for each, model in models.items()}

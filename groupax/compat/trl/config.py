@@ -280,7 +280,9 @@ class GRPOConfig(ForeignConfig):
 
     def _sampling(self) -> dict[str, Any]:
         """Who samples, and vLLM's importance-sampling correction: if it was asked for, and with a server by default."""
+        shared_by = self.vllm_tensor_parallel_size
         if not self.use_vllm:
+            _tell_not_shared(shared_by, "it is of use_vllm=True, which is not set")
             return {}
         host, asks_server = self.vllm_server_host, self.vllm_mode == "server" or "vllm_server_host" in self.given
         url = self.vllm_server_base_url
@@ -292,8 +294,9 @@ class GRPOConfig(ForeignConfig):
                 "vLLM is needed. There is nothing to start and nothing to sync"
             )
         else:
+            _tell_not_shared(shared_by, "who starts the server says how it shares weights (groupax serve --tp)")
             tell(f"use_vllm=True: rollouts are sampled by the server at {url}; docs/serving.md says how to start one")
-        settings: dict[str, Any] = {} if url is None else {"rollout": url}
+        settings: dict[str, Any] = {"decoding_tp": shared_by} if url is None else {"rollout": url}
         asked = url is not None or "vllm_importance_sampling_mode" in self.given
         if asked and self.vllm_importance_sampling_correction:
             settings["rollout_correction"] = self.vllm_importance_sampling_mode
@@ -328,6 +331,11 @@ def as_mapping(value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} must be a dict, got {value!r}")
     return value
+
+
+def _tell_not_shared(shared_by: int, why: str) -> None:
+    if shared_by != 1:
+        tell(f"vllm_tensor_parallel_size={shared_by} changes nothing in groupax: {why}")
 
 
 def _whole(number: float) -> int | float:
