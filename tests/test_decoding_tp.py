@@ -208,7 +208,7 @@ def test_settings_that_exclude_each_other():
 
 def test_dropout_of_an_adapter_matters_to_updates_alone():
     model = add_adapter(init_model(ONE_LAYER, mesh=make_mesh((2, 1, 1, 2, 1))), LoRAConfig(r=2, lora_dropout=0.1))
-    with pytest.raises(ValueError, match="lora_dropout 0.1 is not built for inputs that are split over tp"):
+    with pytest.raises(ValueError, match=r"lora_dropout 0.1 is not built for inputs that are split over tp"):
         Learner(model, learner_settings(GRPOConfig()), 1)
 
 
