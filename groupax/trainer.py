@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from groupax.batch import Row
 from groupax.card import run_card
 from groupax.checkpoints.choose import Saved
-from groupax.checkpoints.identity import identity_of, process_of
+from groupax.checkpoints.identity import Identity, identity_of, process_of
 from groupax.checkpoints.record import read_policies, read_rollout, stored_dtype, with_scores
 from groupax.checkpoints.saver import RunSaver, patiently, remove_download
 from groupax.collector import Collector
@@ -144,6 +144,7 @@ class GRPOTrainer:
         self.run_folder = RunFolder(self._unseen.name if self._unseen else args.output_dir, log_bytes)
         self.listeners = listeners
 
+        self._identity: Identity | None = None
         self.model = model_for(args, model)
         if lora is not None:
             self.model = add_adapter(self.model, lora, args.seed)
@@ -352,9 +353,13 @@ class GRPOTrainer:
     def _begin(self, log: RunLog) -> RunSaver:
         """Go on where `resume` says, or begin."""
         names = [reward.name for reward in self.rewards]
-        identity = identity_of(self.args, self.model, self.tokenizer, self.prompts.token_ids, names, self.num_steps)
+        if self._identity is None:
+            inputs = self.tokenizer, self.prompts.token_ids, names, self.num_steps
+            self._identity = identity_of(self.args, self.model, *inputs)
+            if self.model.adapter is None:  # the learner has its own copies
+                self.model = replace(self.model, params={})
         policies = self.pipeline.policies if self.pipeline else lambda _: {}
-        saver = RunSaver(self.args, identity, self.model, self.run_folder, self.learner, log, policies)
+        saver = RunSaver(self.args, self._identity, self.model, self.run_folder, self.learner, log, policies)
         saved = saver.begin()
         self.run_folder.write_tokenizer(self.tokenizer)
         if saved is not None:
