@@ -105,7 +105,7 @@ def pickled(function: Any) -> bytes:
         from ray import cloudpickle
     except ModuleNotFoundError as error:
         raise ValueError("reward_workers_on='ray' needs ray; pip install 'groupax[ray]'") from error
-    return cloudpickle.dumps(function)
+    return cloudpickle.dumps(function)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _called(function: Callable[..., Any], *args: Any) -> Any:
