@@ -258,6 +258,8 @@ class GRPOConfig:
     """Calls of one sync reward function at a time; above 1 it has to bear several threads."""
     reward_workers: int = 0
     """Processes to run sync reward functions in; 0 runs them in threads."""
+    reward_workers_on: Literal["processes", "ray"] = "processes"
+    """Where: processes of this machine, or tasks on a Ray cluster, the one that is there or a new one here."""
     reward_timeout_s: float | None = 300.0
     """Longest call of a reward function in seconds; None for no limit."""
     reward_retries: int = 0
@@ -458,6 +460,11 @@ class GRPOConfig:
     def _check_combinations(self) -> None:
         if self.reward_timeout_s is not None and not self.reward_timeout_s > 0:
             raise ValueError(f"reward_timeout_s must be above 0 or None, got {self.reward_timeout_s}")
+        if self.reward_workers_on == "ray" and not self.reward_workers:
+            raise ValueError(
+                "reward_workers_on is 'ray', but reward_workers is 0, which calls reward functions in threads of this "
+                "process; set how many workers there are, e.g. reward_workers=16"
+            )
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise ValueError(
                 f"for loss_type 'cispo' epsilon_high caps the ratio itself; it is not set, and epsilon = {self.epsilon}"

@@ -286,6 +286,7 @@ def test_launch_ray_runs_a_program_on_all_hosts(cluster, tmp_path):
     (tmp_path / "program.py").write_text(
         "import os, sys\n"
         "print('runs', os.environ['GROUPAX_PROCESS_ID'], os.environ['TOKEN'], os.environ['ALSO'], sys.argv[1:])\n"
+        f"assert os.environ['RAY_ADDRESS'] == {cluster.address!r}\n"
         "sys.exit(int(os.environ['GROUPAX_PROCESS_ID']) * int(sys.argv[1]))\n"
     )
 

@@ -224,11 +224,12 @@ def test_processes():
 @pytest.mark.heavy
 @pytest.mark.slow
 def test_a_process_that_dies_takes_its_call_with_it_only():
-    runner = RewardRunner(resolve_rewards([ends_its_process, lengths], []), RewardSettings(reward_workers=2))
+    runner = RewardRunner(resolve_rewards([ends_its_process, exits, lengths], []), RewardSettings(reward_workers=2))
     runner.start(rollouts_of("ab"))
-    [[dead, alive]] = runner.finish()
+    [[dead, exited, alive]] = runner.finish()
     assert dead.num_failures == 2
     assert dead.error
+    assert "raised SystemExit" in exited.error
     assert alive.values.tolist() == [1.0, 1.0]
     runner.close()
 

@@ -40,6 +40,7 @@ FREE = {
     "reward_batch",
     "reward_concurrency",
     "reward_workers",
+    "reward_workers_on",
     "reward_timeout_s",
     "reward_retries",
     "reward_errors",

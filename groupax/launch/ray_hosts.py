@@ -79,7 +79,10 @@ class _Host:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], environment: dict[str, str]
     ) -> _Ended:
         """Call the function, in the main thread, so that it can take signals."""
-        os.environ.update(environment)
+        import ray
+
+        own_cluster = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}  # for programs that are started here
+        os.environ.update(own_cluster | environment)
         try:
             return _Ended("done", "", function(*args, **kwargs))
         except SystemExit as error:

@@ -5,10 +5,10 @@
     finish()     ◄── Scores: values, or why there are none ◄── within the timeout, else tried again or given up
                                                                    | the main thread, inside finish()
 
-Threads cannot be killed: one that hangs is left behind, and does not keep the interpreter from ending. Processes are
-killed. A function that asks for a signal while it runs in a thread is called again, and from then on, in the main
-thread. Several threads can score at the same time, each its own groups; what needs the main thread is then called while
-that one is in `serve`. Imports no jax.
+Processes may be of this machine or of a Ray cluster. Threads cannot be killed: one that hangs is left behind, and does
+not keep the interpreter from ending. Processes are killed. A function that asks for a signal while it runs in a thread
+is called again, and from then on, in the main thread. Several threads can score at the same time, each its own groups;
+what needs the main thread is then called while that one is in `serve`. Imports no jax.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ import numpy as np
 
 from groupax.errors import RewardError
 from groupax.parallel import processes
+from groupax.rewards import ray_workers
 from groupax.rewards.contract import (
     Reward,
     Scores,
@@ -49,6 +50,7 @@ class RewardSettings:
         reward_batch: one call per group, beside decoding, or one for all completions of a rollout, after it.
         reward_concurrency: calls of one sync function at a time.
         reward_workers: processes to run sync functions in; 0 runs them in threads.
+        reward_workers_on: "processes" of this machine, or "ray", as tasks on a cluster.
         reward_timeout_s: longest call; None for no limit.
         reward_retries: further tries of a call that raised or took too long.
         reward_errors: "none" gives the completions of a failed call no reward, "raise" stops the run.
@@ -57,6 +59,7 @@ class RewardSettings:
     reward_batch: str = "group"
     reward_concurrency: int = 1
     reward_workers: int = 0
+    reward_workers_on: str = "processes"
     reward_timeout_s: float | None = 300.0
     reward_retries: int = 0
     reward_errors: str = "none"
@@ -104,7 +107,7 @@ class RewardRunner:
         turn: is held while reward models compute.
 
     Raises:
-        ValueError: `reward_workers` is set and a function cannot be sent to another process.
+        ValueError: `reward_workers` is set and a function cannot be sent to another process, or ray is not installed.
     """
 
     def __init__(self, rewards: Sequence[Reward], settings: RewardSettings) -> None:
@@ -121,8 +124,11 @@ class RewardRunner:
         self._main_thread = MainThread()
         self._need_signals: set[str] = set()
         self._depth = 0
-        if settings.reward_workers:
-            self._check_picklable()
+        self._for_workers = [
+            reward for reward in rewards if settings.reward_workers and not (reward.is_async or reward.on_device)
+        ]
+        if self._for_workers:
+            self._check_sendable()
 
     def __enter__(self) -> "RewardRunner":
         self._depth += 1
@@ -203,7 +209,7 @@ class RewardRunner:
         self._own.groups, self._own.calls = [], []
         if self._pool is not None:
             self._pool.stop()
-            self._pool.join(timeout=5)
+            self._pool.join(timeout=5.0)
             self._pool = None
         if self._supervisor is not None:
             unhook()
@@ -219,6 +225,8 @@ class RewardRunner:
     def _call_all(self, rollouts: list[Rollout]) -> None:
         with self._beginning:
             if self._supervisor is None:
+                if self._for_workers:
+                    self._pool = _new_pool(self.settings)
                 self._supervisor = _new_loop("rewards")
                 hook()
         calls = [
@@ -253,16 +261,20 @@ class RewardRunner:
                         f"(reward_errors is 'raise'):\n{score.error}"
                     )
 
-    def _check_picklable(self) -> None:
-        for reward in self.rewards:
-            if reward.on_device or reward.is_async:
-                continue
+    def _check_sendable(self) -> None:
+        on_ray = self.settings.reward_workers_on == "ray"
+        dumps, remedy = (
+            (ray_workers.pickled, "keep what cannot be sent out of its globals and closure")
+            if on_ray
+            else (pickle.dumps, "define it at the top of a module")
+        )
+        for reward in self._for_workers:
             try:
-                pickle.dumps(reward.function)
+                dumps(reward.function)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise ValueError(
                     f"reward_workers is {self.settings.reward_workers}, but the reward function {reward.name!r} cannot "
-                    f"be sent to another process ({error}); define it at the top of a module, or set reward_workers=0"
+                    f"be sent to another process ({error}); {remedy}, or set reward_workers=0"
                 ) from error
 
     # -- in the supervisor's loop
@@ -316,8 +328,7 @@ class RewardRunner:
             call = asyncio.run_coroutine_threadsafe(_call_async(reward.function, arguments, num_singly), loop)
             return await asyncio.wrap_future(call)
         if self.settings.reward_workers:
-            self._pool = self._pool or _new_pool(self.settings.reward_workers)
-            call = self._pool.schedule(_call, args=(reward.function, arguments, num_singly))
+            call = self._pool.schedule(_call_in_worker, args=(reward.function, arguments, num_singly))
             return await asyncio.wrap_future(call)
 
         def function() -> tuple[Any, _Logged]:
@@ -351,6 +362,14 @@ def _call(function: Callable[..., Any], arguments: Mapping[str, Any], num_singly
     if num_singly is None:
         return _plain(function(**arguments)), logged
     return [function(**each) for each in one_by_one(arguments, num_singly)], logged
+
+
+def _call_in_worker(*call: Any) -> tuple[Any, _Logged]:
+    """`_call`, raising nothing that ends the loop of whoever waits for it."""
+    try:
+        return _call(*call)
+    except (SystemExit, KeyboardInterrupt, StopIteration) as error:
+        raise RuntimeError(f"raised {type(error).__name__}") from error
 
 
 async def _call_async(
@@ -418,10 +437,12 @@ async def _cancel_others() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _new_pool(num_workers: int) -> Any:
+def _new_pool(settings: RewardSettings) -> Any:
+    if settings.reward_workers_on == "ray":
+        return ray_workers.RayWorkers(settings.reward_workers)
     from pebble import ProcessPool
 
-    return ProcessPool(max_workers=num_workers, context=multiprocessing.get_context("spawn"))
+    return ProcessPool(max_workers=settings.reward_workers, context=multiprocessing.get_context("spawn"))
 
 
 def _in_daemon_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
