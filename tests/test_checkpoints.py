@@ -357,7 +357,7 @@ def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, 
     assert "could not be written (" in caplog.text
     assert word in caplog.text
     newest = int(seen[-1].removeprefix("step_"))
-    assert newest in (2, 3)  # the disk filled up while the third was written, or after it
+    assert 2 <= newest < 6  # the disk filled up while the third was written, or later: what failed left its room
     assert f"the newest one is that of step {newest}. Training goes on" in caplog.text
     assert "Metrics and rollouts wait in memory" in caplog.text
     assert damage(checkpoint(small_disk, 8)) is None
