@@ -386,6 +386,13 @@ def generate(arguments: Sequence[str]) -> None:
     print(f"\n{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.0f} tokens/s, compilation included")
 
 
+def plan_run(arguments: Sequence[str]) -> int:
+    """`groupax plan`, with the defaults that `groupax train` has."""
+    defaults = train_defaults(arguments)
+    recipe = load_recipe(defaults.recipe) if defaults.recipe else None
+    return plan(arguments, defaults.model or (recipe and recipe.model), defaults.args)
+
+
 COMMANDS = {
     "train": train,
     "eval": eval_commands.evaluate,
@@ -397,7 +404,7 @@ COMMANDS = {
     "checkpoints": checkpoints,
     "launch": launch,
     "view": view,
-    "plan": lambda arguments: plan(arguments, train_defaults(arguments).args),
+    "plan": plan_run,
     "inspect": commands.inspect,
     "merge": commands.merge,
     "convert": commands.convert,

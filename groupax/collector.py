@@ -70,7 +70,9 @@ class Collector:
         A function of cursor and learner, whose known shapes alone may change.
         """
         self.engine.params = self.learner.policy
-        return self.scored(self.sample(self.engine, cursor, cursor.step), cursor, num_wanted)
+        experience = self.sample(self.engine, cursor, cursor.step)
+        self.engine.release()
+        return self.scored(experience, cursor, num_wanted)
 
     def sample(self, engine: Sampler, cursor: Cursor, policy_version: int) -> Experience:
         """Groups with their rewards and advantages, those to train on first; touches neither learner nor its devices.

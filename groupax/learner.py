@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -151,12 +152,16 @@ class Learner:
         self.reference = None
         if settings.objective.beta > 0:
             self.reference = self.frozen.params if self.frozen else compute_view(self.state.params, dtype=self.dtype)
-        self.micro_batch_tokens = settings.micro_batch_tokens or self._fitting_tokens()
         self.num_updates = 0
         self.longest = longest
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
         self.turn: AbstractContextManager[None] | None = None
+
+    @cached_property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch on one device: as set, or what fits when the first one is put together."""
+        return self.settings.micro_batch_tokens or self._fitting_tokens()
 
     def restore(self, state: TrainState, reference: Params | None) -> None:
         """Go on from a saved state; the reference stays as it is if there is none."""

@@ -68,7 +68,7 @@ def mesh_of(args: GRPOConfig, devices: Sequence[Any] | None = None) -> Mesh | No
     Raises:
         ValueError: it does not fit the devices.
     """
-    if args.mesh is None and args.mesh_dcn is None and devices is None:
+    if args.mesh is None and args.mesh_dcn is None:
         return None
     sizes = mesh_sizes(args.mesh) if args.mesh else (-1, 1, 1, 1, 1)
     return make_mesh(sizes, devices, None if args.mesh_dcn is None else mesh_sizes(args.mesh_dcn))

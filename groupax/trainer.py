@@ -145,34 +145,34 @@ class GRPOTrainer:
         self.listeners = listeners
 
         self._identity: Identity | None = None
-        self.model = model_for(args, model)
+        self._model = model_for(args, model)
         if lora is not None:
-            self.model = add_adapter(self.model, lora, args.seed)
-        check_adapter(args, self.model, was_loaded=not isinstance(model, Model))
-        if self.model.config.num_labels:
-            raise ValueError(f"{self.model.source or 'the model'} classifies sequences; a policy needs a causal model")
-        self.tokenizer = tokenizer_for(args, self.model, processing_class)
-        self.eos_ids = eos_token_ids(self.tokenizer, self.model.generation_config, self.model.hf_config)
-        self.prompts = prompts_for(args, self.model, self.tokenizer, train_examples)
+            self._model = add_adapter(self._model, lora, args.seed)
+        check_adapter(args, self._model, was_loaded=not isinstance(model, Model))
+        if self._model.config.num_labels:
+            raise ValueError(f"{self._model.source or 'the model'} classifies sequences; a policy needs a causal model")
+        self.tokenizer = tokenizer_for(args, self._model, processing_class)
+        self.eos_ids = eos_token_ids(self.tokenizer, self._model.generation_config, self._model.hf_config)
+        self.prompts = prompts_for(args, self._model, self.tokenizer, train_examples)
         self.eval_prompts = {
-            name: prompts_for(args, self.model, self.tokenizer, examples, args.eval_max_completion_length)
+            name: prompts_for(args, self._model, self.tokenizer, examples, args.eval_max_completion_length)
             for name, examples in eval_examples.items()
         }
 
         self.slices = slices_of(args)
         self.num_steps = self.slices.num_steps(len(self.prompts), args.num_train_epochs, args.max_steps)
         longest = max(map(len, self.prompts.token_ids)), args.max_completion_length
-        self.learner = Learner(self.model, learner_settings(args), self.num_steps, longest)
-        if self.model.adapter is not None and self.learner.frozen is not None:
-            adapter = replace(self.model.adapter, frozen=self.learner.frozen)  # those loaded in another dtype can go
-            self.model = replace(self.model, params=joined(adapter.frozen, adapter.trained), adapter=adapter)
-        self.engine = engine_for(args, self.model, self.learner.policy, self.eos_ids)
+        self.learner = Learner(self._model, learner_settings(args), self.num_steps, longest)
+        if self._model.adapter is not None and self.learner.frozen is not None:
+            adapter = replace(self._model.adapter, frozen=self.learner.frozen)  # those loaded in another dtype can go
+            self._model = replace(self._model, params=joined(adapter.frozen, adapter.trained), adapter=adapter)
+        self.engine = engine_for(args, self._model, self.learner.policy, self.eos_ids)
         self.collector = Collector(
             args,
             self.slices,
             self.prompts,
             self.tokenizer,
-            sampler_for(args, self.model, self.engine, self.learner.policy, self.run_folder.path),
+            sampler_for(args, self._model, self.engine, self.learner.policy, self.run_folder.path),
             self.learner,
             self.reward_runner,
             self.reward_weights,
@@ -200,10 +200,10 @@ class GRPOTrainer:
             RunError: the run cannot go on; its state is saved if there is where.
             ValueError: `resume` names a checkpoint that this run cannot continue.
         """
-        memory = functools.partial(memory_in_use, self.model.mesh) if self.args.track_memory else None
+        memory = functools.partial(memory_in_use, self._model.mesh) if self.args.track_memory else None
         log = RunLog(_told(self.args), self.run_folder, self.num_steps, self.listeners, memory)
         try:
-            watch = self.model.mesh.devices.flat[0].platform == "tpu"
+            watch = self._model.mesh.devices.flat[0].platform == "tpu"
             several = processes.num_processes() > 1
             with (
                 StopRequests(watch, processes.first_text if several else None) as stop,
@@ -300,9 +300,9 @@ class GRPOTrainer:
         num = min(self._num_left, self.slices.per_step - len(rows) // self.slices.rows)
         batch = rows + experience.next_rows(num, len(rows))
         self._state_before = self.learner.state
-        if self.pipeline is None:
-            self.engine.release()
         update = self.learner.update(batch)
+        if self.pipeline is None:
+            self.engine.params = self.learner.policy  # or it would keep those of before
         scores = map(TokenScores, update.logps[len(rows) :], update.entropies[len(rows) :])
         scored = dict(zip(experience.next_indices(num), scores, strict=True))
         self.experience = experience.after(num, update.logps[len(rows) :])
@@ -355,16 +355,16 @@ class GRPOTrainer:
         names = [reward.name for reward in self.rewards]
         if self._identity is None:
             inputs = self.tokenizer, self.prompts.token_ids, names, self.num_steps
-            self._identity = identity_of(self.args, self.model, *inputs)
-            if self.model.adapter is None:  # the learner has its own copies
-                self.model = replace(self.model, params={})
+            self._identity = identity_of(self.args, self._model, *inputs)
+            if self._model.adapter is None:  # the learner has its own copies
+                self._model = replace(self._model, params={})
         policies = self.pipeline.policies if self.pipeline else lambda _: {}
-        saver = RunSaver(self.args, self._identity, self.model, self.run_folder, self.learner, log, policies)
+        saver = RunSaver(self.args, self._identity, self._model, self.run_folder, self.learner, log, policies)
         saved = saver.begin()
         self.run_folder.write_tokenizer(self.tokenizer)
         if saved is not None:
             self._restore(saved, log)
-        self.run_folder.write_process(process_of(self.model.mesh))
+        self.run_folder.write_process(process_of(self._model.mesh))
         log.begin_tracking(self.cursor.step)
         self._tell_setup(log)
         return saver
@@ -436,14 +436,20 @@ class GRPOTrainer:
         self.engine.params = self.learner.policy
         params = params or eval_params(self.args)
         with self.reward_runner as runner:
-            return Evaluation(
-                {
-                    name: evaluate(
-                        self.engine, self.tokenizer, runner, self.reward_weights, prompts, params, self.solved_by
-                    )
-                    for name, prompts in self.eval_prompts.items()
-                }
-            )
+            inputs = self.tokenizer, runner, self.reward_weights
+            of_sets = {
+                name: evaluate(self.engine, *inputs, prompts, params, self.solved_by)
+                for name, prompts in self.eval_prompts.items()
+            }
+        if self.pipeline is None:
+            self.engine.release()
+        return Evaluation(of_sets)
+
+    @property
+    def model(self) -> Model:
+        """The policy as it is now."""
+        adapter = self._model.adapter and replace(self._model.adapter, trained=self.learner.state.params)
+        return replace(self._model, params=self.learner.policy, adapter=adapter)
 
     def save_model(self, folder: str | Path | None = None) -> Path:
         """Write the current policy as a Hugging Face folder, by default the run's `model/`, in its original dtype.
@@ -456,11 +462,11 @@ class GRPOTrainer:
         return processes.at_first(lambda: self._write_model(params, Path(folder or self.run_folder.path / "model")))
 
     def _write_model(self, params: Params, folder: Path) -> Path:
-        if self.model.adapter is not None:
-            adapter = replace(self.model.adapter, trained=params)
-            return save_adapter(replace(self.model, adapter=adapter), folder, self.tokenizer, self._card())
-        trained = replace(self.model, params=params)
-        return save_model(trained, folder, self.tokenizer, jnp.dtype(stored_dtype(self.model)), card=self._card())
+        if self._model.adapter is not None:
+            adapter = replace(self._model.adapter, trained=params)
+            return save_adapter(replace(self._model, adapter=adapter), folder, self.tokenizer, self._card())
+        trained = replace(self._model, params=params)
+        return save_model(trained, folder, self.tokenizer, jnp.dtype(stored_dtype(self._model)), card=self._card())
 
     def push_to_hub(self, repo_id: str, private: bool = True) -> str:
         """Save the current policy in the run's `model/`, upload it, and return its address (see `hub.push_folder`).
@@ -473,16 +479,16 @@ class GRPOTrainer:
         return processes.at_first(lambda: push_folder(folder, repo_id, private))
 
     def _card(self) -> str:
-        adapter = self.model.adapter
-        base = adapter.base_name if adapter else self.model.name
+        adapter = self._model.adapter
+        base = adapter.base_name if adapter else self._model.name
         settings = {} if adapter is None else asdict(adapter.config)
         names = [reward.name for reward in self.rewards]
         return run_card(self.args, base, settings, self.dataset_name, names, self.cursor.step, self.last_metrics)
 
     def print_trainable_parameters(self) -> None:
         """Print how many of the model's parameters are trained, in PEFT's words."""
-        adapter = self.model.adapter
-        print(trainable_line(*counts(self.model.config, adapter and adapter.config)))
+        adapter = self._model.adapter
+        print(trainable_line(*counts(self._model.config, adapter and adapter.config)))
 
     def _tell_setup(self, log: RunLog) -> None:
         """What the user should know before the first step."""

@@ -177,7 +177,7 @@ def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
-        ({}, {"tp": 3}, "to decode with tp 3 takes a multiple of 3 devices, there are 4"),
+        ({}, {"tp": 3}, "to decode with tp 3 takes a multiple of 3 devices, and the mesh has 4"),
         ({}, {"tp": 0}, "to decode with tp 0 takes a multiple"),
         ({}, {"tp": 4}, r"with tp 4, which does not divide kv_heads \(2\); choose a smaller tp"),
         ({"model_type": "olmo2"}, {"tp": 2}, r"heads \(1\), kv_heads \(1\)"),

@@ -18,7 +18,7 @@ from groupax.cli import main
 from groupax.learner import Learner
 from groupax.models.checkpoint import add_adapter, on_mesh
 from groupax.models.lora import LoRAConfig
-from groupax.parallel.mesh import decoding_mesh, make_mesh
+from groupax.parallel.mesh import decoding_mesh, make_mesh, slices_along
 from groupax.run_parts import learner_settings
 
 from .conftest import TINY, one_device_mesh
@@ -240,6 +240,13 @@ def test_slices_lie_along_the_axes_that_are_asked_for():
 def test_meshes_that_slices_cannot_have(shape, dcn, told):
     with pytest.raises(ValueError, match=told):
         make_mesh(shape, devices_of_slices(2, 4), dcn)
+
+
+def test_by_default_slices_lie_along_the_first_axis():
+    assert slices_along((4, 8, 1, 1, 1), 2) == [2, 1, 1, 1, 1]
+    assert slices_along((1, 8, 1, 1, 1), 1) == [1, 1, 1, 1, 1]
+    with pytest.raises(ValueError, match=r"mesh 1,16,1,1,1: dp \(1\) does not divide by 2 slices"):
+        slices_along((1, 16, 1, 1, 1), 2)
 
 
 def test_numbers_of_slices_are_checked():

@@ -417,3 +417,23 @@ def test_a_saved_checkpoint_continues(tmp_path):
     trainer = a_trainer(tmp_path / "next", model=str(tmp_path / "run" / "model"), max_steps=1)
     np.testing.assert_array_equal(trainer.learner.state.params["embed"], model.params["embed"])
     save_model(model, tmp_path / "copy")
+
+
+def test_weights_to_decode_with_are_gone_while_others_are_computed_with(tmp_path):
+    """Copies in fewer bits here; weights that are gathered alike. And the trainer's model is its policy."""
+    settings = {"decoding_weights": "bfloat16", "rollout_correction": "token_truncate", "beta": 0.1, "max_steps": 1}
+    trainer = a_trainer(tmp_path, **settings)
+    logprobs, update, seen = trainer.learner.logprobs, trainer.learner.update, []
+
+    def watched(compute):
+        def computes(*args):
+            seen.append((compute.__name__, trainer.engine._params is None))
+            return compute(*args)
+
+        return computes
+
+    trainer.learner.logprobs, trainer.learner.update = watched(logprobs), watched(update)
+    trainer.train()
+    assert seen == [("logprobs", True), ("update", True)]
+    assert trainer.model.params is trainer.learner.policy
+    assert trainer._model.params == {}, "those that it was loaded with"

@@ -158,8 +158,8 @@ class Engine:
             self.version += 1
 
     def release(self) -> None:
-        """Give back the memory of gathered weights; what is decoded next gathers them again."""
-        if self._gathers:
+        """Give back the memory of weights that were gathered or converted; what is decoded next makes them again."""
+        if self._gathers or self.weights != "same":
             self._params = None
 
     def generate(self, prompts: Any, params: SamplingParams | None = None, step: int = 0) -> list[list[Sequence]]:

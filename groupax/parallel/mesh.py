@@ -85,7 +85,26 @@ def _arranged(devices: np.ndarray, sizes: list[int], dcn: Sequence[int] | None) 
     on_tpu = devices[0].platform == "tpu"
     if not on_tpu and dcn is None:  # what else calls a slice is a host, and nothing is known of what is next to what
         return devices.reshape(sizes)
-    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    from jax.experimental import mesh_utils
+
+    by_slice = slices_along(sizes, len({getattr(device, "slice_index", 0) for device in devices}), dcn)
+    within = [size // own for size, own in zip(sizes, by_slice, strict=True)]
+    if max(by_slice) == 1:
+        return mesh_utils.create_device_mesh(within, devices.tolist(), allow_split_physical_axes=on_tpu)
+    return mesh_utils.create_hybrid_device_mesh(within, by_slice, devices.tolist(), allow_split_physical_axes=on_tpu)
+
+
+def slices_along(sizes: Sequence[int], num_slices: int, dcn: Sequence[int] | None = None) -> list[int]:
+    """How many slices lie along each axis of a mesh of these sizes.
+
+    Args:
+        sizes: of the mesh.
+        num_slices: that there are.
+        dcn: as it is asked for; None has all along the first axis.
+
+    Raises:
+        ValueError: the sizes do not divide by them, or they are not as many as there are.
+    """
     by_slice = list(dcn or (num_slices, *(1,) * (len(AXES) - 1)))
     if np.prod(by_slice) != num_slices:
         asked = ",".join(map(str, by_slice))
@@ -96,21 +115,20 @@ def _arranged(devices: np.ndarray, sizes: list[int], dcn: Sequence[int] | None) 
                 f"mesh {','.join(map(str, sizes))}: {axis} ({size}) does not divide by {own} slices; make it a "
                 "multiple, or set mesh_dcn to have the slices along another axis"
             )
-    from jax.experimental import mesh_utils
-
-    within = [size // own for size, own in zip(sizes, by_slice, strict=True)]
-    if num_slices == 1:
-        return mesh_utils.create_device_mesh(within, devices.tolist(), allow_split_physical_axes=on_tpu)
-    return mesh_utils.create_hybrid_device_mesh(within, by_slice, devices.tolist(), allow_split_physical_axes=on_tpu)
+    return by_slice
 
 
-def mesh_for(num_bytes: int) -> Mesh:
+def mesh_for(num_bytes: int, of: Sequence[Any] | None = None) -> Mesh:
     """The mesh for weights of this size: all devices, but on CPU one of each process if the weights are large.
+
+    Args:
+        num_bytes: of the weights.
+        of: devices; None for all that there are.
 
     Virtual CPU devices have a copy of the weights each. Small copies stay in the caches, and every core has its own
     rows; large ones all stream through the same memory, so that one copy, whose products use all cores, is faster.
     """
-    mesh = make_mesh()
+    mesh = make_mesh(of=of)
     if mesh.devices.flat[0].platform != "cpu" or num_bytes <= REPLICATED_BYTES:
         return mesh
     of_process = {device.process_index: device for device in reversed(mesh.devices.flatten())}
@@ -132,7 +150,9 @@ def decoding_mesh(mesh: Mesh, tp: int = 1) -> Mesh:
     if mesh.shape["tp"] == tp and mesh.shape["dp"] * tp == mesh.devices.size:
         return mesh
     if tp < 1 or mesh.devices.size % tp:
-        raise ValueError(f"to decode with tp {tp} takes a multiple of {tp} devices, there are {mesh.devices.size}")
+        raise ValueError(
+            f"to decode with tp {tp} takes a multiple of {tp} devices, and the mesh has {mesh.devices.size}"
+        )
     sizes = {**dict.fromkeys(AXES, 1), AXES[0]: mesh.devices.size // tp, "tp": tp}
     return Mesh(mesh.devices.reshape(tuple(sizes.values())), AXES)
 

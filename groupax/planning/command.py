@@ -38,17 +38,18 @@ class PlanCommand:
     """Settings of the run."""
 
 
-def plan(arguments: Sequence[str], defaults: GRPOConfig) -> int:
+def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig) -> int:
     """`groupax plan`; the status is 1 if it does not fit.
 
     Args:
         arguments: its words.
+        model_name: the model if they give none; None for no such.
         defaults: what settings are that are not given.
 
     Raises:
         ValueError: there is no such model, there are no such devices, or the settings are refused or not planned for.
     """
-    default = PlanCommand(args=defaults)
+    default = PlanCommand(model=model_name, args=defaults)
     command = tyro.cli(PlanCommand, prog="groupax plan", args=list(arguments), default=default, use_underscores=True)
     args = command.args
     if command.model is None or command.devices is None:

@@ -40,18 +40,17 @@ def prepare(name: str, libtpu: Path) -> None:
         ValueError: there is no such target, or no libtpu.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # programs for other devices cannot be read back
+    # programs for devices that are not here cannot be read back, and times are those of compiling
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     if cpus := _num_cpus(name):
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cpus}".strip()
         return
-    # programs for devices that are not here cannot be loaded from the cache on disk;
     # no chips of the machine that this runs on are used, whoever else has them; libtpu complains if told of no slice
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "JAX_ENABLE_COMPILATION_CACHE": "0",
         "TPU_ACCELERATOR_TYPE": _slice(name).name,
     }
     if "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu"):

@@ -10,9 +10,9 @@ from groupax.config import GRPOConfig, mesh_sizes
 from groupax.engine.sharing import undivided
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
-from groupax.models.specs import split_dims
+from groupax.models.specs import num_params, split_dims
 from groupax.parallel.accelerators import tpu_slice
-from groupax.parallel.mesh import check_divides, decoding_mesh
+from groupax.parallel.mesh import check_divides, decoding_mesh, is_split, mesh_for
 from groupax.planning.devices import Target, target_of
 from groupax.planning.measured import Compiler, Measured
 from groupax.planning.programs import Run, UnfitError, run_of
@@ -91,8 +91,7 @@ def plan_of(
         ValueError: the mesh does not divide the devices or the model, or settings contradict each other.
     """
     target, args = target_of(asked.devices), asked.args
-    mesh = mesh_of(args, target.devices)
-    assert mesh is not None, "devices are given"
+    mesh = mesh_of(args, target.devices) or mesh_for(4 * num_params(config), target.devices)
     check_divides(split_dims(config), mesh, args.mesh_replicate)
     memory = target.chip.memory_bytes if target.chip else None
     try:
@@ -119,11 +118,16 @@ def fitting_plan(
 ) -> Plan | None:
     """The nearest plan that fits, by one change after another; None if there is none among the first few."""
     for _ in range(MOST_CHANGES):
-        change = next(_changes(config, plan), None)
-        if change is None:
+        for change in _changes(config, plan):
+            tell(f"does not fit; trying {change.changes[-1]}")
+            try:
+                plan = plan_of(config, change, lora, compiler, tell, stop_early=True)
+            except ValueError as error:  # that is no run
+                tell(str(error))
+            else:
+                break
+        else:
             return None
-        tell(f"does not fit; trying {change.changes[-1]}")
-        plan = plan_of(config, change, lora, compiler, tell, stop_early=True)
         if plan.fits:
             return plan
     return None
@@ -140,18 +144,21 @@ def _changes(config: ModelConfig, plan: Plan) -> Iterator[Asked]:
         if tokens > longest and plan.run.micro_batch_cells > longest:
             half = max(longest, min(tokens, plan.run.micro_batch_cells) // 2)
             yield asked.changed(f"--micro_batch_tokens {half}", micro_batch_tokens=half)
+    # a copy of whole weights is there already only where they are split
+    is_copied = is_split(plan.mesh) or args.decoding_tp > 1 or args.decoding_weights != "same"
+    may_split = plan.mesh.devices.size > 1 and (args.mesh is None or mesh_sizes(args.mesh)[1] == 1)
+    if may_split and not (is_rollout and is_copied):
+        yield asked.changed(f"--mesh {_FSDP}", mesh=_FSDP)
     may_share = args.decoding_weights in ("same", "bfloat16") and args.base_weights == "same" and not args.max_staleness
-    if is_rollout and may_share:
+    if is_rollout and is_copied and may_share:
         tp = 2 * args.decoding_tp
         if not plan.mesh.devices.size % tp and not undivided(config, decoding_mesh(plan.mesh, tp)):
             yield asked.changed(f"--decoding_tp {tp}", decoding_tp=tp)
-    if is_rollout and args.decoding_weights == "same" and args.decoding_tp == 1:
+    if is_rollout and is_copied and args.decoding_weights == "same" and args.decoding_tp == 1:
         yield asked.changed("--decoding_weights int8", decoding_weights="int8")
     if is_rollout and plan.run is not None and plan.run.cache.num_slots > 2 and args.max_concurrent_rows > 2:
         slots = plan.run.cache.num_slots * plan.mesh.devices.size // args.decoding_tp // 2
         yield asked.changed(f"--max_concurrent_rows {slots}", max_concurrent_rows=slots)
-    if not is_rollout and (args.mesh is None or mesh_sizes(args.mesh)[1] == 1):
-        yield asked.changed(f"--mesh {_FSDP}", mesh=_FSDP)
     if plan.target.chip is not None and (larger := _larger(asked.devices)):
         fixed = args.mesh is not None and -1 not in mesh_sizes(args.mesh)
         yield asked.changed(f"{larger}", larger, **({"mesh": _FSDP} if fixed else {}))

@@ -97,6 +97,9 @@ class RemoteSampler:
             self._params = params
             self.version += 1
 
+    def release(self) -> None:
+        """Nothing: weights to decode with are the servers' own."""
+
     def sequences(
         self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
     ) -> list[Completion]:

@@ -31,6 +31,9 @@ class SamplerForAll:
         self._given: Params | None = None
         self._copies: dict[int, tuple[weakref.ref[Any], Any]] = {}  # by id of the array that was copied
 
+    def release(self) -> None:
+        """Nothing: weights to decode with are the servers' own."""
+
     def sequences(
         self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
     ) -> list[Completion]:

@@ -126,9 +126,7 @@ class GRPOTrainer:
     @property
     def model(self) -> hf.CausalLM:
         """The policy as it is now."""
-        learner, own = self.native.learner, self.native.model
-        adapter = own.adapter and replace(own.adapter, trained=learner.state.params)
-        return hf.CausalLM(replace(own, params=learner.policy, adapter=adapter))
+        return hf.CausalLM(self.native.model)
 
     def add_callback(self, callback: Any) -> None:
         """Have one more callback called."""
