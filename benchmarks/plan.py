@@ -1,8 +1,9 @@
 """Plans for TPU slices, made on this machine: python benchmarks/plan.py shows | scaling
 
-`shows` plans the runs of docs/planning.md and prints what `groupax plan` prints; `scaling` plans one run on slices of
-8, 32 and 128 chips, with as many completions on all of them and with as many on each chip, and prints a table. Shapes
-are those of the models' published config.json. libtpu has to be in build/libtpu (see `groupax plan --help`).
+`shows` plans the runs of docs/planning.md and prints what `groupax plan` prints. `scaling` counts one run on slices of
+8, 32 and 128 chips, with as many completions on all of them and with as many on each chip; it compiles nothing, so that
+memory is without what is temporary. Shapes are those of the models' published config.json. libtpu has to be in
+build/libtpu (see `groupax plan --help`).
 """
 
 import argparse
@@ -17,6 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from models import show
+
+from groupax.planning.devices import prepare
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -73,22 +76,48 @@ def planned(model: dict[str, Any], devices: str, flags: list[str], quiet: bool) 
 
 def scaling(num_chips: int, rows: int) -> dict[str, Any]:
     """Of one device, where `rows` completions are spread over so many chips."""
-    flags = ["--prompts_per_step", str(rows // 4), "--num_generations", "4", "--decoding_tp", "4", *FULL]
-    flags += ["--micro_batch_tokens", "4096"]
-    plan = planned(LLAMA_8B, f"v4-{2 * num_chips}", flags, quiet=True)[-1]
-    programs = {program["name"]: program for program in plan["programs"]}
-    train = programs["micro_step"]
-    exchanged = sum(train["exchanged"].values()) * train["runs"]
-    seconds = plan["step_seconds"]
+    from groupax import GRPOConfig
+    from groupax.models.families import read_config
+    from groupax.planning.counting import counts_of
+    from groupax.planning.devices import target_of
+    from groupax.planning.measured import Measured, step_seconds
+    from groupax.planning.programs import own_bytes, run_of
+    from groupax.run_parts import mesh_of
+
+    args = GRPOConfig(
+        mesh="1,-1,1,1,1",
+        decoding_tp=4,
+        prompts_per_step=rows // 4,
+        num_generations=4,
+        max_concurrent_rows=rows,
+        max_prompt_length=2048,
+        max_completion_length=2048,
+        beta=0.04,
+        gradient_checkpointing="full",
+        micro_batch_tokens=4096,
+    )
+    target = target_of(f"v4-{2 * num_chips}")
+    chip, mesh = target.chip, mesh_of(args, target.devices)
+    assert chip is not None
+    assert mesh is not None
+    run = run_of(read_config(LLAMA_8B), mesh, args, None, chip.memory_bytes)
+    always = {kind: own_bytes({kind: tree}) for kind, tree in run.residents.items()}
+    measured = [
+        Measured(each.name, each.runs, always, counts_of(each.traced.jaxpr, each.loop_steps), 0.0)
+        for each in run.programs
+    ]
+    programs, seconds = {each.name: each for each in measured}, step_seconds(measured, run.gathered_bytes, chip)
+    train, admits = programs["micro_step"], run.programs[0]
+    links_s = train.counts.exchanged_bytes / chip.link_bytes_per_s * train.runs
     return {
         "chips": num_chips,
         "completions": rows,
-        "changed": " ".join(plan["changes"]),
-        "memory_gb": max(program["total"] for program in plan["programs"]) / 1e9,
-        "update_tflop": train["flops"] * train["runs"] / 1e12,
-        "update_gb_to_others": exchanged / 1e9,
+        "weights_and_optimizer_gb": own_bytes(run.residents) / 1e9,
+        "rollout_gb": own_bytes(admits.arguments) / 1e9,
+        "update_tflop": train.counts.flops * train.runs / 1e12,
+        "update_gb_to_others": train.counts.exchanged_bytes * train.runs / 1e9,
         "update_s": seconds["updates"],
-        "links_s": train["seconds"]["links"] * train["runs"],
+        "of_it_links_s": links_s,
         "rollout_s": seconds["rollout"],
         "tokens_per_s": rows * 2048 / sum(seconds.values()),
     }
@@ -100,6 +129,7 @@ def main() -> None:
     flags.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     args = flags.parse_args()
     if args.what == "scaling":
+        prepare("v4-256", Path("build/libtpu"))
         show(
             [scaling(chips, rows) for chips, rows in ((8, 128), (32, 128), (128, 128), (8, 32), (128, 512))], args.json
         )
