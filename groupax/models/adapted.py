@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
+from groupax.models.products import linear_product
 from groupax.pytree import pytree
 
 # A tree of weights, as in `models.specs`.
@@ -96,8 +97,8 @@ def low_rank_product(x: Float[Array, "*M I"], weight: Adapted) -> Float[Array, "
     """scale b a x. The scale multiplies between two products, where no compiler joins it with an addition."""
     if weight.dropout is not None:
         x = _dropped(x, weight.dropout)
-    inner = jnp.einsum("...i,ri->...r", x, weight.change.a) * jnp.asarray(weight.scale, x.dtype)
-    return jnp.einsum("...r,or->...o", inner, weight.change.b)
+    inner = linear_product(x, weight.change.a) * jnp.asarray(weight.scale, x.dtype)
+    return linear_product(inner, weight.change.b)
 
 
 def _dropped(x: Float[Array, "M I"], dropout: Dropout) -> Float[Array, "M I"]:

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.config import Attention
-from groupax.models.layers import einsum_f32, sum_last
+from groupax.models.layers import sum_last
+from groupax.models.products import row_major, times
 
 # More queries than this are taken in blocks of so many.
 MOST_QUERIES = 1024
@@ -36,7 +36,7 @@ def attend(
     A query before its row's start sees nothing and gets the mean of all values. With a window, of the positions before
     it the query sees the nearest only.
     """
-    keys, values = _row_major(k.transpose(0, 2, 3, 1)), _row_major(v.transpose(0, 2, 1, 3))
+    keys, values = row_major(k.transpose(0, 2, 3, 1)), row_major(v.transpose(0, 2, 1, 3))
     columns = jnp.arange(k.shape[1])[None, None, :]
 
     def of_block(first: Array | int, q: Array) -> Array:
@@ -75,13 +75,13 @@ def attend_stored(
     B, T, N, H = q.shape
     K = keys.shape[1]
     keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-    grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(how.query_scale, q.dtype)
-    scores = _bounded(einsum_f32("btkgh,bkhs->bkgts", grouped, keys), how)
+    grouped = _by_key_head(q, K) * jnp.asarray(how.query_scale, q.dtype)
+    scores = _bounded(times(grouped, keys), how).reshape(B, K, N // K, T, -1)
     scores = jnp.where(visible[:, None, None], scores, MASKED)
     weights = _exp(scores - _highest(scores), how)
     # A division by the sum would be compiled as such or as a product with its inverse, depending on its surroundings.
     inverse_sum = 1.0 / sum_last(weights)
-    out = einsum_f32("bkgts,bksh->bkgth", weights.astype(q.dtype), values)
+    out = times(_flat(weights).astype(q.dtype), values).reshape(B, K, N // K, T, H)
     out = out * inverse_sum
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -98,25 +98,29 @@ def attend_with_prompt(
     """Rows that continue a left-padded prompt: each query sees the row's prompt and, causally, the row itself."""
     S, K, T = *prompt_k.shape[1:3], k.shape[1]
     prompt_visible = (jnp.arange(S)[None, :] >= prompt_starts[:, None])[:, None, None, None]
-    prompt_keys, keys = (_row_major(x.transpose(0, 2, 3, 1)) for x in (prompt_k, k))
-    prompt_values, values = (_row_major(x.transpose(0, 2, 1, 3)) for x in (prompt_v, v))
+    prompt_keys, keys = (row_major(x.transpose(0, 2, 3, 1)) for x in (prompt_k, k))
+    prompt_values, values = (row_major(x.transpose(0, 2, 1, 3)) for x in (prompt_v, v))
 
     def of_block(first: Array | int, q: Array) -> Array:
         B, t, N, H = q.shape
-        grouped = q.reshape(B, t, K, N // K, H) * jnp.asarray(how.query_scale, q.dtype)
+        grouped = _by_key_head(q, K) * jnp.asarray(how.query_scale, q.dtype)
         own = first + jnp.arange(t)[:, None]
         behind, behind_row = S + own - jnp.arange(S)[None, :], own - jnp.arange(T)[None, :]
         row_visible = (behind_row >= 0) & within_window(behind_row, how.window)
         prompt_seen = prompt_visible & within_window(behind[None, None, None], how.window)
         on_prompt, on_row = (
-            jnp.where(visible, _bounded(einsum_f32("btkgh,bkhs->bkgts", grouped, keys), how), MASKED)
+            jnp.where(
+                visible,
+                _bounded(times(grouped, keys), how).reshape(B, K, N // K, t, -1),
+                MASKED,
+            )
             for visible, keys in ((prompt_seen, prompt_keys), (row_visible[None, None, None], keys))
         )
         highest = jnp.maximum(_highest(on_prompt), _highest(on_row))
         prompt_weights, row_weights = _exp(on_prompt - highest, how), _exp(on_row - highest, how)
         inverse_sum = 1.0 / (sum_last(prompt_weights) + sum_last(row_weights))
         of_prompt, of_row = (
-            einsum_f32("bkgts,bksh->bkgth", weights.astype(q.dtype), values)
+            times(_flat(weights).astype(q.dtype), values).reshape(B, K, N // K, t, H)
             for weights, values in ((prompt_weights, prompt_values), (row_weights, values))
         )
         out = (of_prompt + of_row) * inverse_sum
@@ -152,19 +156,19 @@ def attend_cached(
         return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
 
     grouped = q.reshape(B, K, G, H) * jnp.asarray(how.query_scale, q.dtype)
-    on_prompt = _bounded(einsum_f32("qkmh,qkhs->qkms", by_prompt(grouped), prompt_k), how)
+    on_prompt = _bounded(times(by_prompt(grouped), prompt_k), how)
     if prompt_visible.shape[0] == Q:
         prompt_visible = prompt_visible[:, None, None]
     else:
         prompt_visible = jnp.repeat(prompt_visible.reshape(Q, 1, R, -1), G, axis=2)
     on_prompt = jnp.where(prompt_visible, on_prompt, MASKED)
-    on_row = _bounded(einsum_f32("bkgh,bkht->bkgt", grouped, k), how)
+    on_row = _bounded(times(grouped, k), how)
     on_row = jnp.where(visible[:, None, None], on_row, MASKED)
     highest = jnp.maximum(by_row(_highest(on_prompt)), _highest(on_row))
     prompt_weights, row_weights = _exp(on_prompt - by_prompt(highest), how), _exp(on_row - highest, how)
     inverse_sum = 1.0 / (by_row(sum_last(prompt_weights)) + sum_last(row_weights))
-    of_prompt = einsum_f32("qkms,qksh->qkmh", prompt_weights.astype(v.dtype), prompt_v)
-    of_row = einsum_f32("bkgt,bkth->bkgh", row_weights.astype(v.dtype), v)
+    of_prompt = times(prompt_weights.astype(v.dtype), prompt_v)
+    of_row = times(row_weights.astype(v.dtype), v)
     return ((by_row(of_prompt) + of_row) * inverse_sum).astype(v.dtype).reshape(B, N, H)
 
 
@@ -190,6 +194,12 @@ def _highest(scores: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
     return lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
 
 
-def _row_major(x: Float[Array, "B K S H"]) -> Float[Array, "B K S H"]:
-    """Keep the compiler from undoing a transposition, which would multiply the operands in another order."""
-    return with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2, 3)))
+def _by_key_head(q: Float[Array, "B T N H"], K: int) -> Float[Array, "B K M H"]:
+    """The queries of the N / K heads that share a key head, one head's behind another's."""
+    B, T, N, H = q.shape
+    return row_major(q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H))
+
+
+def _flat(x: Float[Array, "B K G T S"]) -> Float[Array, "B K M S"]:
+    """What queries have, as `_by_key_head` has them."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])

@@ -9,7 +9,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.config import Activation, Experts
-from groupax.models.layers import ACTIVATIONS, einsum_f32, linear, sum_last
+from groupax.models.layers import ACTIVATIONS, linear, sum_last
+from groupax.models.products import times_transposed
 from groupax.parallel.collectives import entered, gathered, index_of, scattered, summed
 from groupax.parallel.mesh import WHOLE, Layout
 from groupax.pytree import pytree
@@ -49,7 +50,7 @@ def mixture(
     (arXiv:2401.04088, section 2.1). No token is dropped. Where experts are split over a mesh axis, a device computes
     its own ones for the tokens of all.
     """
-    logits = einsum_f32("md,ed->me", x, router)
+    logits = times_transposed(x, router)
     exps = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
     probs = exps * (1.0 / sum_last(exps))
     weights, chosen = lax.top_k(probs, experts.per_token)

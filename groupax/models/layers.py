@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from groupax.models.adapted import Adapted, low_rank_product
 from groupax.models.config import Activation, NormKind
 from groupax.models.nf4 import Nf4, dequantized
+from groupax.models.products import linear_product, times_transposed
 from groupax.parallel.collectives import Axis, entered, summed
 
 # A matrix, one with fewer bits and scales (see `models.quantize`), or either with a low-rank change beside it.
@@ -75,14 +76,6 @@ def _for_last(weight: Float[Array, "*W"], x: Float[Array, "*M D"]) -> Array:
     return jnp.expand_dims(weight, tuple(range(x.ndim - weight.ndim)))
 
 
-def einsum_f32(subscripts: str, x: Array, y: Array) -> Array:
-    """A product whose sums and result are float32 whatever the inputs are."""
-    if x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-        # XLA's CPU backend does not have all products of bfloat16 to float32
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
-
-
 def sum_last(x: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
     """The sum over the last dim, of float32 numbers, as a matrix product.
 
@@ -102,7 +95,7 @@ def linear(x: Float[Array, "*M I"], weight: Weight, bias: Array | None = None) -
     """
     if isinstance(weight, Adapted):
         return linear(x, weight.base, bias) + low_rank_product(x, weight)
-    y = jnp.einsum("...i,oi->...o", x, weight) if isinstance(weight, Array) else _quantized_product(x, weight)
+    y = linear_product(x, weight) if isinstance(weight, Array) else _quantized_product(x, weight)
     return y if bias is None else y + jnp.expand_dims(bias, tuple(range(y.ndim - 1)))
 
 
@@ -119,8 +112,8 @@ def _quantized_product(x: Float[Array, "*M I"], weight: Any) -> Float[Array, "*M
     """weight x, with no gradient for the weight; the backward pass finds its bits and makes numbers of them again."""
     weight = _after(x, weight)
     if isinstance(weight, Nf4):
-        return jnp.einsum("...i,oi->...o", x, dequantized(weight, x.dtype))
-    return jnp.einsum("...i,oi->...o", x, weight.qvalue.astype(x.dtype)) * _scales(weight, x)
+        return linear_product(x, dequantized(weight, x.dtype))
+    return linear_product(x, weight.qvalue.astype(x.dtype)) * _scales(weight, x)
 
 
 def _quantized_product_forward(x: Array, weight: Any) -> tuple[Array, Any]:
@@ -130,9 +123,9 @@ def _quantized_product_forward(x: Array, weight: Any) -> tuple[Array, Any]:
 def _quantized_product_backward(weight: Any, gradient: Array) -> tuple[Array, None]:
     weight = _after(gradient, weight)
     if isinstance(weight, Nf4):
-        return jnp.einsum("...o,oi->...i", gradient, dequantized(weight, gradient.dtype)), None
+        return linear_product(gradient, dequantized(weight, gradient.dtype).T), None
     scaled = gradient * _scales(weight, gradient)
-    return jnp.einsum("...o,oi->...i", scaled, weight.qvalue.astype(gradient.dtype)), None
+    return linear_product(scaled, weight.qvalue.astype(gradient.dtype).T), None
 
 
 def _after(x: Array, weight: Any) -> Any:
@@ -153,10 +146,13 @@ _quantized_product.defvjp(_quantized_product_forward, _quantized_product_backwar
 
 def vocabulary_logits(hidden: Float[Array, "*M D"], head: Weight, softcap: float | None = None) -> Float[Array, "*M V"]:
     """head hidden, float32, or softcap tanh(head hidden); the head may be quantized."""
+    flat = hidden.reshape(-1, hidden.shape[-1])
     if isinstance(head, Array):
-        return softcapped(einsum_f32("...d,vd->...v", hidden, head), softcap)
-    wide = einsum_f32("...d,vd->...v", hidden, head.qvalue.astype(hidden.dtype))
-    return softcapped(wide * _scales(head, wide), softcap)
+        product = times_transposed(flat, head)
+    else:
+        product = times_transposed(flat, head.qvalue.astype(hidden.dtype))
+        product = product * _scales(head, product)
+    return softcapped(product.reshape(*hidden.shape[:-1], -1), softcap)
 
 
 def _scales(weight: Any, x: Array) -> Float[Array, "*M O"]:

@@ -15,7 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from groupax.models.execution import CPU_LOGITS
-from groupax.models.layers import einsum_f32, softcapped, sum_last
+from groupax.models.layers import softcapped, sum_last
+from groupax.models.products import times, times_transposed
 from groupax.parallel.collectives import Axis, entered, index_of
 
 # Fewest tokens of a chunk and fewest words of a block: below, products are slow for their size.
@@ -61,7 +62,7 @@ class _Logits:
 
     def of(self, hidden: Array, head: Array) -> Array:
         # a product, as in the engine's sampler: a division by a constant may round differently
-        return softcapped(einsum_f32("md,vd->mv", hidden, head), self.softcap) * self.inverse_temperature
+        return softcapped(times_transposed(hidden, head), self.softcap) * self.inverse_temperature
 
     def slope(self, logits: Array) -> Array | np.float32:
         """d logits / d product."""
@@ -152,8 +153,8 @@ def _backward(
         if entropy_gradient:
             gradient = gradient - of_entropy * p * (logp + entropy[:, None])
         gradient = jnp.where(words[None, :] >= index * block, gradient * kind.slope(logits), 0.0).astype(hidden.dtype)
-        of_hidden = of_hidden + einsum_f32("mv,vd->md", gradient, part)
-        of_part = einsum_f32("mv,md->vd", gradient, hidden) + lax.dynamic_slice_in_dim(of_head, first, block)
+        of_hidden = of_hidden + times(gradient, part)
+        of_part = times(gradient.T, hidden) + lax.dynamic_slice_in_dim(of_head, first, block)
         return of_hidden, lax.dynamic_update_slice_in_dim(of_head, of_part, first, 0)
 
     start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(head.shape, jnp.float32)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import causal_hidden
-from groupax.models.layers import einsum_f32
+from groupax.models.products import times_transposed
 from groupax.models.specs import Params
 from groupax.parallel.mesh import DATA, num_data_shards
 from groupax.parallel.transfer import fetched, placed
@@ -114,4 +114,4 @@ def sequence_scores(
 
 def _local_scores(config: ModelConfig, params: Params, tokens: Array, starts: Array) -> Array:
     last = causal_hidden(config, params, tokens, starts)[:, -1]
-    return einsum_f32("bd,ld->bl", last, params["score"])[:, 0]
+    return times_transposed(last, params["score"])[:, 0]
