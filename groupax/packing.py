@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 FEWEST_PROMPT_COLUMNS = 24
 FEWEST_ROW_COLUMNS = 16
 FEWEST_TOKENS = 32
+# The room for rows' tokens comes in so many.
+ROW_TOKENS = 64
 # Rectangles of rows in one micro-batch.
 MOST_RECTANGLES = 3
 # What a query costs per column that it may see, in units of what a token costs in all else.
@@ -29,7 +31,7 @@ HALVINGS = (0, 1, 2, 3)
 # What known shapes that would do may cost more than a new one, as a part of the step and in tokens, times the square of
 # the number of known shapes: compiling takes seconds, and small steps take less.
 COMPILE_PART, COMPILE_TOKENS = 0.01, 20
-# Room in a new shape beyond what its rows need, as a part, so that later steps fit.
+# Most room in a new shape beyond what its rows need, as a part, so that later steps fit.
 SPARE = 0.25
 # A new shape is made wide enough for more than that where it costs at most such a part of its tokens.
 WIDER = 0.1
@@ -242,9 +244,10 @@ def _new_shape(
 
     What would not cost much more is made wide enough for the longest rows, and for what known shapes of its size hold.
     """
-    share, alike = size / _load(every), [shape for shape in known if shape.tokens == size]
-    num_parts = max(*(len(shard) for shard in shards), round((1 + SPARE) * share * len(every)))
-    num_rows = max(*(len(_lengths(shard)) for shard in shards), round((1 + SPARE) * share * len(_lengths(every))))
+    alike, spare = [shape for shape in known if shape.tokens == size], _spare(every)
+    share = size / _load(every)
+    num_parts = max(*(len(shard) for shard in shards), _expected(len(every), share, spare))
+    num_rows = max(*(len(_lengths(shard)) for shard in shards), _expected(len(_lengths(every)), share, spare))
     num_row_tokens = max(sum(_lengths(shard)) for shard in shards)
     P = max(_count(num_parts), *(shape.prompts[0] for shape in alike), 0)
     S = _columns(max(part.prompt for part in every), FEWEST_PROMPT_COLUMNS)
@@ -252,18 +255,31 @@ def _new_shape(
         if wider > S and COLUMN_COST * P * wider**2 <= WIDER * size:
             S = wider
     T = max(_columns(max(_lengths(every)), FEWEST_ROW_COLUMNS), *(shape.rows[1] for shape in known), 0)
-    rectangles = _rectangles([_lengths(shard) for shard in shards], _lengths(every), share, S)
+    rectangles = _rectangles([_lengths(shard) for shard in shards], _lengths(every), share, spare, S)
     for more in (*((side,) for shape in alike for side in shape.rectangles), ((2, _columns(longest[1], T)),)):
         wider = _united(rectangles, more, S)
         if COLUMN_COST * (_area(wider, S) - _area(rectangles, S)) <= WIDER * size:
             rectangles = wider
     return Shape(
         tokens=size,
-        row_tokens=min(size, round_up(round((1 + SPARE) * num_row_tokens), FEWEST_ROW_COLUMNS)),
+        row_tokens=min(size, -(-round((1 + 1.5 * spare) * num_row_tokens) // ROW_TOKENS) * ROW_TOKENS),
         prompts=(P, S),
         rows=(max(_count(num_rows), *(shape.rows[0] for shape in alike), 0), max(T, rectangles[-1][1])),
         rectangles=rectangles,
     )
+
+
+def _spare(parts: Sequence[Part]) -> float:
+    """Room beyond what rows need, as a part of it: as much as their lengths spread, but not more than `SPARE`."""
+    lengths = _lengths(parts)
+    mean = sum(lengths) / len(lengths)
+    deviation = (sum((length - mean) ** 2 for length in lengths) / len(lengths)) ** 0.5
+    return min(SPARE, deviation / max(mean, 1.0))
+
+
+def _expected(count: int, share: float, spare: float) -> int:
+    """Of so many, those in a micro-batch that gets such a share; with something to spare, at least one more."""
+    return max(min(count, 1), int((1 + spare) * share * count + spare / SPARE))
 
 
 def _lengths(parts: Sequence[Part]) -> list[int]:
@@ -271,7 +287,7 @@ def _lengths(parts: Sequence[Part]) -> list[int]:
 
 
 def _rectangles(
-    lengths: Sequence[Sequence[int]], every: Sequence[int], share: float, prompt_columns: int
+    lengths: Sequence[Sequence[int]], every: Sequence[int], share: float, spare: float, prompt_columns: int
 ) -> tuple[Side, ...]:
     """A few rectangles that hold the rows of each shard and, with some to spare, such a share of all rows.
 
@@ -284,7 +300,7 @@ def _rectangles(
     def counts(lengths: Sequence[int]) -> list[int]:
         return [sum(low < n <= high for n in lengths) for low, high in zip([0, *sides], sides, strict=False)]
 
-    expected = [round((1 + SPARE) * share * count + 0.5) for count in counts(every)]
+    expected = [_expected(count, share, spare) for count in counts(every)]
     most = [max(each) for each in zip(expected, *map(counts, lengths), strict=True)]
     return _few([(count, side) for count, side in zip(most, sides, strict=True) if count], prompt_columns)
 
@@ -331,7 +347,7 @@ def _fits(shape: Shape, parts: Sequence[Part]) -> bool:
 
 
 def _count(count: int) -> int:
-    """The next of 2, 3, 4, 6, 8, 12, 16, ..."""
+    """The next of 2, 3, ..., 8, 10, 12, 14, 16, 20, ..."""
     count = max(count, 2)
     power = 1 << (count - 1).bit_length()
     return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power

@@ -75,13 +75,13 @@ def attend_stored(
     B, T, N, H = q.shape
     K = keys.shape[1]
     keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-    grouped = _by_key_head(q, K) * jnp.asarray(how.query_scale, q.dtype)
-    scores = _bounded(times(grouped, keys), how).reshape(B, K, N // K, T, -1)
+    grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(how.query_scale, q.dtype)
+    scores = _bounded(_scores(grouped, keys), how)
     scores = jnp.where(visible[:, None, None], scores, MASKED)
     weights = _exp(scores - _highest(scores), how)
     # A division by the sum would be compiled as such or as a product with its inverse, depending on its surroundings.
     inverse_sum = 1.0 / sum_last(weights)
-    out = times(_flat(weights).astype(q.dtype), values).reshape(B, K, N // K, T, H)
+    out = _weighted(weights.astype(q.dtype), values)
     out = out * inverse_sum
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -103,24 +103,20 @@ def attend_with_prompt(
 
     def of_block(first: Array | int, q: Array) -> Array:
         B, t, N, H = q.shape
-        grouped = _by_key_head(q, K) * jnp.asarray(how.query_scale, q.dtype)
+        grouped = q.reshape(B, t, K, N // K, H) * jnp.asarray(how.query_scale, q.dtype)
         own = first + jnp.arange(t)[:, None]
         behind, behind_row = S + own - jnp.arange(S)[None, :], own - jnp.arange(T)[None, :]
         row_visible = (behind_row >= 0) & within_window(behind_row, how.window)
         prompt_seen = prompt_visible & within_window(behind[None, None, None], how.window)
         on_prompt, on_row = (
-            jnp.where(
-                visible,
-                _bounded(times(grouped, keys), how).reshape(B, K, N // K, t, -1),
-                MASKED,
-            )
+            jnp.where(visible, _bounded(_scores(grouped, keys), how), MASKED)
             for visible, keys in ((prompt_seen, prompt_keys), (row_visible[None, None, None], keys))
         )
         highest = jnp.maximum(_highest(on_prompt), _highest(on_row))
         prompt_weights, row_weights = _exp(on_prompt - highest, how), _exp(on_row - highest, how)
         inverse_sum = 1.0 / (sum_last(prompt_weights) + sum_last(row_weights))
         of_prompt, of_row = (
-            times(_flat(weights).astype(q.dtype), values).reshape(B, K, N // K, t, H)
+            _weighted(weights.astype(q.dtype), values)
             for weights, values in ((prompt_weights, prompt_values), (row_weights, values))
         )
         out = (of_prompt + of_row) * inverse_sum
@@ -194,12 +190,16 @@ def _highest(scores: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
     return lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
 
 
-def _by_key_head(q: Float[Array, "B T N H"], K: int) -> Float[Array, "B K M H"]:
-    """The queries of the N / K heads that share a key head, one head's behind another's."""
-    B, T, N, H = q.shape
-    return row_major(q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H))
+def _scores(q: Float[Array, "B T K G H"], keys: Float[Array, "B K H S"]) -> Float[Array, "B K G T S"]:
+    """q' keys, float32."""
+    B, T, K, G, H = q.shape
+    if q.dtype == jnp.float32:  # as a product of matrices it would have other bits than when decoding
+        return jnp.einsum("btkgh,bkhs->bkgts", q, keys)
+    by_head = q.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    return times(by_head, keys).reshape(B, K, G, T, -1)
 
 
-def _flat(x: Float[Array, "B K G T S"]) -> Float[Array, "B K M S"]:
-    """What queries have, as `_by_key_head` has them."""
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+def _weighted(weights: Float[Array, "B K G T S"], values: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
+    """The sum of the values by weight, float32."""
+    B, K, G, T, S = weights.shape
+    return times(weights.reshape(B, K, G * T, S), values).reshape(B, K, G, T, -1)

@@ -22,6 +22,8 @@ from groupax.parallel.collectives import Axis, entered, index_of
 # Fewest tokens of a chunk and fewest words of a block: below, products are slow for their size.
 FEWEST_TOKENS = 64
 FEWEST_WORDS = 512
+# Words of a block come in so many.
+WORDS = 64
 
 
 def token_logprobs(
@@ -139,7 +141,8 @@ def _backward(
     hidden, head, targets, entropy, log_sum = saved
     of_logp, of_entropy = (x[:, None] for x in cotangents)
     M, V = hidden.shape[0], head.shape[0]
-    block = min(V, max(FEWEST_WORDS, kind.in_flight // M))
+    num_blocks = -(-V // max(FEWEST_WORDS, kind.in_flight // M))
+    block = min(V, -(-V // num_blocks // WORDS) * WORDS)
 
     def add_block(index: Array, grads: tuple[Array, Array]) -> tuple[Array, Array]:
         of_hidden, of_head = grads

@@ -1,7 +1,7 @@
 """Matrix products that add up in float32, whatever their factors' dtype is.
 
 Factors of fewer bits are multiplied as they are, and so are their gradients' factors: a cotangent is rounded to the
-factors' dtype first. A CPU with matrix units for bfloat16 multiplies such factors about four times as fast as float32's;
+factors' dtype first. A CPU with matrix units for bfloat16 multiplies them about four times as fast as float32;
 another one would do so in software, and gets float32.
 """
 

@@ -1,11 +1,16 @@
 """Rotary embeddings: the angles by which positions turn pairs of dims, and the turn (arXiv:2104.09864)."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from groupax.models.config import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 from groupax.models.layers import rounded
+from groupax.models.products import times
 
 Tables = tuple[Array, Array]
 
@@ -36,27 +41,43 @@ def frequencies(rope: Rope, max_positions: int) -> Float[np.ndarray, "R"]:
 
 
 def rope_tables(rope: Rope, max_positions: int, positions: Int[Array, "M"], dtype: jnp.dtype) -> Tables:
-    """Cosine and sine of each position's angles, [M, 1, R] each: computed in float32, then cast."""
-    angles = positions[:, None, None].astype(jnp.float32) * frequencies(rope, max_positions)[None, None, :]
+    """Cosine and sine of each position's angles for each of the first 2 R dims, [M, 1, 2 R]: float32, then cast."""
+    angles = positions[:, None].astype(jnp.float32) * frequencies(rope, max_positions)[None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.scale != 1.0:
         cos, sin = rounded(cos * np.float32(rope.scale)), rounded(sin * np.float32(rope.scale))
-    return cos.astype(dtype), sin.astype(dtype)
+    # Both dims of a pair get its angle by a product: copies of another kind XLA computes again wherever they are used.
+    pair_of = np.repeat(np.eye(rope.dims // 2), 2, axis=1) if rope.interleaved else np.tile(np.eye(rope.dims // 2), 2)
+    cos, sin = (
+        jnp.einsum("mr,rd->md", x, pair_of.astype(np.float32), precision=lax.Precision.HIGHEST) for x in (cos, sin)
+    )
+    return cos[:, None].astype(dtype), sin[:, None].astype(dtype)
 
 
 def rotate(x: Float[Array, "M N H"], tables: Tables, interleaved: bool = False) -> Float[Array, "M N H"]:
     """Turn the pairs of the first 2 R dims, as Hugging Face checkpoints pair them; further dims stay as they are."""
     cos, sin = tables
-    dims = 2 * cos.shape[-1]
+    dims = cos.shape[-1]
     turned, kept = x[..., :dims], x[..., dims:]
+    turned = rounded(turned * cos) + rounded(_quarter_turned(turned, interleaved) * sin)
+    return jnp.concatenate([turned.astype(x.dtype), kept], axis=-1) if kept.shape[-1] else turned.astype(x.dtype)
+
+
+def _quarter_turned(x: Float[Array, "M N D"], interleaved: bool) -> Float[Array, "M N D"]:
+    """Each pair (a, b) as (-b, a)."""
+    if x.dtype != jnp.float32 and jax.default_backend() == "cpu":
+        # shuffled numbers of bfloat16 are turned into float32 and back one at a time there
+        unit = np.eye(x.shape[-1], dtype=np.float32)
+        shuffled = times(x.reshape(-1, x.shape[-1]), jnp.asarray(_shuffled(unit, interleaved, np), x.dtype))
+        return shuffled.reshape(x.shape)
+    return _shuffled(x, interleaved, jnp)
+
+
+def _shuffled(x: Any, interleaved: bool, module: Any) -> Any:
     if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
-        pairs = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        turned = pairs.reshape(turned.shape)
-    else:
-        first, second = jnp.split(turned, 2, axis=-1)
-        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return jnp.concatenate([turned, kept], axis=-1) if kept.shape[-1] else turned
+        return module.stack([-x[..., 1::2], x[..., 0::2]], axis=-1).reshape(x.shape)
+    first, second = module.split(x, 2, axis=-1)
+    return module.concatenate([-second, first], axis=-1)
 
 
 def _dynamic(rope: Rope, scaling: DynamicRope, max_positions: int) -> np.ndarray:
