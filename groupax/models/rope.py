@@ -60,7 +60,7 @@ def rotate(x: Float[Array, "M N H"], tables: Tables, interleaved: bool = False) 
     dims = cos.shape[-1]
     turned, kept = x[..., :dims], x[..., dims:]
     turned = rounded(turned * cos) + rounded(_quarter_turned(turned, interleaved) * sin)
-    return jnp.concatenate([turned.astype(x.dtype), kept], axis=-1) if kept.shape[-1] else turned.astype(x.dtype)
+    return jnp.concatenate([turned, kept], axis=-1) if kept.shape[-1] else turned
 
 
 def _quarter_turned(x: Float[Array, "M N D"], interleaved: bool) -> Float[Array, "M N D"]:
@@ -69,7 +69,7 @@ def _quarter_turned(x: Float[Array, "M N D"], interleaved: bool) -> Float[Array,
         # shuffled numbers of bfloat16 are turned into float32 and back one at a time there
         unit = np.eye(x.shape[-1], dtype=np.float32)
         shuffled = times(x.reshape(-1, x.shape[-1]), jnp.asarray(_shuffled(unit, interleaved, np), x.dtype))
-        return shuffled.reshape(x.shape)
+        return shuffled.astype(x.dtype).reshape(x.shape)
     return _shuffled(x, interleaved, jnp)
 
 

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import jax
 
+from groupax.parallel.host_memory import keep_freed_memory
 from groupax.parallel.processes import join
 
 logger = logging.getLogger(__name__)
 
 
 def configure_jax() -> None:
-    """One virtual CPU device per core, compiled programs kept on disk, and the other processes of the run joined.
+    """One virtual CPU device per core, whose memory is used again, compiled programs kept on disk, and the other
+    processes of the run joined.
 
     What the user has set is left alone.
     """
+    keep_freed_memory()
     _use_all_cores()
     _keep_compiled_programs()
     join()
