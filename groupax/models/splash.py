@@ -101,7 +101,7 @@ def _through_kernel(
 
 
 def block_size(length: int) -> int:
-    """The largest of a few sizes of blocks that fill up `length` by at most an eighth more than the smallest."""
+    """The largest of a few sizes of blocks that fill up `length` by at most a quarter more than the smallest."""
     least = -(-length // LANES) * LANES
     sizes = range(MOST_IN_BLOCK, 0, -LANES)
-    return next(size for size in sizes if -(-length // size) * size <= 1.125 * least)
+    return next(size for size in sizes if -(-length // size) * size <= 1.25 * least)
