@@ -4,6 +4,8 @@ Scores never reach the device's memory. The masks of positions are static, so th
 passed over; a prompt's left padding is hidden by segment ids. Padding sees padding and itself, never nothing.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
@@ -97,7 +99,8 @@ def _through_kernel(
     segments = (filled_up(x, size).astype(jnp.int32) for x, size in zip(is_own, shape, strict=True))
     sides = (q * jnp.asarray(how.scale, q.dtype), num_queries), (k, num_columns), (v, num_columns)
     heads = (filled_up(x, size).swapaxes(1, 2) for x, size in sides)
-    return jax.vmap(kernel)(*heads, kernels.SegmentIds(*segments)).swapaxes(1, 2)[:, :T]
+    out: Any = jax.vmap(kernel)(*heads, kernels.SegmentIds(*segments))
+    return out.swapaxes(1, 2)[:, :T]
 
 
 def block_size(length: int) -> int:
