@@ -162,8 +162,13 @@ def test_an_update_by_a_kernel_is_the_same_update(kernel):
     assert_same_update(a_model(), Fused(kernel, emulated=True))
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("checkpointing", ["full", "dots", "all_dots"])
+@pytest.mark.parametrize(
+    "checkpointing",
+    [
+        pytest.param(name, marks=pytest.mark.heavy if name == "full" else pytest.mark.long)
+        for name in ("full", "dots", "all_dots")
+    ],
+)
 def test_layers_that_are_computed_again_and_loops_have_kernels_too(checkpointing):
     settings = {"gradient_checkpointing": checkpointing, "scan_layers": True}
     assert_same_update(a_model(), Fused("splash", emulated=True), **settings)
@@ -177,7 +182,7 @@ def test_windows_and_softcaps_of_a_family():
 
 @pytest.mark.heavy
 def test_devices_that_split_heads_have_kernels_of_their_own_ones():
-    model = a_model()
+    model = a_model(num_hidden_layers=1)
     split = on_mesh(model, make_mesh((1, 2, 1, 2, 1)))
     assert_same_update(model, Fused("splash", emulated=True), split)
 
