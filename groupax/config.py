@@ -21,6 +21,7 @@ LRScheduler = Literal["constant", "linear", "cosine"]
 WeightDecayScope = Literal["matrices", "all"]
 PromptOrder = Literal["shuffled", "shuffled_by_torch", "dataset"]
 Checkpointing = Literal["none", "full", "dots", "all_dots"]
+AttnImplementation = Literal["auto", "plain", "fused"]
 SharePrefix = Literal["auto", "always", "never"]
 DecodingWeights = Literal["same", "bfloat16", "int8", "float8"]
 BaseWeights = Literal["same", "int8", "float8", "nf4"]
@@ -332,6 +333,9 @@ class GRPOConfig:
     scan_layers: bool | None = None
     """Whether updates compile layers that are alike once, as a loop over them, which copies their weights; None does so
     on accelerators."""
+    attn_implementation: AttnImplementation = "auto"
+    """How updates compute attention: "plain" anywhere, or "fused" by a kernel of the accelerator, which keeps
+    scores out of its memory; "auto" takes the kernel where there is one for the model. See docs/architecture.md."""
     share_prefix: SharePrefix = "auto"
     """Whether updates compute a prompt once for the rows of its group; "auto" does what takes less."""
     max_concurrent_rows: int = 256

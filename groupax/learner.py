@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from groupax.batch import Packed, Row, pack
-from groupax.config import Checkpointing, SharePrefix
+from groupax.config import AttnImplementation, Checkpointing, SharePrefix
 from groupax.errors import RunError, is_out_of_memory
 from groupax.metrics import Metrics
 from groupax.models.adapted import Frozen, joined
@@ -20,6 +20,7 @@ from groupax.models.checkpoint import Model
 from groupax.models.config import ModelConfig
 from groupax.models.execution import execution_on
 from groupax.models.flops import activation_bytes_per_token, forward_flops
+from groupax.models.fused_attention import fused_for
 from groupax.models.quantize import in_dtype, is_quantized
 from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators
@@ -72,6 +73,7 @@ class LearnerSettings:
     micro_batch_tokens: int | None = None
     gradient_checkpointing: Checkpointing = "none"
     scan_layers: bool | None = None
+    attn_implementation: AttnImplementation = "auto"
     share_prefix: SharePrefix = "auto"
     top_entropy_quantile: float = 1.0
     weight_distribution_log_steps: int = 0
@@ -127,9 +129,10 @@ class Learner:
         self.optimizer = make_optimizer(settings.optimizer, self.schedule)
         platform = model.mesh.devices.flat[0].platform
         self.on_cpu = platform == "cpu"
-        self.execution = execution_on(platform, settings.gradient_checkpointing, settings.scan_layers)
         default = "float32" if self.on_cpu else "bfloat16"
         self.dtype: Any = jnp.dtype(default if settings.dtype == "auto" else settings.dtype)
+        fused = fused_for(settings.attn_implementation, model.mesh.devices.flat[0], model.config, self.dtype)
+        self.execution = execution_on(platform, settings.gradient_checkpointing, settings.scan_layers, fused)
         adapter = model.adapter
         if adapter is None and is_quantized(model.params):
             raise ValueError(

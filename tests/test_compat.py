@@ -97,6 +97,8 @@ def test_the_defaults_make_a_native_config(make):
         ({"max_prompt_length": 64}, {"max_prompt_length": 64, "prompt_overflow": "truncate_left"}),
         ({"generation_kwargs": {"top_p": 0.5, "max_new_tokens": 9}}, {"top_p": 0.5, "max_completion_length": 9}),
         ({"generation_kwargs": '{"min_p": 0.1}'}, {"min_p": 0.1}),
+        ({"model_init_kwargs": {"attn_implementation": "eager"}}, {"attn_implementation": "plain"}),
+        ({"model_init_kwargs": '{"attn_implementation": "flash_attention_2"}'}, {"attn_implementation": "auto"}),
         ({"shuffle_dataset": False}, {"prompt_order": "dataset"}),
         ({"reward_weights": [1, 2]}, {"reward_weights": (1, 2)}),
         ({"num_train_epochs": 2, "disable_tqdm": True}, {"num_train_epochs": 2.0, "progress_bar": "none"}),
@@ -329,6 +331,14 @@ def test_easydel_models(folder):
     assert model.model.params["embed"].dtype == jnp.bfloat16
     with pytest.raises(TypeError, match="no argument 'sharding_axis'"):
         ed.AutoEasyDeLModelForCausalLM.from_pretrained(folder, sharding_axis=1)
+
+
+@pytest.mark.parametrize("name", ["VANILLA", "BLOCKWISE", "SPLASH", "CUDNN", "AUTO"])
+def test_easydels_attention_becomes_a_setting(name):
+    mechanism = ed.AttentionMechanisms[name]
+    settings = {"attn_implementation": "plain"} if name in ("VANILLA", "BLOCKWISE") else {}
+    for given in (mechanism, mechanism.value):
+        assert ed._config_settings({"attn_mechanism": given}) == (settings, None)
 
 
 @pytest.mark.heavy

@@ -22,6 +22,8 @@ from groupax import GRPOConfig, SamplingParams, add_adapter, init_model
 from groupax.batch import Row
 from groupax.cli import main
 from groupax.learner import Learner
+from groupax.models import attention, splash
+from groupax.models.config import Attention
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
 from groupax.models.specs import model_specs
@@ -106,6 +108,41 @@ def test_what_the_backward_pass_computes_again_counts():
     again = jax.checkpoint(two, policy=jax.checkpoint_policies.nothing_saveable)
     # the second product's result, too, is an input of its tanh
     assert counted(jax.grad(again, argnums=(0, 1)), *shapes).flops == 8 * once
+
+
+def test_a_kernels_blocks_count_as_often_as_they_are_multiplied_and_moved():
+    from jax.experimental import pallas
+
+    def product(x_ref, y_ref, out_ref):
+        out_ref[...] = jnp.dot(x_ref[...], y_ref[...])
+
+    def blocks(x, y):
+        return pallas.pallas_call(
+            product,
+            grid=(3, 2),
+            in_specs=[pallas.BlockSpec((8, 16), lambda i, j: (i, 0)), pallas.BlockSpec((16, 32), lambda i, j: (0, j))],
+            out_specs=pallas.BlockSpec((8, 32), lambda i, j: (i, j)),
+            out_shape=jax.ShapeDtypeStruct((24, 64), x.dtype),
+        )(x, y)
+
+    # rows of x stay while all columns of y go by; those come again for each of them
+    moved = 4.0 * (3 * 8 * 16 + 6 * 16 * 32 + 6 * 8 * 32)
+    assert counted(blocks, (24, 16), (16, 64)) == Counts(2.0 * 24 * 16 * 64, moved)
+
+
+def test_scores_of_a_kernel_are_not_moved():
+    def update(attend):
+        def loss(q, k, v):
+            return jnp.sum(attend(q, k, v, jnp.zeros(2, jnp.int32), Attention(0.125)))
+
+        return counted(jax.grad(loss, argnums=(0, 1, 2)), (2, 512, 4, 64), (2, 512, 2, 64), (2, 512, 2, 64))
+
+    plain, fused = update(attention.attend), update(splash.attend)
+    scores = 2 * 4 * 512 * 512
+    assert plain.product_bytes > 4 * 3 * scores
+    # backward it makes scores and their gradients twice, for queries and for keys: 9 products, and outputs times theirs
+    assert fused.flops == 2 * 64 * (9 * scores + 2 * 4 * 512)
+    assert fused.product_bytes < plain.product_bytes / 2
 
 
 def exchange(function, shape, out):

@@ -16,7 +16,6 @@ from groupax.recipes.gsm8k import strict_xml_format
 from groupax.recipes.tldr_length import near_length
 from groupax.rewards.contract import resolve_rewards
 from groupax.scripts.finetune import gsm8k_grpo, numinamath_grpo
-from groupax.scripts.finetune.flags import Flags, notes
 from groupax.trackers.tracker import MODULES, PACKAGES
 
 from .conftest import SHARED, TINY
@@ -352,20 +351,19 @@ DOCUMENTED = (
 
 @pytest.mark.heavy
 @pytest.mark.slow
-def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, capsys, monkeypatch):
+def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, monkeypatch):
     monkeypatch.setitem(MODULES, "wandb", "groupax.trackers.jsonl")  # which takes no installation
     monkeypatch.delitem(PACKAGES, "wandb")
     write_jsonl(tmp_path / "data" / "train.jsonl", GSM8K_ROWS)
     flags = DOCUMENTED.format(length=64, batch=2) + " --top_k 50 --xml_reward 0.125 --correctness_reward 3.0"
     more = f"--dataset {tmp_path}/data --max_steps 1 --output_dir {tmp_path}/run --temperature 0.9"
     assert gsm8k_grpo.main(f"--repo_id {base_model} {flags} {more}".split()) == 0
-    out = capsys.readouterr().out
-    assert "--attn_mechanism vanilla changes nothing" in out
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["report_to"] == ["wandb"]
     assert (tmp_path / "run" / "tracked.jsonl").exists()
     assert config["reward_weights"] == [3.0, 0.5, 0.5, 0.5, 0.5]
     wanted = {"prompts_per_step": 2, "num_generations": 4, "top_k": 50, "top_p": 0.95, "beta": 0.04, "max_steps": 1}
+    wanted |= {"attn_implementation": "plain"}
     assert {name: config[name] for name in wanted} == wanted
     assert (config["max_completion_length"], config["num_train_epochs"], config["temperature"]) == (64, 3.0, 0.9)
     command = json.loads((tmp_path / "run" / "command.json").read_text())
@@ -390,7 +388,6 @@ def test_the_numinamath_program_with_the_flags_of_the_document(base_model, tmp_p
     assert "numinamath_grpo: train_dataset: there is no file" in capsys.readouterr().err
 
 
-def test_programs_say_nothing_without_need():
-    assert notes(Flags(repo_id="x")) == []
+def test_programs_have_the_flags_of_their_rewards_only():
     with pytest.raises(SystemExit):
         numinamath_grpo.main(["--repo_id", "x", "--xml_reward", "1"])

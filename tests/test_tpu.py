@@ -23,8 +23,8 @@ ONE_LAYER = {
     "tie_word_embeddings": True,
     "eos_token_id": 151_645,
 }
-# The micro-batch alone.
-LARGE = """
+# The micro-batch alone, of so many tokens, as it attends.
+MICRO_BATCH = """
 import sys
 from pathlib import Path
 from groupax.planning.devices import prepare
@@ -37,11 +37,14 @@ from groupax.planning.devices import target_of
 from groupax.planning.measured import Compiler
 from groupax.planning.programs import run_of
 config = read_config(json.loads(Path(sys.argv[1]).read_text()))
-args = GRPOConfig(prompts_per_step=128, max_completion_length=1024, max_prompt_length=512, micro_batch_tokens=524_288)
+tokens, attends = int(sys.argv[3]), sys.argv[4]
+lengths = {"max_completion_length": 1024, "max_prompt_length": 512}
+args = GRPOConfig(prompts_per_step=128, **lengths, micro_batch_tokens=tokens, attn_implementation=attends)
 target = target_of("v5e-4")
 run = run_of(config, make_mesh(of=target.devices), args, None, target.chip.memory_bytes)
 [program] = [program for program in run.programs if program.name == "micro_step"]
-print(json.dumps(dict(Compiler().measured(run, program).memory)))
+measured = Compiler().measured(run, program)
+print(json.dumps({**measured.memory, "flops": measured.counts.flops, "product_bytes": measured.counts.product_bytes}))
 """
 
 pytestmark = [
@@ -86,11 +89,22 @@ def test_a_runs_programs_compile_for_a_tpu(model, tmp_path):
         assert max(program["seconds"].values()) > 0
 
 
-def test_what_the_compiler_gives_up_has_its_size(model):
-    done = subprocess.run(
-        [sys.executable, "-c", LARGE, model, str(LIBTPU)], capture_output=True, text=True, check=False
-    )
+def micro_batch(model, tokens, attends):
+    command = [sys.executable, "-c", MICRO_BATCH, model, str(LIBTPU), str(tokens), attends]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    memory = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_what_the_compiler_gives_up_has_its_size(model):
+    memory = micro_batch(model, 524_288, "plain")
     assert memory["masters"] > 0
-    assert memory["temporary"] > 15.75 * 2**30 - sum(size for kind, size in memory.items() if kind != "temporary")
+    assert memory["temporary"] > 15.75 * 2**30 - sum(memory[kind] for kind in ("masters", "optimizer", "policy"))
+
+
+def test_a_kernels_scores_stay_on_the_chip(model):
+    plain, fused = (micro_batch(model, 8192, attends) for attends in ("plain", "fused"))
+    scores = 4 * 14 * (7 * 1024 * 1536 + 512**2)  # of 7 rows and their prompt, in float32
+    assert plain["temporary"] - fused["temporary"] > scores
+    assert plain["product_bytes"] - fused["product_bytes"] > 6 * scores
+    assert fused["flops"] < 1.1 * plain["flops"]

@@ -31,6 +31,7 @@ FREE = {
     "micro_batch_tokens",
     "gradient_checkpointing",
     "scan_layers",
+    "attn_implementation",
     "share_prefix",
     "max_concurrent_rows",
     "decoding_tp",

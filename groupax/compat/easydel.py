@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import groupax.trainer as native
 from groupax.compat import hf
 from groupax.compat.easydel_fields import DEFAULTS, FORMER, INERT
-from groupax.compat.fields import Fields, ForeignConfig, as_native, tell
+from groupax.compat.fields import Fields, ForeignConfig, as_native, attention_setting, tell
 from groupax.compat.meshes import tell_whole
 from groupax.config import mesh_sizes, nearest
 from groupax.data import load_examples
@@ -71,7 +71,7 @@ class EasyDeLGradientCheckPointers(StrEnum):
 
 
 class AttentionMechanisms(StrEnum):
-    """Ways to compute attention, of which groupax chooses one itself."""
+    """Ways to compute attention."""
 
     AUTO = "auto"
     VANILLA = "vanilla"
@@ -445,8 +445,8 @@ def _config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], int | N
         settings["kv_cache_dtype"] = _compute_dtype(config["kvdtype"])
     config.pop("kvdtype", None)
     mechanism = config.pop("attn_mechanism", AttentionMechanisms.AUTO)
-    if str(getattr(mechanism, "value", mechanism)) not in ("auto", "vanilla"):
-        tell(f"attn_mechanism={mechanism!s}: groupax chooses how attention is computed for the devices")
+    if attention_setting(mechanism) != "auto":
+        settings["attn_implementation"] = attention_setting(mechanism)
     for name in ("attn_dtype", "attn_softmax_dtype"):
         dtype = config.pop(name, None)
         if name == "attn_softmax_dtype" and dtype is not None and np.dtype(dtype).name != "float32":

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from groupax.config import GRPOConfig, nearest
+from groupax.config import AttnImplementation, GRPOConfig, nearest
 
 
 class CompatWarning(UserWarning):
@@ -15,6 +15,15 @@ class CompatWarning(UserWarning):
 def tell(text: str) -> None:
     """Warn the user of a difference."""
     warnings.warn(text, CompatWarning, stacklevel=3)
+
+
+# Other libraries' names of attention without a kernel.
+_PLAIN_ATTENTION = ("eager", "vanilla", "blockwise")
+
+
+def attention_setting(name: Any) -> AttnImplementation:
+    """The setting for another library's name of attention; any kernel is the device's own, if there is one."""
+    return "plain" if str(getattr(name, "value", name)) in _PLAIN_ATTENTION else "auto"
 
 
 @dataclass(frozen=True)

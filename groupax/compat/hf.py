@@ -27,7 +27,7 @@ from groupax.models.saving import save_adapter, save_model
 # Arguments of `from_pretrained` that have no meaning here, and why.
 INERT = {
     "device_map": "weights are put on all devices",
-    "attn_implementation": "groupax has its own attention",
+    "attn_implementation": "updates have it: set it in TRL's model_init_kwargs, or in groupax's own GRPOConfig",
     "trust_remote_code": "groupax never runs code from a model's folder",
     "use_cache": "the engine always has a cache",
     "low_cpu_mem_usage": "weights are read straight to the devices",

@@ -67,7 +67,8 @@ def activation_bytes_per_token(config: ModelConfig, itemsize: int, checkpointing
             assert config.experts is not None, "the layer has some"
             D_mlp, F = D * config.experts.per_token, config.experts.ffn_size * config.experts.per_token
         whole = 4 * D + 2 * D_mlp + 4 * F + 4 * NH + 4 * KH
-        kept = {"none": whole, "all_dots": whole - 2 * D, "dots": 2 * D + D_mlp + 2 * F + 2 * NH, "full": D}
+        everything = whole + 8 * D + 2 * F  # norms have two float32 numbers, and the activation is kept with its slope
+        kept = {"none": everything, "all_dots": whole - 2 * D, "dots": 2 * D + D_mlp + 2 * F + 2 * NH, "full": D}
         return kept[checkpointing], whole
 
     kept, whole = zip(*map(layer, range(config.num_layers)), strict=True)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from groupax.models.attention import attend, attend_with_prompt
 from groupax.models.config import Attention, ModelConfig
 from groupax.models.decoder import forward, head_weights, own_kv_heads
 from groupax.models.execution import DIRECT, Execution
 from groupax.models.experts import Routing
+from groupax.models.fused_attention import attend, attend_with_prompt
 from groupax.models.logprobs import token_logprobs
 from groupax.models.specs import Params
 from groupax.models.split import collected_weight
@@ -101,10 +101,12 @@ def grouped_logprobs(
             return [part.reshape(*side.shape, *x.shape[1:]) for part, side in zip(parts, sides, strict=True)]
 
         (prompt_q, *row_q), (prompt_k, *row_k), (prompt_v, *row_v) = map(in_rectangles, (q, k, v))
-        outs = [attend(prompt_q, prompt_k, prompt_v, starts, how)]
+        fused = execution.attention
+        outs = [attend(prompt_q, prompt_k, prompt_v, starts, how, fused)]
         for rectangle, own_q, own_k, own_v in zip(ragged.rectangles, row_q, row_k, row_v, strict=True):
             of = rectangle.prompt_of
-            outs.append(attend_with_prompt(own_q, own_k, own_v, prompt_k[of], prompt_v[of], starts[of], how))
+            behind = prompt_k[of], prompt_v[of], starts[of]
+            outs.append(attend_with_prompt(own_q, own_k, own_v, *behind, how, fused))
         return taken(jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs]), ragged.slots, cells)
 
     tokens, positions = (own_tokens(x, layout) for x in (ragged.tokens, ragged.positions))

@@ -85,6 +85,8 @@ def _of_equation(equation: Any, sizes: Mapping[str, int], loop_steps: int) -> Co
         return _of_product(equation, _dot_flops(equation))
     if name in ("ragged_dot", "ragged_dot_general"):
         return _of_product(equation, _ragged_dot_flops(equation))
+    if name == "pallas_call":
+        return _of_kernel(equation)
     axes = params.get("axes", params.get("axis_name"))
     if name in _EXCHANGES:
         return _of_exchange(equation, _EXCHANGES[name], axes, sizes)
@@ -126,6 +128,28 @@ def _ragged_dot_flops(equation: Any) -> float:
     if len(out) > 2:  # [groups, O, I] of rows [M, O] and [M, I]
         return 2.0 * math.prod(left) * right[-1]
     return 2.0 * math.prod(left) * out[-1]
+
+
+def _of_kernel(equation: Any) -> Counts:
+    """What a kernel multiplies in all blocks of its grid, and the blocks that it takes from memory and puts there.
+
+    Whatever a mask lets it pass over is counted too. What it multiplies is on the chip.
+    """
+    mapping = equation.params["grid_mapping"]
+    body = _of_program(equation.params["jaxpr"], {}, 1)
+    moved = sum(_moved_bytes(block, mapping.grid) for block in mapping.block_mappings)
+    return Counts(flops=math.prod(mapping.grid) * body.flops, product_bytes=moved)
+
+
+def _moved_bytes(block: Any, grid: Sequence[int]) -> float:
+    """A block stays on the chip while the indices that its place depends on stay; the last one turns fastest."""
+    places = block.index_map_jaxpr.jaxpr
+    needed = {id(variable) for variable in places.outvars}
+    for equation in reversed(places.eqns):
+        if any(id(variable) in needed for variable in equation.outvars):
+            needed |= {id(variable) for variable in equation.invars}
+    turning = [dim for dim, variable in enumerate(places.invars[: len(grid)]) if id(variable) in needed]
+    return math.prod(grid[: max(turning, default=-1) + 1]) * _num_bytes(block.transformed_block_aval)
 
 
 def _of_exchange(equation: Any, kind: str, axes: Any, sizes: Mapping[str, int]) -> Counts:

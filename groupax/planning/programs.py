@@ -22,6 +22,7 @@ from groupax.learner import CPU_MICRO_BATCH_TOKENS, fitting_tokens
 from groupax.models.adapted import Frozen, joined
 from groupax.models.config import ModelConfig
 from groupax.models.execution import execution_on
+from groupax.models.fused_attention import fused_for
 from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.quantize import decoding_params
 from groupax.models.specs import Params, model_specs
@@ -182,10 +183,12 @@ class _Abstract:
     def __init__(self, config: ModelConfig, mesh: Mesh, args: GRPOConfig, lora: LoRAConfig | None) -> None:
         self.config, self.mesh, self.args = config, mesh, args
         self.settings = learner_settings(args)
-        self.platform = mesh.devices.flat[0].platform
+        device = mesh.devices.flat[0]
+        self.platform = device.platform
         default = "float32" if self.platform == "cpu" else "bfloat16"
         self.dtype: Any = jnp.dtype(default if args.dtype == "auto" else args.dtype)
-        self.execution = execution_on(self.platform, args.gradient_checkpointing, args.scan_layers)
+        fused = fused_for(args.attn_implementation, device, config, self.dtype)
+        self.execution = execution_on(self.platform, args.gradient_checkpointing, args.scan_layers, fused)
         self.optimizer = make_optimizer(self.settings.optimizer, make_schedule(self.settings.schedule, _STEPS))
         weights = self.on_mesh(_in_dtype(model_specs(config), self.dtype))
         trained = _in_dtype(adapter_specs(config, lora) if lora else model_specs(config), jnp.float32)

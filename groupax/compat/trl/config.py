@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from groupax.compat.fields import Fields, ForeignConfig, as_native, steps_of, tell
+from groupax.compat.fields import Fields, ForeignConfig, as_native, attention_setting, steps_of, tell
 from groupax.compat.meshes import mesh_of, tell_whole, zero_stage
 from groupax.compat.trl.fields import DEFAULTS, FORMER, INERT
 from groupax.config import TRACKERS, nearest
@@ -158,6 +158,7 @@ class GRPOConfig(ForeignConfig):
             ValueError: something is asked for that groupax does not do.
         """
         rows, accumulated, generated = self.batches(num_devices)
+        of_model = as_mapping(self.model_init_kwargs, "model_init_kwargs")
         settings = {name: getattr(self, name) for name in SAME}
         settings |= {
             "output_dir": self.output_dir or "trainer_output",
@@ -175,6 +176,7 @@ class GRPOConfig(ForeignConfig):
             "logging_steps": self._logging_steps(),
             "eval_temperature": self.temperature,
             "resume": "never",
+            "attn_implementation": attention_setting(of_model.get("attn_implementation")),
             "gradient_checkpointing": "full" if self.given.get("gradient_checkpointing") else "none",
             "dtype": self._dtype(),
             "progress_bar": "none" if self.disable_tqdm else "rich",

@@ -197,6 +197,7 @@ def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config:
     if quantization_config is not None and "quantization_config" in more:
         raise ValueError("quantization_config is given twice: to the trainer and in model_init_kwargs")
     quantization_config = quantization_config or more.pop("quantization_config", None)
+    more.pop("attn_implementation", None)  # read by `GRPOConfig.to_native`
     for name, value in more.items():
         if name not in (*hf.INERT, "dtype", "torch_dtype"):
             raise ValueError(f"model_init_kwargs has {name!r}{nearest(name, [*hf.INERT, 'dtype'])}")

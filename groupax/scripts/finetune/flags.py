@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from groupax.cli import Train, start
+from groupax.compat.fields import attention_setting
 from groupax.config import GRPOConfig
 from groupax.recipes import load_recipe
 
@@ -23,7 +24,7 @@ class Flags:
     output_dir: str | None = None
     """The run's folder."""
     attn_mechanism: AttentionMechanism = "auto"
-    """Accepted and told about: groupax has one attention, which gives the engine and the trainer the same numbers."""
+    """Attention in updates: plain for vanilla and blockwise; for all others the device's kernel where there is one."""
     max_prompt_length: int | None = None
     """Longest prompt in tokens."""
     max_completion_length: int | None = None
@@ -65,12 +66,11 @@ def run(recipe: str, flags: Flags, weights: dict[str, float] | None = None, not_
         not_settings: flags of this program that are no settings.
     """
     known = load_recipe(recipe)
-    for note in notes(flags):
-        print(note)
     given = {name: value for name, value in vars(flags).items() if value is not None}
     settings: dict[str, Any] = {
         RENAMED.get(name, name): value for name, value in given.items() if name not in (*NOT_SETTINGS, *not_settings)
     }
+    settings["attn_implementation"] = attention_setting(flags.attn_mechanism)
     report_to = {"report_to": ("wandb",)} if flags.use_wandb else {}
     args = GRPOConfig.from_mapping({**known.config, **settings, **report_to})
     if weights:
@@ -78,14 +78,3 @@ def run(recipe: str, flags: Flags, weights: dict[str, float] | None = None, not_
         own = dict(zip(names, known.config["reward_weights"], strict=True))
         args = replace(args, reward_weights=tuple((own | weights).values()))
     start(Train(recipe=recipe, model=flags.repo_id, dataset=flags.dataset, args=args))
-
-
-def notes(flags: Flags) -> list[str]:
-    """What the user should know of flags that change nothing."""
-    found = []
-    if flags.attn_mechanism != "auto":
-        found.append(
-            f"--attn_mechanism {flags.attn_mechanism} changes nothing: groupax has one attention, which gives the "
-            "engine and the trainer the same numbers"
-        )
-    return found

@@ -1,0 +1,311 @@
+"""Attention by kernels gives what the plain form gives. On this CPU the kernels' work is done by other operations:
+splash's by pallas' interpreter, and of cuDNN's only the call is the same, which XLA then computes."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from groupax import GRPOConfig, init_model
+from groupax.batch import Row, pack
+from groupax.learner import Learner
+from groupax.models import attention, cudnn, fused_attention, splash
+from groupax.models.checkpoint import on_mesh
+from groupax.models.config import Attention
+from groupax.models.execution import Fused, execution_on
+from groupax.models.families import read_config
+from groupax.models.fused_attention import fused_for
+from groupax.objective.aggregation import Denominators
+from groupax.parallel.mesh import make_mesh
+from groupax.run_parts import learner_settings
+from groupax.step import micro_step, to_rows, zero_totals
+
+from .conftest import TINY, one_device_mesh
+
+KERNELS = {
+    "splash": lambda name: lambda *args: getattr(splash, name)(*args, interpret=True),
+    "cudnn": lambda name: lambda *args: getattr(cudnn, name)(*args, implementation="xla"),
+}
+
+
+def draw(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def assert_alike(kernel, plain, arrays, counts):
+    """Outputs where they count, and gradients of what counts."""
+    cotangent = draw(9, *arrays[0].shape)
+
+    def loss(attend):
+        def of(*arrays):
+            out = jnp.where(counts, attend(*arrays), 0)
+            return jnp.vdot(out, cotangent), out
+
+        return jax.value_and_grad(of, argnums=tuple(range(len(arrays))), has_aux=True)
+
+    ((_, out), gradients), ((_, expected), expected_gradients) = (loss(each)(*arrays) for each in (kernel, plain))
+    for got, wanted in zip((out, *gradients), (expected, *expected_gradients), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+# queries, columns of the prompt, query and key heads, their dims, how they attend
+CASES = {
+    "few": (40, 24, 4, 4, 64, Attention(0.125)),
+    "grouped": (130, 96, 4, 2, 80, Attention(0.1)),
+    "one-key-head": (256, 130, 4, 1, 128, Attention(0.09)),
+    "softcap": (128, 128, 2, 1, 64, Attention(0.3, softcap=2.0)),
+    "window": (200, 150, 2, 2, 64, Attention(0.125, window=70)),
+    "blocks": (1030, 200, 1, 1, 64, Attention(0.125, window=300)),
+    "blocks-softcap": (700, 600, 2, 1, 64, Attention(0.2, softcap=5.0)),
+}
+QUICK = ("few", "window")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name in QUICK else pytest.mark.heavy) for name in CASES]
+)
+def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
+    T, S, N, K, H, how = CASES[case]
+    if how.softcap and kernel == "cudnn":
+        pytest.skip("cuDNN has no softcap")
+    arrays = draw(0, 3, T, N, H), draw(1, 3, T, K, H), draw(2, 3, T, K, H)
+    prompts = draw(3, 3, S, K, H), draw(4, 3, S, K, H)
+    starts = jnp.array([0, 7, S])  # whole, padded, and no prompt at all
+
+    def behind(attend):
+        return lambda q, k, v, prompt_k, prompt_v: attend(q, k, v, prompt_k, prompt_v, starts, how)
+
+    kernels, plain = KERNELS[kernel]("attend_with_prompt"), attention.attend_with_prompt
+    assert_alike(behind(kernels), behind(plain), (*arrays, *prompts), True)
+    begins = jnp.array([0, 7, T - 1])
+    counts = (jnp.arange(T)[None, :] >= begins[:, None])[..., None, None]
+
+    def alone(attend):
+        return lambda q, k, v: attend(q, k, v, begins, how)
+
+    assert_alike(alone(KERNELS[kernel]("attend")), alone(attention.attend), arrays, counts)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 3])
+def test_padding_is_finite_and_so_are_its_gradients(kernel, window):
+    """A prompt that is nothing but padding, and columns that fill up a block, whatever comes back for them."""
+    q, k, v = draw(0, 2, 20, 2, 64), draw(1, 2, 20, 1, 64), draw(2, 2, 20, 1, 64)
+    attend, how = KERNELS[kernel]("attend"), Attention(0.125, window=window)
+
+    def loss(*arrays):
+        return jnp.sum(jnp.square(attend(*arrays, jnp.array([20, 5]), how)))
+
+    value, gradients = jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
+    assert np.isfinite(value)
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize(("length", "size"), [(16, 128), (128, 128), (192, 256), (384, 384), (640, 384), (768, 384)])
+def test_blocks_fill_up_little(length, size):
+    assert splash.block_size(length) == size
+
+
+def test_long_rows_have_blocks_of_512():
+    assert {splash.block_size(length) for length in (512, 1024, 1536, 2048, 4096, 16_384)} == {512}
+
+
+# -- in the update
+
+
+def long_rows(num_words):
+    """Prompts and completions of more than 128 tokens, and some that are short."""
+    rng, rows = np.random.default_rng(0), []
+    for group, prompt_length in enumerate((150, 131, 9, 140)):
+        prompt = rng.integers(3, num_words, prompt_length).astype(np.int32)
+        for length in (170, 20, 133):
+            words, mask = rng.integers(3, num_words, length).astype(np.int32), np.ones(length, bool)
+            rows.append(Row(group, prompt, words, mask, float(rng.normal()), np.full(length, -3.0, np.float32)))
+    return rows
+
+
+def after_update(model, attends, **settings):
+    args = GRPOConfig(optimizer="sgd", learning_rate=1.0, lr_scheduler_type="constant", entropy_coef=0.01, **settings)
+    learner = Learner(model, learner_settings(args), 10)
+    learner.execution = replace(learner.execution, attention=attends)
+    rows = long_rows(model.config.vocab_size)
+    logps = learner.logprobs(learner.policy, rows)[0]
+    return learner, learner.update(rows).metrics, logps
+
+
+def assert_same_update(model, attends, on_mesh=None, **settings):
+    plain, of_plain, logps = after_update(model, None, **settings)
+    fused, of_fused, fused_logps = after_update(on_mesh or model, attends, **settings)
+    for a, b in zip(logps, fused_logps, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    for name in ("loss", "grad_norm", "entropy"):
+        assert of_fused[name] == pytest.approx(of_plain[name], rel=1e-5, abs=1e-6), name
+    for a, b in zip(*(jax.tree.leaves(learner.state.params) for learner in (plain, fused)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
+
+
+def a_model(**change):
+    model = init_model({**TINY, "max_position_embeddings": 512, **change}, mesh=one_device_mesh())
+    return replace(model, params=jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, model.params))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_update_by_a_kernel_is_the_same_update(kernel):
+    assert_same_update(a_model(), Fused(kernel, emulated=True))
+
+
+@pytest.mark.parametrize(
+    "checkpointing",
+    [
+        pytest.param(name, marks=pytest.mark.heavy if name == "full" else pytest.mark.long)
+        for name in ("full", "dots", "all_dots")
+    ],
+)
+def test_layers_that_are_computed_again_and_loops_have_kernels_too(checkpointing):
+    settings = {"gradient_checkpointing": checkpointing, "scan_layers": True}
+    assert_same_update(a_model(), Fused("splash", emulated=True), **settings)
+
+
+@pytest.mark.heavy
+def test_windows_and_softcaps_of_a_family():
+    change = {"model_type": "gemma2", "sliding_window": 100, "query_pre_attn_scalar": 8, "head_dim": 8}
+    assert_same_update(a_model(**change, attn_logit_softcapping=5.0), Fused("splash", emulated=True))
+
+
+@pytest.mark.heavy
+def test_devices_that_split_heads_have_kernels_of_their_own_ones():
+    model = a_model(num_hidden_layers=1)
+    split = on_mesh(model, make_mesh((1, 2, 1, 2, 1)))
+    assert_same_update(model, Fused("splash", emulated=True), split)
+
+
+def test_narrow_rectangles_stay_plain(monkeypatch):
+    def unexpected(*_):
+        raise AssertionError
+
+    for name in ("attend", "attend_with_prompt"):
+        monkeypatch.setattr(splash, name, unexpected)
+        monkeypatch.setattr(cudnn, name, unexpected)
+    q, k, starts = draw(0, 1, 127, 2, 64), draw(1, 1, 127, 1, 64), jnp.array([3])
+    short, splash_kernel = Attention(0.1), Fused("splash")
+    fused_attention.attend(q, k, k, starts, short, splash_kernel)
+    fused_attention.attend_with_prompt(q, k, k, k, k, starts, short, splash_kernel)
+    wide, prompt = draw(2, 1, 128, 1, 64), draw(3, 1, 1024, 1, 64)
+    fused_attention.attend_with_prompt(wide, wide, wide, prompt, prompt, starts, short, Fused("cudnn"))
+    with pytest.raises(AssertionError):
+        fused_attention.attend_with_prompt(wide, wide, wide, prompt, prompt, starts, short, splash_kernel)
+    with pytest.raises(AssertionError):
+        fused_attention.attend_with_prompt(wide, wide, wide, wide, wide, starts, short, Fused("cudnn"))
+
+
+def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
+    """As far as that goes without one: jax asks cuDNN for its version first, which is answered for it here, and nothing
+    compiles or runs what it then asks of XLA."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
+    change = {"model_type": "mistral", "sliding_window": 100, "head_dim": 64, "max_position_embeddings": 512}
+    config, mesh = read_config({**TINY, **change}), one_device_mesh()
+    settings = learner_settings(GRPOConfig()).objective
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def shapes(tree, dtype=None):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place), tree)
+
+    params = shapes(jax.eval_shape(lambda: init_model({**TINY, **change}, mesh=mesh).params), jnp.bfloat16)
+    static = {"config": config, "settings": settings, "mesh": mesh}
+    totals = jax.eval_shape(lambda params: zero_totals(params, **static), params)
+    [part, *_] = pack(long_rows(96), 1, 4096, (), "always", (200, 200))[0]
+    scalar = jnp.float32(1)
+    traced = micro_step.trace(
+        params,
+        shapes(totals),
+        to_rows(part.batch, mesh),
+        Denominators(scalar, scalar),
+        scalar,
+        **static,
+        execution=execution_on("gpu", "none", attention=Fused("cudnn")),
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmax(" in text
+    assert "__cudnn$fmhaSoftmaxBackward(" in text
+    assert "sliding_window_length\\22: 100" in text
+    assert "mask_type\\22: \\22CAUSAL" in text
+    assert "PADDING" not in text
+
+
+# -- the rule
+
+
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+A100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
+H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
+V100 = SimpleNamespace(platform="gpu", device_kind="Tesla V100", compute_capability="7.0")
+MI300 = SimpleNamespace(platform="gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942")
+GEMMA2 = {"model_type": "gemma2", "sliding_window": 100, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("device", "change", "dtype", "kernel"),
+    [
+        (TPU, {}, "float32", "splash"),
+        (TPU, {**GEMMA2, "head_dim": 256}, "bfloat16", "splash"),
+        (H100, {}, "bfloat16", "cudnn"),
+        (A100, {"head_dim": 128}, "bfloat16", "cudnn"),
+        (H100, {"head_dim": 256}, "bfloat16", "cudnn"),
+    ],
+)
+def test_kernels_are_taken_where_there_are_some(device, change, dtype, kernel):
+    config = read_config({**TINY, **change})
+    for asked in ("auto", "fused"):
+        assert fused_for(asked, device, config, jnp.dtype(dtype)) == Fused(kernel)
+    assert fused_for("plain", device, config, jnp.dtype(dtype)) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "change", "dtype", "fault"),
+    [
+        (CPU, {}, "float32", "no fused attention for a cpu device, only for TPUs and NVIDIA GPUs"),
+        (MI300, {}, "bfloat16", "no fused attention for AMD Instinct MI300X, only for TPUs and NVIDIA GPUs"),
+        (V100, {}, "bfloat16", "needs compute capability 8.0, and Tesla V100 has 7.0"),
+        (H100, {}, "float32", "computes in bfloat16, and dtype is float32"),
+        (H100, GEMMA2, "bfloat16", "has no softcap, and this model's is 50.0"),
+        (
+            A100,
+            {"head_dim": 256},
+            "bfloat16",
+            "heads of up to 128 dims in eights on NVIDIA A100, and this model has 256",
+        ),
+        (H100, {"head_dim": 100}, "bfloat16", "in eights on NVIDIA H100, and this model has 100"),
+    ],
+)
+def test_where_there_is_none_auto_is_plain_and_fused_an_error(device, change, dtype, fault):
+    config = read_config({**TINY, **change})
+    assert fused_for("auto", device, config, jnp.dtype(dtype)) is None
+    with pytest.raises(
+        ValueError, match=rf"attn_implementation is 'fused', and .*{fault}; set it to 'auto' or 'plain'"
+    ):
+        fused_for("fused", device, config, jnp.dtype(dtype))
+
+
+def test_a_run_is_told_before_it_begins(tiny_model):
+    with pytest.raises(ValueError, match="'fused', and there is no fused attention for a cpu device"):
+        Learner(tiny_model, learner_settings(GRPOConfig(attn_implementation="fused")), 1)
+    with pytest.raises(ValueError, match="attn_implementation must be one of auto, plain, fused, got 'flash'"):
+        GRPOConfig(attn_implementation="flash")
+    for asked in ("auto", "plain"):
+        assert (
+            Learner(tiny_model, learner_settings(GRPOConfig(attn_implementation=asked)), 1).execution.attention is None
+        )
+
+
+def test_who_uses_no_kernel_imports_none():
+    code = "import sys, groupax.learner; assert not [name for name in sys.modules if 'pallas' in name]"
+    subprocess.run([sys.executable, "-c", code], check=True)
