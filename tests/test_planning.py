@@ -554,6 +554,14 @@ def test_nothing_fits_where_nothing_can(few_bytes):
     assert plan.programs == ()
 
 
+def test_an_update_reads_and_writes_its_state_and_reads_gradients():
+    memory = {"masters": 4.0, "optimizer": 8.0, "gradients": 4.0, "policy": 2.0, OTHER: 1.0}
+    counts, chip = Counts(10.0, 5.0), tiny_chip(1e9)
+    update, step = (Measured(name, 1, memory, counts, 0.0) for name in ("apply_update", "micro_step"))
+    assert (update.traffic_bytes, step.traffic_bytes) == (2 * (4 + 8) + 4 + 5, 5)
+    assert update.seconds(chip)["memory"] == 33 / chip.memory_bytes_per_s
+
+
 class Lowered:
     """A program whose compilation fails."""
 

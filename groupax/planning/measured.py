@@ -41,13 +41,19 @@ class Measured:
         """Bytes while it runs."""
         return sum(self.memory.values())
 
+    @property
+    def traffic_bytes(self) -> float:
+        """To and from memory, at least: of products, and an update reads and writes the state and reads gradients."""
+        if self.name != "apply_update":
+            return self.counts.product_bytes
+        masters, optimizer, gradients = (self.memory.get(kind, 0.0) for kind in ("masters", "optimizer", "gradients"))
+        return self.counts.product_bytes + 2 * (masters + optimizer) + gradients
+
     def seconds(self, chip: Chip) -> dict[str, float]:
         """The least that one run takes for its arithmetic, for memory and for what devices exchange."""
-        touched = max(self.counts.product_bytes, sum(self.memory.get(kind, 0.0) for kind in ("masters", "optimizer")))
-        touched = touched if self.name == "apply_update" else self.counts.product_bytes
         return {
             "arithmetic": self.counts.flops / chip.flops,
-            "memory": touched / chip.memory_bytes_per_s,
+            "memory": self.traffic_bytes / chip.memory_bytes_per_s,
             "links": self.counts.exchanged_bytes / chip.link_bytes_per_s,
         }
 
