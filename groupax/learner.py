@@ -128,8 +128,7 @@ class Learner:
         platform = model.mesh.devices.flat[0].platform
         self.on_cpu = platform == "cpu"
         self.execution = execution_on(platform, settings.gradient_checkpointing, settings.scan_layers)
-        default = "float32" if self.on_cpu else "bfloat16"
-        self.dtype: Any = jnp.dtype(default if settings.dtype == "auto" else settings.dtype)
+        self.dtype: Any = compute_dtype(platform, settings.dtype)
         adapter = model.adapter
         if adapter is None and is_quantized(model.params):
             raise ValueError(
@@ -340,6 +339,12 @@ class Learner:
             "mfu": flops_per_s / peak_flops(self.mesh, self.dtype),
             "memory/peak_bytes": peak_memory_bytes(self.mesh),
         }
+
+
+def compute_dtype(platform: str, dtype: str) -> Any:
+    """That of the forward pass; "auto" is float32 on CPU and bfloat16 elsewhere."""
+    default = "float32" if platform == "cpu" else "bfloat16"
+    return jnp.dtype(default if dtype == "auto" else dtype)
 
 
 def fitting_tokens(config: ModelConfig, itemsize: int, checkpointing: Checkpointing, free_bytes: float) -> int:

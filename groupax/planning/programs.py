@@ -18,7 +18,7 @@ from groupax.config import GRPOConfig
 from groupax.data import prompt_limit
 from groupax.engine.ahead_of_time import CHUNK_STEPS, prompts_at_once, traced_programs
 from groupax.engine.plan import CACHE_COLUMNS, FREE_PART, CacheShape, Plan, bucket, longest_columns, piece_columns
-from groupax.learner import CPU_MICRO_BATCH_TOKENS, fitting_tokens
+from groupax.learner import CPU_MICRO_BATCH_TOKENS, compute_dtype, fitting_tokens
 from groupax.models.adapted import Frozen, joined
 from groupax.models.config import ModelConfig
 from groupax.models.execution import execution_on
@@ -183,8 +183,7 @@ class _Abstract:
         self.config, self.mesh, self.args = config, mesh, args
         self.settings = learner_settings(args)
         self.platform = mesh.devices.flat[0].platform
-        default = "float32" if self.platform == "cpu" else "bfloat16"
-        self.dtype: Any = jnp.dtype(default if args.dtype == "auto" else args.dtype)
+        self.dtype: Any = compute_dtype(self.platform, args.dtype)
         self.execution = execution_on(self.platform, args.gradient_checkpointing, args.scan_layers)
         self.optimizer = make_optimizer(self.settings.optimizer, make_schedule(self.settings.schedule, _STEPS))
         weights = self.on_mesh(_in_dtype(model_specs(config), self.dtype))
