@@ -17,6 +17,7 @@ from groupax.batch import Row, pack
 from groupax.config import GRPOConfig
 from groupax.data import prompt_limit
 from groupax.engine.ahead_of_time import CHUNK_STEPS, prompts_at_once, traced_programs
+from groupax.engine.cache import cache_dtype, token_bytes
 from groupax.engine.plan import CACHE_COLUMNS, FREE_PART, CacheShape, Plan, bucket, longest_columns, piece_columns
 from groupax.learner import CPU_MICRO_BATCH_TOKENS, compute_dtype, fitting_tokens
 from groupax.models.adapted import Frozen, joined
@@ -239,8 +240,8 @@ def _rollout(
             f"{left / 1e9:.1f} GB are left beside weights and optimizer",
             in_rollout=True,
         )
-    kv_dtype = "bfloat16" if args.decoding_weights == "bfloat16" else of_model.dtype
-    kv_dtype = jnp.dtype(kv_dtype if args.kv_cache_dtype == "same" else args.kv_cache_dtype)
+    asked = None if args.kv_cache_dtype == "same" else args.kv_cache_dtype
+    kv_dtype = cache_dtype(asked, args.decoding_weights, of_model.dtype)
     shape = _cache_shape(of_model, mesh, num_rows, longest, kv_dtype, left - kept)
     admits, decodes, params, cache = traced_programs(config, mesh, shape, params, kv_dtype)
     per_shard, num_chunks = -(-num_rows // num_data_shards(mesh)), -(-longest[1] // CHUNK_STEPS)
@@ -261,9 +262,8 @@ def _cache_shape(
     """Of each data shard's keys and values, at their largest, as the engine would have it with so much free memory."""
     config, args, num_shards = of_model.config, of_model.args, num_data_shards(mesh)
     most_columns = longest_columns(*longest, CHUNK_STEPS)
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.attention_dim * kv_dtype.itemsize
     budget = FREE_PART * free if args.kv_cache_gb is None else args.kv_cache_gb * 1e9
-    num_tokens = int(min(budget, _UNLIMITED) / (per_token // mesh.shape["tp"]))
+    num_tokens = int(min(budget, _UNLIMITED) / token_bytes(config, kv_dtype, mesh.shape["tp"]))
     allowed = Plan(num_tokens, config.num_layers, args.max_concurrent_rows)
     try:
         groups = [args.num_generations] * (num_rows // args.num_generations)
