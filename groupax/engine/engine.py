@@ -100,10 +100,18 @@ class Engine:
 
         Args:
             model: its weights are not copied.
-            tokenizer: None takes that of the model's folder, if it has one.
+            tokenizer: None takes that of the model's folder.
             settings: further arguments of `Engine`.
+
+        Raises:
+            ValueError: there is no tokenizer, or devices cannot share the weights.
         """
-        if tokenizer is None and model.source is not None:
+        if tokenizer is None:
+            if model.source is None:
+                raise ValueError(
+                    "a model that was made in memory has no tokenizer; give one, as Engine.of(model, tokenizer), or "
+                    "make the engine as Engine(model.config, model.params, model.mesh, eos_ids) for prompts of token ids"
+                )
             tokenizer = load_tokenizer(model.source)
         eos_ids = eos_token_ids(tokenizer, model.generation_config, model.hf_config)
         return cls(model.config, model.params, model.mesh, eos_ids, tokenizer=tokenizer, **settings)
