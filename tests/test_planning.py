@@ -649,10 +649,23 @@ def test_models_are_read_and_settings_refused(config_file, tmp_path, capsys):
     assert (status, "nothing" in error) == (2, True)
     status, error = told("--model", str(config_file), "--mesh", "1,1,1,4,1")
     assert (status, "kv_heads (2) does not divide by tp=4" in error) == (2, True)
-    status, error = told("--model", str(config_file), "--recipe", "gsm8k")
-    assert (status, "max_completion_length" in error) == (2, True), (
-        "the recipe's lengths, which the model has no room for"
-    )
+    status, error = told("--model", str(config_file), "--recipe", "gsm8k", "--max_completion_length", "513")
+    assert (status, "max_completion_length 513 leaves no room" in error) == (2, True)
+
+
+def test_a_recipes_defaults_are_fitted_to_the_model_as_in_training(config_file, monkeypatch, capsys):
+    planned = []
+
+    def of_asked(config, asked, *_, **__):
+        planned.append(asked.args.max_completion_length)
+        raise Recorded
+
+    monkeypatch.setattr(fitting, "plan_of", of_asked)
+    positions = SMALL["max_position_embeddings"]
+    with pytest.raises(Recorded):
+        main(["plan", "--devices", "cpu:4", "--model", str(config_file), "--recipe", "gsm8k"])
+    assert planned == [positions // 2]
+    assert f"completions have at most {positions // 2} tokens instead of the default 512" in capsys.readouterr().err
 
 
 @pytest.mark.heavy
