@@ -81,7 +81,8 @@ def scaling(num_chips: int, rows: int) -> dict[str, Any]:
     from groupax.planning.counting import counts_of
     from groupax.planning.devices import target_of
     from groupax.planning.measured import Measured, step_seconds
-    from groupax.planning.programs import own_bytes, run_of
+    from groupax.planning.programs import own_bytes
+    from groupax.planning.run import run_of
     from groupax.run_parts import mesh_of
 
     args = GRPOConfig(

@@ -32,7 +32,8 @@ from groupax.planning.counting import Counts, counts_of
 from groupax.planning.devices import Target, prepare, target_of
 from groupax.planning.fitting import Asked, Plan, fitting_plan, plan_of
 from groupax.planning.measured import OTHER, Compiler, Measured
-from groupax.planning.programs import UnfitError, own_bytes, run_of
+from groupax.planning.programs import UnfitError, own_bytes
+from groupax.planning.run import run_of
 from groupax.planning.tables import text_of, verdict
 from groupax.run_parts import engine_for, learner_settings, lora_for
 

@@ -35,7 +35,7 @@ from groupax.models.families import read_config
 from groupax.parallel.mesh import make_mesh
 from groupax.planning.devices import target_of
 from groupax.planning.measured import Compiler
-from groupax.planning.programs import run_of
+from groupax.planning.run import run_of
 config = read_config(json.loads(Path(sys.argv[1]).read_text()))
 args = GRPOConfig(prompts_per_step=128, max_completion_length=1024, max_prompt_length=512, micro_batch_tokens=524_288)
 target = target_of("v5e-4")

@@ -39,9 +39,7 @@ class PlanCommand:
     """Settings of the run."""
 
 
-def plan(
-    arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig, task: Recipe | None = None
-) -> int:
+def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig, task: Recipe | None = None) -> int:
     """`groupax plan`; the status is 1 if it does not fit.
 
     Args:

@@ -15,7 +15,8 @@ from groupax.parallel.accelerators import tpu_slice
 from groupax.parallel.mesh import check_divides, decoding_mesh, is_split, mesh_for
 from groupax.planning.devices import Target, target_of
 from groupax.planning.measured import Compiler, Measured
-from groupax.planning.programs import Run, UnfitError, run_of
+from groupax.planning.programs import UnfitError
+from groupax.planning.run import Run, run_of
 from groupax.run_parts import mesh_of
 
 # More changes than this are no neighbours of what was asked for.

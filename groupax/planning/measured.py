@@ -12,7 +12,8 @@ import jax
 from groupax.errors import is_out_of_memory
 from groupax.parallel.accelerators import Chip
 from groupax.planning.counting import Counts, counts_of
-from groupax.planning.programs import Program, Run, own_bytes
+from groupax.planning.programs import Program, own_bytes
+from groupax.planning.run import Run
 
 OTHER = "temporary"
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

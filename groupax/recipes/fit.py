@@ -1,7 +1,6 @@
 """A recipe's defaults, fitted to the model at hand."""
 
 from collections.abc import Sequence
-
 from dataclasses import replace
 
 from groupax.config import GRPOConfig
