@@ -110,7 +110,8 @@ class Engine:
             if model.source is None:
                 raise ValueError(
                     "a model that was made in memory has no tokenizer; give one, as Engine.of(model, tokenizer), or "
-                    "make the engine as Engine(model.config, model.params, model.mesh, eos_ids) for prompts of token ids"
+                    "for prompts of token ids make the engine as Engine(model.config, model.params, model.mesh, "
+                    "eos_ids)"
                 )
             tokenizer = load_tokenizer(model.source)
         eos_ids = eos_token_ids(tokenizer, model.generation_config, model.hf_config)
