@@ -28,7 +28,7 @@ LAYERS = [
     ["models", "tokenizer"],
     ["engine", "data", "packing", "slices"],
     ["batch"],
-    ["rollout", "optimizer", "serve"],
+    ["rollout", "optimizer", "offload", "serve"],
     ["rewards", "metrics", "health", "hub"],
     ["evaluation.answers", "evaluation.items"],
     ["rollout_log"],
