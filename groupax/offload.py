@@ -9,7 +9,7 @@ a few parts' moments and never all of them. What an optimizer has beside what is
 stays on the devices.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float
 
 from groupax.parallel.memory import DEVICE, HOST
 
-Path = tuple[Any, ...]
+# The names on the way to a leaf.
+Path = tuple[str, ...]
 
 
 def places_on_host(params: Any, opt_state: Any, places: Any) -> Any:
@@ -33,8 +34,8 @@ def places_on_host(params: Any, opt_state: Any, places: Any) -> Any:
     """
     weights = _leaves(params)
 
-    def place(path: Path, _: Any, sharding: Any) -> Any:
-        return sharding.with_memory_kind(HOST) if _is_of_weight(path, weights) else sharding
+    def place(path: Any, _: Any, sharding: Any) -> Any:
+        return sharding.with_memory_kind(HOST) if _is_of_weight(_path(path), weights) else sharding
 
     return jax.tree_util.tree_map_with_path(place, opt_state, places)
 
@@ -59,25 +60,26 @@ def updated_in_parts(
         finite: whether there is an update.
         places: shardings of the weights and of the state, that of the latter from `places_on_host`.
     """
-    weights, moments = _leaves(params), _leaves(opt_state)
+    weights, gradients, moments = map(_leaves, (params, grads, opt_state))
     weight_places, moment_places = map(_leaves, places)
     new: dict[Path, Any] = {}  # weights by their paths
     new_moments: dict[Path, Any] = {}
     before: list[tuple[dict[Path, Any], Path]] = []  # what the part before has made: where it is to go
     for names in _parts(weights):
-        own, own_grads = (_only(tree, names) for tree in (params, grads))
+        own, own_grads = (_nested(leaves, names) for leaves in (weights, gradients))
         like = jax.eval_shape(optimizer.init, own)
-        paths = list(_leaves(like))
+        # what is of no weight is not held back: it is computed once for all parts, as if there were none
+        shared, paths = _divided(_leaves(like), weights)
         given = [moments[path] for path in paths]
         if before:
             given, made = lax.optimization_barrier((given, [table[path] for table, path in before]))
             for (table, path), value in zip(before, made, strict=True):
                 table[path] = value
-        came = {
+        came = {path: moments[path] for path in shared} | {
             path: jax.device_put(x, moment_places[path].with_memory_kind(DEVICE))
             for path, x in zip(paths, given, strict=True)
         }
-        old_state = jax.tree_util.tree_map_with_path(lambda path, _, came=came: came[path], like)
+        old_state = _filled(like, came)
         updates, state = optimizer.update(own_grads, old_state, own, grad_norm=grad_norm)
         updated = optax.apply_updates(own, updates)
         pairs = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (updated, state), (own, old_state))
@@ -95,18 +97,34 @@ def _parts(weights: Mapping[Path, Any]) -> list[list[Path]]:
     return list(parts.values())
 
 
-def _only(tree: Any, names: list[Path]) -> Any:
-    """The tree with nothing in the place of other leaves."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: x if path in names else None, tree)
+def _nested(leaves: Mapping[Path, Any], names: list[Path]) -> Any:
+    """Some of the leaves as a tree of dicts, with the same names on the way to them."""
+    tree: dict[str, Any] = {}
+    for *way, last in names:
+        branch = tree
+        for name in way:
+            branch = branch.setdefault(name, {})
+        branch[last] = leaves[*way, last]
+    return tree
 
 
 def _filled(like: Any, leaves: Mapping[Path, Any]) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path], like)
+    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[_path(path)], like)
 
 
 def _leaves(tree: Any) -> dict[Path, Any]:
-    return dict(jax.tree_util.tree_leaves_with_path(tree))
+    return {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _path(keys: Any) -> Path:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
 def _is_of_weight(path: Path, weights: Mapping[Path, Any]) -> bool:
     return any(path[first:] in weights for first in range(len(path)))
+
+
+def _divided(paths: Iterable[Path], weights: Mapping[Path, Any]) -> tuple[list[Path], list[Path]]:
+    """The paths of what is of no weight, and the others."""
+    of_weights = [path for path in paths if _is_of_weight(path, weights)]
+    return [path for path in paths if path not in of_weights], of_weights
