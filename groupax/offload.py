@@ -18,7 +18,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from groupax.parallel.memory import DEVICE, HOST
+from groupax.parallel.memory import DEVICE, HOST, on_host
 
 # The names on the way to a leaf.
 Path = tuple[str, ...]
@@ -38,6 +38,14 @@ def places_on_host(params: Any, opt_state: Any, places: Any) -> Any:
         return sharding.with_memory_kind(HOST) if _is_of_weight(_path(path), weights) else sharding
 
     return jax.tree_util.tree_map_with_path(place, opt_state, places)
+
+
+def offloaded(params: Any, opt_state: Any) -> Any:
+    """The state of an optimizer with what it has for these weights on the hosts."""
+    weights = _leaves(params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: on_host(x) if _is_of_weight(_path(path), weights) else x, opt_state
+    )
 
 
 def updated_in_parts(

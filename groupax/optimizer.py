@@ -57,7 +57,8 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
     """The optimizer by name, after clipping the gradient to a global norm of `max_grad_norm` (0 does not clip).
 
     Its `update` takes `grad_norm`, of all gradients, where it is given only some of them; else it computes it. What it
-    does with a weight depends on no other one besides. Weight decay is decoupled in all of them: each step takes learning_rate * weight_decay * weight off a weight.
+    does with a weight depends on no other one besides. Weight decay is decoupled in all of them: each step takes
+    learning_rate * weight_decay * weight off a weight.
     """
     mask = _matrices if settings.weight_decay_scope == "matrices" else None
     optimizer = OPTIMIZERS[settings.optimizer](settings, schedule, mask)
@@ -67,15 +68,20 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
 
 
 def _clipping(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Gradients times max_norm / grad_norm, where that is below 1; like `optax.clip_by_global_norm`, to the last bit."""
+    """Gradients times max_norm / grad_norm where that is below 1: `optax.clip_by_global_norm`, to the last bit."""
+
+    def init(params: optax.Params) -> optax.OptState:
+        del params
+        return optax.EmptyState()
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: Any = None, *, grad_norm: Any = None, **_: Any
     ) -> tuple[optax.Updates, optax.OptState]:
+        del params
         norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
         return jax.tree.map(lambda x: jnp.where(norm < max_norm, x, (x / norm) * max_norm), updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 Mask = Callable[[Any], Any] | None

@@ -296,9 +296,7 @@ def across_shards(totals: Totals, *, config: ModelConfig, mesh: Mesh) -> Totals:
     return jax.shard_map(local, mesh=mesh, in_specs=(of_totals,), out_specs=out_specs, check_vma=False)(totals)
 
 
-@partial(
-    jax.jit, static_argnames=("optimizer", "config", "mesh", "offload_optimizer"), donate_argnames=("state",)
-)
+@partial(jax.jit, static_argnames=("optimizer", "config", "mesh", "offload_optimizer"), donate_argnames=("state",))
 def apply_update(
     state: TrainState,
     grads: Params,

@@ -49,9 +49,7 @@ def test_real_model_greedy_story(stories):
 
 
 def test_a_model_made_in_memory_needs_a_tokenizer(tiny_model):
-    with pytest.raises(
-        ValueError, match=r"no tokenizer; give one, as Engine.of\(model, tokenizer\)"
-    ):
+    with pytest.raises(ValueError, match=r"no tokenizer; give one, as Engine.of\(model, tokenizer\)"):
         Engine.of(tiny_model)
 
 

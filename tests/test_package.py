@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 # A module imports from its own line or from those above it.
 LAYERS = [
     ["errors", "pytree", "remote", "listening", "preemption", "objective.settings", "objective"],
-    ["parallel.peers", "parallel.processes", "parallel.transfer", "parallel.runtime"],
+    ["parallel.peers", "parallel.memory", "parallel.processes", "parallel.transfer", "parallel.runtime"],
     ["parallel.turns"],
     ["evaluation.estimates", "evaluation.paired", "evaluation.sets"],
     ["config", "parallel.accelerators"],

@@ -31,6 +31,8 @@ FREE = {
     "micro_batch_tokens",
     "gradient_checkpointing",
     "scan_layers",
+    "offload_optimizer",
+    "offload_reference",
     "share_prefix",
     "max_concurrent_rows",
     "decoding_tp",
