@@ -440,7 +440,7 @@ def test_virtual_devices_are_those_that_there_are():
 
 
 def tiny_chip(memory):
-    return Chip(("none",), 1e12, memory, 1e9, 1e9)
+    return Chip(("none",), 1e12, memory, 1e9, 1e9, 1e8)
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.specs import Params, model_specs
 from groupax.models.split import partition_specs
 from groupax.optimizer import make_optimizer, make_schedule
+from groupax.parallel.memory import HOST
 from groupax.run_parts import learner_settings
-from groupax.step import TrainState, state_specs
+from groupax.step import TrainState, state_places
 
 # Optimizer steps of the schedule, which changes nothing of its program.
 _STEPS = 1000
@@ -26,6 +27,8 @@ class AbstractModel:
     """A model and its optimizer's state without numbers: shapes, dtypes and places."""
 
     def __init__(self, config: ModelConfig, mesh: Mesh, args: GRPOConfig, lora: LoRAConfig | None) -> None:
+        if lora and args.offload_reference:
+            raise ValueError("offload_reference: of an adapter the reference is its base; set it to False")
         self.config, self.mesh, self.args = config, mesh, args
         self.settings = learner_settings(args)
         self.platform = mesh.devices.flat[0].platform
@@ -36,7 +39,7 @@ class AbstractModel:
         trained = _in_dtype(adapter_specs(config, lora) if lora else model_specs(config), jnp.float32)
         self.masters = self.on_mesh(trained)
         state = jax.eval_shape(lambda params: TrainState(params, self.optimizer.init(params)), self.masters)
-        self.state: Any = placed_structs(state, state_specs(config, mesh, state), mesh)
+        self.state: Any = jax.tree.map(struct_at, state, state_places(config, mesh, state, args.offload_optimizer))
         self.frozen = Frozen(weights, self.scalar) if lora else None
         # the masters themselves where they have the dtype
         self.policy_name = "masters" if self.dtype == jnp.float32 else "policy"
@@ -44,7 +47,8 @@ class AbstractModel:
         residents = {"masters": self.state.params, "optimizer": self.state.opt_state}
         residents |= {"policy": self.policy} if self.dtype != jnp.float32 else {}
         residents |= {"base": weights} if lora else {}
-        residents |= {"reference": weights} if args.beta > 0 and not lora else {}
+        if args.beta > 0 and not lora:
+            residents["reference"] = jax.tree.map(_on_host, weights) if args.offload_reference else weights
         self.residents: dict[str, Any] = residents
         self.reference = weights
         self.own = {self.policy_name: self.policy} | ({"base": weights} if lora else {})
@@ -68,6 +72,11 @@ class AbstractModel:
 
 def _in_dtype(specs: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)
+
+
+def _on_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    assert isinstance(x.sharding, NamedSharding), "it has a place"
+    return struct_at(x, x.sharding.with_memory_kind(HOST))
 
 
 def placed_structs(tree: Any, specs: Any, mesh: Mesh) -> Any:

@@ -160,6 +160,10 @@ def _changes(config: ModelConfig, plan: Plan) -> Iterator[Asked]:
     if is_rollout and plan.run is not None and plan.run.cache.num_slots > 2 and args.max_concurrent_rows > 2:
         slots = plan.run.cache.num_slots * plan.mesh.devices.size // args.decoding_tp // 2
         yield asked.changed(f"--max_concurrent_rows {slots}", max_concurrent_rows=slots)
+    if args.beta > 0 and not args.offload_reference:
+        yield asked.changed("--offload_reference", offload_reference=True)
+    if not args.offload_optimizer:
+        yield asked.changed("--offload_optimizer", offload_optimizer=True)
     if plan.target.chip is not None and (larger := _larger(asked.devices)):
         fixed = args.mesh is not None and -1 not in mesh_sizes(args.mesh)
         yield asked.changed(f"{larger}", larger, **({"mesh": _FSDP} if fixed else {}))

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from groupax.parallel.memory import is_on_host
+
 
 class UnfitError(Exception):
     """A run that no device has memory for, whatever its programs take.
@@ -31,6 +33,7 @@ class Program:
         arguments: of it, by what they are; arrays of no kind are left out.
         runs: in a rollout and the updates on it.
         loop_steps: of its loops whose ends depend on what they compute.
+        transferred_bytes: that go to the hosts and come from there in one run, for each device.
     """
 
     name: str
@@ -38,13 +41,19 @@ class Program:
     arguments: Mapping[str, Any]
     runs: int
     loop_steps: int = 1
+    transferred_bytes: float = 0.0
 
 
 def own_bytes(trees: Mapping[str, Any]) -> float:
-    """Of these arrays on each device; those without a place lie whole on all."""
-    return sum(_own_bytes(leaf) for leaf in jax.tree.leaves(dict(trees)))
+    """Of these arrays in the memory of each device; those without a place lie whole on all."""
+    return sum(_part_bytes(leaf) for leaf in jax.tree.leaves(dict(trees)) if not is_on_host(leaf))
 
 
-def _own_bytes(x: Any) -> float:
+def host_bytes(trees: Mapping[str, Any]) -> float:
+    """Of these arrays in the memory of the hosts, for each device."""
+    return sum(_part_bytes(leaf) for leaf in jax.tree.leaves(dict(trees)) if is_on_host(leaf))
+
+
+def _part_bytes(x: Any) -> float:
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
     return float(math.prod(shape) * np.dtype(x.dtype).itemsize)

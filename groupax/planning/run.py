@@ -16,7 +16,7 @@ from groupax.engine.plan import CacheShape
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.planning.abstract import AbstractModel
-from groupax.planning.programs import Program, UnfitError, own_bytes
+from groupax.planning.programs import Program, UnfitError, host_bytes, own_bytes
 from groupax.planning.rollouts import rollout_of
 from groupax.planning.updates import training_of
 from groupax.slices import Slices, slices_of
@@ -32,6 +32,7 @@ class Run:
         programs: of a rollout and the updates on it, in their order.
         residents: arrays that are always there, by what they are.
         gathered_bytes: that each device gets from others before a rollout.
+        fetched_bytes: that come from the hosts to each device before a rollout is scored.
         cache: shape of each device's keys and values.
         num_micro_batches: of an optimizer step.
         micro_batch_tokens: the most of each on one device, as it was set or found.
@@ -44,6 +45,7 @@ class Run:
     programs: tuple[Program, ...]
     residents: Mapping[str, Any]
     gathered_bytes: float
+    fetched_bytes: float
     cache: CacheShape
     num_micro_batches: int
     micro_batch_tokens: int
@@ -88,6 +90,7 @@ def run_of(
         programs=(*rollout, *training.programs),
         residents=of_model.residents,
         gathered_bytes=gathered,
+        fetched_bytes=host_bytes({"reference": of_model.residents.get("reference")}),
         cache=cache,
         num_micro_batches=training.num_parts,
         micro_batch_tokens=tokens,

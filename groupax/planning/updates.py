@@ -15,7 +15,7 @@ from groupax.models.split import partition_specs
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.planning.abstract import AbstractModel, placed_structs, struct_at
-from groupax.planning.programs import Program
+from groupax.planning.programs import Program, host_bytes
 from groupax.slices import Slices
 from groupax.step import ROWS, across_shards, apply_update, micro_step, score, totals_specs, zero_totals
 
@@ -52,12 +52,19 @@ def training_of(of_model: AbstractModel, slices: Slices, longest: tuple[int, int
         partition_specs(config, mesh, of_model.masters),
         mesh,
     )
-    update = apply_update.trace(of_model.state, grads, scalar, optimizer=of_model.optimizer, **static)
+    of_update = {**static, "optimizer": of_model.optimizer, "offload_optimizer": args.offload_optimizer}
+    update = apply_update.trace(of_model.state, grads, scalar, **of_update)
     state = {"masters": of_model.state.params, "optimizer": of_model.state.opt_state}
     programs = [
         Program("micro_step", steps, {**of_model.own, "gradients": totals}, num_parts * updates),
         Program("across_shards", sums, {"gradients": totals}, updates),
-        Program("apply_update", update, {**state, "gradients": grads}, updates),
+        Program(
+            "apply_update",
+            update,
+            {**state, "gradients": grads},
+            updates,
+            transferred_bytes=2 * host_bytes(state),  # each part comes and goes
+        ),
     ]
     # of all rows, by the policy before updates other than the first one, or to find the tokens of high entropy
     own_passes = slices.per_rollout - 1 + updates * (args.top_entropy_quantile < 1)
@@ -66,7 +73,8 @@ def training_of(of_model: AbstractModel, slices: Slices, longest: tuple[int, int
         of_reference = {"base" if of_model.frozen else "reference": of_model.reference}
         params = joined(of_model.frozen, of_model.policy) if own_passes else of_model.reference
         scores = score.trace(params, batch, **of_step)
-        programs.insert(0, Program("score", scores, of_model.own if own_passes else of_reference, num_parts * passes))
+        scored = of_model.own if own_passes and not args.offload_reference else of_reference
+        programs.insert(0, Program("score", scores, scored, num_parts * passes))
     cells = largest.num_cells // num_data_shards(mesh)
     return Training(tuple(programs), num_parts, cells)
 
