@@ -81,7 +81,8 @@ def scaling(num_chips: int, rows: int) -> dict[str, Any]:
     from groupax.planning.counting import counts_of
     from groupax.planning.devices import target_of
     from groupax.planning.measured import Measured, step_seconds
-    from groupax.planning.programs import own_bytes, run_of
+    from groupax.planning.programs import own_bytes
+    from groupax.planning.run import run_of
     from groupax.run_parts import mesh_of
 
     args = GRPOConfig(
@@ -106,7 +107,7 @@ def scaling(num_chips: int, rows: int) -> dict[str, Any]:
         Measured(each.name, each.runs, always, counts_of(each.traced.jaxpr, each.loop_steps), 0.0)
         for each in run.programs
     ]
-    programs, seconds = {each.name: each for each in measured}, step_seconds(measured, run.gathered_bytes, chip)
+    programs, seconds = {each.name: each for each in measured}, step_seconds(measured, run, chip)
     train, admits = programs["micro_step"], run.programs[0]
     links_s = train.counts.exchanged_bytes / chip.link_bytes_per_s * train.runs
     return {

@@ -20,7 +20,7 @@ from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.launch.command import launch
 from groupax.parallel import processes
 from groupax.planning.command import plan
-from groupax.recipes import RECIPES, Recipe, load_recipe
+from groupax.recipes import RECIPES, load_recipe
 from groupax.serve.command import serve
 from groupax.view.command import view
 
@@ -285,8 +285,12 @@ def start(command: Train) -> None:
         sets = recipe.eval_dataset(command.dataset)
     args = command.args
     if recipe:
-        args, notes = _fitted(args, recipe, model, dataset)
-        for note in notes:
+        from groupax.recipes.fit import fitted, fitting_template, positions_of
+
+        args, notes = fitted(args, recipe, positions_of(model))
+        template, told = fitting_template(model, args.chat_template, [dataset])
+        args = replace(args, chat_template=template)
+        for note in (*notes, *told):
             print(note)
 
     from groupax.report import BeforeAfter, write_report
@@ -305,17 +309,6 @@ def start(command: Train) -> None:
     if processes.is_first():
         write_report(BeforeAfter(before, after, result, counts), trainer.run_folder.path)
         trainer.run_folder.sync()
-
-
-def _fitted(args: GRPOConfig, recipe: Recipe, model: str, dataset: Any) -> tuple[GRPOConfig, list[str]]:
-    """The settings with those defaults of the recipe changed that the model cannot have, and what to tell of it."""
-    from groupax.recipes.fit import fitting_length, fitting_template
-
-    longest, notes = args.max_completion_length, []
-    if longest == recipe.config["max_completion_length"]:
-        longest, notes = fitting_length(model, longest, args.max_prompt_length)
-    template, told = fitting_template(model, args.chat_template, [dataset])
-    return replace(args, max_completion_length=longest, chat_template=template), [*notes, *told]
 
 
 def _recorded(command: Train) -> dict[str, Any]:
@@ -390,7 +383,7 @@ def plan_run(arguments: Sequence[str]) -> int:
     """`groupax plan`, with the defaults that `groupax train` has."""
     defaults = train_defaults(arguments)
     recipe = load_recipe(defaults.recipe) if defaults.recipe else None
-    return plan(arguments, defaults.model or (recipe and recipe.model), defaults.args)
+    return plan(arguments, defaults.model or (recipe and recipe.model), defaults.args, recipe)
 
 
 COMMANDS = {

@@ -213,7 +213,8 @@ class Collector:
         """
         learner = self.learner
         if learner.reference is not None:
-            slices = [_with(part, "ref_logp", learner.logprobs(learner.reference, part)[0]) for part in slices]
+            with learner.reference_on_devices() as reference:
+                slices = [_with(part, "ref_logp", learner.logprobs(reference, part)[0]) for part in slices]
         slices[num_wanted:] = [
             _with(part, "old_logp", learner.logprobs(learner.policy, part)[0]) for part in slices[num_wanted:]
         ]

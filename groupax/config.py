@@ -336,6 +336,11 @@ class GRPOConfig:
     attn_implementation: AttnImplementation = "auto"
     """How updates compute attention: "plain" anywhere, or "fused" by a kernel of the accelerator, which keeps
     scores out of its memory; "auto" takes the kernel where there is one for the model. See docs/architecture.md."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in the memory of the devices' hosts; it comes to the devices layer by layer while they
+    update, and goes again. Results stay the same."""
+    offload_reference: bool = False
+    """Keep the reference there; it comes to the devices to score a rollout."""
     share_prefix: SharePrefix = "auto"
     """Whether updates compute a prompt once for the rows of its group; "auto" does what takes less."""
     max_concurrent_rows: int = 256
@@ -493,8 +498,9 @@ class GRPOConfig:
             raise ValueError("rollout_folder is for the servers of rollout, and there are none; set rollout")
         if self.whole_epochs and self.filter_zero_variance:
             raise ValueError("whole_epochs and filter_zero_variance exclude each other: rollouts differ in size then")
-        if self.sync_ref_model and self.beta == 0:
-            raise ValueError("sync_ref_model needs a reference, and beta is 0; set beta above 0")
+        for name in ("sync_ref_model", "offload_reference"):
+            if getattr(self, name) and self.beta == 0:
+                raise ValueError(f"{name} needs a reference, and beta is 0; set beta above 0")
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError(
                 f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) are both set; "

@@ -139,7 +139,7 @@ def run_eval(command: Eval, tell: Any) -> dict[str, dict[str, Any]]:
     from groupax.engine.engine import Engine
     from groupax.evaluation.evaluate import evaluate as evaluate_set
     from groupax.evaluation.evaluate import which_solves
-    from groupax.recipes.fit import fitting_length, fitting_template
+    from groupax.recipes.fit import fitting_length, fitting_template, positions_of
     from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
     from groupax.rewards.runner import RewardRunner, RewardSettings
 
@@ -162,7 +162,7 @@ def run_eval(command: Eval, tell: Any) -> dict[str, dict[str, Any]]:
     sampling, notes = command.sampling, []
     default = recipe.config["max_completion_length"] if recipe else DEFAULT_MAX_TOKENS
     if sampling.max_tokens == default:
-        longest, notes = fitting_length(model, default, command.max_prompt_length)
+        longest, notes = fitting_length(positions_of(model), default, command.max_prompt_length)
         sampling = replace(sampling, max_tokens=longest, min_tokens=min(sampling.min_tokens, longest))
     template, told = fitting_template(model, command.chat_template, list(datasets.values()))
     for note in (*notes, *told):

@@ -28,8 +28,10 @@ from groupax.objective.entropy import EntropyControl, EntropyState, applied_coef
 from groupax.objective.masks import top_entropy_threshold
 from groupax.objective.settings import ObjectiveSettings
 from groupax.objective.tally import Tally
+from groupax.offload import offloaded
 from groupax.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
 from groupax.packing import Shape
+from groupax.parallel.memory import on_devices, on_host
 from groupax.parallel.mesh import is_split, num_data_shards, sizes_text
 from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
 from groupax.parallel.transfer import fetched
@@ -74,6 +76,8 @@ class LearnerSettings:
     gradient_checkpointing: Checkpointing = "none"
     scan_layers: bool | None = None
     attn_implementation: AttnImplementation = "auto"
+    offload_optimizer: bool = False
+    offload_reference: bool = False
     share_prefix: SharePrefix = "auto"
     top_entropy_quantile: float = 1.0
     weight_distribution_log_steps: int = 0
@@ -114,7 +118,8 @@ class Learner:
         state: float32 masters of what is trained, the model's weights or an adapter's, and optimizer state.
         frozen: the base of an adapter in compute dtype; None if everything is trained.
         policy: the weights in compute dtype, which the engine reads.
-        reference: the reference's, which of an adapter are the base's; None if `beta` is 0.
+        reference: the reference's, which of an adapter are the base's; None if `beta` is 0. With `offload_reference`
+            they lie on the hosts (see `reference_on_devices`).
         shapes: of the micro-batches so far, which have programs.
         num_updates: optimizer steps that changed the weights.
         entropy: state of the entropy bonus.
@@ -129,8 +134,7 @@ class Learner:
         self.optimizer = make_optimizer(settings.optimizer, self.schedule)
         platform = model.mesh.devices.flat[0].platform
         self.on_cpu = platform == "cpu"
-        default = "float32" if self.on_cpu else "bfloat16"
-        self.dtype: Any = jnp.dtype(default if settings.dtype == "auto" else settings.dtype)
+        self.dtype: Any = compute_dtype(platform, settings.dtype)
         fused = fused_for(settings.attn_implementation, model.mesh.devices.flat[0], model.config, self.dtype)
         self.execution = execution_on(platform, settings.gradient_checkpointing, settings.scan_layers, fused)
         adapter = model.adapter
@@ -150,11 +154,13 @@ class Learner:
             optimizer=self.optimizer,
             config=self.config,
             mesh=self.mesh,
+            offload_optimizer=settings.offload_optimizer,
         )
         self.policy = self._policy()
         self.reference = None
         if settings.objective.beta > 0:
-            self.reference = self.frozen.params if self.frozen else compute_view(self.state.params, dtype=self.dtype)
+            reference = self.frozen.params if self.frozen else compute_view(self.state.params, dtype=self.dtype)
+            self.reference = self._kept(reference)
         self.num_updates = 0
         self.longest = longest
         self.shapes: list[Shape] = []
@@ -168,9 +174,21 @@ class Learner:
 
     def restore(self, state: TrainState, reference: Params | None) -> None:
         """Go on from a saved state; the reference stays as it is if there is none."""
+        if self.settings.offload_optimizer:
+            state = replace(state, opt_state=offloaded(state.params, state.opt_state))
         self.state = state
         self.policy = self._policy()
-        self.reference = self.reference if reference is None else reference
+        self.reference = self.reference if reference is None else self._kept(reference)
+
+    @contextmanager
+    def reference_on_devices(self) -> Iterator[Params]:
+        """The reference's weights, on the devices for as long as the block runs."""
+        assert self.reference is not None, "the config requires beta > 0"
+        _ = self.micro_batch_tokens  # what fits is found beside what stays
+        yield on_devices(self.reference)
+
+    def _kept(self, reference: Params) -> Params:
+        return on_host(reference) if self.settings.offload_reference else reference
 
     def update(self, rows: Sequence[Row]) -> Update:
         """One optimizer step: the gradient of the objective over the rows, in micro-batches."""
@@ -212,7 +230,13 @@ class Learner:
             is_due = every > 0 and (self.num_updates + 1) % every == 0
             before = compute_view(self.state.params, dtype=jnp.float32) if is_due else None
             self.state, grad_norm, made = apply_update(
-                self.state, totals.grads, totals.loss, optimizer=self.optimizer, config=self.config, mesh=self.mesh
+                self.state,
+                totals.grads,
+                totals.loss,
+                optimizer=self.optimizer,
+                config=self.config,
+                mesh=self.mesh,
+                offload_optimizer=settings.offload_optimizer,
             )
             totals = replace(totals, grads={})  # their memory can go
             self.policy = self._policy()
@@ -278,7 +302,8 @@ class Learner:
         settings = self.settings
         if settings.sync_ref_model and self.num_updates % settings.ref_model_sync_steps == 0:
             assert self.reference is not None, "the config requires beta > 0"
-            self.reference = mix(self.reference, self.policy, alpha=settings.ref_model_mixup_alpha)
+            reference = mix(on_devices(self.reference), self.policy, alpha=settings.ref_model_mixup_alpha)
+            self.reference = self._kept(reference)
 
     def _policy(self) -> Params:
         return joined(self.frozen, self._trained())
@@ -343,6 +368,12 @@ class Learner:
             "mfu": flops_per_s / peak_flops(self.mesh, self.dtype),
             "memory/peak_bytes": peak_memory_bytes(self.mesh),
         }
+
+
+def compute_dtype(platform: str, dtype: str) -> Any:
+    """That of the forward pass; "auto" is float32 on CPU and bfloat16 elsewhere."""
+    default = "float32" if platform == "cpu" else "bfloat16"
+    return jnp.dtype(default if dtype == "auto" else dtype)
 
 
 def fitting_tokens(config: ModelConfig, itemsize: int, checkpointing: Checkpointing, free_bytes: float) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
@@ -52,16 +53,35 @@ def make_schedule(settings: ScheduleSettings, num_steps: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup_steps), decay], [warmup_steps])
 
 
-def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformation:
+def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
     """The optimizer by name, after clipping the gradient to a global norm of `max_grad_norm` (0 does not clip).
 
-    Weight decay is decoupled in all of them: each step takes learning_rate * weight_decay * weight off a weight.
+    Its `update` takes `grad_norm`, of all gradients, where it is given only some of them; else it computes it. What it
+    does with a weight depends on no other one besides. Weight decay is decoupled in all of them: each step takes
+    learning_rate * weight_decay * weight off a weight.
     """
     mask = _matrices if settings.weight_decay_scope == "matrices" else None
     optimizer = OPTIMIZERS[settings.optimizer](settings, schedule, mask)
     if settings.max_grad_norm > 0:
-        optimizer = optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), optimizer)
+        optimizer = optax.chain(_clipping(settings.max_grad_norm), optimizer)
     return _promoting(optimizer)
+
+
+def _clipping(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Gradients times max_norm / grad_norm where that is below 1: `optax.clip_by_global_norm`, to the last bit."""
+
+    def init(params: optax.Params) -> optax.OptState:
+        del params
+        return optax.EmptyState()
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: Any = None, *, grad_norm: Any = None, **_: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        del params
+        norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
+        return jax.tree.map(lambda x: jnp.where(norm < max_norm, x, (x / norm) * max_norm), updates), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 Mask = Callable[[Any], Any] | None
@@ -140,17 +160,19 @@ def _muon_or_adamw(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-def _promoting(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def _promoting(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """The optimizer under jax's standard dtype promotion, which optax relies on, whatever the user has set."""
+
+    takes_more = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> optax.OptState:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return optimizer.init(params)
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **more: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return optimizer.update(updates, state, params)
+            return takes_more.update(updates, state, params, **more)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

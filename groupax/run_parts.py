@@ -115,6 +115,11 @@ def check_adapter(args: GRPOConfig, model: Model, was_loaded: bool) -> None:
         )
     if model.adapter is not None and args.sync_ref_model:
         raise ValueError("sync_ref_model moves the reference, which of an adapter is its base; set it to False")
+    if model.adapter is not None and args.offload_reference:
+        raise ValueError(
+            "offload_reference keeps the reference off the devices, which of an adapter is its base and always needed; "
+            "set it to False"
+        )
 
 
 def tokenizer_for(args: GRPOConfig, model: Model, given: Any) -> Any:

@@ -27,6 +27,7 @@ from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import empty_objective_tally, policy_objective
 from groupax.objective.settings import ObjectiveSettings
 from groupax.objective.tally import Tally, across_devices, empty_tally, merge
+from groupax.offload import places_on_host, updated_in_parts
 from groupax.parallel.collectives import summed
 from groupax.parallel.mesh import DATA, TOKENS, Layout, is_split
 from groupax.parallel.transfer import placed
@@ -73,13 +74,27 @@ def to_rows(tree: Any, mesh: Mesh) -> Any:
     return placed(tree, NamedSharding(mesh, ROWS))
 
 
-@partial(jax.jit, static_argnames=("optimizer", "config", "mesh"))
+@partial(jax.jit, static_argnames=("optimizer", "config", "mesh", "offload_optimizer"))
 def init_state(
-    params: Params, *, optimizer: optax.GradientTransformation, config: ModelConfig, mesh: Mesh
+    params: Params,
+    *,
+    optimizer: optax.GradientTransformation,
+    config: ModelConfig,
+    mesh: Mesh,
+    offload_optimizer: bool = False,
 ) -> TrainState:
-    """A fresh state with its own float32 copy of the weights; what the optimizer has for a weight lies like it."""
+    """A fresh state with its own float32 copy of the weights; what the optimizer has for a weight lies like it.
+
+    Args:
+        params: what is trained.
+        optimizer, config, mesh: static.
+        offload_optimizer: static; what the optimizer has for a weight lies on the device's host.
+    """
     masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-    return _placed(TrainState(masters, optimizer.init(masters)), config, mesh)
+    state = TrainState(masters, optimizer.init(masters))
+    if offload_optimizer:
+        return jax.device_put(state, state_places(config, mesh, state, offload_optimizer))
+    return _placed(state, config, mesh)
 
 
 def _placed(state: TrainState, config: ModelConfig, mesh: Mesh) -> TrainState:
@@ -104,6 +119,21 @@ def state_specs(config: ModelConfig, mesh: Mesh, state: TrainState) -> Any:
         return next((places[name, x.shape] for name in names if (name, x.shape) in places), REPLICATED)
 
     return jax.tree_util.tree_map_with_path(place, state)
+
+
+def state_places(config: ModelConfig, mesh: Mesh, state: TrainState, offload_optimizer: bool) -> Any:
+    """Shardings of a state, in its structure.
+
+    Args:
+        config: the model.
+        mesh: of the devices.
+        state: of arrays or shapes.
+        offload_optimizer: what the optimizer has for a weight lies on the device's host.
+    """
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(config, mesh, state))
+    if not offload_optimizer:
+        return places
+    return TrainState(places.params, places_on_host(state.params, state.opt_state, places.opt_state))
 
 
 def totals_specs(config: ModelConfig, mesh: Mesh, params: Params, totals: Totals) -> Any:
@@ -266,17 +296,25 @@ def across_shards(totals: Totals, *, config: ModelConfig, mesh: Mesh) -> Totals:
     return jax.shard_map(local, mesh=mesh, in_specs=(of_totals,), out_specs=out_specs, check_vma=False)(totals)
 
 
-@partial(jax.jit, static_argnames=("optimizer", "config", "mesh"), donate_argnames=("state",))
+@partial(jax.jit, static_argnames=("optimizer", "config", "mesh", "offload_optimizer"), donate_argnames=("state",))
 def apply_update(
     state: TrainState,
     grads: Params,
     loss: Float[Array, ""],
     *,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     config: ModelConfig,
     mesh: Mesh,
+    offload_optimizer: bool = False,
 ) -> tuple[TrainState, Float[Array, ""], Bool[Array, ""]]:
     """Update the master weights, unless the loss or a gradient is not finite.
+
+    Args:
+        state: donated.
+        grads: of the loss, of all rows.
+        loss: of the step.
+        optimizer, config, mesh: static.
+        offload_optimizer: static; the optimizer's state lies on the hosts, and comes and goes part by part.
 
     Returns:
         The new state (unchanged if skipped), the gradient's global norm before clipping, and whether the update
@@ -284,7 +322,12 @@ def apply_update(
     """
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    if offload_optimizer:
+        places = state_places(config, mesh, state, offload_optimizer)
+        of_state = (places.params, places.opt_state)
+        new = updated_in_parts(optimizer, state.params, state.opt_state, grads, grad_norm, finite, of_state)
+        return TrainState(*new), grad_norm, finite
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params, grad_norm=grad_norm)
     params: Any = optax.apply_updates(state.params, updates)
     updated = _placed(TrainState(params, opt_state), config, mesh)
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), grad_norm, finite

@@ -206,6 +206,21 @@ def test_how_launchers_are_replaced_is_told(tmp_path):
         trl.GRPOConfig(deepspeed="nowhere.json").to_native()
 
 
+@pytest.mark.parametrize(
+    ("settings", "offloads", "keeps_weights"),
+    [
+        ({"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}, True, False),
+        ({"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}}, False, False),
+        ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}}, False, True),
+        ({"fsdp": "full_shard offload"}, True, True),
+        ({"fsdp": True}, False, False),
+    ],
+)
+def test_offloading_is_taken_over_for_the_optimizer(settings, offloads, keeps_weights, recwarn):
+    assert trl.GRPOConfig(**settings).to_native().offload_optimizer == offloads
+    assert keeps_weights == any("weights that are trained stay" in str(each.message) for each in recwarn)
+
+
 def test_trackers_are_those_that_both_have():
     config = trl.GRPOConfig(report_to="tensorboard", run_name="first try", project="sums").to_native()
     assert (config.report_to, config.run_name, config.project) == (("tensorboard",), "first try", "sums")

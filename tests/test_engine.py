@@ -48,6 +48,11 @@ def test_real_model_greedy_story(stories):
     np.testing.assert_allclose(story.policy_logps, reference["target_logprobs"], atol=2e-5)
 
 
+def test_a_model_made_in_memory_needs_a_tokenizer(tiny_model):
+    with pytest.raises(ValueError, match=r"no tokenizer; give one, as Engine.of\(model, tokenizer\)"):
+        Engine.of(tiny_model)
+
+
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_number_of_devices_does_not_show(tiny_model, expected, num_devices):
     assert tokens_of(engine_for(tiny_model, num_devices).generate(PROMPTS, PARAMS)) == expected

@@ -19,7 +19,8 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 # A module imports from its own line or from those above it.
 LAYERS = [
     ["errors", "pytree", "remote", "listening", "preemption", "objective.settings", "objective"],
-    ["parallel.peers", "parallel.processes", "parallel.transfer", "parallel.runtime", "parallel.host_memory"],
+    ["parallel.peers", "parallel.host_memory", "parallel.memory", "parallel.processes", "parallel.transfer"],
+    ["parallel.runtime"],
     ["parallel.turns"],
     ["evaluation.estimates", "evaluation.paired", "evaluation.sets"],
     ["config", "parallel.accelerators"],
@@ -28,7 +29,7 @@ LAYERS = [
     ["models", "tokenizer"],
     ["engine", "data", "packing", "slices"],
     ["batch"],
-    ["rollout", "optimizer", "serve"],
+    ["rollout", "optimizer", "offload", "serve"],
     ["rewards", "metrics", "health", "hub"],
     ["evaluation.answers", "evaluation.items"],
     ["rollout_log"],

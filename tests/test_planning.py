@@ -33,8 +33,9 @@ from groupax.planning import fitting
 from groupax.planning.counting import Counts, counts_of
 from groupax.planning.devices import Target, prepare, target_of
 from groupax.planning.fitting import Asked, Plan, fitting_plan, plan_of
-from groupax.planning.measured import OTHER, Compiler, Measured
-from groupax.planning.programs import UnfitError, own_bytes, run_of
+from groupax.planning.measured import OTHER, Compiler, Measured, step_seconds
+from groupax.planning.programs import UnfitError, host_bytes, own_bytes
+from groupax.planning.run import run_of
 from groupax.planning.tables import text_of, verdict
 from groupax.run_parts import engine_for, learner_settings, lora_for
 
@@ -251,9 +252,10 @@ def recording(monkeypatch, module, name, last=True):
     return calls
 
 
-def device_bytes(tree):
-    """Of arrays on the first device; numbers of the host are none."""
-    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+def device_bytes(tree, kind="device"):
+    """Of arrays on the first device, or of its host; numbers of the host are none."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.sharding.memory_kind == kind]
+    return sum(x.addressable_shards[0].data.nbytes for x in arrays)
 
 
 def pointers(tree):
@@ -284,6 +286,10 @@ CASES = {
     "shared": ((4, 1, 1, 1, 1), {"decoding_tp": 2, "kv_cache_dtype": "bfloat16"}),
     "shared-as-trained": ((2, 1, 1, 2, 1), {"decoding_tp": 2}),
     "experts": ((1, 2, 2, 1, 1), {"share_prefix": "never"}),
+    "offloaded": (
+        (1, 4, 1, 1, 1),
+        {"beta": 0.1, "dtype": "bfloat16", "offload_optimizer": True, "offload_reference": True},
+    ),
     "small-cache": ((4, 1, 1, 1, 1), {"kv_cache_gb": 1e-3, "micro_batch_tokens": 128}),
 }
 QUICK = ("fsdp", "split-adapter")
@@ -316,6 +322,10 @@ def test_what_is_planned_is_what_a_real_run_has(name, monkeypatch):
     kinds = real_kinds(learner)
     assert {kind: own_bytes({kind: tree}) for kind, tree in run.residents.items()} == {
         kind: device_bytes(tree) for kind, tree in kinds.items()
+    }
+
+    assert {kind: host_bytes({kind: tree}) for kind, tree in run.residents.items()} == {
+        kind: device_bytes(tree, "pinned_host") for kind, tree in kinds.items()
     }
 
     admits = recording(monkeypatch, groupax.engine.batch, "admit", last=False)
@@ -369,6 +379,29 @@ def _bytes_of_shapes(cache, chunks):
     shards = jax.tree.map(lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize, cache)
     assert chunks
     return sum(jax.tree.leaves(shards))
+
+
+def test_what_lies_on_the_hosts_leaves_room_and_takes_time():
+    config, chip, mesh = read_config(SMALL), tiny_chip(1e9), make_mesh((1, 4, 1, 1, 1))
+    args = GRPOConfig(prompts_per_step=2, num_generations=2, max_completion_length=16, dtype="bfloat16", beta=0.1)
+    whole = run_of(config, mesh, args)
+    run = run_of(config, mesh, replace(args, offload_optimizer=True, offload_reference=True))
+    saved = own_bytes(whole.residents) - own_bytes(run.residents)
+    there = {kind: host_bytes({kind: tree}) for kind, tree in run.residents.items()}
+    assert saved == sum(there.values())
+    assert {kind for kind, size in there.items() if size} == {"optimizer", "reference"}
+    assert (whole.fetched_bytes, run.fetched_bytes) == (0.0, there["reference"])
+    compiler, seconds = Compiler(), {}
+    for each in (whole, run):
+        [update] = [program for program in each.programs if program.name == "apply_update"]
+        measured = compiler.measured(each, update)
+        assert measured.memory[OTHER] >= 0
+        seconds[each] = measured.seconds(chip)["host"]
+        assert step_seconds([], each, chip)["scoring"] == each.fetched_bytes / chip.host_bytes_per_s
+    assert (seconds[whole], seconds[run]) == (0.0, 2 * there["optimizer"] / chip.host_bytes_per_s)
+    with pytest.raises(ValueError, match="of an adapter the reference is its base; set it to False"):
+        lora = replace(args, lora_r=4, offload_reference=True)
+        run_of(config, mesh, lora, lora_for(lora, None))
 
 
 def test_scores_are_counted_as_often_as_they_are_computed():
@@ -476,7 +509,7 @@ def test_virtual_devices_are_those_that_there_are():
 
 
 def tiny_chip(memory):
-    return Chip(("none",), 1e12, memory, 1e9, 1e9)
+    return Chip(("none",), 1e12, memory, 1e9, 1e9, 1e8)
 
 
 @pytest.fixture
@@ -517,31 +550,43 @@ def changes(plan):
 def test_the_nearest_change_comes_first():
     plan = a_plan("micro_step")
     assert not plan.fits
-    half = plan.run.micro_batch_cells // 2
-    assert changes(plan) == ["--gradient_checkpointing full", f"--micro_batch_tokens {half}", "v5e-2"]
+    half, offload = plan.run.micro_batch_cells // 2, ["--offload_optimizer"]
+    assert changes(plan) == ["--gradient_checkpointing full", f"--micro_batch_tokens {half}", *offload, "v5e-2"]
     small = replace(TRAIN, gradient_checkpointing="full", micro_batch_tokens=96, mesh="1,1,1,1,1")
     larger = next(fitting._changes(read_config(TINY), a_plan("micro_step", replace(small, mesh="1,-1,1,1,1"))))
     assert (larger.devices, larger.args.mesh) == ("v5e-2", "1,-1,1,1,1")
-    assert changes(a_plan("apply_update")) == ["v5e-2"], "one device splits nothing"
-    assert changes(a_plan("apply_update", shape=(2, 1, 1, 1, 1), devices="v5e-2")) == ["--mesh 1,-1,1,1,1", "v5e-4"]
+    assert changes(a_plan("apply_update")) == [*offload, "v5e-2"], "one device splits nothing"
+    two = a_plan("apply_update", shape=(2, 1, 1, 1, 1), devices="v5e-2")
+    assert changes(two) == ["--mesh 1,-1,1,1,1", *offload, "v5e-4"]
+    scored = replace(TRAIN, beta=0.1)
+    assert changes(a_plan("apply_update", scored)) == ["--offload_reference", *offload, "v5e-2"]
+    assert changes(a_plan("apply_update", replace(scored, offload_optimizer=True, offload_reference=True))) == ["v5e-2"]
     fixed = list(fitting._changes(read_config(TINY), a_plan("micro_step", small)))[-1]
     assert (fixed.devices, fixed.args.mesh) == ("v5e-2", "1,-1,1,1,1"), "the mesh of one device is none of two"
 
 
 def test_what_changes_of_a_rollout():
     plan = a_plan("decode_chunk", shape=(4, 1, 1, 1, 1), devices="v5e-4")
-    assert changes(plan) == ["--mesh 1,-1,1,1,1", "--max_concurrent_rows 8", "v5e-8"], "shared weights would be copies"
+    assert changes(plan) == ["--mesh 1,-1,1,1,1", "--max_concurrent_rows 8", "--offload_optimizer", "v5e-8"], (
+        "shared weights would be copies"
+    )
     split = replace(TRAIN, mesh="1,-1,1,1,1")
     plan = a_plan("decode_chunk", split, shape=(1, 4, 1, 1, 1), devices="v5e-4")
-    assert changes(plan) == ["--decoding_tp 2", "--decoding_weights int8", "--max_concurrent_rows 8", "v5e-8"]
+    assert changes(plan) == [
+        "--decoding_tp 2",
+        "--decoding_weights int8",
+        "--max_concurrent_rows 8",
+        "--offload_optimizer",
+        "v5e-8",
+    ]
     shared = replace(TRAIN, decoding_tp=2)
     plan = a_plan("decode_chunk", shared, shape=(4, 1, 1, 1, 1), devices="v5e-4")
     assert plan.run.cache.num_slots == 8
-    assert changes(plan) == ["--max_concurrent_rows 8", "v5e-8"], "2 heads are not split in 4"
+    assert changes(plan) == ["--max_concurrent_rows 8", "--offload_optimizer", "v5e-8"], "2 heads are not split in 4"
     fault = UnfitError("too little", in_rollout=True)
-    assert changes(a_plan("", fault=fault)) == ["v5e-2"]
-    assert changes(a_plan("", fault=UnfitError("too little", in_rollout=False))) == ["v5e-2"]
-    assert changes(a_plan("admit", replace(TRAIN, max_concurrent_rows=2), devices="v5e-256")) == []
+    assert changes(a_plan("", fault=fault)) == ["--offload_optimizer", "v5e-2"]
+    assert changes(a_plan("", fault=UnfitError("too little", in_rollout=False))) == ["--offload_optimizer", "v5e-2"]
+    assert changes(a_plan("admit", replace(TRAIN, max_concurrent_rows=2), devices="v5e-256")) == ["--offload_optimizer"]
 
 
 @pytest.mark.heavy
@@ -589,6 +634,14 @@ def test_nothing_fits_where_nothing_can(few_bytes):
     assert str(plan.fault).startswith("weights and optimizer alone take")
     assert verdict(plan) == text_of(plan) == f"does not fit: {plan.fault}"
     assert plan.programs == ()
+
+
+def test_an_update_reads_and_writes_its_state_and_reads_gradients():
+    memory = {"masters": 4.0, "optimizer": 8.0, "gradients": 4.0, "policy": 2.0, OTHER: 1.0}
+    counts, chip = Counts(10.0, 5.0), tiny_chip(1e9)
+    update, step = (Measured(name, 1, memory, counts, 0.0) for name in ("apply_update", "micro_step"))
+    assert (update.traffic_bytes, step.traffic_bytes) == (2 * (4 + 8) + 4 + 5, 5)
+    assert update.seconds(chip)["memory"] == 33 / chip.memory_bytes_per_s
 
 
 class Lowered:
@@ -678,10 +731,23 @@ def test_models_are_read_and_settings_refused(config_file, tmp_path, capsys):
     assert (status, "nothing" in error) == (2, True)
     status, error = told("--model", str(config_file), "--mesh", "1,1,1,4,1")
     assert (status, "kv_heads (2) does not divide by tp=4" in error) == (2, True)
-    status, error = told("--model", str(config_file), "--recipe", "gsm8k")
-    assert (status, "max_completion_length" in error) == (2, True), (
-        "the recipe's lengths, which the model has no room for"
-    )
+    status, error = told("--model", str(config_file), "--recipe", "gsm8k", "--max_completion_length", "513")
+    assert (status, "max_completion_length 513 leaves no room" in error) == (2, True)
+
+
+def test_a_recipes_defaults_are_fitted_to_the_model_as_in_training(config_file, monkeypatch, capsys):
+    planned = []
+
+    def of_asked(config, asked, *_, **__):
+        planned.append(asked.args.max_completion_length)
+        raise Recorded
+
+    monkeypatch.setattr(fitting, "plan_of", of_asked)
+    positions = SMALL["max_position_embeddings"]
+    with pytest.raises(Recorded):
+        main(["plan", "--devices", "cpu:4", "--model", str(config_file), "--recipe", "gsm8k"])
+    assert planned == [positions // 2]
+    assert f"completions have at most {positions // 2} tokens instead of the default 512" in capsys.readouterr().err
 
 
 @pytest.mark.heavy

@@ -11,7 +11,7 @@ from groupax.data import MissingSplitError, load_examples, read_rows
 from groupax.evaluation.items import read_items
 from groupax.recipes import RECIPES, load_recipe
 from groupax.recipes.countdown import countdown_correct, evaluated, problems
-from groupax.recipes.fit import fitting_length, fitting_template
+from groupax.recipes.fit import fitting_length, fitting_template, positions_of
 from groupax.recipes.gsm8k import strict_xml_format
 from groupax.recipes.tldr_length import near_length
 from groupax.rewards.contract import resolve_rewards
@@ -206,15 +206,16 @@ def base_model(tmp_path_factory):
 
 
 def test_defaults_are_fitted_to_the_model_and_told(base_model):
-    assert fitting_length(base_model, 512, 512) == (
+    assert positions_of(base_model) == 640
+    assert fitting_length(640, 512, 512) == (
         320,
         [
             "the model has 640 positions: completions have at most 320 tokens instead of the default 512, and prompts "
             "what is left"
         ],
     )
-    assert fitting_length(base_model, 300, 512) == (300, [])
-    assert fitting_length(base_model, 512, 100) == (512, [])
+    assert fitting_length(640, 300, 512) == (300, [])
+    assert fitting_length(640, 512, 100) == (512, [])
     chat, text = [{"prompt": [{"role": "user", "content": "?"}]}], [{"prompt": "?"}]
     assert fitting_template(base_model, None, [text]) == (None, [])
     assert fitting_template(base_model, "chatml", [chat]) == ("chatml", [])

@@ -35,7 +35,7 @@ from groupax.models.families import read_config
 from groupax.parallel.mesh import make_mesh
 from groupax.planning.devices import target_of
 from groupax.planning.measured import Compiler
-from groupax.planning.programs import run_of
+from groupax.planning.run import run_of
 config = read_config(json.loads(Path(sys.argv[1]).read_text()))
 tokens, attends = int(sys.argv[3]), sys.argv[4]
 lengths = {"max_completion_length": 1024, "max_prompt_length": 512}

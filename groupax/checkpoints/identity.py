@@ -32,6 +32,8 @@ FREE = {
     "gradient_checkpointing",
     "scan_layers",
     "attn_implementation",
+    "offload_optimizer",
+    "offload_reference",
     "share_prefix",
     "max_concurrent_rows",
     "decoding_tp",

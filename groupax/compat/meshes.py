@@ -29,9 +29,7 @@ def mesh_of(deepspeed: Any, fsdp: Any, parallelism_config: Any) -> str | None:
         return ",".join(map(str, (sizes["dp_replicate"], sizes["dp_shard"], 1, sizes["tp"], sizes["cp"] * sizes["sp"])))
     if deepspeed and zero_stage(deepspeed) != 0:
         return SPLIT
-    options = fsdp.split() if isinstance(fsdp, str) else [] if isinstance(fsdp, bool) else list(fsdp or [])
-    names = [str(getattr(option, "value", option)) for option in options]
-    return SPLIT if fsdp and "no_shard" not in names else None
+    return SPLIT if fsdp and "no_shard" not in _options(fsdp) else None
 
 
 def zero_stage(deepspeed: Any) -> int | None:
@@ -40,13 +38,34 @@ def zero_stage(deepspeed: Any) -> int | None:
     Raises:
         ValueError: there is no such file, or it is no JSON.
     """
+    return _zero(deepspeed).get("stage")
+
+
+def offloaded(deepspeed: Any, fsdp: Any) -> tuple[bool, bool]:
+    """Whether these settings of transformers' arguments keep the optimizer's state, and weights, on the hosts.
+
+    Args:
+        deepspeed: a configuration, or its file.
+        fsdp: True, or names of options.
+    """
+    devices = (dict(_zero(deepspeed).get(f"offload_{what}") or {}).get("device") for what in ("optimizer", "param"))
+    of_optimizer, of_weights = (device not in (None, "none") for device in devices)
+    both = "offload" in _options(fsdp)
+    return of_optimizer or both, of_weights or both
+
+
+def _zero(deepspeed: Any) -> Mapping[str, Any]:
     if isinstance(deepspeed, (str, Path)):
         try:
             deepspeed = json.loads(Path(deepspeed).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"deepspeed={str(deepspeed)!r} cannot be read: {error}") from error
-    stage = dict(deepspeed).get("zero_optimization", {}) if isinstance(deepspeed, Mapping) else {}
-    return stage.get("stage")
+    return dict(deepspeed).get("zero_optimization", {}) if isinstance(deepspeed, Mapping) else {}
+
+
+def _options(fsdp: Any) -> list[str]:
+    options = fsdp.split() if isinstance(fsdp, str) else [] if isinstance(fsdp, bool) else list(fsdp or [])
+    return [str(getattr(option, "value", option)) for option in options]
 
 
 def tell_whole(model: Model, setting: str) -> None:

@@ -58,6 +58,22 @@ def place_of(x: Any) -> PartitionSpec:
     return HEADS if x.ndim == 4 else ROWS
 
 
+def cache_dtype(asked: Any, weights: str, dtype: Any) -> Any:
+    """That of keys and values.
+
+    Args:
+        asked: None for that of the weights that are decoded with.
+        weights: in which form these are (see `Engine`).
+        dtype: of those that they are made of.
+    """
+    return jnp.dtype(asked or ("bfloat16" if weights == "bfloat16" else dtype))
+
+
+def token_bytes(config: ModelConfig, dtype: Any, tp: int) -> int:
+    """Of one token's keys and values in all layers, on one of the tp devices that share them."""
+    return 2 * config.num_layers * config.num_kv_heads * config.attention_dim * jnp.dtype(dtype).itemsize // tp
+
+
 def empty_cache(
     config: ModelConfig, num_prompts: int, num_prompt_columns: int, num_slots: int, num_columns: int, dtype: Any
 ) -> Cache:

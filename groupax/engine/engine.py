@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from groupax.engine.batch import PROGRAMS
+from groupax.engine.cache import cache_dtype, token_bytes
 from groupax.engine.params import SamplingParams
 from groupax.engine.plan import FREE_PART, Plan
 from groupax.engine.prefixes import PrefixStore
@@ -100,10 +100,19 @@ class Engine:
 
         Args:
             model: its weights are not copied.
-            tokenizer: None takes that of the model's folder, if it has one.
+            tokenizer: None takes that of the model's folder.
             settings: further arguments of `Engine`.
+
+        Raises:
+            ValueError: there is no tokenizer, or devices cannot share the weights.
         """
-        if tokenizer is None and model.source is not None:
+        if tokenizer is None:
+            if model.source is None:
+                raise ValueError(
+                    "a model that was made in memory has no tokenizer; give one, as Engine.of(model, tokenizer), or "
+                    "for prompts of token ids make the engine as Engine(model.config, model.params, model.mesh, "
+                    "eos_ids)"
+                )
             tokenizer = load_tokenizer(model.source)
         eos_ids = eos_token_ids(tokenizer, model.generation_config, model.hf_config)
         return cls(model.config, model.params, model.mesh, eos_ids, tokenizer=tokenizer, **settings)
@@ -138,7 +147,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.kv_bytes = kv_bytes
         check_decoding_weights(params, weights)
-        self.kv_dtype = jnp.dtype(kv_dtype or ("bfloat16" if weights == "bfloat16" else params["embed"].dtype))
+        self.kv_dtype = cache_dtype(kv_dtype, weights, params["embed"].dtype)
         self.prefixes = PrefixStore(prefix_bytes)
         self.before_chunk: Callable[[], object] | None = None
 
@@ -247,9 +256,7 @@ class Engine:
     @property
     def bytes_per_token(self) -> int:
         """Of the keys and values of one token in all layers, on one of the devices that have them."""
-        return (
-            2 * self.config.num_layers * self.config.num_kv_heads * self.config.attention_dim * self.kv_dtype.itemsize
-        ) // self.mesh.shape["tp"]
+        return token_bytes(self.config, self.kv_dtype, self.mesh.shape["tp"])
 
     def warmup(self, prompt_length: int, params: SamplingParams | None = None, num_prompts: int = 1) -> int:
         """Compile what a request of this shape needs, by running it on made-up prompts; returns `num_programs`."""

@@ -14,6 +14,7 @@ class Chip:
         memory_bytes: that programs may have; 0 where slices are not planned for.
         memory_bytes_per_s: to and from that.
         link_bytes_per_s: to its neighbours, over all links, one way.
+        host_bytes_per_s: to or from the memory of its host.
     """
 
     kinds: tuple[str, ...]
@@ -21,15 +22,17 @@ class Chip:
     memory_bytes: float = 0.0
     memory_bytes_per_s: float = 0.0
     link_bytes_per_s: float = 0.0
+    host_bytes_per_s: float = 0.0
 
 
 GIB = 1 << 30
-# cloud.google.com/tpu/docs/v4 and so on; NVIDIA's data sheets. Memory is what XLA's compiler says that it may use.
+# cloud.google.com/tpu/docs/v4 and so on; NVIDIA's data sheets. Memory is what XLA's compiler says that it may use. Of
+# TPUs' hosts there is no figure of the maker's: it is that of 16 lanes of PCIe, of the third and the fourth generation.
 CHIPS = {
-    "v4": Chip(("TPU v4",), 275e12, 30.75 * GIB, 1228e9, 300e9),
-    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * GIB, 819e9, 200e9),
-    "v5p": Chip(("TPU v5",), 459e12, 95.74 * GIB, 2765e9, 600e9),
-    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25 * GIB, 1640e9, 448e9),
+    "v4": Chip(("TPU v4",), 275e12, 30.75 * GIB, 1228e9, 300e9, 16e9),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75 * GIB, 819e9, 200e9, 16e9),
+    "v5p": Chip(("TPU v5",), 459e12, 95.74 * GIB, 2765e9, 600e9, 16e9),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25 * GIB, 1640e9, 448e9, 32e9),
     "a100": Chip(("NVIDIA A100",), 312e12),
     "h100": Chip(("NVIDIA H100",), 989e12),
     "h200": Chip(("NVIDIA H200",), 989e12),

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from groupax.parallel.memory import on_devices
 from groupax.parallel.processes import is_first, num_processes
 
 
@@ -30,7 +31,7 @@ def fetched(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     split = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_here(leaf)]
     if split:
-        whole = _gather(leaves[split[0]].sharding.mesh)(*(leaves[index] for index in split))
+        whole = _gather(leaves[split[0]].sharding.mesh)(*on_devices([leaves[index] for index in split]))
         for index, array in zip(split, whole, strict=True):
             leaves[index] = array
     return jax.device_get(jax.tree.unflatten(structure, leaves))

@@ -11,6 +11,7 @@ import tyro
 
 from groupax.config import GRPOConfig
 from groupax.planning.devices import prepare
+from groupax.recipes import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +39,14 @@ class PlanCommand:
     """Settings of the run."""
 
 
-def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig) -> int:
+def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig, task: Recipe | None = None) -> int:
     """`groupax plan`; the status is 1 if it does not fit.
 
     Args:
         arguments: its words.
         model_name: the model if they give none; None for no such.
         defaults: what settings are that are not given.
+        task: the recipe that they are of, whose defaults are fitted to the model.
 
     Raises:
         ValueError: there is no such model, there are no such devices, or the settings are refused or not planned for.
@@ -61,6 +63,7 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig)
     from groupax.planning.fitting import Asked, fitting_plan, plan_of
     from groupax.planning.measured import Compiler
     from groupax.planning.tables import record_of, text_of, verdict
+    from groupax.recipes.fit import fitted
     from groupax.run_parts import lora_for
 
     def tell(text: str) -> None:
@@ -68,6 +71,10 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig)
 
     hf_config, lora = find_config(command.model)
     model, lora, compiler = read_config(hf_config), lora or lora_for(args, None), Compiler()
+    if task is not None:
+        args, notes = fitted(args, task, model.max_positions)
+        for note in notes:
+            tell(note)
     asked = plan_of(model, Asked(command.devices, args), lora, compiler, tell)
     print(text_of(asked))
     plans = [asked]

@@ -15,7 +15,8 @@ from groupax.parallel.accelerators import tpu_slice
 from groupax.parallel.mesh import check_divides, decoding_mesh, is_split, mesh_for
 from groupax.planning.devices import Target, target_of
 from groupax.planning.measured import Compiler, Measured
-from groupax.planning.programs import Run, UnfitError, run_of
+from groupax.planning.programs import UnfitError
+from groupax.planning.run import Run, run_of
 from groupax.run_parts import mesh_of
 
 # More changes than this are no neighbours of what was asked for.
@@ -159,6 +160,10 @@ def _changes(config: ModelConfig, plan: Plan) -> Iterator[Asked]:
     if is_rollout and plan.run is not None and plan.run.cache.num_slots > 2 and args.max_concurrent_rows > 2:
         slots = plan.run.cache.num_slots * plan.mesh.devices.size // args.decoding_tp // 2
         yield asked.changed(f"--max_concurrent_rows {slots}", max_concurrent_rows=slots)
+    if args.beta > 0 and not args.offload_reference:
+        yield asked.changed("--offload_reference", offload_reference=True)
+    if not args.offload_optimizer:
+        yield asked.changed("--offload_optimizer", offload_optimizer=True)
     if plan.target.chip is not None and (larger := _larger(asked.devices)):
         fixed = args.mesh is not None and -1 not in mesh_sizes(args.mesh)
         yield asked.changed(f"{larger}", larger, **({"mesh": _FSDP} if fixed else {}))

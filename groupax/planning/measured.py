@@ -12,7 +12,8 @@ import jax
 from groupax.errors import is_out_of_memory
 from groupax.parallel.accelerators import Chip
 from groupax.planning.counting import Counts, counts_of
-from groupax.planning.programs import Program, Run, own_bytes
+from groupax.planning.programs import Program, own_bytes
+from groupax.planning.run import Run
 
 OTHER = "temporary"
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -28,6 +29,7 @@ class Measured:
         memory: bytes while it runs, by what they are, those too that it does not read.
         counts: of one run.
         compile_s: what its compilation took; the compiler gives up what does not fit.
+        transferred_bytes: to and from the host in one run.
     """
 
     name: str
@@ -35,20 +37,28 @@ class Measured:
     memory: Mapping[str, float]
     counts: Counts
     compile_s: float
+    transferred_bytes: float = 0.0
 
     @property
     def total(self) -> float:
         """Bytes while it runs."""
         return sum(self.memory.values())
 
+    @property
+    def traffic_bytes(self) -> float:
+        """To and from memory, at least: of products, and an update reads and writes the state and reads gradients."""
+        if self.name != "apply_update":
+            return self.counts.product_bytes
+        masters, optimizer, gradients = (self.memory.get(kind, 0.0) for kind in ("masters", "optimizer", "gradients"))
+        return self.counts.product_bytes + 2 * (masters + optimizer) + gradients
+
     def seconds(self, chip: Chip) -> dict[str, float]:
-        """The least that one run takes for its arithmetic, for memory and for what devices exchange."""
-        touched = max(self.counts.product_bytes, sum(self.memory.get(kind, 0.0) for kind in ("masters", "optimizer")))
-        touched = touched if self.name == "apply_update" else self.counts.product_bytes
+        """The least that one run takes for its arithmetic, for memory, and for what devices and hosts exchange."""
         return {
             "arithmetic": self.counts.flops / chip.flops,
-            "memory": touched / chip.memory_bytes_per_s,
+            "memory": self.traffic_bytes / chip.memory_bytes_per_s,
             "links": self.counts.exchanged_bytes / chip.link_bytes_per_s,
+            "host": self.transferred_bytes / chip.host_bytes_per_s,
         }
 
 
@@ -79,7 +89,7 @@ class Compiler:
         else:
             arguments, others = found
             memory[OTHER] = others + arguments - own_bytes(program.arguments)
-        return Measured(program.name, program.runs, memory, counts, seconds)
+        return Measured(program.name, program.runs, memory, counts, seconds, program.transferred_bytes)
 
     def _memory_of(self, lowered: Any) -> tuple[Any, float]:
         """Bytes of a program's arguments and of all else that it needs, or of that alone if it does not fit."""
@@ -106,9 +116,13 @@ def _temporary_bytes(message: str) -> float | None:
     return float(match[1]) * _UNITS[match[2]] if match else None
 
 
-def step_seconds(programs: Sequence[Measured], gathered_bytes: float, chip: Chip) -> dict[str, float]:
+def step_seconds(programs: Sequence[Measured], run: Run, chip: Chip) -> dict[str, float]:
     """The least time of a rollout, of scoring it, and of the updates on it."""
-    phases = {"rollout": gathered_bytes / chip.link_bytes_per_s, "scoring": 0.0, "updates": 0.0}
+    phases = {
+        "rollout": run.gathered_bytes / chip.link_bytes_per_s,
+        "scoring": run.fetched_bytes / chip.host_bytes_per_s,
+        "updates": 0.0,
+    }
     for program in programs:
         phase = {"admit": "rollout", "decode_chunk": "rollout", "score": "scoring"}.get(program.name, "updates")
         phases[phase] += program.runs * max(program.seconds(chip).values())

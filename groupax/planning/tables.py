@@ -6,6 +6,8 @@ from typing import Any
 from groupax.parallel.accelerators import Chip
 from groupax.planning.fitting import Plan
 from groupax.planning.measured import OTHER, Measured, step_seconds
+from groupax.planning.programs import host_bytes
+from groupax.planning.run import Run
 
 # By the largest value of a table, so that it is not all zeros.
 _PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
@@ -18,6 +20,9 @@ def text_of(plan: Plan) -> str:
         return verdict(plan)
     assert plan.run is not None, "there is no fault"
     lines = [_settings(plan), "", *_memory_table(plan), ""]
+    if of_host := _host_memory(plan.run):
+        told = ", ".join(f"{kind} {_size(num_bytes)}" for kind, num_bytes in of_host.items())
+        lines += [f"in the memory of the hosts, for each device: {told}", ""]
     lines += ["one run of each program on a device", *_work_table(plan), ""]
     if plan.target.chip is not None:
         lines += [_least_time(plan, plan.target.chip), ""]
@@ -57,13 +62,16 @@ def record_of(plan: Plan) -> dict[str, Any]:
             "flops": program.counts.flops,
             "product_bytes": program.counts.product_bytes,
             "exchanged": dict(program.counts.exchanged),
+            "transferred_bytes": program.transferred_bytes,
             "seconds": program.seconds(chip) if chip else None,
         }
         for program in plan.programs
     ]
-    record |= {"gathered_bytes": run.gathered_bytes, "num_rows": run.num_rows, "num_updates": run.num_updates}
+    record["host_memory"] = _host_memory(run)
+    record |= {"gathered_bytes": run.gathered_bytes, "fetched_bytes": run.fetched_bytes}
+    record |= {"num_rows": run.num_rows, "num_updates": run.num_updates}
     if chip is not None:
-        record["step_seconds"] = step_seconds(plan.programs, run.gathered_bytes, chip)
+        record["step_seconds"] = step_seconds(plan.programs, run, chip)
     return record
 
 
@@ -78,6 +86,12 @@ def _settings(plan: Plan) -> str:
         f"an update has {run.num_micro_batches} micro-batch{'es' * (run.num_micro_batches > 1)} of "
         f"{run.micro_batch_cells} tokens"
     )
+
+
+def _host_memory(run: Run) -> dict[str, float]:
+    """Bytes for each device, by what they are."""
+    of_kinds = {kind: host_bytes({kind: tree}) for kind, tree in run.residents.items()}
+    return {kind: num_bytes for kind, num_bytes in of_kinds.items() if num_bytes}
 
 
 def _memory_table(plan: Plan) -> list[str]:
@@ -121,7 +135,7 @@ def _least(program: Measured, chip: Chip) -> list[str]:
 def _least_time(plan: Plan, chip: Chip) -> str:
     run = plan.run
     assert run is not None, "there is no fault"
-    phases = step_seconds(plan.programs, run.gathered_bytes, chip)
+    phases = step_seconds(plan.programs, run, chip)
     total = sum(phases.values())
     tokens = run.num_rows * plan.asked.args.max_completion_length
     parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in phases.items() if seconds)

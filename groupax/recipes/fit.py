@@ -1,29 +1,50 @@
 """A recipe's defaults, fitted to the model at hand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from groupax.config import GRPOConfig
 from groupax.data import Examples
 from groupax.models.families import read_config
 from groupax.models.folders import resolve_folder
 from groupax.models.summary import find_config
+from groupax.recipes import Recipe
 from groupax.tokenizer import is_conversational, load_tokenizer
 
 FALLBACK_TEMPLATE = "plain"
 
 
-def fitting_length(model: str, max_completion_length: int, max_prompt_length: int | None) -> tuple[int, list[str]]:
+def positions_of(model: str) -> int:
+    """How many positions a model has, which is loaded from this folder or hub id."""
+    return read_config(find_config(str(resolve_folder(model)))[0]).max_positions
+
+
+def fitted(args: GRPOConfig, recipe: Recipe, positions: int) -> tuple[GRPOConfig, list[str]]:
+    """The settings with those defaults of the recipe changed that the model cannot have, and lines for the user.
+
+    Args:
+        args: of the run.
+        recipe: that it is of.
+        positions: of the model.
+    """
+    default = recipe.config["max_completion_length"]
+    if args.max_completion_length != default:
+        return args, []
+    longest, notes = fitting_length(positions, default, args.max_prompt_length)
+    return replace(args, max_completion_length=longest), notes
+
+
+def fitting_length(positions: int, max_completion_length: int, max_prompt_length: int | None) -> tuple[int, list[str]]:
     """A default of the longest completion, lowered to half of the model's positions if prompts have no room beside it.
 
     Args:
-        model: a folder or hub id.
+        positions: of the model.
         max_completion_length: the default, in tokens.
         max_prompt_length: what prompts may take.
 
     Returns:
         The length, and a line for the user if it is another one.
     """
-    hf_config, _ = find_config(str(resolve_folder(model)))
-    positions = read_config(hf_config).max_positions
     half = positions // 2
     if max_completion_length + (max_prompt_length or 1) <= positions or max_completion_length <= half:
         return max_completion_length, []

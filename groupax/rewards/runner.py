@@ -120,6 +120,7 @@ class RewardRunner:
         self._supervisor: asyncio.AbstractEventLoop | None = None
         self._user_loops: dict[str, asyncio.AbstractEventLoop] = {}
         self._places: dict[str, asyncio.Semaphore] = {}
+        self._free_workers = asyncio.Semaphore(settings.reward_workers)  # all functions share them
         self._pool: Any = None
         self._main_thread = MainThread()
         self._need_signals: set[str] = set()
@@ -219,6 +220,7 @@ class RewardRunner:
                 loop.call_soon_threadsafe(loop.stop)
         self._supervisor, self._user_loops = None, {}
         self._places = {}  # they belong to a loop
+        self._free_workers = asyncio.Semaphore(self.settings.reward_workers)
 
     # -- in the thread that scores
 
@@ -320,21 +322,23 @@ class RewardRunner:
 
         arguments = arguments_for(reward, rollouts, state, {"log_extra": None, "log_metric": None})
         num_singly = len(rollouts) if reward.per_completion else None
-        if reward.name not in self._need_signals:
-            begun()
         if reward.is_async:
+            begun()
             loop = self._user_loops.get(reward.name) or _new_loop(reward.name)
             self._user_loops[reward.name] = loop
             call = asyncio.run_coroutine_threadsafe(_call_async(reward.function, arguments, num_singly), loop)
             return await asyncio.wrap_future(call)
         if self.settings.reward_workers:
-            call = self._pool.schedule(_call_in_worker, args=(reward.function, arguments, num_singly))
-            return await asyncio.wrap_future(call)
+            async with self._free_workers:
+                begun()
+                call = self._pool.schedule(_call_in_worker, args=(reward.function, arguments, num_singly))
+                return await asyncio.wrap_future(call)
 
         def function() -> tuple[Any, _Logged]:
             return _call(reward.function, arguments, num_singly)
 
         if reward.name not in self._need_signals:
+            begun()
             try:
                 return await _in_daemon_thread(lambda: call_noticing(function))
             except SignalWanted:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from groupax.compat.fields import Fields, ForeignConfig, as_native, attention_setting, steps_of, tell
-from groupax.compat.meshes import mesh_of, tell_whole, zero_stage
+from groupax.compat.meshes import mesh_of, offloaded, tell_whole, zero_stage
 from groupax.compat.trl.fields import DEFAULTS, FORMER, INERT
 from groupax.config import TRACKERS, nearest
 from groupax.models.checkpoint import Model
@@ -189,6 +189,11 @@ class GRPOConfig(ForeignConfig):
         }
         if mesh := mesh_of(self.deepspeed, self.fsdp, self.parallelism_config):
             settings |= {"mesh": mesh, "mesh_replicate": tuple(RULES)}
+        settings["offload_optimizer"], weights = offloaded(self.deepspeed, self.fsdp)
+        if weights:
+            tell(
+                "offload_param: the weights that are trained stay on the devices; groupax offloads the optimizer's state"
+            )
         every = slices_of(as_native(settings)).num_steps(num_prompts, 1, -1) if num_prompts else 1
         settings["eval_steps"] = steps_of(
             self.eval_strategy, self.eval_steps or self._logging_steps(), every, "eval_strategy"

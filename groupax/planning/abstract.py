@@ -1,0 +1,92 @@
+"""Models and their optimizers' state without numbers: shapes, dtypes and places in the stead of arrays."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from groupax.config import GRPOConfig
+from groupax.learner import CPU_MICRO_BATCH_TOKENS, compute_dtype, fitting_tokens
+from groupax.models.adapted import Frozen
+from groupax.models.config import ModelConfig
+from groupax.models.execution import execution_on
+from groupax.models.fused_attention import fused_for
+from groupax.models.lora import LoRAConfig, adapter_specs
+from groupax.models.specs import Params, model_specs
+from groupax.models.split import partition_specs
+from groupax.optimizer import make_optimizer, make_schedule
+from groupax.parallel.memory import HOST
+from groupax.run_parts import learner_settings
+from groupax.step import TrainState, state_places
+
+# Optimizer steps of the schedule, which changes nothing of its program.
+_STEPS = 1000
+
+
+class AbstractModel:
+    """A model and its optimizer's state without numbers: shapes, dtypes and places."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, args: GRPOConfig, lora: LoRAConfig | None) -> None:
+        if lora and args.offload_reference:
+            raise ValueError("offload_reference: of an adapter the reference is its base; set it to False")
+        self.config, self.mesh, self.args = config, mesh, args
+        self.settings = learner_settings(args)
+        device = mesh.devices.flat[0]
+        self.platform = device.platform
+        self.dtype: Any = compute_dtype(self.platform, args.dtype)
+        fused = fused_for(args.attn_implementation, device, config, self.dtype)
+        self.execution = execution_on(self.platform, args.gradient_checkpointing, args.scan_layers, fused)
+        self.optimizer = make_optimizer(self.settings.optimizer, make_schedule(self.settings.schedule, _STEPS))
+        weights = self.on_mesh(_in_dtype(model_specs(config), self.dtype))
+        trained = _in_dtype(adapter_specs(config, lora) if lora else model_specs(config), jnp.float32)
+        self.masters = self.on_mesh(trained)
+        state = jax.eval_shape(lambda params: TrainState(params, self.optimizer.init(params)), self.masters)
+        self.state: Any = jax.tree.map(struct_at, state, state_places(config, mesh, state, args.offload_optimizer))
+        self.frozen = Frozen(weights, self.scalar) if lora else None
+        # the masters themselves where they have the dtype
+        self.policy_name = "masters" if self.dtype == jnp.float32 else "policy"
+        self.policy = self.masters if self.dtype == jnp.float32 else self.on_mesh(_in_dtype(trained, self.dtype))
+        residents = {"masters": self.state.params, "optimizer": self.state.opt_state}
+        residents |= {"policy": self.policy} if self.dtype != jnp.float32 else {}
+        residents |= {"base": weights} if lora else {}
+        if args.beta > 0 and not lora:
+            residents["reference"] = jax.tree.map(_on_host, weights) if args.offload_reference else weights
+        self.residents: dict[str, Any] = residents
+        self.reference = weights
+        self.own = {self.policy_name: self.policy} | ({"base": weights} if lora else {})
+        self.dropout_rate = lora.lora_dropout if lora else 0.0
+
+    @property
+    def scalar(self) -> jax.ShapeDtypeStruct:
+        """A float32 number, the same on all devices."""
+        return jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self.mesh, PartitionSpec()))
+
+    def on_mesh(self, weights: Params) -> Params:
+        """Weights where the mesh has them."""
+        return placed_structs(weights, partition_specs(self.config, self.mesh, weights), self.mesh)
+
+    def fitting_tokens(self, left: float) -> int:
+        """Tokens of a micro-batch on one device that has so many bytes left, as the learner chooses them."""
+        if self.platform == "cpu":
+            return CPU_MICRO_BATCH_TOKENS
+        return fitting_tokens(self.config, self.dtype.itemsize, self.args.gradient_checkpointing, left)
+
+
+def _in_dtype(specs: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)
+
+
+def _on_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    assert isinstance(x.sharding, NamedSharding), "it has a place"
+    return struct_at(x, x.sharding.with_memory_kind(HOST))
+
+
+def placed_structs(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    """Shapes and dtypes of a tree, each at its place on the mesh."""
+    return jax.tree.map(lambda x, spec: struct_at(x, NamedSharding(mesh, spec)), tree, specs)
+
+
+def struct_at(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array, at a place."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
