@@ -36,12 +36,15 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
         ValueError: there is no tokenizer in the folder, or no such template.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    if _is_generic(Path(folder)):
+        # AutoTokenizer goes by the model's type, and would split text as that family does whatever the files say; it
+        # also imports torch, where that is installed
+        from transformers import PreTrainedTokenizerFast as Loader
+    else:
+        from transformers import AutoTokenizer as Loader
 
     try:
-        # AutoTokenizer goes by the model's type, and would split text as that family does whatever the files say
-        loader = PreTrainedTokenizerFast if _is_generic(Path(folder)) else AutoTokenizer
-        tokenizer = loader.from_pretrained(folder)
+        tokenizer = Loader.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder} has no tokenizer that transformers can load: {error}") from error
     return prepare_tokenizer(tokenizer, chat_template)
