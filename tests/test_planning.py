@@ -399,8 +399,8 @@ def test_what_lies_on_the_hosts_leaves_room_and_takes_time():
         seconds[each] = measured.seconds(chip)["host"]
         assert step_seconds([], each, chip)["scoring"] == each.fetched_bytes / chip.host_bytes_per_s
     assert (seconds[whole], seconds[run]) == (0.0, 2 * there["optimizer"] / chip.host_bytes_per_s)
+    lora = replace(args, lora_r=4, offload_reference=True)
     with pytest.raises(ValueError, match="of an adapter the reference is its base; set it to False"):
-        lora = replace(args, lora_r=4, offload_reference=True)
         run_of(config, mesh, lora, lora_for(lora, None))
 
 
