@@ -102,6 +102,7 @@ def test_what_the_compiler_gives_up_has_its_size(model):
     assert memory["temporary"] > 15.75 * 2**30 - sum(memory[kind] for kind in ("masters", "optimizer", "policy"))
 
 
+@pytest.mark.long
 def test_a_kernels_scores_stay_on_the_chip(model):
     plain, fused = (micro_batch(model, 8192, attends) for attends in ("plain", "fused"))
     scores = 4 * 14 * (7 * 1024 * 1536 + 512**2)  # of 7 rows and their prompt, in float32
