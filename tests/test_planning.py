@@ -362,9 +362,9 @@ def test_what_lies_on_the_hosts_leaves_room_and_takes_time():
         seconds[each] = measured.seconds(chip)["host"]
         assert step_seconds([], each, chip)["scoring"] == each.fetched_bytes / chip.host_bytes_per_s
     assert (seconds[whole], seconds[run]) == (0.0, 2 * there["optimizer"] / chip.host_bytes_per_s)
+    args = replace(args, lora_r=4, offload_reference=True)
     with pytest.raises(ValueError, match="of an adapter the reference is its base; set it to False"):
-        lora = replace(args, lora_r=4, offload_reference=True)
-        run_of(config, mesh, lora, lora_for(lora, None))
+        run_of(config, mesh, args, lora_for(args, None))
 
 
 def test_scores_are_counted_as_often_as_they_are_computed():
@@ -516,7 +516,7 @@ def test_the_nearest_change_comes_first():
     half, offload = plan.run.micro_batch_cells // 2, ["--offload_optimizer"]
     assert changes(plan) == ["--gradient_checkpointing full", f"--micro_batch_tokens {half}", *offload, "v5e-2"]
     small = replace(TRAIN, gradient_checkpointing="full", micro_batch_tokens=96, mesh="1,1,1,1,1")
-    larger = next(fitting._changes(read_config(TINY), a_plan("micro_step", replace(small, mesh="1,-1,1,1,1"))))
+    *_, larger = fitting._changes(read_config(TINY), a_plan("micro_step", replace(small, mesh="1,-1,1,1,1")))
     assert (larger.devices, larger.args.mesh) == ("v5e-2", "1,-1,1,1,1")
     assert changes(a_plan("apply_update")) == [*offload, "v5e-2"], "one device splits nothing"
     two = a_plan("apply_update", shape=(2, 1, 1, 1, 1), devices="v5e-2")

@@ -46,12 +46,12 @@ class Program:
 
 def own_bytes(trees: Mapping[str, Any]) -> float:
     """Of these arrays in the memory of each device; those without a place lie whole on all."""
-    return sum(_part_bytes(leaf) for leaf in jax.tree.leaves(dict(trees)) if not is_on_host(leaf))
+    return sum((_part_bytes(leaf) for leaf in jax.tree.leaves(dict(trees)) if not is_on_host(leaf)), 0.0)
 
 
 def host_bytes(trees: Mapping[str, Any]) -> float:
     """Of these arrays in the memory of the hosts, for each device."""
-    return sum(_part_bytes(leaf) for leaf in jax.tree.leaves(dict(trees)) if is_on_host(leaf))
+    return sum((_part_bytes(leaf) for leaf in jax.tree.leaves(dict(trees)) if is_on_host(leaf)), 0.0)
 
 
 def _part_bytes(x: Any) -> float:

@@ -189,9 +189,7 @@ class GRPOConfig(ForeignConfig):
             settings |= {"mesh": mesh, "mesh_replicate": tuple(RULES)}
         settings["offload_optimizer"], weights = offloaded(self.deepspeed, self.fsdp)
         if weights:
-            tell(
-                "offload_param: the weights that are trained stay on the devices; groupax offloads the optimizer's state"
-            )
+            tell("offload_param: weights that are trained stay on the devices; groupax offloads the optimizer's state")
         every = slices_of(as_native(settings)).num_steps(num_prompts, 1, -1) if num_prompts else 1
         settings["eval_steps"] = steps_of(
             self.eval_strategy, self.eval_steps or self._logging_steps(), every, "eval_strategy"
