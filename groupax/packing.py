@@ -248,7 +248,8 @@ def _new_shape(
     share = size / _load(every)
     num_parts = max(*(len(shard) for shard in shards), _expected(len(every), share, spare))
     num_rows = max(*(len(_lengths(shard)) for shard in shards), _expected(len(_lengths(every)), share, spare))
-    num_row_tokens = max(sum(_lengths(shard)) for shard in shards)
+    # the rows' part of the tokens varies more than their number
+    num_row_tokens = round((1 + 1.5 * spare) * max(sum(_lengths(shard)) for shard in shards))
     P = max(_count(num_parts), *(shape.prompts[0] for shape in alike), 0)
     S = _columns(max(part.prompt for part in every), FEWEST_PROMPT_COLUMNS)
     for wider in (*(shape.prompts[1] for shape in known), _columns(longest[0], FEWEST_PROMPT_COLUMNS)):
@@ -262,7 +263,7 @@ def _new_shape(
             rectangles = wider
     return Shape(
         tokens=size,
-        row_tokens=min(size, -(-round((1 + 1.5 * spare) * num_row_tokens) // ROW_TOKENS) * ROW_TOKENS),
+        row_tokens=min(size, -(-num_row_tokens // ROW_TOKENS) * ROW_TOKENS),
         prompts=(P, S),
         rows=(max(_count(num_rows), *(shape.rows[0] for shape in alike), 0), max(T, rectangles[-1][1])),
         rectangles=rectangles,
@@ -347,7 +348,7 @@ def _fits(shape: Shape, parts: Sequence[Part]) -> bool:
 
 
 def _count(count: int) -> int:
-    """The next of 2, 3, ..., 8, 10, 12, 14, 16, 20, ..."""
+    """The next of 2, 3, 4, 6, 8, 12, 16, ..."""
     count = max(count, 2)
     power = 1 << (count - 1).bit_length()
     return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power
