@@ -64,13 +64,18 @@ CASES = {
     "blocks": (1030, 200, 1, 1, 64, Attention(0.125, window=300)),
     "blocks-softcap": (700, 600, 2, 1, 64, Attention(0.2, softcap=5.0)),
 }
-QUICK = ("few", "window")
+QUICK, LONG = ("few",), ("one-key-head", "blocks", "blocks-softcap")
+
+
+def marked(name):
+    """A case with the mark of its time."""
+    if name in QUICK:
+        return name
+    return pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.heavy)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name in QUICK else pytest.mark.heavy) for name in CASES]
-)
+@pytest.mark.parametrize("case", [marked(name) for name in CASES])
 def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
     T, S, N, K, H, how = CASES[case]
     if how.softcap and kernel == "cudnn":
@@ -162,13 +167,8 @@ def test_an_update_by_a_kernel_is_the_same_update(kernel):
     assert_same_update(a_model(), Fused(kernel, emulated=True))
 
 
-@pytest.mark.parametrize(
-    "checkpointing",
-    [
-        pytest.param(name, marks=pytest.mark.heavy if name == "full" else pytest.mark.long)
-        for name in ("full", "dots", "all_dots")
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", ["full", "dots", "all_dots"])
 def test_layers_that_are_computed_again_and_loops_have_kernels_too(checkpointing):
     settings = {"gradient_checkpointing": checkpointing, "scan_layers": True}
     assert_same_update(a_model(), Fused("splash", emulated=True), **settings)
@@ -180,7 +180,7 @@ def test_windows_and_softcaps_of_a_family():
     assert_same_update(a_model(**change, attn_logit_softcapping=5.0), Fused("splash", emulated=True))
 
 
-@pytest.mark.heavy
+@pytest.mark.long
 def test_devices_that_split_heads_have_kernels_of_their_own_ones():
     model = a_model(num_hidden_layers=1)
     split = on_mesh(model, make_mesh((1, 2, 1, 2, 1)))
