@@ -92,9 +92,14 @@ def updated_in_parts(
         updated = optax.apply_updates(own, updates)
         pairs = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (updated, state), (own, old_state))
         new |= {path: lax.with_sharding_constraint(x, weight_places[path]) for path, x in _leaves(pairs[0]).items()}
-        new_moments |= {path: jax.device_put(x, moment_places[path]) for path, x in _leaves(pairs[1]).items()}
+        new_moments |= {path: _sent(x, moment_places[path]) for path, x in _leaves(pairs[1]).items()}
         before = [(new, path) for path in names] + [(new_moments, path) for path in paths]
     return _filled(params, new), _filled(opt_state, new_moments)
+
+
+def _sent(x: Array, place: Any) -> Array:
+    """The array at its place; how it is split has to be said on the devices."""
+    return jax.device_put(lax.with_sharding_constraint(x, place.with_memory_kind(DEVICE)), place)
 
 
 def _parts(weights: Mapping[Path, Any]) -> list[list[Path]]:

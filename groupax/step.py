@@ -91,10 +91,10 @@ def init_state(
         offload_optimizer: static; what the optimizer has for a weight lies on the device's host.
     """
     masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-    state = TrainState(masters, optimizer.init(masters))
-    if offload_optimizer:
+    state = _placed(TrainState(masters, optimizer.init(masters)), config, mesh)
+    if offload_optimizer:  # which says nothing of how arrays are split
         return jax.device_put(state, state_places(config, mesh, state, offload_optimizer))
-    return _placed(state, config, mesh)
+    return state
 
 
 def _placed(state: TrainState, config: ModelConfig, mesh: Mesh) -> TrainState:

@@ -45,6 +45,8 @@ def test_updates_in_parts_are_those_at_once(name, adapts):
     optimizer = make_optimizer(settings, make_schedule(ScheduleSettings(learning_rate=0.1), 10))
     static = {"optimizer": optimizer, "config": model.config, "mesh": mesh}
     state, offloaded = init_state(params, **static), init_state(params, **static, offload_optimizer=True)
+    for one, other in zip(*map(jax.tree.leaves, (state, offloaded)), strict=True):
+        assert one.sharding.is_equivalent_to(other.sharding.with_memory_kind(DEVICE), one.ndim), "split alike"
     rng = np.random.default_rng(0)
     for scale in (1.0, 1e-4, np.inf):  # clipped, not clipped, refused
         grads = jax.tree.map(
