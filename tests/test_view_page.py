@@ -185,6 +185,11 @@ class Reader:
         told = self.text(f'[data-title="{title}"] .reading')
         return int(told.removeprefix("step ").partition(":")[0].replace(",", "")) if told else 0
 
+    def release(self):
+        """The answer that `HOLD` holds back."""
+        self.browser.execute_async_script("window.release().then(() => setTimeout(arguments[0]))")
+        self.run("window.release = undefined")
+
     def errors(self):
         """What the console told, and requests to others, since the last time."""
         told = [entry["message"] for entry in self.browser.get_log("browser")]
@@ -251,6 +256,21 @@ def test_groups_are_opened_filtered_and_searched(page):
     until(lambda: "That is all" in page.text(".found"))
     page.click(".hits a")
     until(lambda: "step 2 · 4 completions" in page.text(".prompt header"))
+
+
+def test_a_search_of_all_steps_stays_when_the_list_comes_later(page):
+    from selenium.webdriver.common.keys import Keys
+
+    page.open("rollouts?run=earlier&step=4")
+    until(lambda: len(page.all(".groups li")) == 3)
+    page.run(HOLD, "/step?")
+    page.write("answer 2 of step 4")
+    until(lambda: page.run("return window.release !== undefined"))
+    page.keys('main input[name="search"]', Keys.SHIFT, Keys.ENTER)
+    until(lambda: "That is all" in page.text(".found"))
+    page.release()
+    until(lambda: "2 of 3 groups" in page.text(".list .summary"))
+    assert "That is all" in page.text(".found")
 
 
 def hovered(page):
@@ -406,7 +426,8 @@ const held = (url) => new Promise((resolve) => { window.release = async () => {
   resolve(answer);
   await answer.clone().text();
 } });
-window.fetch = (url) => url.includes('/steps?run=none') ? held(url) : fetch(url);"""
+window.fetch = (url, options) => url.includes(window.slow) ? held(url) : fetch(url, options);
+window.slow = arguments[0];"""
 
 
 def test_answers_that_come_too_late_are_left_out(browser, tmp_path):
@@ -419,14 +440,13 @@ def test_answers_that_come_too_late_are_left_out(browser, tmp_path):
         page = a_reader(browser, f"http://127.0.0.1:{port}")
         page.open("settings")
         until(lambda: page.all("main h1"))
-        page.run(HOLD)
+        page.run(HOLD, "/steps?run=none")
         for place, css in (("rollouts?run=some", ".prompt"), ("curves", ".toolbar")):
             page.run("location.hash = '#/rollouts?run=none'")
             until(lambda: page.run("return window.release !== undefined"))
             page.run("location.hash = arguments[0]", f"#/{place}")
             until(lambda css=css: page.all(f"main {css}"))
-            browser.execute_async_script("window.release().then(() => setTimeout(arguments[0]))")
-            page.run("window.release = undefined")
+            page.release()
             assert "No rollouts yet" not in page.text("main")
         page.open("rollouts?run=some&step=2")
         until(lambda: page.text(".prompt button").startswith("Show all (50 kB"))

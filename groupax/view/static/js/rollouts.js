@@ -26,6 +26,7 @@ export class Rollouts {
     this.filter = "all";
     this.sort = "order";
     this.query = "";
+    this.showsHits = false; // of a search of all steps, in place of a group
     this.steps = [];
     this.list = el("ol", { class: "groups", role: "listbox", "aria-label": "Groups of this step", tabindex: "0" });
     this.detail = el("div", { class: "detail" });
@@ -76,6 +77,7 @@ export class Rollouts {
   /** The address has changed. */
   async moved(parameters) {
     this.stopSearch();
+    this.showsHits = false;
     this.parameters = parameters;
     this.run = oneRun(parameters);
     if (this.run === null) return;
@@ -133,6 +135,7 @@ export class Rollouts {
     if (query === this.query) return;
     this.query = query;
     this.stopSearch();
+    this.showsHits = false;
     if (this.steps.length) this.readStep().catch((error) => this.fail(error));
   }
 
@@ -148,6 +151,7 @@ export class Rollouts {
     const of = this.shown.length === groups.length ? plural(groups.length, "group") : `${this.shown.length} of ${plural(groups.length, "group")}`;
     this.summary.textContent = `${of}, ${plural(this.found.num_rows, "completion")}`;
     fill(this.list, this.shown.map((group) => this.item(group, low, high)));
+    if (this.showsHits) return;
     if (this.shown.length) this.open();
     else fill(this.detail, empty("No group like that", "No group of this step passes the filter and the search.", el("button", { type: "button", on: { click: () => this.clear() } }, "Show all groups")));
   }
@@ -206,17 +210,23 @@ export class Rollouts {
     this.filter = "all";
     this.tools.querySelector('[name="filter"]').value = "all";
     this.stopSearch();
+    this.showsHits = false;
     this.readStep().catch((error) => this.fail(error));
   }
 
   /** Search all steps, newest first, as long as there is something to search and little was found. */
   async everywhere() {
-    this.query = this.search.value.trim();
-    if (!this.query) {
+    const query = this.search.value.trim();
+    if (!query) {
       this.search.focus();
       return;
     }
     this.stopSearch();
+    this.showsHits = true;
+    if (query !== this.query) {
+      this.query = query;
+      this.readStep().catch((error) => this.fail(error));
+    }
     const stopping = new AbortController();
     this.searching = stopping;
     const hits = el("ol", { class: "hits" });
