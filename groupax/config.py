@@ -348,7 +348,7 @@ class GRPOConfig:
     kv_cache_gb: float | None = None
     """Most memory of a device for keys and values, in GB; None allows 80 % of what is free. What does not fit waits."""
     kv_cache_dtype: Literal["same", "float32", "bfloat16"] = "same"
-    """Of the keys and values; "same" as the weights that are decoded with."""
+    """Of the keys and values; "same" as the weights that are decoded with, on CPU float32."""
     decoding_weights: DecodingWeights = "same"
     """What rollouts decode with: the policy's weights, or a copy of them in fewer bits, which is faster but not quite
     the policy (see rollout_correction)."""

@@ -58,14 +58,18 @@ def place_of(x: Any) -> PartitionSpec:
     return HEADS if x.ndim == 4 else ROWS
 
 
-def cache_dtype(asked: Any, weights: str, dtype: Any) -> Any:
+def cache_dtype(asked: Any, weights: str, dtype: Any, platform: str) -> Any:
     """That of keys and values.
 
     Args:
-        asked: None for that of the weights that are decoded with.
+        asked: None for that of the weights that are decoded with, on CPU float32: to write one column of an array of
+            fewer bits, XLA's CPU backend goes through all of it.
         weights: in which form these are (see `Engine`).
         dtype: of those that they are made of.
+        platform: of the devices.
     """
+    if asked is None and platform == "cpu":
+        return jnp.dtype(jnp.float32)
     return jnp.dtype(asked or ("bfloat16" if weights == "bfloat16" else dtype))
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from groupax.engine.cache import ROWS, Cache, place_of
 from groupax.engine.params import MAX_LOGPROBS
 from groupax.engine.plan import piece_columns
-from groupax.engine.sampling import History, SamplingSettings, alternatives, sample
+from groupax.engine.sampling import History, SamplingSettings, alternatives, sample, uniforms
 from groupax.models.attention import attend_cached, attend_stored, within_window
 from groupax.models.config import Attention, ModelConfig
 from groupax.models.decoder import forward, head_weights
@@ -268,6 +268,8 @@ def _decode_chunk(
     prompt_columns = jnp.arange(cache.num_prompt_columns)[None, :]
     prompt_visible = prompt_columns >= cache.prompt_starts[:, None]
     rows_per_prompt = B // prompt_visible.shape[0]
+    # at once for all tokens: on CPU a draw takes many operations
+    uniform = uniforms(slots.key, slots.position[:, None] + jnp.arange(C)[None, :])
 
     def busy(carry: tuple[Array, Slots, Cache, Chunk]) -> Array:
         index, slots, _, _ = carry
@@ -311,7 +313,7 @@ def _decode_chunk(
             num_generated=current - slots.start,
             stop_ids=slots.stop_ids,
         )
-        sampled = sample(logits, slots.key, slots.position, slots.settings, history)
+        sampled = sample(logits, uniform[:, index], slots.settings, history)
         others, other_logps = alternatives(logits, slots.settings)
 
         active = slots.remaining > 0

@@ -46,7 +46,7 @@ class Engine:
         kv_bytes: most memory for keys and values on a device, in bytes; None allows 80 % of what is free when
             sequences are started. What does not fit waits; if completions become longer than expected, the shortest
             make room and are sampled again later.
-        kv_dtype: of the cache; None for that of the weights.
+        kv_dtype: of the cache; None for that of the weights, on CPU float32.
         prefix_bytes: host memory for what was computed for finished sequences, so that prompts which begin with the
             same tokens, as the next turn of a conversation does, need only the rest computed; 0 for none.
         weights: to decode with: "same" as `params`, or a copy of them in "bfloat16", "int8" or "float8".
@@ -147,7 +147,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.kv_bytes = kv_bytes
         check_decoding_weights(params, weights)
-        self.kv_dtype = cache_dtype(kv_dtype, weights, params["embed"].dtype)
+        self.kv_dtype = cache_dtype(kv_dtype, weights, params["embed"].dtype, self.mesh.devices.flat[0].platform)
         self.prefixes = PrefixStore(prefix_bytes)
         self.before_chunk: Callable[[], object] | None = None
 

@@ -69,12 +69,11 @@ class Sampled:
 
 def sample(
     logits: Float[Array, "B V"],
-    key: UInt32[Array, "B 2"],
-    position: Int[Array, "B"],
+    uniform: Float[Array, "B 2"],
     settings: SamplingSettings,
     history: History,
 ) -> Sampled:
-    """Draw one token per row. The draw depends on the row's logits, history, settings, key and position alone."""
+    """Draw one token per row. The draw depends on the row's logits, history, settings and numbers in [0, 1) alone."""
     greedy = settings.temperature == 0
     inverse_temperature = (1.0 / jnp.where(greedy, 1.0, settings.temperature))[:, None]
 
@@ -85,27 +84,28 @@ def sample(
     policy = below_max(logits)
     weights = jnp.exp(policy)
 
-    def changed() -> tuple[Array, Array]:
-        scaled = below_max(changed_logits(logits, settings, history))
-        return scaled, jnp.exp(scaled)
-
-    scaled, scaled_weights = lax.cond(_are_changed(settings, history), changed, lambda: (policy, weights))
-    kept_weights = lax.cond(
-        _are_truncated(settings),
-        lambda: jnp.where(kept_tokens(scaled, settings), scaled_weights, 0.0),
-        lambda: scaled_weights,
-    )
-    drawn = _inverse_cdf(kept_weights, uniforms(key, position)).astype(jnp.int32)
-    likeliest = lax.cond(
-        jnp.any(greedy), lambda: jnp.argmax(scaled, axis=-1).astype(jnp.int32), lambda: jnp.zeros_like(drawn)
-    )
-    token = jnp.where(greedy, likeliest, drawn)
-
-    def logp(scaled: Array, weights: Array) -> Array:
+    def logp(scaled: Array, weights: Array, token: Array) -> Array:
         return jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - jnp.log(sum_last(weights)[:, 0])
 
-    sampler_logp = jnp.where(greedy, 0.0, logp(scaled, kept_weights))
-    return Sampled(token, logp(policy, weights), sampler_logp)
+    # Branches give numbers per row alone: what is as large as the logits would be copied.
+    def from_policy() -> tuple[Array, Array]:
+        token = _inverse_cdf(weights, uniform)
+        return token, logp(policy, weights, token)
+
+    def from_changed() -> tuple[Array, Array]:
+        scaled = lax.cond(
+            _are_changed(settings, history),
+            lambda: below_max(changed_logits(logits, settings, history)),
+            lambda: policy,
+        )
+        kept_weights = jnp.where(kept_tokens(scaled, settings), jnp.exp(scaled), 0.0)
+        drawn = _inverse_cdf(kept_weights, uniform)
+        token = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), drawn)
+        return token, jnp.where(greedy, 0.0, logp(scaled, kept_weights, token))
+
+    is_other = jnp.any(greedy) | _are_changed(settings, history) | _are_truncated(settings)
+    token, sampler_logp = lax.cond(is_other, from_changed, from_policy)
+    return Sampled(token, logp(policy, weights, token), sampler_logp)
 
 
 def changed_logits(logits: Float[Array, "B V"], settings: SamplingSettings, history: History) -> Float[Array, "B V"]:
@@ -168,13 +168,13 @@ def _are_changed(settings: SamplingSettings, history: History) -> Bool[Array, ""
     return jnp.any(by_row)
 
 
-def uniforms(key: UInt32[Array, "B 2"], position: Int[Array, "B"]) -> Float[Array, "B 2"]:
-    """Two numbers in [0, 1) per row, from the row's key and the position of the token that it feeds."""
+def uniforms(key: UInt32[Array, "B 2"], positions: Int[Array, "B C"]) -> Float[Array, "B C 2"]:
+    """Two numbers in [0, 1) for each token that is drawn: from the row's key and the position of the token it feeds."""
 
     def draw(key: Array, position: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position), (2,))
 
-    return jax.vmap(draw)(key, position)
+    return jax.vmap(jax.vmap(draw, (None, 0)))(key, positions)
 
 
 def row_keys(seed: int, step: int, prompts: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -252,18 +252,28 @@ def _largest_threshold(holds: Callable[[Array], Array]) -> UInt32[Array, "B"]:
 def _inverse_cdf(weights: Float[Array, "B V"], uniform: Float[Array, "B 2"]) -> Int[Array, "B"]:
     """A token per row with probability proportional to its weight: first a block of tokens, then one within it."""
     B, V = weights.shape
-    width = max(1, round(V**0.5))
+    width = _block_width(V)
     num_blocks = -(-V // width)
     blocks = jnp.pad(weights, ((0, 0), (0, num_blocks * width - V))).reshape(B, num_blocks, width)
     block = _first_beyond(jnp.sum(blocks, axis=-1), uniform[:, 0])
     within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * width + _first_beyond(within, uniform[:, 1])
+    return (block * width + _first_beyond(within, uniform[:, 1])).astype(jnp.int32)
+
+
+def _block_width(V: int) -> int:
+    """About the root of V; a divisor of it, if one is not too far from that, so that nothing has to be padded."""
+    root = V**0.5
+    near = [width for width in range(1, V + 1) if V % width == 0 and root / 4 <= width <= root * 4]
+    return min(near, key=lambda width: width + V // width, default=max(1, round(root)))
 
 
 def _first_beyond(weights: Float[Array, "B J"], uniform: Float[Array, "B"]) -> Int[Array, "B"]:
     """The first index whose cumulative weight exceeds uniform * total; never one of weight 0."""
-    cumulative = jnp.cumsum(weights, axis=-1)
-    total = cumulative[:, -1]
+    # as a product, because the compiler adds up one number after another in as many operations
+    before = np.tril(np.ones((weights.shape[-1],) * 2, np.float32))
+    cumulative = jnp.einsum("bj,ij->bi", weights, before, precision=lax.Precision.HIGHEST)
+    is_possible = weights > 0
+    total = jnp.max(jnp.where(is_possible, cumulative, 0.0), axis=-1)
     # uniform * total may round up to total, beyond which there is nothing
     target = jnp.minimum(uniform * total, jnp.nextafter(total, jnp.zeros_like(total)))
-    return jnp.argmax(cumulative > target[:, None], axis=-1)
+    return jnp.argmax(is_possible & (cumulative > target[:, None]), axis=-1)

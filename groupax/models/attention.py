@@ -143,7 +143,8 @@ def attend_cached(
     B, N, H = q.shape
     Q, K = prompt_k.shape[:2]
     R, G = B // Q, N // K  # rows per prompt, query heads per key head
-    prompt_k, prompt_v, k, v = (x.astype(q.dtype) for x in (prompt_k, prompt_v, k, v))  # the cache may have its own
+    common = max(q.dtype, k.dtype, key=lambda dtype: dtype.itemsize)  # the cache may have its own
+    prompt_k, prompt_v, k, v = (x.astype(common) for x in (prompt_k, prompt_v, k, v))
 
     def by_prompt(x: Array) -> Array:
         return x.reshape(Q, R, K, G, -1).swapaxes(1, 2).reshape(Q, K, R * G, -1)
@@ -151,7 +152,7 @@ def attend_cached(
     def by_row(x: Array) -> Array:
         return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
 
-    grouped = q.reshape(B, K, G, H) * jnp.asarray(how.query_scale, q.dtype)
+    grouped = (q.reshape(B, K, G, H) * jnp.asarray(how.query_scale, q.dtype)).astype(common)
     on_prompt = _bounded(times(by_prompt(grouped), prompt_k), how)
     if prompt_visible.shape[0] == Q:
         prompt_visible = prompt_visible[:, None, None]
@@ -165,7 +166,7 @@ def attend_cached(
     inverse_sum = 1.0 / (by_row(sum_last(prompt_weights)) + sum_last(row_weights))
     of_prompt = times(prompt_weights.astype(v.dtype), prompt_v)
     of_row = times(row_weights.astype(v.dtype), v)
-    return ((by_row(of_prompt) + of_row) * inverse_sum).astype(v.dtype).reshape(B, N, H)
+    return ((by_row(of_prompt) + of_row) * inverse_sum).astype(q.dtype).reshape(B, N, H)
 
 
 def within_window(behind: Int[Array, "*M S"], window: int | None) -> Bool[Array, "*M S"] | bool:

@@ -41,7 +41,7 @@ def rollout_of(
             in_rollout=True,
         )
     asked = None if args.kv_cache_dtype == "same" else args.kv_cache_dtype
-    kv_dtype = cache_dtype(asked, args.decoding_weights, of_model.dtype)
+    kv_dtype = cache_dtype(asked, args.decoding_weights, of_model.dtype, of_model.platform)
     shape = _cache_shape(of_model, mesh, num_rows, longest, kv_dtype, left - kept)
     admits, decodes, params, cache = traced_programs(config, mesh, shape, params, kv_dtype)
     per_shard, num_chunks = -(-num_rows // num_data_shards(mesh)), -(-longest[1] // CHUNK_STEPS)
