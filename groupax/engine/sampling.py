@@ -269,11 +269,8 @@ def _block_width(V: int) -> int:
 
 def _first_beyond(weights: Float[Array, "B J"], uniform: Float[Array, "B"]) -> Int[Array, "B"]:
     """The first index whose cumulative weight exceeds uniform * total; never one of weight 0."""
-    # as a product, because the compiler adds up one number after another in as many operations
-    before = np.tril(np.ones((weights.shape[-1],) * 2, np.float32))
-    cumulative = jnp.einsum("bj,ij->bi", weights, before, precision=lax.Precision.HIGHEST)
-    is_possible = weights > 0
-    total = jnp.max(jnp.where(is_possible, cumulative, 0.0), axis=-1)
+    cumulative = jnp.cumsum(weights, axis=-1)
+    total = cumulative[:, -1]
     # uniform * total may round up to total, beyond which there is nothing
     target = jnp.minimum(uniform * total, jnp.nextafter(total, jnp.zeros_like(total)))
-    return jnp.argmax(is_possible & (cumulative > target[:, None]), axis=-1)
+    return jnp.argmax(cumulative > target[:, None], axis=-1)
