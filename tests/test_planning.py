@@ -597,7 +597,7 @@ def test_settings_are_found_that_fit(few_bytes):
     assert whole.fits
     assert whole.largest.name == "micro_step"
     sizes = {program.name: program.total for program in whole.programs}
-    for part in (0.95, 0.6, 0.3):
+    for part in (0.95, 0.6, 0.45):
         few_bytes(part * whole.largest.total)
         plan = plan_of(config, Asked("v5e-1", TRAIN), None, compiler, silent)
         assert {program.name: program.total for program in plan.programs} == sizes

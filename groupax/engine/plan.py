@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 # least two slots and computes at least two prompts: for a single row, XLA's CPU kernels round differently.
 MIN_SLOTS = 2
 MAX_SHARE = 16
-CACHE_COLUMNS = 64
+CACHE_COLUMNS = 128
 PREFILL_COLUMNS = 32
 # Most prompt tokens, padding included, that are computed in one admission on a shard (but at least two prompts).
 PREFILL_TOKENS = 16_384

@@ -50,7 +50,7 @@ def rollout_of(
     num_pieces = shape.num_prompt_columns // piece_columns(together, shape.num_prompt_columns)
     arguments = {**({"rollout weights": params} if kept else of_model.own), "kv cache": cache}
     programs = [
-        Program("admit", admits, arguments, -(-num_prompts // together), num_pieces),
+        Program("admit", admits, arguments, -(-num_prompts // min(together, shape.num_places)), num_pieces),
         Program("decode_chunk", decodes, arguments, num_waves * num_chunks, CHUNK_STEPS),
     ]
     return programs, shape, own_bytes({"weights": gathered}) - own_bytes({"weights": given}) if gathers else 0.0
