@@ -75,17 +75,19 @@ def test_a_programs_memory_is_used_again_unless_the_environment_says_otherwise(c
 
         @jax.jit
         def large(x):
-            return jnp.sum(jnp.sort(x[:, None] * jnp.arange(4096.0)[None], axis=0)[::7])
+            return jnp.sum((x @ x.T)[::7])
 
-        x = jnp.arange(4096.0)
-        for _ in range(8):
+        x = jnp.ones((4096, 8))
+        num_new = 0
+        for _ in range(40):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             large(x).block_until_ready()
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+            num_new += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > 10_000
+        print(num_new)
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     environment |= {"MALLOC_TOP_PAD_": "0"} if chosen else {}
     command = [sys.executable, "-c", textwrap.dedent(program)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    faults = int(run.stdout.split()[-1])
-    assert (faults > 10_000) == chosen, faults
+    num_new = int(run.stdout.split()[-1])  # of 40 times; some, until the pieces are where they fit again
+    assert num_new > 35 if chosen else num_new < 20

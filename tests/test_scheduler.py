@@ -119,8 +119,8 @@ def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():
 
 def test_the_first_shape_is_as_large_as_the_work_and_the_memory():
     plan = Plan(max_tokens=10**9, num_layers=4, max_slots=64)
-    assert plan.first_shape([8] * 4, 2, (100, 100)) == CacheShape(16, 8, 128, 64)
-    assert plan.first_shape([8] * 40, 2, (100, 100)) == CacheShape(32, 2, 128, 64), "others wait for places"
+    assert plan.first_shape([8] * 4, 2, (100, 100)) == CacheShape(16, 8, 128, 128)
+    assert plan.first_shape([8] * 40, 2, (100, 100)) == CacheShape(32, 2, 128, 128), "others wait for places"
     little = Plan(max_tokens=4000, num_layers=4, max_slots=64)
     shape = little.first_shape([8] * 4, 1, (100, 900))
     assert shape == CacheShape(4, 2, 128, 512), "half of 900 tokens are expected"
