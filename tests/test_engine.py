@@ -15,6 +15,7 @@ from groupax.engine.sampling import (
     History,
     SamplingSettings,
     alternatives,
+    block_width,
     changed_logits,
     kept_tokens,
     sample,
@@ -275,6 +276,11 @@ def test_tokens_of_weight_zero_are_never_drawn():
     keys = jnp.stack([jnp.arange(4096, dtype=jnp.uint32)] * 2, axis=1)
     drawn = sample(rows, first_uniforms(keys), settings_array(4096), history_of(4096))
     assert (np.asarray(drawn.token) % 7 == 3).all()
+
+
+@pytest.mark.parametrize(("num_words", "width"), [(96, 8), (8192, 64), (151_936, 128), (262_144, 512), (8191, 91)])
+def test_blocks_of_words_divide_the_vocabulary_if_they_can(num_words, width):
+    assert block_width(num_words) == width
 
 
 # -- settings that change the logits

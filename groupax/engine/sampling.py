@@ -1,5 +1,6 @@
 """Drawing tokens: truncation by runtime settings, inverse-CDF sampling, counter-based randomness."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -252,7 +253,7 @@ def _largest_threshold(holds: Callable[[Array], Array]) -> UInt32[Array, "B"]:
 def _inverse_cdf(weights: Float[Array, "B V"], uniform: Float[Array, "B 2"]) -> Int[Array, "B"]:
     """A token per row with probability proportional to its weight: first a block of tokens, then one within it."""
     B, V = weights.shape
-    width = _block_width(V)
+    width = block_width(V)
     num_blocks = -(-V // width)
     blocks = jnp.pad(weights, ((0, 0), (0, num_blocks * width - V))).reshape(B, num_blocks, width)
     block = _first_beyond(jnp.sum(blocks, axis=-1), uniform[:, 0])
@@ -260,10 +261,10 @@ def _inverse_cdf(weights: Float[Array, "B V"], uniform: Float[Array, "B 2"]) -> 
     return (block * width + _first_beyond(within, uniform[:, 1])).astype(jnp.int32)
 
 
-def _block_width(V: int) -> int:
+def block_width(V: int) -> int:
     """About the root of V; a divisor of it, if one is not too far from that, so that nothing has to be padded."""
     root = V**0.5
-    near = [width for width in range(1, V + 1) if V % width == 0 and root / 4 <= width <= root * 4]
+    near = [width for width in range(math.ceil(root / 4), int(root * 4) + 1) if V % width == 0]
     return min(near, key=lambda width: width + V // width, default=max(1, round(root)))
 
 
