@@ -106,12 +106,17 @@ def browser():
     options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     chromium = selenium.Chrome(options=options, service=selenium.ChromeService(driver))
+    # a page that takes itself for hidden asks for nothing
+    chromium.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
     yield chromium
     chromium.quit()
 
 
-def until(check, seconds=240.0):
-    """The first true answer of a check that looks again and again; what it looks at may come, go and move meanwhile."""
+def until(check, seconds=240.0, told=str):
+    """The first true answer of a check that looks again and again; what it looks at may come, go and move meanwhile.
+
+    `told()` says more if it does not come.
+    """
     from selenium.common.exceptions import WebDriverException
 
     end_s = time.monotonic() + seconds
@@ -123,7 +128,7 @@ def until(check, seconds=240.0):
         except WebDriverException as error:
             why = error
         if time.monotonic() > end_s:
-            raise AssertionError("this did not come") from why
+            raise AssertionError(f"this did not come. {told()}") from why
         time.sleep(0.1)
 
 
@@ -456,12 +461,18 @@ def test_answers_that_come_too_late_are_left_out(browser, tmp_path):
         browser.get("about:blank")
 
 
-def test_a_curve_grows_without_a_reload(page):
+def test_a_curve_grows_without_a_reload(page, runs):
+    def told():
+        asked = "return [document.hidden, document.querySelector('.connection').textContent, location.href]"
+        log = (runs.parent / "log").read_text()[-2000:]
+        metrics = (runs / "training" / "metrics.jsonl").read_text().count("\n")
+        return f"{page.run(asked)}; {page.text('#side')}; first {first}; {metrics} lines; {log}"
+
     page.open("curves")
     page.run("window.notReloaded = true")
     first = until(lambda: page.last_point("Reward"))
     until(lambda: "live" in page.text(".connection"))
-    later = until(lambda: (now := page.last_point("Reward")) > first and now)
+    later = until(lambda: (now := page.last_point("Reward")) > first and now, told=told)
     until(lambda: page.last_point("Reward") > later)
     assert page.run("return window.notReloaded")
     label = page.one('[data-title="Reward"] .canvas', lambda element: element.get_attribute("aria-label"))

@@ -1,5 +1,7 @@
 // Questions to the server.
 
+const LONGEST_MS = 60_000; // an answer that never comes would end the page's own questions too
+
 /** The answer to a question; lists become repeated parameters. */
 export async function ask(path, parameters = {}, signal = undefined) {
   const query = new URLSearchParams();
@@ -8,11 +10,12 @@ export async function ask(path, parameters = {}, signal = undefined) {
     for (const each of Array.isArray(value) ? value : [value]) query.append(name, each);
   }
   const text = query.toString();
+  const signals = [AbortSignal.timeout(LONGEST_MS), ...(signal ? [signal] : [])];
   let answer;
   try {
-    answer = await fetch(`/api/${path}${text ? `?${text}` : ""}`, { signal });
+    answer = await fetch(`/api/${path}${text ? `?${text}` : ""}`, { signal: AbortSignal.any(signals) });
   } catch (error) {
-    if (error.name === "AbortError") throw error;
+    if (signal?.aborted) throw error;
     throw new Error("groupax view does not answer; is it still running?");
   }
   const content = (answer.headers.get("content-type") ?? "").startsWith("application/json")
