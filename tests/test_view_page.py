@@ -186,6 +186,8 @@ class Reader:
         """The last step that a curve shows, read with the keyboard."""
         from selenium.webdriver.common.keys import Keys
 
+        if not self.all(f'[data-title="{title}"] canvas'):
+            return 0  # there, the key would scroll the page to its end, where the curve is out of sight
         self.keys(f'[data-title="{title}"] .canvas', Keys.END)
         told = self.text(f'[data-title="{title}"] .reading')
         return int(told.removeprefix("step ").partition(":")[0].replace(",", "")) if told else 0
