@@ -35,6 +35,11 @@ export class Group {
     }
   }
 
+  /** Something else takes the place: answers that are still to come are left out. */
+  leave() {
+    this.where = null;
+  }
+
   draw() {
     const { group } = this;
     const channels = Object.keys(group.channels);

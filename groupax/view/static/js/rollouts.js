@@ -153,7 +153,10 @@ export class Rollouts {
     fill(this.list, this.shown.map((group) => this.item(group, low, high)));
     if (this.showsHits) return;
     if (this.shown.length) this.open();
-    else fill(this.detail, empty("No group like that", "No group of this step passes the filter and the search.", el("button", { type: "button", on: { click: () => this.clear() } }, "Show all groups")));
+    else {
+      this.group.leave();
+      fill(this.detail, empty("No group like that", "No group of this step passes the filter and the search.", el("button", { type: "button", on: { click: () => this.clear() } }, "Show all groups")));
+    }
   }
 
   item(group, low, high) {
@@ -223,6 +226,7 @@ export class Rollouts {
     }
     this.stopSearch();
     this.showsHits = true;
+    this.group.leave();
     if (query !== this.query) {
       this.query = query;
       this.readStep().catch((error) => this.fail(error));
