@@ -107,7 +107,6 @@ def browser():
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     chromium = selenium.Chrome(options=options, service=selenium.ChromeService(driver))
     # a page that takes itself for hidden asks for nothing
-    chromium.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
     yield chromium
     chromium.quit()
 
@@ -278,6 +277,13 @@ def test_a_search_of_all_steps_stays_when_the_list_comes_later(page):
     page.release()
     until(lambda: "2 of 3 groups" in page.text(".list .summary"))
     assert "That is all" in page.text(".found")
+    page.run("window.slow = '/group?'")
+    page.click(".groups li:last-child")
+    until(lambda: page.run("return window.release !== undefined"))
+    page.keys('main input[name="search"]', Keys.SHIFT, Keys.ENTER)
+    until(lambda: "That is all" in page.text(".found"))
+    page.release()
+    assert "That is all" in page.text(".found")
 
 
 def hovered(page):
@@ -428,12 +434,15 @@ def test_a_run_that_is_begun_again_and_evaluated(browser, tmp_path):
 
 
 HOLD = """const { fetch } = window;
-const held = (url) => new Promise((resolve) => { window.release = async () => {
-  const answer = await fetch(url);
-  resolve(answer);
-  await answer.clone().text();
-} });
-window.fetch = (url, options) => url.includes(window.slow) ? held(url) : fetch(url, options);
+const held = (url, { signal }) => new Promise((resolve, reject) => {
+  window.release = async () => {
+    const answer = await fetch(url);
+    resolve(answer);
+    await answer.clone().text();
+  };
+  signal.addEventListener("abort", () => reject(signal.reason));
+});
+window.fetch = (url, options) => url.includes(window.slow) ? held(url, options) : fetch(url, options);
 window.slow = arguments[0];"""
 
 
@@ -460,6 +469,41 @@ def test_answers_that_come_too_late_are_left_out(browser, tmp_path):
         page.click(".prompt button")
         until(lambda: page.run("return document.querySelector('.prompt .text').textContent.length") == 50_000)
         assert page.errors() == []
+        browser.get("about:blank")
+
+
+def test_what_is_shown_stays_when_another_run_comes_and_changes_when_its_own_goes(browser, tmp_path):
+    from selenium.webdriver.common.keys import Keys
+
+    write_run(tmp_path / "some", {}, num_steps=3)
+    with serving(tmp_path) as port:
+        page = a_reader(browser, f"http://127.0.0.1:{port}")
+        page.open("rollouts?run=some")
+        until(lambda: page.all(".card .tok"))
+        page.run(HOLD, "/search?")
+        page.write("answer 1 of step 2")
+        page.keys('main input[name="search"]', Keys.SHIFT, Keys.ENTER)
+        until(lambda: page.run("return window.release !== undefined"))
+        write_run(tmp_path / "other", {"beta": 0.5}, num_steps=2)
+        until(lambda: page.all('select[name="run"] option[value="other"]'))
+        page.release()
+        until(lambda: "That is all" in page.text(".found"), seconds=20.0)
+        for place, css in (("curves", ".chart canvas"), ("settings", "tbody")):
+            page.open(place)
+            until(lambda css=css: page.all(css))
+            page.write("beta")
+            write_run(tmp_path / f"with_{place}", {"beta": 0.75}, num_steps=1)
+            until(lambda place=place: f"with_{place}" in page.text("#side"))
+            assert page.value('main input[name="search"]') == "beta"
+        until(lambda: "with_settings" in page.text("main thead"))
+        for place in ("rollouts", "prompts", "evaluations"):
+            page.open(f"{place}?run=some")
+            until(lambda: page.value('select[name="run"]') == "some")
+            (tmp_path / "some").rename(tmp_path / "gone")
+            until(lambda: page.value('select[name="run"]') == "gone")
+            (tmp_path / "gone").rename(tmp_path / "some")
+            until(lambda: page.value('select[name="run"]') != "gone")
+        assert all("404" in each for each in page.errors()), "of a run that went while it was asked for"
         browser.get("about:blank")
 
 

@@ -2,6 +2,7 @@
 
 import { ask } from "./api.js";
 import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { RunChoice } from "./runs.js";
 import { app, go, oneRun } from "./state.js";
 
 export class Evaluations {
@@ -11,9 +12,10 @@ export class Evaluations {
     this.names = [];
     this.which = "all";
     this.search = el("input", { type: "search", name: "search", placeholder: "Search items  ( / )", "aria-label": "Search items", on: { input: debounced(() => this.again(), 250) } });
+    this.runChoice = new RunChoice("evaluations");
     this.fields = el("span", { class: "fields" });
     this.body = el("div");
-    fill(root, el("h1", { class: "sr" }, "Evaluations"), el("div", { class: "toolbar" }, this.fields,
+    fill(root, el("h1", { class: "sr" }, "Evaluations"), el("div", { class: "toolbar" }, this.runChoice.element, this.fields,
       select("Show", [["all", "all items"], ["solved", "solved"], ["unsolved", "not solved"]], this.which, (value) => { this.which = value; this.again(); }, "which"), this.search), this.body);
   }
 
@@ -26,6 +28,7 @@ export class Evaluations {
     if (run === null) return;
     const asked = {};
     Object.assign(this, { asked, parameters, run, first: 0 });
+    this.runChoice.show(run);
     try {
       const names = await ask("evaluations", { run });
       if (this.asked !== asked) return;
@@ -41,7 +44,6 @@ export class Evaluations {
   layOutFields(names) {
     this.names = names;
     fill(this.fields,
-      select("Run", Object.keys(app.runs).map((name) => [name, name]), this.run, (run) => go("evaluations", { run }), "run"),
       names.length > 0 && select("Evaluation", names.map((name) => [name, name]), this.name, (name) => go("evaluations", { run: this.run, name }), "evaluation"));
   }
 
@@ -95,8 +97,13 @@ export class Evaluations {
 
   /** A new evaluation can be chosen; the one that is being read stays. */
   async update(changed) {
-    if (!changed.includes(this.run)) return;
     const { parameters, run } = this;
+    if (!(run in app.runs)) {
+      await this.moved(parameters);
+      return;
+    }
+    this.runChoice.show(run);
+    if (!changed.includes(run)) return;
     const names = await ask("evaluations", { run });
     if (this.parameters !== parameters || names.join("\n") === this.names.join("\n")) return;
     if (names.includes(this.name)) this.layOutFields(names);

@@ -105,16 +105,16 @@ async function poll() {
   try {
     if (!document.hidden || !Object.keys(app.runs).length) {
       const runs = await ask("runs");
-      const changed = Object.keys(runs).filter((name) => String(runs[name].version) !== String(app.runs[name]?.version));
-      const isOther = Object.keys(runs).join("\n") !== Object.keys(app.runs).join("\n");
+      const names = Object.keys({ ...app.runs, ...runs }); // those that came or went too
+      const changed = names.filter((name) => String(runs[name]?.version) !== String(app.runs[name]?.version));
       const isTold = JSON.stringify(Object.values(runs).map((run) => run.status)) !== JSON.stringify(Object.values(app.runs).map((run) => run.status));
       app.runs = runs;
       if (Object.values(runs).some((run) => run.status !== "done")) wait = QUICK_MS;
-      if (changed.length || isOther || isTold) {
+      if (changed.length || isTold) {
         drawRuns();
         drawTabs(place().view in VIEWS ? place().view : "curves");
       }
-      if (isOther || !view) show();
+      if (!view) show();
       else if (changed.length) await view.page.update(changed);
     }
     const isLive = Object.values(app.runs).some((run) => run.status === "live");

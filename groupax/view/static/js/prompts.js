@@ -2,17 +2,18 @@
 
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
-import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
-import { address, app, colour, go, oneRun } from "./state.js";
+import { debounced, el, empty, failure, fill, plural, shown, visible } from "./dom.js";
+import { RunChoice } from "./runs.js";
+import { address, app, colour, oneRun } from "./state.js";
 
 export class Prompts {
   constructor(root) {
     this.root = root;
     this.search = el("input", { type: "search", name: "search", placeholder: "Find a prompt  ( / )", "aria-label": "Find a prompt", on: { input: debounced(() => this.read(), 200) } });
-    this.runField = el("span");
+    this.runChoice = new RunChoice("prompts");
     this.progress = el("p", { class: "summary", role: "status" });
     this.body = el("div");
-    fill(root, el("h1", { class: "sr" }, "Prompts"), el("div", { class: "toolbar" }, this.runField, this.search), this.progress, this.body);
+    fill(root, el("h1", { class: "sr" }, "Prompts"), el("div", { class: "toolbar" }, this.runChoice.element, this.search), this.progress, this.body);
   }
 
   async start(parameters) {
@@ -23,7 +24,7 @@ export class Prompts {
     this.parameters = parameters;
     this.run = oneRun(parameters);
     if (this.run === null) return;
-    fill(this.runField, select("Run", Object.keys(app.runs).map((name) => [name, name]), this.run, (run) => go("prompts", { run }), "run"));
+    this.runChoice.show(this.run);
     await this.read();
   }
 
@@ -101,6 +102,11 @@ export class Prompts {
   }
 
   async update(changed) {
+    if (!(this.run in app.runs)) {
+      await this.moved(this.parameters);
+      return;
+    }
+    this.runChoice.show(this.run);
     if (changed.includes(this.run)) await this.read();
   }
 

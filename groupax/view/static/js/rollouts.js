@@ -3,6 +3,7 @@
 import { ask } from "./api.js";
 import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { Group } from "./group.js";
+import { RunChoice } from "./runs.js";
 import { address, app, go, oneRun } from "./state.js";
 
 const FILTERS = {
@@ -41,7 +42,7 @@ export class Rollouts {
   }
 
   layOutTools() {
-    this.runField = el("span");
+    this.runChoice = new RunChoice("rollouts");
     this.number = el("input", { type: "number", name: "step", min: "0", "aria-label": "Step", on: { change: () => this.goTo({ step: this.nearest(Number(this.number.value)), prompt: null }) } });
     this.slider = el("input", { type: "range", min: "0", name: "step-slider", "aria-label": "Step", on: {
       input: () => {
@@ -57,7 +58,7 @@ export class Rollouts {
     this.all = el("button", { type: "button", title: "Search the rollouts of all steps (Shift+Enter)", on: { click: () => this.everywhere() } }, "In all steps");
     fill(
       this.tools,
-      this.runField,
+      this.runChoice.element,
       el("div", { class: "stepper", role: "group", "aria-label": "Step" },
         el("button", { type: "button", "aria-label": "Step before", title: "←", on: { click: () => this.move(-1) } }, "‹"),
         this.number,
@@ -76,12 +77,11 @@ export class Rollouts {
 
   /** The address has changed. */
   async moved(parameters) {
-    this.stopSearch();
-    this.showsHits = false;
+    this.leaveSearch();
     this.parameters = parameters;
     this.run = oneRun(parameters);
     if (this.run === null) return;
-    fill(this.runField, select("Run", Object.keys(app.runs).map((name) => [name, name]), this.run, (run) => go("rollouts", { run }), "run"));
+    this.runChoice.show(this.run);
     try {
       if (!(await this.readSteps()) || !this.steps.length) return;
       const step = this.nearest("step" in parameters ? Number(parameters.step) : Infinity);
@@ -134,8 +134,7 @@ export class Rollouts {
     const query = this.search.value.trim();
     if (query === this.query) return;
     this.query = query;
-    this.stopSearch();
-    this.showsHits = false;
+    this.leaveSearch();
     if (this.steps.length) this.readStep().catch((error) => this.fail(error));
   }
 
@@ -212,8 +211,7 @@ export class Rollouts {
     this.query = "";
     this.filter = "all";
     this.tools.querySelector('[name="filter"]').value = "all";
-    this.stopSearch();
-    this.showsHits = false;
+    this.leaveSearch();
     this.readStep().catch((error) => this.fail(error));
   }
 
@@ -266,14 +264,25 @@ export class Rollouts {
     this.step = null;
   }
 
+  /** A group takes the place of a search's hits again. */
+  leaveSearch() {
+    this.stopSearch();
+    this.showsHits = false;
+  }
+
   stopSearch() {
     this.searching?.abort();
     this.searching = null;
   }
 
   async update(changed) {
-    if (!changed.includes(this.run)) return;
     const { parameters } = this;
+    if (!(this.run in app.runs)) {
+      await this.moved(parameters);
+      return;
+    }
+    this.runChoice.show(this.run);
+    if (!changed.includes(this.run)) return;
     const first = !this.steps.length;
     try {
       if (!(await this.readSteps())) return;
