@@ -12,6 +12,8 @@ import groupax.compat.easydel as ed
 from groupax import GRPOConfig as NativeConfig
 from groupax import init_model, load_model, save_model
 from groupax.compat import hf, trl
+from groupax.compat.easydel.models import config_settings
+from groupax.compat.easydel.trainer import with_sampling
 from groupax.compat.fields import CompatWarning
 from groupax.models.checkpoint import on_mesh
 from groupax.models.lora import lora_config
@@ -263,7 +265,7 @@ def test_easydel_settings_become_native_ones():
 def test_easydel_sampling_comes_from_the_config_and_then_from_the_inference():
     inference = ed.vInference(None, max_new_tokens=9, num_return_sequences=3, top_k=7, repetition_penalty=1.1)
     with pytest.warns(CompatWarning, match="top_k=5 is taken, not vInference's top_k=7"):
-        config = ed._with_sampling(ed.GRPOConfig(top_k=5, temperature=0.5), inference).to_native()
+        config = with_sampling(ed.GRPOConfig(top_k=5, temperature=0.5), inference).to_native()
     assert (config.max_completion_length, config.num_generations, config.top_k) == (9, 3, 5)
     assert (config.temperature, config.repetition_penalty) == (0.5, 1.1)
     with pytest.raises(TypeError, match="no setting 'max_new_token'; did you mean max_new_tokens"):
@@ -353,7 +355,7 @@ def test_easydels_attention_becomes_a_setting(name):
     mechanism = ed.AttentionMechanisms[name]
     settings = {"attn_implementation": "plain"} if name in ("VANILLA", "BLOCKWISE") else {}
     for given in (mechanism, mechanism.value):
-        assert ed._config_settings({"attn_mechanism": given}) == (settings, None)
+        assert config_settings({"attn_mechanism": given}) == (settings, None)
 
 
 @pytest.mark.heavy

@@ -75,7 +75,6 @@ WITHOUT_JAX = [
     "groupax.recipes.gsm8k",
     "groupax.checkpoints.store",
     "groupax.cli",
-    "groupax.compat.easydel_fields",
 ]
 
 

@@ -1,0 +1,22 @@
+"""EasyDeL's names over groupax.
+
+import groupax.compat.easydel as ed
+"""
+
+import logging
+from types import SimpleNamespace
+
+from groupax.compat.easydel.config import GRPOConfig as GRPOConfig
+from groupax.compat.easydel.models import AutoEasyDeLModelForCausalLM as AutoEasyDeLModelForCausalLM
+from groupax.compat.easydel.models import EasyDeLBaseConfigDict as EasyDeLBaseConfigDict
+from groupax.compat.easydel.models import EasyDeLModel as EasyDeLModel
+from groupax.compat.easydel.names import AttentionMechanisms as AttentionMechanisms
+from groupax.compat.easydel.names import EasyDeLGradientCheckPointers as EasyDeLGradientCheckPointers
+from groupax.compat.easydel.names import EasyDeLOptimizers as EasyDeLOptimizers
+from groupax.compat.easydel.names import EasyDeLSchedulers as EasyDeLSchedulers
+from groupax.compat.easydel.trainer import GRPOTrainer as GRPOTrainer
+from groupax.compat.easydel.vinference import vInference as vInference
+from groupax.compat.easydel.vinference import vInferenceConfig as vInferenceConfig
+
+# `ed.utils.get_logger`, which scripts call.
+utils = SimpleNamespace(get_logger=logging.getLogger)

@@ -1,0 +1,143 @@
+"""Loading models with EasyDeL's arguments."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from jax.sharding import Mesh
+
+from groupax.compat import hf
+from groupax.compat.easydel.names import CHECKPOINTING, AttentionMechanisms, named
+from groupax.compat.fields import attention_setting, tell
+from groupax.compat.meshes import tell_whole
+from groupax.config import mesh_sizes, nearest
+from groupax.engine.sharing import undivided
+from groupax.models.checkpoint import Model, load_model
+from groupax.parallel.mesh import RULES, decoding_mesh, make_mesh
+
+
+def EasyDeLBaseConfigDict(**settings: Any) -> dict[str, Any]:  # noqa: N802 - EasyDeL's name
+    """Settings of a model's config, for `config_kwargs`."""
+    return settings
+
+
+class EasyDeLModel(hf.CausalLM):
+    """A model, with what it was asked to compute in.
+
+    Attributes:
+        trainer_settings: settings of the native trainer that EasyDeL gives to the model.
+    """
+
+    def __init__(self, model: Model, trainer_settings: Mapping[str, Any]) -> None:
+        super().__init__(model)
+        self.trainer_settings = trainer_settings
+
+
+class AutoEasyDeLModelForCausalLM:
+    """Loads models as EasyDeL's class of that name does."""
+
+    # Arguments that have no meaning here, and why.
+    INERT: ClassVar[dict[str, str]] = {
+        **hf.INERT,
+        "auto_shard_model": "weights are put on all devices",
+        "shard_attention_computation": "groupax has its own attention",
+        "shard_fns": "weights are put on all devices",
+        "sharding_axis_names": "the mesh's axes are dp, fsdp, ep, tp, sp",
+        "partition_axis": "the mesh's axes are dp, fsdp, ep, tp, sp",
+        "partition_rules": "one table of rules belongs to every family",
+        "precision": "products add up in float32",
+        "device": "weights are put on all devices",
+        "backend": "programs are XLA's on every backend",
+        "platform": "programs are XLA's on every backend",
+        "from_torch": "safetensors are read without PyTorch",
+        "verbose": "nothing is told while loading",
+    }
+    QUIET: ClassVar[set[str]] = {"auto_shard_model", "precision", "from_torch", "verbose"}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: Any,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        sharding_axis_dims: Sequence[int] | None = None,
+        config_kwargs: Mapping[str, Any] | None = None,
+        quantization_config: Any = None,
+        **inert: Any,
+    ) -> EasyDeLModel:
+        """The model of a folder or a hub id.
+
+        Args:
+            name_or_path: a model or an adapter.
+            dtype: of the forward pass in training.
+            param_dtype: of the weights in memory; None keeps their own. What is trained has float32 masters.
+            sharding_axis_dims: sizes of the mesh's axes dp, fsdp, ep, tp and sp; one may be -1. What does not divide
+                stays whole on every device, as in EasyDeL, which is told.
+            config_kwargs: settings of the model's config (see `EasyDeLBaseConfigDict`).
+            quantization_config: as in transformers.
+            inert: arguments that have no meaning here.
+
+        Raises:
+            TypeError: there is no such argument.
+        """
+        for name, value in inert.items():
+            if name not in cls.INERT:
+                raise TypeError(f"from_pretrained has no argument {name!r}{nearest(name, cls.INERT)}")
+            if name not in cls.QUIET:
+                tell(f"from_pretrained's {name}={value!r} changes nothing in groupax: {cls.INERT[name]}")
+        mesh = None if sharding_axis_dims is None else _mesh(sharding_axis_dims)
+        settings, max_positions = config_settings(config_kwargs or {})
+        if dtype is not None:
+            settings["dtype"] = _compute_dtype(dtype)
+        weights = hf.base_weights(quantization_config)
+        stored = None if param_dtype is None else np.dtype(param_dtype).name
+        model = load_model(
+            name_or_path, stored, mesh, weights, max_positions=max_positions, replicated=() if mesh is None else RULES
+        )
+        tell_whole(model, "sharding_axis_dims")
+        if shared_by(model) > 1:
+            settings["decoding_tp"] = shared_by(model)
+        return EasyDeLModel(model, settings)
+
+
+def shared_by(model: Model) -> int:
+    """How many devices share the weights that are decoded with: those of the mesh's tp, if they divide the model."""
+    tp = model.mesh.shape["tp"]
+    return 1 if undivided(model.config, decoding_mesh(model.mesh, tp)) else tp
+
+
+def config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """Settings of the native trainer, and the longest sequence, from a model's `config_kwargs`."""
+    config = dict(config)
+    lengths = [config.pop(name, None) for name in ("mask_max_position_embeddings", "freq_max_position_embeddings")]
+    settings: dict[str, Any] = {}
+    if "gradient_checkpointing" in config:
+        asked = named(config.pop("gradient_checkpointing"), CHECKPOINTING, "gradient_checkpointing")
+        settings["gradient_checkpointing"] = CHECKPOINTING[asked]
+    if config.get("kvdtype") is not None:
+        settings["kv_cache_dtype"] = _compute_dtype(config["kvdtype"])
+    config.pop("kvdtype", None)
+    mechanism = config.pop("attn_mechanism", AttentionMechanisms.AUTO)
+    if attention_setting(mechanism) != "auto":
+        settings["attn_implementation"] = attention_setting(mechanism)
+    for name in ("attn_dtype", "attn_softmax_dtype"):
+        dtype = config.pop(name, None)
+        if name == "attn_softmax_dtype" and dtype is not None and np.dtype(dtype).name != "float32":
+            tell(f"{name}={np.dtype(dtype).name}: groupax adds up attention's weights in float32")
+    for name, value in config.items():
+        tell(f"config_kwargs {name}={value!r} changes nothing in groupax: the model is what its config.json says")
+    return settings, max((length for length in lengths if length), default=None)
+
+
+def _compute_dtype(dtype: Any) -> str:
+    name = np.dtype(dtype).name
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"groupax computes in float32 or bfloat16, got {name}")
+    return name
+
+
+def _mesh(dims: Sequence[int]) -> Mesh:
+    try:
+        return make_mesh(mesh_sizes(",".join(map(str, dims))))
+    except ValueError as error:
+        raise ValueError(f"sharding_axis_dims={tuple(dims)}: {error}") from error

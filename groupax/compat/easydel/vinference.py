@@ -1,0 +1,82 @@
+"""EasyDeL's way to sample."""
+
+import functools
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from groupax.compat import hf
+from groupax.compat.easydel.fields import DEFAULTS
+from groupax.compat.easydel.models import shared_by
+from groupax.config import nearest
+from groupax.engine.engine import Engine
+from groupax.engine.params import SamplingParams
+from groupax.models.checkpoint import Model, load_model
+
+# What a `vInference` and a `GRPOConfig` may both say of sampling, and the latter's name for it.
+SAMPLING = {
+    "max_new_tokens": "max_completion_length",
+    "num_return_sequences": "num_return_sequences",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+}
+
+
+class vInference:  # noqa: N801 - EasyDeL's name
+    """Says how a trainer samples, and samples by itself with `generate`.
+
+    Args:
+        model: to sample from.
+        tokenizer: for prompts that are text; also called processor_class.
+        processor_class: likewise.
+        generation_config: an object or a dict with the settings below.
+        settings: max_new_tokens, num_return_sequences, temperature, top_p, top_k, min_p, repetition_penalty, do_sample.
+
+    Raises:
+        TypeError: there is no such setting.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        processor_class: Any = None,
+        generation_config: Any = None,
+        **settings: Any,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer or processor_class
+        known = (*SAMPLING, "do_sample", "seed")
+        for name in settings:
+            if name not in known:
+                raise TypeError(f"vInference has no setting {name!r}{nearest(name, known)}")
+        config = generation_config or {}
+        more = config if isinstance(config, Mapping) else vars(config)
+        settings = {name: more[name] for name in known if more.get(name) is not None} | settings
+        self.given = {name: value for name, value in settings.items() if name in SAMPLING}
+        self.do_sample, self.seed = settings.get("do_sample", True), settings.get("seed", 0)
+
+    def generate(self, prompts: Any) -> list[list[str]]:
+        """The completions of each prompt, as text."""
+        given = {name: self.given[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in self.given}
+        given |= {} if self.do_sample else {"temperature": 0.0}
+        params = SamplingParams(
+            n=self.given.get("num_return_sequences", 1),
+            max_tokens=self.given.get("max_new_tokens", DEFAULTS["max_completion_length"]),
+            repetition_penalty=self.given.get("repetition_penalty", 1.0),
+            seed=self.seed,
+            **given,
+        )
+        return [[completion.text or "" for completion in group] for group in self._engine.generate(prompts, params)]
+
+    @functools.cached_property
+    def _engine(self) -> Engine:
+        model = hf.as_model(self.model)
+        model = model if isinstance(model, Model) else load_model(model)
+        return Engine.of(model, self.tokenizer, tp=shared_by(model))
+
+
+class vInferenceConfig(SimpleNamespace):  # noqa: N801 - EasyDeL's name
+    """Settings for `vInference(generation_config=...)`."""
