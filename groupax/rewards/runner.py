@@ -18,8 +18,8 @@ import multiprocessing
 import pickle
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,10 @@ import numpy as np
 from groupax.errors import RewardError
 from groupax.parallel import processes
 from groupax.rewards import ray_workers
-from groupax.rewards.contract import (
-    Reward,
-    Scores,
-    TrainerState,
-    arguments_for,
-    checked_values,
-    one_by_one,
-)
+from groupax.rewards.calls import Logged, call_async, call_in_worker, call_sync
+from groupax.rewards.contract import Reward, Scores, TrainerState, arguments_for, checked_values
 from groupax.rewards.main_thread import MainThread, SignalWanted, call_noticing, hook, unhook
+from groupax.rewards.threads import in_daemon_thread, new_loop
 from groupax.rollout import Rollout
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each further one
@@ -63,22 +58,6 @@ class RewardSettings:
     reward_timeout_s: float | None = 300.0
     reward_retries: int = 0
     reward_errors: str = "none"
-
-
-@dataclass
-class _Logged:
-    """Collects what a call logs beside its return value."""
-
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keep a value per completion in the rollout log."""
-        self.extra.setdefault(column, []).extend(values)
-
-    def log_metric(self, name: str, value: Any) -> None:
-        """Report a number of the step."""
-        self.metrics[name] = float(value)
 
 
 class _Scoring(threading.local):
@@ -229,7 +208,7 @@ class RewardRunner:
             if self._supervisor is None:
                 if self._for_workers:
                     self._pool = _new_pool(self.settings)
-                self._supervisor = _new_loop("rewards")
+                self._supervisor = new_loop("rewards")
                 hook()
         calls = [
             asyncio.run_coroutine_threadsafe(self._supervised(reward, rollouts, self.state), self._supervisor)
@@ -313,7 +292,7 @@ class RewardRunner:
 
     async def _invoke(
         self, reward: Reward, rollouts: list[Rollout], state: TrainerState, limit_s: asyncio.Timeout
-    ) -> tuple[Any, _Logged]:
+    ) -> tuple[Any, Logged]:
         """Call the function where it belongs. The time limit begins with the call, not while it waits for its turn."""
 
         def begun() -> None:
@@ -324,23 +303,23 @@ class RewardRunner:
         num_singly = len(rollouts) if reward.per_completion else None
         if reward.is_async:
             begun()
-            loop = self._user_loops.get(reward.name) or _new_loop(reward.name)
+            loop = self._user_loops.get(reward.name) or new_loop(reward.name)
             self._user_loops[reward.name] = loop
-            call = asyncio.run_coroutine_threadsafe(_call_async(reward.function, arguments, num_singly), loop)
+            call = asyncio.run_coroutine_threadsafe(call_async(reward.function, arguments, num_singly), loop)
             return await asyncio.wrap_future(call)
         if self.settings.reward_workers:
             async with self._free_workers:
                 begun()
-                call = self._pool.schedule(_call_in_worker, args=(reward.function, arguments, num_singly))
+                call = self._pool.schedule(call_in_worker, args=(reward.function, arguments, num_singly))
                 return await asyncio.wrap_future(call)
 
-        def function() -> tuple[Any, _Logged]:
-            return _call(reward.function, arguments, num_singly)
+        def function() -> tuple[Any, Logged]:
+            return call_sync(reward.function, arguments, num_singly)
 
         if reward.name not in self._need_signals:
             begun()
             try:
-                return await _in_daemon_thread(lambda: call_noticing(function))
+                return await in_daemon_thread(lambda: call_noticing(function))
             except SignalWanted:
                 self._need_signals.add(reward.name)
                 limit_s.reschedule(None)
@@ -357,46 +336,6 @@ class RewardRunner:
         except TimeoutError:
             if self._user_loops.get(name) is loop:
                 del self._user_loops[name]
-
-
-def _call(function: Callable[..., Any], arguments: Mapping[str, Any], num_singly: int | None) -> tuple[Any, _Logged]:
-    """Call a sync function, once or for each completion, in whatever thread or process this is."""
-    logged = _Logged()
-    arguments = _with_loggers(arguments, logged)
-    if num_singly is None:
-        return _plain(function(**arguments)), logged
-    return [function(**each) for each in one_by_one(arguments, num_singly)], logged
-
-
-def _call_in_worker(*call: Any) -> tuple[Any, _Logged]:
-    """`_call`, raising nothing that ends the loop of whoever waits for it."""
-    try:
-        return _call(*call)
-    except (SystemExit, KeyboardInterrupt, StopIteration) as error:
-        raise RuntimeError(f"raised {type(error).__name__}") from error
-
-
-async def _call_async(
-    function: Callable[..., Any], arguments: Mapping[str, Any], num_singly: int | None
-) -> tuple[Any, _Logged]:
-    logged = _Logged()
-    arguments = _with_loggers(arguments, logged)
-    try:
-        if num_singly is None:
-            return _plain(await function(**arguments)), logged
-        return list(await asyncio.gather(*(function(**each) for each in one_by_one(arguments, num_singly)))), logged
-    except (SystemExit, KeyboardInterrupt) as error:  # would end the loop for all
-        raise RuntimeError(f"raised {type(error).__name__}") from error
-
-
-def _with_loggers(arguments: Mapping[str, Any], logged: _Logged) -> dict[str, Any]:
-    loggers = {"log_extra": logged.log_extra, "log_metric": logged.log_metric}
-    return {**arguments, **{name: logger for name, logger in loggers.items() if name in arguments}}
-
-
-def _plain(returned: Any) -> Any:
-    """Arrays of other libraries as lists, so that they pass between processes and need no library here."""
-    return returned.tolist() if hasattr(returned, "tolist") else returned
 
 
 def _split(scores: Sequence[Scores], sizes: Sequence[int]) -> list[list[Scores]]:
@@ -420,53 +359,9 @@ def _split(scores: Sequence[Scores], sizes: Sequence[int]) -> list[list[Scores]]
     return by_group
 
 
-def _new_loop(name: str) -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-
-    def run() -> None:
-        try:
-            loop.run_forever()
-            loop.run_until_complete(_cancel_others())
-        finally:
-            loop.close()
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return loop
-
-
-async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def _new_pool(settings: RewardSettings) -> Any:
     if settings.reward_workers_on == "ray":
         return ray_workers.RayWorkers(settings.reward_workers)
     from pebble import ProcessPool
 
     return ProcessPool(max_workers=settings.reward_workers, context=multiprocessing.get_context("spawn"))
-
-
-def _in_daemon_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
-    """Run a function in a thread of its own, which does not keep the interpreter from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(method: str, value: Any) -> None:
-        if not future.done():
-            getattr(future, method)(value)
-
-    def run() -> None:
-        try:
-            outcome = ("set_result", function())
-        except (SystemExit, KeyboardInterrupt, StopIteration) as error:  # which a future refuses or a loop ends with
-            outcome = ("set_exception", RuntimeError(f"raised {type(error).__name__}"))
-        except (Exception, SignalWanted) as error:  # noqa: BLE001 - handed to whoever waits
-            outcome = ("set_exception", error)
-        with contextlib.suppress(RuntimeError):  # the runner was closed meanwhile
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=run, name="reward", daemon=True).start()
-    return future
