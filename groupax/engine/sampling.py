@@ -82,16 +82,20 @@ def sample(
         scaled = logits * inverse_temperature
         return scaled - jnp.max(scaled, axis=-1, keepdims=True)
 
+    def log_sum(weights: Array) -> Array:
+        return jnp.log(sum_last(weights)[:, 0])
+
+    def logp(scaled: Array, log_sum: Array, token: Array) -> Array:
+        return jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - log_sum
+
     policy = below_max(logits)
     weights = jnp.exp(policy)
-
-    def logp(scaled: Array, weights: Array, token: Array) -> Array:
-        return jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - jnp.log(sum_last(weights)[:, 0])
+    policy_log_sum = log_sum(weights)
 
     # Branches give numbers per row alone: what is as large as the logits would be copied.
     def from_policy() -> tuple[Array, Array]:
         token = _inverse_cdf(weights, uniform)
-        return token, logp(policy, weights, token)
+        return token, logp(policy, policy_log_sum, token)
 
     def from_changed() -> tuple[Array, Array]:
         scaled = lax.cond(
@@ -102,11 +106,11 @@ def sample(
         kept_weights = jnp.where(kept_tokens(scaled, settings), jnp.exp(scaled), 0.0)
         drawn = _inverse_cdf(kept_weights, uniform)
         token = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), drawn)
-        return token, jnp.where(greedy, 0.0, logp(scaled, kept_weights, token))
+        return token, jnp.where(greedy, 0.0, logp(scaled, log_sum(kept_weights), token))
 
     is_other = jnp.any(greedy) | _are_changed(settings, history) | _are_truncated(settings)
     token, sampler_logp = lax.cond(is_other, from_changed, from_policy)
-    return Sampled(token, logp(policy, weights, token), sampler_logp)
+    return Sampled(token, logp(policy, policy_log_sum, token), sampler_logp)
 
 
 def changed_logits(logits: Float[Array, "B V"], settings: SamplingSettings, history: History) -> Float[Array, "B V"]:
