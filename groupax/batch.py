@@ -13,9 +13,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
 from groupax.config import SharePrefix
-from groupax.models.grouped import Ragged, Rectangle
+from groupax.models.execution import Fused
+from groupax.models.fused_attention import FEWEST_QUERIES
+from groupax.models.grouped import Ragged
 from groupax.objective.objective import Evidence
-from groupax.packing import Part, Shape, placed, plan
+from groupax.packing import PLAIN, Attending, Part, Shape, plan
 from groupax.pytree import pytree
 
 
@@ -91,6 +93,7 @@ def pack(
     known: Sequence[Shape] = (),
     share_prefix: SharePrefix = "auto",
     longest: tuple[int, int] = (0, 0),
+    attending: Attending = PLAIN,
 ) -> tuple[list[Packed], list[Shape]]:
     """Cut rows into micro-batches of about `micro_batch_tokens` tokens per shard.
 
@@ -103,13 +106,19 @@ def pack(
             what takes less.
         longest: tokens of the longest prompt and completion that may come, for which shapes are made where that costs
             little.
+        attending: how rows attend.
 
     Returns:
         The micro-batches, and the shapes that are known from now on.
     """
-    planned = plan(rows, num_shards, micro_batch_tokens, known, share_prefix, longest)
+    planned = plan(rows, num_shards, micro_batch_tokens, known, share_prefix, longest, attending)
     new = dict.fromkeys(each.shape for each in planned if each.shape not in known)
     return [_packed(rows, each.shards, each.shape) for each in planned], [*known, *new]
+
+
+def attending_by(fused: Fused | None) -> Attending:
+    """What kernels, or plain attention, want of stairs."""
+    return PLAIN if fused is None else Attending(FEWEST_QUERIES, from_first=fused.kernel == "cudnn")
 
 
 # What a row may have, and its dtype on the devices.
@@ -185,17 +194,20 @@ def _ragged(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[R
             targets[begin - (M - R) : begin - (M - R) + len(completion)] = completion
             prompt_of.append(p)
             row += 1
-    taken = placed(shape.rectangles, lengths)
-    assert taken is not None, "the shape fits"
-    rectangles, before = [], P * S
-    for (B, T), mine in zip(shape.rectangles, taken, strict=True):
-        cells, prompts_of = np.full((B, T), -1, np.int32), np.zeros(B, np.int32)
-        for b, row in enumerate(mine):
-            begin, length = begins[row], lengths[row]
-            cells[b, :length] = np.arange(begin, begin + length)
-            slots[begin : begin + length] = before + b * T + np.arange(length)
-            prompts_of[b] = prompt_of[row]
-        rectangles.append(Rectangle(cells, prompts_of))
-        before += B * T
-    ragged = Ragged(tokens, positions, targets, prompts, rectangles, slots)
+    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    of_rows = np.zeros(shape.rows[0], np.int32)
+    of_rows[: len(lengths)] = [prompt_of[row] for row in longest_first]
+    stairs, first, before = [], 0, P * S
+    for num_rows, end in shape.stairs:
+        columns = end - first
+        cells = np.full((num_rows, columns), -1, np.int32)
+        for b, row in enumerate(longest_first):
+            begin, size = begins[row] + first, min(lengths[row] - first, columns)
+            if size <= 0:
+                break
+            cells[b, :size] = np.arange(begin, begin + size)
+            slots[begin : begin + size] = before + b * columns + np.arange(size)
+        stairs.append(cells)
+        first, before = end, before + cells.size
+    ragged = Ragged(tokens, positions, targets, prompts, stairs, of_rows, slots)
     return ragged, [begin - (M - R) for begin in begins[:-1]]

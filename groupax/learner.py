@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from groupax.batch import Packed, Row, pack
+from groupax.batch import Packed, Row, attending_by, pack
 from groupax.config import AttnImplementation, Checkpointing, SharePrefix
 from groupax.errors import RunError, is_out_of_memory
 from groupax.metrics import Metrics
@@ -350,8 +350,15 @@ class Learner:
             ) from error
 
     def _pack(self, rows: Sequence[Row]) -> list[Packed]:
-        num_shards, share = num_data_shards(self.mesh), self.settings.share_prefix
-        packed, self.shapes = pack(rows, num_shards, self.micro_batch_tokens, self.shapes, share, self.longest)
+        packed, self.shapes = pack(
+            rows,
+            num_data_shards(self.mesh),
+            self.micro_batch_tokens,
+            self.shapes,
+            self.settings.share_prefix,
+            self.longest,
+            attending_by(self.execution.attention),
+        )
         return packed
 
     def _efficiency(self, packed: list[Packed], rows: Sequence[Row], seconds: float) -> Metrics:

@@ -1,11 +1,19 @@
 """Which rows are computed together, and in which shape. Imports no jax.
 
-Tokens lie one behind another, without padding but at one place; only attention sees rectangles, a few per micro-batch,
-of rows of similar length. Every shape is a program of its own, so a step is put together from micro-batches of a base
-size, its half, its quarter and its eighth, and a shape that was used before is used again where it fits.
+Tokens lie one behind another, without padding but at one place; only attention sees rows side by side, longest first,
+and takes their queries in a few stairs, each for a range of columns and for as many rows as reach into it:
+
+    row 0  |  stair 0  |  stair 1  |     stair 2     |
+    row 1  |           |           |-----------------'
+    row 2  |           |-----------'
+    row 3  |-----------'
+
+A stair's queries see their own columns and those before them, so that little of what is hidden is computed. Every shape
+is a program of its own, so a step is put together from micro-batches of a base size, its half, its quarter and its
+eighth, and a shape that was used before is used again where it fits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,8 +28,10 @@ FEWEST_ROW_COLUMNS = 16
 FEWEST_TOKENS = 32
 # The room for rows' tokens comes in so many.
 ROW_TOKENS = 64
-# Rectangles of rows in one micro-batch.
-MOST_RECTANGLES = 3
+# Stairs of rows in one micro-batch.
+MOST_STAIRS = 5
+# A stair more has to save such a part of the scores.
+WORTH_A_STAIR = 0.06
 # What a query costs per column that it may see, in units of what a token costs in all else.
 COLUMN_COST = 3e-4
 # What a micro-batch takes beside its tokens, in tokens of each shard.
@@ -40,6 +50,36 @@ Side = tuple[int, int]
 
 
 @dataclass(frozen=True)
+class Attending:
+    """How stairs are computed, as far as it matters which ones there are.
+
+    Attributes:
+        narrowest: columns of the first one.
+        from_first: the columns before a stair's own are computed as queries too.
+    """
+
+    narrowest: int = FEWEST_ROW_COLUMNS
+    from_first: bool = False
+
+    def num_scores(self, stairs: Sequence[Side], prompt_columns: int) -> int:
+        """Scores that are computed for the rows behind their prompts."""
+        ends = [0, *(end for _, end in stairs)]
+        if self.from_first:
+            return sum(rows * (prompt_columns + end) ** 2 // 2 for rows, end in stairs)
+        return sum(
+            rows * (end - first) * (prompt_columns + end) for first, (rows, end) in zip(ends, stairs, strict=False)
+        )
+
+    def cost(self, shape: "Shape") -> float:
+        """What computing a micro-batch takes, in tokens."""
+        P, S = shape.prompts
+        return shape.tokens + COLUMN_COST * (P * S * S + self.num_scores(shape.stairs, S))
+
+
+PLAIN = Attending()
+
+
+@dataclass(frozen=True)
 class Shape:
     """The sizes of one shard's part of a micro-batch.
 
@@ -47,21 +87,18 @@ class Shape:
         tokens: of prompts and rows together.
         row_tokens: room for the rows' part of them.
         prompts: number and columns of the prompts' rectangle.
-        rows: number and columns of all rows, as the objective sees them.
-        rectangles: number and columns of the rectangles in which rows attend, by columns.
+        stairs: for each, how many rows it has and its last column, where the next one begins.
     """
 
     tokens: int
     row_tokens: int
     prompts: Side
-    rows: Side
-    rectangles: tuple[Side, ...]
+    stairs: tuple[Side, ...]
 
     @property
-    def cost(self) -> float:
-        """What computing it takes, in tokens."""
-        P, S = self.prompts
-        return self.tokens + COLUMN_COST * (P * S * S + sum(B * T * (T + S) for B, T in self.rectangles))
+    def rows(self) -> Side:
+        """Number and columns of all rows, as the objective sees them."""
+        return self.stairs[0][0], self.stairs[-1][1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +130,7 @@ def plan(
     known: Sequence[Shape] = (),
     share_prefix: SharePrefix = "auto",
     longest: Side = (0, 0),
+    attending: Attending = PLAIN,
 ) -> list[MicroBatchPlan]:
     """Micro-batches of at most about `micro_batch_tokens` tokens per shard.
 
@@ -106,6 +144,7 @@ def plan(
         share_prefix: whether rows of a group share their prompt, as far as they are on one shard, or each has its own;
             "auto" does what costs less.
         longest: tokens of the longest prompt and completion that may come.
+        attending: how stairs are computed.
     """
     plans = []
     for share in {"always": (True,), "never": (False,), "auto": (True, False)}[share_prefix]:
@@ -113,11 +152,11 @@ def plan(
         for sizes in _sizes(parts, num_shards, micro_batch_tokens, known):
             batches = _filled(rows, parts, num_shards, sizes)
             if batches is not None:
-                plans.append(_in_shapes(batches, sizes, known, longest))
+                plans.append(_in_shapes(batches, sizes, known, longest, attending))
 
     def price(plan: list[MicroBatchPlan]) -> float:
         shapes = {each.shape for each in plan}
-        cost = sum(each.shape.cost + MICRO_BATCH_COST for each in plan)
+        cost = sum(attending.cost(each.shape) + MICRO_BATCH_COST for each in plan)
         compiling = len(known) ** 2 * (COMPILE_PART * cost + COMPILE_TOKENS)
         return cost + compiling * len(shapes - set(known))
 
@@ -150,16 +189,20 @@ def _sizes(parts: Sequence[Part], num_shards: int, budget: int, known: Sequence[
 
 
 def _in_shapes(
-    batches: list[list[list[Part]]], sizes: Sequence[int], known: Sequence[Shape], longest: Side
+    batches: list[list[list[Part]]],
+    sizes: Sequence[int],
+    known: Sequence[Shape],
+    longest: Side,
+    attending: Attending,
 ) -> list[MicroBatchPlan]:
     """Each micro-batch with its shape: a known one of its size that fits, else a new one, with room for later steps."""
     planned, shapes = [], list(known)
     every = [part for shards in batches for shard in shards for part in shard]
     for shards, size in zip(batches, sizes, strict=True):
         fitting = (shape for shape in shapes if shape.tokens == size and all(_fits(shape, shard) for shard in shards))
-        shape = min(fitting, key=lambda shape: shape.cost, default=None)
+        shape = min(fitting, key=attending.cost, default=None)
         if shape is None:
-            shape = _new_shape(shards, size, every, shapes, longest)
+            shape = _new_shape(shards, size, every, shapes, longest, attending)
             shapes.append(shape)
         planned.append(MicroBatchPlan(shards, shape))
     return planned
@@ -194,19 +237,6 @@ def _filled(
     return None
 
 
-def placed(rectangles: Sequence[Side], lengths: Sequence[int]) -> list[list[int]] | None:
-    """For each rectangle the rows that it takes, each row in the narrowest one with room; None if some do not fit."""
-    taken: list[list[int]] = [[] for _ in rectangles]
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        for (num_rows, columns), mine in zip(rectangles, taken, strict=True):
-            if lengths[row] <= columns and len(mine) < num_rows:
-                mine.append(row)
-                break
-        else:
-            return None
-    return taken
-
-
 def round_up(size: int, smallest: int) -> int:
     """The next of a few sizes: steps of an eighth to a quarter of the size."""
     if size <= smallest:
@@ -238,35 +268,45 @@ def _balanced(parts: Sequence[Part], rooms: Sequence[int]) -> list[list[Part]]:
 
 
 def _new_shape(
-    shards: Sequence[Sequence[Part]], size: int, every: Sequence[Part], known: Sequence[Shape], longest: Side
+    shards: Sequence[Sequence[Part]],
+    size: int,
+    every: Sequence[Part],
+    known: Sequence[Shape],
+    longest: Side,
+    attending: Attending,
 ) -> Shape:
     """A shape of so many tokens that holds these parts and likely those of later steps, to judge by all of this step.
 
     What would not cost much more is made wide enough for the longest rows, and for what known shapes of its size hold.
     """
-    alike, spare = [shape for shape in known if shape.tokens == size], _spare(every)
-    share = size / _load(every)
+    alike = [shape for shape in known if shape.tokens == size]
+    spare = _spare(every)
+    share = min(1.0, size / _load(every))
     num_parts = max(*(len(shard) for shard in shards), _expected(len(every), share, spare))
-    num_rows = max(*(len(_lengths(shard)) for shard in shards), _expected(len(_lengths(every)), share, spare))
     # the rows' part of the tokens varies more than their number
     num_row_tokens = round((1 + 1.5 * spare) * max(sum(_lengths(shard)) for shard in shards))
     P = max(_count(num_parts), *(shape.prompts[0] for shape in alike), 0)
-    S = _columns(max(part.prompt for part in every), FEWEST_PROMPT_COLUMNS)
-    for wider in (*(shape.prompts[1] for shape in known), _columns(longest[0], FEWEST_PROMPT_COLUMNS)):
-        if wider > S and COLUMN_COST * P * wider**2 <= WIDER * size:
+    widest, longest_row = (-(-columns // 8) * 8 for columns in longest)
+    S = _columns(max(part.prompt for part in every), FEWEST_PROMPT_COLUMNS, widest)
+    for wider in (*(shape.prompts[1] for shape in known), max(widest, FEWEST_PROMPT_COLUMNS)):
+        if wider > S and COLUMN_COST * P * (wider**2 - S**2) <= WIDER * size:
             S = wider
-    T = max(_columns(max(_lengths(every)), FEWEST_ROW_COLUMNS), *(shape.rows[1] for shape in known), 0)
-    rectangles = _rectangles([_lengths(shard) for shard in shards], _lengths(every), share, spare, S)
-    for more in (*((side,) for shape in alike for side in shape.rectangles), ((2, _columns(longest[1], T)),)):
-        wider = _united(rectangles, more, S)
-        if COLUMN_COST * (_area(wider, S) - _area(rectangles, S)) <= WIDER * size:
-            rectangles = wider
+
+    def few(stairs: Sequence[Side]) -> tuple[Side, ...]:
+        return _few(stairs, lambda stairs: attending.num_scores(stairs, S))
+
+    lengths = [_lengths(shard) for shard in shards]
+    stairs = few(_stairs(lengths, _lengths(every), share, spare, attending.narrowest, longest_row))
+    for more in (*(shape.stairs for shape in alike), ((2, max(longest_row, FEWEST_ROW_COLUMNS)),)):
+        wider = few(_united(stairs, more))
+        extra = attending.num_scores(wider, S) - attending.num_scores(stairs, S)
+        if COLUMN_COST * extra <= WIDER * size:
+            stairs = wider
     return Shape(
         tokens=size,
         row_tokens=min(size, -(-num_row_tokens // ROW_TOKENS) * ROW_TOKENS),
         prompts=(P, S),
-        rows=(max(_count(num_rows), *(shape.rows[0] for shape in alike), 0), max(T, rectangles[-1][1])),
-        rectangles=rectangles,
+        stairs=stairs,
     )
 
 
@@ -287,51 +327,39 @@ def _lengths(parts: Sequence[Part]) -> list[int]:
     return [length for part in parts for length in part.lengths]
 
 
-def _rectangles(
-    lengths: Sequence[Sequence[int]], every: Sequence[int], share: float, spare: float, prompt_columns: int
-) -> tuple[Side, ...]:
-    """A few rectangles that hold the rows of each shard and, with some to spare, such a share of all rows.
-
-    Their columns are powers of two and the longest.
-    """
-    longest, sides = _columns(max(every), FEWEST_ROW_COLUMNS), [FEWEST_ROW_COLUMNS]
-    while sides[-1] < longest:
-        sides.append(min(2 * sides[-1], longest))
+def _stairs(
+    lengths: Sequence[Sequence[int]], every: Sequence[int], share: float, spare: float, narrowest: int, longest: int
+) -> list[Side]:
+    """Many stairs that hold the rows of each shard and, with some to spare, such a share of all rows."""
+    last = _columns(max(every), FEWEST_ROW_COLUMNS, longest)
+    ends = [min(narrowest, last)]
+    while ends[-1] < last:
+        ends.append(min(_columns(ends[-1] + 1, FEWEST_ROW_COLUMNS), last))
 
     def counts(lengths: Sequence[int]) -> list[int]:
-        return [sum(low < n <= high for n in lengths) for low, high in zip([0, *sides], sides, strict=False)]
+        return [sum(length > first for length in lengths) for first in [0, *ends[:-1]]]
 
     expected = [_expected(count, share, spare) for count in counts(every)]
     most = [max(each) for each in zip(expected, *map(counts, lengths), strict=True)]
-    return _few([(count, side) for count, side in zip(most, sides, strict=True) if count], prompt_columns)
+    return list(zip(most, ends, strict=True))
 
 
-def _united(some: Sequence[Side], others: Sequence[Side], prompt_columns: int) -> tuple[Side, ...]:
-    """Rectangles that hold what either of these hold."""
-    counts: dict[int, int] = {}
-    for rows, columns in (*some, *others):
-        counts[columns] = max(counts.get(columns, 0), rows)
-    return _few([(rows, columns) for columns, rows in sorted(counts.items())], prompt_columns)
+def _united(some: Sequence[Side], others: Sequence[Side]) -> list[Side]:
+    """Stairs that hold what either of these hold."""
+    ends = sorted({end for stairs in (some, others) for _, end in stairs})
+    return [(max(rows for stairs in (some, others) for rows, last in stairs if last >= end), end) for end in ends]
 
 
-def _few(rectangles: list[Side], prompt_columns: int) -> tuple[Side, ...]:
-    """At most `MOST_RECTANGLES`, fewer where that costs little: neighbours are put together."""
-    while len(rectangles) > 1:
-        merged = [
-            [*rectangles[:k], (rectangles[k][0] + rectangles[k + 1][0], rectangles[k + 1][1]), *rectangles[k + 2 :]]
-            for k in range(len(rectangles) - 1)
-        ]
-        best = min(merged, key=lambda each: _area(each, prompt_columns))
-        cost = _area(rectangles, prompt_columns)
-        if len(rectangles) <= MOST_RECTANGLES and _area(best, prompt_columns) > 1.1 * cost:
+def _few(stairs: Sequence[Side], scores: Callable[[Sequence[Side]], int]) -> tuple[Side, ...]:
+    """At most `MOST_STAIRS`, fewer where that costs little: neighbours are put together."""
+    few = [(_count(rows), end) for rows, end in stairs]
+    while len(few) > 1:
+        merged = [[*few[:k], (few[k][0], few[k + 1][1]), *few[k + 2 :]] for k in range(len(few) - 1)]
+        best = min(merged, key=scores)
+        if len(few) <= MOST_STAIRS and scores(best) > (1 + WORTH_A_STAIR) * scores(few):
             break
-        rectangles = best
-    return tuple((_count(rows), columns) for rows, columns in rectangles)
-
-
-def _area(rectangles: Sequence[Side], prompt_columns: int) -> float:
-    """Queries times the columns that they may see, and a little for each query."""
-    return sum(_count(B) * T * (T + prompt_columns + 1 / COLUMN_COST / 8) for B, T in rectangles)
+        few = best
+    return tuple(few)
 
 
 def _fits(shape: Shape, parts: Sequence[Part]) -> bool:
@@ -341,9 +369,11 @@ def _fits(shape: Shape, parts: Sequence[Part]) -> bool:
         and sum(lengths) <= shape.row_tokens
         and len(parts) <= shape.prompts[0]
         and max((part.prompt for part in parts), default=0) <= shape.prompts[1]
-        and len(lengths) <= shape.rows[0]
         and max(lengths, default=0) <= shape.rows[1]
-        and placed(shape.rectangles, lengths) is not None
+        and all(
+            sum(length > first for length in lengths) <= rows
+            for first, (rows, _) in zip([0, *(end for _, end in shape.stairs)], shape.stairs, strict=False)
+        )
     )
 
 
@@ -354,8 +384,8 @@ def _count(count: int) -> int:
     return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power
 
 
-def _columns(size: int, smallest: int) -> int:
-    """The next of `smallest` and 24, 32, 48, 64, 96, 128, ..."""
-    if size <= smallest:
-        return smallest
-    return next(step for power in range(4, 40) for step in (1 << power, 3 << (power - 1)) if step >= size)
+def _columns(size: int, fewest: int, most: int = 0) -> int:
+    """The next of `fewest` and 24, 32, 48, 64, 96, 128, ..., but not more than `most` if that is enough."""
+    steps = (step for power in range(4, 40) for step in (1 << power, 3 << (power - 1)))
+    columns = next(step for step in steps if step >= max(size, fewest))
+    return max(min(columns, most), fewest) if most >= size else columns

@@ -98,6 +98,17 @@ def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
     assert_alike(alone(KERNELS[kernel]("attend")), alone(attention.attend), arrays, counts)
 
 
+@pytest.mark.parametrize("kernel", ["plain", *KERNELS])
+def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
+    how, starts = Attention(0.125, window=30), jnp.array([0, 7, 24])
+    q, *others = draw(0, 3, 40, 4, 64), draw(1, 3, 40, 2, 64), draw(2, 3, 40, 2, 64)
+    others += [draw(3, 3, 24, 2, 64), draw(4, 3, 24, 2, 64)]
+    plain = attention.attend_with_prompt
+    attend = plain if kernel == "plain" else KERNELS[kernel]("attend_with_prompt")
+    out = attend(q[:, 24:], *others, starts, how)
+    np.testing.assert_allclose(out, plain(q, *others, starts, how)[:, 24:], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("window", [None, 3])
 def test_padding_is_finite_and_so_are_its_gradients(kernel, window):

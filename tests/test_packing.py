@@ -1,10 +1,12 @@
 """From rollouts to micro-batches: every token once, little padding, few shapes."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from groupax.batch import Row, pack
-from groupax.packing import placed, plan, round_up
+from groupax.packing import PLAIN, Attending, Shape, plan, round_up
 
 RNG = np.random.default_rng(0)
 
@@ -41,14 +43,12 @@ def test_every_row_lies_in_one_place_with_its_prompt(shards, budget, share_prefi
             assert ragged.tokens[own].tolist() == [row.prompt[-1], *row.completion[:-1]]
             assert ragged.positions[own].tolist() == list(range(len(row.prompt) - 1, len(row.prompt) - 1 + length))
             assert evidence.rollout_logp[position, :length].tolist() == np.float32(row.rollout_logp).tolist()
-            [(rectangle, b)] = [
-                (rectangle, b)
-                for rectangle in ragged.rectangles
-                for b in range(shard * len(rectangle.cells) // shards, (shard + 1) * len(rectangle.cells) // shards)
-                if rectangle.cells[b, 0] == M - R + cells[0]
-            ]
-            assert (rectangle.cells[b, :length] == M - R + cells[:length]).all()
-            prompt_cells = ragged.prompts[shard * (P // shards) + rectangle.prompt_of[b]]
+            of_shard = [np.split(stair, shards)[shard] for stair in ragged.stairs]
+            [b] = np.flatnonzero(of_shard[0][:, 0] == M - R + cells[0])
+            of_row = np.concatenate([stair[b] for stair in of_shard if b < len(stair)])
+            assert (of_row[:length] == M - R + cells[:length]).all()
+            assert (of_row[length:] < 0).all()
+            prompt_cells = ragged.prompts[shard * (P // shards) + np.split(ragged.prompt_of, shards)[shard][b]]
             prompt = shard * M + prompt_cells[prompt_cells >= 0]
             assert ragged.tokens[prompt].tolist() == row.prompt[:-1].tolist()
             assert ragged.positions[prompt].tolist() == list(range(len(row.prompt) - 1))
@@ -58,7 +58,7 @@ def test_every_row_lies_in_one_place_with_its_prompt(shards, budget, share_prefi
 def test_slots_and_cells_are_inverse():
     [part], _ = pack(rows_of(3, 4), 1, 10_000)
     batch, ragged = part.batch, part.batch.ragged
-    sides = [ragged.prompts, *(rectangle.cells for rectangle in ragged.rectangles)]
+    sides = [ragged.prompts, *ragged.stairs]
     all_cells = np.concatenate([side.reshape(-1) for side in sides])
     for cells, slots in ((batch.cells.reshape(-1), batch.slots), (all_cells, ragged.slots)):
         used = np.flatnonzero(slots >= 0)
@@ -108,7 +108,45 @@ def test_over_many_steps_padding_is_little_and_shapes_are_few(mean):
     assert counts[-1] == counts[10], counts
 
 
-def test_rows_go_into_the_narrowest_rectangle_with_room():
-    assert placed([(2, 16), (2, 64)], [10, 12, 3, 60]) == [[1, 0], [3, 2]]
-    assert placed([(2, 16), (2, 64)], [17, 17, 17]) is None
+def test_sizes_come_in_steps():
     assert [round_up(size, 32) for size in (1, 33, 100, 1000)] == [32, 40, 112, 1024]
+
+
+def stairs_of(lengths, attending=PLAIN):
+    prompt = np.arange(65)
+    rows = [Row(0, prompt, np.zeros(n, int), np.ones(n, bool), 1.0, np.zeros(n)) for n in lengths]
+    [each] = plan(rows, 1, 10**6, share_prefix="always", attending=attending)
+    return each.shape.stairs
+
+
+def test_few_rows_reach_into_the_last_stairs():
+    stairs = stairs_of([10] * 8 + [30] * 8 + [120] * 2 + [500])
+    assert stairs[0][0] >= 19
+    assert stairs[-1] == (2, 512)
+    assert len(stairs) <= 5
+    assert all(rows >= later and end < last for (rows, end), (later, last) in pairwise(stairs))
+    num_scores = PLAIN.num_scores(stairs, 64)
+    needed = sum(n * (64 + n) for n in [10] * 8 + [30] * 8 + [120] * 2 + [500])
+    assert num_scores < 2 * needed
+    assert num_scores < 0.2 * PLAIN.num_scores(((24, 512),), 64)
+
+
+def test_rows_of_one_length_save_what_is_hidden():
+    assert stairs_of([16] * 8) == ((8, 16),)
+    assert len(stairs_of([512] * 8)) > 2
+    assert stairs_of([512] * 8, Attending(128, from_first=True)) == ((8, 512),)
+    assert stairs_of([40] * 6 + [512] * 2, Attending(128))[0] == (12, 128)
+
+
+def test_a_known_shape_is_taken_where_its_stairs_have_room():
+    shape = Shape(640, 640, (2, 64), ((8, 64), (2, 128)))
+    for lengths, fits in (
+        ([64] * 8, True),
+        ([48] * 6 + [128] * 2, True),
+        ([10] * 5 + [128] * 3, False),
+        ([129], False),
+    ):
+        prompt = np.arange(65)
+        rows = [Row(0, prompt, np.zeros(n, int), np.ones(n, bool), 1.0, np.zeros(n)) for n in lengths]
+        planned = plan(rows, 1, 640, [shape], "always")
+        assert (planned[0].shape == shape) == fits, lengths

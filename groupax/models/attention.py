@@ -48,18 +48,18 @@ def attend(
     return _in_blocks(of_block, q)
 
 
-def _in_blocks(of_block: Callable[[Array | int, Array], Array], q: Float[Array, "B T N H"]) -> Array:
+def _in_blocks(of_block: Callable[[Array | int, Array], Array], q: Float[Array, "B T N H"], first: int = 0) -> Array:
     """of_block(first, q) of all queries; if they are many, block by block, so that memory grows with T, not its square.
 
     The backward pass computes a block again.
     """
     B, T, N, H = q.shape
     if T <= MOST_QUERIES:
-        return of_block(0, q)
+        return of_block(first, q)
     num_blocks = -(-T // BLOCK_QUERIES)
     padded = jnp.pad(q, ((0, 0), (0, num_blocks * BLOCK_QUERIES - T), (0, 0), (0, 0)))
     blocks = padded.reshape(B, num_blocks, BLOCK_QUERIES, N, H).swapaxes(0, 1)
-    firsts = jnp.arange(num_blocks) * BLOCK_QUERIES
+    firsts = first + jnp.arange(num_blocks) * BLOCK_QUERIES
     out = lax.map(jax.checkpoint(lambda xs: of_block(*xs)), (firsts, blocks))
     return out.swapaxes(0, 1).reshape(B, num_blocks * BLOCK_QUERIES, N, H)[:, :T]
 
@@ -88,15 +88,18 @@ def attend_stored(
 
 def attend_with_prompt(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B C K H"],
+    v: Float[Array, "B C K H"],
     prompt_k: Float[Array, "B S K H"],
     prompt_v: Float[Array, "B S K H"],
     prompt_starts: Int[Array, "B"],
     how: Attention,
 ) -> Float[Array, "B T N H"]:
-    """Rows that continue a left-padded prompt: each query sees the row's prompt and, causally, the row itself."""
-    S, K, T = *prompt_k.shape[1:3], k.shape[1]
+    """Rows that continue a left-padded prompt: each query sees the row's prompt and, causally, the row itself.
+
+    The queries are those of the row's last T columns of C.
+    """
+    S, K, C = *prompt_k.shape[1:3], k.shape[1]
     prompt_visible = (jnp.arange(S)[None, :] >= prompt_starts[:, None])[:, None, None, None]
     prompt_keys, keys = (row_major(x.transpose(0, 2, 3, 1)) for x in (prompt_k, k))
     prompt_values, values = (row_major(x.transpose(0, 2, 1, 3)) for x in (prompt_v, v))
@@ -105,7 +108,7 @@ def attend_with_prompt(
         B, t, N, H = q.shape
         grouped = q.reshape(B, t, K, N // K, H) * jnp.asarray(how.query_scale, q.dtype)
         own = first + jnp.arange(t)[:, None]
-        behind, behind_row = S + own - jnp.arange(S)[None, :], own - jnp.arange(T)[None, :]
+        behind, behind_row = S + own - jnp.arange(S)[None, :], own - jnp.arange(C)[None, :]
         row_visible = (behind_row >= 0) & within_window(behind_row, how.window)
         prompt_seen = prompt_visible & within_window(behind[None, None, None], how.window)
         on_prompt, on_row = (
@@ -122,7 +125,7 @@ def attend_with_prompt(
         out = (of_prompt + of_row) * inverse_sum
         return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, t, N, H)
 
-    return _in_blocks(of_block, q)
+    return _in_blocks(of_block, q, C - q.shape[1])
 
 
 def attend_cached(

@@ -1,7 +1,7 @@
 """Attention in blocks that stay on the chip, on NVIDIA's GPUs: cuDNN's, with a backward pass of its own.
 
 cuDNN's causal mask has query i see columns up to i, however many columns there are; windows go with that mask alone. So
-prompt and row become one sequence that begins at its first token, with empty queries in the prompt's place, whose
+prompt and row become one sequence that begins at its first token, with empty queries where none are asked for, whose
 results are dropped. Padding lies behind, where nothing that counts sees it.
 """
 
@@ -45,8 +45,8 @@ def attend(
 
 def attend_with_prompt(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B C K H"],
+    v: Float[Array, "B C K H"],
     prompt_k: Float[Array, "B S K H"],
     prompt_v: Float[Array, "B S K H"],
     prompt_starts: Int[Array, "B"],
@@ -54,10 +54,10 @@ def attend_with_prompt(
     implementation: Implementation = "cudnn",
 ) -> Float[Array, "B T N H"]:
     """As `attention.attend_with_prompt`; `implementation` as in `attend`."""
-    S = prompt_k.shape[1]
-    queries = jnp.pad(q, ((0, 0), (S, 0), (0, 0), (0, 0)))
+    before = prompt_k.shape[1] + k.shape[1] - q.shape[1]
+    queries = jnp.pad(q, ((0, 0), (before, 0), (0, 0), (0, 0)))
     keys, values = jnp.concatenate([prompt_k, k], axis=1), jnp.concatenate([prompt_v, v], axis=1)
-    return attend(queries, keys, values, prompt_starts, how, implementation)[:, S:]
+    return attend(queries, keys, values, prompt_starts, how, implementation)[:, before:]
 
 
 @jax.custom_vjp

@@ -89,8 +89,8 @@ def attend(
 
 def attend_with_prompt(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B C K H"],
+    v: Float[Array, "B C K H"],
     prompt_k: Float[Array, "B S K H"],
     prompt_v: Float[Array, "B S K H"],
     prompt_starts: Int[Array, "B"],
@@ -99,7 +99,7 @@ def attend_with_prompt(
 ) -> Float[Array, "B T N H"]:
     """`attention.attend_with_prompt`, fused where it pays."""
     arrays = (q, k, v, prompt_k, prompt_v, prompt_starts)
-    if fused is None or not _pays(fused, q.shape[1], prompt_k.shape[1]):
+    if fused is None or not _pays(fused, q.shape[1], prompt_k.shape[1] + k.shape[1] - q.shape[1]):
         return attention.attend_with_prompt(*arrays, how)
     if fused.kernel == "splash":
         from groupax.models import splash
@@ -110,8 +110,8 @@ def attend_with_prompt(
     return cudnn.attend_with_prompt(*arrays, how, "xla" if fused.emulated else "cudnn")
 
 
-def _pays(fused: Fused, queries: int, prompt: int) -> bool:
-    """Whether so many queries behind so many columns of a prompt take less time fused."""
-    needed, computed = queries * (2 * prompt + queries), (prompt + queries) ** 2
+def _pays(fused: Fused, queries: int, before: int) -> bool:
+    """Whether so many queries behind so many columns take less time fused."""
+    needed, computed = queries * (2 * before + queries), (before + queries) ** 2
     extra = fused.kernel == "cudnn" and computed > MOST_EXTRA_SCORES * needed
     return queries >= FEWEST_QUERIES and not extra

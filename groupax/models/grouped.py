@@ -1,7 +1,7 @@
 """Completions behind shared prompts, without padding: each prompt is computed once for all rows that continue it.
 
-All tokens lie one behind another, and everything but attention works on them as they lie. Attention sees rectangles:
-its queries, keys and values are taken there and its outputs are taken back.
+All tokens lie one behind another, and everything but attention works on them as they lie. Attention sees rectangles, of
+prompts and of stairs of rows (`groupax.packing`): its queries, keys and values are taken there, its outputs taken back.
 """
 
 from typing import Any
@@ -25,19 +25,6 @@ from groupax.pytree import pytree
 
 
 @pytree
-class Rectangle:
-    """Rows that attend together.
-
-    Attributes:
-        cells: where each cell's token is, -1 for none; a row begins at its first column.
-        prompt_of: each row's prompt.
-    """
-
-    cells: Int[Any, "B T"]
-    prompt_of: Int[Any, "B"]
-
-
-@pytree
 class Ragged:
     """Tokens of prompts and of the rows behind them, and where attention finds them.
 
@@ -46,15 +33,18 @@ class Ragged:
             padding lies between.
         targets: what each of the last R tokens predicts; there is room for R of rows.
         prompts: the prompts as rectangle, each ending at the last column: where its tokens are, -1 for none.
-        rectangles: of rows; each row is in one of them.
-        slots: where in the prompts' and then the rectangles' cells, laid in a row, each token is; -1 for padding.
+        stairs: for one range of columns after another where the tokens of the rows are that reach into it, -1 for none;
+            the longest row comes first.
+        prompt_of: the prompt of each row of the first stair.
+        slots: where in the prompts' and then the stairs' cells, laid in a row, each token is; -1 for padding.
     """
 
     tokens: Int[Any, "M"]
     positions: Int[Any, "M"]
     targets: Int[Any, "R"]
     prompts: Int[Any, "P S"]
-    rectangles: list[Rectangle]
+    stairs: list[Int[Any, "_ _"]]
+    prompt_of: Int[Any, "B"]
     slots: Int[Any, "M"]
 
 
@@ -83,7 +73,7 @@ def grouped_logprobs(
     """
     shared = layout.axis("tokens")
     starts = jnp.sum(ragged.prompts < 0, axis=1)
-    sides = [ragged.prompts, *(rectangle.cells for rectangle in ragged.rectangles)]
+    sides = [ragged.prompts, *ragged.stairs]
     cells = jnp.concatenate([side.reshape(-1) for side in sides])
     ends = np.cumsum([side.size for side in sides])
 
@@ -103,8 +93,12 @@ def grouped_logprobs(
         (prompt_q, *row_q), (prompt_k, *row_k), (prompt_v, *row_v) = map(in_rectangles, (q, k, v))
         fused = execution.attention
         outs = [attend(prompt_q, prompt_k, prompt_v, starts, how, fused)]
-        for rectangle, own_q, own_k, own_v in zip(ragged.rectangles, row_q, row_k, row_v, strict=True):
-            of = rectangle.prompt_of
+        for last, own_q in enumerate(row_q):
+            B = own_q.shape[0]
+            of = ragged.prompt_of[:B]
+            own_k, own_v = (
+                jnp.concatenate([x[:B] for x in of_stairs[: last + 1]], axis=1) for of_stairs in (row_k, row_v)
+            )
             behind = prompt_k[of], prompt_v[of], starts[of]
             outs.append(attend_with_prompt(own_q, own_k, own_v, *behind, how, fused))
         return taken(jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs]), ragged.slots, cells)
@@ -170,7 +164,8 @@ def _taken_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, tuple
 
 def _taken_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
     index, inverse = saved
-    flat = gradient.reshape(index.size, *gradient.shape[index.ndim :])
+    # a sum of several stairs' gradients would be made anew for each item that is taken of it
+    flat = jax.lax.optimization_barrier(gradient.reshape(index.size, *gradient.shape[index.ndim :]))
     return taken(flat, inverse, index.reshape(-1)), None, None
 
 

@@ -40,8 +40,8 @@ def attend(
 
 def attend_with_prompt(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B C K H"],
+    v: Float[Array, "B C K H"],
     prompt_k: Float[Array, "B S K H"],
     prompt_v: Float[Array, "B S K H"],
     prompt_starts: Int[Array, "B"],
@@ -49,10 +49,11 @@ def attend_with_prompt(
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """As `attention.attend_with_prompt`; `interpret` as in `attend`."""
-    B, T, S = *q.shape[:2], prompt_k.shape[1]
+    B, T = q.shape[:2]
+    columns = prompt_k.shape[1] + k.shape[1]
     keys, values = jnp.concatenate([prompt_k, k], axis=1), jnp.concatenate([prompt_v, v], axis=1)
-    is_own = jnp.arange(S + T)[None, :] >= prompt_starts[:, None]
-    return _through_kernel(q, keys, values, (jnp.ones((B, T), bool), is_own), S, how, interpret)
+    is_own = jnp.arange(columns)[None, :] >= prompt_starts[:, None]
+    return _through_kernel(q, keys, values, (jnp.ones((B, T), bool), is_own), columns - T, how, interpret)
 
 
 def _through_kernel(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from groupax.batch import Row, pack
+from groupax.batch import Row, attending_by, pack
 from groupax.config import GRPOConfig
 from groupax.models.adapted import joined
 from groupax.models.split import partition_specs
@@ -34,7 +34,8 @@ def training_of(of_model: AbstractModel, slices: Slices, longest: tuple[int, int
     config, mesh, args, updates = of_model.config, of_model.mesh, of_model.args, slices.steps_per_rollout
     settings = of_model.settings.objective
     rows = [_row(index // args.num_generations, longest, args, updates) for index in range(slices.rows)]
-    parts, _ = pack(rows, num_data_shards(mesh), tokens, (), args.share_prefix, longest)
+    attending = attending_by(of_model.execution.attention)
+    parts, _ = pack(rows, num_data_shards(mesh), tokens, (), args.share_prefix, longest, attending)
     largest = max(parts, key=lambda part: part.num_cells)
     batch = jax.tree.map(lambda x: struct_at(x, NamedSharding(mesh, ROWS)), largest.batch)
     static: dict[str, Any] = {"config": config, "mesh": mesh}
