@@ -17,7 +17,7 @@ from groupax.models.execution import Fused
 from groupax.models.fused_attention import FEWEST_QUERIES
 from groupax.models.grouped import Ragged
 from groupax.objective.objective import Evidence
-from groupax.packing import PLAIN, Attending, Part, Shape, plan
+from groupax.packing import PLAIN, Attending, Part, Shape, plan, ranges
 from groupax.pytree import pytree
 
 
@@ -197,8 +197,8 @@ def _ragged(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[R
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     of_rows = np.zeros(shape.rows[0], np.int32)
     of_rows[: len(lengths)] = [prompt_of[row] for row in longest_first]
-    stairs, first, before = [], 0, P * S
-    for num_rows, end in shape.stairs:
+    stairs, before = [], P * S
+    for num_rows, first, end in ranges(shape.stairs):
         columns = end - first
         cells = np.full((num_rows, columns), -1, np.int32)
         for b, row in enumerate(longest_first):
@@ -208,6 +208,6 @@ def _ragged(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[R
             cells[b, :size] = np.arange(begin, begin + size)
             slots[begin : begin + size] = before + b * columns + np.arange(size)
         stairs.append(cells)
-        first, before = end, before + cells.size
+        before += cells.size
     ragged = Ragged(tokens, positions, targets, prompts, stairs, of_rows, slots)
     return ragged, [begin - (M - R) for begin in begins[:-1]]

@@ -13,7 +13,7 @@ is a program of its own, so a step is put together from micro-batches of a base 
 eighth, and a shape that was used before is used again where it fits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,7 @@ class Attending:
     """How stairs are computed, as far as it matters which ones there are.
 
     Attributes:
-        narrowest: columns of the first one.
+        narrowest: fewest columns of one, where there are several.
         from_first: the columns before a stair's own are computed as queries too.
     """
 
@@ -63,12 +63,9 @@ class Attending:
 
     def num_scores(self, stairs: Sequence[Side], prompt_columns: int) -> int:
         """Scores that are computed for the rows behind their prompts."""
-        ends = [0, *(end for _, end in stairs)]
         if self.from_first:
             return sum(rows * (prompt_columns + end) ** 2 // 2 for rows, end in stairs)
-        return sum(
-            rows * (end - first) * (prompt_columns + end) for first, (rows, end) in zip(ends, stairs, strict=False)
-        )
+        return sum(rows * (end - first) * (prompt_columns + end) for rows, first, end in ranges(stairs))
 
     def cost(self, shape: "Shape") -> float:
         """What computing a micro-batch takes, in tokens."""
@@ -99,6 +96,12 @@ class Shape:
     def rows(self) -> Side:
         """Number and columns of all rows, as the objective sees them."""
         return self.stairs[0][0], self.stairs[-1][1]
+
+
+def ranges(stairs: Sequence[Side]) -> list[tuple[int, int, int]]:
+    """Of each stair the number of rows, its first column and its end."""
+    firsts = [0, *(end for _, end in stairs)]
+    return [(rows, first, end) for (rows, end), first in zip(stairs, firsts, strict=False)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,10 +296,10 @@ def _new_shape(
             S = wider
 
     def few(stairs: Sequence[Side]) -> tuple[Side, ...]:
-        return _few(stairs, lambda stairs: attending.num_scores(stairs, S))
+        return _few(stairs, attending, S)
 
     lengths = [_lengths(shard) for shard in shards]
-    stairs = few(_stairs(lengths, _lengths(every), share, spare, attending.narrowest, longest_row))
+    stairs = few(_stairs(lengths, _lengths(every), share, spare, longest_row))
     for more in (*(shape.stairs for shape in alike), ((2, max(longest_row, FEWEST_ROW_COLUMNS)),)):
         wider = few(_united(stairs, more))
         extra = attending.num_scores(wider, S) - attending.num_scores(stairs, S)
@@ -328,11 +331,10 @@ def _lengths(parts: Sequence[Part]) -> list[int]:
 
 
 def _stairs(
-    lengths: Sequence[Sequence[int]], every: Sequence[int], share: float, spare: float, narrowest: int, longest: int
+    lengths: Sequence[Sequence[int]], every: Sequence[int], share: float, spare: float, longest: int
 ) -> list[Side]:
     """Many stairs that hold the rows of each shard and, with some to spare, such a share of all rows."""
-    last = _columns(max(every), FEWEST_ROW_COLUMNS, longest)
-    ends = [min(narrowest, last)]
+    last, ends = _columns(max(every), FEWEST_ROW_COLUMNS, longest), [FEWEST_ROW_COLUMNS]
     while ends[-1] < last:
         ends.append(min(_columns(ends[-1] + 1, FEWEST_ROW_COLUMNS), last))
 
@@ -350,13 +352,21 @@ def _united(some: Sequence[Side], others: Sequence[Side]) -> list[Side]:
     return [(max(rows for stairs in (some, others) for rows, last in stairs if last >= end), end) for end in ends]
 
 
-def _few(stairs: Sequence[Side], scores: Callable[[Sequence[Side]], int]) -> tuple[Side, ...]:
-    """At most `MOST_STAIRS`, fewer where that costs little: neighbours are put together."""
+def _few(stairs: Sequence[Side], attending: Attending, prompt_columns: int) -> tuple[Side, ...]:
+    """At most `MOST_STAIRS`, fewer where that costs little, and none too narrow: neighbours are put together."""
+
+    def scores(stairs: Sequence[Side]) -> int:
+        return attending.num_scores(stairs, prompt_columns)
+
+    def num_narrow(stairs: Sequence[Side]) -> int:
+        return sum(end - first < attending.narrowest for _, first, end in ranges(stairs))
+
     few = [(_count(rows), end) for rows, end in stairs]
     while len(few) > 1:
         merged = [[*few[:k], (few[k][0], few[k + 1][1]), *few[k + 2 :]] for k in range(len(few) - 1)]
-        best = min(merged, key=scores)
-        if len(few) <= MOST_STAIRS and scores(best) > (1 + WORTH_A_STAIR) * scores(few):
+        best = min(merged, key=lambda each: (num_narrow(each), scores(each)))
+        is_dear = scores(best) > (1 + WORTH_A_STAIR) * scores(few)
+        if len(few) <= MOST_STAIRS and not num_narrow(few) and is_dear:
             break
         few = best
     return tuple(few)
@@ -370,10 +380,7 @@ def _fits(shape: Shape, parts: Sequence[Part]) -> bool:
         and len(parts) <= shape.prompts[0]
         and max((part.prompt for part in parts), default=0) <= shape.prompts[1]
         and max(lengths, default=0) <= shape.rows[1]
-        and all(
-            sum(length > first for length in lengths) <= rows
-            for first, (rows, _) in zip([0, *(end for _, end in shape.stairs)], shape.stairs, strict=False)
-        )
+        and all(sum(length > first for length in lengths) <= rows for rows, first, _ in ranges(shape.stairs))
     )
 
 

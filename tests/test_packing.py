@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from groupax.batch import Row, pack
-from groupax.packing import PLAIN, Attending, Shape, plan, round_up
+from groupax.packing import PLAIN, Attending, Shape, plan, ranges, round_up
 
 RNG = np.random.default_rng(0)
 
@@ -135,7 +135,17 @@ def test_rows_of_one_length_save_what_is_hidden():
     assert stairs_of([16] * 8) == ((8, 16),)
     assert len(stairs_of([512] * 8)) > 2
     assert stairs_of([512] * 8, Attending(128, from_first=True)) == ((8, 512),)
-    assert stairs_of([40] * 6 + [512] * 2, Attending(128))[0] == (12, 128)
+
+
+@pytest.mark.parametrize("narrowest", [16, 128])
+@pytest.mark.parametrize("longest", [40, 300, 512])
+def test_no_stair_is_too_narrow(narrowest, longest):
+    for num_long in (1, 4, 8):
+        stairs = stairs_of([20] * 8 + [40] * 4 + [longest - 1] * num_long, Attending(narrowest))
+        assert stairs[-1][1] >= longest - 1
+        if len(stairs) > 1:
+            assert all(end - first >= narrowest for _, first, end in ranges(stairs))
+    assert len(stairs) > 1 or longest < 2 * narrowest
 
 
 def test_a_known_shape_is_taken_where_its_stairs_have_room():
