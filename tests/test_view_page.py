@@ -286,6 +286,19 @@ def test_a_search_of_all_steps_stays_when_the_list_comes_later(page):
     assert "That is all" in page.text(".found")
 
 
+def test_a_hit_in_the_group_that_was_open_opens_it_again(page):
+    from selenium.webdriver.common.keys import Keys
+
+    page.open("rollouts?run=earlier&step=2&prompt=1")
+    until(lambda: page.text(".prompt h2") == "Prompt 1")
+    page.write("answer 1 of step 2")
+    page.keys('main input[name="search"]', Keys.SHIFT, Keys.ENTER)
+    until(lambda: "That is all" in page.text(".found"))
+    page.click('.found a[href$="run=earlier&step=2&prompt=1"]')
+    until(lambda: page.text(".prompt h2") == "Prompt 1")
+    assert page.value('main input[name="search"]') == ""
+
+
 def hovered(page):
     page.run("document.querySelector('.tok').dispatchEvent(new MouseEvent('mouseover', { bubbles: true }))")
     return page.text(".token-reading")

@@ -254,14 +254,16 @@ export class Rollouts {
   }
 
   hit(hit) {
-    return el("li", {}, el("a", { href: address("rollouts", { run: this.run, step: hit.step, prompt: hit.prompt_index }), on: { click: () => this.clearSearchField() } }, `step ${hit.step}, prompt ${hit.prompt_index}, #${hit.sample_index}`),
+    return el("li", {}, el("a", { href: address("rollouts", { run: this.run, step: hit.step, prompt: hit.prompt_index }), on: { click: (event) => this.follow(event.currentTarget) } }, `step ${hit.step}, prompt ${hit.prompt_index}, #${hit.sample_index}`),
       el("span", { class: "mean" }, shown(hit.total, 3)), el("div", { class: "preview" }, visible(hit.excerpt)));
   }
 
-  clearSearchField() {
+  /** The search ends with the hit that is opened; one whose group was open before changes no address. */
+  follow(link) {
     this.search.value = "";
     this.query = "";
     this.step = null;
+    if (link.hash === location.hash) this.moved(this.parameters);
   }
 
   /** A group takes the place of a search's hits again. */
