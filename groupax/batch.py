@@ -118,7 +118,9 @@ def pack(
 
 def attending_by(fused: Fused | None) -> Attending:
     """What kernels, or plain attention, want of stairs."""
-    return PLAIN if fused is None else Attending(FEWEST_QUERIES, from_first=fused.kernel == "cudnn")
+    if fused is None:
+        return PLAIN
+    return Attending(FEWEST_QUERIES, "seen" if fused.kernel == "splash" else "from_first")
 
 
 # What a row may have, and its dtype on the devices.

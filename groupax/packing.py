@@ -15,7 +15,7 @@ eighth, and a shape that was used before is used again where it fits.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from groupax.config import SharePrefix
 
@@ -32,6 +32,8 @@ ROW_TOKENS = 64
 MOST_STAIRS = 5
 # A stair more has to save such a part of the scores.
 WORTH_A_STAIR = 0.06
+# Most queries of a kernel's block.
+FUSED_BLOCK = 512
 # What a query costs per column that it may see, in units of what a token costs in all else.
 COLUMN_COST = 3e-4
 # What a micro-batch takes beside its tokens, in tokens of each shard.
@@ -55,22 +57,29 @@ class Attending:
 
     Attributes:
         narrowest: fewest columns of one, where there are several.
-        from_first: the columns before a stair's own are computed as queries too.
+        computed: which scores are: "all" of a stair's queries on the columns up to its end; what they have "seen" of
+            these, in blocks; or that "from_first" column on, as if the columns before the stair were queries too.
     """
 
     narrowest: int = FEWEST_ROW_COLUMNS
-    from_first: bool = False
+    computed: Literal["all", "seen", "from_first"] = "all"
 
     def num_scores(self, stairs: Sequence[Side], prompt_columns: int) -> int:
         """Scores that are computed for the rows behind their prompts."""
-        if self.from_first:
-            return sum(rows * (prompt_columns + end) ** 2 // 2 for rows, end in stairs)
-        return sum(rows * (end - first) * (prompt_columns + end) for rows, first, end in ranges(stairs))
+        return sum(self._scores(rows, prompt_columns, *columns) for rows, *columns in ranges(stairs))
 
     def cost(self, shape: "Shape") -> float:
         """What computing a micro-batch takes, in tokens."""
         P, S = shape.prompts
-        return shape.tokens + COLUMN_COST * (P * S * S + self.num_scores(shape.stairs, S))
+        return shape.tokens + COLUMN_COST * (self._scores(P, 0, 0, S) + self.num_scores(shape.stairs, S))
+
+    def _scores(self, rows: int, before: int, first: int, end: int) -> int:
+        width = end - first
+        if self.computed == "from_first":
+            return rows * (before + end) ** 2 // 2
+        if self.computed == "seen":
+            return rows * width * (2 * before + first + end + min(width, FUSED_BLOCK)) // 2
+        return rows * width * (before + end)
 
 
 PLAIN = Attending()
@@ -188,7 +197,9 @@ def _sizes(parts: Sequence[Part], num_shards: int, budget: int, known: Sequence[
             if tuple(sizes) not in seen:
                 seen.add(tuple(sizes))
                 yield sizes
-    yield [base] * (-(-2 * per_shard // base) + 1)
+    alone = sum(part.prompt * len(part.rows) + sum(part.lengths) for part in parts)  # each row with its own prompt
+    for load in (per_shard, -(-alone // num_shards)):
+        yield [base] * (-(-2 * load // base) + 1)
 
 
 def _in_shapes(
@@ -339,11 +350,16 @@ def _stairs(
         ends.append(min(_columns(ends[-1] + 1, FEWEST_ROW_COLUMNS), last))
 
     def counts(lengths: Sequence[int]) -> list[int]:
-        return [sum(length > first for length in lengths) for first in [0, *ends[:-1]]]
+        return [_reaching(lengths, first) for first in [0, *ends[:-1]]]
 
     expected = [_expected(count, share, spare) for count in counts(every)]
     most = [max(each) for each in zip(expected, *map(counts, lengths), strict=True)]
     return list(zip(most, ends, strict=True))
+
+
+def _reaching(lengths: Sequence[int], first: int) -> int:
+    """How many rows reach into a stair that begins there; all do into the first one, empty ones too."""
+    return sum(max(length, 1) > first for length in lengths)
 
 
 def _united(some: Sequence[Side], others: Sequence[Side]) -> list[Side]:
@@ -380,7 +396,7 @@ def _fits(shape: Shape, parts: Sequence[Part]) -> bool:
         and len(parts) <= shape.prompts[0]
         and max((part.prompt for part in parts), default=0) <= shape.prompts[1]
         and max(lengths, default=0) <= shape.rows[1]
-        and all(sum(length > first for length in lengths) <= rows for rows, first, _ in ranges(shape.stairs))
+        and all(_reaching(lengths, first) <= rows for rows, first, _ in ranges(shape.stairs))
     )
 
 

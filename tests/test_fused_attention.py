@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from groupax import GRPOConfig, init_model
-from groupax.batch import Row, pack
+from groupax.batch import Row, attending_by, pack
 from groupax.learner import Learner
 from groupax.models import attention, cudnn, fused_attention, splash
 from groupax.models.checkpoint import on_mesh
@@ -141,7 +141,7 @@ def long_rows(num_words):
     rng, rows = np.random.default_rng(0), []
     for group, prompt_length in enumerate((150, 131, 9, 140)):
         prompt = rng.integers(3, num_words, prompt_length).astype(np.int32)
-        for length in (170, 20, 133):
+        for length in (270, 20, 133):
             words, mask = rng.integers(3, num_words, length).astype(np.int32), np.ones(length, bool)
             rows.append(Row(group, prompt, words, mask, float(rng.normal()), np.full(length, -3.0, np.float32)))
     return rows
@@ -153,6 +153,7 @@ def after_update(model, attends, **settings):
     learner.execution = replace(learner.execution, attention=attends)
     rows = long_rows(model.config.vocab_size)
     logps = learner.logprobs(learner.policy, rows)[0]
+    assert len(learner.shapes[0].stairs) > 1
     return learner, learner.update(rows).metrics, logps
 
 
@@ -198,7 +199,7 @@ def test_devices_that_split_heads_have_kernels_of_their_own_ones():
     assert_same_update(model, Fused("splash", emulated=True), split)
 
 
-def test_narrow_rectangles_stay_plain(monkeypatch):
+def test_narrow_stairs_stay_plain(monkeypatch):
     def unexpected(*_):
         raise AssertionError
 
@@ -232,7 +233,7 @@ def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
     params = shapes(jax.eval_shape(lambda: init_model({**TINY, **change}, mesh=mesh).params), jnp.bfloat16)
     static = {"config": config, "settings": settings, "mesh": mesh}
     totals = jax.eval_shape(lambda params: zero_totals(params, **static), params)
-    [part, *_] = pack(long_rows(96), 1, 4096, (), "always", (200, 200))[0]
+    [part, *_] = pack(long_rows(96), 1, 4096, (), "always", (200, 200), attending_by(Fused("cudnn")))[0]
     scalar = jnp.float32(1)
     traced = micro_step.trace(
         params,

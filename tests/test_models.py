@@ -173,7 +173,8 @@ def test_attention_in_blocks_is_attention(monkeypatch):
 
     def outputs(q, k, v, prompt_k, prompt_v):
         how = Attention(8**-0.5)
-        return attend(q, k, v, starts, how), attend_with_prompt(q, k, v, prompt_k, prompt_v, starts, how)
+        behind = k, v, prompt_k, prompt_v, starts, how
+        return attend(q, k, v, starts, how), *(attend_with_prompt(q[:, first:], *behind) for first in (0, 10, 42))
 
     def total(*arrays):
         return sum(jnp.sum(jnp.sin(out)) for out in outputs(*arrays))

@@ -112,10 +112,13 @@ def test_sizes_come_in_steps():
     assert [round_up(size, 32) for size in (1, 33, 100, 1000)] == [32, 40, 112, 1024]
 
 
+def of_one_prompt(columns, lengths):
+    prompt = np.zeros(columns + 1, int)
+    return [Row(0, prompt, np.zeros(n, int), np.ones(n, bool), 1.0, np.zeros(n)) for n in lengths]
+
+
 def stairs_of(lengths, attending=PLAIN):
-    prompt = np.arange(65)
-    rows = [Row(0, prompt, np.zeros(n, int), np.ones(n, bool), 1.0, np.zeros(n)) for n in lengths]
-    [each] = plan(rows, 1, 10**6, share_prefix="always", attending=attending)
+    [each] = plan(of_one_prompt(64, lengths), 1, 10**6, share_prefix="always", attending=attending)
     return each.shape.stairs
 
 
@@ -134,7 +137,7 @@ def test_few_rows_reach_into_the_last_stairs():
 def test_rows_of_one_length_save_what_is_hidden():
     assert stairs_of([16] * 8) == ((8, 16),)
     assert len(stairs_of([512] * 8)) > 2
-    assert stairs_of([512] * 8, Attending(128, from_first=True)) == ((8, 512),)
+    assert stairs_of([512] * 8, Attending(128, "from_first")) == ((8, 512),)
 
 
 @pytest.mark.parametrize("narrowest", [16, 128])
@@ -148,6 +151,27 @@ def test_no_stair_is_too_narrow(narrowest, longest):
     assert len(stairs) > 1 or longest < 2 * narrowest
 
 
+def test_kernels_want_fewer_stairs_for_what_they_pass_over():
+    def num_stairs(length, computed):
+        return len(stairs_of([length] * 8, Attending(128, computed)))
+
+    assert num_stairs(2048, "all") > num_stairs(2048, "seen") == num_stairs(2048, "from_first") == 1
+    mixed = [40] * 12 + [1000] * 2
+    assert len(stairs_of(mixed, Attending(128, "seen"))) > 1 < len(stairs_of(mixed, Attending(128, "from_first")))
+
+
+@pytest.mark.parametrize(("prompt", "length", "size", "budget"), [(900, 60, 16, 3840), (225, 20, 8, 980)])
+def test_groups_that_must_share_their_prompt_are_cut_as_often_as_it_takes(prompt, length, size, budget):
+    rows = of_one_prompt(prompt, [length] * size)
+    planned = plan(rows, 2, budget, share_prefix="always")
+    assert sum(len(part.rows) for each in planned for shard in each.shards for part in shard) == size
+
+
+def test_empty_completions_have_a_row():
+    [part], _ = pack(of_one_prompt(3, [0] * 7 + [1]), 1, 1000)
+    assert sorted(part.rows[part.rows >= 0]) == list(range(8))
+
+
 def test_a_known_shape_is_taken_where_its_stairs_have_room():
     shape = Shape(640, 640, (2, 64), ((8, 64), (2, 128)))
     for lengths, fits in (
@@ -156,7 +180,5 @@ def test_a_known_shape_is_taken_where_its_stairs_have_room():
         ([10] * 5 + [128] * 3, False),
         ([129], False),
     ):
-        prompt = np.arange(65)
-        rows = [Row(0, prompt, np.zeros(n, int), np.ones(n, bool), 1.0, np.zeros(n)) for n in lengths]
-        planned = plan(rows, 1, 640, [shape], "always")
+        planned = plan(of_one_prompt(64, lengths), 1, 640, [shape], "always")
         assert (planned[0].shape == shape) == fits, lengths

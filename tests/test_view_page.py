@@ -106,7 +106,6 @@ def browser():
     options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     chromium = selenium.Chrome(options=options, service=selenium.ChromeService(driver))
-    # a page that takes itself for hidden asks for nothing
     yield chromium
     chromium.quit()
 
@@ -515,7 +514,14 @@ def test_what_is_shown_stays_when_another_run_comes_and_changes_when_its_own_goe
             (tmp_path / "some").rename(tmp_path / "gone")
             until(lambda: page.value('select[name="run"]') == "gone")
             (tmp_path / "gone").rename(tmp_path / "some")
-            until(lambda: page.value('select[name="run"]') != "gone")
+            until(lambda: page.value('select[name="run"]') == "some")
+            (tmp_path / "other").rename(tmp_path / "others")
+            until(lambda: page.all('select[name="run"] option[value="others"]'))
+            (tmp_path / "others").rename(tmp_path / "other")
+        page.open("rollouts?run=late")
+        until(lambda: page.all(".card .tok"))
+        write_run(tmp_path / "late", {}, num_steps=1)
+        until(lambda: page.value('select[name="run"]') == "late")
         assert all("404" in each for each in page.errors()), "of a run that went while it was asked for"
         browser.get("about:blank")
 

@@ -95,8 +95,10 @@ def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, t
 
 
 def _same_run(saved: Saved, identity: Identity, tell: Tell) -> bool:
-    found = {} if _known_format(saved) else {"format": (saved.state.get("format"), FORMAT)}
-    found |= differences(saved.state["identity"], identity) if not found else {}
+    if not _known_format(saved):
+        tell(f"{_other_format(saved)}, so this run begins at its start", warning=True)
+        return False
+    found = differences(saved.state["identity"], identity)
     if found:
         tell(
             f"the checkpoint {saved.where} is of another run, so this one begins at its start; different are\n"
@@ -108,10 +110,7 @@ def _same_run(saved: Saved, identity: Identity, tell: Tell) -> bool:
 
 def _check(saved: Saved, identity: Identity, tell: Tell) -> None:
     if not _known_format(saved):
-        raise ValueError(
-            f"resume: {saved.where} has format {saved.state.get('format')}, this groupax reads {FORMAT}; it was "
-            f"written by groupax {saved.state.get('versions', {}).get('groupax')}"
-        )
+        raise ValueError(f"resume: {_other_format(saved)}; its weights are there (groupax checkpoints RUN_DIR export)")
     found = differences(saved.state["identity"], identity)
     refused = forbidden(found)
     if refused:
@@ -125,6 +124,14 @@ def _check(saved: Saved, identity: Identity, tell: Tell) -> None:
 
 def _known_format(saved: Saved) -> bool:
     return saved.state.get("format") == FORMAT
+
+
+def _other_format(saved: Saved) -> str:
+    version = saved.state.get("versions", {}).get("groupax")
+    return (
+        f"the checkpoint {saved.where} has format {saved.state.get('format')}, written by groupax {version}, and this "
+        f"groupax reads {FORMAT}"
+    )
 
 
 def _there_are(store: Store, run: str) -> str:

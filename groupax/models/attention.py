@@ -49,19 +49,20 @@ def attend(
 
 
 def _in_blocks(of_block: Callable[[Array | int, Array], Array], q: Float[Array, "B T N H"], first: int = 0) -> Array:
-    """of_block(first, q) of all queries; if they are many, block by block, so that memory grows with T, not its square.
+    """of_block(first, q) of all queries from column `first` on; in long rows block by block.
 
-    The backward pass computes a block again.
+    The backward pass computes a block again, so that memory grows with a row's length and not with its square.
     """
     B, T, N, H = q.shape
-    if T <= MOST_QUERIES:
+    if first + T <= MOST_QUERIES:
         return of_block(first, q)
-    num_blocks = -(-T // BLOCK_QUERIES)
-    padded = jnp.pad(q, ((0, 0), (0, num_blocks * BLOCK_QUERIES - T), (0, 0), (0, 0)))
-    blocks = padded.reshape(B, num_blocks, BLOCK_QUERIES, N, H).swapaxes(0, 1)
-    firsts = first + jnp.arange(num_blocks) * BLOCK_QUERIES
+    size = min(BLOCK_QUERIES, T)
+    num_blocks = -(-T // size)
+    padded = jnp.pad(q, ((0, 0), (0, num_blocks * size - T), (0, 0), (0, 0)))
+    blocks = padded.reshape(B, num_blocks, size, N, H).swapaxes(0, 1)
+    firsts = first + jnp.arange(num_blocks) * size
     out = lax.map(jax.checkpoint(lambda xs: of_block(*xs)), (firsts, blocks))
-    return out.swapaxes(0, 1).reshape(B, num_blocks * BLOCK_QUERIES, N, H)[:, :T]
+    return out.swapaxes(0, 1).reshape(B, num_blocks * size, N, H)[:, :T]
 
 
 def attend_stored(

@@ -98,10 +98,6 @@ export class Evaluations {
   /** A new evaluation can be chosen; the one that is being read stays. */
   async update(changed) {
     const { parameters, run } = this;
-    if (!(run in app.runs)) {
-      await this.moved(parameters);
-      return;
-    }
     this.runChoice.show(run);
     if (!changed.includes(run)) return;
     const names = await ask("evaluations", { run });

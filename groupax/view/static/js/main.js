@@ -99,6 +99,13 @@ function drawRuns() {
   }
 }
 
+/** Whether a view of one run has lost it, or shows another one until the run came that the address names. */
+function showsAnother() {
+  const { run } = view.page;
+  const named = place().parameters.run;
+  return run !== undefined && (!(run in app.runs) || (named in app.runs && named !== run));
+}
+
 /** Ask for news; quickly while a run is live. */
 async function poll() {
   let wait = SLOW_MS;
@@ -114,7 +121,7 @@ async function poll() {
         drawRuns();
         drawTabs(place().view in VIEWS ? place().view : "curves");
       }
-      if (!view) show();
+      if (!view || showsAnother()) show();
       else if (changed.length) await view.page.update(changed);
     }
     const isLive = Object.values(app.runs).some((run) => run.status === "live");

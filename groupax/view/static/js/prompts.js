@@ -102,10 +102,6 @@ export class Prompts {
   }
 
   async update(changed) {
-    if (!(this.run in app.runs)) {
-      await this.moved(this.parameters);
-      return;
-    }
     this.runChoice.show(this.run);
     if (changed.includes(this.run)) await this.read();
   }

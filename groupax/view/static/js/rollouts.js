@@ -278,13 +278,9 @@ export class Rollouts {
   }
 
   async update(changed) {
-    const { parameters } = this;
-    if (!(this.run in app.runs)) {
-      await this.moved(parameters);
-      return;
-    }
     this.runChoice.show(this.run);
     if (!changed.includes(this.run)) return;
+    const { parameters } = this;
     const first = !this.steps.length;
     try {
       if (!(await this.readSteps())) return;
