@@ -310,7 +310,7 @@ def _new_shape(
         return _few(stairs, attending, S)
 
     lengths = [_lengths(shard) for shard in shards]
-    stairs = few(_stairs(lengths, _lengths(every), share, spare, longest_row))
+    stairs = few(_stairs(lengths, _lengths(every), share, spare, attending.narrowest, longest_row))
     for more in (*(shape.stairs for shape in alike), ((2, max(longest_row, FEWEST_ROW_COLUMNS)),)):
         wider = few(_united(stairs, more))
         extra = attending.num_scores(wider, S) - attending.num_scores(stairs, S)
@@ -342,12 +342,13 @@ def _lengths(parts: Sequence[Part]) -> list[int]:
 
 
 def _stairs(
-    lengths: Sequence[Sequence[int]], every: Sequence[int], share: float, spare: float, longest: int
+    lengths: Sequence[Sequence[int]], every: Sequence[int], share: float, spare: float, narrowest: int, longest: int
 ) -> list[Side]:
     """Many stairs that hold the rows of each shard and, with some to spare, such a share of all rows."""
-    last, ends = _columns(max(every), FEWEST_ROW_COLUMNS, longest), [FEWEST_ROW_COLUMNS]
+    last = _columns(max(every), FEWEST_ROW_COLUMNS, longest)
+    ends = [min(narrowest, last)]
     while ends[-1] < last:
-        ends.append(min(_columns(ends[-1] + 1, FEWEST_ROW_COLUMNS), last))
+        ends.append(min(_columns(ends[-1] + narrowest, FEWEST_ROW_COLUMNS), last))
 
     def counts(lengths: Sequence[int]) -> list[int]:
         return [_reaching(lengths, first) for first in [0, *ends[:-1]]]

@@ -141,7 +141,7 @@ def long_rows(num_words):
     rng, rows = np.random.default_rng(0), []
     for group, prompt_length in enumerate((150, 131, 9, 140)):
         prompt = rng.integers(3, num_words, prompt_length).astype(np.int32)
-        for length in (270, 20, 133):
+        for length in (300, 20, 60):
             words, mask = rng.integers(3, num_words, length).astype(np.int32), np.ones(length, bool)
             rows.append(Row(group, prompt, words, mask, float(rng.normal()), np.full(length, -3.0, np.float32)))
     return rows
