@@ -31,7 +31,7 @@ ROW_TOKENS = 64
 # Stairs of rows in one micro-batch.
 MOST_STAIRS = 5
 # A stair more has to save such a part of the scores.
-WORTH_A_STAIR = 0.06
+WORTH_A_STAIR = 0.12
 # Most queries of a kernel's block.
 FUSED_BLOCK = 512
 # What a query costs per column that it may see, in units of what a token costs in all else.

@@ -91,6 +91,7 @@ def test_what_is_saved_and_kept(tmp_path, settings, expected):
     assert [damage(checkpoint(tmp_path, step)) for step in expected] == [None] * len(expected)
 
 
+@pytest.mark.heavy
 def test_an_unknown_best_metric_is_told(tmp_path, caplog):
     a_trainer(tmp_path, metric_for_best_model="rewrd", max_steps=2, save_steps=1).train()
     assert caplog.text.count("'rewrd', which is not among the metrics so far; did you mean reward") == 1

@@ -64,18 +64,16 @@ CASES = {
     "blocks": (1030, 200, 1, 1, 64, Attention(0.125, window=300)),
     "blocks-softcap": (700, 600, 2, 1, 64, Attention(0.2, softcap=5.0)),
 }
-QUICK, LONG = ("few",), ("one-key-head", "blocks", "blocks-softcap")
+LONG = ("one-key-head", "blocks", "blocks-softcap")
 
 
-def marked(name):
+def marked(name, kernel):
     """A case with the mark of its time."""
-    if name in QUICK:
-        return name
-    return pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.heavy)
+    marks = () if (name, kernel) == ("few", "cudnn") else pytest.mark.long if name in LONG else pytest.mark.heavy
+    return pytest.param(name, kernel, marks=marks)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", [marked(name) for name in CASES])
+@pytest.mark.parametrize(("case", "kernel"), [marked(name, kernel) for name in CASES for kernel in KERNELS])
 def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
     T, S, N, K, H, how = CASES[case]
     if how.softcap and kernel == "cudnn":

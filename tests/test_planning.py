@@ -565,6 +565,7 @@ def test_the_nearest_change_comes_first():
     assert (fixed.devices, fixed.args.mesh) == ("v5e-2", "1,-1,1,1,1"), "the mesh of one device is none of two"
 
 
+@pytest.mark.heavy
 def test_what_changes_of_a_rollout():
     plan = a_plan("decode_chunk", shape=(4, 1, 1, 1, 1), devices="v5e-4")
     assert changes(plan) == ["--mesh 1,-1,1,1,1", "--max_concurrent_rows 8", "--offload_optimizer", "v5e-8"], (
@@ -682,6 +683,7 @@ def config_file(tmp_path, monkeypatch):
 LENGTHS = ["--max_completion_length", "16", "--prompts_per_step", "2", "--num_generations", "2"]
 
 
+@pytest.mark.heavy
 def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
     out = tmp_path / "plan.json"
     command = [sys.executable, "-m", "groupax", "plan", "--model", str(tmp_path), "--devices", "cpu:2", *LENGTHS]

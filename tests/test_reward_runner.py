@@ -243,6 +243,7 @@ def test_a_process_that_dies_takes_its_call_with_it_only():
     runner.close()
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_the_limit_does_not_count_while_a_call_waits_for_a_worker_that_another_function_has():
     settings = RewardSettings(reward_workers=1, reward_timeout_s=5.0)

@@ -340,6 +340,7 @@ def test_progress_bars_show_the_reward(tmp_path, kind, capfd):
     assert re.search(r"2/2|\"num_steps\": 2", out)
 
 
+@pytest.mark.heavy
 def test_hostile_completions_do_not_reach_the_terminal(tmp_path, capfd):
     hostile = [{"prompt": "abc", "note": "x"}]
 
@@ -419,6 +420,7 @@ def test_a_saved_checkpoint_continues(tmp_path):
     save_model(model, tmp_path / "copy")
 
 
+@pytest.mark.heavy
 def test_weights_to_decode_with_are_gone_while_others_are_computed_with(tmp_path):
     """Copies in fewer bits here; weights that are gathered alike. And the trainer's model is its policy."""
     settings = {"decoding_weights": "bfloat16", "rollout_correction": "token_truncate", "beta": 0.1, "max_steps": 1}

@@ -98,6 +98,7 @@ def test_groups_without_signal_are_replaced(tmp_path):
     assert trainer.cursor.num_prompts == sum(line["filter/sampled_prompts"] for line in lines_of(tmp_path))
 
 
+@pytest.mark.heavy
 def test_the_budget_ends_the_search_and_the_step_keeps_its_size(tmp_path):
     def flat(completions):
         return [1.0] * len(completions)
