@@ -68,10 +68,14 @@ class Attending:
         """Scores that are computed for the rows behind their prompts."""
         return sum(self._scores(rows, prompt_columns, *columns) for rows, *columns in ranges(stairs))
 
+    def num_prompt_scores(self, prompts: int, columns: int) -> int:
+        """Scores that are computed for the prompts themselves."""
+        return self._scores(prompts, 0, 0, columns)
+
     def cost(self, shape: "Shape") -> float:
         """What computing a micro-batch takes, in tokens."""
-        P, S = shape.prompts
-        return shape.tokens + COLUMN_COST * (self._scores(P, 0, 0, S) + self.num_scores(shape.stairs, S))
+        scores = self.num_prompt_scores(*shape.prompts) + self.num_scores(shape.stairs, shape.prompts[1])
+        return shape.tokens + COLUMN_COST * scores
 
     def _scores(self, rows: int, before: int, first: int, end: int) -> int:
         width = end - first
@@ -198,7 +202,7 @@ def _sizes(parts: Sequence[Part], num_shards: int, budget: int, known: Sequence[
                 seen.add(tuple(sizes))
                 yield sizes
     alone = sum(part.prompt * len(part.rows) + sum(part.lengths) for part in parts)  # each row with its own prompt
-    for load in (per_shard, -(-alone // num_shards)):
+    for load in dict.fromkeys((per_shard, -(-alone // num_shards))):
         yield [base] * (-(-2 * load // base) + 1)
 
 
@@ -303,7 +307,8 @@ def _new_shape(
     widest, longest_row = (-(-columns // 8) * 8 for columns in longest)
     S = _columns(max(part.prompt for part in every), FEWEST_PROMPT_COLUMNS, widest)
     for wider in (*(shape.prompts[1] for shape in known), max(widest, FEWEST_PROMPT_COLUMNS)):
-        if wider > S and COLUMN_COST * P * (wider**2 - S**2) <= WIDER * size:
+        extra = attending.num_prompt_scores(P, wider) - attending.num_prompt_scores(P, S)
+        if wider > S and COLUMN_COST * extra <= WIDER * size:
             S = wider
 
     def few(stairs: Sequence[Side]) -> tuple[Side, ...]:

@@ -181,7 +181,7 @@ def test_attention_in_blocks_is_attention(monkeypatch):
 
     arrays = (q, k, v, prompt_k, prompt_v)
     whole = jax.tree.leaves((outputs(*arrays), jax.grad(total, argnums=(0, 1, 2, 3, 4))(*arrays)))
-    monkeypatch.setattr("groupax.models.attention.MOST_QUERIES", 16)
+    monkeypatch.setattr("groupax.models.attention.MOST_COLUMNS", 16)
     monkeypatch.setattr("groupax.models.attention.BLOCK_QUERIES", 16)
     blocks = jax.tree.leaves((outputs(*arrays), jax.grad(total, argnums=(0, 1, 2, 3, 4))(*arrays)))
     for a, b in zip(blocks, whole, strict=True):

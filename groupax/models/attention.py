@@ -18,8 +18,8 @@ from groupax.models.config import Attention
 from groupax.models.layers import sum_last
 from groupax.models.products import row_major, times
 
-# More queries than this are taken in blocks of so many.
-MOST_QUERIES = 1024
+# Queries that reach beyond so many columns are taken in blocks of so many.
+MOST_COLUMNS = 1024
 BLOCK_QUERIES = 512
 MASKED = -1e30  # not -inf: a query without any visible key must give finite numbers, not NaN
 
@@ -54,7 +54,7 @@ def _in_blocks(of_block: Callable[[Array | int, Array], Array], q: Float[Array, 
     The backward pass computes a block again, so that memory grows with a row's length and not with its square.
     """
     B, T, N, H = q.shape
-    if first + T <= MOST_QUERIES:
+    if first + T <= MOST_COLUMNS:
         return of_block(first, q)
     size = min(BLOCK_QUERIES, T)
     num_blocks = -(-T // size)

@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { RunChoice } from "./runs.js";
-import { app, go, oneRun } from "./state.js";
+import { go, oneRun } from "./state.js";
 
 export class Evaluations {
   constructor(root) {

@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { Chart } from "./charts.js";
 import { debounced, el, empty, failure, fill, plural, shown, visible } from "./dom.js";
 import { RunChoice } from "./runs.js";
-import { address, app, colour, oneRun } from "./state.js";
+import { address, colour, oneRun } from "./state.js";
 
 export class Prompts {
   constructor(root) {

@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { Group } from "./group.js";
 import { RunChoice } from "./runs.js";
-import { address, app, go, oneRun } from "./state.js";
+import { address, go, oneRun } from "./state.js";
 
 const FILTERS = {
   all: ["all groups", () => true],
