@@ -3,16 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# Most of the quick tests' time is compilation; what needs programs as users have them is marked heavy.
-QUICK := --xla_backend_optimization_level=0
-
 .PHONY: demo test lint parity long bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
 
+# Most of the quick tests' time is compilation; what needs programs as users have them is marked heavy.
 test: $(VENV)/.test
-	XLA_FLAGS="$(XLA_FLAGS) $(QUICK)" $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not parity and not heavy and not long"
+	XLA_FLAGS="$(XLA_FLAGS) $$($(BIN)/python tests/quick_flags.py)" $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not parity and not heavy and not long"
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

@@ -37,6 +37,24 @@ TINY = {
 }
 
 
+SHARED_RUNS = {"earlier", "logged", "run", "tracked", "whole"}  # fixtures of modules, each a run of the trainer
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items):
+    """Tests that look at the same run go to one worker: it is made once."""
+    for item in items:
+        for name in SHARED_RUNS.intersection(item.fixturenames):
+            if not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{name}"))
+
+
+def rest_heavy(cases, quick=1):
+    """Cases of a parametrized test, of which all but the first `quick` are heavy."""
+    rest = [case if isinstance(case, tuple) else (case,) for case in cases[quick:]]
+    return [*cases[:quick], *(pytest.param(*case, marks=pytest.mark.heavy) for case in rest)]
+
+
 def one_device_mesh():
     """The first device alone, for what compiles once per test."""
     from groupax.parallel.mesh import AXES, make_mesh

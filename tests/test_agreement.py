@@ -17,7 +17,7 @@ from groupax.parallel.mesh import num_data_shards
 from groupax.recipes import load_recipe
 from groupax.step import LOGP_DIFF, across_shards, micro_step, score, to_rows, zero_totals
 
-from .conftest import TINY
+from .conftest import TINY, rest_heavy
 
 
 def rows_of(groups, prompts):
@@ -49,8 +49,8 @@ def trainer_logps(model, rows, temperature, micro_batch_tokens, share_prefix="au
     return [logps[index] for index in range(len(rows))]
 
 
-@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.7, marks=pytest.mark.heavy)])
-@pytest.mark.parametrize("micro_batch_tokens", [4096, 200])
+@pytest.mark.parametrize("temperature", rest_heavy([1.0, 0.7]))
+@pytest.mark.parametrize("micro_batch_tokens", rest_heavy([200, 4096]))
 def test_engine_and_trainer_logps_are_equal_on_the_real_model(stories, temperature, micro_batch_tokens):
     model = load_model(stories)
     rng = np.random.default_rng(0)
@@ -125,7 +125,7 @@ def test_families_agree(family, change, tolerance):
         np.testing.assert_allclose(np.float32(row.rollout_logp), logp, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", rest_heavy(["llama", "qwen2", "qwen3"]))
 def test_grouped_logps_are_those_of_the_whole_sequence(family):
     model = init_model({**TINY, "model_type": family, "head_dim": 8}, seed=1)
     rng = np.random.default_rng(1)

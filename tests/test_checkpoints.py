@@ -24,7 +24,7 @@ from groupax.parallel.mesh import AXES
 from groupax.remote import Remote
 from groupax.rewards import RewardError
 
-from .conftest import TINY
+from .conftest import TINY, rest_heavy
 from .stopped_run import final_state
 from .test_config_and_data import a_tokenizer
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
@@ -149,13 +149,15 @@ def cut_off_the_checksums(folder):
 
 @pytest.mark.parametrize(
     ("do", "named"),
-    [
-        (flip_a_byte, r"params/.* \(\d+ bytes\) is not what was written: its checksum differs"),
-        (lose_a_file, "optimizer/manifest.ocdbt is missing"),
-        (copy_half, "is missing"),
-        (cut_off, r"state.json \(100 bytes\) is not what was written"),
-        (cut_off_the_checksums, "SHA256SUMS does not list params/.*: it is damaged"),
-    ],
+    rest_heavy(
+        [
+            (flip_a_byte, r"params/.* \(\d+ bytes\) is not what was written: its checksum differs"),
+            (lose_a_file, "optimizer/manifest.ocdbt is missing"),
+            (copy_half, "is missing"),
+            (cut_off, r"state.json \(100 bytes\) is not what was written"),
+            (cut_off_the_checksums, "SHA256SUMS does not list params/.*: it is damaged"),
+        ]
+    ),
 )
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_used(stopped, tmp_path, caplog, do, named):
     trainer, folder = stopped

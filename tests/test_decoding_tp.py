@@ -32,7 +32,7 @@ from groupax.serve.loop import EngineLoop
 from groupax.serve.weights import Weights
 from groupax.serve.wire import manifest_of, pieces_of
 
-from .conftest import TINY, one_device_mesh
+from .conftest import TINY, one_device_mesh, rest_heavy
 from .test_config_and_data import a_tokenizer
 from .test_mesh import COMMAND, MIXTURE, REWARD
 
@@ -158,7 +158,9 @@ def exchanges(jaxpr):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "tp"), [((1, 4, 1, 1, 1), 1), ((1, 2, 2, 1, 1), 1), ((1, 2, 1, 2, 1), 2), ((1, 1, 1, 2, 2), 2)], ids=str
+    ("mesh", "tp"),
+    rest_heavy([((1, 2, 1, 2, 1), 2), ((1, 4, 1, 1, 1), 1), ((1, 2, 2, 1, 1), 1), ((1, 1, 1, 2, 2), 2)]),
+    ids=str,
 )
 def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
     model = init_model(MIXTURE, mesh=make_mesh(mesh))

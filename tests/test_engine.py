@@ -26,6 +26,8 @@ from groupax.models.decoder import logits
 from groupax.models.quantize import decoding_params
 from groupax.parallel.mesh import AXES
 
+from .conftest import TINY, rest_heavy
+
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(2, 96, length) for length in (1, 2, 5, 9, 17, 3, 8, 30)]
 PARAMS = SamplingParams(n=3, max_tokens=24, seed=7)
@@ -62,12 +64,12 @@ def test_a_model_made_in_memory_needs_a_tokenizer(tiny_model):
         Engine.of(tiny_model)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", rest_heavy([2, 1]))
 def test_number_of_devices_does_not_show(tiny_model, expected, num_devices):
     assert tokens_of(engine_for(tiny_model, num_devices).generate(PROMPTS, PARAMS)) == expected
 
 
-@pytest.mark.parametrize("max_slots", [1, 5, 12])
+@pytest.mark.parametrize("max_slots", rest_heavy([5, 1, 12]))
 def test_number_of_slots_and_refill_do_not_show(tiny_model, expected, max_slots):
     assert tokens_of(engine_for(tiny_model, max_slots=max_slots).generate(PROMPTS, PARAMS)) == expected
 
@@ -378,12 +380,15 @@ def greedy_by_numpy(model, prompt, num_tokens, **settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"repetition_penalty": 1.5},
-        {"presence_penalty": 1.0, "frequency_penalty": 0.3},
-        {"logit_bias": {1: 0.05, 40: 0.02}},
-        {"logit_bias": {1: 100.0}, "min_tokens": 6},
-    ],
+    rest_heavy(
+        [
+            {"presence_penalty": 1.0, "frequency_penalty": 0.3},
+            {"logit_bias": {1: 100.0}, "min_tokens": 6},
+            {"logit_bias": {1: 0.05, 40: 0.02}},
+            {"repetition_penalty": 1.5},
+        ],
+        quick=2,
+    ),
     ids=str,
 )
 def test_penalties_and_biases_through_the_engine(tiny_model, settings):
@@ -503,7 +508,6 @@ def test_updates_and_cancelling(tiny_model, expected):
 def test_prompts_of_every_kind(tmp_path):
     from groupax import init_model, save_model
 
-    from .conftest import TINY
     from .test_config_and_data import a_tokenizer
 
     tokenizer = a_tokenizer(eos_token="<eos>")

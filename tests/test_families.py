@@ -26,7 +26,7 @@ from groupax.optimizer import OptimizerSettings, ScheduleSettings, make_optimize
 from groupax.parallel.mesh import make_mesh, num_data_shards
 from groupax.step import ROUTER_LOSS, across_shards, micro_step, to_rows, zero_totals
 
-from .conftest import one_device_mesh
+from .conftest import one_device_mesh, rest_heavy
 
 BASE = {
     "vocab_size": 96,
@@ -149,7 +149,7 @@ def test_every_family_has_cases():
 LOADED = [("mistral", 0), ("gemma3_text", 0), ("phi3", 0), ("smollm3", 2), ("mixtral", 1)]
 
 
-@pytest.mark.parametrize(("family", "index"), LOADED)
+@pytest.mark.parametrize(("family", "index"), rest_heavy(LOADED))
 def test_what_is_saved_is_loaded_and_the_window_is_where_it_should_be(tmp_path, family, index):
     model = init_model({**BASE, "model_type": family, **CONFIGS[family][index]}, seed=2)
     save_model(model, tmp_path / "model")

@@ -26,7 +26,7 @@ from groupax.parallel.mesh import make_mesh
 from groupax.run_parts import learner_settings
 from groupax.step import micro_step, to_rows, zero_totals
 
-from .conftest import TINY, one_device_mesh
+from .conftest import TINY, one_device_mesh, rest_heavy
 
 KERNELS = {
     "splash": lambda name: lambda *args: getattr(splash, name)(*args, interpret=True),
@@ -69,8 +69,7 @@ LONG = ("one-key-head", "blocks", "blocks-softcap")
 
 def marked(name, kernel):
     """A case with the mark of its time."""
-    marks = () if (name, kernel) == ("few", "cudnn") else pytest.mark.long if name in LONG else pytest.mark.heavy
-    return pytest.param(name, kernel, marks=marks)
+    return pytest.param(name, kernel, marks=pytest.mark.long if name in LONG else pytest.mark.heavy)
 
 
 @pytest.mark.parametrize(("case", "kernel"), [marked(name, kernel) for name in CASES for kernel in KERNELS])
@@ -108,7 +107,7 @@ def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", rest_heavy([3, None]))
 def test_padding_is_finite_and_so_are_its_gradients(kernel, window):
     """A prompt that is nothing but padding, and columns that fill up a block, whatever comes back for them."""
     q, k, v = draw(0, 2, 20, 2, 64), draw(1, 2, 20, 1, 64), draw(2, 2, 20, 1, 64)

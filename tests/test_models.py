@@ -21,7 +21,7 @@ from groupax.models.rope import frequencies
 from groupax.models.specs import num_params
 from groupax.parallel.mesh import make_mesh
 
-from .conftest import TINY
+from .conftest import TINY, rest_heavy
 
 
 def test_greedy_story_is_reproduced(stories):
@@ -67,7 +67,7 @@ def test_untied_head_is_its_own_weight(tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "extra"),
-    [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {"head_dim": 16})],
+    rest_heavy([("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {"head_dim": 16})]),
 )
 def test_padding_to_the_right_changes_nothing(family, extra):
     model = init_model({**TINY, "model_type": family, **extra})

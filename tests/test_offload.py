@@ -11,7 +11,7 @@ from groupax.parallel.memory import DEVICE, HOST, on_devices, on_host
 from groupax.parallel.mesh import make_mesh
 from groupax.step import apply_update, init_state
 
-from .conftest import TINY
+from .conftest import TINY, rest_heavy
 from .stopped_run import final_state, letters
 from .test_trainer import a_trainer, lines_of
 
@@ -34,9 +34,7 @@ def test_arrays_go_to_the_hosts_and_come_back_split_as_they_were():
 
 
 @pytest.mark.parametrize("adapts", [False, True], ids=["weights", "adapter"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.heavy) if name == "muon" else name for name in OPTIMIZERS]
-)
+@pytest.mark.parametrize("name", rest_heavy(list(OPTIMIZERS)))
 def test_updates_in_parts_are_those_at_once(name, adapts):
     mesh = make_mesh((1, 2, 1, 2, 1))
     model = init_model(TINY, mesh=mesh)

@@ -19,9 +19,6 @@ from .stopped_run import final_state, letters
 from .test_resume import assert_same, check_killed, needing_signals, rollouts_of
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
 
-# One worker for all of them: they look at the same run.
-pytestmark = pytest.mark.xdist_group("pipeline")
-
 AHEAD = {"max_staleness": 1, "rollout_correction": "token_truncate", "max_steps": 5, "max_completion_length": 8}
 # Several updates on each rollout, dynamic sampling, several rollouts ahead.
 REUSE = {

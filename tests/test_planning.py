@@ -199,6 +199,7 @@ def test_counts_add_up():
     assert (one + other).exchanged_bytes == 6
 
 
+@pytest.mark.heavy
 def test_a_models_programs_count_its_matrices_as_its_table_of_weights_does():
     args = GRPOConfig(
         prompts_per_step=2, num_generations=4, max_prompt_length=33, max_completion_length=32, dtype="float32", beta=0.1
@@ -292,7 +293,7 @@ CASES = {
     ),
     "small-cache": ((4, 1, 1, 1, 1), {"kv_cache_gb": 1e-3, "micro_batch_tokens": 128}),
 }
-QUICK = ("fsdp", "split-adapter")
+QUICK = ("split-adapter",)
 
 
 @pytest.mark.parametrize(
@@ -547,6 +548,7 @@ def changes(plan):
     return [change.changes[-1] for change in fitting._changes(read_config(TINY), plan)]
 
 
+@pytest.mark.heavy
 def test_the_nearest_change_comes_first():
     plan = a_plan("micro_step")
     assert not plan.fits

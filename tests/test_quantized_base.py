@@ -13,6 +13,7 @@ from groupax.models.layers import linear
 from groupax.models.nf4 import CODE, Nf4, dequantized, nf4_bytes, quantized_nf4
 from groupax.models.quantize import decoding_params, dense, is_quantized, quantizer
 
+from .conftest import rest_heavy
 from .test_lora import a_base, all_logits, leaves, trained_randomly
 from .test_trainer import a_trainer, lines_of
 
@@ -79,7 +80,7 @@ def test_the_backward_pass_makes_the_numbers_again():
     assert memory.temp_size_in_bytes < 6e6
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rest_heavy(KINDS))
 def test_loading_quantizes_the_layers_matrices(saved, kind):
     plain, model = load_model(saved), load_model(saved, weights=kind)
     layer = model.params["layers"][1]

@@ -12,9 +12,6 @@ from groupax.rollout_log import RolloutLog, TokenScores, rollout_table, simple_c
 
 from .test_trainer import a_trainer, count_a
 
-# One worker for all of them: they look at the same run.
-pytestmark = pytest.mark.xdist_group("rollout_log")
-
 HOSTILE = "<script>alert(1)</script> \x1b[31m\x00 \ud800 " + "x" * 1_000_000
 COLUMNS = {
     "step": "int32",

@@ -19,9 +19,6 @@ from groupax.tracking import RunFolder
 
 from .test_trainer import a_trainer, count_a
 
-# One worker for all of them: they look at the same run.
-pytestmark = pytest.mark.xdist_group("run_report")
-
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)> \x1b[31m\x00 | `x` </pre>"
 PROMPTS = [{"prompt": "abc" + HOSTILE, "gold": "a"}, {"prompt": "bcd", "gold": "b"}]
 

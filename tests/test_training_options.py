@@ -17,7 +17,7 @@ from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.specs import num_params
 from groupax.remote import Remote
 
-from .conftest import TINY
+from .conftest import TINY, rest_heavy
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
 
 
@@ -355,8 +355,8 @@ def test_the_learning_rate_waits_for_skipped_updates(tmp_path):
     np.testing.assert_allclose(rates, [1e-2, 0.75e-2, 0.75e-2, 0.75e-2], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["old_logp", "ref_logp", "rollout_logp", "sampler_logp"])
-@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")])
+@pytest.mark.parametrize("name", rest_heavy(["old_logp", "ref_logp", "rollout_logp", "sampler_logp"]))
+@pytest.mark.parametrize("value", rest_heavy([float("-inf"), float("inf"), float("nan")], quick=2))
 def test_an_infinite_logprob_leaves_the_weights_finite(tmp_path, name, value):
     trainer = a_trainer(tmp_path, beta=0.1, num_iterations=2, rollout_correction="token_truncate")
     rows = fixed_rows(trainer)
