@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Most of the tests' time is compilation; what is promised of programs as users have them is marked optimized.
+QUICKLY = XLA_FLAGS="$(XLA_FLAGS) $$($(BIN)/python tests/quick_flags.py)" $(TESTS)
+
 .PHONY: demo test lint parity long bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
 
-# Most of the quick tests' time is compilation; what needs programs as users have them is marked heavy.
 test: $(VENV)/.test
-	XLA_FLAGS="$(XLA_FLAGS) $$($(BIN)/python tests/quick_flags.py)" $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not parity and not heavy and not long"
+	$(QUICKLY) -m "not parity and not heavy and not long"
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
@@ -18,7 +21,8 @@ lint: $(VENV)/.lint
 	$(BIN)/pyright
 
 parity: $(VENV)/.parity build/libtpu
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "(parity or heavy) and not long"
+	$(TESTS) -m "(parity or optimized) and not long"
+	$(QUICKLY) -m "heavy and not parity and not optimized and not long"
 
 long: $(VENV)/.long
 	$(BIN)/python -m pytest -m long

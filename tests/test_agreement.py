@@ -19,6 +19,9 @@ from groupax.step import LOGP_DIFF, across_shards, micro_step, score, to_rows, z
 
 from .conftest import TINY, rest_heavy
 
+# Equal bits are promised of the programs that users have.
+pytestmark = pytest.mark.optimized
+
 
 def rows_of(groups, prompts):
     return [

@@ -324,6 +324,7 @@ def run_at(place, name, *options):
     return [row["completion_ids"] for row in rows], lines, load_file(run / "model" / "model.safetensors")
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "mesh",
     [

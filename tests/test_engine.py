@@ -48,6 +48,7 @@ def expected(tiny_model):
     return tokens_of(engine_for(tiny_model).generate(PROMPTS, PARAMS))
 
 
+@pytest.mark.optimized
 @pytest.mark.heavy
 def test_real_model_greedy_story(stories):
     model = load_model(stories)
@@ -64,16 +65,19 @@ def test_a_model_made_in_memory_needs_a_tokenizer(tiny_model):
         Engine.of(tiny_model)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("num_devices", rest_heavy([2, 1]))
 def test_number_of_devices_does_not_show(tiny_model, expected, num_devices):
     assert tokens_of(engine_for(tiny_model, num_devices).generate(PROMPTS, PARAMS)) == expected
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("max_slots", rest_heavy([5, 1, 12]))
 def test_number_of_slots_and_refill_do_not_show(tiny_model, expected, max_slots):
     assert tokens_of(engine_for(tiny_model, max_slots=max_slots).generate(PROMPTS, PARAMS)) == expected
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("chunk_steps", [16, 32])
 def test_chunk_length_does_not_show(tiny_model, expected, chunk_steps):
     assert tokens_of(engine_for(tiny_model, chunk_steps=chunk_steps).generate(PROMPTS, PARAMS)) == expected
@@ -565,6 +569,7 @@ def test_little_memory_makes_sequences_wait_and_does_not_show(tiny_model, expect
     assert tokens_of(engine.generate(PROMPTS, PARAMS)) == expected
 
 
+@pytest.mark.optimized
 @pytest.mark.heavy
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_sequences_that_make_room_begin_again_and_end_the_same(tiny_model, num_devices, monkeypatch):

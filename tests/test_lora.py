@@ -213,7 +213,7 @@ def set_config(path, **changes):
 def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
     model = a_base()
     before = [x.copy() for x in leaves(model.params)]
-    trainer = a_trainer(tmp_path, model=model, lora_r=4, learning_rate=3e-2, max_steps=20, beta=1e-3)
+    trainer = a_trainer(tmp_path, model=model, lora_r=4, learning_rate=1e-2, max_steps=32, beta=1e-3)
     num_trained = counts(model.config, trainer.model.adapter.config)[0]
     assert sum(x.size for x in leaves(trainer.learner.state.params)) == num_trained
     assert sum(x.size for x in leaves(trainer.learner.state.opt_state)) < 2 * num_trained + 8
@@ -272,6 +272,7 @@ def test_the_lines_of_trainable_parameters(tmp_path, capsys):
     assert whole == "trainable params: 9,728 || all params: 9,728 || trainable%: 100.0000"
 
 
+@pytest.mark.optimized
 @pytest.mark.heavy
 def test_low_rank_changes_in_bfloat16(tmp_path):
     a_trainer(tmp_path, lora_r=4, dtype="bfloat16", decoding_weights="bfloat16", rollout_correction="token_truncate")

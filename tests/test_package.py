@@ -206,6 +206,7 @@ def test_train_command_with_a_file_dataset(tmp_path, capsys):
     assert "tokens/s" in capsys.readouterr().out
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.heavy
 def test_the_arithmetic_recipe_runs_and_reports(tmp_path, capsys):

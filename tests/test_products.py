@@ -29,6 +29,7 @@ def kind_of_cpu(request, monkeypatch):
     monkeypatch.setattr(products, "cpu_multiplies_bfloat16", lambda: request.param)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 @pytest.mark.parametrize(("M", "K", "N"), rest_heavy([(2, 7, 5), (1, 1, 1), (16, 64, 33), (130, 24, 96)]))
 @pytest.mark.parametrize("transposed", [False, True])
@@ -66,6 +67,7 @@ def test_a_linear_layer_keeps_leading_dims_and_dtype(kind_of_cpu):
     )  # fmt: skip
 
 
+@pytest.mark.optimized
 @pytest.mark.heavy
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the page faults of Linux")
 @pytest.mark.parametrize("chosen", [False, True])

@@ -109,6 +109,7 @@ def flat(groups):
     return [sequence for group in groups for sequence in group]
 
 
+@pytest.mark.optimized
 def test_completions_are_the_engines(client, engine):
     prompts = ["8*(2+5)-17=", "1+2=", "99-3*7="]
     answer = client.completions.create(

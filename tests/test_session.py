@@ -42,6 +42,7 @@ def alone(tiny_model):
     return [engine.generate(prompts, params) for prompts, params in REQUESTS]
 
 
+@pytest.mark.optimized
 @pytest.mark.heavy
 @pytest.mark.parametrize("kv_tokens", [None, 900])
 def test_requests_that_join_come_out_as_if_alone(tiny_model, alone, kv_tokens):

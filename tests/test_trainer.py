@@ -204,6 +204,7 @@ def test_a_models_own_weights_stay_as_they_are(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.optimized
 @pytest.mark.heavy
 @pytest.mark.parametrize("settings", [{"gradient_checkpointing": "full"}, {"dtype": "bfloat16"}], ids=str)
 def test_other_ways_to_compute(tmp_path, settings):
@@ -216,6 +217,7 @@ def test_other_ways_to_compute(tmp_path, settings):
         np.testing.assert_allclose(other["grad_norm"], plain["grad_norm"], rtol=1e-5)
 
 
+@pytest.mark.optimized
 @pytest.mark.heavy
 def test_bfloat16_trains_float32_masters(tmp_path):
     trainer = a_trainer(tmp_path, dtype="bfloat16", learning_rate=1e-6, max_steps=2)
@@ -384,6 +386,7 @@ def test_the_quick_start_script(stories, tmp_path, monkeypatch):
     assert os.listdir("Qwen2-0.5B-GRPO/model")
 
 
+@pytest.mark.optimized
 @pytest.mark.heavy
 def test_it_learns_on_real_weights(stories, tmp_path):
     names = ["Lily", "Tom", "Anna", "Ben", "Mia", "Sam", "Lucy", "Max"]
