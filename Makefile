@@ -21,8 +21,8 @@ lint: $(VENV)/.lint
 	$(BIN)/pyright
 
 parity: $(VENV)/.parity build/libtpu
-	$(TESTS) -m "(parity or optimized) and not long"
-	$(QUICKLY) -m "heavy and not parity and not optimized and not long"
+	$(TESTS) -m "optimized and not long"
+	$(QUICKLY) -m "(parity or heavy) and not optimized and not long"
 
 long: $(VENV)/.long
 	$(BIN)/python -m pytest -m long
