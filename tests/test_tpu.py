@@ -48,6 +48,7 @@ print(json.dumps({**measured.memory, "flops": measured.counts.flops, "product_by
 """
 
 pytestmark = [
+    pytest.mark.parity,
     pytest.mark.optimized,
     pytest.mark.skipif(not LIBTPU.is_dir(), reason="no libtpu in build/libtpu; `make parity` puts it there"),
 ]
