@@ -24,6 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 from models import QWEN_7M, parser, show
+from step import DTYPES, GROUP, LONGEST_TOKENS, MEAN_TOKENS, NEW_TOKENS, PROMPT_TOKENS, PROMPTS
 
 from groupax import GRPOConfig, init_model
 from groupax.batch import Row, pack
@@ -35,8 +36,6 @@ from groupax.parallel.peak import peak_flops
 from groupax.run_parts import learner_settings
 from groupax.step import micro_step, to_rows, zero_totals
 
-PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS, LONGEST_TOKENS = 4, 8, 192, 128, 512
-DTYPES = ("float32", "bfloat16")
 ROUNDS = 7
 
 
@@ -47,7 +46,7 @@ def a_step(long_tailed: bool) -> list[Row]:
     for group in range(PROMPTS):
         prompt = rng.integers(1, 8000, PROMPT_TOKENS)
         for _ in range(GROUP):
-            length = min(LONGEST_TOKENS, rng.geometric(1 / NEW_TOKENS)) if long_tailed else NEW_TOKENS
+            length = min(LONGEST_TOKENS, rng.geometric(1 / MEAN_TOKENS)) if long_tailed else NEW_TOKENS
             tokens, logps = rng.integers(1, 8000, length), np.full(length, -9.0, np.float32)
             rows.append(Row(group, prompt, tokens, np.ones(length, bool), float(rng.normal()), logps, ref_logp=logps))
     return rows
@@ -113,7 +112,7 @@ def main() -> None:
     )
     results = []
     for dtype in DTYPES:
-        config = GRPOConfig(max_completion_length=max(lengths), beta=0.04, dtype=dtype)  # pyright: ignore[reportArgumentType]
+        config = GRPOConfig(max_completion_length=max(lengths), beta=0.04, dtype=dtype)
         learner = Learner(model, learner_settings(config), 100, (PROMPT_TOKENS, max(lengths)))
         ceiling = peak_flops(learner.mesh, learner.dtype)
         for name, replaced in PARTS.items():

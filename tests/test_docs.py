@@ -7,7 +7,7 @@ import pytest
 
 from groupax import init_model, save_model
 
-from .conftest import TINY
+from .conftest import TINY, rest_heavy
 from .test_config_and_data import a_tokenizer
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ["rewards.md", "engine.md", "evaluation.md", "coming_from_trl.md", "coming_from_easydel.md"]
 
 
-@pytest.mark.parametrize("page", [*PAGES, pytest.param("lora.md", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("page", rest_heavy([*PAGES, "lora.md"], quick=len(PAGES)))
 def test_python_blocks_run(page, tmp_path):
     tokenizer = a_tokenizer(eos_token="<eos>")
     save_model(init_model({**TINY, "vocab_size": 13, "max_position_embeddings": 512}), tmp_path / "model", tokenizer)

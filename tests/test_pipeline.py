@@ -15,6 +15,7 @@ from groupax.parallel.turns import Turns
 from groupax.preemption import AbandonedError
 from groupax.rewards import RewardError
 
+from .conftest import rest_heavy
 from .stopped_run import final_state, letters
 from .test_resume import assert_same, check_killed, needing_signals, rollouts_of
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
@@ -103,7 +104,7 @@ def test_several_updates_on_a_rollout(tmp_path):
 # -- stopping and going on
 
 
-@pytest.mark.parametrize("phase", ["update", pytest.param("reward", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("phase", rest_heavy(["update", "reward"]))
 def test_a_run_that_was_stopped_goes_on_exactly(tmp_path, whole, phase):
     signaled = threading.Lock()  # once: a second signal ends the program
 

@@ -101,10 +101,7 @@ def test_micro_batches_change_the_result_by_rounding_only(tmp_path):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    "loss_type",
-    [pytest.param(word, marks=[] if word in ("dapo", "vespo") else pytest.mark.heavy) for word in get_args(LossType)],
-)
+@pytest.mark.parametrize("loss_type", get_args(LossType))
 def test_every_loss_trains(tmp_path, loss_type):
     trainer = a_trainer(tmp_path, loss_type=loss_type, epsilon_high=0.3, num_iterations=2, max_steps=2)
     start = jax.device_get(trainer.learner.state.params)
