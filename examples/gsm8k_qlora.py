@@ -144,9 +144,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 5, 6: train and evaluate; the adapter is in model/
     trainer.train()
     results["after"] = trainer.evaluate(greedy).metrics["rewards/correct/mean"]
-    print(
-        f"right on {len(trainer.eval_prompts or ())} test problems: {results['before']:.1%} -> {results['after']:.1%}"
-    )
+    num_test = sum(map(len, trainer.eval_prompts.values()))
+    print(f"right on {num_test:,} test problems: {results['before']:.1%} -> {results['after']:.1%}")
     # 7, 8: the adapter on the base in full precision, added up and saved
     tokenizer = load_tokenizer(output / "model", args.chat_template)
     merged = save_model(load_model(output / "model"), output / "merged", tokenizer)

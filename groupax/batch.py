@@ -32,8 +32,9 @@ class Row:
         mask: which completion tokens count in the loss.
         advantage: of the completion.
         rollout_logp: the engine's log-probability of each completion token under the policy that sampled it.
-        old_logp, ref_logp, sampler_logp, policy_mask: of each completion token, as in `objective.Evidence`; None where
-            there is none, in all rows of a step alike.
+        old_logp: of each completion token, as in `objective.Evidence`; None as long as the policy is the one that
+            sampled it.
+        ref_logp, sampler_logp, policy_mask: likewise; None where there is none, in all rows of a step alike.
         policy_version: optimizer steps that the policy had seen which sampled it.
     """
 
@@ -141,7 +142,9 @@ def _shard(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[Mi
     where, slots, cells = np.full(B, -1), np.full(size, -1, np.int32), np.full((B, T), -1, np.int32)
     mask, advantages, rollout_logp = np.zeros((B, T), bool), np.zeros(B, np.float32), np.zeros((B, T), np.float32)
     optional = {
-        name: np.zeros((B, T), dtype) for name, dtype in _OPTIONAL.items() if getattr(rows[0], name) is not None
+        name: np.zeros((B, T), dtype)
+        for name, dtype in _OPTIONAL.items()
+        if any(getattr(row, name) is not None for row in rows)
     }
     for b, (index, begin) in enumerate(zip(indices, begins, strict=True)):
         row = rows[index]
@@ -151,7 +154,7 @@ def _shard(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[Mi
         slots[begin : begin + length] = b * T + np.arange(length)
         mask[b, :length], advantages[b], rollout_logp[b, :length] = row.mask, row.advantage, row.rollout_logp
         for name, values in optional.items():
-            values[b, :length] = getattr(row, name)
+            values[b, :length] = np.nan if (known := getattr(row, name)) is None else known
     evidence = Evidence(advantages=advantages, mask=mask, rollout_logp=rollout_logp, **optional)
     return MicroBatch(ragged, cells, slots, evidence, _numbers(rows, parts, begins, shape)), where
 

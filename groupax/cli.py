@@ -14,9 +14,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from groupax import commands, eval_commands
-from groupax.config import DecodingWeights, GRPOConfig, nearest
+from groupax.config import DecodingWeights, GRPOConfig
 from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
+from groupax.field_types import nearest
+from groupax.health import reward_findings
 from groupax.launch.command import launch
 from groupax.parallel import processes
 from groupax.planning.command import plan
@@ -302,6 +304,8 @@ def start(command: Train) -> None:
         trainer.train()
         return
     before = trainer.evaluate()
+    for finding in reward_findings(before.errors).values():
+        print(finding)
     result = trainer.train()
     prompts = trainer.prompts
     counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}

@@ -1,11 +1,11 @@
 """`GRPOConfig`: every setting of a run, validated when it is made. Imports no jax."""
 
-import difflib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args
 
+from groupax.field_types import as_given, as_read, check_type, nearest
 from groupax.objective.settings import (
     ImportanceSamplingLevel,
     KLEstimator,
@@ -33,22 +33,16 @@ TRACKERS: tuple[str, ...] = get_args(TrackerName)
 T = TypeVar("T")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The text "; did you mean ...?" for the known names nearest to an unknown one, or nothing."""
-    matches = difflib.get_close_matches(name, list(known), n=2)
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
-
-
 def _refusing_unknown_fields(cls: type[T]) -> type[T]:
     init = cls.__init__
-    known = [field.name for field in fields(cls)]  # pyright: ignore[reportArgumentType]
+    known = {field.name: field.type for field in fields(cls)}  # pyright: ignore[reportArgumentType]
 
     @functools.wraps(init)
     def checked_init(self: T, **settings: Any) -> None:
         for name in settings:
             if name not in known:
                 raise TypeError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
-        init(self, **settings)
+        init(self, **{name: as_given(value, known[name]) for name, value in settings.items()})
 
     cls.__init__ = checked_init
     return cls
@@ -421,14 +415,14 @@ class GRPOConfig:
     copied; 0 never does."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            check_type(field.name, getattr(self, field.name), field.type)
         for name, limit in _AT_LEAST.items():
             if getattr(self, name) is not None and not getattr(self, name) >= limit:
                 raise ValueError(f"{name} must be at least {limit}, got {getattr(self, name)}")
         for name, (low, high) in _BETWEEN.items():
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} must be between {low} and {high}, got {getattr(self, name)}")
-        for field in fields(self):
-            _check_choice(field.name, getattr(self, field.name), field.type)
         if self.num_generations < 2:
             raise ValueError(
                 f"num_generations is {self.num_generations}; a group needs at least 2 completions to compare"
@@ -479,14 +473,17 @@ class GRPOConfig:
                 f"for loss_type 'cispo' epsilon_high caps the ratio itself; it is not set, and epsilon = {self.epsilon}"
                 " in its place would weaken every on-policy token; set it, e.g. epsilon_high=5.0"
             )
+        upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        if self.delta is not None and self.loss_type != "cispo" and not self.delta > upper:
+            raise ValueError(
+                f"delta bounds the ratio of tokens with negative advantage far above the clipping at {upper:g}, and of "
+                f"on-policy ones it is 1; it is {self.delta}; set it, e.g. to 4.0"
+            )
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
             raise ValueError(
                 f"multi_objective_aggregation 'normalize_then_sum' normalizes by group and batch itself; leave "
                 f"scale_rewards at 'group', got {self.scale_rewards!r}"
             )
-        for name in self.report_to:
-            if name not in TRACKERS:
-                raise ValueError(f"report_to must be of {', '.join(TRACKERS)}, got {name!r}{nearest(name, TRACKERS)}")
         if len(set(self.report_to)) < len(self.report_to):
             raise ValueError(f"report_to names a tracker twice: {', '.join(self.report_to)}")
         self._check_adapter()
@@ -558,15 +555,15 @@ class GRPOConfig:
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> "GRPOConfig":
-        """A config from parsed YAML or JSON; lists become tuples.
+        """A config from parsed YAML or JSON.
 
         Raises:
             TypeError: a key is not a field; names the nearest one.
+            ValueError: a value is not of the field's kind.
         """
-        fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()
-        }
-        return cls(**fields)
+        kinds = {field.name: field.type for field in fields(cls)}
+        read = {name: as_read(value, kinds[name]) for name, value in settings.items() if name in kinds}
+        return cls(**{**settings, **read})
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain data."""
@@ -589,9 +586,3 @@ def mesh_sizes(mesh: str, name: str = "mesh") -> tuple[int, int, int, int, int]:
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"{name} sizes must be at least 1, and one of them may be -1 for what is left, got {mesh!r}")
     return dp, fsdp, ep, tp, sp
-
-
-def _check_choice(name: str, value: Any, annotation: Any) -> None:
-    choices = getattr(annotation, "__args__", ())
-    if getattr(annotation, "__origin__", None) is Literal and value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

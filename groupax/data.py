@@ -214,16 +214,19 @@ def encode_examples(examples: Examples, tokenizer: Any, max_length: int, overflo
     if overflow == "error":
         first = too_long[0]
         raise ValueError(
-            f"prompt {first} has {len(token_ids[first])} tokens, max_prompt_length is {max_length} "
-            f"({len(too_long)} of {len(examples)} prompts are too long); raise it or set prompt_overflow to 'drop' "
-            "or 'truncate_left'"
+            f"prompt {first} has {len(token_ids[first])} tokens, at most {max_length} are allowed ({len(too_long)} of "
+            f"{len(examples)} prompts are too long): by max_prompt_length, or by what the completion leaves of the "
+            "model's positions; change these, or set prompt_overflow to 'drop' or 'truncate_left'"
         )
     if overflow == "truncate_left":
         cut = [ids[-max_length:] for ids in token_ids]
         return PromptSet(examples, cut, num_truncated=len(too_long), max_length=max_length)
     kept = [index for index, ids in enumerate(token_ids) if len(ids) <= max_length]
     if not kept:
-        raise ValueError(f"all {len(examples)} prompts are longer than max_prompt_length={max_length}; raise it")
+        raise ValueError(
+            f"all {len(examples)} prompts are longer than {max_length} tokens, which max_prompt_length allows, or what "
+            "the completion leaves of the model's positions; change these"
+        )
     rows, ids = [examples[i] for i in kept], [token_ids[i] for i in kept]
     return PromptSet(rows, ids, num_dropped=len(too_long), max_length=max_length)
 

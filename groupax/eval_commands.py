@@ -11,6 +11,7 @@ import tyro
 
 from groupax.config import DecodingWeights, PromptOverflow
 from groupax.engine.params import SamplingParams
+from groupax.health import reward_findings
 from groupax.recipes import RECIPES, load_recipe
 
 DEFAULT_MAX_TOKENS = 512
@@ -187,6 +188,9 @@ def run_eval(command: Eval, tell: Any) -> dict[str, dict[str, Any]]:
                 way: evaluate_set(engine, engine.tokenizer, runner, weights, prompts, params, solved_by)
                 for way, params in ways.items()
             }
+    errors = {name: text for ways in result.values() for way in ways.values() for name, text in way.errors.items()}
+    for finding in reward_findings(errors).values():
+        tell(finding)
     _write(command, model, solved_by, result, time.perf_counter() - started_s, tell)
     return result
 

@@ -37,11 +37,26 @@ def setup_findings(args: GRPOConfig, eos_ids: Sequence[int]) -> dict[str, str]:
         findings["luspo_level"] = (
             "loss_type 'luspo' is meant for one ratio per completion; set importance_sampling_level='sequence'"
         )
+    if args.delta is not None and args.loss_type in ("cispo", "sapo", "vespo"):
+        findings["delta_unused"] = f"delta {args.delta} has no effect with loss_type {args.loss_type!r}; leave it unset"
     if args.loss_type == "vespo" and args.importance_sampling_level != "token":
         findings["vespo_level"] = (
             "loss_type 'vespo' forms its own weight per completion; importance_sampling_level changes the KL term only"
         )
     return findings
+
+
+def reward_findings(errors: Mapping[str, str]) -> dict[str, str]:
+    """Findings about reward functions that failed, by name.
+
+    Args:
+        errors: by reward, what went wrong first.
+    """
+    return {
+        f"reward {name}": f"the reward function {name!r} failed; its completions go without that reward (told once, "
+        f"counted in rewards/{name}/failures):\n{error}"
+        for name, error in errors.items()
+    }
 
 
 def step_findings(history: Sequence[Mapping[str, float]]) -> dict[str, str]:

@@ -89,10 +89,14 @@ def is_measured(name: str) -> bool:
 
 
 def window_mean(window: Sequence[Mapping[str, float]]) -> Metrics:
-    """One line for several steps: means, but extremes stay extremes and counters keep their last value."""
+    """One line for several steps: means, but extremes stay extremes and counters keep their last value.
+
+    A step without a value (NaN), such as the mean of a reward that applied to none of its prompts, is left out.
+    """
     merged: Metrics = {}
     for name in dict.fromkeys(name for metrics in window for name in metrics):
         values = [metrics[name] for metrics in window if name in metrics]
+        values = [value for value in values if not np.isnan(value)] or values
         kind = name.rpartition("/")[2]
         if name in ("step", "epoch", "num_tokens", "learning_rate"):
             merged[name] = values[-1]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from groupax.rollout import Rollout
+from groupax.tokenizer import last_text
 
 logger = logging.getLogger(__name__)
 
@@ -165,9 +166,7 @@ def sample_panel(group: Sequence[Rollout], num_shown: int = 3) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    prompt = group[0].prompt
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    table = Table(title=Text(f"prompt: {printable(text)}"), title_justify="left", expand=False)
+    table = Table(title=Text(f"prompt: {printable(last_text(group[0].prompt))}"), title_justify="left", expand=False)
     table.add_column("advantage", justify="right")
     for name in group[0].rewards:
         table.add_column(Text(name), justify="right")

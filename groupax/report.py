@@ -14,6 +14,7 @@ from groupax.evaluation.items import Comparison, Item, compare, write_items
 from groupax.evaluation.paired import PairedDifference
 from groupax.metrics import Metrics
 from groupax.progress import printable
+from groupax.tokenizer import last_text
 from groupax.trainer import TrainResult
 
 NUM_SAMPLES = 2
@@ -259,8 +260,7 @@ def _samples(before: SetEvaluation, after: SetEvaluation) -> Any:
     pairs = list(zip(before.items, after.items, strict=True))
     gained = sorted((pair for pair in pairs if worth(pair[1]) > worth(pair[0])), key=lambda pair: not worth(pair[1])[0])
     for first, second in (gained or pairs)[:NUM_SAMPLES]:
-        prompt = first.prompt if isinstance(first.prompt, str) else first.prompt[-1]["content"]
-        texts = (prompt, first.completions[0].text, second.completions[0].text)
+        texts = (last_text(first.prompt), first.completions[0].text, second.completions[0].text)
         table.add_row(*(Text(printable(text, 400)) for text in texts))
     return table
 

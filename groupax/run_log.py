@@ -9,7 +9,7 @@ import numpy as np
 
 from groupax.config import GRPOConfig
 from groupax.evaluation.evaluate import Evaluation
-from groupax.health import remembered, step_findings
+from groupax.health import remembered, reward_findings, step_findings
 from groupax.metrics import Metrics, window_mean
 from groupax.parallel import processes
 from groupax.profiling import Profile
@@ -117,14 +117,7 @@ class RunLog:
         self, step: int, groups: Sequence[Sequence[Rollout]], metrics: Metrics, reward_errors: Mapping[str, str]
     ) -> None:
         """Groups were sampled and scored; their metrics belong to each optimizer step on them, times to the next."""
-        self.findings(
-            step,
-            {
-                f"reward {name}": f"the reward function {name!r} failed; its completions go without that reward (told "
-                f"once, counted in rewards/{name}/failures):\n{error}"
-                for name, error in reward_errors.items()
-            },
-        )
+        self.findings(step, reward_findings(reward_errors))
         untold = {name: self.rollout_metrics.get(name, 0.0) for name in metrics if name.startswith("time/")}
         self.rollouts = [row for group in groups for row in group]
         self.rollout_metrics = {name: value + untold.get(name, 0.0) for name, value in metrics.items()}
@@ -186,6 +179,7 @@ class RunLog:
             shown = [key for key in ("pass@1", "reward") if key in each.estimates]
             told = ", ".join(f"{key} {each.estimates[key]}" for key in shown) or "no reward applies"
             self.message(f"step {step}: {name} ({len(each.items)} prompts): {told}")
+        self.findings(step, reward_findings(evaluation.errors))
         self.event("evaluate", step, self.evaluated)
 
     def event(self, name: Event, step: int, metrics: Metrics | None = None) -> None:

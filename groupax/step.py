@@ -24,7 +24,7 @@ from groupax.models.grouped import grouped_logprobs, own_tokens, taken
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import partition_specs
 from groupax.objective.aggregation import Denominators
-from groupax.objective.objective import empty_objective_tally, policy_objective
+from groupax.objective.objective import empty_objective_tally, old_logprobs, policy_objective
 from groupax.objective.settings import ObjectiveSettings
 from groupax.objective.tally import Tally, across_devices, empty_tally, merge
 from groupax.offload import places_on_host, updated_in_parts
@@ -249,8 +249,7 @@ def micro_step(
             return loss, (tally, logp, entropy)
 
         (loss, (tally, logp, entropy)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        sampled_under = logp if evidence.old_logp is None else evidence.old_logp
-        logp_diff = jnp.where(evidence.mask, jnp.abs(sampled_under - evidence.rollout_logp), 0.0)
+        logp_diff = jnp.where(evidence.mask, jnp.abs(old_logprobs(logp, evidence) - evidence.rollout_logp), 0.0)
         own = Tally({f"{LOGP_DIFF}_mean": jnp.sum(logp_diff)}, {}, {f"{LOGP_DIFF}_max": jnp.max(logp_diff)})
         before = jax.tree.map(lambda x: x[0], totals)
         after = Totals(

@@ -11,6 +11,8 @@ import numpy as np
 Prompt = str | list[dict[str, Any]]
 # What transformers calls a tokenizer that is no family's own.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# What tokens are read from. Without any of these transformers makes a tokenizer of special tokens for some families.
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model*", "*.model", "vocab.json", "vocab.txt", "tekken.json")
 
 # Chat templates by name, for `GRPOConfig.chat_template`.
 CHAT_TEMPLATES = {
@@ -35,6 +37,9 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
     Raises:
         ValueError: there is no tokenizer in the folder, or no such template.
     """
+    if Path(folder).is_dir() and not any(any(Path(folder).glob(pattern)) for pattern in VOCABULARY_FILES):
+        names = ", ".join(VOCABULARY_FILES)
+        raise ValueError(f"{folder} has no tokenizer that transformers can load: it has none of {names}")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if _is_generic(Path(folder)):
         # AutoTokenizer goes by the model's type, and would split text as that family does whatever the files say; it
@@ -91,6 +96,17 @@ def eos_token_ids(tokenizer: Any, *configs: Mapping[str, Any]) -> tuple[int, ...
 def is_conversational(prompt: Prompt) -> bool:
     """Whether a prompt is a list of messages rather than a string."""
     return not isinstance(prompt, str)
+
+
+def last_text(prompt: Prompt) -> str:
+    """What a prompt ends with, to be shown: itself, or the text of its last message, or that message as JSON."""
+    if isinstance(prompt, str):
+        return prompt
+    content = prompt[-1].get("content")
+    if isinstance(content, str):
+        return content
+    parts = [part.get("text") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    return "\n".join(filter(None, parts)) or json.dumps(prompt[-1], default=str)
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[Any]) -> list[np.ndarray]:

@@ -436,6 +436,7 @@ class GRPOTrainer:
         self.engine.params = self.learner.policy
         params = params or eval_params(self.args)
         with self.reward_runner as runner:
+            runner.state = self.collector.trainer_state(self.cursor)
             inputs = self.tokenizer, runner, self.reward_weights
             of_sets = {
                 name: evaluate(self.engine, *inputs, prompts, params, self.solved_by)

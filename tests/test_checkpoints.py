@@ -20,6 +20,8 @@ from groupax.checkpoints.identity import FIXED, FREE, ZERO_OR_NOT, tokenizer_fin
 from groupax.checkpoints.store import LocalStore, RemoteStore
 from groupax.cli import main
 from groupax.errors import DivergedError, PreemptedError, RunError
+from groupax.evaluation.evaluate import Evaluation
+from groupax.evaluation.sets import ONLY_SET
 from groupax.parallel.mesh import AXES
 from groupax.remote import Remote
 from groupax.rewards import RewardError
@@ -89,6 +91,32 @@ def test_what_is_saved_and_kept(tmp_path, settings, expected):
     a_trainer(tmp_path, numbered, max_steps=5, **settings).train()
     assert steps_in(tmp_path) == [f"step_{step:06d}" for step in expected]
     assert [damage(checkpoint(tmp_path, step)) for step in expected] == [None] * len(expected)
+
+
+@pytest.mark.parametrize("save_steps", [1, 100])
+def test_only_checkpoints_that_were_evaluated_are_compared_by_an_evaluation(tmp_path, caplog, save_steps):
+    settings = {"eval_steps": 2, "save_total_limit": 1, "metric_for_best_model": "eval_reward", "max_steps": 5}
+    trainer = a_trainer(tmp_path, eval_dataset=PROMPTS, save_steps=save_steps, **settings)
+    rewards = iter([0.9, 0.5])
+    whole = trainer.evaluate().sets[ONLY_SET]
+    trainer.evaluate = lambda: Evaluation({ONLY_SET: replace(whole, metrics={"reward": next(rewards)})})
+    trainer.train()
+    assert steps_in(tmp_path) == ["step_000002", "step_000005"]
+    assert "metric_for_best_model" not in caplog.text
+
+
+def test_whatever_a_reward_logs_can_be_saved(tmp_path, caplog):
+    def logging(completion_ids, log_extra):
+        for name, value in {"half": "\ud800", "empty": {}, "large": 2**70, "none": None}.items():
+            log_extra(name, [value] * len(completion_ids))
+        log_extra("mixed", [1, "a", None, [2]])
+        return count_a(completion_ids)
+
+    a_trainer(tmp_path, logging, updates_per_rollout=2, save_steps=1, max_steps=2, save_total_limit=0).train()
+    assert "could not be written" not in caplog.text
+    assert damage(checkpoint(tmp_path, 1)) is None
+    shutil.rmtree(checkpoint(tmp_path, 2))
+    assert a_trainer(tmp_path, logging, updates_per_rollout=2, max_steps=2).train().num_steps == 2
 
 
 @pytest.mark.heavy

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -9,15 +10,18 @@ import numpy as np
 import pytest
 
 import groupax.compat.easydel as ed
+from groupax import Engine, SamplingParams, init_model, load_model, save_model
 from groupax import GRPOConfig as NativeConfig
-from groupax import init_model, load_model, save_model
+from groupax.collector import sampling_params
 from groupax.compat import hf, trl
 from groupax.compat.easydel.models import config_settings
 from groupax.compat.easydel.trainer import with_sampling
 from groupax.compat.fields import CompatWarning
 from groupax.models.checkpoint import on_mesh
 from groupax.models.lora import lora_config
+from groupax.models.quantize import dense
 from groupax.parallel.mesh import RULES, make_mesh
+from groupax.run_parts import eval_params
 
 from .conftest import TINY, one_device_mesh
 from .test_config_and_data import a_tokenizer
@@ -133,6 +137,18 @@ def test_trl_settings_become_native_ones(settings, expected):
 def test_what_trl_settings_cannot_become_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         trl.GRPOConfig(**settings).to_native(1, 24)
+
+
+def test_evaluations_are_sampled_as_rollouts_are():
+    cut = {"top_p": 0.9, "top_k": 50, "min_p": 0.05}
+    for config in (trl.GRPOConfig(**cut, eval_strategy="steps"), ed.GRPOConfig(**cut, evaluation_steps=10)):
+        native = config.to_native()
+        assert (native.eval_steps, native.eval_top_k, native.eval_num_generations) == (10, 50, native.num_generations)
+        assert eval_params(native) == sampling_params(native)
+    more = {"num_generations_eval": 4, "generation_kwargs": {"temperature": 0.7, "top_k": 20, "max_new_tokens": 9}}
+    native = trl.GRPOConfig(**cut, **more).to_native()
+    assert (native.eval_temperature, native.eval_top_k, native.eval_top_p) == (0.7, 20, 0.9)
+    assert eval_params(native) == replace(sampling_params(native), n=4)
 
 
 def test_settings_can_be_changed_until_a_trainer_is_made():
@@ -306,6 +322,76 @@ def test_a_model_with_the_methods_of_transformers_and_peft(folder, tmp_path, cap
     saved = json.loads((tmp_path / "merged_4bit" / "config.json").read_text())
     assert saved["quantization_config"]["load_in_4bit"]
     load_model(tmp_path / "merged_4bit")
+
+
+def test_a_base_in_8_bits_stays_so(folder, tmp_path):
+    eight_bits = hf.BitsAndBytesConfig(load_in_8bit=True)
+    base = hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=eight_bits)
+    hf.get_peft_model(base, hf.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    adapted = hf.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    own, layer = base.model.params["layers"][0], adapted.model.params["layers"][0]
+    assert own["q"].qvalue.dtype == jnp.int8
+    assert layer["q"].base is own["q"]  # not read again
+    assert adapted.model.adapter.base_name == str(folder)
+    with pytest.raises(ValueError, match="has an adapter already"):
+        hf.PeftModel.from_pretrained(adapted, tmp_path / "adapter")
+    with pytest.warns(CompatWarning, match="8 bits are written as numbers again"):
+        base.save_pretrained(tmp_path / "numbers")
+    assert "quantization_config" not in json.loads((tmp_path / "numbers" / "config.json").read_text())
+    again = load_model(tmp_path / "numbers").params
+    np.testing.assert_array_equal(again["layers"][0]["q"], dense(own["q"], jnp.float32))
+
+
+SAID = {"do_sample": True, "temperature": 2.0, "top_k": 3, "min_p": 0.01, "max_new_tokens": 6}
+SAID |= {"num_return_sequences": 2, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("said", "given", "params"),
+    [
+        ({}, {}, {"max_tokens": 20, "temperature": 0.0}),
+        ({}, {"do_sample": True, "top_k": 4}, {"max_tokens": 20, "top_k": 4}),
+        (SAID, {}, {"n": 2, "max_tokens": 6, "temperature": 2.0, "top_k": 3, "min_p": 0.01}),
+        (SAID, {"top_k": 0, "max_new_tokens": 7}, {"n": 2, "max_tokens": 7, "temperature": 2.0, "min_p": 0.01}),
+        (SAID, {"do_sample": False, "num_return_sequences": 1}, {"max_tokens": 6, "temperature": 0.0}),
+        ({"max_length": 12}, {}, {"max_tokens": 9, "temperature": 0.0}),
+        ({"max_length": 12}, {"max_length": 10}, {"max_tokens": 7, "temperature": 0.0}),
+    ],
+    ids=str,
+)
+def test_generate_goes_by_arguments_then_by_the_models_files_then_by_transformers(folder, said, given, params):
+    prompts = np.array([[3, 4, 5], [6, 7, 8]], np.int32)
+    model = replace(load_model(folder), generation_config=said)
+    groups = Engine.of(model).generate(list(prompts), SamplingParams(**params))
+    rows = [sequence.tokens for group in groups for sequence in group]
+    length = max(map(len, rows))
+    fill = said.get("pad_token_id", model.hf_config["eos_token_id"])
+    out = hf.CausalLM(model).generate(prompts, **given)
+    np.testing.assert_array_equal(out[:, :3], np.repeat(prompts, params.get("n", 1), axis=0))
+    assert out[:, 3:].tolist() == [[*row, *[fill] * (length - len(row))] for row in rows]
+
+
+def test_where_completions_of_generate_end(folder):
+    loaded, prompt = load_model(folder), np.array([[3, 4, 5]], np.int32)
+    unlimited = hf.CausalLM(loaded).generate(prompt, max_new_tokens=8, eos_token_id=12)[0, 3:].tolist()
+    ends = next(token for token in unlimited if token != 12)
+    ended = unlimited[: unlimited.index(ends) + 1]
+    model = hf.CausalLM(replace(loaded, generation_config={"eos_token_id": ends}))
+    assert model.generate(prompt, max_new_tokens=8)[0, 3:].tolist() == ended
+    assert model.generate(prompt, max_new_tokens=8, eos_token_id=[12])[0, 3:].tolist() == unlimited
+    with pytest.raises(ValueError, match="have 3 tokens, which max_length=3 leaves no room behind"):
+        model.generate(prompt, max_length=3)
+    with pytest.warns(CompatWarning, match="max_length=9 changes nothing: max_new_tokens=1 counts"):
+        assert model.generate(prompt, max_length=9, max_new_tokens=1).shape == (1, 4)
+
+
+@pytest.mark.parity
+def test_defaults_of_generate_are_those_of_transformers():
+    from transformers import GenerationConfig
+
+    defaults = {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
+    assert defaults["max_length"] == hf.DEFAULT_NEW_TOKENS  # which it adds to the prompt's
+    assert {name: defaults.get(name) for name in hf.GENERATION} == {**hf.GENERATION, "max_length": 20}
 
 
 def test_quantization_settings():

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -39,11 +40,37 @@ def test_unknown_setting_names_the_nearest():
         ({"top_p": 1.5}, "top_p must be in"),
         ({"learning_rate": float("nan")}, "learning_rate must be at least 0, got nan"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens must be at least 1 or None"),
+        ({"learning_rate": "fast"}, "learning_rate must be a number, got 'fast'"),
+        ({"adam_epsilon": None}, "adam_epsilon must be a number, got None"),
+        ({"max_steps": 2.5}, "max_steps must be a whole number, got 2.5"),
+        ({"max_steps": True}, "max_steps must be a whole number, got True"),
+        ({"whole_epochs": 1}, "whole_epochs must be true or false, got 1"),
+        ({"output_dir": 3}, "output_dir must be a text, got 3"),
+        ({"reward_weights": ("1",)}, "reward_weights must be a list with each a number or None, got"),
+        ({"report_to": "wandb"}, "report_to must be a list with each one of wandb, .*, got 'wandb'"),
+        ({"report_to": ("wandbb",)}, "report_to must be a list with each one of wandb, .*, got"),
     ],
 )
 def test_bad_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         GRPOConfig(**settings)
+
+
+def test_lists_paths_and_numpys_numbers_are_settings_too(tmp_path):
+    settings = {"output_dir": tmp_path, "learning_rate": np.float64(0.5), "max_steps": np.int32(3)}
+    config = GRPOConfig(reward_weights=[1, 0.5], **settings)
+    assert config == GRPOConfig(reward_weights=(1, 0.5), output_dir=str(tmp_path), learning_rate=0.5, max_steps=3)
+    assert json.loads(json.dumps(config.to_dict()))["output_dir"] == str(tmp_path)
+
+
+def test_what_a_file_means_by_its_values():
+    read = yaml.safe_load("{learning_rate: 1e-6, epsilon_high: 3e-1, report_to: wandb, reward_weights: 1, beta: 0}")
+    assert read["learning_rate"] == "1e-6"  # to YAML that is a text
+    config = GRPOConfig.from_mapping(read)
+    assert (config.learning_rate, config.epsilon_high, config.report_to) == (1e-6, 0.3, ("wandb",))
+    assert (config.reward_weights, config.beta) == ((1,), 0)
+    with pytest.raises(ValueError, match="learning_rate must be a number, got 'fast'"):
+        GRPOConfig.from_mapping({"learning_rate": "fast"})
 
 
 def test_settings_are_frozen_and_round_trip():
@@ -165,7 +192,7 @@ def a_tokenizer(**special):
 def test_prompts_that_are_too_long():
     tokenizer = a_tokenizer(eos_token="<eos>")
     rows = [{"prompt": "abc"}, {"prompt": "abcdefgh"}, {"prompt": "ab"}]
-    with pytest.raises(ValueError, match=r"prompt 1 has 8 tokens, max_prompt_length is 4 \(1 of 3"):
+    with pytest.raises(ValueError, match=r"prompt 1 has 8 tokens, at most 4 are allowed \(1 of 3"):
         encode_examples(rows, tokenizer, 4, "error")
     dropped = encode_examples(rows, tokenizer, 4, "drop")
     assert [row["prompt"] for row in dropped.examples] == ["abc", "ab"]
@@ -225,9 +252,24 @@ def test_eos_ids_come_from_everywhere():
     assert eos_token_ids(a_tokenizer(), {}) == ()
 
 
-def test_no_tokenizer_in_the_folder(tmp_path):
-    with pytest.raises(ValueError, match="no tokenizer that transformers can load"):
+@pytest.mark.parametrize(
+    "model_type", [None, "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "cohere", "cohere2", "mistral", "phi3"]
+)
+def test_no_tokenizer_in_the_folder(tmp_path, model_type):
+    """Of some families transformers would make one of a few special tokens, even if its settings alone are there."""
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": model_type}))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    with pytest.raises(ValueError, match=r"no tokenizer that transformers can load: it has none of tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_tokenizer_of_words_and_merges(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "qwen2"}))
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (tmp_path / "merges.txt").write_text("a b\n")
+    assert load_tokenizer(tmp_path)("abba")["input_ids"] == [2, 1, 0]
 
 
 @pytest.mark.heavy

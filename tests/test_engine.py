@@ -168,11 +168,18 @@ def test_prompts_that_cannot_be_continued(tiny_model, prompt, message):
         {"repetition_penalty": 0.0},
         {"logprobs": 21},
         {"stop": ("",)},
+        {"stop": ""},
     ],
 )
 def test_bad_sampling_params(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
         SamplingParams(**bad)
+
+
+def test_a_stop_by_itself_is_one_stop():
+    params = SamplingParams(stop="END", stop_token_ids=7)
+    assert (params.stop, params.stop_token_ids) == (("END",), (7,))
+    assert replace(params, n=2) == SamplingParams(n=2, stop=["END"], stop_token_ids=(7,))
 
 
 def test_no_prompts_no_completions(tiny_model):
@@ -623,7 +630,7 @@ def test_long_prompts_are_computed_in_pieces(tiny_model, monkeypatch):
     whole = engine_for(tiny_model, 1).generate(prompts, params)
     monkeypatch.setattr(plan, "PIECE_TOKENS", 64)
     monkeypatch.setattr(plan, "PIECE_COLUMNS", 16)
-    assert plan.piece_columns(4, 128) == 16
+    assert plan.piece_columns(4, 128, 4) == 16
     decode.admit.clear_cache()
     pieces = engine_for(tiny_model, 1).generate(prompts, params)
     decode.admit.clear_cache()

@@ -33,7 +33,7 @@ def test_rewards_of_the_qlora_example():
 
 
 @pytest.mark.long
-def test_the_qlora_example_runs(stories, tmp_path):
+def test_the_qlora_example_runs(stories, tmp_path, capsys):
     data = SHARED / "data" / "gsm8k"
     if not data.is_dir():
         pytest.skip(f"no {data}")
@@ -44,6 +44,7 @@ def test_the_qlora_example_runs(stories, tmp_path):
     more = "--prompts_per_step 2 --max_completion_length 16 --chat_template plain"
     results = loaded("gsm8k_qlora").main(f"{flags} {more}".split())
     assert results == {"before": 0.0, "after": 0.0}  # a story model
+    assert "right on 4 test problems: 0.0% -> 0.0%" in capsys.readouterr().out
     assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
     assert load_model(tmp_path / "run" / "merged").adapter is None
     assert json.loads((tmp_path / "run" / "merged_4bit" / "config.json").read_text())["quantization_config"]

@@ -111,7 +111,36 @@ def test_a_run_states_itself_in_its_card(tmp_path):
         assert part in card
 
 
+def test_a_model_without_a_tokenizer_is_written_without_one(tmp_path, capsys):
+    save_model(init_model({**TINY, "model_type": "qwen2"}), tmp_path / "model")
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert "the model is written without a tokenizer: " in capsys.readouterr().out
+    assert not list((tmp_path / "half").glob("*token*"))
+
+
 # -- the hub
+
+
+def test_inspect_an_adapter_of_the_hub_by_its_settings(folders, monkeypatch, capsys):
+    """Both are in the hub's cache, without weights; nothing can be had from the hub."""
+    import huggingface_hub
+
+    folder, model = folders
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
+    for name, file in (("base", "config.json"), ("adapter", "adapter_config.json")):
+        content = json.loads((folder / name / file).read_text())
+        if name == "adapter":
+            content["base_model_name_or_path"] = "me/base"
+        snapshot = folder / "hub" / f"models--me--{name}" / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / file).write_text(json.dumps(content))
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    assert main(["inspect", "me/adapter"]) == 0
+    trained = sum(x.size for x in leaves(model.adapter.trained))
+    assert f"trainable params: {trained:,} ||" in capsys.readouterr().out
+    assert main(["inspect", "me/base"]) == 0
+    assert "trainable%: 100.0000" in capsys.readouterr().out
 
 
 class Hub(BaseHTTPRequestHandler):

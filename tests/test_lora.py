@@ -111,6 +111,14 @@ def test_modules_that_cannot_be_adapted(settings, message):
         add_adapter(init_model(TINY), LoRAConfig(**settings))
 
 
+def test_fused_matrices_are_refused_and_the_others_named():
+    phi = init_model({**TINY, "model_type": "phi3"}).config
+    with pytest.raises(ValueError, match=r"_proj is several matrices .*; target_modules may name down_proj, o_proj$"):
+        adapter_specs(phi, LoRAConfig())
+    layer = adapter_specs(phi, LoRAConfig(target_modules=("o_proj", "down_proj")))["layers"][0]
+    assert set(layer) == {"o", "down"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

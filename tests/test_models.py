@@ -16,12 +16,13 @@ from groupax.models.attention import attend, attend_with_prompt
 from groupax.models.config import Attention, Llama3Rope
 from groupax.models.decoder import forward, logits
 from groupax.models.families import read_config
+from groupax.models.folders import resolve_folder
 from groupax.models.logprobs import token_logprobs
 from groupax.models.rope import frequencies
 from groupax.models.specs import num_params
 from groupax.parallel.mesh import make_mesh
 
-from .conftest import TINY, rest_heavy
+from .conftest import TINY, one_device_mesh, rest_heavy
 
 
 def test_greedy_story_is_reproduced(stories):
@@ -63,6 +64,81 @@ def test_untied_head_is_its_own_weight(tmp_path):
     assert num_params(model.config) == num_params(init_model(TINY).config) + 96 * 32
     save_model(model, tmp_path / "model")
     assert "lm_head.weight" in load_file(tmp_path / "model" / "model.safetensors")
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def rewritten(folder, change):
+    """The folder with other tensors, in two files."""
+    tensors = change(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: f"model-{1 + (name == HEAD)}.safetensors" for name in tensors}
+    for file in set(weight_map.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (1, 2, 1, 2, 1)])
+def test_a_tied_head_may_have_the_heads_name(tmp_path, tiny_model, sizes):
+    folder = rewritten(
+        save_model(tiny_model, tmp_path / "model"),
+        lambda tensors: {HEAD if name == EMBEDDING else name: tensor for name, tensor in tensors.items()},
+    )
+    mesh = one_device_mesh() if sizes == (1, 1, 1, 1, 1) else make_mesh(sizes)
+    loaded = load_model(folder, mesh=mesh)
+    assert "head" not in loaded.params
+    np.testing.assert_array_equal(loaded.params["embed"], tiny_model.params["embed"])
+    saved = load_file(save_model(loaded, tmp_path / "again") / "model.safetensors")
+    assert (EMBEDDING in saved, HEAD in saved) == (True, False)
+
+
+@pytest.mark.parametrize("rows", [7, 4096])
+def test_a_tied_head_that_is_there_too_and_the_same_is_the_embedding(tmp_path, tiny_model, rows, monkeypatch, caplog):
+    monkeypatch.setattr("groupax.models.tensor_files.COMPARED_ROWS", rows)
+    folder = save_model(tiny_model, tmp_path / "model", dtype=jnp.bfloat16)
+    rewritten(folder, lambda tensors: {**tensors, HEAD: tensors[EMBEDDING].copy()})
+    loaded = load_model(folder)
+    assert "head" not in loaded.params
+    assert loaded.hf_config["tie_word_embeddings"]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("rows", [7, 4096])
+def test_a_tied_head_that_differs_is_loaded_as_one_of_its_own(tmp_path, family, rows, monkeypatch, caplog):
+    """As in transformers; Gemma's config.json does not say that embeddings are tied, which they are."""
+    monkeypatch.setattr("groupax.models.tensor_files.COMPARED_ROWS", rows)
+    model = init_model({**TINY, "model_type": family})
+    folder = save_model(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    if family == "gemma2":
+        config.pop("tie_word_embeddings")
+        (folder / "config.json").write_text(json.dumps(config))
+
+    def with_head(tensors):
+        head = tensors[EMBEDDING].copy()
+        head[-1, -1] += 1
+        return {**tensors, HEAD: head}
+
+    loaded = load_model(rewritten(folder, with_head))
+    assert f"{EMBEDDING} and {HEAD} differ; they are loaded as two weights" in caplog.text
+    np.testing.assert_array_equal(loaded.params["embed"], model.params["embed"])
+    expected = np.asarray(model.params["embed"]).copy()
+    expected[-1, -1] += 1
+    np.testing.assert_array_equal(loaded.params["head"], expected)
+    caplog.clear()
+    again = load_model(save_model(loaded, tmp_path / "again"))
+    np.testing.assert_array_equal(again.params["head"], expected)
+    assert not caplog.records, "the new config.json says that they are two"
+
+
+def test_a_tied_head_of_another_shape_is_refused(tmp_path, tiny_model):
+    folder = save_model(tiny_model, tmp_path / "model")
+    rewritten(folder, lambda tensors: {**tensors, HEAD: tensors[EMBEDDING][:-1].copy()})
+    with pytest.raises(ValueError, match=r"lm_head.weight has shape \[95, 32\], config.json says \[96, 32\]"):
+        load_model(folder)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +275,30 @@ def test_a_folder_that_is_no_model(tmp_path):
         load_model(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="the hub does not give it"):
         load_model("nobody/nothing")
+
+
+def test_the_hub_gives_weights_once_and_all_of_a_tokenizer(tmp_path, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = [
+        *("config.json", "adapter_config.json", "adapter_model.safetensors", "model-00001-of-00002.safetensors"),
+        *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+        *("tokenizer.model", "tokenizer.model.v3", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt"),
+        *("merges.txt", "additional_chat_templates/tool.jinja"),
+    ]
+    others = [
+        *("consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "consolidated.safetensors.index.json"),
+        *("original/consolidated.00.pth", "original/params.json", "original/tokenizer.model", "onnx/model.safetensors"),
+        *("checkpoint-10/model.safetensors", "pytorch_model.bin", "model.gguf", "LICENSE.txt", "README.md"),
+    ]
+
+    def download(name, **patterns):
+        assert sorted(filter_repo_objects([*wanted, *others], **patterns)) == sorted(wanted)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_folder("owner/name") == tmp_path
 
 
 def test_unsupported_model_type_lists_the_supported_ones(tmp_path):

@@ -179,7 +179,9 @@ def numpy_loss(batch, settings, top_entropy=False, entropy_coef=0.0):
         elif settings.loss_type == "vespo":
             k, lam = (settings.vespo_k_pos, settings.vespo_lambda_pos)
             k, lam = (k, lam) if A >= 0 else (settings.vespo_k_neg, settings.vespo_lambda_neg)
-            log_w = np.clip((r + (np.log(np.maximum(rho, 1e-8)) if level else 0)).sum(), np.log(1e-8), 20)
+            log_rho = np.log(np.maximum(rho, 1e-8)) if level else np.zeros(n)
+            log_rho = log_rho[0] if level == "sequence_sum" else log_rho.sum()
+            log_w = np.clip(r.sum() + log_rho, np.log(1e-8), 20)
             loss = -np.exp(lam + k * log_w - lam * np.exp(log_w)) * A * logp
         else:
             bounded = w if settings.delta is None else np.minimum(w, settings.delta)
@@ -341,6 +343,21 @@ def test_a_fixed_reference_weighs_on_the_ratio_of_the_first_update():
     np.testing.assert_array_equal(loss_of(batch, settings), loss_of(with_old, settings))
 
 
+def test_rows_that_the_policy_has_just_sampled_lie_beside_rows_of_an_earlier_rollout():
+    settings = ObjectiveSettings(beta=0.1, rollout_correction="token_truncate")
+    batch = given_for(settings, a_batch())
+    new = np.arange(len(batch["mask"]))[:, None] % 2 == 0
+    mixed = {**batch, "old_logp": np.where(new, np.nan, batch["old_logp"])}
+    spelled_out = {**batch, "old_logp": np.where(new, batch["logp"], batch["old_logp"])}
+    losses = [
+        jax.value_and_grad(lambda logp, given=given: loss_of({**given, "logp": logp}, settings))(batch["logp"])
+        for given in (mixed, spelled_out)
+    ]
+    for a, b in zip(*losses, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.isfinite(losses[0][0])
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 10, 31, 1000, 100_000])
 @pytest.mark.parametrize("quantile", [0.0, 0.1, 0.2, 0.3, 0.5, 1.0])
 def test_the_top_entropy_threshold_is_numpys_quantile(num_tokens, quantile):
@@ -384,6 +401,8 @@ def test_a_fixed_bonus_stays():
         ("k2", False, False, True),
         ("k3", True, False, True),
         ("k3", True, True, True),
+        ("k2", True, False, True),
+        ("k2", True, True, True),
         ("k3", False, False, False),
         ("k2", False, True, False),
     ],

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 
 # A module imports from its own line or from those above it.
 LAYERS = [
-    ["errors", "pytree", "remote", "listening", "preemption", "objective.settings", "objective"],
+    ["errors", "field_types", "pytree", "remote", "listening", "preemption", "objective.settings", "objective"],
     ["parallel.peers", "parallel.host_memory", "parallel.memory", "parallel.processes", "parallel.transfer"],
     ["parallel.runtime"],
     ["parallel.turns"],
@@ -50,6 +50,7 @@ LAYERS = [
 WITHOUT_JAX = [
     "groupax",
     "groupax.config",
+    "groupax.field_types",
     "groupax.rewards.runner",
     "groupax.rewards.main_thread",
     "groupax.rewards.scoring",

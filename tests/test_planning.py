@@ -23,6 +23,7 @@ from groupax.batch import Row
 from groupax.cli import main
 from groupax.learner import Learner
 from groupax.models import attention, splash
+from groupax.models.bitsandbytes_format import quantization_config
 from groupax.models.config import Attention
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
@@ -752,6 +753,24 @@ def test_a_recipes_defaults_are_fitted_to_the_model_as_in_training(config_file, 
         main(["plan", "--devices", "cpu:4", "--model", str(config_file), "--recipe", "gsm8k"])
     assert planned == [positions // 2]
     assert f"completions have at most {positions // 2} tokens instead of the default 512" in capsys.readouterr().err
+
+
+def test_a_4_bit_base_is_planned_as_one_that_is_not_and_told(config_file, tmp_path, monkeypatch, capsys):
+    planned = []
+
+    def of_asked(config, *_, **__):
+        planned.append(config)
+        raise Recorded
+
+    monkeypatch.setattr(fitting, "plan_of", of_asked)
+    config_file.write_text(json.dumps({**SMALL, "quantization_config": quantization_config("bfloat16")}))
+    command = ["plan", "--devices", "cpu:4", "--model", str(config_file)]
+    with pytest.raises(Recorded):
+        main([*command, "--lora_r", "4"])
+    assert planned == [read_config(SMALL)]
+    assert "the base has 4-bit weights; they are planned as if they were not quantized" in capsys.readouterr().err
+    assert main(command) == 2
+    assert "are 4-bit ones; train an adapter" in capsys.readouterr().err
 
 
 @pytest.mark.heavy

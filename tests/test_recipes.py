@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from groupax import init_model, save_model
+from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.cli import main, train_defaults
 from groupax.config import GRPOConfig
 from groupax.data import MissingSplitError, load_examples, read_rows
@@ -224,6 +224,13 @@ def test_defaults_are_fitted_to_the_model_and_told(base_model):
     assert "has no chat template" in told[0]
 
 
+def test_a_4_bit_model_and_an_adapter_on_it_are_fitted(base_model, tmp_path):
+    model = load_model(base_model)
+    save_model(model, tmp_path / "nf4", weights="nf4")
+    save_adapter(add_adapter(load_model(tmp_path / "nf4"), LoRAConfig(r=2)), tmp_path / "adapter")
+    assert positions_of(str(tmp_path / "nf4")) == positions_of(str(tmp_path / "adapter")) == 640
+
+
 # -- commands
 
 
@@ -284,6 +291,20 @@ def test_eval_command_on_several_sets(base_model, tmp_path, capsys):
     assert main([*argv, "--prompt_overflow", "drop", "--max_prompt_length", "480", "--no_greedy"]) == 0
     assert not (tmp_path / "out" / "one.greedy.jsonl").exists()
     assert (tmp_path / "out.1" / "one.greedy.jsonl").exists()
+
+
+@pytest.mark.heavy
+def test_a_4_bit_model_is_trained_and_evaluated_by_a_recipe(base_model, tmp_path, capsys):
+    assert main(["quantize", base_model, str(tmp_path / "nf4")]) == 0
+    for split in ("train", "test"):
+        write_jsonl(tmp_path / "data" / f"{split}.jsonl", GSM8K_ROWS)
+    recipe = f"--recipe gsm8k --dataset {tmp_path}/data"
+    argv = f"train {recipe} --model {tmp_path}/nf4 --lora_r 2 --output_dir {tmp_path}/run {TINY_RUN}"
+    assert main([*argv.split(), "--eval_max_completion_length", "16"]) == 0
+    for model in ("nf4", "run/model"):
+        argv = f"eval {recipe} --model {tmp_path}/{model} --output_dir {tmp_path}/eval --max_prompt_length 320"
+        assert main(argv.split()) == 0
+    assert capsys.readouterr().out.count("the model has 640 positions") == 3
 
 
 @pytest.mark.heavy

@@ -107,6 +107,19 @@ def exits(completions):
     raise SystemExit(3)
 
 
+def is_cancelled(completions):
+    raise asyncio.CancelledError
+
+
+async def is_cancelled_async(completions):
+    raise asyncio.CancelledError("by a library")
+
+
+def breaks_off(completions):
+    yield 1.0
+    raise KeyError("in a generator")
+
+
 async def blocks(completions):
     time.sleep(3)
     return [1.0] * len(completions)
@@ -142,6 +155,9 @@ def test_groups_keep_their_order_and_rewards_theirs(batch):
         (times_out_itself, "TimeoutError: the judge did not answer"),
         (exits, "raised SystemExit"),
         (exits_async, "raised SystemExit"),
+        (is_cancelled, "raised CancelledError"),
+        (is_cancelled_async, "raised CancelledError: by a library"),
+        (breaks_off, "KeyError: 'in a generator'"),
         (hangs, "did not return within reward_timeout_s = 0.3"),
         (waits, "did not return within reward_timeout_s = 0.3"),
         (blocks, "did not return within reward_timeout_s = 0.3"),

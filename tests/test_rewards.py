@@ -161,8 +161,34 @@ def test_functions_of_one_completion():
 
     values = run(graded, rollouts_of("abc", gold=["a", "a", None]), ["gold"])
     np.testing.assert_array_equal(values, [1.0, 0.0, math.nan])
+    seen = []
+    run(lambda completion, **rest: seen.append(rest) or 1.0, rollouts_of("ab", gold=[1, 2]), ["gold"])
+    given = [(each["prompt"], each["completion_ids"], each["gold"]) for each in seen]
+    assert given == [("q", [5, 6], 1), ("q", [5, 6], 2)]
+    assert not {"prompts", "completions", "batch"} & set(seen[0])
     turns = rollouts_of("ab", conversational=True)
     assert run(lambda completion: len(completion[0]["content"]), turns).tolist() == [1.0, 1.0]
+
+
+def test_a_column_does_not_take_the_place_of_what_was_sampled():
+    columns = {"completions": ["x", "y"], "batch": [1, 2], "completion_ids": [3, 4], "prompts": ["r", "s"]}
+    rows, seen = rollouts_of("ab", **columns), {}
+
+    def everything(**kwargs):
+        seen.update(kwargs)
+        return [0.0, 0.0]
+
+    run(everything, rows, list(columns))
+    assert (seen["completions"], seen["prompts"], seen["completion_ids"]) == (["a", "b"], ["q", "q"], [[5, 6], [5, 6]])
+    assert seen["batch"]["completions"] == ["y"]  # of the prompt, whose rows have one example in a run
+
+    def under_another_name(completions, answered):
+        assert (completions, answered) == (["a", "b"], ["x", "y"])
+        return [0.0, 0.0]
+
+    run(with_columns(under_another_name, answered="completions"), rows, list(columns))
+    with pytest.raises(ValueError, match="cannot take 'completions' from the column 'gold'"):
+        resolve_rewards(with_columns(everything, completions="gold"), ["gold"])
 
 
 async def awaited(completions):
@@ -198,6 +224,8 @@ def test_what_a_function_logs():
         ([1.0], r"'bad' returned 1 values for 2 completions", 2),
         ([1.0, float("nan")], "returned nan for completion 1", 1),
         ([1.0, float("inf")], "returned inf for completion 1", 1),
+        ([10**400, 2.0], "returned 1000", 1),
+        ([10**5000, 2.0], "returned a value of type int for completion 0", 1),
         (["1.0", 2.0], "returned '1.0' for completion 0", 1),
         ([[1.0], 2.0], r"returned [1.0] for completion 0", 1),
         (3.0, "returned 3.0; it must return a list", 2),

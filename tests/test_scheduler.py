@@ -137,11 +137,12 @@ def test_sizes_are_few():
     assert sorted({bucket(size, 64) for size in range(1, 1025)}) == [64, 96, 128, 192, 256, 384, 512, 768, 1024]
     assert [power_of_two(size) for size in (0, 1, 3, 4, 5)] == [1, 1, 4, 4, 8]
     assert power_of_two(9, parts=4) == 4
-    for num_prompts, num_columns in ((2, 96), (8, 768), (64, 2048), (2, 32768)):
-        piece = piece_columns(num_prompts, num_columns)
+    for num_prompts, num_columns, num_heads in ((2, 96, 4), (8, 768, 4), (64, 2048, 4), (2, 32768, 4), (2, 32768, 32)):
+        piece = piece_columns(num_prompts, num_columns, num_heads)
         assert num_columns % piece == 0
         assert piece % 8 == 0
         assert piece <= 64 or num_prompts * piece <= 4096
+        assert piece <= 64 or num_prompts * num_heads * piece * num_columns <= 2**28
 
 
 def test_prompts_of_one_length_are_computed_together_where_that_saves_padding():

@@ -121,6 +121,15 @@ def test_bodies_that_are_no_objects_are_refused(body):
         parse_json(body)
 
 
+def test_what_is_no_text_is_refused_in_words_that_can_be_sent():
+    with pytest.raises(ApiError, match=r"a field whose name is no text: '\\ud800'") as caught:
+        parse(b'{"prompt": "x", "\\ud800": 1}', False)
+    assert caught.value.status == 400
+    json.dumps(caught.value.body, ensure_ascii=False).encode()
+    body = ApiError(400, "demo has no tensors \ud800, é").body
+    assert json.loads(json.dumps(body, ensure_ascii=False).encode())["error"]["message"].endswith(r" \ud800, é")
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("stop", [(), ("lo w",), ("xyz", "rld!", "world?")])
 def test_streamed_texts_are_never_taken_back(size, stop):

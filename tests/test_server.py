@@ -306,6 +306,7 @@ def post(address, body, path="/v1/completions", key=KEY):
 
 def test_bodies_that_are_no_requests_get_errors(address):
     bodies = [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"prompt": "\\ud800"}']
+    bodies.append(b'{"prompt": "1", "\\ud800": 1}')
     for body in bodies:
         status, answer = post(address, body)
         assert status == 400

@@ -309,7 +309,11 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("report_to", "message"),
-    [(("wandbb",), "did you mean wandb"), (("jsonl", "jsonl"), "names a tracker twice"), ("wandb", "got 'w'")],
+    [
+        (("wandbb",), "did you mean wandb"),
+        (("jsonl", "jsonl"), "names a tracker twice"),
+        ("wandb", "must be a list .* got 'wandb'"),
+    ],
 )
 def test_bad_report_to(report_to, message):
     with pytest.raises(ValueError, match=message):

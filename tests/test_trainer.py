@@ -14,6 +14,7 @@ from groupax.batch import Row
 from groupax.metrics import is_measured, window_mean
 from groupax.objective.settings import LossType
 from groupax.rewards import RewardError
+from groupax.tokenizer import last_text
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer
@@ -273,7 +274,7 @@ def test_an_update_that_is_not_finite_is_skipped(tmp_path):
         ({"dataset": None}, "train_dataset is missing"),
         ({"dataset": [{"question": "?"}]}, "no column 'prompt'"),
         ({"max_completion_length": 256}, "leaves no room for a prompt"),
-        ({"max_prompt_length": 3}, "prompt 3 has 4 tokens, max_prompt_length is 3"),
+        ({"max_prompt_length": 3}, "prompt 3 has 4 tokens, at most 3 are allowed"),
         ({"reward_weights": (1.0, 2.0)}, "reward_weights has 2 entries for 1 reward functions"),
         ({"eval_steps": 2}, "there is no eval_dataset"),
         ({"rewards": []}, "reward_funcs is empty"),
@@ -284,6 +285,47 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, settin
     with pytest.raises(ValueError, match=message):
         a_trainer(tmp_path, **settings)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_evaluations_tell_rewards_where_the_run_stands_and_what_failed(tmp_path, caplog):
+    states = []
+
+    def noting(completions, trainer_state):
+        states.append(trainer_state)
+        return [trainer_state.step / trainer_state.num_steps] * len(completions)
+
+    trainer = a_trainer(tmp_path, noting, max_steps=2, eval_steps=1, eval_dataset=PROMPTS)
+    assert trainer.evaluate().metrics["reward"] == 0.0
+    assert {(state.step, state.num_steps) for state in states} == {(0, 2)}
+    trainer.train()
+    assert [line["eval_reward"] for line in lines_of(tmp_path) if "eval_reward" in line] == [0.5, 1.0]
+
+    def held_out_is_harder(completions, answer):
+        return [1.0 / bool(gold) for gold in answer]
+
+    rows = [{**row, "answer": 1} for row in PROMPTS], [{**row, "answer": 0} for row in PROMPTS]
+    settings = {"dataset": rows[0], "eval_dataset": rows[1], "max_steps": 2, "eval_steps": 1}
+    trainer = a_trainer(tmp_path / "failing", held_out_is_harder, **settings)
+    assert "ZeroDivisionError" in trainer.evaluate().errors["held_out_is_harder"]
+    trainer.train()
+    assert caplog.text.count("ZeroDivisionError: ") == 1
+
+
+def test_conversations_whose_messages_have_parts_are_shown(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}")
+    contents = [[{"type": "text", "text": row["prompt"]}] for row in PROMPTS]
+    rows = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
+    a_trainer(tmp_path, dataset=rows, max_steps=1, progress_bar="rich", chat_template=str(template)).train()
+
+
+def test_what_a_prompt_ends_with():
+    assert last_text("2+2=") == "2+2="
+    assert last_text([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]) == "u"
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    assert last_text([{"role": "user", "content": parts}]) == "a\nb"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    assert json.loads(last_text([call])) == call
 
 
 def test_evaluation_needs_a_dataset(tmp_path):
@@ -327,8 +369,13 @@ def test_window_keeps_extremes_and_counters():
         {"loss": 1.0, "num_tokens": 5.0, "completions/min_length": 3.0, "completions/max_length": 7.0, "step": 1.0},
         {"loss": 3.0, "num_tokens": 9.0, "completions/min_length": 2.0, "completions/max_length": 6.0, "step": 2.0},
     ]
+    window[0] |= {"rewards/math/mean": float("nan"), "rewards/code/mean": float("nan")}
+    window[1] |= {"rewards/math/mean": 0.5, "rewards/code/mean": float("nan")}
     merged = {"loss": 2.0, "num_tokens": 9.0, "completions/min_length": 2.0, "completions/max_length": 7.0, "step": 2.0}
-    assert window_mean(window) == merged
+    found = window_mean(window)
+    assert found.pop("rewards/math/mean") == 0.5  # of the steps in which it applied
+    assert np.isnan(found.pop("rewards/code/mean"))
+    assert found == merged
 
 
 @pytest.mark.parametrize("kind", ["rich", "tqdm", "json"])

@@ -540,8 +540,10 @@ def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
     trainer = a_trainer(tmp_path, max_steps=8, learning_rate=3e-2, whole_epochs=True, **ACROSS)
     updated = []
     update = trainer.learner.update
-    trainer.learner.update = lambda rows: updated.append(rows) or update(rows)
+    made = []
+    trainer.learner.update = lambda rows: updated.append(rows) or made.append(update(rows)) or made[-1]
     trainer.train()
+    assert all(each.made and np.isfinite(each.metrics["loss"]) for each in made)
     assert [len(rows) for rows in updated] == [6] * 8
     for rows in updated:
         for row in rows:
@@ -551,6 +553,7 @@ def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
     assert all(seen[index] == seen[index + 8] for index in range(8))
     assert [row.old_logp is None for row in updated[0]] == [True] * 6
     assert [row.old_logp is None for row in updated[2]] == [False] * 4 + [True] * 2  # the new ones are on policy
+    assert made[2].metrics["rollout/logp_diff_max"] < 1e-5  # each beside the policy that sampled it
 
 
 @pytest.mark.heavy
@@ -558,6 +561,7 @@ def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
 def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
     whole = a_trainer(tmp_path / "whole", max_steps=6, **ACROSS)
     whole.train()
+    assert whole.last_metrics["update_skipped"] == 0
     stopped = a_trainer(tmp_path / "parts", max_steps=6, save_steps=step, **ACROSS)
     update, calls = stopped.learner.update, []
 

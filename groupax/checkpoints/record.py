@@ -29,6 +29,7 @@ from groupax.parallel.processes import num_processes
 from groupax.parallel.transfer import fetched_at_first
 from groupax.pipeline import Policy
 from groupax.rollout import Rollout
+from groupax.rollout_log import simple_column
 from groupax.run_state import Cursor, Experience
 from groupax.step import TrainState
 
@@ -169,7 +170,9 @@ def write_rollout(experience: Experience, folder: Path) -> None:
     for name in SCORED:
         values = [getattr(row, name) for row in trained]
         columns[name] = [*values, *[None] * (len(rollouts) - len(trained))]
-    table = pyarrow.table({name: _column(values) for name, values in columns.items()})
+    # what reward functions log, and texts, may be what Parquet has no kind for
+    kinds = {name: simple_column if name == "text" or name.startswith("extra/") else pyarrow.array for name in columns}
+    table = pyarrow.table({name: kinds[name](values) for name, values in columns.items()})
     pyarrow.parquet.write_table(table, folder / ROLLOUT)
 
 
@@ -235,15 +238,6 @@ def _shape(record: Mapping[str, Any]) -> Shape:
         return tuple(map(tuples, value)) if isinstance(value, list) else value
 
     return Shape(**{name: tuples(value) for name, value in record.items()})
-
-
-def _column(values: list[Any]) -> Any:
-    import pyarrow
-
-    try:
-        return pyarrow.array(values)
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):  # what reward functions log may be anything
-        return pyarrow.array([None if value is None else str(value) for value in values])
 
 
 def _values(column: Any) -> list[Any]:

@@ -16,8 +16,9 @@ from groupax.checkpoints.identity import Identity, devices_of, versions
 from groupax.checkpoints.record import begin_writing, has_optimizer, restore_learner, state_of, write_rollout
 from groupax.checkpoints.store import LocalStore, RemoteStore, Store
 from groupax.checkpoints.writer import CheckpointWriter, SaveSettings, Snapshot
-from groupax.config import GRPOConfig, nearest
+from groupax.config import GRPOConfig
 from groupax.errors import PreemptedError, RunError
+from groupax.field_types import nearest
 from groupax.learner import Learner
 from groupax.models.checkpoint import Model
 from groupax.parallel import processes
@@ -99,7 +100,8 @@ class RunSaver:
     def save_if_due(self, cursor: Cursor, experience: Experience | None) -> None:
         """Begin to write a checkpoint if it is time for one."""
         self.writer.look()
-        if cursor.step and processes.of_first(self.writer.due(cursor.step)):
+        due = self.writer.due(cursor.step) or self._is_judged_here(cursor)
+        if cursor.step and processes.of_first(due):
             self.save(cursor, experience)
 
     def save(self, cursor: Cursor, experience: Experience | None) -> None:
@@ -110,12 +112,11 @@ class RunSaver:
             return
         self.folder.flush()
         self.log.tell_fault()
-        metrics = {**self.log.last, **self.log.evaluated}
-        self._tell_if_unknown(cursor.step, metrics)
+        self._tell_if_unknown(cursor.step)
         state = {
             **state_of(cursor, self.learner, experience, policies, self.identity, self.model),
             "log": self.log.state(),
-            "metrics": metrics,
+            "metrics": self.log.last | (self.log.evaluated if cursor.evaluated_step == cursor.step else {}),
             "metrics_bytes": self.folder.num_metrics_bytes,
             "origin": self.origin,
         }
@@ -224,9 +225,15 @@ class RunSaver:
                 "the checkpoint has no optimizer state (save_optimizer_state); it begins anew", warning=True
             )
 
-    def _tell_if_unknown(self, step: int, metrics: dict[str, float]) -> None:
-        name = self.args.metric_for_best_model
-        if name is not None and name not in metrics:
+    def _is_judged_here(self, cursor: Cursor) -> bool:
+        """Whether the policy, as it is now, was evaluated to find the best checkpoint, of which there is none yet."""
+        name, is_known = self.args.metric_for_best_model, self.writer.last_step == cursor.step
+        return name in self.log.evaluated and cursor.evaluated_step == cursor.step and not is_known
+
+    def _tell_if_unknown(self, step: int) -> None:
+        name, metrics = self.args.metric_for_best_model, self.log.last | self.log.evaluated
+        will_be_evaluated = step < self.args.eval_steps and name is not None and name.startswith("eval_")
+        if name is not None and name not in metrics and not will_be_evaluated:
             self.log.findings(
                 step,
                 {

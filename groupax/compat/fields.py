@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from groupax.config import AttnImplementation, GRPOConfig, nearest
+from groupax.config import AttnImplementation, GRPOConfig
+from groupax.field_types import nearest
 
 
 class CompatWarning(UserWarning):
@@ -92,6 +93,17 @@ def as_native(settings: Mapping[str, Any]) -> GRPOConfig:
     return GRPOConfig.from_mapping(
         {name: float(value) if name in floats else value for name, value in settings.items()}
     )
+
+
+def sampled_alike(settings: Mapping[str, Any], num_generations: int) -> dict[str, Any]:
+    """Settings by which evaluations are sampled as rollouts are.
+
+    Args:
+        settings: native ones, of rollouts.
+        num_generations: completions of each prompt in evaluation.
+    """
+    alike = {f"eval_{name}": settings[name] for name in ("temperature", "top_p", "top_k", "min_p")}
+    return {**alike, "eval_num_generations": num_generations}
 
 
 def steps_of(strategy: Any, steps: Any, steps_per_epoch: int, name: str) -> int:

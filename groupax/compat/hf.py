@@ -9,18 +9,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from groupax.compat.fields import tell
-from groupax.config import BaseWeights, nearest
+from groupax.config import BaseWeights
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
+from groupax.field_types import nearest
 from groupax.hub import push_folder
-from groupax.models.checkpoint import Model, add_adapter, load_model
+from groupax.models.checkpoint import Model, add_adapter, load_adapter, load_model
 from groupax.models.folders import resolve_folder
 from groupax.models.lora import counts, lora_config, trainable_line
+from groupax.models.nf4 import Nf4
 from groupax.models.quantize import dense_params, is_quantized
 from groupax.models.saving import save_adapter, save_model
 
@@ -36,6 +39,20 @@ INERT = {
     "use_safetensors": "weights are always safetensors",
 }
 DTYPES = ("float32", "bfloat16", "float16")
+# Arguments of `generate` that a model's generation_config.json may say, with transformers' defaults.
+GENERATION: dict[str, Any] = {
+    "max_new_tokens": None,
+    "max_length": None,
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "num_return_sequences": 1,
+    "pad_token_id": None,
+}
+DEFAULT_NEW_TOKENS = 20  # where neither max_new_tokens nor max_length is said
 
 
 class BitsAndBytesConfig:
@@ -107,14 +124,15 @@ class CausalLM:
         self,
         input_ids: Any,
         attention_mask: Any = None,
-        max_new_tokens: int = 20,
-        do_sample: bool = False,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        max_length: int | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        num_return_sequences: int = 1,
+        repetition_penalty: float | None = None,
+        num_return_sequences: int | None = None,
         pad_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
         seed: int = 0,
@@ -122,15 +140,18 @@ class CausalLM:
     ) -> Any:
         """Prompts with their completions behind them, as `transformers` returns them.
 
+        What is None is as the model's generation_config.json says, or else transformers' default (see `GENERATION`).
+
         Args:
             input_ids: [B, S], padded on the left, as a NumPy array or a PyTorch tensor.
             attention_mask: [B, S], 0 where it is padded; None for no padding.
-            max_new_tokens: the longest completion.
-            do_sample: otherwise each token is the likeliest.
+            max_new_tokens: the longest completion; 20 if nothing says anything.
+            max_length: the same with the S tokens before it; counts where there is no `max_new_tokens`.
+            do_sample: otherwise each token is the likeliest, and of the next ones only the penalty counts.
             temperature, top_k, top_p, min_p, repetition_penalty: as in `SamplingParams`.
             num_return_sequences: completions of each prompt.
             pad_token_id: fills up shorter ones; by default the first end-of-sequence token.
-            eos_token_id: ends a completion beside the model's own.
+            eos_token_id: ends a completion in the place of the model's own.
             seed: of the randomness.
             inert: `use_cache` and `synced_gpus`, which have no meaning here.
 
@@ -139,34 +160,50 @@ class CausalLM:
 
         Raises:
             TypeError: there is no such argument.
+            ValueError: prompts are padded on the right, or `max_length` leaves no room behind them.
         """
         for name in inert:
             if name not in ("use_cache", "synced_gpus"):
-                raise TypeError(f"generate has no argument {name!r}{nearest(name, SamplingParams.__annotations__)}")
+                raise TypeError(f"generate has no argument {name!r}{nearest(name, GENERATION)}")
+        given = {
+            "max_new_tokens": max_new_tokens,
+            "max_length": max_length,
+            "do_sample": do_sample,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "num_return_sequences": num_return_sequences,
+            "pad_token_id": pad_token_id,
+        }
         ids = np.asarray(input_ids, np.int32)
         mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
         if (np.diff(mask, axis=1) < 0).any():
             raise ValueError("the prompts are padded on the right; set tokenizer.padding_side to 'left'")
-        further = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
+        settings = self._generation(given)
+        if max_length is not None and settings["max_new_tokens"] is not None:
+            counts = f"max_new_tokens={settings['max_new_tokens']} counts"
+            tell(f"generate's max_length={max_length} changes nothing: {counts}")
+        ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
         params = SamplingParams(
-            n=num_return_sequences,
-            max_tokens=max_new_tokens,
-            temperature=temperature if do_sample else 0.0,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p or 0.0,
-            repetition_penalty=repetition_penalty,
+            n=settings["num_return_sequences"],
+            max_tokens=self._room(settings, ids.shape[1]),
+            repetition_penalty=settings["repetition_penalty"],
             seed=seed,
-            stop_token_ids=tuple(further),
+            stop_token_ids=ends,
+            ignore_eos=bool(ends),
+            **_how_to_draw(settings),
         )
         engine = self._engine_now()
         groups = engine.generate([row[kept > 0] for row, kept in zip(ids, mask, strict=True)], params)
         tokens = [completion.tokens for group in groups for completion in group]
-        fill = pad_token_id if pad_token_id is not None else (engine.eos_ids or (0,))[0]
+        fill = settings["pad_token_id"]
+        fill = (ends or engine.eos_ids or (0,))[0] if fill is None else fill
         new = np.full((len(tokens), max(map(len, tokens))), fill, ids.dtype)
         for row, completion in zip(new, tokens, strict=True):
             row[: len(completion)] = completion
-        out = np.concatenate([np.repeat(ids, num_return_sequences, axis=0), new], axis=1)
+        out = np.concatenate([np.repeat(ids, params.n, axis=0), new], axis=1)
         return input_ids.new_tensor(out) if hasattr(input_ids, "new_tensor") else out
 
     def merge_and_unload(self) -> "CausalLM":
@@ -190,13 +227,12 @@ class CausalLM:
             )
 
     def save_pretrained(self, folder: Any, **inert: Any) -> None:
-        """Write a folder that transformers, or peft if there is an adapter, loads."""
+        """Write a folder that transformers, or peft if there is an adapter, loads; weights in 8 bits as numbers."""
         tell_inert(inert, {"safe_serialization", "max_shard_size"}, "save_pretrained")
-        weights = "nf4" if is_quantized(self.model.params) else "same"
         if self.model.adapter is not None:
             beside_what_is_there(partial(save_adapter, self.model), folder)
         else:
-            beside_what_is_there(partial(save_model, self.model, weights=weights), folder)
+            beside_what_is_there(partial(save_model, self.model, weights=_stored_as(self.model)), folder)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, **inert: Any) -> str:
         """Upload it to the Hugging Face hub; the address."""
@@ -205,6 +241,26 @@ class CausalLM:
             folder = Path(name) / repo_id.rpartition("/")[2]
             self.save_pretrained(folder)
             return push_folder(folder, repo_id, private=bool(private))
+
+    def _generation(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings of `generate`: as given, as the model's files say, or transformers' defaults."""
+        of_files = self.model.generation_config or self.model.hf_config  # as older folders have it
+        said = [{name: source.get(name) for name in GENERATION} for source in (of_files, given)]
+        return GENERATION | {name: value for each in said for name, value in each.items() if value is not None}
+
+    def _room(self, settings: Mapping[str, Any], num_tokens: int) -> int:
+        """The longest completion of prompts with so many tokens."""
+        wanted, longest = settings["max_new_tokens"], settings["max_length"]
+        if wanted is not None:
+            return wanted
+        if longest is None:
+            return max(1, min(DEFAULT_NEW_TOKENS, self.model.config.max_positions - num_tokens))
+        if longest <= num_tokens:
+            raise ValueError(
+                f"the prompts have {num_tokens} tokens, which max_length={longest} leaves no room behind; raise it, or "
+                "set max_new_tokens"
+            )
+        return longest - num_tokens
 
     def _engine_now(self) -> Engine:
         if self._engine is None:
@@ -241,11 +297,11 @@ class PeftModel(CausalLM):
 
     @staticmethod
     def from_pretrained(model: CausalLM, adapter: Any, **inert: Any) -> CausalLM:
-        """The adapter of a folder or hub id on a base, which is read again from where it was loaded from."""
+        """The adapter of a folder or hub id on a base, whose weights are not copied."""
         tell_inert(inert, {"is_trainable", "adapter_name"}, "PeftModel.from_pretrained")
-        base = model.model.name
-        weights: BaseWeights = "nf4" if is_quantized(model.model.params) else "same"
-        return CausalLM(load_model(adapter, model.model.params["embed"].dtype, base=base, weights=weights))
+        adapted, folder = load_adapter(model.model, adapter), resolve_folder(adapter)
+        has_tokenizer = (folder / "tokenizer_config.json").is_file()
+        return CausalLM(replace(adapted, source=folder) if has_tokenizer else adapted)
 
 
 def get_peft_model(model: CausalLM, peft_config: Any, **inert: Any) -> CausalLM:
@@ -288,6 +344,23 @@ def base_weights(quantization_config: Any) -> BaseWeights:
             f"bnb_4bit_use_double_quant={bool(get('bnb_4bit_use_double_quant'))})"
         )
     return "nf4"
+
+
+def _how_to_draw(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `SamplingParams` that say how tokens are drawn, if they are."""
+    if not settings["do_sample"]:
+        return {"temperature": 0.0}
+    return {"min_p": settings["min_p"] or 0.0, **{name: settings[name] for name in ("temperature", "top_k", "top_p")}}
+
+
+def _stored_as(model: Model) -> Literal["same", "nf4"]:
+    """How weights are written: in 4 bits if they have them, else as numbers, which is told of 8 bits."""
+    weights = jax.tree.leaves(model.params, is_leaf=lambda x: isinstance(x, Nf4))
+    if any(isinstance(weight, Nf4) for weight in weights):
+        return "nf4"
+    if is_quantized(model.params):
+        tell("save_pretrained: weights in 8 bits are written as numbers again; groupax writes fewer bits in nf4 alone")
+    return "same"
 
 
 def beside_what_is_there(save: Callable[[Path], Any], folder: Any) -> None:

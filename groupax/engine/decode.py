@@ -205,7 +205,7 @@ def _prefill(
     Those of the device's heads, in the dtype of `like`.
     """
     (P, S), (_, K, H, _), dtype = prompts.shape, like.shape, like.dtype
-    M = piece_columns(P, S)
+    M = piece_columns(P, S, config.num_heads // config.num_kv_heads * K)
     if known is None:
         keys = [jnp.zeros((P, K, H, S), dtype) for _ in range(config.num_layers)]
         values = [jnp.zeros((P, K, S, H), dtype) for _ in range(config.num_layers)]

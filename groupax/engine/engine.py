@@ -297,7 +297,9 @@ def unstarted(
         step: distinguishes calls with the same seed.
         first_prompt: the first one's `prompt_index`.
     """
-    stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_ids), *params.stop_token_ids)))
+    further = params.stop_token_ids
+    assert not isinstance(further, int), "made a tuple of one when it was set"
+    stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_ids), *further)))
     rows = [(first_prompt + p, s) for p in range(len(prompts)) for s in range(params.n)]
     keys = row_keys(params.seed, step, *np.array(rows).T) if rows else []
     return [

@@ -1,6 +1,6 @@
 """How to sample. Imports no jax."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20
@@ -29,8 +29,8 @@ class SamplingParams:
         frequency_penalty: taken off as often as they occurred; 0 is off.
         logit_bias: added to the logits of these tokens.
         seed: same seed, same prompts, same completions, in whatever batch they run.
-        stop: texts that end a completion; its tokens include them, its text does not.
-        stop_token_ids: tokens that end a completion beside the model's own end-of-sequence tokens.
+        stop: texts that end a completion, or one text; its tokens include them, its text does not.
+        stop_token_ids: tokens that end a completion beside the model's own end-of-sequence tokens, or one token.
         ignore_eos: the model's own end-of-sequence tokens end nothing.
         logprobs: likeliest alternatives to report for each token, at most 20.
     """
@@ -47,12 +47,15 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: tuple[int, ...] | int = ()
     ignore_eos: bool = False
     logprobs: int = 0
 
     def __post_init__(self) -> None:
+        texts, ids = self.stop, self.stop_token_ids  # a text is a sequence too, but not of texts that were meant
+        object.__setattr__(self, "stop", (texts,) if isinstance(texts, str) else tuple(texts))
+        object.__setattr__(self, "stop_token_ids", (ids,) if isinstance(ids, int) else tuple(ids))
         limits = {
             "n": (self.n >= 1, "at least 1"),
             "max_tokens": (self.max_tokens >= 1, "at least 1"),

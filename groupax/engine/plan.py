@@ -16,8 +16,9 @@ CACHE_COLUMNS = 128
 PREFILL_COLUMNS = 32
 # Most prompt tokens, padding included, that are computed in one admission on a shard (but at least two prompts).
 PREFILL_TOKENS = 16_384
-# Prompts are computed in pieces of at most so many tokens, but at least so many columns.
+# Prompts are computed in pieces of at most so many tokens and attention scores, but at least so many columns.
 PIECE_TOKENS = 4096
+PIECE_SCORES = 1 << 28
 PIECE_COLUMNS = 64
 # The part of the free memory that keys and values may take if nothing else is said.
 FREE_PART = 0.8
@@ -132,11 +133,20 @@ def expected_columns(longest_completion: int) -> int:
     return bucket(int(EXPECTED_PART * longest_completion), CACHE_COLUMNS)
 
 
-def piece_columns(num_prompts: int, num_columns: int) -> int:
-    """Columns of a piece of the prompts, a part of all columns, so that scores do not exist for all at once."""
-    while num_columns > PIECE_COLUMNS and num_prompts * num_columns > PIECE_TOKENS and not num_columns % 16:
-        num_columns //= 2
-    return num_columns
+def piece_columns(num_prompts: int, num_columns: int, num_heads: int) -> int:
+    """Columns of a piece of the prompts, a part of all columns, so that scores do not exist for all at once.
+
+    Args:
+        num_prompts: that are computed together.
+        num_columns: of each.
+        num_heads: query heads, of one device.
+    """
+    piece, scores = num_columns, num_prompts * num_heads * num_columns
+    while piece > PIECE_COLUMNS and not piece % 16:
+        if num_prompts * piece <= PIECE_TOKENS and scores * piece <= PIECE_SCORES:
+            break
+        piece //= 2
+    return piece
 
 
 def prefill_columns(num_tokens: int) -> int:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from groupax.config import nearest
 from groupax.data import PromptSet
 from groupax.engine.params import SamplingParams
 from groupax.evaluation.answers import ACCURACY_REWARDS
 from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.items import Item, estimates, make_items
 from groupax.evaluation.sets import ONLY_SET
+from groupax.field_types import nearest
 from groupax.metrics import Metrics, completion_metrics
 from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner
@@ -33,6 +33,7 @@ class SetEvaluation:
         metrics: the estimates' values and ends, lengths, truncation, failures and what was left out, as plain numbers.
         params: how it was sampled.
         solved_by: the reward whose 1 means that a completion is right.
+        errors: by reward that failed, what went wrong first.
     """
 
     items: Sequence[Item]
@@ -40,6 +41,7 @@ class SetEvaluation:
     metrics: Metrics
     params: SamplingParams
     solved_by: str | None
+    errors: Mapping[str, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +60,11 @@ class Evaluation:
         if set(self.sets) == {ONLY_SET}:
             return dict(self.sets[ONLY_SET].metrics)
         return {f"{name}_{metric}": value for name, each in self.sets.items() for metric, value in each.metrics.items()}
+
+    @property
+    def errors(self) -> Mapping[str, str]:
+        """By reward that failed, what went wrong in one of the sets."""
+        return {name: error for each in self.sets.values() for name, error in each.errors.items()}
 
 
 def evaluate(
@@ -101,7 +108,7 @@ def evaluate(
         "prompts_truncated": float(prompts.num_truncated),
         "prompts_unscorable": float(sum(not item.is_scorable for item in items)) if solved_by else 0.0,
     }
-    return SetEvaluation(items, found, metrics, params, solved_by)
+    return SetEvaluation(items, found, metrics, params, solved_by, scored.errors)
 
 
 def which_solves(solved_by: str | None, rewards: Sequence[Reward]) -> str | None:

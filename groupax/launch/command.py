@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from groupax.config import nearest
+from groupax.field_types import nearest
 from groupax.launch.retries import Outcome, Retries, attempted
 from groupax.launch.words import program_of, split_words
 

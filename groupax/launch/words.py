@@ -5,7 +5,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from groupax.config import nearest
+from groupax.field_types import nearest
 
 # Commands of groupax that may run as several processes.
 LAUNCHED = ("train", "resume", "eval")

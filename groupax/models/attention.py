@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.config import Attention
-from groupax.models.layers import sum_last
+from groupax.models.layers import scaled, sum_last
 from groupax.models.products import row_major, times
 
 # Queries that reach beyond so many columns are taken in blocks of so many.
@@ -76,7 +76,7 @@ def attend_stored(
     B, T, N, H = q.shape
     K = keys.shape[1]
     keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-    grouped = q.reshape(B, T, K, N // K, H) * jnp.asarray(how.query_scale, q.dtype)
+    grouped = scaled(q, how.query_scale).reshape(B, T, K, N // K, H)
     scores = _bounded(_scores(grouped, keys), how)
     scores = jnp.where(visible[:, None, None], scores, MASKED)
     weights = _exp(scores - _highest(scores), how)
@@ -107,7 +107,7 @@ def attend_with_prompt(
 
     def of_block(first: Array | int, q: Array) -> Array:
         B, t, N, H = q.shape
-        grouped = q.reshape(B, t, K, N // K, H) * jnp.asarray(how.query_scale, q.dtype)
+        grouped = scaled(q, how.query_scale).reshape(B, t, K, N // K, H)
         own = first + jnp.arange(t)[:, None]
         behind, behind_row = S + own - jnp.arange(S)[None, :], own - jnp.arange(C)[None, :]
         row_visible = (behind_row >= 0) & within_window(behind_row, how.window)
@@ -156,7 +156,7 @@ def attend_cached(
     def by_row(x: Array) -> Array:
         return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
 
-    grouped = (q.reshape(B, K, G, H) * jnp.asarray(how.query_scale, q.dtype)).astype(common)
+    grouped = scaled(q, how.query_scale).reshape(B, K, G, H).astype(common)
     on_prompt = _bounded(times(by_prompt(grouped), prompt_k), how)
     if prompt_visible.shape[0] == Q:
         prompt_visible = prompt_visible[:, None, None]

@@ -37,6 +37,12 @@ def is_nf4(quantization: Any) -> bool:
     )
 
 
+def without_nf4(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of a `config.json`, of such weights as if they were not quantized, of others as they are."""
+    is_read_here = is_nf4(hf_config.get("quantization_config"))
+    return {key: value for key, value in hf_config.items() if key != "quantization_config" or not is_read_here}
+
+
 def nf4_tensors(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
     """The tensors of one weight."""
     state = {

@@ -20,7 +20,7 @@ from groupax.models.folders import read_json, resolve_folder
 from groupax.models.lora import Adapter, LoRAConfig, init_adapter, lora_config
 from groupax.models.specs import Params, init_params, model_specs, num_params, param_shardings, split_dims
 from groupax.models.split import laid_out
-from groupax.models.tensor_files import check_tensors, tensors_in, weight_loader
+from groupax.models.tensor_files import check_tensors, tensors_in, weight_loader, with_head_as_stored
 from groupax.parallel.mesh import check_divides, mesh_for, sizes_text
 
 
@@ -104,12 +104,14 @@ def load_model(
         raise ValueError(f"{name_or_path} is a model and no adapter; it has no base ({base})")
     hf_config = read_json(folder / "config.json")
     is_nf4 = bitsandbytes_format.is_nf4(hf_config.get("quantization_config"))
-    if is_nf4:
-        hf_config.pop("quantization_config")
-        if weights not in ("same", "nf4"):
-            raise ValueError(f"the weights in {folder} are 4-bit ones; they cannot be quantized to {weights}")
+    if is_nf4 and weights not in ("same", "nf4"):
+        raise ValueError(f"the weights in {folder} are 4-bit ones; they cannot be quantized to {weights}")
+    hf_config = bitsandbytes_format.without_nf4(hf_config)
     config = read_config(hf_config)
     config = config if max_positions is None else replace(config, max_positions=max_positions)
+    stored, tensors = with_head_as_stored(config, tensors_in(folder), folder)
+    if stored != config:
+        config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}
     mesh = mesh or mesh_for(num_params(config) * 4)
     check_divides(split_dims(config), mesh, replicated)
     if (is_nf4 or weights != "same") and mesh.shape["tp"] * mesh.shape["ep"] > 1:
@@ -120,7 +122,6 @@ def load_model(
     generation_config = {}
     if (folder / "generation_config.json").is_file():
         generation_config = read_json(folder / "generation_config.json")
-    tensors = tensors_in(folder)
     quantized = {name for name in tensors if is_nf4 and f"{name}.{bitsandbytes_format.FURTHER[0]}" in tensors}
     check_tensors(config, tensors, folder, quantized)
     load = weight_loader(mesh, tensors, dtype, weights, quantized)

@@ -18,7 +18,7 @@ from groupax.models.attention import attend
 from groupax.models.config import Attention, ModelConfig, Rope
 from groupax.models.execution import DIRECT, Execution
 from groupax.models.experts import Routing, mixture
-from groupax.models.layers import NORMS, Weight, gated_mlp, linear, linear_of_parts, rounded, vocabulary_logits
+from groupax.models.layers import NORMS, Weight, gated_mlp, linear, linear_of_parts, rounded, scaled, vocabulary_logits
 from groupax.models.repeats import through_layers
 from groupax.models.rope import Tables, rope_tables, rotate
 from groupax.models.specs import Params, layer_specs
@@ -83,7 +83,8 @@ def forward(
         layout: how the model is split.
     """
     x = _embedded(params, tokens, layout)
-    x = x if config.embedding_scale == 1.0 else rounded(_scaled(x, config.embedding_scale))
+    if config.embedding_scale != 1.0:  # which is of the parameters' dtype itself, as transformers has it
+        x = rounded(x * jnp.asarray(config.embedding_scale, x.dtype))
     tables = {rope: rope_tables(rope, config.max_positions, positions, x.dtype) for rope in config.ropes if rope}
 
     def layer(x: Array, weights: Params, kept: Any, index: int) -> tuple[Array, Any, Routing | None]:
@@ -110,7 +111,7 @@ def forward(
     kinds = [config.first_alike(index) if scans else index for index in range(config.num_layers)]
     x, routings = through_layers(numbered, x, params["layers"], kinds)
     routings = [routing for routing in routings if routing is not None]
-    return Forward(_scaled(_normed(config, x, params["final_norm"]), config.hidden_scale), kept, routings)
+    return Forward(scaled(_normed(config, x, params["final_norm"]), config.hidden_scale), kept, routings)
 
 
 def _embedded(params: Params, tokens: Int[Array, "M"], layout: Layout) -> Float[Array, "M D"]:
@@ -202,11 +203,7 @@ def _added(config: ModelConfig, x: Array, norm: Array | None) -> Array:
     """What a part of a layer adds to the stream."""
     if norm is None and config.residual_scale == 1.0:
         return x
-    return rounded(_scaled(_normed(config, x, norm), config.residual_scale))
-
-
-def _scaled(x: Array, scale: float) -> Array:
-    return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
+    return rounded(scaled(_normed(config, x, norm), config.residual_scale))
 
 
 def head_weights(params: Params) -> Weight:

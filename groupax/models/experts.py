@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.config import Activation, Experts
-from groupax.models.layers import ACTIVATIONS, linear, sum_last
+from groupax.models.layers import gated, linear, sum_last
 from groupax.models.products import times_transposed
 from groupax.parallel.collectives import entered, gathered, index_of, scattered, summed
 from groupax.parallel.mesh import WHOLE, Layout
@@ -92,8 +92,8 @@ def grouped(
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.sum(jax.nn.one_hot(chosen.reshape(-1), E, dtype=jnp.int32), axis=0)
     rows = _permuted(jnp.repeat(x, A, axis=0), order)
-    gated = ACTIVATIONS[activation](_by_group(rows, gate, sizes)) * _by_group(rows, up, sizes)
-    weighted = gated * _permuted(weights.reshape(-1, 1), order)
+    between = gated(activation, _by_group(rows, gate, sizes), _by_group(rows, up, sizes))
+    weighted = between * _permuted(weights.reshape(-1, 1), order)
     if some_elsewhere:  # rows behind the groups' are anything
         is_own = (jnp.arange(M * A) < jnp.sum(sizes))[:, None]
         out = jnp.where(is_own, _by_group(jnp.where(is_own, weighted, 0), down, sizes), 0)
@@ -118,9 +118,9 @@ def one_by_one(
     def add(total: Array, expert: tuple[Array, Array, Array, Array]) -> tuple[Array, None]:
         index, gate, up, down = expert
         weight = jnp.sum(weights, axis=1, keepdims=True, where=chosen == index)
-        gated = ACTIVATIONS[activation](linear(x, gate)) * linear(x, up)
+        between = gated(activation, linear(x, gate), linear(x, up))
         # weighted before the last product, so that what is added up is no product that may be rounded or not
-        return total + linear(gated * weight, down), None
+        return total + linear(between * weight, down), None
 
     return lax.scan(add, jnp.zeros_like(x), (jnp.arange(gate.shape[0]), gate, up, down))[0]
 

@@ -12,6 +12,11 @@ from typing import Any
 
 from groupax.models.peft_format import CONFIG_NAME
 
+# Of a repository on the hub: models, adapters and tokenizers, but not the same weights again in another layout (as
+# Meta's and Mistral's) or those of checkpoints and exports. The hub's "*" goes over "/" too.
+FETCHED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model*", "tiktoken.model", "merges.txt", "vocab.txt"]
+LEFT_OUT = ["consolidated*", "*/*.json", "*/*.safetensors"]
+
 
 def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
     """The local folder of a model: the path itself, or a download from the hub.
@@ -29,9 +34,8 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{name_or_path} is neither a model folder nor a hub id of the form 'owner/name'")
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
     try:
-        return Path(snapshot_download(str(name_or_path), allow_patterns=patterns))
+        return Path(snapshot_download(str(name_or_path), allow_patterns=FETCHED, ignore_patterns=LEFT_OUT))
     except (OSError, ValueError) as error:  # what the hub's client raises for network, name and permission faults
         raise ValueError(f"there is no folder {name_or_path}, and the hub does not give it: {error}") from error
 

@@ -72,6 +72,11 @@ def rounded(x: Array) -> Array:
     return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
+def scaled(x: Array, scale: float) -> Array:
+    """x times a number that is not rounded to x's dtype."""
+    return x if scale == 1.0 else (x.astype(jnp.float32) * np.float32(scale)).astype(x.dtype)
+
+
 def _for_last(weight: Float[Array, "*W"], x: Float[Array, "*M D"]) -> Array:
     """A weight of the last dims of x, for each of the others."""
     return _for_each(weight, x.shape[: x.ndim - weight.ndim])
@@ -179,6 +184,30 @@ def _scales(weight: Any, x: Array) -> Float[Array, "*M O"]:
     return jnp.expand_dims(weight.scale[:, 0].astype(x.dtype), tuple(range(x.ndim - 1)))
 
 
+def gated(activation: Activation, gate: Float[Array, "*M F"], up: Float[Array, "*M F"]) -> Float[Array, "*M F"]:
+    """activation(gate) up; of fewer bits in float32 and rounded once."""
+    return ACTIVATIONS[activation](gate) * up if gate.dtype == jnp.float32 else _gated_narrow(activation, gate, up)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated_narrow(activation: Activation, gate: Array, up: Array) -> Array:
+    return _gated_wide(activation, gate, up).astype(gate.dtype)
+
+
+def _gated_wide(activation: Activation, gate: Array, up: Array) -> Float[Array, "*M F"]:
+    return ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)
+
+
+def _gated_backward(activation: Activation, factors: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    """From the factors alone, and as a function of the cotangent: XLA would keep float32 parts of the forward pass."""
+    gate, up = factors
+    gate = gate + cotangent.reshape(-1)[0] * jnp.asarray(0, cotangent.dtype)
+    return jax.vjp(partial(_gated_wide, activation), gate, up)[1](cotangent.astype(jnp.float32))
+
+
+_gated_narrow.defvjp(lambda activation, *factors: (_gated_narrow(activation, *factors), factors), _gated_backward)
+
+
 def gated_mlp(
     x: Float[Array, "*M D"],
     gate: Weight,
@@ -194,5 +223,5 @@ def gated_mlp(
     """
     gate_bias, up_bias, down_bias = biases
     x = entered(x, axis)
-    gated = ACTIVATIONS[activation](linear(x, gate, gate_bias)) * linear(x, up, up_bias)
-    return linear_of_parts(gated, down, down_bias, axis)
+    between = gated(activation, linear(x, gate, gate_bias), linear(x, up, up_bias))
+    return linear_of_parts(between, down, down_bias, axis)

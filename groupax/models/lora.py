@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from groupax.config import LoRABias, nearest
+from groupax.config import LoRABias
+from groupax.field_types import nearest
 from groupax.models.adapted import Frozen, LowRank, Params
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import dense
@@ -143,9 +144,10 @@ def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Params:
     if lora.target_modules == ALL_LINEAR:
         targets = {name for name, spec in modules.items() if spec.is_layer_matrix} - saved
     for name in (targets | saved) & shared:
+        others = _endings(name for name, spec in modules.items() if spec.is_layer_matrix and name not in shared)
         raise ValueError(
             f"{name} is several matrices that groupax keeps as one, or one that it keeps as several; it neither adapts "
-            "such nor trains them alone"
+            f"such nor trains them alone; target_modules may name {others}"
         )
     for name in targets:
         if not modules[name].is_layer_matrix:

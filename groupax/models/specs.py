@@ -20,6 +20,9 @@ from groupax.parallel.mesh import Layout, layout_for
 
 Params = dict[str, Any]
 
+# In checkpoints, where one may be the other.
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -74,14 +77,14 @@ def model_specs(config: ModelConfig) -> Params:
     """The tree of `Spec`s of a model: `embed`, `layers` (a list of dicts), `final_norm`, and `head` or `score`."""
     D, V = config.hidden_size, config.vocab_size
     specs: Params = {
-        "embed": Spec((V, D), ("vocab", "embed"), "model.embed_tokens.weight"),
+        "embed": Spec((V, D), ("vocab", "embed"), EMBEDDING),
         "layers": [layer_specs(config, index) for index in range(config.num_layers)],
         "final_norm": Spec((D,), (None,), "model.norm.weight", init=_norm_init(config)),
     }
     if config.num_labels:
         specs["score"] = Spec((config.num_labels, D), (None, "embed"), "score.weight")
     elif not config.tie_embeddings:
-        specs["head"] = Spec((V, D), ("vocab", "embed"), "lm_head.weight")
+        specs["head"] = Spec((V, D), ("vocab", "embed"), HEAD)
     return specs
 
 

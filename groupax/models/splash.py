@@ -13,6 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.config import Attention
+from groupax.models.layers import scaled
 
 # What lies next to each other in a TPU's registers: blocks are multiples of it.
 LANES = 128
@@ -98,7 +99,7 @@ def _through_kernel(
         return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), *rest), constant_values=x.ndim == 2)
 
     segments = (filled_up(x, size).astype(jnp.int32) for x, size in zip(is_own, shape, strict=True))
-    sides = (q * jnp.asarray(how.scale, q.dtype), num_queries), (k, num_columns), (v, num_columns)
+    sides = (scaled(q, how.scale), num_queries), (k, num_columns), (v, num_columns)
     heads = (filled_up(x, size).swapaxes(1, 2) for x, size in sides)
     out: Any = jax.vmap(kernel)(*heads, kernels.SegmentIds(*segments))
     return out.swapaxes(1, 2)[:, :T]

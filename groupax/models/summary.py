@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from groupax.models import bitsandbytes_format, peft_format
+from groupax.models import peft_format
+from groupax.models.bitsandbytes_format import without_nf4
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
 from groupax.models.folders import read_json
@@ -23,7 +24,7 @@ def find_config(name_or_path: str) -> tuple[dict[str, Any], LoRAConfig | None]:
     """The `config.json` of a model or of an adapter's base, and the adapter's settings.
 
     Args:
-        name_or_path: a folder, a `config.json`, or a hub id, of which nothing else is downloaded.
+        name_or_path: a folder, a `config.json`, or a hub id, of which no weights are downloaded.
 
     Raises:
         ValueError: there is none.
@@ -31,21 +32,32 @@ def find_config(name_or_path: str) -> tuple[dict[str, Any], LoRAConfig | None]:
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return read_json(path), None
-    if path.is_dir() and (path / peft_format.CONFIG_NAME).is_file():
-        settings = read_json(path / peft_format.CONFIG_NAME)
-        return find_config(str(settings.get("base_model_name_or_path")))[0], lora_config(settings)
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        adapter = path / peft_format.CONFIG_NAME
+        file = adapter if adapter.is_file() else path / "config.json"
+        if not file.is_file():
             raise ValueError(f"{path} is no model folder: it has no config.json")
-        return read_json(path / "config.json"), None
-    if path.exists() or name_or_path.count("/") != 1:
+    elif path.exists() or name_or_path.count("/") != 1:
         raise ValueError(f"{name_or_path} is neither a model folder, nor a config.json, nor a hub id like 'owner/name'")
+    else:
+        file = _downloaded(name_or_path)
+    content = read_json(file)
+    if file.name != peft_format.CONFIG_NAME:
+        return content, None
+    return find_config(str(content.get("base_model_name_or_path")))[0], lora_config(content)
+
+
+def _downloaded(hub_id: str) -> Path:
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        return read_json(Path(hf_hub_download(name_or_path, "config.json"))), None
+        try:
+            return Path(hf_hub_download(hub_id, peft_format.CONFIG_NAME))
+        except EntryNotFoundError:  # no adapter, or the hub cannot be reached, and what is here already is none
+            return Path(hf_hub_download(hub_id, "config.json"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"there is no folder {name_or_path}, and the hub does not give it: {error}") from error
+        raise ValueError(f"there is no folder {hub_id}, and the hub does not give it: {error}") from error
 
 
 def summary(hf_config: Mapping[str, Any], lora: LoRAConfig | None = None) -> str:
@@ -55,10 +67,7 @@ def summary(hf_config: Mapping[str, Any], lora: LoRAConfig | None = None) -> str
         hf_config: the parsed `config.json`.
         lora: an adapter, which is then all that is trained.
     """
-    hf_config = dict(hf_config)
-    if bitsandbytes_format.is_nf4(hf_config.get("quantization_config")):
-        hf_config.pop("quantization_config")
-    config = read_config(hf_config)
+    config = read_config(without_nf4(hf_config))
     trained, total = counts(config, lora)
     lines = [_architecture(config), *_parameters(config), *_memory(config)]
     what = "the adapter" if lora else "all weights"

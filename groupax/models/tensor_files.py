@@ -1,7 +1,9 @@
 """The weights in a folder's safetensors files: which there are, and each to its devices."""
 
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from groupax.models import bitsandbytes_format
 from groupax.models.config import ModelConfig
 from groupax.models.folders import read_json
 from groupax.models.quantize import quantizer
-from groupax.models.specs import Spec, spec_leaves
+from groupax.models.specs import EMBEDDING, HEAD, Spec, spec_leaves
 
+logger = logging.getLogger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
+COMPARED_ROWS = 4096
 # Tensors that some exporters write and no forward pass needs.
 DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
@@ -28,8 +32,9 @@ class TensorFile:
     What was read of a mapped file counts as memory of the process, as a second copy of the weights would.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, stored_names: Mapping[str, str] | None = None) -> None:
         self.path = path
+        self.stored_names = stored_names or {}  # of tensors that are called otherwise than in the file
         self._file: Any = None
 
     @property
@@ -49,11 +54,11 @@ class TensorFile:
 
     def get_slice(self, name: str) -> Any:
         """A tensor, of which parts can be read."""
-        return self.file.get_slice(name)
+        return self.file.get_slice(self.stored_names.get(name, name))
 
     def get_tensor(self, name: str) -> np.ndarray:
         """A whole tensor."""
-        return self.file.get_tensor(name)
+        return self.file.get_tensor(self.stored_names.get(name, name))
 
     def close(self) -> None:
         """Give back the memory; the file is opened again when it is needed."""
@@ -88,6 +93,43 @@ def tensors_in(folder: Path) -> Tensors:
     return tensors
 
 
+def with_head_as_stored(config: ModelConfig, tensors: Tensors, folder: Path) -> tuple[ModelConfig, Tensors]:
+    """A model and its tensors, where `config.json` says that the head is the embedding, as the files have them.
+
+    As in transformers one tensor is both, whichever of the two it is called, and two that differ are two weights.
+
+    Args:
+        config: the model.
+        tensors: of the folder.
+        folder: to be told.
+    """
+    if not config.tie_embeddings or config.num_labels or HEAD not in tensors:
+        return config, tensors
+    if EMBEDDING not in tensors:
+        return config, {**tensors, EMBEDDING: TensorFile(tensors[HEAD].path, {EMBEDDING: HEAD})}
+    if _are_equal(tensors, EMBEDDING, HEAD):
+        return config, tensors
+    logger.warning(
+        "%s: config.json has tie_word_embeddings, but %s and %s differ; they are loaded as two weights. If they are "
+        "meant to be, set it to false",
+        *(folder, EMBEDDING, HEAD),
+    )
+    return replace(config, tie_embeddings=False), tensors
+
+
+def _are_equal(tensors: Tensors, first: str, second: str) -> bool:
+    """Whether two tensors hold the same; no more than some rows of them are in memory at a time."""
+
+    def rows(name: str, begin: int) -> np.ndarray:
+        part = tensors[name].get_slice(name)[begin : min(begin + COMPARED_ROWS, shape[0])]
+        tensors[name].close()
+        return part
+
+    shape, other = (tensors[name].get_slice(name).get_shape() for name in (first, second))
+    begins = range(0, shape[0], COMPARED_ROWS)
+    return shape == other and all(np.array_equal(rows(first, begin), rows(second, begin)) for begin in begins)
+
+
 def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized: set[str]) -> None:
     """See that a folder has a model's weights, in their shapes, and no others.
 
@@ -112,7 +154,7 @@ def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized
         found = tensors[name].get_slice(name).get_shape()
         if found != list(spec.tensor_shape):
             raise ValueError(f"{folder}: {name} has shape {found}, config.json says {list(spec.tensor_shape)}")
-    known = {*specs, *(["lm_head.weight"] if config.tie_embeddings else [])}
+    known = {*specs, *([HEAD] if config.tie_embeddings else [])}
     known |= {f"{name}.{further}" for name in quantized for further in bitsandbytes_format.FURTHER}
     unknown = sorted(name for name in tensors if name not in known and not DERIVED.search(name))
     if unknown:

@@ -75,7 +75,10 @@ def gamma_weight(terms: Terms, settings: ObjectiveSettings) -> Float[Array, "B 1
     log_weight = jnp.sum(clamp_log_ratio(terms.log_ratio), axis=-1, keepdims=True, where=terms.mask)
     if terms.correction is not None:
         log_correction = jnp.log(jnp.maximum(terms.correction, _SMALLEST_WEIGHT))
-        log_weight = log_weight + jnp.sum(log_correction, axis=-1, keepdims=True, where=terms.mask)
+        if settings.rollout_correction.startswith("sequence_sum"):  # each token has the sum of its row
+            log_weight = log_weight + log_correction[:, :1]
+        else:
+            log_weight = log_weight + jnp.sum(log_correction, axis=-1, keepdims=True, where=terms.mask)
     log_weight = lax.stop_gradient(jnp.clip(log_weight, math.log(_SMALLEST_WEIGHT), LOG_RATIO_LIMIT))
     positive = terms.advantage >= 0
     k = jnp.where(positive, settings.vespo_k_pos, settings.vespo_k_neg)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from groupax.objective.aggregation import Denominators, aggregate
 from groupax.objective.correction import rollout_correction
-from groupax.objective.kl import ESTIMATORS
+from groupax.objective.kl import ESTIMATORS, bias_corrected
 from groupax.objective.losses import LOSSES, Terms, capped_reinforce, clipped_surrogate, gamma_weight
 from groupax.objective.masks import on_policy_rows
 from groupax.objective.ratios import LOG_RATIO_LIMIT, RATIOS
@@ -25,8 +25,8 @@ class Evidence:
         advantages: of each row.
         mask: tokens that count.
         rollout_logp: under the policy as it was when the tokens were sampled, by the engine.
-        old_logp: under the policy at the start of the rollout, by the trainer; None in the first update on a rollout,
-            where the ratio is exactly 1.
+        old_logp: under the policy at the start of the rollout, by the trainer; NaN in the rows of a rollout that the
+            policy has just sampled, and None if that is all of them: their ratio is exactly 1.
         ref_logp: under the reference; None if `beta` is 0.
         sampler_logp: under the distribution that was drawn from; None without rollout correction.
         policy_mask: tokens of the policy loss among those that count; None for all.
@@ -67,7 +67,7 @@ def policy_objective(
 
     logp, entropy = counted(logp), counted(entropy)
     rollout_logp = counted(evidence.rollout_logp)
-    old_logp = lax.stop_gradient(logp) if evidence.old_logp is None else counted(evidence.old_logp)
+    old_logp = counted(old_logprobs(logp, evidence))
     log_ratio = logp - old_logp
     ratio = RATIOS[settings.importance_sampling_level](log_ratio, mask)
     correction = None
@@ -88,11 +88,18 @@ def policy_objective(
     if evidence.ref_logp is not None:
         kl = ESTIMATORS[settings.kl_estimator](logp, counted(evidence.ref_logp))
         tally.sums["kl"] = jnp.sum(kl, where=mask)
-        token_losses = token_losses + settings.beta * (kl * ratio if settings.use_bias_correction_kl else kl)
+        kl = bias_corrected(kl, ratio, settings.kl_estimator) if settings.use_bias_correction_kl else kl
+        token_losses = token_losses + settings.beta * kl
     loss = aggregate(token_losses, mask, counts, settings)
     if settings.entropy_bonus:
         loss = loss - entropy_coef * jnp.sum(entropy, where=mask) / counts.num_tokens
     return loss, tally
+
+
+def old_logprobs(logp: Float[Array, "B T"], evidence: Evidence) -> Float[Array, "B T"]:
+    """Log-probs under the policy at the start of each row's rollout; this very policy's where that is the one."""
+    logp = lax.stop_gradient(logp)
+    return logp if evidence.old_logp is None else jnp.where(jnp.isnan(evidence.old_logp), logp, evidence.old_logp)
 
 
 def empty_objective_tally(settings: ObjectiveSettings) -> Tally:

@@ -58,6 +58,7 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig,
         raise ValueError("give a model and devices, e.g. --model Qwen/Qwen3-8B --devices v5e-32")
     prepare(command.devices, command.libtpu)
 
+    from groupax.models.bitsandbytes_format import without_nf4
     from groupax.models.families import read_config
     from groupax.models.summary import find_config
     from groupax.planning.fitting import Asked, fitting_plan, plan_of
@@ -69,8 +70,13 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig,
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    hf_config, lora = find_config(command.model)
+    stored, lora = find_config(command.model)
+    hf_config = without_nf4(stored)
     model, lora, compiler = read_config(hf_config), lora or lora_for(args, None), Compiler()
+    if hf_config != stored:
+        if lora is None:
+            raise ValueError(f"the weights of {command.model} are 4-bit ones; train an adapter: set lora_r, e.g. to 16")
+        tell("the base has 4-bit weights; they are planned as if they were not quantized, which takes more memory")
     if task is not None:
         args, notes = fitted(args, task, model.max_positions)
         for note in notes:

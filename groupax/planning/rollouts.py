@@ -47,7 +47,8 @@ def rollout_of(
     per_shard, num_chunks = -(-num_rows // num_data_shards(mesh)), -(-longest[1] // CHUNK_STEPS)
     num_prompts, num_waves = -(-per_shard // shape.share), -(-per_shard // shape.num_slots)
     together = prompts_at_once(shape)
-    num_pieces = shape.num_prompt_columns // piece_columns(together, shape.num_prompt_columns)
+    own_heads = config.num_heads // mesh.shape["tp"]
+    num_pieces = shape.num_prompt_columns // piece_columns(together, shape.num_prompt_columns, own_heads)
     arguments = {**({"rollout weights": params} if kept else of_model.own), "kv cache": cache}
     programs = [
         Program("admit", admits, arguments, -(-num_prompts // min(together, shape.num_places)), num_pieces),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupax.config import nearest
 from groupax.data import EVAL_SPLITS, SUFFIXES, TRAIN_SPLITS, Example, Examples, MissingSplitError, read_rows
+from groupax.field_types import nearest
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from groupax.config import GRPOConfig
 from groupax.data import Examples
+from groupax.models.bitsandbytes_format import without_nf4
 from groupax.models.families import read_config
 from groupax.models.folders import resolve_folder
 from groupax.models.summary import find_config
@@ -16,7 +17,7 @@ FALLBACK_TEMPLATE = "plain"
 
 def positions_of(model: str) -> int:
     """How many positions a model has, which is loaded from this folder or hub id."""
-    return read_config(find_config(str(resolve_folder(model)))[0]).max_positions
+    return read_config(without_nf4(find_config(str(resolve_folder(model)))[0])).max_positions
 
 
 def fitted(args: GRPOConfig, recipe: Recipe, positions: int) -> tuple[GRPOConfig, list[str]]:

@@ -43,8 +43,8 @@ def call_in_worker(*call: Any) -> tuple[Any, Logged]:
     """`call_sync`, raising nothing that ends the loop of whoever waits for it."""
     try:
         return call_sync(*call)
-    except (SystemExit, KeyboardInterrupt, StopIteration) as error:
-        raise RuntimeError(f"raised {type(error).__name__}") from error
+    except BaseException as error:
+        raise as_exception(error) from error
 
 
 async def call_async(
@@ -57,8 +57,11 @@ async def call_async(
         if num_singly is None:
             return _plain(await function(**arguments)), logged
         return list(await asyncio.gather(*(function(**each) for each in one_by_one(arguments, num_singly)))), logged
-    except (SystemExit, KeyboardInterrupt) as error:  # would end the loop for all
-        raise RuntimeError(f"raised {type(error).__name__}") from error
+    except BaseException as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise as_exception(error) from error  # or it would end the loop for all
 
 
 def _with_loggers(arguments: Mapping[str, Any], logged: Logged) -> dict[str, Any]:
@@ -66,6 +69,15 @@ def _with_loggers(arguments: Mapping[str, Any], logged: Logged) -> dict[str, Any
     return {**arguments, **{name: logger for name, logger in loggers.items() if name in arguments}}
 
 
+def as_exception(error: BaseException) -> Exception:
+    """What a function raised, as something that a future accepts and that ends no loop."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(": ".join(filter(None, (f"raised {type(error).__name__}", str(error)))))
+
+
 def _plain(returned: Any) -> Any:
-    """Arrays of other libraries as lists, so that they pass between processes and need no library here."""
-    return returned.tolist() if hasattr(returned, "tolist") else returned
+    """What passes between processes and needs no library there: arrays of other libraries, and generators, as lists."""
+    if hasattr(returned, "tolist"):
+        return returned.tolist()
+    return list(returned) if hasattr(returned, "__next__") else returned

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.config import nearest
+from groupax.field_types import nearest
 from groupax.rewards.builtin import BUILTIN_REWARDS
 from groupax.rollout import Rollout
 
@@ -221,20 +221,22 @@ def find_reward(reference: str) -> Any:
 def arguments_for(
     reward: Reward, rollouts: Sequence[Rollout], state: TrainerState, beside: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The keyword arguments of a call for these completions: lists with one entry for each, and what is beside them."""
-    example = rollouts[0].example
-    arguments: dict[str, Any] = {
-        "prompts": [row.prompt for row in rollouts],
-        "completions": [row.completion for row in rollouts],
-        "completion_ids": [row.completion_ids.tolist() for row in rollouts],
-    }
-    by_prompt = {row.prompt_index: row.example for row in rollouts}
-    arguments["batch"] = {name: [prompt[name] for prompt in by_prompt.values()] for name in example}
-    arguments |= {name: [row.example[name] for row in rollouts] for name in example if name != "prompt"}
-    arguments |= {name: arguments[column] for name, column in reward.columns.items()}
-    arguments |= {"trainer_state": state, **beside}
+    """The keyword arguments of a call for these completions: lists with one entry for each, and what is beside them.
+
+    A column of the dataset that is called like one of the others, say `completions`, does not take its place.
+    """
+    columns = {name: [row.example[name] for row in rollouts] for name in rollouts[0].example if name != "prompt"}
+    prompts, completions = [row.prompt for row in rollouts], [row.completion for row in rollouts]
+    arguments: dict[str, Any] = dict(columns)
+    arguments |= {name: columns[column] for name, column in reward.columns.items() if column in columns}
     if reward.per_completion:
-        arguments |= {"prompt": arguments["prompts"], "completion": arguments["completions"]}
+        arguments |= {"prompt": prompts, "completion": completions}
+    else:
+        examples = {row.prompt_index: row.example for row in rollouts}.values()
+        batch = {name: [example[name] for example in examples] for name in rollouts[0].example}
+        arguments |= {"prompts": prompts, "completions": completions, "batch": batch}
+    arguments |= {"completion_ids": [row.completion_ids.tolist() for row in rollouts]}
+    arguments |= {"trainer_state": state, **beside}
     if reward.takes is None:
         return arguments
     return {name: value for name, value in arguments.items() if name in reward.takes}
@@ -257,8 +259,8 @@ def checked_values(name: str, returned: Any, rollouts: Sequence[Rollout]) -> tup
     """
     if isinstance(returned, (str, bytes, Mapping)) or not hasattr(returned, "__iter__"):
         raise ValueError(
-            f"reward function {name!r} returned {returned!r:.200}; it must return a list with one number (or None) for "
-            f"each of the {len(rollouts)} completions"
+            f"reward function {name!r} returned {_shown(returned)}; it must return a list with one number (or None) "
+            f"for each of the {len(rollouts)} completions"
         )
     values = list(returned)
     if len(values) != len(rollouts):
@@ -273,16 +275,23 @@ def checked_values(name: str, returned: Any, rollouts: Sequence[Rollout]) -> tup
             continue
         try:
             number = math.nan if isinstance(value, (str, bytes)) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):  # e.g. of an integer with 400 digits
             number = math.nan
         if math.isfinite(number):
             rewards[index] = number
         else:
             faults.append(
-                f"reward function {name!r} returned {value!r:.200} for completion {index} "
+                f"reward function {name!r} returned {_shown(value)} for completion {index} "
                 f"({rollouts[index].text[:80]!r}); return a finite number, or None where the function does not apply"
             )
     return rewards, faults
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.200}"
+    except Exception:  # noqa: BLE001 - of user code, or Python's own for an integer with 5,000 digits
+        return f"a value of type {type(value).__name__}"
 
 
 def rewards_by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, float | None]:
@@ -374,7 +383,13 @@ def _takes(
                 f"reward function {name!r} takes {argument!r} from the column {column!r}, which the dataset does not "
                 f"have{nearest(column, columns)}; it has {', '.join(sorted(columns)) or 'none beside the prompt'}"
             )
-    given = {*(GIVEN_SINGLY if per_completion else GIVEN), *BESIDE, *columns, *renamed}
+    own = {*(GIVEN_SINGLY if per_completion else GIVEN), *BESIDE}
+    if taken := sorted(own & set(renamed)):
+        raise ValueError(
+            f"reward function {name!r} cannot take {taken[0]!r} from the column {renamed[taken[0]]!r}: it is what the "
+            "run itself gives; name the argument otherwise"
+        )
+    given = {*own, *columns, *renamed}
     for parameter in parameters.values():
         required = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,

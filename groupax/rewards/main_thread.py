@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from groupax.rewards.calls import as_exception
+
 INTERRUPT = signal.SIGVTALRM  # hardly used by anyone; SIGALRM is what rewards themselves use
 REFUSED = "signal only works in main thread"  # the words of CPython's ValueError
 
@@ -148,10 +150,10 @@ class MainThread:
         except Interrupted:  # also if it came at the last moment
             self._current = None
             job.future.set_exception(TimeoutError("interrupted in the main thread"))
-        except (SystemExit, StopIteration) as error:  # which would end the program, and which a future refuses
-            job.future.set_exception(RuntimeError(f"raised {type(error).__name__}"))
-        except Exception as error:  # noqa: BLE001 - handed to whoever waits
-            job.future.set_exception(error)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            job.future.set_exception(as_exception(error))
         else:
             job.future.set_result(outcome)
 

@@ -284,8 +284,8 @@ class RewardRunner:
                     continue
                 try:
                     values, faults = checked_values(reward.name, returned, rollouts)
-                except ValueError as rubbish:  # another try would return the same
-                    error = str(rubbish)
+                except Exception as rubbish:  # noqa: BLE001 - its values are user code too; another try would return the same
+                    error = str(rubbish) if isinstance(rubbish, ValueError) else traceback.format_exc().rstrip()
                     break
                 return Scores(values, len(faults), "\n".join(faults[:1]), logged.extra, logged.metrics)
         return Scores(np.full(len(rollouts), np.nan), len(rollouts), error)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from groupax.rewards.calls import as_exception
 from groupax.rewards.main_thread import SignalWanted
 
 
@@ -43,10 +44,10 @@ def in_daemon_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
     def run() -> None:
         try:
             outcome = ("set_result", function())
-        except (SystemExit, KeyboardInterrupt, StopIteration) as error:  # which a future refuses or a loop ends with
-            outcome = ("set_exception", RuntimeError(f"raised {type(error).__name__}"))
-        except (Exception, SignalWanted) as error:  # noqa: BLE001 - handed to whoever waits
+        except SignalWanted as error:
             outcome = ("set_exception", error)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            outcome = ("set_exception", as_exception(error))
         with contextlib.suppress(RuntimeError):  # the runner was closed meanwhile
             loop.call_soon_threadsafe(settle, *outcome)
 

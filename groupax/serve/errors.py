@@ -30,7 +30,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON object of the response."""
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        message = self.message.encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
 # Types of errors that are neither the request's fault nor the server's.

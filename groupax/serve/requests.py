@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from groupax.config import nearest
 from groupax.engine.params import MAX_LOGPROBS, SamplingParams
+from groupax.field_types import nearest
 from groupax.serve.errors import ApiError
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's interface; a chat has the server's own
@@ -108,7 +108,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     """The JSON object in a body.
 
     Raises:
-        ApiError: there is none.
+        ApiError: there is none, or the name of a field is no text.
     """
 
     def no_number(name: str) -> Any:
@@ -120,6 +120,9 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the body is no JSON: {error}") from error
     if not isinstance(given, dict):
         raise ApiError(400, f"the body must be a JSON object, it is {_short(given)}")
+    for name in given:
+        if not _is_text(name):  # nor could an answer name it
+            raise ApiError(400, f"the body has a field whose name is no text: {_short(name)}")
     return given
 
 

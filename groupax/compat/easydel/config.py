@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from groupax.compat.easydel.fields import DEFAULTS, FORMER, INERT
 from groupax.compat.easydel.names import SCHEDULES, EasyDeLOptimizers, named
-from groupax.compat.fields import Fields, ForeignConfig, as_native
+from groupax.compat.fields import Fields, ForeignConfig, as_native, sampled_alike
 
 # Settings that groupax has under the same name with the same meaning.
 SAME = (
@@ -46,34 +46,33 @@ class GRPOConfig(ForeignConfig):
         Raises:
             ValueError: something is asked for that groupax does not do.
         """
-        return as_native(
-            {
-                "output_dir": f"{str(self.save_directory or 'EasyDeL-Checkpoints').rstrip('/')}/{self.model_name}",
-                "num_train_epochs": self.num_train_epochs,
-                "max_steps": self.max_training_steps or -1,
-                "prompts_per_step": self.total_batch_size,
-                "num_generations": self.num_return_sequences,
-                "prompt_order": "shuffled" if self.shuffle_train_dataset else "dataset",
-                "prompt_overflow": "truncate_left",
-                "top_k": self.top_k or 0,
-                "min_p": self.min_p or 0.0,
-                "use_bias_correction_kl": False,
-                "scale_rewards": {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards),
-                "reward_weights": None if self.reward_weights is None else tuple(self.reward_weights),
-                "optimizer": named(self.optimizer, EasyDeLOptimizers, "optimizer"),
-                "lr_scheduler_type": SCHEDULES[named(self.scheduler, SCHEDULES, "scheduler")],
-                "learning_rate_end": self.learning_rate_end or 0.0,
-                "max_grad_norm": self.clip_grad or 0.0,
-                "eval_steps": self.evaluation_steps or 0,
-                "save_steps": self.save_steps or 0,
-                "save_interval_minutes": self.save_interval_minutes or 0.0,
-                "resume": "auto" if self.resume_if_possible else "never",
-                "logging_steps": self.log_steps,
-                "progress_bar": self.progress_bar_type,
-                "report_to": ("wandb",) if self.use_wandb else (),
-                "run_name": self.wandb_name or self.model_name,
-                "project": f"EasyDeL-{self.model_name}",
-                "track_memory": bool(self.track_memory),
-                **{name: getattr(self, name) for name in SAME},
-            }
-        )
+        settings = {name: getattr(self, name) for name in SAME}
+        settings |= {
+            "output_dir": f"{str(self.save_directory or 'EasyDeL-Checkpoints').rstrip('/')}/{self.model_name}",
+            "num_train_epochs": self.num_train_epochs,
+            "max_steps": self.max_training_steps or -1,
+            "prompts_per_step": self.total_batch_size,
+            "num_generations": self.num_return_sequences,
+            "prompt_order": "shuffled" if self.shuffle_train_dataset else "dataset",
+            "prompt_overflow": "truncate_left",
+            "top_k": self.top_k or 0,
+            "min_p": self.min_p or 0.0,
+            "use_bias_correction_kl": False,
+            "scale_rewards": {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards),
+            "reward_weights": None if self.reward_weights is None else tuple(self.reward_weights),
+            "optimizer": named(self.optimizer, EasyDeLOptimizers, "optimizer"),
+            "lr_scheduler_type": SCHEDULES[named(self.scheduler, SCHEDULES, "scheduler")],
+            "learning_rate_end": self.learning_rate_end or 0.0,
+            "max_grad_norm": self.clip_grad or 0.0,
+            "eval_steps": self.evaluation_steps or 0,
+            "save_steps": self.save_steps or 0,
+            "save_interval_minutes": self.save_interval_minutes or 0.0,
+            "resume": "auto" if self.resume_if_possible else "never",
+            "logging_steps": self.log_steps,
+            "progress_bar": self.progress_bar_type,
+            "report_to": ("wandb",) if self.use_wandb else (),
+            "run_name": self.wandb_name or self.model_name,
+            "project": f"EasyDeL-{self.model_name}",
+            "track_memory": bool(self.track_memory),
+        }
+        return as_native(settings | sampled_alike(settings, self.num_return_sequences))

@@ -10,8 +10,9 @@ from groupax.compat import hf
 from groupax.compat.easydel.names import CHECKPOINTING, AttentionMechanisms, named
 from groupax.compat.fields import attention_setting, tell
 from groupax.compat.meshes import tell_whole
-from groupax.config import mesh_sizes, nearest
+from groupax.config import mesh_sizes
 from groupax.engine.sharing import undivided
+from groupax.field_types import nearest
 from groupax.models.checkpoint import Model, load_model
 from groupax.parallel.mesh import RULES, decoding_mesh, make_mesh
 

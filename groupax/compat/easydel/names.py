@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Any
 
-from groupax.config import nearest
+from groupax.field_types import nearest
 
 
 class EasyDeLOptimizers(StrEnum):

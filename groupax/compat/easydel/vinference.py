@@ -8,9 +8,9 @@ from typing import Any
 from groupax.compat import hf
 from groupax.compat.easydel.fields import DEFAULTS
 from groupax.compat.easydel.models import shared_by
-from groupax.config import nearest
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
+from groupax.field_types import nearest
 from groupax.models.checkpoint import Model, load_model
 
 # What a `vInference` and a `GRPOConfig` may both say of sampling, and the latter's name for it.

@@ -4,10 +4,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from groupax.compat.fields import Fields, ForeignConfig, as_native, attention_setting, steps_of, tell
+from groupax.compat.fields import Fields, ForeignConfig, as_native, attention_setting, sampled_alike, steps_of, tell
 from groupax.compat.meshes import mesh_of, offloaded, tell_whole, zero_stage
 from groupax.compat.trl.fields import DEFAULTS, FORMER, INERT
-from groupax.config import TRACKERS, nearest
+from groupax.config import TRACKERS
+from groupax.field_types import nearest
 from groupax.models.checkpoint import Model
 from groupax.parallel.mesh import RULES, is_split, sizes_text
 from groupax.slices import slices_of
@@ -174,7 +175,6 @@ class GRPOConfig(ForeignConfig):
             "reward_weights": None if self.reward_weights is None else tuple(self.reward_weights),
             "greater_is_better": self.greater_is_better is not False,
             "logging_steps": self._logging_steps(),
-            "eval_temperature": self.temperature,
             "resume": "never",
             "attn_implementation": attention_setting(of_model.get("attn_implementation")),
             "gradient_checkpointing": "full" if self.given.get("gradient_checkpointing") else "none",
@@ -187,6 +187,7 @@ class GRPOConfig(ForeignConfig):
             **self._generation(),
             **self._sampling(),
         }
+        settings |= sampled_alike(settings, self.num_generations_eval or self.num_generations)
         if mesh := mesh_of(self.deepspeed, self.fsdp, self.parallelism_config):
             settings |= {"mesh": mesh, "mesh_replicate": tuple(RULES)}
         settings["offload_optimizer"], weights = offloaded(self.deepspeed, self.fsdp)

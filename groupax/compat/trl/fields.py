@@ -215,7 +215,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
         "log_completions_hub_repo": None,
         "include_num_input_tokens_seen": "no",
     },
-    "evaluation samples every prompt once, with the settings of training": {
+    "evaluation takes every prompt once, with num_generations_eval completions and the settings of training": {
         "per_device_eval_batch_size": 8,
         "eval_delay": 0,
         "eval_on_start": False,

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import jax
 
 import groupax.trainer as native
-from groupax.collector import sampling_params
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import tell
 from groupax.compat.trl.config import GRPOConfig, as_mapping
-from groupax.config import nearest
 from groupax.data import load_examples
+from groupax.field_types import nearest
 from groupax.hub import push_folder
 from groupax.models.lora import lora_config
 from groupax.parallel.runtime import configure_jax
@@ -158,8 +157,7 @@ class GRPOTrainer:
     def evaluate(self) -> dict[str, float]:
         """Score the current policy on `eval_dataset`, with `num_generations_eval` completions of each prompt."""
         trainer = self.native
-        params = replace(sampling_params(trainer.args), n=self.args.num_generations_eval or self.args.num_generations)
-        metrics = {f"eval_{name}": value for name, value in trainer.evaluate(params).metrics.items()}
+        metrics = {f"eval_{name}": value for name, value in trainer.evaluate().metrics.items()}
         self.state.log_history.append({"step": trainer.cursor.step, **metrics})
         return metrics
 

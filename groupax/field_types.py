@@ -1,0 +1,92 @@
+"""Values of settings and the types of their fields: what fits, and what YAML or JSON means. Imports no jax."""
+
+import difflib
+import os
+import types
+from collections.abc import Iterable
+from typing import Any, Literal, Union, get_args, get_origin
+
+import numpy as np
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "None"}
+_NUMBERS = {int: (int, np.integer), float: (int, float, np.integer, np.floating)}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The text "; did you mean ...?" for the known names nearest to an unknown one, or nothing."""
+    matches = difflib.get_close_matches(name, list(known), n=2)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def check_type(name: str, value: Any, kind: Any) -> None:
+    """Check that a setting has a value of its field's type.
+
+    Args:
+        name: of the setting.
+        value: what it has.
+        kind: the field's annotation: of bool, int, float, str, None, literals, tuples of these, and unions.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if not _fits(value, kind):
+        hint = nearest(_unknown(value, kind), _choices(kind))
+        raise ValueError(f"{name} must be {' or '.join(map(_words, _kinds(kind)))}, got {value!r}{hint}")
+
+
+def as_given(value: Any, kind: Any) -> Any:
+    """The value as the field keeps it: lists as tuples, paths as texts, numpy's numbers as Python's."""
+    kinds = [get_origin(each) or each for each in _kinds(kind)]
+    if isinstance(value, list) and tuple in kinds:
+        return tuple(value)
+    if isinstance(value, os.PathLike) and str in kinds:
+        return os.fspath(value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def as_read(value: Any, kind: Any) -> Any:
+    """What a file means by a value: YAML reads 1e-6 as a text, and a list of one may be written as that one."""
+    kinds = _kinds(kind)
+    if isinstance(value, str) and str not in kinds and (float in kinds or int in kinds):
+        try:
+            return float(value) if float in kinds else int(value)
+        except ValueError:
+            return value
+    origins = [get_origin(each) for each in kinds]
+    is_one = not isinstance(value, (list, tuple)) and value is not None
+    return (value,) if tuple in origins and is_one and str not in kinds else value
+
+
+def _kinds(kind: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if len(_kinds(kind)) > 1:
+        return any(_fits(value, each) for each in _kinds(kind))
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(each, get_args(kind)[0]) for each in value)
+    if kind in _NUMBERS:
+        return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+    return value is None if kind is type(None) else isinstance(value, kind)
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    """The words that a literal, or each entry of a list of literals, may be."""
+    inner = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    return get_args(inner) if get_origin(inner) is Literal else ()
+
+
+def _unknown(value: Any, kind: Any) -> str:
+    """The first text that is none of the choices."""
+    texts = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, str)]
+    return next((text for text in texts if text not in _choices(kind)), "")
+
+
+def _words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    return f"a list with each {_words(get_args(kind)[0])}" if get_origin(kind) is tuple else _WORDS[kind]
