@@ -578,7 +578,7 @@ def test_little_memory_makes_sequences_wait_and_does_not_show(tiny_model, expect
 
 @pytest.mark.optimized
 @pytest.mark.heavy
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_sequences_that_make_room_begin_again_and_end_the_same(tiny_model, num_devices, monkeypatch):
     params = SamplingParams(n=4, max_tokens=230, seed=3, ignore_eos=True)
     prompts = PROMPTS[:6]
