@@ -12,6 +12,7 @@ import tyro
 from groupax.config import DecodingWeights, PromptOverflow
 from groupax.engine.params import SamplingParams
 from groupax.health import reward_findings
+from groupax.parallel import processes
 from groupax.recipes import RECIPES, load_recipe
 
 DEFAULT_MAX_TOKENS = 512
@@ -111,7 +112,14 @@ def evaluate(arguments: Sequence[str]) -> None:
     from groupax.report import estimate_table
 
     console = Console(highlight=False)
-    result = run_eval(command, lambda text: console.print(text, markup=False, soft_wrap=True))
+
+    def tell(text: str) -> None:
+        if processes.is_first():
+            console.print(text, markup=False, soft_wrap=True)
+
+    result = run_eval(command, tell)
+    if not processes.is_first():
+        return
     for name, each in result.items():
         for way, evaluation in each.items():
             counts = evaluation.metrics
@@ -127,11 +135,11 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 
 def run_eval(command: Eval, tell: Any) -> dict[str, dict[str, Any]]:
-    """Evaluate, and write the output folder.
+    """Evaluate, and have the first process write the output folder.
 
     Args:
         command: what to evaluate and how.
-        tell: called with a line for the user.
+        tell: called with a line for the user, in all processes.
 
     Returns:
         Of each set, by name, its `SetEvaluation` for each way of sampling: greedy, sampled.
@@ -140,6 +148,7 @@ def run_eval(command: Eval, tell: Any) -> dict[str, dict[str, Any]]:
     from groupax.engine.engine import Engine
     from groupax.evaluation.evaluate import evaluate as evaluate_set
     from groupax.evaluation.evaluate import which_solves
+    from groupax.parallel.runtime import configure_jax
     from groupax.recipes.fit import fitting_length, fitting_template, positions_of
     from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
     from groupax.rewards.runner import RewardRunner, RewardSettings
@@ -166,6 +175,7 @@ def run_eval(command: Eval, tell: Any) -> dict[str, dict[str, Any]]:
         longest, notes = fitting_length(positions_of(model), default, command.max_prompt_length)
         sampling = replace(sampling, max_tokens=longest, min_tokens=min(sampling.min_tokens, longest))
     template, told = fitting_template(model, command.chat_template, list(datasets.values()))
+    configure_jax()  # joins the other processes: from here on one is the first, which tells
     for note in (*notes, *told):
         tell(note)
     engine = Engine.load(
@@ -191,7 +201,8 @@ def run_eval(command: Eval, tell: Any) -> dict[str, dict[str, Any]]:
     errors = {name: text for ways in result.values() for way in ways.values() for name, text in way.errors.items()}
     for finding in reward_findings(errors).values():
         tell(finding)
-    _write(command, model, solved_by, result, time.perf_counter() - started_s, tell)
+    seconds = time.perf_counter() - started_s
+    processes.at_first(lambda: _write(command, model, solved_by, result, seconds, tell))
     return result
 
 

@@ -159,7 +159,9 @@ class Learner:
         self.policy = self._policy()
         self.reference = None
         if settings.objective.beta > 0:
-            reference = self.frozen.params if self.frozen else compute_view(self.state.params, dtype=self.dtype)
+            # small parts of the policy would be lost in fewer bits
+            dtype = jnp.float32 if settings.sync_ref_model else self.dtype
+            reference = self.frozen.params if self.frozen else compute_view(self.state.params, dtype=dtype)
             self.reference = self._kept(reference)
         self.num_updates = 0
         self.longest = longest
@@ -185,7 +187,7 @@ class Learner:
         """The reference's weights, on the devices for as long as the block runs."""
         assert self.reference is not None, "the config requires beta > 0"
         _ = self.micro_batch_tokens  # what fits is found beside what stays
-        yield on_devices(self.reference)
+        yield in_dtype(on_devices(self.reference), self.dtype)
 
     def _kept(self, reference: Params) -> Params:
         return on_host(reference) if self.settings.offload_reference else reference
@@ -247,7 +249,8 @@ class Learner:
             metrics["entropy_coef"] = coef
         if made:
             self.num_updates += 1
-            self.entropy = next_entropy_state(self.entropy, settings.entropy, metrics["entropy"])
+            if num_tokens:
+                self.entropy = next_entropy_state(self.entropy, settings.entropy, metrics["entropy"])
             with self._turn():
                 self._sync_reference()
         distributions = {} if before is None else self._distributions(before)
@@ -302,7 +305,7 @@ class Learner:
         settings = self.settings
         if settings.sync_ref_model and self.num_updates % settings.ref_model_sync_steps == 0:
             assert self.reference is not None, "the config requires beta > 0"
-            reference = mix(on_devices(self.reference), self.policy, alpha=settings.ref_model_mixup_alpha)
+            reference = mix(on_devices(self.reference), self.state.params, alpha=settings.ref_model_mixup_alpha)
             self.reference = self._kept(reference)
 
     def _policy(self) -> Params:
@@ -339,7 +342,8 @@ class Learner:
             tokens = part.num_cells // num_data_shards(self.mesh)
             longest = int((part.batch.cells >= 0).sum(axis=1).max())
             advice = (
-                f"set micro_batch_tokens (now {self.micro_batch_tokens}) to {max(256, self.micro_batch_tokens // 2)}"
+                f"set micro_batch_tokens (now {self.micro_batch_tokens}) to "
+                f"{max(256, min(tokens, self.micro_batch_tokens) // 2)}"
             )
             if longest * 2 > tokens:
                 advice = f"one completion alone has {longest} tokens: lower max_completion_length"

@@ -53,7 +53,8 @@ def write_report(report: BeforeAfter, folder: Path) -> None:
         for name, each in evaluation.sets.items():
             write_items(folder / "evaluations" / f"{when}.{name}.jsonl", each.items)
 
-    steps, rewards = [metrics["step"] for metrics in logged], [metrics["reward"] for metrics in logged]
+    scored = [metrics for metrics in logged if metrics["reward"] is not None]  # steps without any reward have null
+    steps, rewards = [metrics["step"] for metrics in scored], [metrics["reward"] for metrics in scored]
     console = Console(highlight=False)
     console.print(f"\nmean reward by step\n{text_curve(rewards)}", markup=False)
     for name, comparison in comparisons.items():
@@ -165,7 +166,7 @@ def plain_differences(comparison: Comparison) -> dict[str, Any]:
 
 
 def _summary(
-    report: BeforeAfter, comparisons: Mapping[str, Comparison], logged: Sequence[Mapping[str, float]]
+    report: BeforeAfter, comparisons: Mapping[str, Comparison], logged: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The contents of `result.json`."""
     sets, verdicts = {}, {}
@@ -204,7 +205,7 @@ def _summary(
 _COUNTS = {"used": "", "dropped": "_dropped", "truncated": "_truncated", "unscorable": "_unscorable"}
 
 
-def _mean(logged: Sequence[Mapping[str, float]], name: str) -> float | None:
+def _mean(logged: Sequence[Mapping[str, Any]], name: str) -> float | None:
     values = [metrics[name] for metrics in logged if metrics.get(name) is not None]
     return round(float(np.mean(values)), 4) if values else None
 

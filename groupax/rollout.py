@@ -9,6 +9,7 @@ import numpy as np
 from groupax.engine.params import SamplingParams
 from groupax.engine.scheduler import FinishReason
 from groupax.engine.scheduler import Sequence as Completion
+from groupax.engine.stops import text_before_stop
 from groupax.tokenizer import Prompt, decode, is_conversational
 
 
@@ -36,13 +37,13 @@ class Rollout:
         sample_index: of the completion in its group.
         example: the dataset row with the prompt.
         prompt_ids: token ids of the prompt.
-        completion_ids: token ids of the completion, its stop token included.
+        completion_ids: token ids of the completion, its stop token or the tokens of its stop text included.
         policy_logps: natural log-probability of each completion token under softmax(logits / temperature), by the
             engine.
         sampler_logps: the same under the truncated distribution that was drawn from.
-        finish_reason: a stop token, or the limit of tokens.
+        finish_reason: a stop token or text, or the limit of tokens.
         policy_version: optimizer steps that the sampling weights had seen.
-        text: the completion, without special tokens.
+        text: the completion, without special tokens and without the stop text.
         rewards: by reward function, None where one does not apply; empty before scoring.
         advantage: NaN before scoring.
         extra: what reward functions logged of it beside its rewards.
@@ -114,7 +115,7 @@ def rollout(
                 sampler_logps=np.asarray(member.sampler_logps, np.float32),
                 finish_reason=member.finish_reason,
                 policy_version=policy_version,
-                text=text,
+                text=text_before_stop(text, params.stop),
             )
             for member, text in zip(group, texts, strict=True)
         ]

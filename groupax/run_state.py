@@ -62,15 +62,16 @@ class Experience:
         """Slices that are still to be trained on, in all passes."""
         return len(self.slices) * num_passes - self.num_used
 
-    def next_rows(self, num: int, num_before: int) -> "list[Row]":
+    def next_rows(self, num: int, before: "Sequence[Row]" = ()) -> "list[Row]":
         """The rows of the next slices.
 
         Args:
             num: of slices.
-            num_before: rows of other rollouts in the same step, from whose groups these are told apart.
+            before: rows of other rollouts in the same step, from whose groups these are told apart.
         """
         rows = [row for place in self._next_places(num) for row in self.slices[place]]
-        return [replace(row, group=row.group + num_before) for row in rows] if num_before else rows
+        first_group = 1 + max((row.group for row in before), default=-1)
+        return [replace(row, group=row.group + first_group) for row in rows] if before else rows
 
     def next_indices(self, num: int) -> list[int]:
         """Where the rows of the next slices stand among the completions of all groups, one group behind another."""

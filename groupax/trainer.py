@@ -264,7 +264,7 @@ class GRPOTrainer:
                 if self._ends_an_epoch:
                     break
                 self._begun_at = self._begun_at or (self.cursor, self.experience)
-                rows += self.experience.next_rows(self._num_left, len(rows))
+                rows += self.experience.next_rows(self._num_left, rows)
                 self.experience = None
             elif rows or self.slices.per_rollout * self.slices.num_passes < wanted:
                 self._begun_at = self._begun_at or (self.cursor, None)
@@ -298,11 +298,13 @@ class GRPOTrainer:
         experience = self.experience
         assert experience is not None, "there is a rollout"
         num = min(self._num_left, self.slices.per_step - len(rows) // self.slices.rows)
-        batch = rows + experience.next_rows(num, len(rows))
+        batch = rows + experience.next_rows(num, rows)
         self._state_before = self.learner.state
         update = self.learner.update(batch)
         if self.pipeline is None:
-            self.engine.params = self.learner.policy  # or it would keep those of before
+            self.engine.params = self.collector.engine.params = (
+                self.learner.policy
+            )  # or they would keep those of before
         scores = map(TokenScores, update.logps[len(rows) :], update.entropies[len(rows) :])
         scored = dict(zip(experience.next_indices(num), scores, strict=True))
         self.experience = experience.after(num, update.logps[len(rows) :])
@@ -394,7 +396,7 @@ class GRPOTrainer:
         """Save the last checkpoint, the model and what trackers wrote; as long as there is no room for them, wait."""
 
         def save() -> None:
-            saver.end(self.cursor)
+            saver.end(*self._place)
             self.save_model()
             processes.at_first(lambda: (self.run_folder.settle(), self.run_folder.sync()))
 

@@ -102,6 +102,52 @@ def test_the_last_block_is_the_program():
     assert program("x", [{"role": "user", "content": "q"}], "f") == "x"
 
 
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("```bash\npip install x\n```\n\n```python\nok\n```", "ok\n"),
+        ("```python\nok\n```\nIt prints\n```text\n3\n```\nRun it:\n```bash\npython f.py\n```", "ok\n"),
+        ("```Python\nok\n```", "ok\n"),
+        ("```python3\nok\n```", "ok\n"),
+        ("``` py title=f.py\nok\n```", "ok\n"),
+        ("```PY \nok\n```  \nend", "ok\n"),
+        ("```python\r\nok\r\n```\r\nend", "ok\r\n"),
+        ("````python\nok\n```\nok\n````", "ok\n```\nok\n"),
+        ("1. ```python\n   ok\n   ```", "   ok\n   "),
+        (
+            '```python\ndef f():\n    """\n    ```python\n    f()\n    ```\n    """\n```',
+            'def f():\n    """\n    ```python\n    f()\n    ```\n    """\n',
+        ),
+        ("`f` is this: ```python\nok```", "ok"),
+        ("Type ```pip install x```.\n```python\nok\n```", "ok\n"),
+        ("It begins with a ``` as usual.\n```python\nok\n```", "ok\n"),
+        ("so\n```python\nok\n", "ok\n"),
+        ("```python\nok\n```\nFor example\n```python\nprint(f(", "ok\n"),
+        ("```markdown\n```python\nok\n```\n```", "ok\n"),
+        ("```python\na\nNo:\n```python\nok\n```", "ok\n"),
+        ("```python\nok\n```bash\npython f.py\n```", "ok\n"),
+        ("```rust\nfn f\n```", "```rust\nfn f\n```"),
+        ("", ""),
+    ],
+)
+def test_fences_pair_whatever_their_language(text, source):
+    assert program(text, "p", "") == source
+
+
+@needs_bubblewrap
+def test_a_solution_behind_another_block_passes():
+    text = "```bash\r\npip install x\r\n```\r\n\r\n```Python\r\ndef f(x):\r\n    return abs(x)\r\n```"
+    assert code_tests([text], ["p"], ["assert f(-1) == 1"], ["f"]) == [1.0]
+
+
+@pytest.mark.parametrize("piece", ["`", "``", "```", "``` ", "```\n", "```a", "a ```", " ", "a", "\n", "``a```b"])
+def test_fences_of_long_text_take_no_time(piece):
+    started_s = time.monotonic()
+    program(piece * (50_000 // len(piece)), "p", "f")
+    program(piece * (50_000 // len(piece)) + "`", "p", "f")
+    assert time.monotonic() - started_s < 1
+
+
 def test_without_bubblewrap_it_refuses(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(

@@ -1,5 +1,6 @@
 """The engine: what it samples, where it stops, and that neither layout nor luck of placement shows in the result."""
 
+import weakref
 from dataclasses import replace
 
 import jax
@@ -25,6 +26,7 @@ from groupax.engine.stops import find_stop, text_before_stop
 from groupax.models.decoder import logits
 from groupax.models.quantize import decoding_params
 from groupax.parallel.mesh import AXES
+from groupax.rollout import rollout
 
 from .conftest import TINY, rest_heavy
 
@@ -474,6 +476,9 @@ def test_stop_texts_that_straddle_tokens(tiny_model, expected):
                 assert len(sequence.policy_logps) == len(sequence.tokens)
                 assert sequence.text == letters(tokens).partition(stop[0])[0]
                 assert sequence.finish_reason == ("stop" if end or tokens[-1] == 1 else "length")
+    sampled = rollout(engine, Letters(), [{}] * len(PROMPTS), PROMPTS, replace(PARAMS, stop=stop), step=0)
+    texts = {row.prompt_index: [member.text for member in rows] for rows in sampled for row in rows}
+    assert [texts[index] for index in range(len(PROMPTS))] == [[s.text for s in group] for group in groups]
     with pytest.raises(ValueError, match=r"stop texts \('a'\) need a tokenizer"):
         engine_for(tiny_model).generate(PROMPTS, SamplingParams(stop=("a",), max_tokens=8))
 
@@ -668,13 +673,26 @@ def test_a_next_turn_reuses_what_was_computed(tiny_model):
     assert engine.prefixes.num_reused_tokens == 2 * (len(PROMPTS[3]) + 19), "other weights, nothing known"
 
 
+def test_what_two_sets_of_weights_have_computed_is_not_stored(tiny_model):
+    engine = engine_for(tiny_model, 1, prefix_bytes=1 << 20)
+    params = SamplingParams(n=1, max_tokens=12, ignore_eos=True)
+    updates, version = engine.updates(engine.sequences([PROMPTS[3]], params)), engine.version
+    _, num_new = next(updates)
+    assert num_new == 8
+    engine.params = jax.tree.map(lambda x: x * 1.5, engine.params)
+    engine.version = version  # who counts otherwise may give both the same
+    assert [num_new for _, num_new in updates] == [4]
+    assert len(engine.prefixes) == 0
+    engine.generate([PROMPTS[3]], params)
+    assert len(engine.prefixes) == 1
+
+
 def test_the_store_keeps_the_most_recent_within_its_size():
     def prefix(*tokens):
         zeros = np.zeros((1, len(tokens), 1), np.float32)
         return Prefix(np.array(tokens), [zeros], [zeros])
 
     store = PrefixStore(max_bytes=48)  # six tokens of eight bytes
-    store.belong_to(store)
     store.add(prefix(1, 2))
     store.add(prefix(3, 4))
     assert store.find(np.array([1, 2, 9]))[0] == 2
@@ -685,7 +703,7 @@ def test_the_store_keeps_the_most_recent_within_its_size():
     assert (len(store), store.num_bytes) == (2, 48)
     store.add(prefix(*range(7)))
     assert len(store) == 2, "too large for the store"
-    store.belong_to(None)
+    store.clear()
     assert (len(store), store.num_bytes) == (0, 0)
 
 
@@ -708,7 +726,32 @@ def test_the_cache_may_have_its_own_dtype(tiny_model, dtype):
     assert len(again[0][0].tokens) == 20
 
 
-# -- weights in fewer bits
+# -- weights in fewer bits, or gathered
+
+
+@pytest.mark.parametrize("prefix_bytes", [0, 1 << 20])
+@pytest.mark.parametrize(
+    "settings", [{"weights": "bfloat16"}, pytest.param({"tp": 2}, marks=pytest.mark.heavy)], ids=str
+)
+def test_weights_that_were_released_take_no_memory(tiny_model, settings, prefix_bytes):
+    def copies():
+        return [weakref.ref(weight) for weight in (engine.params["embed"], engine.params["layers"][0]["down"])]
+
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    engine = engine_for(tiny_model, 2, prefix_bytes=prefix_bytes, **settings)
+    [[first]] = engine.generate([PROMPTS[3]], params)
+    released = copies()
+    assert all(copy() is not None for copy in released)
+    engine.release()
+    assert [copy() for copy in released] == [None, None]
+    turn = np.array([*PROMPTS[3], *first.tokens, 7])
+    engine.generate([turn], params)
+    known = len(PROMPTS[3]) + 7 if prefix_bytes else 0
+    assert engine.prefixes.num_reused_tokens == known, "made again they are the same"
+    replaced = copies()
+    engine.params = jax.tree.map(lambda x: x * 1.5, tiny_model.params)
+    assert [copy() for copy in replaced] == [None, None]
+    assert len(engine.prefixes) == 0
 
 
 @pytest.mark.heavy

@@ -11,14 +11,17 @@ import pytest
 
 from groupax.data import encode_examples
 from groupax.engine.params import SamplingParams
-from groupax.evaluation.answers import ACCURACY_REWARDS, last_boxed, math_answer, number_answer, tagged_answer
+from groupax.evaluation.answers import ACCURACY_REWARDS, math_answer, number_answer, tagged_answer
 from groupax.evaluation.estimates import majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to, t_quantile
-from groupax.evaluation.evaluate import evaluate, which_solves
+from groupax.evaluation.evaluate import Evaluation, SetEvaluation, evaluate, which_solves
 from groupax.evaluation.items import Completion, Item, compare, estimates, item_values, read_items, votes, write_items
 from groupax.evaluation.paired import mcnemar, paired_difference
 from groupax.evaluation.sets import named_sets, sources_by_name
+from groupax.report import BeforeAfter, write_report
 from groupax.rewards.contract import resolve_rewards
+from groupax.rewards.maths import last_boxed
 from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.trainer import TrainResult
 
 from .conftest import SHARED
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
@@ -97,12 +100,15 @@ def test_right_answers_count_as_one():
     [
         (number_answer, "so 1,000.0 #### 12.50", "12.5"),
         (number_answer, "no number", None),
+        (number_answer, "#### Step 3: Add up\n" + r"hence \boxed{\text{1{,}018}}", "1018"),
         (tagged_answer, "<answer>1</answer> <answer> b </answer>", "b"),
         (tagged_answer, "</answer> only", None),
         (math_answer, r"first \boxed{1}, then \boxed{\dfrac{1}{\left(2\right)}}.", r"\frac{1}{(2)}"),
         (math_answer, "<answer> $x + 1$. </answer>", "x+1"),
         (math_answer, "it is 42", "42"),
         (last_boxed, r"\boxed{never closed", None),
+        (last_boxed, r"{ \boxed{\frac{1}{2}} and \boxed{ never } closed {", " never "),
+        (last_boxed, r"} \boxed{a \boxed{b}} and \boxed{never {closed}", "b"),
     ],
 )
 def test_answers_are_read(read, text, answer):
@@ -286,6 +292,32 @@ def test_sets_have_names():
             named_sets(bad)
     with pytest.raises(ValueError, match="two evaluation sets are called 'test'"):
         sources_by_name(["a/test.jsonl", "b/test.jsonl"])
+
+
+# -- the report of a run
+
+
+def test_steps_without_any_reward_are_left_out_of_the_curve(tmp_path, capsys):
+    metrics = dict.fromkeys(("prompts", "prompts_dropped", "prompts_truncated", "prompts_unscorable"), 1.0)
+    items = [an_item("a", [True]), an_item("b", [False])]
+    params = SamplingParams(temperature=0.0)
+    each = SetEvaluation(items, estimates(items), {**metrics, "completions/clipped_ratio": 0.0}, params, "r", {})
+    evaluation = Evaluation({"eval": each})
+    lines = [
+        {"step": 1.0, "reward": 0.25, "completions/clipped_ratio": 0.0},
+        {"step": 2.0, "reward": None, "completions/clipped_ratio": 1.0},
+        {"step": 2.0, "eval_reward": 0.5},
+        {"step": 3.0, "reward": 0.75, "completions/clipped_ratio": 0.5},
+    ]
+    report = BeforeAfter(
+        evaluation, evaluation, TrainResult(3, 1.0, 1.0, {}), {"used": 1, "dropped": 0, "truncated": 0}
+    )
+    for logged, first in ((lines, "   0.750  █"), (lines[1:2], "")):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in logged))
+        write_report(report, tmp_path)
+        assert capsys.readouterr().out.splitlines()[1:3] == ["mean reward by step", first]
+        clipped = json.loads((tmp_path / "result.json").read_text())["train_completions_truncated"]
+        assert clipped == (0.5 if first else 1.0), "they have completions all the same"
 
 
 # -- through the trainer

@@ -159,6 +159,18 @@ def test_merged_is_unmerged(tmp_path, tiny_model):
     np.testing.assert_allclose(all_logits(merged), all_logits(model), atol=1e-5)
 
 
+def test_an_adapter_of_a_mixtures_dense_layers_survives_the_disk(tmp_path):
+    """Its feed-forward part has the names of experts, which are not adapted."""
+    mixture = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0]}
+    mixture |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    save_model(init_model({**TINY, **mixture}), tmp_path / "base")
+    model = trained_randomly(add_adapter(load_model(tmp_path / "base"), LoRAConfig(r=3)))
+    save_adapter(model, tmp_path / "adapter")
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert {"q_proj", "model.layers.0.mlp.gate_proj"} <= set(settings["target_modules"])
+    np.testing.assert_array_equal(all_logits(load_model(tmp_path / "adapter")), all_logits(model))
+
+
 def test_an_adapter_survives_the_disk(tmp_path):
     save_model(init_model(TINY), tmp_path / "base")
     lora = LoRAConfig(r=3, lora_alpha=5, target_modules=("q_proj", "up_proj"), modules_to_save=("model.norm",))

@@ -9,9 +9,11 @@ import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, LoRAConfig, add_adapter, load_model, save_model
 from groupax.models.bitsandbytes_format import quantization_config
+from groupax.models.checkpoint import on_mesh
 from groupax.models.layers import linear
 from groupax.models.nf4 import CODE, Nf4, dequantized, nf4_bytes, quantized_nf4
 from groupax.models.quantize import decoding_params, dense, is_quantized, quantizer
+from groupax.parallel.mesh import make_mesh
 
 from .conftest import rest_heavy
 from .test_lora import a_base, all_logits, leaves, trained_randomly
@@ -24,6 +26,12 @@ KINDS = ["nf4", "int8", "float8"]
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quantized") / "model"
     return save_model(a_base(), folder)
+
+
+def test_weights_in_fewer_bits_are_not_put_on_a_mesh_that_would_split_them(saved):
+    model = load_model(saved, weights="int8", mesh=make_mesh((4, 1, 1, 1, 1)))
+    with pytest.raises(ValueError, match="quantized weights lie whole on every device"):
+        on_mesh(model, make_mesh((2, 1, 1, 2, 1)))
 
 
 def test_numbers_of_the_code_are_kept_and_others_become_the_nearest():

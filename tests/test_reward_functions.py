@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import threading
+import time
 
 import pytest
 
@@ -36,6 +37,15 @@ def chat(text):
         ("<think>a<think>b</think>", 0, 0, 0, 0),
         ("<answer>b</answer><think>a</think>", 0, 0, 0, 0),
         ("", 0, 0, 0, 0),
+        ("<think>a</think><answer>1</answer> junk <answer>2</answer>", 1, 0, 1, 0),
+        ("<think>a</think> prose </think><answer>x</answer>", 1, 0, 1, 0),
+        ("<think>a<answer>0</answer></think><answer>1</answer>", 1, 0, 1, 0),
+        ("<think>a</think><answer>1<think>b</think></answer>", 0, 0, 1, 0),
+        ("<think> </think><answer>b</answer>", 1, 0, 1, 0),
+        ("<think>a</think><answer>\n</answer>", 1, 0, 1, 0),
+        (" <think> a < b </p> </think>\n<answer> <b>1</b> </answer>\n", 0, 1, 1, 0),
+        ("<think>\na\n</think>\n<answer>\nb\n</answer>\n<answer>\nc\n</answer>", 1, 0, 1, 0),
+        ("<think>\na\n</think>\nprose\n</think>\n<answer>\nb\n</answer>", 1, 0, 1, 0),
     ],
 )
 @pytest.mark.parametrize("form", [str, chat], ids=["string", "messages"])
@@ -45,6 +55,35 @@ def test_formats(text, think, think_answer, soft, strict, form):
     assert rewards.think_answer_format(completions) == [think_answer]
     assert rewards.xml_format(completions) == [soft]
     assert rewards.xml_format(completions, strict=True) == [strict]
+
+
+def test_strict_tags_of_other_names_hold_none_of_each_other():
+    texts = ["<a>\nx <c>\n</a>\n<b.>\ny\n</b.>", "<a>\nx\n</a>\n<b.>\ny\n<a>\n</b.>", "<a>\nx\n</a>\n<b.>\n\n</b.>\n"]
+    assert rewards.xml_format(texts, tags=("a", "b."), strict=True) == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>" + "a" * 50_000,
+        "<think>\n" + "\n" * 50_000,
+        "<think>" * 7_000,
+        "<think></think>" * 3_500,
+        "<think>a</think>" + " " * 50_000,
+        "<think>a</think><answer>" + "<" * 50_000,
+        "<think>a</think><answer>" + "</answer" * 7_000,
+        "<think>\na\n</think>\n<answer>\n" * 1_500,
+        " " * 50_000,
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_formats_of_long_completions_take_no_time(text):
+    started_s = time.monotonic()
+    assert rewards.think_format([text])[0] == text.startswith("<think>a</think>")
+    assert rewards.think_answer_format([text]) == [0]
+    assert rewards.xml_format([text]) == [0]
+    assert rewards.xml_format([text], strict=True) == [0]
+    assert time.monotonic() - started_s < 1
 
 
 def test_xml_count_gives_credit_for_each_tag():
@@ -105,6 +144,29 @@ def test_repetition_penalty():
         ("", None),
         ("####", None),
         ("$", None),
+        ("#### Step 3: Add up\n9 + 9 = 18, so \\boxed{18}", 18),
+        ("#### 3. Add up\n<answer>18</answer> and 2", 18),
+        ("#### 2) Add up 9 and 9\nIt is 18", 18),
+        ("#### 12. Add up\n#### 18.", 18),
+        ("#### 18\n#### Note\nof 3", 18),
+        ("#### $ 18 of 20", 18),
+        ("####-18 degrees", -18),
+        ("####\n3 and 4", 4),
+        ("It is 7 ####", 7),
+        (r"\boxed{\text{18}} of 20", 18),
+        (r"\boxed{1{,}000} of 20", 1000),
+        (r"\boxed{1\,000} of 20", 1000),
+        (r"$1,\!000$", 1000),
+        (r"#### 1{,}000", 1000),
+        (r"\boxed{18} of \boxed{20", 18),
+        ("**Answer:**\n- 18", 18),
+        ("---\n\n18", 18),
+        ("**-18**", -18),
+        ("it is -$ 18", -18),
+        ("it is $-18", -18),
+        ("- $18", 18),
+        ("3-18", -18),
+        ("3 - 18", 18),
     ],
 )
 def test_final_numbers(text, number):

@@ -153,13 +153,16 @@ def test_a_run_is_a_function_of_cursor_and_learner(tmp_path, settings):
 
 
 @pytest.mark.heavy
-def test_the_reference_moves_towards_the_policy(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.optimized)])
+def test_the_reference_moves_towards_the_policy(tmp_path, dtype):
     settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.75}
+    settings["dtype"] = dtype
     trainer = a_trainer(tmp_path, max_steps=2, **settings)
     start = leaves(trainer)
     trainer.train()
     reference = jax.tree.leaves(trainer.learner.reference)
     for ref, new, old in zip(reference, leaves(trainer), start, strict=True):
+        assert ref.dtype == np.float32  # it would not follow a policy that moves by less than a unit of bfloat16
         np.testing.assert_allclose(ref, 0.75 * new + 0.25 * old, atol=1e-6)
     still = a_trainer(tmp_path / "still", max_steps=1, **settings)
     still.train()
@@ -202,6 +205,16 @@ def test_the_adaptive_bonus_is_applied_below_its_target(tmp_path):
     np.testing.assert_allclose([line["entropy_coef"] for line in lines_of(tmp_path)], [0, 0.1, 0.2, 0.25])
     a_trainer(tmp_path / "above", max_steps=2, **{**settings, "entropy_target": 0.0, "entropy_coef": 0.2}).train()
     assert [line["entropy_coef"] for line in lines_of(tmp_path / "above")] == [0.2, 0.0]
+
+
+def test_a_step_without_tokens_says_nothing_of_the_entropy(tmp_path):
+    trainer = a_trainer(tmp_path, max_steps=2, use_adaptive_entropy=True, entropy_coef_delta=0.1, entropy_target=10.0)
+    rows = fixed_rows(trainer)
+    before = trainer.learner.entropy
+    trainer.learner.update([replace(row, mask=np.zeros_like(row.mask)) for row in rows])
+    assert trainer.learner.entropy == before
+    trainer.learner.update(rows)
+    assert trainer.learner.entropy != before
 
 
 @pytest.mark.heavy
@@ -501,7 +514,7 @@ def test_running_out_of_memory_is_explained(tmp_path, monkeypatch):
 
     monkeypatch.setattr("groupax.learner.micro_step", no_memory)
     with pytest.raises(
-        RunError, match=r"(?s)set micro_batch_tokens \(now 4096\) to 2048, or gradient_checkpointing.*7 b"
+        RunError, match=r"(?s)set micro_batch_tokens \(now 4096\) to 256, or gradient_checkpointing.*7 b"
     ):
         trainer.train()
     monkeypatch.setattr("groupax.learner.micro_step", lambda *_, **__: 1 / 0)
@@ -554,6 +567,53 @@ def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
     assert [row.old_logp is None for row in updated[0]] == [True] * 6
     assert [row.old_logp is None for row in updated[2]] == [False] * 4 + [True] * 2  # the new ones are on policy
     assert made[2].metrics["rollout/logp_diff_max"] < 1e-5  # each beside the policy that sampled it
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_generations": 2, "prompts_per_step": 2, "updates_per_rollout": 1.5},
+        pytest.param(
+            {"num_generations": 8, "prompts_per_step": 4, "updates_per_rollout": 2.25, "max_steps": 4},
+            marks=pytest.mark.heavy,
+        ),
+    ],
+    ids=str,
+)
+def test_rows_of_two_rollouts_keep_their_own_prompts(tmp_path, settings):
+    trainer = a_trainer(tmp_path, **{"max_steps": 3, "share_prefix": "always", **settings})
+    updated, made, update = [], [], trainer.learner.update
+    trainer.learner.update = lambda rows: updated.append(rows) or made.append(update(rows)) or made[-1]
+    trainer.train()
+    for rows in updated:
+        prompts = {}
+        for row in rows:
+            np.testing.assert_array_equal(prompts.setdefault(row.group, row.prompt), row.prompt)
+    assert max(each.metrics["rollout/logp_diff_max"] for each in made) < 1e-5
+
+
+@pytest.mark.parametrize("staleness", rest_heavy([0, 1]))
+def test_a_run_that_ends_within_a_rollout_goes_on_with_the_rest_of_it(tmp_path, staleness):
+    settings = {"updates_per_rollout": 3, "max_staleness": staleness, "prompts_per_step": 2}
+    settings |= {"rollout_correction": "token_truncate"} if staleness else {}
+    whole = a_trainer(tmp_path / "whole", max_steps=6, **settings)
+    whole.train()
+    a_trainer(tmp_path / "parts", max_steps=4, lr_scheduler_type="constant", **settings).train()
+    longer = a_trainer(tmp_path / "parts", max_steps=6, resume="auto", **settings)
+    longer.train()
+    assert [line["step"] for line in lines_of(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
+    for a, b in zip(leaves(longer), leaves(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_shapes_of_a_larger_budget_are_forgotten_by_a_resumed_run(tmp_path):
+    first = a_trainer(tmp_path, max_steps=1, num_generations=16, micro_batch_tokens=4096)
+    first.train()
+    second = a_trainer(tmp_path, max_steps=2, num_generations=16, micro_batch_tokens=64)
+    second.train()
+    assert second.cursor.step == 2
+    sizes = [max(shape.tokens for shape in trainer.learner.shapes) for trainer in (first, second)]
+    assert sizes[1] < sizes[0]
 
 
 @pytest.mark.heavy

@@ -10,7 +10,7 @@ from groupax.checkpoints.identity import Identity, differences, forbidden, told
 from groupax.checkpoints.store import PREFIX, LocalStore, RemoteStore, Store, name_of
 from groupax.remote import Remote, is_remote
 
-FORMAT = 3  # of `state.json`
+FORMAT = 4  # of `state.json`
 Tell = Callable[..., None]  # text, and whether it is a warning
 
 

@@ -56,6 +56,7 @@ def state_of(
             "num_updates": learner.num_updates,
             "entropy": asdict(learner.entropy),
             "shapes": [asdict(shape) for shape in learner.shapes],
+            "shapes_of": _made_for(learner),
         },
         "rollout": None
         if experience is None
@@ -117,7 +118,8 @@ def restore_learner(learner: Learner, folder: Path, state: Mapping[str, Any]) ->
     """
     learner.num_updates = state["num_updates"]
     learner.entropy = EntropyState(**state["entropy"])
-    learner.shapes = [_shape(record) for record in state["shapes"]]
+    if state["shapes_of"] == _made_for(learner):
+        learner.shapes = [_shape(record) for record in state["shapes"]]
     like = {name: arrays.abstract(tree) for name, tree in _trees(learner, with_optimizer=True).items()}
     for leaf in jax.tree.leaves(_trees(learner, with_optimizer=True)):
         leaf.delete()
@@ -231,6 +233,11 @@ def _scheduled(opt_state: Any, num_updates: int) -> Any:
         return state._replace(count=jax.numpy.full_like(state.count, num_updates))
 
     return jax.tree.map(counted, opt_state, is_leaf=lambda state: isinstance(state, optax.ScaleByScheduleState))
+
+
+def _made_for(learner: Learner) -> list[Any]:
+    """What sets how large shapes are: others must not outlive it, say where they have run out of memory."""
+    return [learner.settings.micro_batch_tokens, learner.mesh.devices.flat[0].device_kind]
 
 
 def _shape(record: Mapping[str, Any]) -> Shape:

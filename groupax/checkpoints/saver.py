@@ -173,14 +173,14 @@ class RunSaver:
             where = self.store.where(self.writer.last_step)
             self.log.message(f"the run's state is in {where}. {self._how_to_go_on}", warning=True)
 
-    def end(self, cursor: Cursor) -> None:
-        """The last step was made.
+    def end(self, cursor: Cursor, experience: Experience | None) -> None:
+        """The last step was made, maybe in the middle of a rollout: a longer run goes on with the rest of it.
 
         Raises:
             RunError: the last checkpoint could not be written.
         """
         self.writer.wait()
-        if self.args.do_last_save and not self.save_and_wait(cursor, None):
+        if self.args.do_last_save and not self.save_and_wait(cursor, experience):
             raise RunError(f"the last checkpoint could not be written to {self.store.where(cursor.step)}")
 
     def _seen_by_all(self, saved: Saved) -> Saved:

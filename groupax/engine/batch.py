@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -53,7 +54,7 @@ class Batch:
         sequences: unstarted ones.
         chunk_steps: tokens decoded between two visits to the host.
         kv_dtype: of the cache.
-        prefixes: what is known of earlier sequences, and where to store what is computed.
+        prefixes: what the same weights have computed for earlier sequences, and where to store what they do now.
         patience: fewer slots have to be enough for so many more chunks before the others are given up.
 
     Attributes:
@@ -78,6 +79,7 @@ class Batch:
     ) -> None:
         self.config, self.mesh, self.plan, self.prefixes = config, mesh, plan, prefixes
         self.chunk_steps, self.patience = chunk_steps, patience
+        self._generations: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()  # of the weights each began with
         self._num_idle = 0  # chunks in a row after which half of the slots were enough
         self._num_needed = 0  # slots per shard, the most of these chunks
         num_shards = num_data_shards(mesh)
@@ -200,7 +202,7 @@ class Batch:
         for slot, sequence in enumerate(self.scheduler.slots):
             if sequence is None or sequence.finish_reason is None or not sequence.tokens:
                 continue
-            if sequence.versions[0] != sequence.versions[-1]:
+            if self._generations[sequence] != self.prefixes.generation:
                 continue  # some of it was computed by other weights
             stored = fetched(stored_of(self.cache, self.slots, slot, slot // self.scheduler.share))
             of_prompt = slice(self.cache.num_prompt_columns - (len(sequence.prompt) - 1), None)
@@ -288,6 +290,7 @@ class Batch:
         is_new = np.zeros(len(admitted), bool)
         for slot, sequence in admission.placed:
             is_new[slot] = True
+            self._generations[sequence] = self.prefixes.generation
             fill(admitted[slot], sequence, self.column)
         prompts, starts = prompts.reshape(-1, length), starts.reshape(-1)
         self.cache, self.slots = admit(
@@ -299,14 +302,13 @@ class Batch:
             self._on_rows(source),
             self._on_rows(is_new),
             slots_of(admitted, self._on_rows),
-            self._known(params, prompts, starts),
+            self._known(prompts, starts),
             config=self.config,
             mesh=self.mesh,
         )
 
-    def _known(self, params: Params, prompts: np.ndarray, starts: np.ndarray) -> Known | None:
-        """What is stored of these left-padded prompts, [P, S], for these weights; None if nothing."""
-        self.prefixes.belong_to(params)
+    def _known(self, prompts: np.ndarray, starts: np.ndarray) -> Known | None:
+        """What is stored of these left-padded prompts, [P, S]; None if nothing."""
         gathered = self.prefixes.gather(prompts, starts)
         if gathered is None:
             return None

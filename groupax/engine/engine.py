@@ -165,6 +165,7 @@ class Engine:
         if params is not self._given:  # a copy is not made twice
             self._given, self._params = params, None
             self.version += 1
+            self.prefixes.clear()
 
     def release(self) -> None:
         """Give back the memory of weights that were gathered or converted; what is decoded next makes them again."""

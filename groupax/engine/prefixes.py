@@ -1,12 +1,11 @@
 """Keys and values of finished sequences, on the host, for prompts that go on from them. Imports no jax.
 
 A conversation's next turn begins with all that was said so far; what was computed for that is looked up instead of
-computed again. The store belongs to one set of weights and forgets everything when they change.
+computed again. The store belongs to one set of weights, which it does not hold; who changes them clears it.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -31,23 +30,22 @@ class PrefixStore:
     Attributes:
         num_bytes: of what is stored.
         num_reused_tokens: of prompts that were not computed because of it.
+        generation: of the weights, one more whenever it was cleared.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.num_bytes = self.num_reused_tokens = 0
+        self.num_bytes = self.num_reused_tokens = self.generation = 0
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
-        self._owner: Any = None
 
     def __len__(self) -> int:
         return len(self._prefixes)
 
-    def belong_to(self, params: Any) -> None:
-        """Forget what other weights have computed."""
-        if self._owner is not params:
-            self._owner = params
-            self._prefixes.clear()
-            self.num_bytes = 0
+    def clear(self) -> None:
+        """Forget everything: it was computed by other weights."""
+        self._prefixes.clear()
+        self.num_bytes = 0
+        self.generation += 1
 
     def find(self, tokens: np.ndarray) -> tuple[int, Prefix | None]:
         """The prefix that has the longest beginning of `tokens`, and its length."""

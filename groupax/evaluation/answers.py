@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from groupax.rewards.maths import final_number
+from groupax.rewards.maths import final_number, last_boxed
 
 # The rewards whose 1 means that an answer is right, and how the answer is read from a completion; None where answers
 # cannot be compared with each other, so that there is no vote.
@@ -40,20 +40,6 @@ def math_answer(text: str) -> str | None:
         return number_answer(text)
     answer = re.sub(r"\\(?:left|right|,|!|;|:| )|\s|\$", "", answer)
     return re.sub(r"\\[dt]frac", r"\\frac", answer).rstrip(".") or None
-
-
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}`, whose braces may be nested."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    begin = start + len("\\boxed{")
-    depth = 1
-    for index in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
-        if depth == 0:
-            return text[begin:index]
-    return None
 
 
 # By the words in `ACCURACY_REWARDS`.

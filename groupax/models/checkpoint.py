@@ -18,6 +18,7 @@ from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
 from groupax.models.folders import read_json, resolve_folder
 from groupax.models.lora import Adapter, LoRAConfig, init_adapter, lora_config
+from groupax.models.quantize import is_quantized
 from groupax.models.specs import Params, init_params, model_specs, num_params, param_shardings, split_dims
 from groupax.models.split import laid_out
 from groupax.models.tensor_files import check_tensors, tensors_in, weight_loader, with_head_as_stored
@@ -114,11 +115,8 @@ def load_model(
         config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}
     mesh = mesh or mesh_for(num_params(config) * 4)
     check_divides(split_dims(config), mesh, replicated)
-    if (is_nf4 or weights != "same") and mesh.shape["tp"] * mesh.shape["ep"] > 1:
-        raise ValueError(
-            f"mesh {sizes_text(mesh)}: quantized weights lie whole on every device and cannot be multiplied in parts; "
-            "have tp and ep 1, or the base as it is stored"
-        )
+    if is_nf4 or weights != "same":
+        _check_whole(mesh)
     generation_config = {}
     if (folder / "generation_config.json").is_file():
         generation_config = read_json(folder / "generation_config.json")
@@ -184,6 +182,14 @@ def _with_adapter(model: Model, lora: LoRAConfig, trained: Params) -> Model:
     return _adapted(model, Adapter(lora, Frozen(model.params, np.float32(lora.scale)), trained, model.name))
 
 
+def _check_whole(mesh: Mesh) -> None:
+    if mesh.shape["tp"] * mesh.shape["ep"] > 1:
+        raise ValueError(
+            f"mesh {sizes_text(mesh)}: quantized weights lie whole on every device and cannot be multiplied in parts; "
+            "have tp and ep 1, or the base as it is stored"
+        )
+
+
 def on_mesh(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model:
     """The model on another mesh.
 
@@ -192,6 +198,8 @@ def on_mesh(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model
     """
     if mesh == model.mesh:
         return model
+    if is_quantized(model.params):
+        _check_whole(mesh)
     check_divides(split_dims(model.config), mesh, replicated)
     if model.adapter is None:
         return replace(model, params=laid_out(model.config, mesh, model.params), mesh=mesh)

@@ -11,7 +11,8 @@ from safetensors.numpy import save_file
 
 from groupax.models.adapted import LowRank, Params
 from groupax.models.config import ModelConfig
-from groupax.models.lora import Adapter, LoRAConfig, adapter_specs, module_name
+from groupax.models.lora import PREFIX, Adapter, LoRAConfig, adapter_specs, module_name
+from groupax.models.specs import model_specs
 from groupax.parallel.transfer import placed
 
 CONFIG_NAME = "adapter_config.json"
@@ -21,12 +22,8 @@ TENSORS_NAME = "adapter_model.safetensors"
 def adapter_json(adapter: Adapter, config: ModelConfig) -> dict[str, Any]:
     """The contents of `adapter_config.json`."""
     lora = adapter.config
-    specs = jax.tree.leaves(adapter_specs(config, lora), is_leaf=lambda x: isinstance(x, LowRank))
-    adapted = {
-        module_name(spec.a).removesuffix(".lora_A").rpartition(".")[2]: None for spec in specs if _is_change(spec)
-    }
     is_pattern = isinstance(lora.target_modules, str) and lora.target_modules != "all-linear"
-    named = list(adapted) if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    named = _target_names(config, lora) if isinstance(lora.target_modules, str) else list(lora.target_modules)
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if config.num_labels else "CAUSAL_LM",
@@ -42,6 +39,19 @@ def adapter_json(adapter: Adapter, config: ModelConfig) -> dict[str, Any]:
         "init_lora_weights": True,
         "fan_in_fan_out": False,
     }
+
+
+def _target_names(config: ModelConfig, lora: LoRAConfig) -> list[str]:
+    """Names that stand for the adapted modules and no others: how they end, or all of it where others end so too."""
+    specs = jax.tree.leaves(adapter_specs(config, lora), is_leaf=_is_change)
+    names = [module_name(spec.a).removesuffix(".lora_A").removeprefix(PREFIX) for spec in specs if _is_change(spec)]
+    weights = [spec for spec in jax.tree.leaves(model_specs(config)) if spec.name.endswith(".weight")]
+    others = {_ending(name) for name in set(map(module_name, weights)) - set(names)}
+    return list(dict.fromkeys(name if _ending(name) in others else _ending(name) for name in names))
+
+
+def _ending(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 def _is_change(spec: Any) -> bool:

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from groupax.rewards.sandbox import Limits, passes
 from groupax.rewards.text import completion_text
 
-FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+# A line with a code fence: what stands before it, its backticks, its info string.
+FENCE = re.compile(r"((?:[^`]|(?<!`)`{1,2}(?!`))*)(`{3,})([^`]*)")
 
 
 def code_tests(
@@ -25,8 +26,8 @@ def code_tests(
 ) -> list[float | None]:
     """1 for a Python solution that passes its tests; else 0. Runs in a sandbox (see `rewards.sandbox`).
 
-    The solution is the completion's last fenced code block, or the whole completion. If it does not define
-    `entry_point`, it is taken as the continuation of the prompt, as in HumanEval.
+    The solution is the completion's last code block that is fenced as Python or as no language, or else the whole
+    completion. If it does not define `entry_point`, it is taken as the continuation of the prompt, as in HumanEval.
 
     Args:
         completions: of the policy.
@@ -63,12 +64,54 @@ def code_tests(
 
 def program(completion: str, prompt: Any, entry_point: str) -> str:
     """The Python source in a completion."""
-    blocks = FENCED.findall(completion)
+    blocks = python_blocks(completion)
     source = blocks[-1] if blocks else completion
-    defined = (
-        re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b", source, re.MULTILINE) if entry_point else True
-    )
+    # not \s, which would try every run of empty lines from each of its lines
+    definition = rf"^[ \t]*(?:async[ \t]+)?def[ \t]+{re.escape(entry_point)}\b"
+    defined = re.search(definition, source, re.MULTILINE) if entry_point else True
     return source if defined or not isinstance(prompt, str) else prompt + source
+
+
+def python_blocks(text: str) -> list[str]:
+    """The code blocks that are fenced as Python (`py`, `python`, `Python3`) or as no language, in their order.
+
+    Fences pair line by line as in CommonMark (0.31, section 4.5), except that they may stand behind other text, and one
+    with an info string ends the block before it. A block that never ends counts only if no other does.
+    """
+    blocks: list[str] = []
+    opening: re.Match[str] | None = None
+    lines: list[str] = []
+    for line in text.splitlines(keepends=True):
+        fence = FENCE.fullmatch(line)
+        if opening and not (fence and _ends(fence, opening)):
+            lines.append(line)
+        elif fence:
+            if opening and _is_python(opening):
+                blocks.append("".join([*lines, fence[1]]))
+            closes = opening is not None and not fence[3].strip()
+            opening, lines = (fence if not closes and _opens(fence) else None), []
+    if opening and _is_python(opening) and not blocks:
+        blocks.append("".join(lines))
+    return blocks
+
+
+def _opens(fence: re.Match[str]) -> bool:
+    before, _, info = fence.groups()
+    return not before.strip() or re.fullmatch(r"\w*\s*", info) is not None
+
+
+def _ends(fence: re.Match[str], opening: re.Match[str]) -> bool:
+    before, ticks, info = fence.groups()
+    if len(ticks) < len(opening[2]):
+        return False
+    if before.strip():
+        return not info.strip()
+    return len(before) <= len(opening[1]) + 3  # deeper, it belongs to the code: to a docstring, say
+
+
+def _is_python(opening: re.Match[str]) -> bool:
+    language = "".join(opening[3].lower().split()[:1])
+    return language in ("", "py") or language.startswith("python")
 
 
 def _with_call(tests: str, entry_point: str) -> str:

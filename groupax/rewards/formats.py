@@ -7,7 +7,9 @@ from typing import Any
 from groupax.rewards.text import completion_text, tagged
 
 THINK = re.compile(r"<think>(?!.*<think>).*?</think>.*", re.DOTALL)
-THINK_ANSWER = re.compile(r"\s*<think>(?P<think>.+?)</think>\s*<answer>(?P<answer>.+?)</answer>\s*", re.DOTALL)
+# Text that is not blank and has none of the tags in it.
+INNER = r"\s*(?!</?(?:think|answer)>)\S(?:(?!</?(?:think|answer)>).)*"
+THINK_ANSWER = re.compile(rf"\s*<think>(?P<think>{INNER})</think>\s*<answer>(?P<answer>{INNER})</answer>\s*", re.DOTALL)
 INTEGER = re.compile(r"[+-]?\d+")
 
 
@@ -17,7 +19,10 @@ def think_format(completions: Sequence[Any]) -> list[float]:
 
 
 def think_answer_format(completions: Sequence[Any]) -> list[float]:
-    """1 for a completion that is `<think>...</think><answer>...</answer>`, neither of them empty; else 0."""
+    """1 for a completion that is `<think>...</think><answer>...</answer>`; else 0.
+
+    Neither of them is blank, and the four tags occur once each.
+    """
     return [float(THINK_ANSWER.fullmatch(completion_text(completion)) is not None) for completion in completions]
 
 
@@ -38,16 +43,17 @@ def xml_format(
     Args:
         completions: of the policy.
         tags: in their order.
-        strict: the completion is nothing but the tags, each on a line of its own. Otherwise text may stand around and
-            between them.
+        strict: the completion is nothing but the tags, each on a line of its own, none twice. Otherwise text may stand
+            around and between them.
     """
+    texts = [completion_text(completion) for completion in completions]
+    if not strict:
+        marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+        return [float(_in_order(marks, text)) for text in texts]
     names = [re.escape(tag) for tag in tags]
-    if strict:
-        pattern = r"\n".join(rf"<{name}>\n.*?\n</{name}>" for name in names) + r"\n?"
-        found = re.compile(pattern, re.DOTALL).fullmatch
-    else:
-        found = re.compile(".*?".join(rf"<{name}>.*?</{name}>" for name in names), re.DOTALL).search
-    return [float(found(completion_text(completion)) is not None) for completion in completions]
+    inner = rf"(?:(?!</?(?:{'|'.join(names)})>).)*"
+    pattern = re.compile(r"\n".join(rf"<{name}>\n{inner}\n</{name}>" for name in names) + r"\n?", re.DOTALL)
+    return [float(pattern.fullmatch(text) is not None) for text in texts]
 
 
 def xml_count(
@@ -86,3 +92,14 @@ def regex_match(completions: Sequence[Any], *, pattern: str, whole: bool = True)
     compiled = re.compile(pattern, re.DOTALL)
     find = compiled.fullmatch if whole else compiled.search
     return [float(find(completion_text(completion)) is not None) for completion in completions]
+
+
+def _in_order(marks: Sequence[str], text: str) -> bool:
+    """Whether the marks occur one behind the other. A pattern `a.*?b.*?c` would try each `a` with each `b`."""
+    end = 0
+    for mark in marks:
+        start = text.find(mark, end)
+        if start < 0:
+            return False
+        end = start + len(mark)
+    return True

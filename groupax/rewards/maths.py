@@ -14,16 +14,20 @@ from typing import Any
 
 from groupax.rewards.text import completion_text, tagged
 
-NUMBER = re.compile(r"[-+]?\$?\s*(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)")
-BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+NUMBER = re.compile(r"[-+]?(?:\$\s*)?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)")
+MARK = re.compile(r"####[ \t]*")
+NUMBERING = re.compile(r"[.):][ \t]+\S")  # behind the number of a heading: `#### 3. Add up`
+LATEX_SPACING = re.compile(r"\{,\}|\\[,!]")  # inside a number: 1{,}000, 1\,000, 1,\!000
+BRACES = re.compile(r"\\boxed\{|[{}]")
 PARSE_SECONDS = 5  # parsing and comparing of one pair; algebra on hostile input may not end
 
 
 def gsm8k_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """1 if a completion's final number equals the gold one, as numbers: 1,000 is 1000.0; else 0.
 
-    A completion's final number stands behind the last `####`, in the last `<answer>`, in the last `\\boxed{}`, or is
-    the last number at all, whichever of these comes first.
+    A completion's final number stands directly behind the last `####`, in the last `<answer>`, in the last `\\boxed{}`,
+    or is the last number at all, whichever of these comes first. A heading (`#### Step 3`, `#### 3. Add up`) is no such
+    `####`. A sign counts only directly before the number or its `$`.
 
     Args:
         completions: of the policy.
@@ -42,11 +46,25 @@ def gsm8k_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[fl
 
 def final_number(text: str) -> Decimal | None:
     """The number that a text ends in (see `gsm8k_accuracy`), or None."""
-    if "####" in text:
-        return _first_number(text.rpartition("####")[2])
+    text = LATEX_SPACING.sub("", text)
+    marked = _marked_number(text)
+    if marked is not None:
+        return marked
     answer = tagged(text, "answer")
-    boxed = BOXED.findall(answer)
-    return _last_number(boxed[-1] if boxed else answer)
+    boxed = last_boxed(answer)
+    return _last_number(answer if boxed is None else boxed)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}` that closes. Its braces may be nested."""
+    opened: list[int | None] = []  # where the content of a box begins; None for other braces
+    begin = end = -1
+    for brace in BRACES.finditer(text):
+        if brace[0] != "}":
+            opened.append(None if brace[0] == "{" else brace.end())
+        elif opened and (start := opened.pop()) is not None and start > begin:
+            begin, end = start, brace.start()
+    return None if end < 0 else text[begin:end]
 
 
 def math_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
@@ -134,8 +152,14 @@ def _serve() -> None:
         os.write(answers, json.dumps(compare(*json.loads(line))).encode() + b"\n")
 
 
-def _first_number(text: str) -> Decimal | None:
-    return next(iter(_numbers(text)), None)
+def _marked_number(text: str) -> Decimal | None:
+    """The number directly behind the last `####` that has one."""
+    last = None
+    for mark in MARK.finditer(text):
+        number = NUMBER.match(text, mark.end())
+        if number and not NUMBERING.match(text, number.end()):
+            last = number[0]
+    return None if last is None else _last_number(last)
 
 
 def _last_number(text: str) -> Decimal | None:
