@@ -302,9 +302,7 @@ class GRPOTrainer:
         self._state_before = self.learner.state
         update = self.learner.update(batch)
         if self.pipeline is None:
-            self.engine.params = self.collector.engine.params = (
-                self.learner.policy
-            )  # or they would keep those of before
+            self.engine.params = self.learner.policy  # or it would keep those of before
         scores = map(TokenScores, update.logps[len(rows) :], update.entropies[len(rows) :])
         scored = dict(zip(experience.next_indices(num), scores, strict=True))
         self.experience = experience.after(num, update.logps[len(rows) :])
