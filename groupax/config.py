@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from groupax.field_types import as_given, as_read, check_type, nearest
 from groupax.objective.settings import (
+    UNCLIPPED,
     ImportanceSamplingLevel,
     KLEstimator,
     LossType,
@@ -474,7 +475,7 @@ class GRPOConfig:
                 " in its place would weaken every on-policy token; set it, e.g. epsilon_high=5.0"
             )
         upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-        if self.delta is not None and self.loss_type != "cispo" and not self.delta > upper:
+        if self.delta is not None and self.loss_type not in UNCLIPPED and not self.delta > upper:
             raise ValueError(
                 f"delta bounds the ratio of tokens with negative advantage far above the clipping at {upper:g}, and of "
                 f"on-policy ones it is 1; it is {self.delta}; set it, e.g. to 4.0"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from groupax.config import GRPOConfig
+from groupax.objective.settings import UNCLIPPED
 
 PATIENCE_STEPS = 5  # a finding about metrics needs this many steps in a row
 START_STEPS = 10  # what has changed since the start is told by the means of so many steps then and now
@@ -37,7 +38,7 @@ def setup_findings(args: GRPOConfig, eos_ids: Sequence[int]) -> dict[str, str]:
         findings["luspo_level"] = (
             "loss_type 'luspo' is meant for one ratio per completion; set importance_sampling_level='sequence'"
         )
-    if args.delta is not None and args.loss_type in ("cispo", "sapo", "vespo"):
+    if args.delta is not None and args.loss_type in UNCLIPPED:
         findings["delta_unused"] = f"delta {args.delta} has no effect with loss_type {args.loss_type!r}; leave it unset"
     if args.loss_type == "vespo" and args.importance_sampling_level != "token":
         findings["vespo_level"] = (

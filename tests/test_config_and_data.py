@@ -40,6 +40,8 @@ def test_unknown_setting_names_the_nearest():
         ({"top_p": 1.5}, "top_p must be in"),
         ({"learning_rate": float("nan")}, "learning_rate must be at least 0, got nan"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens must be at least 1 or None"),
+        ({"delta": 0.28}, "far above the clipping at 1.2, .* it is 0.28"),
+        ({"delta": 1.25, "epsilon_high": 0.28}, "far above the clipping at 1.28, .* it is 1.25"),
         ({"learning_rate": "fast"}, "learning_rate must be a number, got 'fast'"),
         ({"adam_epsilon": None}, "adam_epsilon must be a number, got None"),
         ({"max_steps": 2.5}, "max_steps must be a whole number, got 2.5"),

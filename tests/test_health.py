@@ -112,6 +112,8 @@ def test_metrics_that_a_run_has_not_make_no_finding():
 def test_what_is_off_before_the_first_step():
     assert setup_findings(GRPOConfig(), [1]) == {}
     assert set(setup_findings(GRPOConfig(learning_rate=0.0), [])) == {"learning_rate_zero", "no_eos"}
+    assert set(setup_findings(GRPOConfig(loss_type="sapo", delta=0.5), [1])) == {"delta_unused"}
+    assert setup_findings(GRPOConfig(delta=4.0), [1]) == {}
 
 
 # -- runs

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+UNCLIPPED: tuple[LossType, ...] = ("cispo", "sapo", "vespo")  # for which `delta` means nothing
 ImportanceSamplingLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k2", "k3"]
 ScaleRewards = Literal["group", "batch", "none"]
