@@ -1,10 +1,30 @@
 """The strictest set-up: annotated shapes are checked, dtypes and ranks do not promote, warnings are errors."""
 
+import ast
+import functools
 import os
+import threading
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+
+
+def one_at_a_time(function):
+    """The function, called by one thread at a time."""
+    lock = threading.RLock()
+
+    @functools.wraps(function)
+    def alone(*args, **kwargs):
+        with lock:
+            return function(*args, **kwargs)
+
+    return alone
+
+
+# Until 3.11.8 Python counts how deep syntax trees are for all threads together and fails when it comes out wrong
+# (python/cpython#106905). The hook below parses whatever is imported, also what trackers' and rewards' threads import.
+ast.parse = one_at_a_time(ast.parse)
 
 from jaxtyping import install_import_hook
 
