@@ -157,13 +157,12 @@ def train(arguments: Sequence[str]) -> None:
 
 def resume(arguments: Sequence[str]) -> None:
     """`groupax resume`: the command that began the run, with `resume` set to it."""
-    if not arguments or arguments[0].startswith("-"):
+    asks_help = bool({"-h", "--help"} & set(arguments))
+    if not asks_help and (not arguments or arguments[0].startswith("-")):
         raise ValueError("which run? groupax resume RUN_DIR [options of groupax train that are to differ]")
-    run = arguments[0].rstrip("/")
-    default = resumed_command(run)
-    start(
-        tyro.cli(Train, prog="groupax resume RUN_DIR", args=list(arguments[1:]), default=default, use_underscores=True)
-    )
+    options = list(arguments) if asks_help else list(arguments[1:])
+    default = Train() if asks_help else overlaid(resumed_command(arguments[0].rstrip("/")), _config_of(options))
+    start(tyro.cli(Train, prog="groupax resume RUN_DIR", args=options, default=default, use_underscores=True))
 
 
 def resumed_command(run: str) -> Train:
@@ -336,27 +335,52 @@ def train_defaults(arguments: Sequence[str]) -> Train:
     Raises:
         ValueError: the file is no YAML mapping, or has a key that is no setting.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    parser.add_argument("--recipe")
-    known, _ = parser.parse_known_args(list(arguments))
-    file = _read_yaml(known.config) if known.config else {}
+    path = _config_of(arguments)
+    recipe = _flag(arguments, "--recipe") or (_read_yaml(path).get("recipe") if path else None)
+    base = GRPOConfig.from_mapping(load_recipe(recipe).config if recipe else {})
+    return replace(overlaid(Train(args=base), path), recipe=recipe)
+
+
+def overlaid(command: Train, path: str | None) -> Train:
+    """A command with what a --config file says in place of its own; itself for None.
+
+    Raises:
+        ValueError: the file is no YAML mapping, or has a key that is no setting, or a value of the wrong type.
+    """
+    if path is None:
+        return command
+    file = _read_yaml(path)
     own = {item.name for item in fields(Train)} - {"args", "config"}
     settings = {item.name for item in fields(GRPOConfig)}
     for key in file:
         if key not in own | settings:
-            raise ValueError(f"{known.config} has an unknown key {key!r}{nearest(key, own | settings)}")
-    recipe = known.recipe or file.get("recipe")
-    base = dict(load_recipe(recipe).config) if recipe else {}
-    command = {key: file[key] for key in file if key in own}
-    if isinstance(command.get("eval_dataset"), dict):
-        command["eval_dataset"] = [f"{name}={source}" for name, source in command["eval_dataset"].items()]
-    for name in ("reward_funcs", "eval_dataset"):
-        if name in command:
-            given = command[name]
-            command[name] = (given,) if isinstance(given, str) else tuple(given)
-    config = GRPOConfig.from_mapping(base | {key: file[key] for key in file if key in settings})
-    return replace(Train(**command), recipe=recipe, args=config)
+            raise ValueError(f"{path} has an unknown key {key!r}{nearest(str(key), own | settings)}")
+    config = GRPOConfig.from_mapping(vars(command.args) | {key: file[key] for key in file if key in settings})
+    return replace(command, args=config, **{key: _option(key, file[key], path) for key in file if key in own})
+
+
+def _option(key: str, value: Any, path: str) -> Any:
+    """The value of one of the command's own options, as a flag would give it."""
+    is_list = key in ("reward_funcs", "eval_dataset")
+    if key == "eval_dataset" and isinstance(value, dict):
+        value = [f"{name}={source}" for name, source in value.items()]
+    if value is None or (isinstance(value, str) and not is_list):
+        return value
+    texts = [value] if isinstance(value, str) else value
+    if not is_list or not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{path}: {key} must be {'a text or a list of texts' if is_list else 'a text'}, got {value!r}")
+    return tuple(texts)
+
+
+def _config_of(arguments: Sequence[str]) -> str | None:
+    return _flag(arguments, "--config")
+
+
+def _flag(arguments: Sequence[str], name: str) -> str | None:
+    """The value of a flag that decides about the defaults of the others."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(name, dest="value")
+    return parser.parse_known_args(list(arguments))[0].value
 
 
 def generate(arguments: Sequence[str]) -> None:

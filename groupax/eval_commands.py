@@ -256,6 +256,11 @@ def _check(command: Eval) -> None:
         )
     if command.limit is not None and command.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {command.limit}")
+    if (command.output_dir / "metrics.jsonl").exists():
+        raise ValueError(
+            f"--output_dir {command.output_dir} is the folder of a training run, which has a result.json of its own; "
+            f"choose another, e.g. {command.output_dir}-eval"
+        )
 
 
 def _ways(sampling: SamplingParams, greedy: bool) -> dict[str, SamplingParams]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -58,13 +59,14 @@ class Silent:
 
 
 class JsonLines:
-    """One JSON object per step on standard output, for programs that watch."""
+    """One JSON object per step on standard output, for programs that watch; numbers that are not finite are null."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        print(json.dumps({**metrics, "step": step, "num_steps": self.num_steps}), flush=True)
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        print(json.dumps({**finite, "step": step, "num_steps": self.num_steps}), flush=True)
 
     def sample(self, group: Sequence[Rollout]) -> None:
         pass

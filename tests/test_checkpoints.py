@@ -695,8 +695,16 @@ def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys):
     assert main(["train", *flags.split(), "--reward_funcs", "think_answer_format"]) == 0
     assert main(["checkpoints", str(run)]) == 0
     assert "step      1  20" in capsys.readouterr().out
-    assert main(["resume", str(run), "--max_steps", "3"]) == 0
+    (tmp_path / "longer.yaml").write_text("max_steps: 3\n")
+    assert main(["resume", str(run), "--config", str(tmp_path / "longer.yaml")]) == 0
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
+    capsys.readouterr()
+    assert (
+        main(["eval", "--model", f"{run}/model", "--dataset", f"{tmp_path}/data.jsonl", "--output_dir", str(run)]) == 2
+    )
+    assert "is the folder of a training run" in capsys.readouterr().err
+    assert main(["checkpoints", str(run), "export", "--to", str(run)]) == 2
+    assert "would be replaced by a model, but it is none" in capsys.readouterr().err
     assert main(["checkpoints", str(run), "export", "3", "--to", str(tmp_path / "three")]) == 0
     saved, exported = load_model(run / "model"), load_model(tmp_path / "three")
     for a, b in zip(jax.tree.leaves(saved.params), jax.tree.leaves(exported.params), strict=True):

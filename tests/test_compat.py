@@ -3,6 +3,7 @@
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from groupax import Engine, SamplingParams, init_model, load_model, save_model
 from groupax import GRPOConfig as NativeConfig
 from groupax.collector import sampling_params
 from groupax.compat import hf, trl
+from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.easydel.models import config_settings
 from groupax.compat.easydel.trainer import with_sampling
 from groupax.compat.fields import CompatWarning
@@ -94,6 +96,11 @@ def test_the_defaults_make_a_native_config(make):
         ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.5}},
          {"lr_scheduler_type": "cosine", "learning_rate_end": 0.5}),
         ({"lr_scheduler_kwargs": {"min_lr_rate": 0.5}, "learning_rate": 2e-4}, {"learning_rate_end": 1e-4}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}, {"warmup_steps": 3}),
+        ({"max_grad_norm": None}, {"max_grad_norm": 0.0}),
+        ({"metric_for_best_model": "reward"}, {"metric_for_best_model": "eval_reward", "greater_is_better": True}),
+        ({"metric_for_best_model": "eval_loss"}, {"metric_for_best_model": "eval_loss", "greater_is_better": False}),
+        ({"metric_for_best_model": "kl", "greater_is_better": False}, {"greater_is_better": False}),
         ({"bf16": True}, {"dtype": "bfloat16"}),
         ({"gradient_checkpointing": True}, {"gradient_checkpointing": "full"}),
         ({}, {"gradient_checkpointing": "none", "dtype": "auto", "prompts_per_step": 1, "whole_epochs": True}),
@@ -116,9 +123,16 @@ def test_trl_settings_become_native_ones(settings, expected):
     assert {name: getattr(config, name) for name in expected} == expected
 
 
+def test_a_constant_schedule_has_no_warm_up():
+    with pytest.warns(CompatWarning, match="'constant' has no warm-up"):
+        config = trl.GRPOConfig(lr_scheduler_type="constant", warmup_steps=10).to_native(1, 24)
+    assert (config.warmup_steps, config.warmup_ratio) == (0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"top_p": None}, "top_p must be a number, got None"),
         (
             {"per_device_train_batch_size": 6, "steps_per_generation": 1},
             "6 completions.*no whole groups of num_generations 8.*counts completions",
@@ -288,7 +302,54 @@ def test_easydel_sampling_comes_from_the_config_and_then_from_the_inference():
         ed.vInference(None, max_new_token=9)
 
 
+@pytest.mark.parametrize("kind", [dict, ed.vInferenceConfig])
+def test_the_settings_of_an_inference_are_known(kind):
+    nested = SimpleNamespace(max_tokens=8, temperature=0.1, of_another_library=1)
+    with pytest.warns(CompatWarning, match=r"eos_token_id=\[7\] changes nothing in groupax: completions end as"):
+        inference = ed.vInference(
+            None, generation_config=kind(max_new_tokens=9, sampling_params=nested, eos_token_id=[7])
+        )
+    assert inference.given == {"max_new_tokens": 9, "temperature": 0.1}
+    with pytest.raises(TypeError, match="vInferenceConfig has no setting 'temperatur'; did you mean temperature"):
+        ed.vInference(None, generation_config=kind(temperatur=0.1))
+    assert ed.vInference(None, generation_config=SimpleNamespace(top_k=3, other=1)).given == {"top_k": 3}
+
+
+def test_callbacks_learn_of_the_best_evaluation():
+    args = trl.GRPOConfig(metric_for_best_model="reward")
+    told = []
+
+    class Watch:
+        def on_evaluate(self, args, state, control, metrics, **more):
+            told.append((state.best_metric, state.best_global_step))
+
+    listener = CallbackListener([Watch], args, 1, State(), {})
+    for step, reward in enumerate((0.5, 0.2, 0.7, 0.6), 1):
+        listener("evaluate", step, {"eval_reward": reward})
+    assert told == [(None, None), (0.5, 1), (0.5, 1), (0.7, 3)]
+    args.greater_is_better = False
+    listener("evaluate", 5, {"eval_reward": 0.1})
+    listener("log", 5, {"eval_reward": 0.0})
+    assert (listener.state.best_metric, listener.state.best_global_step) == (0.1, 5)
+
+
 # -- models
+
+
+def test_what_scripts_say_to_a_model_before_training(folder):
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.warns(CompatWarning, match="use_cache=False changes nothing in groupax: the engine always has"):
+        model.config.use_cache = False
+    with pytest.warns(CompatWarning, match="set gradient_checkpointing in GRPOConfig"):
+        model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_disable()
+    model.enable_input_require_grads()
+    assert model.config.vocab_size == 13
+    assert model.config.hidden_size == 32
+    with pytest.raises(AttributeError, match="num_hidden_layers of a loaded model's config cannot be set"):
+        model.config.num_hidden_layers = 1
+    with pytest.raises(AttributeError, match="no 'hidden_sise'; did you mean hidden_size"):
+        _ = model.config.hidden_sise
 
 
 @pytest.mark.heavy
@@ -505,6 +566,7 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
         states.append((trainer_state.global_step, trainer_state.max_steps))
         return [float(text.count("a")) for text in completions]
 
+    reward = partial(reward)
     trainer = trl.GRPOTrainer(str(folder), reward, a_config(tmp_path), PROMPTS, callbacks=[Watch()])
     out = trainer.train()
     assert out.global_step == trainer.state.global_step == 2
@@ -613,6 +675,9 @@ def test_an_easydel_trainer_with_columns_of_its_own(folder, tmp_path):
     trainer.train()
     assert seen == [(["d"], rows[0]["prompt"], "assistant")] * 2
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    trainer.save_pretrained(tmp_path)  # the parent of the run, as EasyDeL's scripts have it
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()
+    assert (tmp_path / "model.safetensors").is_file()
 
 
 def test_an_easydel_dataset_of_questions(folder, tmp_path):

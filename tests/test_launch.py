@@ -22,7 +22,7 @@ from groupax.launch.place import environment_of
 from groupax.launch.ready import wait_for
 from groupax.launch.retries import Outcome, Retries, attempted
 from groupax.launch.slurm import Slurm, script_of, submit, written
-from groupax.launch.words import LAUNCHED, program_of
+from groupax.launch.words import LAUNCHED, program_of, split_words
 from groupax.parallel.ray import CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
 from groupax.serve.wire import API_KEY_VARIABLE
 
@@ -61,6 +61,9 @@ def test_words_are_a_command_or_a_program():
         (["local", "-n", "1", "--restarts", "-1", "--", "true"], "0 or more, got -1"),
         (["slurm", "--nodes", "1", "--server_nodes", "1", "--", *TRAIN], "one has to be left that trains"),
         (["slurm", "--time", "soon", "--", *TRAIN], "--time must be as"),
+        (["slurm", "--time", "00:05:00", "--", *TRAIN], "--time 00:05:00 is all notice"),
+        (["slurm", "--time", "5:00", "--notice_s", "400", "--", *TRAIN], "a shorter --notice_s"),
+        (["slurm", "--nodes", "2", "--server_nodes", "1", "--", "eval", *TRAIN[1:]], "uses no servers"),
         (["slurm", "--notice_s", "-1", "--", *TRAIN], "--notice_s must be 0 or more"),
         (["slurm", "--cpus", "0", "--", *TRAIN], "--cpus must be at least 1"),
         (["slurm", "--job_name", "a b", "--", *TRAIN], "--job_name must be letters"),
@@ -89,6 +92,18 @@ def test_mistakes_are_told(argv, message, capsys):
         status = stopped.code
     assert status == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("time", ["0", "6", "5:01", "00:05:01", "1-00", "0-00:06"])
+def test_a_job_needs_more_time_than_its_notice(time):
+    assert f"--time={time}" in script_of(Slurm(time=time), ["train", "--model", "m"])
+
+
+@pytest.mark.parametrize("program", [["groupax"], [sys.executable, "-m", "groupax"]])
+def test_a_command_may_have_its_program_before_it(program):
+    own, words = split_words(["slurm", "--", *program, *TRAIN], "usage")
+    assert (own, words) == (["slurm"], TRAIN)
+    assert split_words(["--", *program, "serve"], "usage")[1] == [*program, "serve"]
 
 
 def test_help_lists_the_launchers(capsys):

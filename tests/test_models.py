@@ -391,6 +391,24 @@ def test_missing_shard_is_named(tmp_path, tiny_model, monkeypatch):
         load_model(folder)
 
 
+@pytest.mark.parametrize(
+    ("names", "holds"),
+    [
+        (("a.txt", "config.jsonl"), "it holds a.txt, config.jsonl"),
+        (("config.json", "metrics.jsonl", "checkpoints/x"), "it holds checkpoints, config.json, metrics.jsonl"),
+    ],
+)
+def test_only_a_model_is_replaced_by_a_model(tmp_path, tiny_model, names, holds):
+    for name in names:
+        (tmp_path / "there" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "there" / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"would be replaced by a model, but it is none: {holds}"):
+        save_model(tiny_model, tmp_path / "there")
+    assert [(tmp_path / "there" / name).read_text() for name in names] == ["mine"] * len(names)
+    (tmp_path / "empty").mkdir()
+    load_model(save_model(tiny_model, save_model(tiny_model, tmp_path / "empty")))
+
+
 def test_a_save_that_fails_leaves_the_old_model(saved, tiny_model):
     class BrokenTokenizer:
         def save_pretrained(self, folder):

@@ -363,6 +363,27 @@ def test_evaluation_sets_in_a_file(tmp_path):
     assert train_defaults(["--config", str(file)]).eval_dataset == ("x.jsonl",)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("reward_funcs: 5", "reward_funcs must be a text or a list of texts, got 5"),
+        ("reward_funcs: {a: b}", "a list of texts, got {'a': 'b'}"),
+        ("reward_funcs: [a, 1]", "got ['a', 1]"),
+        ("model: [a]", "model must be a text, got ['a']"),
+    ],
+)
+def test_odd_values_in_a_file_are_told_with_their_key(tmp_path, line, message, capsys):
+    (tmp_path / "run.yaml").write_text(f"recipe: gsm8k\n{line}\n")
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert f"{tmp_path}/run.yaml: " in (told := capsys.readouterr().err)
+    assert message in told
+
+
+def test_an_empty_value_in_a_file_is_none(tmp_path):
+    (tmp_path / "run.yaml").write_text("recipe: gsm8k\nreward_funcs:\n")
+    assert train_defaults(["--config", str(tmp_path / "run.yaml")]).reward_funcs is None
+
+
 # -- the programs of the documents
 
 DOCUMENTED = (

@@ -307,6 +307,19 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch):
         a_trainer(tmp_path, report_to=("wandb",))
 
 
+def test_wandb_without_a_key_asks_for_none(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "online", "HOME": tmp_path, "NETRC": tmp_path / "none"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    wandb.teardown()
+    try:
+        with pytest.raises(ValueError, match="it has no key: run `wandb login`"):
+            open_tracker("wandb", a_tracked(tmp_path))
+    finally:
+        wandb.teardown()
+
+
 @pytest.mark.parametrize(
     ("report_to", "message"),
     [

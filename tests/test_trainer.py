@@ -13,6 +13,7 @@ from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_mo
 from groupax.batch import Row
 from groupax.metrics import is_measured, window_mean
 from groupax.objective.settings import LossType
+from groupax.progress import JsonLines
 from groupax.rewards import RewardError
 from groupax.tokenizer import last_text
 
@@ -384,6 +385,12 @@ def test_progress_bars_show_the_reward(tmp_path, kind, capfd):
     out = "".join(capfd.readouterr())
     assert re.search(r"reward", out)
     assert re.search(r"2/2|\"num_steps\": 2", out)
+
+
+def test_json_lines_of_progress_have_null_for_what_is_not_finite(capsys):
+    JsonLines(2).step(1, {"reward": float("nan"), "grad_norm": float("inf"), "kl": 0.5})
+    line = capsys.readouterr().out
+    assert line == '{"reward": null, "grad_norm": null, "kl": 0.5, "step": 1, "num_steps": 2}\n'
 
 
 @pytest.mark.heavy

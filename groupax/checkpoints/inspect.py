@@ -18,6 +18,7 @@ from groupax.models.families import read_config
 from groupax.models.saving import save_model
 from groupax.models.specs import model_specs
 from groupax.parallel.mesh import make_mesh
+from groupax.parallel.runtime import configure_jax
 from groupax.tokenizer import load_tokenizer
 
 
@@ -64,6 +65,7 @@ def export(store: Store, step: int, folder: str | os.PathLike[str], tokenizer: A
     Raises:
         ValueError: the checkpoint is damaged, or its weights are not those of a whole model.
     """
+    configure_jax()
     local = store.local(step)
     fault = damage(local)
     if fault is not None:

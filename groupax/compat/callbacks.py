@@ -32,6 +32,7 @@ class State:
     train_batch_size: int = 0
     log_history: list[dict[str, float]] = field(default_factory=list)
     best_metric: float | None = None
+    best_global_step: int | None = None
     best_model_checkpoint: str | None = None
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
@@ -79,6 +80,8 @@ class CallbackListener:
             more = {"logs": dict(metrics)} if event == "log" else {"metrics": dict(metrics)}
         for callback in self.callbacks:
             self._call(callback, METHODS[event], more)
+        if event == "evaluate":
+            self._remember_best(step, metrics)
         if (self.control.should_save or self.control.should_evaluate) and not self.told:
             self.told = True
             tell(
@@ -86,6 +89,16 @@ class CallbackListener:
                 "callbacks can end a run (should_training_stop)"
             )
         return self.control.should_training_stop or self.control.should_epoch_stop
+
+    def _remember_best(self, step: int, metrics: Metrics) -> None:
+        """After the callbacks, which compare an evaluation with the best one before it."""
+        name = getattr(self.args, "metric_for_best_model", None)
+        value = metrics.get(f"eval_{name.removeprefix('eval_')}") if name else None
+        if value is None:
+            return
+        best = self.state.best_metric
+        if best is None or (value < best if self.args.greater_is_better is False else value > best):
+            self.state.best_metric, self.state.best_global_step = value, step
 
     def _call(self, callback: Any, method: str, more: dict[str, Any] | None = None) -> None:
         if hasattr(callback, method):

@@ -91,7 +91,7 @@ def as_native(settings: Mapping[str, Any]) -> GRPOConfig:
     """A native config; lists become tuples, and whole numbers floats where a float is meant."""
     floats = {field.name for field in fields(GRPOConfig) if field.type is float}
     return GRPOConfig.from_mapping(
-        {name: float(value) if name in floats else value for name, value in settings.items()}
+        {name: float(value) if name in floats and value is not None else value for name, value in settings.items()}
     )
 
 

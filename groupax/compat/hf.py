@@ -26,6 +26,7 @@ from groupax.models.lora import counts, lora_config, trainable_line
 from groupax.models.nf4 import Nf4
 from groupax.models.quantize import dense_params, is_quantized
 from groupax.models.saving import save_adapter, save_model
+from groupax.parallel import processes
 
 # Arguments of `from_pretrained` that have no meaning here, and why.
 INERT = {
@@ -85,6 +86,35 @@ class LoraConfig:
         lora_config(self)
 
 
+# Settings of a model's config that can be set, and why that has no meaning here.
+UNUSED_OF_CONFIG = {
+    "use_cache": "the engine always has a cache, and updates never",
+    "pad_token_id": "tokens are never padded with one; generate has an argument of this name",
+    "pretraining_tp": "products are never taken apart",
+}
+
+
+class Architecture:
+    """A model's architecture: groupax's `ModelConfig`, and what else config.json says."""
+
+    def __init__(self, model: Model) -> None:
+        object.__setattr__(self, "_model", model)
+
+    def __getattr__(self, name: str) -> Any:
+        model = object.__getattribute__(self, "_model")
+        if not hasattr(model.config, name) and name not in model.hf_config:
+            raise AttributeError(f"the model's config has no {name!r}{nearest(name, model.hf_config)}")
+        return getattr(model.config, name) if hasattr(model.config, name) else model.hf_config[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in UNUSED_OF_CONFIG:
+            raise AttributeError(
+                f"{name} of a loaded model's config cannot be set; what can be (without effect) is "
+                f"{', '.join(UNUSED_OF_CONFIG)}"
+            )
+        tell(f"model.config.{name}={value!r} changes nothing in groupax: {UNUSED_OF_CONFIG[name]}")
+
+
 class CausalLM:
     """A model with the methods of one of transformers, or of peft if it has an adapter.
 
@@ -99,9 +129,9 @@ class CausalLM:
         self._engine: Engine | None = None
 
     @property
-    def config(self) -> Any:
+    def config(self) -> Architecture:
         """The architecture."""
-        return self.model.config
+        return Architecture(self.model)
 
     def train(self, mode: bool = True) -> "CausalLM":
         """Nothing: models have no modes; dropout belongs to a trainer's updates."""
@@ -115,6 +145,16 @@ class CausalLM:
     def to(self, *_: Any, **__: Any) -> "CausalLM":
         """Nothing: weights are on all devices."""
         return self
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Nothing: it is a setting of the trainer."""
+        tell("gradient_checkpointing_enable() changes nothing in groupax: set gradient_checkpointing in GRPOConfig")
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Nothing, likewise; by default there is none."""
+
+    def enable_input_require_grads(self) -> None:
+        """Nothing: gradients go to whatever is trained."""
 
     def print_trainable_parameters(self) -> None:
         """Print how many parameters an adapter trains, in PEFT's words."""
@@ -361,6 +401,21 @@ def _stored_as(model: Model) -> Literal["same", "nf4"]:
     if is_quantized(model.params):
         tell("save_pretrained: weights in 8 bits are written as numbers again; groupax writes fewer bits in nf4 alone")
     return "same"
+
+
+def save_policy(trainer: Any, folder: Any) -> None:
+    """Save a native trainer's current policy into a folder that may hold other files, even the run itself.
+
+    Of several processes all must call this, and the first one writes.
+    """
+    own = Path(trainer.args.output_dir)
+    if Path(folder).resolve() == own.resolve():
+        tell(f"{folder} is the run's folder, with a config.json of its own; the model is in {own / 'model'}")
+        trainer.save_model()
+        return
+    with tempfile.TemporaryDirectory() as name:
+        saved = trainer.save_model(Path(name) / "model")
+        processes.at_first(lambda: shutil.copytree(saved, folder, dirs_exist_ok=True))
 
 
 def beside_what_is_there(save: Callable[[Path], Any], folder: Any) -> None:

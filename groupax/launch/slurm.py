@@ -84,11 +84,27 @@ class Slurm:
             raise ValueError(f"--cpus must be at least 1, got {self.cpus}")
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise ValueError(f"--time must be as 90, 12:00:00 or 2-00:00:00, got {self.time!r}")
+        if self.time is not None and 0 < _seconds(self.time) <= self.notice_s:
+            raise ValueError(
+                f"--time {self.time} is all notice: the run is told to save its state {self.notice_s} s before its "
+                "end; give it more time, or a shorter --notice_s"
+            )
         if not re.fullmatch(r"[\w.+-]+", self.job_name):
             raise ValueError(f"--job_name must be letters, digits and . _ + -, got {self.job_name!r}")
         for each in self.sbatch:
             if not re.fullmatch(r"[a-z][\w-]*(=.*)?", each):
                 raise ValueError(f"--sbatch takes options as constraint=a100, got {each!r}")
+
+
+def _seconds(time: str) -> int:
+    """Of a time as SLURM takes it: [days-]hours[:minutes[:seconds]] with days, else [hours:]minutes[:seconds]."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, seconds = parts if len(parts) == 3 else [0, *parts, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def script_of(command: Slurm, words: Sequence[str]) -> str:
@@ -104,6 +120,8 @@ def script_of(command: Slurm, words: Sequence[str]) -> str:
     trainer = program_of(words)
     if command.server_nodes and option(words, "--rollout"):
         raise ValueError("--rollout is set by the job when it has --server_nodes; leave it out")
+    if command.server_nodes and words[0] == "eval":
+        raise ValueError("groupax eval samples by itself and uses no servers; leave --server_nodes out")
     server = _server(command, words) if command.server_nodes else []
     adds_servers = bool(server) and words[0] in LAUNCHED[:2]
     settings = {

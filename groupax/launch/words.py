@@ -4,6 +4,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from groupax.field_types import nearest
 
@@ -31,7 +32,7 @@ def program_of(words: Sequence[str]) -> list[str]:
 
 
 def split_words(arguments: Sequence[str], usage: str) -> tuple[list[str], list[str]]:
-    """The launcher's own arguments, and those behind the first `--`.
+    """The launcher's own arguments, and those behind the first `--`, where `groupax train` is `train`.
 
     Raises:
         ValueError: there is no `--`.
@@ -39,10 +40,18 @@ def split_words(arguments: Sequence[str], usage: str) -> tuple[list[str], list[s
     own = list(arguments)
     if "--" in own:
         where = own.index("--")
-        return own[:where], own[where + 1 :]
+        return own[:where], _as_command(own[where + 1 :])
     if {"-h", "--help"} & set(own):
         return own, []
     raise ValueError(f"what is to be started stands behind --: {usage}")
+
+
+def _as_command(words: list[str]) -> list[str]:
+    """`train ...` for `groupax train ...` and for `python -m groupax train ...` with this Python."""
+    python = shutil.which(words[0]) if words else None
+    is_own_python = python is not None and Path(python).parent == Path(sys.executable).parent
+    first = 1 if words[:1] == ["groupax"] else 3 if is_own_python and words[1:3] == ["-m", "groupax"] else 0
+    return words[first:] if words[first : first + 1] and words[first] in LAUNCHED else words
 
 
 def option(words: Sequence[str], name: str) -> str | None:

@@ -17,6 +17,9 @@ from groupax.models.peft_format import CONFIG_NAME
 FETCHED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model*", "tiktoken.model", "merges.txt", "vocab.txt"]
 LEFT_OUT = ["consolidated*", "*/*.json", "*/*.safetensors"]
 
+# What tells the folder of a run, which has a config.json too, from one of a model.
+RUN_FILES = {"metrics.jsonl", "checkpoints"}
+
 
 def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
     """The local folder of a model: the path itself, or a download from the hub.
@@ -42,7 +45,12 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Give a new folder to write into, and put it in the place of `folder` when the block ends without an error."""
+    """Give a new folder to write into, and put it in the place of `folder` when the block ends without an error.
+
+    Raises:
+        ValueError: there is something there that is no model, which would be lost.
+    """
+    _check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -57,6 +65,18 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
             partial.replace(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_replaceable(folder: Path) -> None:
+    if not folder.exists():
+        return
+    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else {folder.name}
+    is_model = bool(names & {"config.json", CONFIG_NAME}) and not names & RUN_FILES
+    if names and not is_model:
+        raise ValueError(
+            f"{folder} would be replaced by a model, but it is none: it holds {', '.join(sorted(names)[:8])}; choose "
+            "another folder, which need not exist"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

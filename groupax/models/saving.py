@@ -34,14 +34,15 @@ def save_model(
 
     Args:
         model: the model; quantized weights become numbers again, and an adapter is added to its base.
-        folder: replaced if it exists.
+        folder: replaced if it exists, which it may as a model's.
         tokenizer: written beside the weights if given.
         dtype: of the weights on disk; None keeps each weight's own.
         weights: "nf4" writes the layers' matrices in 4 bits, as bitsandbytes does.
         card: the `README.md`, if given.
 
     Raises:
-        ValueError: 4 bits are asked of tensors that hold several matrices.
+        ValueError: the folder holds something else than a model, or 4 bits are asked of tensors that hold several
+            matrices.
     """
     if weights == "nf4" and model.config.fused_projections:
         raise ValueError(
@@ -66,9 +67,12 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], tokenizer: Any = 
 
     Args:
         model: a base with an adapter.
-        folder: replaced if it exists.
+        folder: replaced if it exists, which it may as a model's.
         tokenizer: written beside it if given.
         card: the `README.md`, if given.
+
+    Raises:
+        ValueError: there is no adapter, or the folder holds something else than a model.
     """
     if model.adapter is None:
         raise ValueError(f"{model.name or 'the model'} has no adapter to be saved")

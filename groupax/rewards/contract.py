@@ -38,6 +38,16 @@ class TrainerState:
     num_steps: int = 0
     epoch: float = 0.0
 
+    @property
+    def global_step(self) -> int:
+        """`step`, as transformers calls it."""
+        return self.step
+
+    @property
+    def max_steps(self) -> int:
+        """`num_steps`, as transformers calls it."""
+        return self.num_steps
+
 
 @dataclass(frozen=True)
 class WithColumns:

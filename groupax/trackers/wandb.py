@@ -10,14 +10,19 @@ import numpy as np
 from groupax.metrics import Metrics
 from groupax.trackers.tracker import Sample, TrackedRun
 
-LOGIN_S = 60  # how long it may ask for a key
-
 
 class WandbTracker:
-    """A run of the same id each time that the run goes on, which wandb takes for one."""
+    """A run of the same id each time that the run goes on, which wandb takes for one.
+
+    Raises:
+        ValueError: it would send to a server, and there is no key for it.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         self.wandb: Any = importlib.import_module("wandb")
+        # it would ask for a key where the run's progress is shown, and wait for one without end
+        if self.wandb.setup().settings.mode == "online" and not self.wandb.login(prompt=False, verify=False):
+            raise ValueError("it has no key: run `wandb login` before, set WANDB_API_KEY, or WANDB_MODE=offline")
         self.run: Any = self.wandb.init(
             project=run.project,
             name=run.name,
@@ -25,7 +30,7 @@ class WandbTracker:
             resume="allow",
             dir=str(run.folder),
             config=dict(run.config),
-            settings=self.wandb.Settings(console="off", login_timeout=LOGIN_S),
+            settings=self.wandb.Settings(console="off"),
         )
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")

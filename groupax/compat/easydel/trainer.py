@@ -81,8 +81,8 @@ class GRPOTrainer:
         return self.native.evaluate()
 
     def save_pretrained(self, folder: Any) -> None:
-        """Write the current policy as a folder that transformers loads."""
-        self.native.save_model(folder)
+        """Write the current policy as a folder that transformers loads; files beside it stay."""
+        hf.save_policy(self.native, folder)
 
 
 def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOConfig:

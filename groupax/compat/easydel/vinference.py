@@ -1,13 +1,14 @@
 """EasyDeL's way to sample."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from groupax.compat import hf
 from groupax.compat.easydel.fields import DEFAULTS
 from groupax.compat.easydel.models import shared_by
+from groupax.compat.fields import tell
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.field_types import nearest
@@ -23,6 +24,14 @@ SAMPLING = {
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
 }
+KNOWN = (*SAMPLING, "do_sample", "seed")
+# Further names of a `vInferenceConfig`, which change nothing here, and why.
+UNUSED = {
+    "streaming_chunks": "completions come whole",
+    "bos_token_id": "the tokenizer says how prompts begin",
+    "eos_token_id": "completions end as the model and its tokenizer say",
+    "pad_token_id": "completions are not padded",
+}
 
 
 class vInference:  # noqa: N801 - EasyDeL's name
@@ -32,7 +41,7 @@ class vInference:  # noqa: N801 - EasyDeL's name
         model: to sample from.
         tokenizer: for prompts that are text; also called processor_class.
         processor_class: likewise.
-        generation_config: an object or a dict with the settings below.
+        generation_config: an object or a dict with the settings below, or with `sampling_params` that have them.
         settings: max_new_tokens, num_return_sequences, temperature, top_p, top_k, min_p, repetition_penalty, do_sample.
 
     Raises:
@@ -48,13 +57,8 @@ class vInference:  # noqa: N801 - EasyDeL's name
         **settings: Any,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer or processor_class
-        known = (*SAMPLING, "do_sample", "seed")
-        for name in settings:
-            if name not in known:
-                raise TypeError(f"vInference has no setting {name!r}{nearest(name, known)}")
-        config = generation_config or {}
-        more = config if isinstance(config, Mapping) else vars(config)
-        settings = {name: more[name] for name in known if more.get(name) is not None} | settings
+        _check_known("vInference", settings, KNOWN)
+        settings = _settings_of(generation_config) | settings
         self.given = {name: value for name, value in settings.items() if name in SAMPLING}
         self.do_sample, self.seed = settings.get("do_sample", True), settings.get("seed", 0)
 
@@ -76,6 +80,28 @@ class vInference:  # noqa: N801 - EasyDeL's name
         model = hf.as_model(self.model)
         model = model if isinstance(model, Model) else load_model(model)
         return Engine.of(model, self.tokenizer, tp=shared_by(model))
+
+
+def _settings_of(config: Any) -> dict[str, Any]:
+    """The settings in a `vInferenceConfig`, a dict, or an object of another kind, of which only those are looked at."""
+    if config is None:
+        return {}
+    given = dict(config if isinstance(config, Mapping) else vars(config))
+    if isinstance(config, (Mapping, vInferenceConfig)):
+        _check_known("vInferenceConfig", given, (*KNOWN, *UNUSED, "sampling_params"))
+        for name in UNUSED:
+            if given.get(name) is not None:
+                tell(f"vInferenceConfig's {name}={given[name]!r} changes nothing in groupax: {UNUSED[name]}")
+    sampling = given.get("sampling_params")
+    nested = dict(sampling if isinstance(sampling, Mapping) else vars(sampling)) if sampling is not None else {}
+    nested |= {"max_new_tokens": nested["max_tokens"]} if nested.get("max_tokens") is not None else {}
+    return {name: each[name] for each in (nested, given) for name in KNOWN if each.get(name) is not None}
+
+
+def _check_known(owner: str, names: Iterable[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise TypeError(f"{owner} has no setting {name!r}{nearest(name, known)}")
 
 
 class vInferenceConfig(SimpleNamespace):  # noqa: N801 - EasyDeL's name

@@ -56,9 +56,7 @@ SAME = (
     "adam_beta1",
     "adam_beta2",
     "adam_epsilon",
-    "max_grad_norm",
     "log_completions",
-    "metric_for_best_model",
     "save_total_limit",
     "max_prompt_length",
 )
@@ -112,6 +110,12 @@ class GRPOConfig(ForeignConfig):
     def __init__(self, output_dir: str | None = None, **settings: Any) -> None:
         super().__init__(**({} if output_dir is None else {"output_dir": output_dir}), **settings)
 
+    @property
+    def greater_is_better(self) -> bool | None:
+        """By default it is, if there is a metric for the best model, unless its name ends in "loss"."""
+        given, metric = self.given.get("greater_is_better"), self.metric_for_best_model
+        return given if given is not None or metric is None else not metric.endswith("loss")
+
     def batches(self, num_devices: int = 1) -> Batches:
         """The batch arithmetic on so many devices.
 
@@ -159,6 +163,7 @@ class GRPOConfig(ForeignConfig):
             ValueError: something is asked for that groupax does not do.
         """
         rows, accumulated, generated = self.batches(num_devices)
+        metric = self.metric_for_best_model
         of_model = as_mapping(self.model_init_kwargs, "model_init_kwargs")
         settings = {name: getattr(self, name) for name in SAME}
         settings |= {
@@ -173,6 +178,8 @@ class GRPOConfig(ForeignConfig):
             "min_p": self.min_p or 0.0,
             "scale_rewards": {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards),
             "reward_weights": None if self.reward_weights is None else tuple(self.reward_weights),
+            "max_grad_norm": self.max_grad_norm or 0.0,
+            "metric_for_best_model": metric and f"eval_{metric.removeprefix('eval_')}",
             "greater_is_better": self.greater_is_better is not False,
             "logging_steps": self._logging_steps(),
             "resume": "never",
@@ -271,6 +278,9 @@ class GRPOConfig(ForeignConfig):
             warmup = {"warmup_ratio": float(self.warmup_steps)}
         elif not self.warmup_steps and self.warmup_ratio:
             warmup = {"warmup_ratio": float(self.warmup_ratio)}
+        if scheduler == "constant" and any(warmup.values()):
+            tell("lr_scheduler_type 'constant' has no warm-up; 'constant_with_warmup' has one")
+            warmup = {}
         constant = {"learning_rate_end": end or 0.0, "lr_scheduler_type": SCHEDULERS[scheduler]}
         return {"optimizer": OPTIMIZERS[known[-1]], **constant, **warmup}
 

@@ -1,7 +1,6 @@
 """TRL's `GRPOTrainer` over groupax's."""
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from groupax.field_types import nearest
 from groupax.hub import push_folder
 from groupax.models.lora import lora_config
 from groupax.parallel.runtime import configure_jax
-from groupax.rewards.contract import TrainerState
 from groupax.tokenizer import load_tokenizer
 
 
@@ -104,7 +102,7 @@ class GRPOTrainer:
         self._listeners: list[Any] = []
         self.native = native.GRPOTrainer(
             policy.model,
-            [_with_state(reward) for reward in rewards],
+            [_reward(reward) for reward in rewards],
             settings,
             examples,
             eval_dataset,
@@ -167,15 +165,10 @@ class GRPOTrainer:
         Args:
             output_dir: by default `model/` in the run's folder, which itself has the run's own config.json.
         """
-        own = Path(self.native.args.output_dir)
-        if output_dir is None or Path(output_dir).resolve() == own.resolve():
-            if output_dir is not None:
-                tell(
-                    f"{output_dir} is the run's folder, with a config.json of its own; the model is in {own / 'model'}"
-                )
+        if output_dir is None:
             self.native.save_model()
-            return
-        hf.beside_what_is_there(self.native.save_model, output_dir)
+        else:
+            hf.save_policy(self.native, output_dir)
 
     def push_to_hub(self, **inert: Any) -> str:
         """Upload the current policy as `hub_model_id`, by default the name of `output_dir`."""
@@ -257,35 +250,9 @@ def _optimizer(optimizers: tuple[Any, Any]) -> dict[str, Any]:
     return {"optimizer": kinds[kind], **settings}
 
 
-def _with_state(reward: Any) -> Any:
-    """A reward function that gets the run's state under transformers' names."""
-    if not callable(reward) or isinstance(reward, type) or not inspect.isroutine(reward):
-        return hf.as_model(reward) if hasattr(reward, "state_dict") or isinstance(reward, hf.CausalLM) else reward
-    parameters = inspect.signature(reward).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    if "trainer_state" not in parameters and not takes_any:
-        return reward
-
-    def translated(arguments: dict[str, Any]) -> dict[str, Any]:
-        state = arguments.get("trainer_state")
-        if isinstance(state, TrainerState):
-            named = State(global_step=state.step, max_steps=state.num_steps, epoch=state.epoch)
-            arguments["trainer_state"] = named
-        return arguments
-
-    if inspect.iscoroutinefunction(reward):
-
-        @functools.wraps(reward)
-        async def call_async(**arguments: Any) -> Any:
-            return await reward(**translated(arguments))
-
-        return call_async
-
-    @functools.wraps(reward)
-    def call(**arguments: Any) -> Any:
-        return reward(**translated(arguments))
-
-    return call
+def _reward(reward: Any) -> Any:
+    """A reward function as it is, or a model of PyTorch or of `compat.hf` as the native trainer takes it."""
+    return hf.as_model(reward) if hasattr(reward, "state_dict") or isinstance(reward, hf.CausalLM) else reward
 
 
 def _tokenizer(tokenizer: Any, model: Any, template_kwargs: Mapping[str, Any]) -> Any:
