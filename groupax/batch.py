@@ -17,7 +17,7 @@ from groupax.models.execution import Fused
 from groupax.models.fused_attention import FEWEST_QUERIES
 from groupax.models.grouped import Ragged
 from groupax.objective.objective import Evidence
-from groupax.packing import PLAIN, Attending, Part, Shape, plan, ranges
+from groupax.packing import PLAIN, Attending, MicroBatchPlan, Part, Shape, plan, ranges
 from groupax.pytree import pytree
 
 
@@ -114,7 +114,8 @@ def pack(
     """
     planned = plan(rows, num_shards, micro_batch_tokens, known, share_prefix, longest, attending)
     new = dict.fromkeys(each.shape for each in planned if each.shape not in known)
-    return [_packed(rows, each.shards, each.shape) for each in planned], [*known, *new]
+    present = [name for name in _OPTIONAL if any(getattr(row, name) is not None for row in rows)]
+    return [_packed(rows, present, each) for each in planned], [*known, *new]
 
 
 def attending_by(fused: Fused | None) -> Attending:
@@ -128,24 +129,22 @@ def attending_by(fused: Fused | None) -> Attending:
 _OPTIONAL = {"old_logp": np.float32, "ref_logp": np.float32, "sampler_logp": np.float32, "policy_mask": bool}
 
 
-def _packed(rows: Sequence[Row], shards: Sequence[Sequence[Part]], shape: Shape) -> Packed:
-    parts = [_shard(rows, shard, shape) for shard in shards]
+def _packed(rows: Sequence[Row], present: Sequence[str], plan: MicroBatchPlan) -> Packed:
+    parts = [_shard(rows, present, shard, plan.shape) for shard in plan.shards]
     batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(batch for batch, _ in parts))
-    return Packed(batch, np.concatenate([where for _, where in parts]), len(shards) * shape.tokens)
+    return Packed(batch, np.concatenate([where for _, where in parts]), len(plan.shards) * plan.shape.tokens)
 
 
-def _shard(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[MicroBatch, np.ndarray]:
-    """One shard's arrays, and which row lies where in them."""
+def _shard(
+    rows: Sequence[Row], present: Sequence[str], parts: Sequence[Part], shape: Shape
+) -> tuple[MicroBatch, np.ndarray]:
+    """One shard's arrays, and which row lies where in them; `present` are the optional fields that some row has."""
     ragged, begins = _ragged(rows, parts, shape)
     indices = [index for part in parts for index in part.rows]
     size, (B, T) = shape.row_tokens, shape.rows
     where, slots, cells = np.full(B, -1), np.full(size, -1, np.int32), np.full((B, T), -1, np.int32)
     mask, advantages, rollout_logp = np.zeros((B, T), bool), np.zeros(B, np.float32), np.zeros((B, T), np.float32)
-    optional = {
-        name: np.zeros((B, T), dtype)
-        for name, dtype in _OPTIONAL.items()
-        if any(getattr(row, name) is not None for row in rows)
-    }
+    optional = {name: np.zeros((B, T), _OPTIONAL[name]) for name in present}
     for b, (index, begin) in enumerate(zip(indices, begins, strict=True)):
         row = rows[index]
         length = len(row.completion)

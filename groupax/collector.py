@@ -15,7 +15,15 @@ from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
 from groupax.errors import RewardError, RunError, is_out_of_memory
 from groupax.learner import Learner
-from groupax.metrics import Metrics, completion_metrics, reward_metrics, scoring_metrics, solved_metrics
+from groupax.metrics import (
+    Metrics,
+    completion_metrics,
+    logged_metrics,
+    reward_metrics,
+    scoring_metrics,
+    solved_metrics,
+    with_logged,
+)
 from groupax.objective.advantages import Advantages, group_advantages
 from groupax.rewards.contract import TrainerState, reward_matrix
 from groupax.rewards.runner import RewardRunner
@@ -114,8 +122,9 @@ class Collector:
                 "filter/filled_up_frac": num_filled / wanted,
             }
         metrics["rollout/tokens_per_s"] = num_new / metrics["time/rollout_s"]
+        metrics["num_tokens"] = float(cursor.num_tokens + num_tokens)
         errors = {name: error for scored in reversed(rounds) for name, error in scored.errors.items()}
-        return Experience(groups, metrics, errors, cursor.num_prompts, num_tokens)
+        return Experience(groups, with_logged(metrics, logged_metrics(rounds)), errors, cursor.num_prompts, num_tokens)
 
     def scored(self, experience: Experience, cursor: Cursor, num_wanted: int) -> Experience:
         """A rollout with its slices, and log-probs of reference and old policy, which is the learner's as it is now.
@@ -185,8 +194,8 @@ class Collector:
         names = [reward.name for reward in self.runner.rewards]
         metrics = completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), self._advantages(groups))
         if self.solved_by:
-            solved = [[row.rewards[self.solved_by] == 1.0 for row in group] for group in groups]
-            metrics |= solved_metrics(np.array(solved))
+            rewards = np.array([[row.rewards[self.solved_by] for row in group] for group in groups], float)
+            metrics |= solved_metrics(rewards)
         return metrics
 
     def _advantages(self, groups: Sequence[Group]) -> Advantages:
@@ -215,8 +224,10 @@ class Collector:
         if learner.reference is not None:
             with learner.reference_on_devices() as reference:
                 slices = [_with(part, "ref_logp", learner.logprobs(reference, part)[0]) for part in slices]
-        slices[num_wanted:] = [
-            _with(part, "old_logp", learner.logprobs(learner.policy, part)[0]) for part in slices[num_wanted:]
+        # an update's own would have its dropout, against which the next pass would compare another one
+        num_known = 0 if learner.dropout_rate and self.slices.num_passes > 1 else num_wanted
+        slices[num_known:] = [
+            _with(part, "old_logp", learner.logprobs(learner.policy, part)[0]) for part in slices[num_known:]
         ]
         return slices
 

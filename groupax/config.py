@@ -1,6 +1,7 @@
 """`GRPOConfig`: every setting of a run, validated when it is made. Imports no jax."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -50,6 +51,7 @@ def _refusing_unknown_fields(cls: type[T]) -> type[T]:
 
 
 _AT_LEAST = {
+    "seed": 0,
     "num_iterations": 1,
     "max_completion_length": 1,
     "logging_steps": 1,
@@ -69,6 +71,9 @@ _AT_LEAST = {
     "ref_model_sync_steps": 1,
     "filter_budget": 1,
     "epsilon": 0,
+    "epsilon_high": 0,
+    "rollout_correction_max": 1e-6,
+    "adam_epsilon": 0,
     "beta": 0,
     "learning_rate": 0,
     "learning_rate_end": 0,
@@ -94,6 +99,7 @@ _AT_LEAST = {
     "sapo_temperature_neg": 1e-6,
 }
 _BETWEEN = {
+    "rollout_timeout_s": (1, 1e6),
     "warmup_ratio": (0, 1),
     "top_entropy_quantile": (0, 1),
     "ref_model_mixup_alpha": (0, 1),
@@ -147,6 +153,9 @@ class GRPOConfig:
     """Addresses of servers that sample the rollouts in place of this process, as http://host:8000; they get the
     policy's weights each time. `groupax serve`, or vLLM or SGLang, which need rollout_correction. Their key is that in
     the environment, GROUPAX_API_KEY. See docs/serving.md."""
+    rollout_timeout_s: float = 600.0
+    """The longest that a server of `rollout` may take for the completions of one prompt; `groupax serve` has a limit
+    of its own, --request_timeout_s."""
     rollout_folder: str | None = None
     """Where vLLM and SGLang find the policy's weights: a folder with one name here and on their machines; by default
     rollout_weights/ in output_dir."""
@@ -424,6 +433,11 @@ class GRPOConfig:
         for name, (low, high) in _BETWEEN.items():
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} must be between {low} and {high}, got {getattr(self, name)}")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        if not all(math.isfinite(weight) for weight in self.reward_weights or ()):
+            raise ValueError(f"reward_weights must be finite numbers, got {self.reward_weights}")
         if self.num_generations < 2:
             raise ValueError(
                 f"num_generations is {self.num_generations}; a group needs at least 2 completions to compare"

@@ -88,7 +88,15 @@ def load_examples(dataset: Any, name: str = "train_dataset", splits: Sequence[st
                 f"{name} has no column 'prompt' (row {index} has {found}); rename the column with the prompts, or "
                 "name a recipe that makes prompts of such rows"
             )
-    return dataset
+    return dataset if columns is not None else _with_all_columns(dataset)
+
+
+def _with_all_columns(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The rows; if some lack columns that others have, with None in these, as `datasets` has it."""
+    columns = dict.fromkeys(name for index in range(len(rows)) for name in rows[index])
+    if all(len(rows[index]) == len(columns) for index in range(len(rows))):
+        return rows
+    return [{**columns, **rows[index]} for index in range(len(rows))]
 
 
 def read_rows(

@@ -401,8 +401,10 @@ def fitting_tokens(config: ModelConfig, itemsize: int, checkpointing: Checkpoint
 
 
 def _means(tally: Tally, num_tokens: int) -> Metrics:
-    """Sums become means over loss tokens; extremes over no rows at all are 0."""
-    means = {name: float(total) / max(num_tokens, 1) for name, total in tally.sums.items()}
+    """Sums become means over loss tokens, and nothing is known without any; extremes over no rows at all are 0."""
+    if not num_tokens:
+        return dict.fromkeys((*tally.sums, *tally.minima, *tally.maxima), float("nan"))
+    means = {name: float(total) / num_tokens for name, total in tally.sums.items()}
     minima = {name: 0.0 if value == np.inf else float(value) for name, value in tally.minima.items()}
     maxima = {name: 0.0 if value == -np.inf else float(value) for name, value in tally.maxima.items()}
     return means | minima | maxima

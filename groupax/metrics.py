@@ -54,33 +54,57 @@ def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Advant
     }
 
 
-def solved_metrics(solved: np.ndarray) -> Metrics:
+def solved_metrics(rewards: np.ndarray) -> Metrics:
     """pass@k for k = 1, 2, 4, ... and the size of a group, and the groups that are solved always or never.
 
     Args:
-        solved: [P, G] bool.
+        rewards: [P, G], 1 for solved; groups with one that is not known, NaN, are left out.
     """
-    G = solved.shape[1]
-    right = solved.sum(axis=1)
-    metrics = {f"pass@{k}": float(np.mean([pass_at_k(G, int(c), k) for c in right])) for k in powers_up_to(G)}
+    G = rewards.shape[1]
+    right = [int(count) for count in (rewards[~np.isnan(rewards).any(axis=1)] == 1.0).sum(axis=1)]
+
+    def mean(values: Sequence[float]) -> float:
+        return float(np.mean(values)) if values else float("nan")
+
+    metrics = {f"pass@{k}": mean([pass_at_k(G, count, k) for count in right]) for k in powers_up_to(G)}
     return metrics | {
-        "groups/all_right_frac": float((right == G).mean()),
-        "groups/all_wrong_frac": float((right == 0).mean()),
+        "groups/all_right_frac": mean([float(count == G) for count in right]),
+        "groups/all_wrong_frac": mean([float(count == 0) for count in right]),
     }
 
 
 def scoring_metrics(rounds: Sequence[Scored]) -> Metrics:
-    """Seconds, failures and what reward functions logged, over the rounds of a rollout."""
+    """Seconds and failures over the rounds of a rollout."""
     metrics: Metrics = {
         "time/rollout_s": sum(scored.rollout_s for scored in rounds),
         "time/reward_s": sum(scored.reward_s for scored in rounds),
     }
     for name in rounds[0].failures:
         metrics[f"rewards/{name}/failures"] = float(sum(scored.failures[name] for scored in rounds))
-    logged = dict.fromkeys(name for scored in rounds for name in scored.metrics)
-    return metrics | {
-        name: float(np.mean([scored.metrics[name] for scored in rounds if name in scored.metrics])) for name in logged
-    }
+    return metrics
+
+
+def logged_metrics(rounds: Sequence[Scored]) -> Metrics:
+    """What reward functions logged over the rounds of a rollout: means over all calls."""
+    calls: dict[str, list[float]] = {}
+    for scored in rounds:
+        for name, values in scored.logged.items():
+            calls.setdefault(name, []).extend(values)
+    return {name: float(np.mean(values)) for name, values in calls.items()}
+
+
+def of_rollouts(sampled: Sequence[Metrics]) -> Metrics:
+    """One record for the rollouts of a step, one or several: as `window_mean`, but seconds and failures add up."""
+    merged = window_mean(sampled)
+    for name in merged:
+        if name.startswith("time/") or name.endswith("/failures"):
+            merged[name] = sum(metrics.get(name, 0.0) for metrics in sampled)
+    return merged
+
+
+def with_logged(own: Mapping[str, float], logged: Mapping[str, float]) -> Metrics:
+    """A run's own metrics and what reward functions logged, under `logged/` if the run has that name itself."""
+    return {**own, **{f"logged/{name}" if name in own else name: value for name, value in logged.items()}}
 
 
 def is_measured(name: str) -> bool:

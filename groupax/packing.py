@@ -13,7 +13,8 @@ is a program of its own, so a step is put together from micro-batches of a base 
 eighth, and a shape that was used before is used again where it fits.
 """
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -40,9 +41,11 @@ COLUMN_COST = 3e-4
 MICRO_BATCH_COST = 100
 # A step is put together from sizes of base / 2^k for these k.
 HALVINGS = (0, 1, 2, 3)
+# How often parts are cut before a way to put a step together is given up.
+MOST_CUTS = 24
 # What known shapes that would do may cost more than a new one, as a part of the step and in tokens, times the square of
 # the number of known shapes: compiling takes seconds, and small steps take less.
-COMPILE_PART, COMPILE_TOKENS = 0.01, 20
+COMPILE_PART, COMPILE_TOKENS = 0.01, 40
 # Most room in a new shape beyond what its rows need, as a part, so that later steps fit.
 SPARE = 0.25
 # A new shape is made wide enough for more than that where it costs at most such a part of its tokens.
@@ -189,6 +192,7 @@ def _sizes(parts: Sequence[Part], num_shards: int, budget: int, known: Sequence[
     own = round_up(-(-per_shard // max(1, -(-per_shard // budget))), FEWEST_TOKENS)
     base = max((shape.tokens for shape in known), default=own)
     base = max(own, largest_row) if base < largest_row or per_shard > 4 * base else base
+    of_known = {shape.tokens for shape in known}
     seen = set()
     for halvings in HALVINGS:
         unit = max(FEWEST_TOKENS, base >> halvings)
@@ -198,12 +202,22 @@ def _sizes(parts: Sequence[Part], num_shards: int, budget: int, known: Sequence[
             sizes = [base] * (left // whole)
             left %= whole
             sizes += [unit << bit for bit in reversed(range(halvings)) if left >> bit & 1]
-            if tuple(sizes) not in seen:
-                seen.add(tuple(sizes))
-                yield sizes
+            for each in (sizes, _in_known(sizes, of_known)):
+                if tuple(each) not in seen:
+                    seen.add(tuple(each))
+                    yield each
     alone = sum(part.prompt * len(part.rows) + sum(part.lengths) for part in parts)  # each row with its own prompt
     for load in dict.fromkeys((per_shard, -(-alone // num_shards))):
         yield [base] * (-(-2 * load // base) + 1)
+
+
+def _in_known(sizes: Sequence[int], known: Collection[int]) -> list[int]:
+    """The sizes, those that are not known as two halves each, if these are known, or as four quarters."""
+    smaller: list[int] = []
+    for size in sizes:
+        count = next((count for count in (1, 2, 4) if size % count == 0 and size // count in known), 1)
+        smaller += [size // count] * count
+    return smaller
 
 
 def _in_shapes(
@@ -238,21 +252,32 @@ def _filled(
 ) -> list[list[list[Part]]] | None:
     """Parts for each shard of micro-batches of these sizes, about equally full; None if they do not fit.
 
-    Large parts are cut for that, which has their prompts computed more often.
+    The largest part of each bin that is too full is cut for that, which has its prompt computed more often.
     """
-    parts, rooms = list(parts), [size for size in sizes for _ in range(num_shards)]
-    for _ in range(4 * len(rooms) + 8):
+    rooms = [size for size in sizes for _ in range(num_shards)]
+    parts = [piece for part in parts for piece in _cut(rows, part, max(sizes))]
+    for _ in range(MOST_CUTS):
         bins = _balanced(parts, rooms)
-        fullest = max(range(len(rooms)), key=lambda index: _load(bins[index]) / rooms[index])
-        if _load(bins[fullest]) <= rooms[fullest]:
+        overfull = [own for own, room in zip(bins, rooms, strict=True) if _load(own) > room]
+        if not overfull:
             order = [bins[first : first + num_shards] for first in range(0, len(rooms), num_shards)]
             return [sorted(shards, key=lambda shard: -_load(shard)) for shards in order]
-        largest = max(bins[fullest], key=lambda part: part.num_tokens * (len(part.rows) > 1))
-        if len(largest.rows) < 2:
+        largest = {max(own, key=lambda part: part.num_tokens * (len(part.rows) > 1)) for own in overfull}
+        if any(len(part.rows) < 2 for part in largest):
             return None
-        parts.remove(largest)
-        parts += [_part(rows, largest.rows[0::2]), _part(rows, largest.rows[1::2])]
+        parts = [piece for part in parts for piece in (_halves(rows, part) if part in largest else [part])]
     return None
+
+
+def _cut(rows: "Sequence[Row]", part: Part, room: int) -> list[Part]:
+    """The part in halves, quarters and so on, none of which is larger than the room if that can be."""
+    if part.num_tokens <= room or len(part.rows) < 2:
+        return [part]
+    return [piece for half in _halves(rows, part) for piece in _cut(rows, half, room)]
+
+
+def _halves(rows: "Sequence[Row]", part: Part) -> list[Part]:
+    return [_part(rows, part.rows[0::2]), _part(rows, part.rows[1::2])]
 
 
 def round_up(size: int, smallest: int) -> int:
@@ -276,12 +301,16 @@ def _load(parts: Sequence[Part]) -> int:
 def _balanced(parts: Sequence[Part], rooms: Sequence[int]) -> list[list[Part]]:
     """Largest first, each into the bin that it leaves the emptiest, as a part of its room."""
     bins: list[list[Part]] = [[] for _ in rooms]
-    loads = [0] * len(rooms)
-    for part in sorted(parts, key=lambda part: (-part.num_tokens, part.rows)):
-        size = part.num_tokens
-        emptiest = min(range(len(rooms)), key=lambda index: (loads[index] + size) / rooms[index])
+    by_room: dict[int, list[tuple[int, int]]] = {}  # of bins with the same room a heap of loads and indices
+    for index, room in enumerate(rooms):
+        by_room.setdefault(room, []).append((0, index))
+    sizes = {part: part.num_tokens for part in parts}
+    for part in sorted(parts, key=lambda part: (-sizes[part], part.rows)):
+        size = sizes[part]
+        room = min(by_room, key=lambda room: ((by_room[room][0][0] + size) / room, by_room[room][0][1]))
+        load, emptiest = by_room[room][0]
         bins[emptiest].append(part)
-        loads[emptiest] += size
+        heapq.heapreplace(by_room[room], (load + size, emptiest))
     return bins
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from groupax.config import GRPOConfig
 from groupax.evaluation.evaluate import Evaluation
 from groupax.health import remembered, reward_findings, step_findings
-from groupax.metrics import Metrics, window_mean
+from groupax.metrics import Metrics, of_rollouts, window_mean, with_logged
 from groupax.parallel import processes
 from groupax.profiling import Profile
 from groupax.progress import PROGRESS_BARS
@@ -62,8 +62,11 @@ class RunLog:
         self.told: set[str] = set()
         self.last: Metrics = {}
         self.num_sampled_tokens = self.rollout_s = 0.0
-        self.rollouts: Sequence[Rollout] = []
+        self.rollouts: list[Rollout] = []  # that were sampled last: for one step together, or before several
         self.rollout_metrics: Metrics = {}
+        self.sampled: list[Metrics] = []  # of each rollout since the last step
+        self.totals_before = 0.0, 0.0  # tokens and seconds of rollouts when that ended
+        self.first_row = 0  # of the last rollout, among `rollouts`
         self.evaluated: Metrics = {}
         self.fault = ""
         self.started_s = self.step_started_s = time.perf_counter()
@@ -102,9 +105,9 @@ class RunLog:
         """
         self.history, self.window, self.told = list(state["history"]), list(state["window"]), set(state["told"])
         self.last, self.evaluated = state["last"], state["evaluated"]
-        self.num_sampled_tokens, self.rollout_s = state["num_sampled_tokens"], state["rollout_s"]
+        self.num_sampled_tokens, self.rollout_s = self.totals_before = state["num_sampled_tokens"], state["rollout_s"]
         self.started_s = time.perf_counter() - state["train_seconds"]
-        self.rollouts, self.rollout_metrics = rollouts, _without_times(metrics)
+        self.rollouts, self.rollout_metrics = list(rollouts), _without_times(metrics)
 
     def begin_tracking(self, step: int) -> None:
         """Open the trackers that `report_to` names; the run folder is prepared, and so many steps are made."""
@@ -116,15 +119,25 @@ class RunLog:
     def rollout(
         self, step: int, groups: Sequence[Sequence[Rollout]], metrics: Metrics, reward_errors: Mapping[str, str]
     ) -> None:
-        """Groups were sampled and scored; their metrics belong to each optimizer step on them, times to the next."""
+        """Groups were sampled and scored; their metrics belong to each optimizer step on them, times to the next.
+
+        Several rollouts for one step are told of together.
+        """
         self.findings(step, reward_findings(reward_errors))
-        untold = {name: self.rollout_metrics.get(name, 0.0) for name in metrics if name.startswith("time/")}
-        self.rollouts = [row for group in groups for row in group]
-        self.rollout_metrics = {name: value + untold.get(name, 0.0) for name, value in metrics.items()}
-        self.num_sampled_tokens += sum(len(row.completion_ids) for row in self.rollouts)
+        rows = [row for group in groups for row in group]
+        earlier = self.rollouts if self.sampled else []
+        self.rollouts, self.first_row = [*earlier, *rows], len(earlier)
+        self.sampled.append(metrics)
+        self.rollout_metrics = of_rollouts(self.sampled)
+        self.num_sampled_tokens += sum(len(row.completion_ids) for row in rows)
         self.rollout_s += metrics["time/rollout_s"]
         if self.args.log_completions:
             self.progress.sample(max(groups, key=lambda group: max(row.advantage for row in group)))
+
+    def forget_rollouts(self) -> None:
+        """The rollouts since the last step will be made again."""
+        self.num_sampled_tokens, self.rollout_s = self.totals_before
+        self.sampled = []
 
     def step(
         self,
@@ -138,11 +151,12 @@ class RunLog:
         Args:
             step: its number.
             metrics: of the update.
-            scored: what the update computed of completions of the last rollout, by index.
+            scored: what the update computed of completions of the last rollout, by their index in it.
             distributions: what was measured of the weights, by name.
         """
         now_s = time.perf_counter()
-        metrics = {"step": float(step), **metrics, **self.rollout_metrics, "step_time": now_s - self.step_started_s}
+        own = {"step": float(step), **metrics, "step_time": now_s - self.step_started_s}
+        metrics = with_logged(own, self.rollout_metrics)
         metrics |= self.memory() if self.memory else {}
         self.step_started_s = now_s
         self.history = remembered([*self.history, metrics])
@@ -158,7 +172,8 @@ class RunLog:
             self._write_metrics(step, self.last)
             if self.args.log_completions:
                 if is_first or step % self.args.log_completions_steps == 0 or step == self.num_steps:
-                    self.folder.write_rollouts(step, self.rollouts, scored, metrics["reward"])
+                    found_at = {self.first_row + index: scores for index, scores in (scored or {}).items()}
+                    self.folder.write_rollouts(step, self.rollouts, found_at, metrics["reward"])
                 self._tell_samples(step)
             self.tell_fault()
             self.event("log", step, self.last)
@@ -166,7 +181,8 @@ class RunLog:
             self._track(lambda tracker: tracker.histograms(step, distributions))
         if self.profile.step_ended(step):
             self.message(f"the trace of {self.args.profile} steps is in {self.folder.place_of('profile')}")
-        self.rollout_metrics = _without_times(self.rollout_metrics)
+        self.rollout_metrics, self.sampled = _without_times(self.rollout_metrics), []
+        self.totals_before = self.num_sampled_tokens, self.rollout_s
         self.event("step_end", step, metrics)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:

@@ -52,9 +52,13 @@ class RunFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str], rollout_log_bytes: int | None = None) -> None:
-        self.place = str(path)
+        self.place = str(path if is_remote(path) else Path(path).expanduser())
         self.remote = Remote(self.place) if is_remote(path) else None
-        self.path = Path(tempfile.mkdtemp(prefix="groupax-run-")) if self.remote else Path(path)
+        if self.remote is None and not Path(self.place).name:
+            raise ValueError(
+                f"output_dir {self.place!r} has no name of its own, by which an earlier run could be moved aside"
+            )
+        self.path = Path(tempfile.mkdtemp(prefix="groupax-run-")) if self.remote else Path(self.place)
         if self.remote:
             weakref.finalize(self, shutil.rmtree, self.path, True)
         self.moved_aside: str | None = None

@@ -33,6 +33,7 @@ from groupax.models.checkpoint import Model, add_adapter
 from groupax.models.lora import counts, trainable_line
 from groupax.models.saving import save_adapter, save_model
 from groupax.models.specs import Params
+from groupax.packing import Shape
 from groupax.parallel import processes
 from groupax.parallel.peak import memory_in_use
 from groupax.parallel.runtime import configure_jax
@@ -182,7 +183,8 @@ class GRPOTrainer:
         self.pipeline = Pipeline(self.collector, args.max_staleness, self.num_steps) if args.max_staleness else None
         self.cursor = Cursor()
         self.experience: Experience | None = None  # the rollout that is not used up
-        self._begun_at: tuple[Cursor, Experience | None] | None = None  # while a step takes rows of several rollouts
+        # while a step takes rows of several rollouts: where the run stood, and the known shapes
+        self._begun_at: tuple[Cursor, Experience | None, list[Shape]] | None = None
         self._state_before: TrainState | None = None  # while an update is under way
         self.dataset_name = train_dataset if isinstance(train_dataset, str) else f"{len(self.prompts)} prompts"
         self.last_metrics: Metrics = {}
@@ -216,12 +218,12 @@ class GRPOTrainer:
                 try:
                     self._loop(log, saver, stop)
                 except AbandonedError:
-                    saver.stop(*self._place, stop.reason or "")
+                    saver.stop(*self._settled(log), stop.reason or "")
                 except Exception as error:
                     if several and not isinstance(error, (RewardError, DivergedError)):  # which all processes raise
                         processes.fail(error)
                     else:
-                        saver.fail(*self._place, self._is_whole)
+                        saver.fail(*self._settled(log), self._is_whole)
                     raise
                 train_seconds = log.train_seconds
                 self._end(log, saver, stop)
@@ -263,11 +265,11 @@ class GRPOTrainer:
             if self.experience is not None:
                 if self._ends_an_epoch:
                     break
-                self._begun_at = self._begun_at or (self.cursor, self.experience)
+                self._begun_at = self._begun_at or (self.cursor, self.experience, self.learner.shapes)
                 rows += self.experience.next_rows(self._num_left, rows)
                 self.experience = None
             elif rows or self.slices.per_rollout * self.slices.num_passes < wanted:
-                self._begun_at = self._begun_at or (self.cursor, None)
+                self._begun_at = self._begun_at or (self.cursor, None, self.learner.shapes)
                 self._sample_rollout(log, stop, wanted)
             else:
                 break
@@ -323,10 +325,13 @@ class GRPOTrainer:
         per_epoch = self.slices.prompts_per_epoch(len(self.prompts))
         return self.args.whole_epochs and self.cursor.num_prompts % per_epoch == 0
 
-    @property
-    def _place(self) -> tuple[Cursor, Experience | None]:
-        """Where the run stands: a step that takes rows of several rollouts is begun anew."""
-        return self._begun_at or (self.cursor, self.experience)
+    def _settled(self, log: RunLog) -> tuple[Cursor, Experience | None]:
+        """Where the run stands, to be saved: a step that takes rows of several rollouts is to be begun anew."""
+        if self._begun_at is not None:
+            self.cursor, self.experience, self.learner.shapes = self._begun_at
+            self._begun_at = None
+            log.forget_rollouts()
+        return self.cursor, self.experience
 
     def _stop_if_diverged(self, log: RunLog, stop: StopRequests, rows: Sequence[Row], update: Update) -> None:
         if update.made:
@@ -394,7 +399,7 @@ class GRPOTrainer:
         """Save the last checkpoint, the model and what trackers wrote; as long as there is no room for them, wait."""
 
         def save() -> None:
-            saver.end(*self._place)
+            saver.end(*self._settled(log))
             self.save_model()
             processes.at_first(lambda: (self.run_folder.settle(), self.run_folder.sync()))
 

@@ -22,6 +22,7 @@ from groupax.cli import main
 from groupax.errors import DivergedError, PreemptedError, RunError
 from groupax.evaluation.evaluate import Evaluation
 from groupax.evaluation.sets import ONLY_SET
+from groupax.models.lora import LoRAConfig
 from groupax.parallel.mesh import AXES
 from groupax.remote import Remote
 from groupax.rewards import RewardError
@@ -237,6 +238,25 @@ def test_another_run_is_moved_aside_with_what_differs(stopped, tmp_path, caplog)
     assert "num_generations: 4 in the checkpoint, 2 now" in caplog.text
     assert "set resume to its folder" in caplog.text
     assert (tmp_path / "run.1" / "checkpoints").is_dir()
+
+
+@pytest.mark.heavy
+def test_another_dropout_is_another_run(tmp_path, caplog):
+    for dropout in (0.0, 0.5):
+        a_trainer(tmp_path, max_steps=1, peft_config=LoRAConfig(r=2, lora_dropout=dropout)).train()
+    assert "adapter.lora_dropout: 0.0 in the checkpoint, 0.5 now" in caplog.text
+    assert (tmp_path / "run.1" / "checkpoints").is_dir()
+
+
+def test_the_folder_of_a_run_may_begin_with_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    a_trainer(tmp_path, max_steps=1, output_dir="~/run").train()
+    assert not (tmp_path / "~").exists()
+    again = a_trainer(tmp_path, max_steps=2, output_dir="~/other", resume="~/run")
+    assert again.train().num_steps == 2
+    with pytest.raises(ValueError, match=r"output_dir '\.' has no name of its own"):
+        a_trainer(tmp_path, output_dir=".")
 
 
 def test_never_begins_anew(stopped, tmp_path):

@@ -173,3 +173,9 @@ def test_the_trainer_goes_on(tmp_path):
 
     a_trainer(tmp_path, attacked, max_steps=2).train()
     assert [line["reward"] for line in lines_of(tmp_path)] == [0.25, 0.25]
+
+
+def test_rows_may_lack_an_entry_point_or_a_test():
+    code = ["```python\ndef f():\n    return 1\n```"] * 3
+    tests = ["assert f() == 1", [None, "assert f() == 2", " "], [None]]
+    assert code_tests(code, ["", "", ""], tests, [None, "f", None], sandbox="none") == [1.0, 0.0, None]

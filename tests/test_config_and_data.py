@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from groupax import GRPOConfig, init_model, save_model
 from groupax.data import encode_examples, load_examples, visit_order
 from groupax.slices import slices_of
-from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
+from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer, render
 
 from .conftest import SHARED, TINY
 
@@ -99,6 +99,40 @@ def test_datasets_of_every_kind(tmp_path):
     for source in (ROWS, tmp_path / "a.jsonl", str(tmp_path / "a.json"), tmp_path / "a.parquet", hub):
         examples = load_examples(source)
         assert [dict(examples[i]) for i in range(len(examples))] == ROWS
+
+
+def test_rows_without_some_column_have_none_there():
+    rows = load_examples([{"prompt": "a", "answer": "1"}, {"prompt": "b", "hint": "x"}])
+    assert rows == [{"prompt": "a", "answer": "1", "hint": None}, {"prompt": "b", "answer": None, "hint": "x"}]
+    whole = [{"prompt": "a"}, {"prompt": "b"}]
+    assert load_examples(whole) is whole
+
+
+def test_messages_without_content_are_refused():
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    for message in ({"role": "user", "content": None}, {"role": "user", "text": "hello"}):
+        with pytest.raises(ValueError, match=r"prompt 0: message 2 of 2 has no content: \{'role'"):
+            render(tokenizer, [{"role": "system", "content": "x"}, message], "prompt 0")
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    assert render(tokenizer, [calls, {"role": "user", "content": "abc"}], "prompt 0") == "abc"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"epsilon_high": -0.9}, "epsilon_high must be at least 0"),
+        ({"rollout_correction_max": 0.0}, "rollout_correction_max must be at least 1e-06"),
+        ({"adam_epsilon": -1e-3}, "adam_epsilon must be at least 0"),
+        ({"adam_beta2": 1.5}, "adam_beta2 must be at least 0 and below 1, got 1.5"),
+        ({"adam_beta1": 1.0}, "adam_beta1 must be at least 0 and below 1, got 1.0"),
+        ({"reward_weights": (1.0, float("nan"))}, "reward_weights must be finite numbers, got"),
+    ],
+)
+def test_numbers_that_cannot_work(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**settings)
 
 
 @pytest.mark.parametrize(

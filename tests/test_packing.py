@@ -55,6 +55,25 @@ def test_every_row_lies_in_one_place_with_its_prompt(shards, budget, share_prefi
             assert (prompt_cells[S - len(prompt) :] >= 0).all()
 
 
+def test_a_large_step_on_many_devices_is_planned():
+    rng = np.random.default_rng(1)
+    rows = [row for row in rows_of(128, 16, longest=4096, rng=rng) if len(row.completion) > 1]
+    micro_batches = plan(rows, 8, 8192)
+    found = sorted(index for each in micro_batches for shard in each.shards for part in shard for index in part.rows)
+    assert found == list(range(len(rows)))
+    tokens = sum(len(row.completion) for row in rows)
+    assert tokens > 0.7 * sum(8 * each.shape.tokens for each in micro_batches)
+
+
+def test_known_sizes_stand_for_one_that_is_not():
+    def shape(tokens):
+        return Shape(tokens, tokens, (24, 32), ((24, 32),))
+
+    rows = [Row(g, np.zeros(2, int), np.zeros(20, int), np.ones(20, bool), 1.0, np.zeros(20)) for g in range(18)]
+    known = [shape(256), shape(64)]
+    assert [each.shape.tokens for each in plan(rows, 1, 256, known)] == [256, 64, 64]
+
+
 def test_slots_and_cells_are_inverse():
     [part], _ = pack(rows_of(3, 4), 1, 10_000)
     batch, ragged = part.batch, part.batch.ragged

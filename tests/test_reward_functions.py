@@ -491,3 +491,10 @@ def test_the_documents_rewards_run_as_they_are(function, texts, columns, expecte
     scores = scores_of(function, rollouts_of(plain, conversational, **columns), list(columns))
     assert not scores.error
     assert [None if math.isnan(value) else value for value in scores.values] == expected
+
+
+def test_rows_without_a_gold_answer_have_no_reward():
+    right = ["<think>x</think><answer>None</answer>", "<think>x</think><answer>4</answer>"]
+    assert rewards.think_answer_correct(right, [None, "4"]) == [None, 1.0]
+    assert rewards.math_accuracy(["None", "\\boxed{4}"], [None, "4"]) == [None, 1.0]
+    assert rewards.cosine_length(["a"], [[1] * 5], [None], max_length=9) == [None]

@@ -7,15 +7,18 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from groupax import GRPOConfig, init_model
 from groupax.errors import DivergedError, RunError
 from groupax.health import setup_findings
-from groupax.metrics import solved_metrics
+from groupax.metrics import logged_metrics, of_rollouts, solved_metrics
 from groupax.models.flops import activation_bytes_per_token, forward_flops
+from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
 from groupax.remote import Remote
+from groupax.rewards.scoring import Scored
 
 from .conftest import TINY, rest_heavy
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
@@ -259,6 +262,12 @@ def test_pass_at_k_is_the_unbiased_estimate():
     assert metrics["groups/all_right_frac"] == metrics["groups/all_wrong_frac"] == pytest.approx(1 / 3)
 
 
+def test_groups_that_cannot_be_judged_are_no_wrong_ones():
+    metrics = solved_metrics(np.array([[1.0, 1.0], [np.nan, 0.0]]))
+    assert metrics["pass@1"] == metrics["groups/all_right_frac"] == 1
+    assert all(np.isnan(value) for value in solved_metrics(np.array([[np.nan, 0.0]])).values())
+
+
 @pytest.mark.heavy
 def test_solved_groups_are_reported(tmp_path):
     def right(completions, gold):
@@ -266,8 +275,8 @@ def test_solved_groups_are_reported(tmp_path):
 
     a_trainer(tmp_path, [count_a, right], solved_by="right", max_steps=1, prompts_per_step=8).train()
     line = lines_of(tmp_path, timings=True)[0]
-    assert line["pass@1"] == pytest.approx(0.25 / 8)  # one prompt of eight begins with a
-    assert line["groups/all_wrong_frac"] == 7 / 8
+    assert line["pass@1"] == 0.25  # of the one prompt of eight that begins with a: to the others it does not apply
+    assert line["groups/all_wrong_frac"] == 0
     assert 0 < line["mfu"] < 2
     assert line["memory/peak_bytes"] > 1e6
     with pytest.raises(ValueError, match="solved_by is 'rigth', which is no reward function; did you mean right"):
@@ -403,6 +412,7 @@ def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
     trainer.train()
     lines = lines_of(tmp_path)
     assert all(line["loss_tokens"] == 0 and line["loss"] == 0 and line["update_skipped"] == 0 for line in lines)
+    assert all(line["entropy"] is None and line["clip_ratio/high_max"] is None for line in lines)  # of no tokens
     assert "no completion ended by itself" in caplog.text
     for a, b in zip(start, leaves(trainer), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -665,3 +675,105 @@ def test_listeners_are_told_and_can_end_a_run(tmp_path):
     events = ["begin", *["step_begin", "log", "step_end"] * 2, "end"]
     assert [event for event, _ in told] == events
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+# -- steps that sample several rollouts
+
+
+def test_a_step_on_several_rollouts_tells_of_all_of_them(tmp_path):
+    seen = []
+
+    def reward(completion_ids, log_metric):
+        seen.extend(count_a(completion_ids))
+        log_metric("calls", 1.0)
+        return seen[-len(completion_ids) :]
+
+    a_trainer(tmp_path, reward, updates_per_rollout=0.5, max_steps=2).train()
+    lines = lines_of(tmp_path, timings=True)
+    assert [line["reward"] for line in lines] == pytest.approx([np.mean(seen[:16]), np.mean(seen[16:])])
+    for step, line in enumerate(lines, 1):
+        table = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+        assert [row["rewards/reward"] for row in table] == seen[16 * (step - 1) : 16 * step]
+        assert [row["trainer_logps"] is not None for row in table] == [False] * 8 + [True] * 8
+        assert line["num_tokens"] == lines[0]["num_tokens"] * step or step == 2
+        assert line["time/rollout_s"] > 0
+
+
+def test_failures_and_seconds_of_a_steps_rollouts_add_up():
+    sampled = [
+        {"time/rollout_s": 1.0, "rewards/a/failures": 2.0, "reward": 1.0, "completions/max_length": 3.0, "epoch": 0.1},
+        {"time/rollout_s": 2.0, "rewards/a/failures": 0.0, "reward": np.nan, "completions/max_length": 9, "epoch": 0.2},
+        {"time/rollout_s": 3.0, "rewards/a/failures": 1.0, "reward": 4.0, "completions/max_length": 4.0, "epoch": 0.3},
+    ]  # fmt: skip
+    assert of_rollouts(sampled) == {
+        "time/rollout_s": 6.0,
+        "rewards/a/failures": 3.0,
+        "reward": 2.5,
+        "completions/max_length": 9.0,
+        "epoch": 0.3,
+    }
+
+
+def test_what_rewards_log_takes_no_name_of_the_runs(tmp_path):
+    def reward(completion_ids, log_metric):
+        for name in ("reward", "loss", "step", "num_tokens", "own"):
+            log_metric(name, 99.0)
+        return count_a(completion_ids)
+
+    trainer = a_trainer(tmp_path, reward, max_steps=1, eval_dataset=PROMPTS[:2])
+    trainer.train()
+    [line] = lines_of(tmp_path)
+    assert line["step"] == 1
+    assert line["reward"] < 99
+    assert line["loss"] != 99
+    assert line["num_tokens"] == trainer.cursor.num_tokens
+    assert {line[f"logged/{name}"] for name in ("reward", "loss", "step", "num_tokens")} == {line["own"]} == {99.0}
+    evaluated = trainer.evaluate().metrics
+    assert evaluated["reward"] < 99
+    assert evaluated["logged/reward"] == 99
+
+
+def test_logged_metrics_are_means_over_calls_of_all_rounds():
+    def scored(*values):
+        return Scored([], {}, {}, {"x": values}, 0.0, 0.0)
+
+    assert logged_metrics([scored(1.0, 1.0, 1.0), scored(5.0)]) == {"x": 2.0}
+
+
+@pytest.mark.heavy
+def test_old_log_probs_have_no_dropout(tmp_path):
+    adapter = LoRAConfig(r=4, lora_dropout=0.5)
+    settings = {"num_iterations": 2, "updates_per_rollout": 2, "prompts_per_step": 2, "max_steps": 8}
+    trainer = a_trainer(tmp_path, peft_config=adapter, learning_rate=3e-2, **settings)
+    update, gaps = trainer.learner.update, []
+
+    def watched(rows):
+        gaps.append(max(float(np.abs(row.old_logp - row.rollout_logp).max()) for row in rows))
+        return update(rows)
+
+    trainer.learner.update = watched
+    trainer.train()
+    assert max(gaps) < 1e-4
+
+
+def test_a_step_that_is_begun_anew_forgets_its_rollouts(tmp_path):
+    trainer = a_trainer(tmp_path, updates_per_rollout=0.5, max_steps=2, beta=0.05, do_last_save=True)
+    collect, calls = trainer.collector.collect, []
+
+    def failing(cursor, num_wanted):
+        calls.append(trainer.learner.shapes)
+        if len(calls) == 4:
+            raise OSError("the disk is gone")
+        return collect(cursor, num_wanted)
+
+    trainer.collector.collect = failing
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.train()
+    [folder] = (tmp_path / "run" / "checkpoints").glob("step_000001")
+    state = json.loads((folder / "state.json").read_text())
+    assert state["cursor"]["step"] == 1
+    assert state["log"]["num_sampled_tokens"] == sum(
+        len(row["completion_ids"])
+        for row in pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step_000001.parquet").to_pylist()
+    )
+    assert trainer.learner.shapes == calls[2]

@@ -33,7 +33,7 @@ class Saved:
 
 def store_of(run: str, scratch: Path) -> Store:
     """The checkpoints of a run by its folder or URL; those in a bucket pass through the local folder `scratch`."""
-    return RemoteStore(Remote(run), scratch) if is_remote(run) else LocalStore(Path(run) / "checkpoints")
+    return RemoteStore(Remote(run), scratch) if is_remote(run) else LocalStore(Path(run).expanduser() / "checkpoints")
 
 
 def split_path(path: str) -> tuple[str, int | None]:

@@ -123,6 +123,7 @@ def identity_of(
         {
             "model": asdict(model.config),
             "weights": weights_fingerprint(model.params),
+            "adapter": model.adapter and asdict(model.adapter.config),
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "train_dataset": {"prompts": len(prompts), "sha256": _sha256(ids.tobytes() for ids in prompts)},
             "rewards": list(rewards),

@@ -408,7 +408,7 @@ def save_policy(trainer: Any, folder: Any) -> None:
 
     Of several processes all must call this, and the first one writes.
     """
-    own = Path(trainer.args.output_dir)
+    own = trainer.run_folder.path
     if Path(folder).resolve() == own.resolve():
         tell(f"{folder} is the run's folder, with a config.json of its own; the model is in {own / 'model'}")
         trainer.save_model()

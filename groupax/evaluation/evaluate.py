@@ -13,7 +13,7 @@ from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.items import Item, estimates, make_items
 from groupax.evaluation.sets import ONLY_SET
 from groupax.field_types import nearest
-from groupax.metrics import Metrics, completion_metrics
+from groupax.metrics import Metrics, completion_metrics, logged_metrics, with_logged
 from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import score_groups
@@ -101,14 +101,13 @@ def evaluate(
         metrics.setdefault(name, float("nan"))
     metrics |= {f"rewards/{name}/failures": float(count) for name, count in scored.failures.items() if count}
     metrics |= {
-        **scored.metrics,
         **completion_metrics([row for group in scored.groups for row in group]),
         "prompts": float(len(items)),
         "prompts_dropped": float(prompts.num_dropped),
         "prompts_truncated": float(prompts.num_truncated),
         "prompts_unscorable": float(sum(not item.is_scorable for item in items)) if solved_by else 0.0,
     }
-    return SetEvaluation(items, found, metrics, params, solved_by, scored.errors)
+    return SetEvaluation(items, found, with_logged(metrics, logged_metrics([scored])), params, solved_by, scored.errors)
 
 
 def which_solves(solved_by: str | None, rewards: Sequence[Reward]) -> str | None:

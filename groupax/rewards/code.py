@@ -17,7 +17,7 @@ def code_tests(
     completions: Sequence[Any],
     prompts: Sequence[Any],
     tests: Sequence[Any],
-    entry_point: Sequence[str] | None = None,
+    entry_point: Sequence[str | None] | None = None,
     *,
     sandbox: Literal["bwrap", "none"] = "bwrap",
     timeout_s: float = 10.0,
@@ -34,7 +34,7 @@ def code_tests(
         prompts: what they continue.
         tests: for each, Python source that raises if the solution is wrong, or a list of such sources. A `check` that
             the source defines is called with the entry point (HumanEval).
-        entry_point: name of the function to test.
+        entry_point: name of the function to test, None or empty for none.
         sandbox: "none" runs the code with this process's rights.
         timeout_s: for a solution and all of its tests.
         memory_mb: for each of its processes.
@@ -47,11 +47,12 @@ def code_tests(
         RuntimeError: there is no bubblewrap.
     """
     limits = Limits(seconds=timeout_s, memory_bytes=memory_mb << 20)
-    names = [""] * len(completions) if entry_point is None else entry_point
+    names = [""] * len(completions) if entry_point is None else [name or "" for name in entry_point]
 
     def reward(index: int) -> float | None:
-        pieces = [tests[index]] if isinstance(tests[index], str) else list(tests[index] or ())
-        if not any(piece.strip() for piece in pieces):
+        given = [tests[index]] if isinstance(tests[index], str) else list(tests[index] or ())
+        pieces = [piece for piece in given if piece and piece.strip()]
+        if not pieces:
             return None
         solution = program(completion_text(completions[index]), prompts[index], names[index])
         runs = pieces if partial_credit else ["\n".join(pieces)]

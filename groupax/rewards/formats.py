@@ -26,11 +26,11 @@ def think_answer_format(completions: Sequence[Any]) -> list[float]:
     return [float(THINK_ANSWER.fullmatch(completion_text(completion)) is not None) for completion in completions]
 
 
-def think_answer_correct(completions: Sequence[Any], answer: Sequence[Any]) -> list[float]:
-    """1 for a completion in that format whose answer is exactly the column `answer`; else 0."""
+def think_answer_correct(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
+    """1 for a completion in that format whose answer is exactly the column `answer`, else 0; None without such one."""
     matches = [THINK_ANSWER.fullmatch(completion_text(completion)) for completion in completions]
     return [
-        float(match is not None and match["answer"].strip() == str(gold).strip())
+        None if gold is None else float(match is not None and match["answer"].strip() == str(gold).strip())
         for match, gold in zip(matches, answer, strict=True)
     ]
 

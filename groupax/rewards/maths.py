@@ -75,7 +75,7 @@ def math_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[flo
         answer: gold answers: an expression (`\\frac{3}{4}`, `0.75`) or a solution with the answer in `\\boxed{}`.
 
     Returns:
-        None where the gold answer cannot be read. A pair that takes longer than 5 s counts as wrong.
+        None where there is no gold answer or it cannot be read. A pair that takes longer than 5 s counts as wrong.
 
     Raises:
         ImportError: math-verify is not installed (`pip install groupax[math]`).
@@ -85,10 +85,9 @@ def math_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[flo
     except ImportError as error:
         raise ImportError("math_accuracy needs math-verify: pip install 'groupax[math]'") from error
     del math_verify
-    pairs = [(completion_text(completion), str(gold)) for completion, gold in zip(completions, answer, strict=True)]
-    if threading.current_thread() is threading.main_thread():
-        return [compare(text, gold) for text, gold in pairs]
-    return [_COMPARER(text, gold) for text, gold in pairs]
+    compared = compare if threading.current_thread() is threading.main_thread() else _COMPARER
+    pairs = zip(completions, answer, strict=True)
+    return [None if gold is None else compared(completion_text(completion), str(gold)) for completion, gold in pairs]
 
 
 def compare(text: str, gold: str, seconds: int = PARSE_SECONDS) -> float | None:

@@ -1,7 +1,7 @@
 """From groups as they are sampled to groups with rewards. Imports no jax."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ class Scored:
         groups: in the order of their prompts.
         failures: by reward, completions without one because something went wrong.
         errors: by reward that failed, what went wrong first.
-        metrics: what reward functions logged, means over their calls.
+        logged: what reward functions logged, of each call.
         rollout_s: seconds until the last group was sampled.
         reward_s: further seconds until the last one was scored.
     """
@@ -27,7 +27,7 @@ class Scored:
     groups: list[list[Rollout]]
     failures: Mapping[str, int]
     errors: Mapping[str, str]
-    metrics: Mapping[str, float]
+    logged: Mapping[str, Sequence[float]]
     rollout_s: float
     reward_s: float
 
@@ -80,7 +80,7 @@ def score_groups(sampled: Iterable[list[Rollout]], runner: RewardRunner) -> Scor
         sorted(scored, key=lambda group: group[0].prompt_index),
         failures,
         errors,
-        {metric: float(np.mean(values)) for metric, values in logged.items()},
+        logged,
         sampled_s - started_s,
         scored_s - sampled_s,
     )
