@@ -200,10 +200,13 @@ def sampler_for(
         return engine
     shared, key = None, os.environ.get(API_KEY_VARIABLE)
     if args.rollout_correction != "none":
-        folder = Path(args.rollout_folder or run_folder / "rollout_weights")
+        folder = Path(args.rollout_folder or run_folder / "rollout_weights").expanduser()
         shared = WeightsFolder(folder, model, jnp.dtype(stored_dtype(model)), is_own=args.rollout_folder is None)
     servers, eos_ids = args.rollout_servers, engine.eos_ids
-    sampler = RemoteSampler(servers, model.config, params, eos_ids, model.adapter, shared, api_key=key)
+    timeout_s = args.rollout_timeout_s
+    sampler = RemoteSampler(
+        servers, model.config, params, eos_ids, model.adapter, shared, api_key=key, timeout_s=timeout_s
+    )
     return sampler if processes.num_processes() == 1 else SamplerForAll(sampler, params)
 
 

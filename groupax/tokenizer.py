@@ -11,6 +11,8 @@ import numpy as np
 Prompt = str | list[dict[str, Any]]
 # What transformers calls a tokenizer that is no family's own.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+CONTEXT_TOKENS = 8  # of a prompt, with which the text of a completion is read
+REPLACEMENT = "\ufffd"  # what a tokenizer writes for the bytes of a character that is not whole
 # What tokens are read from. Without any of these transformers makes a tokenizer of special tokens for some families.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model*", "*.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -93,6 +95,13 @@ def eos_token_ids(tokenizer: Any, *configs: Mapping[str, Any]) -> tuple[int, ...
     return tuple(dict.fromkeys(ids))
 
 
+def special_token_ids(tokenizer: Any, texts: Sequence[str]) -> tuple[int, ...]:
+    """The ids of the special tokens that are written like one of these texts; decoded texts leave them out."""
+    return tuple(
+        number for number, token in tokenizer.added_tokens_decoder.items() if token.special and token.content in texts
+    )
+
+
 def is_conversational(prompt: Prompt) -> bool:
     """Whether a prompt is a list of messages rather than a string."""
     return not isinstance(prompt, str)
@@ -154,6 +163,9 @@ def render(tokenizer: Any, messages: Any, name: str, add_generation_prompt: bool
         raise ValueError(
             f"{name} must be a string or a list of messages like {{'role': 'user', 'content': '...'}}, got {messages!r}"
         )
+    for number, message in enumerate(messages, 1):
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise ValueError(f"{name}: message {number} of {len(messages)} has no content: {message!r:.200}")
     if not tokenizer.chat_template:
         raise ValueError(
             f"{name} is a list of messages, but the tokenizer has no chat template (a base model?); set "
@@ -165,3 +177,24 @@ def render(tokenizer: Any, messages: Any, name: str, add_generation_prompt: bool
 def decode(tokenizer: Any, completions: Sequence[Sequence[int]]) -> list[str]:
     """The text of each completion, without special tokens."""
     return tokenizer.batch_decode([list(ids) for ids in completions], skip_special_tokens=True)
+
+
+def context_of(tokenizer: Any, prompt: Sequence[int] | np.ndarray) -> list[int]:
+    """The last tokens of a prompt, to read a completion behind; none where the prompt ends within a character."""
+    context = [int(token) for token in prompt[-CONTEXT_TOKENS:]]
+    return [] if decode(tokenizer, [context])[0].endswith(REPLACEMENT) else context
+
+
+def decode_behind(tokenizer: Any, context: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that a completion adds to that of its prompt, without special tokens.
+
+    By themselves tokens of SentencePiece lose the space before their first word, which `decode` leaves out as TRL does.
+
+    Args:
+        tokenizer: of the model.
+        context: see `context_of`.
+        tokens: of the completion.
+    """
+    before, both = decode(tokenizer, [context, [*context, *tokens]])
+    # a tokenizer that tidies spaces up may change what stood before
+    return both[len(before) :] if both.startswith(before) else decode(tokenizer, [tokens])[0]

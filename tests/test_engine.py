@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from groupax import Engine, SamplingParams, load_model
+from groupax import Engine, SamplingParams, init_model, load_model
 from groupax.engine.batch import Batch
 from groupax.engine.prefixes import Prefix, PrefixStore
 from groupax.engine.sampling import (
@@ -19,6 +19,7 @@ from groupax.engine.sampling import (
     block_width,
     changed_logits,
     kept_tokens,
+    row_keys,
     sample,
     uniforms,
 )
@@ -104,6 +105,16 @@ def test_seed_and_step_do_show(tiny_model, expected):
     assert tokens_of(engine.generate(PROMPTS, PARAMS, step=1)) != expected
 
 
+def test_every_bit_of_a_seed_counts_and_small_ones_are_those_of_jax():
+    where = np.arange(2), np.zeros(2, int)
+    seeds = [5, 5 + 2**32, 5 + 2**33, 2**32 - 1, -1, 2**63 - 1, -(2**63), 0]
+    keys = [row_keys(seed, 3, *where) for seed in seeds]
+    assert len({key.tobytes() for key in keys}) == len(seeds)
+    for seed in (0, 5, 2**32 - 1):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 3), 1), 0)
+        np.testing.assert_array_equal(keys[seeds.index(seed)][1], jax.random.key_data(key))
+
+
 def test_samples_of_a_prompt_differ(expected):
     assert len({tuple(tokens) for group in expected for tokens in group}) == len(PROMPTS) * PARAMS.n
 
@@ -150,7 +161,13 @@ def test_prompt_up_to_the_models_positions(tiny_model):
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [(np.zeros(0, np.int32), "prompt 0 has no tokens"), (np.array([3, 96]), "vocabulary has 96 tokens")],
+    [
+        (np.zeros(0, np.int32), "prompt 0 has no tokens"),
+        (np.array([3, 96]), "vocabulary has 96 tokens"),
+        (np.array([[3, 4]]), r"prompt 0 is an array of the shape \(1, 2\); a prompt is one row of token ids"),
+        (np.array(3), r"prompt 0 is an array of the shape \(\)"),
+    ],
+    ids=str,
 )
 def test_prompts_that_cannot_be_continued(tiny_model, prompt, message):
     with pytest.raises(ValueError, match=message):
@@ -163,6 +180,8 @@ def test_prompts_that_cannot_be_continued(tiny_model, prompt, message):
         {"n": 0},
         {"max_tokens": 0},
         {"temperature": -1.0},
+        {"temperature": 1e-36},
+        {"seed": 2**63},
         {"top_k": -1},
         {"top_p": 0.0},
         {"min_p": 1.0},
@@ -458,6 +477,8 @@ def letters(tokens):
 
 
 class Letters:
+    added_tokens_decoder = {}  # noqa: RUF012
+
     def batch_decode(self, rows, **_):
         return [letters(row) for row in rows]
 
@@ -481,6 +502,20 @@ def test_stop_texts_that_straddle_tokens(tiny_model, expected):
     assert [texts[index] for index in range(len(PROMPTS))] == [[s.text for s in group] for group in groups]
     with pytest.raises(ValueError, match=r"stop texts \('a'\) need a tokenizer"):
         engine_for(tiny_model).generate(PROMPTS, SamplingParams(stop=("a",), max_tokens=8))
+
+
+def test_a_stop_text_that_is_a_special_token_is_that_token(tmp_path):
+    from .test_config_and_data import a_tokenizer
+
+    tokenizer = a_tokenizer(eos_token="<eos>", additional_special_tokens=["<pad>"])
+    model = init_model({**TINY, "vocab_size": 13})
+    engine = Engine(model.config, model.params, model.mesh, (), chunk_steps=8, tokenizer=tokenizer)
+    params = SamplingParams(max_tokens=16, temperature=0.0, min_tokens=3, logit_bias={2: 100.0, 5: 50.0})
+    [[unstopped]] = engine.generate([[3, 4]], params)
+    assert (unstopped.tokens, unstopped.finish_reason, unstopped.text) == ([2] * 16, "length", "")
+    [[one], [other]] = engine.generate([[3, 4], [3]], replace(params, stop=("<pad>", "j")))
+    for sequence in (one, other):
+        assert (sequence.tokens, sequence.finish_reason, sequence.text) == ([5, 5, 5, 2], "stop", " c c c")
 
 
 def test_finding_stop_texts():
@@ -521,8 +556,19 @@ def test_updates_and_cancelling(tiny_model, expected):
         assert sequence.finish_reason in ("abort", "stop", "length")
 
 
+def test_token_ids_in_every_form(tiny_model):
+    engine, params = engine_for(tiny_model, 1), SamplingParams(max_tokens=4, seed=1)
+    one, both = np.array([5, 6, 7], np.int32), np.array([[5, 6, 7], [8, 9, 3]])
+    expected = tokens_of(engine.generate([one], params))
+    for same in (one, jnp.asarray(one), (5, 6, 7), [5, 6, 7], [(5, 6, 7)], [jnp.asarray(one)], one[None]):
+        assert tokens_of(engine.generate(same, params)) == expected, same
+    for same in (both, jnp.asarray(both), both.tolist(), tuple(map(tuple, both.tolist()))):
+        encoded = engine.encode(same)
+        assert [(ids.tolist(), ids.dtype) for ids in encoded] == [([5, 6, 7], np.int32), ([8, 9, 3], np.int32)]
+
+
 def test_prompts_of_every_kind(tmp_path):
-    from groupax import init_model, save_model
+    from groupax import save_model
 
     from .test_config_and_data import a_tokenizer
 
@@ -533,7 +579,8 @@ def test_prompts_of_every_kind(tmp_path):
     params = SamplingParams(max_tokens=6, seed=1)
     [[one]] = engine.generate("abc", params)
     ids = engine.encode("abc")[0]
-    assert one.text == tokenizer.decode(one.tokens, skip_special_tokens=True)
+    said, whole = (tokenizer.decode(row, skip_special_tokens=True) for row in (ids, [*ids, *one.tokens]))
+    assert said + one.text == whole
     for same in (["abc"], ids, [ids], ids.tolist(), [{"role": "user", "content": "abc"}]):
         assert engine.generate(same, params)[0][0].tokens == one.tokens, same
     both = engine.generate([[{"role": "user", "content": "abc"}], "abc"], params)
@@ -784,3 +831,14 @@ def test_quantized_weights_are_the_nearest_numbers(tiny_model, dtype):
 def test_weights_in_no_bits_that_exist(tiny_model):
     with pytest.raises(ValueError, match="must be one of same, bfloat16, int8, float8, got 'int3'"):
         engine_for(tiny_model, 1, weights="int3")
+
+
+@pytest.mark.parametrize("chunk_steps", [0, 4, 12, -8])
+def test_chunks_of_no_multiple_of_8(tiny_model, chunk_steps):
+    with pytest.raises(ValueError, match=f"chunk_steps must be a multiple of 8, at least 8, got {chunk_steps}"):
+        engine_for(tiny_model, 1, chunk_steps=chunk_steps)
+
+
+def test_a_classifier_generates_nothing(tiny_model):
+    with pytest.raises(ValueError, match=r"the model classifies sequences, with 2 labels, .* give a causal model"):
+        Engine(replace(tiny_model.config, num_labels=2), tiny_model.params, tiny_model.mesh, eos_ids=(1,))

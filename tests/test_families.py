@@ -209,6 +209,20 @@ def test_long_factors_are_for_models_of_longer_sequences(tmp_path):
         Engine(config, {"embed": jnp.zeros((96, 32))}, make_mesh(), ()).generate([3], SamplingParams(max_tokens=64))
 
 
+@pytest.mark.parametrize(("family", "change"), [("qwen3", {}), ("gemma3_text", {})])
+def test_two_tables_that_differ_are_refused(family, change):
+    hf = {**BASE, "model_type": family, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    with pytest.raises(ValueError, match=r"config.json has rope_scaling=.* beside rope_parameters=.* remove rope_sca"):
+        read_config({**hf, "rope_scaling": yarn})
+
+
+def test_two_tables_that_agree_are_one():
+    hf = {**BASE, "model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5}}
+    both = {**hf, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert read_config(both) == read_config(hf) == read_config({**hf, "rope_scaling": None})
+
+
 def test_the_base_grows_with_the_context_beyond_the_original():
     rope = Rope(theta=1e4, dims=8, scaling=DynamicRope(2.0, 100))
     np.testing.assert_array_equal(frequencies(rope, 50), frequencies(Rope(theta=1e4, dims=8), 50))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +135,15 @@ def test_adapters_of_another_kind_are_refused_by_name(settings, message):
         lora_config(settings)
     with pytest.raises(ValueError, match=r"must be a LoRAConfig or a peft\.LoraConfig, got int"):
         lora_config(3)
+
+
+@pytest.mark.parametrize("how", [False, "gaussian", "orthogonal"])
+def test_only_the_usual_beginning_of_an_adapter_is_done(how):
+    settings = {"peft_type": "LORA", "init_lora_weights": how}
+    for given in (settings, SimpleNamespace(**settings)):
+        with pytest.raises(ValueError, match=f"init_lora_weights is {how!r}; .* leave it at True"):
+            lora_config(given)
+    assert lora_config(settings, has_weights=True) == lora_config({"peft_type": "LORA", "init_lora_weights": True})
 
 
 # -- the arrays

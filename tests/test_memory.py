@@ -1,4 +1,4 @@
-"""Loading holds one copy of the weights, whatever the number of devices."""
+"""Loading holds one copy of the weights, whatever the number of devices; limits of containers count."""
 
 import json
 import shutil
@@ -12,6 +12,8 @@ from safetensors.numpy import save_file
 
 from groupax.models.families import read_config
 from groupax.models.specs import num_params, spec_leaves
+from groupax.parallel import peak
+from groupax.parallel.mesh import make_mesh
 
 GB = 10**9
 LLAMA_8B = {
@@ -66,6 +68,46 @@ def layers_that_fit(folder):
     allowed = min(0.72 * available, 0.8 * shutil.disk_usage(folder).free)
     sizes = {n: 2 * num_params(read_config({**LLAMA_8B, "num_hidden_layers": n})) for n in range(1, 33)}
     return max((n for n, size in sizes.items() if size <= allowed), default=0)
+
+
+def write_group(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"memory.{name}").write_text(text)
+
+
+def test_limits_of_control_groups_and_of_those_around_them(tmp_path):
+    cgroups = "1:cpu:/\n0::/job/step\n"
+    assert peak.container_free_bytes(cgroups, tmp_path) == float("inf"), "nothing is readable"
+    write_group(tmp_path / "job/step", max="max\n", current="700\n", stat="anon 400\ninactive_file 200\n")
+    assert peak.container_free_bytes(cgroups, tmp_path) == float("inf")
+    write_group(tmp_path / "job", max="1000\n", current="800\n", stat="anon 400\ninactive_file 300\n")
+    assert peak.container_free_bytes(cgroups, tmp_path) == 500
+    write_group(tmp_path / "job/step", max="750\n")
+    assert peak.container_free_bytes(cgroups, tmp_path) == 250
+    write_group(tmp_path, max="900\n", current="950\n")
+    assert peak.container_free_bytes(cgroups, tmp_path) == 0, "shown as its own root to a container"
+
+
+def test_limits_of_the_first_version_of_control_groups(tmp_path):
+    cgroups = "9:name=systemd:/\n4:cpu,memory:/docker/1f\n0::/\n"
+    unlimited = {"limit_in_bytes": "9223372036854771712\n", "usage_in_bytes": "10\n"}
+    write_group(tmp_path / "memory", **unlimited)
+    assert peak.container_free_bytes(cgroups, tmp_path) > 1e18
+    stat = "inactive_file 1\ntotal_inactive_file 30\n"
+    write_group(tmp_path / "memory", limit_in_bytes="500\n", usage_in_bytes="400\n", stat=stat)
+    assert peak.container_free_bytes(cgroups, tmp_path) == 130
+
+
+def test_free_memory_is_within_the_limit_of_the_container(tmp_path, monkeypatch):
+    cgroup = Path("/proc/self/cgroup")
+    if not cgroup.is_file():
+        pytest.skip("there are no control groups")
+    write_group(tmp_path, max="8000\n", current="4000\n")
+    write_group(tmp_path / "memory", limit_in_bytes="8000\n", usage_in_bytes="4000\n")
+    monkeypatch.setattr(peak, "_CGROUPS", tmp_path)
+    mesh = make_mesh()
+    assert peak.free_memory_bytes(mesh) == 4000 / mesh.size
 
 
 @pytest.mark.long

@@ -101,9 +101,24 @@ def test_those_that_are_not_far_make_room_and_begin_again():
     assert [len(bundle) for bundle in scheduler.waiting] == [1] * 7
     scheduler.grow(2)
     assert [sequence and len(sequence.tokens) for sequence in scheduler.slots] == [5, None, 9, None]
-    assert scheduler.num_unplaced == 5, "of seven that wait, two have a free slot"
+    assert scheduler.num_unplaced() == 5, "of seven that wait, two have a free slot"
     assert len(scheduler.admit(8)[0].placed) == 2
-    assert scheduler.num_unplaced == 5
+    assert scheduler.num_unplaced() == 5
+
+
+def test_slots_beside_running_sequences_are_free_once_their_places_are_split():
+    scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=4)
+    scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 1, 1))
+    scheduler.admit(8)
+    assert scheduler.num_stranded == 0
+    scheduler.submit(sequences_of(2, 2, 2, 2))
+    finish(scheduler, 1, 2, 3, 5, 6)
+    assert scheduler.num_stranded == 5
+    assert [scheduler.num_unplaced(share) for share in (4, 2, 1)] == [4, 2, 0]
+    scheduler.split(2)
+    assert scheduler.num_stranded == 3
+    assert len(scheduler.admit(8)[0].placed) == 2
+    assert scheduler.num_unplaced(2) == 2
 
 
 def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():

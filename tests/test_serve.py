@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tyro
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from groupax import SamplingParams, save_model
 from groupax.parallel import peak
@@ -24,6 +27,7 @@ from groupax.serve.metrics import Histogram
 from groupax.serve.requests import parse, parse_json
 from groupax.serve.text import TextStream
 from groupax.serve.weights import Weights
+from groupax.tokenizer import context_of, decode, decode_behind
 
 from .test_config_and_data import a_tokenizer
 from .test_engine import engine_for
@@ -68,6 +72,7 @@ def test_settings_of_a_chat():
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"temperature": 1e300}, "temperature is out of range"),
         ({"temperature": True}, "temperature must be a number"),
+        ({"temperature": 1e-36}, r"temperature must be 0 \(greedy\) or at least 1e-06, got 1e-36"),
         ({"n": 1.5}, "n must be an integer"),
         ({"n": 1 << 40}, "n is out of range"),
         ({"seed": 1 << 70}, "seed must be an integer"),
@@ -144,6 +149,59 @@ def test_streamed_texts_are_never_taken_back(size, stop):
     assert told + stream.end(whole) == whole
 
 
+def a_tokenizer_of_words():
+    """One that decodes as SentencePiece does, without the space before the first word."""
+    vocab = {"<unk>": 0, "<eos>": 1, "\u2581a": 2, "\u2581b": 3, "c": 4, "\u2581": 5, "\u2581\u2581": 6}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", left=1, right=0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "text"),
+    [
+        ([2, 4], [3, 4, 2], " bc a"),
+        ([2, 4], [4, 3], "c b"),
+        ([2] * 20, [6, 4], "  c"),
+        ([1], [3, 4, 2], "bc a"),
+        ([1, 5], [3], " b"),
+        ([], [3, 1, 2], "b a"),
+    ],
+)
+def test_completions_keep_the_space_before_their_first_word(prompt, tokens, text):
+    tokenizer = a_tokenizer_of_words()
+    context = context_of(tokenizer, prompt)
+    assert decode_behind(tokenizer, context, tokens) == text
+    stream = TextStream(lambda ids: decode(tokenizer, [ids])[0], (), context)
+    assert "".join([stream.add([token]) for token in tokens]) + stream.end(text) == text
+    vocabulary = Vocabulary(tokenizer)
+    if len(prompt) > 1 and 1 not in prompt:
+        assert "".join(vocabulary.text(token) for token in tokens) == text
+
+
+def test_a_prompt_that_ends_within_a_character_is_no_context():
+    class Bytes:
+        def batch_decode(self, rows, **_):
+            return [bytes(row).decode(errors="replace") for row in rows]
+
+    whole, cut = "né".encode(), "né".encode()[:-1]
+    assert context_of(Bytes(), whole) == list(whole)
+    assert context_of(Bytes(), cut) == []
+    assert decode_behind(Bytes(), context_of(Bytes(), cut), whole[-1:] + b"x") == "\ufffdx"
+
+
+def test_texts_and_stops_of_a_session_stand_behind_the_prompt(tiny_model):
+    engine = engine_for(tiny_model, 1)
+    engine.tokenizer = a_tokenizer_of_words()
+    params = SamplingParams(max_tokens=4, temperature=0.0, logit_bias={3: 100.0})
+    [[behind], [first]] = engine.generate([[2, 4], [1]], params)
+    assert (behind.tokens, behind.text, first.text) == ([3] * 4, " b b b b", "b b b b")
+    [[behind], [first]] = engine.generate([[2, 4], [1]], replace(params, stop=" b"))
+    assert (behind.tokens, behind.text, first.tokens, first.text) == ([3], "", [3, 3], "b")
+
+
 def test_answers_in_pieces_are_the_whole_one():
     tokenizer = a_tokenizer(eos_token="<eos>")
     request = parsed(logprobs=1, n=1, return_token_ids=True)
@@ -166,6 +224,28 @@ def test_answers_in_pieces_are_the_whole_one():
     assert answers.last_piece([completion])["usage"] == answers.usage([completion])
     completion.add(Growth(0, 0, [6], [-1.0], [-1.0], [[(6, -1.0)]], [3], "length", "d"))  # had to begin again
     assert (completion.tokens, completion.versions) == ([6], [3])
+
+
+def test_alternatives_include_the_token_itself():
+    answers = Answers(parsed(logprobs=1), "m", "id", [[1, 2]], [], 1, Vocabulary(a_tokenizer(eos_token="<eos>")))
+    completion = Completion()
+    completion.add(Growth(0, 0, [3, 4], [-0.5, -2.0], [0.0, 0.0], [[(3, -0.5)], [(5, -0.2)]], [1, 1], "stop", "ab"))
+    [choice] = answers.whole([completion])["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"a": -0.5}, {"c": -0.2, "b": -2.0}]
+
+
+@pytest.mark.parametrize("model", [[], None, 3])
+def test_an_upload_for_no_model_is_refused(model):
+    with pytest.raises(ApiError, match="model must be a text") as caught:
+        Weights(EngineLoop({}), {}).begin({"model": model})
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("dtype", ["int8", "auto"])
+def test_a_dtype_that_weights_cannot_have_is_refused_at_once(dtype, capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(Serve, args=["--model", "x", "--dtype", dtype])
+    assert "bfloat16" in capsys.readouterr().err
 
 
 def test_histograms_count_what_is_at_most_so_long():

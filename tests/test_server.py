@@ -123,9 +123,9 @@ def test_completions_are_the_engines(client, engine):
         assert choice.text == sequence.text
         assert choice.finish_reason == sequence.finish_reason
         assert choice.logprobs.token_logprobs == sequence.policy_logps
-        assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * len(sequence.tokens)
         assert [sorted(top.values()) for top in choice.logprobs.top_logprobs] == [
-            sorted(logp for _, logp in pairs) for pairs in sequence.alternatives
+            sorted({token: own, **dict(pairs)}.values())  # the token itself as well
+            for token, own, pairs in zip(sequence.tokens, sequence.policy_logps, sequence.alternatives, strict=True)
         ]
         assert choice.token_ids == sequence.tokens
         assert choice.sampler_logps == sequence.sampler_logps
@@ -273,6 +273,7 @@ def test_mistakes_are_told_as_openai_tells_them(address, client):
     refused = [
         ({"max_tokens": 600}, "exceeds the model's 512 positions"),
         ({"temperature": -1}, "temperature must be 0"),
+        ({"temperature": 1e-36, "logprobs": 1}, "temperature must be 0"),
         ({"n": 49}, "a request may have 48"),
         ({"n": 0}, "n must be at least 1"),
         ({"logprobs": 21}, r"logprobs must be in \[0, 20\]"),

@@ -40,6 +40,7 @@ FREE = {
     "kv_cache_gb",
     "rollout",
     "rollout_folder",
+    "rollout_timeout_s",
     "reward_batch",
     "reward_concurrency",
     "reward_workers",

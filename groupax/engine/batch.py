@@ -1,6 +1,6 @@
 """Sequences on the devices: they enter slots, are decoded a chunk at a time, and leave.
 
-    (submit ──► fit) ──► make_room ──► admit ──► decode ──► keep_prefixes ──► retire ──► shrink ──► make_room ...
+    (submit ──► fit) ──► spread ──► make_room ──► admit ──► decode ──► keep_prefixes ──► retire ──► shrink ──► ...
 
 The scheduler knows which sequence sits in which slot, the plan what memory allows; here is what follows from both for
 the arrays.
@@ -40,6 +40,8 @@ from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.transfer import fetched, placed
 
+# With at most so many chunks to go there is no other number of slots any more.
+LAST_CHUNKS = 3
 # All that is compiled for decoding.
 PROGRAMS: tuple[Any, ...] = (admit, decode_chunk, move, move_slots, release, stored_of, take, widen_slots)
 
@@ -137,7 +139,11 @@ class Batch:
             shape = self.shape
             wanted = replace(shape, share=scheduler.fitting_share(), num_prompt_columns=prompt_columns)
         expected = max(shape.num_columns, expected_columns(longest_completion))
-        num_unplaced = scheduler.num_unplaced
+        # as many prompts as in twice the slots, and no more rows
+        split = self._split(replace(wanted, num_columns=expected))
+        if not scheduler.num_unplaced(split):
+            wanted = replace(wanted, share=split)
+        num_unplaced = scheduler.num_unplaced(wanted.share)
         while num_unplaced > scheduler.num_shards * (wanted.num_slots - shape.num_slots):
             doubled = replace(wanted, num_slots=2 * wanted.num_slots)
             if not (self.plan.allows(replace(doubled, num_columns=expected)) and self._may_have(doubled.num_slots)):
@@ -151,6 +157,18 @@ class Batch:
         scheduler.split(wanted.share)
         scheduler.grow(wanted.num_slots)
         self._rearrange(rows, places, self.column, shape.num_columns, prompt_columns)
+
+    def spread(self) -> None:
+        """Split places, once half of all slots are idle in places where others still run, and something waits."""
+        scheduler, shape = self.scheduler, self.shape
+        if not scheduler.waiting or 2 * scheduler.num_stranded < len(scheduler.slots):
+            return
+        share = self._split(shape)
+        if share == shape.share:
+            return
+        places = self._indices(shape.num_slots // share, shape.num_places, shape.share // share)
+        scheduler.split(share)
+        self._rearrange(None, places, self.column, shape.num_columns)
 
     def make_room(self) -> None:
         """Have columns for another chunk: they are moved, made more or fewer, or slots are given up or added."""
@@ -167,7 +185,7 @@ class Batch:
         if not self.plan.allows(shape):
             shape = self.plan.smaller(shape)
             places, rows = scheduler.evict(shape.num_places, shape.share)
-        elif scheduler.num_unplaced and self.plan.allows(doubled) and self._may_have(doubled.num_slots):
+        elif scheduler.num_unplaced() and self.plan.allows(doubled) and self._may_have(doubled.num_slots):
             rows, places = (self._indices(2 * number, number, 1) for number in (shape.num_slots, shape.num_places))
             scheduler.grow(doubled.num_slots)
         self._rearrange(rows, places, target, shape.num_columns)
@@ -224,11 +242,16 @@ class Batch:
         self.slots = release(self.slots, self._on_rows(released))
 
     def shrink(self) -> None:
-        """Have half as many slots or fewer, once so many have nothing to do any more; after each chunk."""
+        """Have half as many slots or fewer, once so many have nothing to do any more; after each chunk.
+
+        Each number of slots is a program of its own, for which the last few chunks are not worth it.
+        """
         scheduler = self.scheduler
         needed = max(self._num_needed, MIN_SLOTS, power_of_two(scheduler.num_slots_needed()))
         self._num_idle, self._num_needed = self._num_idle + 1, needed
-        is_idle = bool(scheduler.running) and not scheduler.waiting and needed <= scheduler.slots_per_shard // 2
+        left = max((each.params.max_tokens - len(each.tokens) for each in scheduler.running), default=0)
+        is_idle = not scheduler.waiting and needed <= scheduler.slots_per_shard // 2
+        is_idle = is_idle and left > LAST_CHUNKS * self.chunk_steps
         if is_idle and self._num_idle <= self.patience:
             return
         self._num_idle = self._num_needed = 0
@@ -237,6 +260,12 @@ class Batch:
         share = scheduler.share
         kept = scheduler.shrink(needed)
         self._rearrange(kept, kept // share, self.column, self.cache.num_columns)
+
+    def _split(self, shape: CacheShape) -> int:
+        """How many slots a place of this shape should have, the most with which the fewest are left without a place."""
+        halved = [replace(shape, share=shape.share >> times) for times in range(shape.share.bit_length())]
+        allowed = (each.share for each in halved if self.plan.allows(each))
+        return min(allowed, key=self.scheduler.num_unplaced, default=shape.share)
 
     def _may_have(self, num_slots: int) -> bool:
         """Whether each shard may have so many slots."""

@@ -25,7 +25,7 @@ from groupax.models.specs import Params
 from groupax.models.split import laid_out
 from groupax.parallel.mesh import decoding_mesh, is_split
 from groupax.parallel.peak import free_memory_bytes
-from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer
+from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, special_token_ids
 
 
 class Engine:
@@ -54,7 +54,8 @@ class Engine:
             their keys and values, of the feed-forward's columns and of the vocabulary.
 
     Raises:
-        ValueError: devices cannot share the weights so.
+        ValueError: the model classifies sequences, `chunk_steps` is no multiple of 8, or devices cannot share the
+            weights so.
 
     Attributes:
         prefixes: what is stored of finished sequences.
@@ -132,6 +133,13 @@ class Engine:
         weights: str = "same",
         tp: int = 1,
     ) -> None:
+        if config.num_labels:
+            raise ValueError(
+                f"the model classifies sequences, with {config.num_labels} labels, and has no head to generate text "
+                "with; give a causal model"
+            )
+        if chunk_steps < 8 or chunk_steps % 8:
+            raise ValueError(f"chunk_steps must be a multiple of 8, at least 8, got {chunk_steps}")
         self.config = config
         self.weights = weights
         self.mesh = decoding_mesh(mesh, tp)
@@ -176,12 +184,14 @@ class Engine:
         """`params.n` completions of each prompt, in order.
 
         Args:
-            prompts: one prompt or a list of them; a prompt is a text, a list of messages, or an array of token ids.
+            prompts: one prompt or a list of them; a prompt is a text, a list of messages, or token ids. The rows of an
+                array [P, S] of token ids are prompts.
             params: how to sample.
             step: distinguishes calls with the same seed.
 
         Raises:
-            ValueError: a prompt is empty, too long, has tokens that the model has not, or needs a tokenizer.
+            ValueError: a prompt is empty, too long, no row of token ids, has tokens that the model has not, or needs a
+                tokenizer.
         """
         ids = self.encode(prompts)
         groups: list[list[Sequence]] = [[] for _ in ids]
@@ -190,11 +200,12 @@ class Engine:
         return [sorted(group, key=lambda sequence: sequence.sample_index) for group in groups]
 
     def encode(self, prompts: Any) -> list[np.ndarray]:
-        """Token ids of one prompt or a list of them: texts, lists of messages, or arrays of token ids."""
-        single = isinstance(prompts, (str, np.ndarray)) or (
-            isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], (dict, int, np.integer))
-        )
-        given = [prompts] if single else list(prompts)
+        """Token ids of one prompt or a list of them: texts, lists of messages, or token ids as arrays or lists.
+
+        Raises:
+            ValueError: prompts are of several kinds, or need a tokenizer.
+        """
+        given = [prompts] if _is_one_prompt(prompts) else list(prompts)
         texts = [p for p in given if isinstance(p, str) or (isinstance(p, list) and p and isinstance(p[0], dict))]
         if not texts:
             return [np.asarray(prompt, np.int32) for prompt in given]
@@ -222,6 +233,10 @@ class Engine:
         outside = [token for token in params.logit_bias if not 0 <= token < self.config.vocab_size]
         if outside:
             raise ValueError(f"logit_bias names tokens {outside}; the vocabulary has {self.config.vocab_size}")
+        if params.stop:
+            assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
+            special = special_token_ids(self.tokenizer, params.stop)
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *special)) if special else params
         return unstarted(prompts, params, self.eos_ids, step, first_prompt)
 
     def stream(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
@@ -272,6 +287,11 @@ class Engine:
 
     def _check(self, index: int, prompt: np.ndarray, params: SamplingParams) -> None:
         limit = self.config.max_positions
+        if prompt.ndim != 1:
+            raise ValueError(
+                f"prompt {index} is an array of the shape {prompt.shape}; a prompt is one row of token ids, several "
+                "are a list of such rows or an array of two dims"
+            )
         if prompt.size == 0:
             raise ValueError(f"prompt {index} has no tokens; the model needs at least one to continue from")
         if prompt.size + params.max_tokens > limit:
@@ -284,6 +304,15 @@ class Engine:
                 f"prompt {index} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has "
                 f"{self.config.vocab_size} tokens: is this its tokenizer?"
             )
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    """Whether this is a prompt, and no list of them."""
+    if isinstance(prompts, (np.ndarray, jax.Array)):
+        return prompts.ndim < 2
+    if isinstance(prompts, (list, tuple)):
+        return bool(prompts) and isinstance(prompts[0], (dict, int, np.integer))
+    return isinstance(prompts, str)
 
 
 def unstarted(

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-6  # below it logits over temperature leave float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class SamplingParams:
         n: completions per prompt.
         max_tokens: the longest completion, in tokens, its end-of-sequence token included.
         min_tokens: no stop token or stop string ends a completion before it has as many.
-        temperature: 0 takes the likeliest token (log-probs are then those at temperature 1).
+        temperature: 0 takes the likeliest token (log-probs are then those at temperature 1); else at least 1e-6.
         top_k: 0 keeps all.
         top_p: in (0, 1]; 1 keeps all.
         min_p: in [0, 1); 0 keeps all.
@@ -28,8 +29,9 @@ class SamplingParams:
         presence_penalty: taken off the logits of tokens that occurred in the completion; 0 is off.
         frequency_penalty: taken off as often as they occurred; 0 is off.
         logit_bias: added to the logits of these tokens.
-        seed: same seed, same prompts, same completions, in whatever batch they run.
-        stop: texts that end a completion, or one text; its tokens include them, its text does not.
+        seed: same seed, same prompts, same completions, in whatever batch they run; of 64 bits, with a sign.
+        stop: texts that end a completion, or one text; its tokens include them, its text does not. One that is written
+            like a special token is that token.
         stop_token_ids: tokens that end a completion beside the model's own end-of-sequence tokens, or one token.
         ignore_eos: the model's own end-of-sequence tokens end nothing.
         logprobs: likeliest alternatives to report for each token, at most 20.
@@ -60,11 +62,15 @@ class SamplingParams:
             "n": (self.n >= 1, "at least 1"),
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
             "min_tokens": (0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens = {self.max_tokens}]"),
-            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
+            "temperature": (
+                self.temperature == 0 or self.temperature >= MIN_TEMPERATURE,
+                f"0 (greedy) or at least {MIN_TEMPERATURE}",
+            ),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "seed": (-(1 << 63) <= self.seed < 1 << 63, "an integer of 64 bits"),
             "logprobs": (0 <= self.logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
             "stop": (all(self.stop), "texts that are not empty"),
         }

@@ -186,12 +186,14 @@ def row_keys(seed: int, step: int, prompts: np.ndarray, samples: np.ndarray) -> 
     """The keys of rows, [B, 2] uint32, from where each stands in the run and not from where it is computed.
 
     Args:
-        seed: of the run.
+        seed: of the run; all of its 64 bits count.
         step: of the rollout within the run.
         prompts: [B] which prompt of the step.
         samples: [B] which completion of the prompt.
     """
-    key = jax.random.fold_in(jax.random.key(seed), step)
+    # as jax.random.key makes it where JAX has integers of 64 bits; elsewhere that drops the upper half
+    words = np.array([int(seed) >> 32 & 0xFFFFFFFF, int(seed) & 0xFFFFFFFF], np.uint32)
+    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(words)), step)
     return np.asarray(_fold_in_all(key, jnp.asarray(prompts, jnp.int32), jnp.asarray(samples, jnp.int32)))
 
 

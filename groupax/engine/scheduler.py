@@ -40,8 +40,8 @@ class Sequence:
         alternatives: for each token the likeliest ones and their log-probs, as many as `params.logprobs`.
         versions: for each token that of the weights which made it (see `Engine.version`).
         finish_reason: a stop token or text, the limit of tokens, or `cancel`; None while it runs.
-        text: of the tokens, without special ones and without the stop text; empty until it is finished, and if the
-            engine has no tokenizer.
+        text: what the tokens add to the prompt's, without special ones and without the stop text; empty until it is
+            finished, and if the engine has no tokenizer.
         request: which of a session's requests it belongs to; each numbers its prompts by itself.
     """
 
@@ -127,14 +127,28 @@ class Scheduler:
         return bool(self.waiting) or bool(self.running)
 
     @property
-    def num_unplaced(self) -> int:
-        """Waiting sequences for which no slot is free."""
-        return max(0, len(self.queued) - sum(sequence is None for sequence in self.slots))
+    def num_stranded(self) -> int:
+        """Idle slots that nobody can enter, because others of their places still run."""
+        places = (self.slots[first : first + self.share] for first in range(0, len(self.slots), self.share))
+        return sum(place.count(None) for place in places if any(place))
 
     @property
     def num_fed(self) -> int:
         """The largest number of tokens that a running sequence has fed behind its prompt."""
         return max((_progress(sequence) for sequence in self.running), default=0)
+
+    def num_unplaced(self, share: int = 1) -> int:
+        """Waiting sequences for which no place would be free.
+
+        Args:
+            share: slots of a place, as they would be; they divide those that it has.
+        """
+        firsts = range(0, len(self.slots), share)
+        num_free = sum(not any(self.slots[first : first + share]) for first in firsts)
+        lengths = [
+            len(bundle[first : first + share]) for bundle in self.waiting for first in range(0, len(bundle), share)
+        ]
+        return sum(lengths[num_free:])
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Put sequences at the end of the queue, those of one prompt beside each other."""

@@ -2,12 +2,13 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from groupax.engine.batch import Batch, longest
 from groupax.engine.scheduler import Sequence
 from groupax.engine.stops import find_stop, text_before_stop
-from groupax.tokenizer import decode
+from groupax.tokenizer import context_of, decode_behind
 
 if TYPE_CHECKING:
     from groupax.engine.engine import Engine
@@ -98,6 +99,7 @@ class Session:
                 yield sequence, 0
         if has_more:
             batch.fit()
+        batch.spread()
         batch.make_room()
         batch.admit(self.engine.params)
         if batch.scheduler.running:
@@ -150,14 +152,14 @@ class Session:
 
     def _finish(self, sequence: Sequence, num_before: int) -> None:
         """Look for stop texts in what is new, and set the text of a sequence that has ended."""
-        stop = sequence.params.stop
+        stop, tokenizer = sequence.params.stop, self.engine.tokenizer
+        if tokenizer is None or not (stop or sequence.finish_reason):
+            return
+        text_of = partial(decode_behind, tokenizer, context_of(tokenizer, sequence.prompt))
         if stop and sequence.finish_reason != "abort":
-            kept = find_stop(self._text, sequence.tokens, num_before, stop, sequence.params.min_tokens)
+            kept = find_stop(text_of, sequence.tokens, num_before, stop, sequence.params.min_tokens)
             if kept is not None:
                 sequence.cut(kept)
                 sequence.finish_reason = "stop"
-        if sequence.finish_reason and self.engine.tokenizer is not None:
-            sequence.text = text_before_stop(self._text(sequence.tokens), stop)
-
-    def _text(self, tokens: Iterable[int]) -> str:
-        return decode(self.engine.tokenizer, [list(tokens)])[0]
+        if sequence.finish_reason:
+            sequence.text = text_before_stop(text_of(sequence.tokens), stop)

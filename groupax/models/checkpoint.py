@@ -143,7 +143,7 @@ def load_adapter(model: Model, name_or_path: str | os.PathLike[str]) -> Model:
         raise ValueError(f"{name_or_path} is no adapter: it has no {peft_format.CONFIG_NAME}")
     if model.adapter is not None:
         raise ValueError(f"{model.name or 'the model'} has an adapter already; give its base")
-    lora = lora_config(read_json(folder / peft_format.CONFIG_NAME))
+    lora = lora_config(read_json(folder / peft_format.CONFIG_NAME), has_weights=True)
     trained = peft_format.read_tensors(model.config, lora, folder, _replicated(model.mesh))
     return replace(_with_adapter(model, lora, trained), name=_absolute(name_or_path))
 

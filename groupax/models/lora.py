@@ -98,8 +98,12 @@ class LoRAConfig:
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
-def lora_config(settings: Any) -> LoRAConfig:
+def lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
     """A `LoRAConfig` from one, from a `peft.LoraConfig`, or from the contents of an `adapter_config.json`.
+
+    Args:
+        settings: in either form.
+        has_weights: the adapter has weights already, so that it does not matter how others would begin.
 
     Raises:
         ValueError: it is no LoRA, or asks for something that is not done here. Nothing is ignored in silence.
@@ -114,9 +118,7 @@ def lora_config(settings: Any) -> LoRAConfig:
     if str(getattr(kind, "value", kind)) != "LORA":
         raise ValueError(f"the adapter is of the kind {getattr(kind, 'value', kind)}; groupax has LORA only")
     own = {field.name for field in fields(LoRAConfig)}
-    initialized = settings.get("init_lora_weights", True)
-    if initialized not in (True, False, "gaussian", "orthogonal"):
-        raise ValueError(f"init_lora_weights is {initialized!r}, which changes the base; groupax does not do that")
+    _check_init(settings.get("init_lora_weights", True), has_weights)
     asked = {key: value for key, value in settings.items() if key not in own | _INERT | {"init_lora_weights"}}
     unsupported = sorted(key for key, value in asked.items() if value and not key.startswith("_"))
     if unsupported:
@@ -126,6 +128,15 @@ def lora_config(settings: Any) -> LoRAConfig:
         )
     given = {key: settings[key] for key in own if settings.get(key) is not None}
     return LoRAConfig(**{"target_modules": PEFT_DEFAULT, **given})
+
+
+def _check_init(how: Any, has_weights: bool) -> None:
+    if how not in (True, False, "gaussian", "orthogonal"):
+        raise ValueError(f"init_lora_weights is {how!r}, which changes the base; groupax does not do that")
+    if how is not True and not has_weights:
+        raise ValueError(
+            f"init_lora_weights is {how!r}; groupax begins a new adapter only as PEFT does by default: leave it at True"
+        )
 
 
 def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Params:

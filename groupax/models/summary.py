@@ -44,7 +44,7 @@ def find_config(name_or_path: str) -> tuple[dict[str, Any], LoRAConfig | None]:
     content = read_json(file)
     if file.name != peft_format.CONFIG_NAME:
         return content, None
-    return find_config(str(content.get("base_model_name_or_path")))[0], lora_config(content)
+    return find_config(str(content.get("base_model_name_or_path")))[0], lora_config(content, has_weights=True)
 
 
 def _downloaded(hub_id: str) -> Path:

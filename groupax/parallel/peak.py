@@ -16,6 +16,7 @@ from groupax.parallel.processes import exchanged
 from groupax.parallel.transfer import placed
 
 _SIZE, _PRODUCTS = 768, 4
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @functools.cache
@@ -83,7 +84,7 @@ def _process_bytes() -> float:
 def free_memory_bytes(mesh: Mesh) -> float:
     """Memory that is free on the fullest device; on CPU each device's part of what the fullest machine has left.
 
-    With several processes all must call this, and all get the same.
+    A container's limit counts as its machine's. With several processes all must call this, and all get the same.
 
     Raises:
         RuntimeError: neither the devices nor the system say.
@@ -95,7 +96,44 @@ def free_memory_bytes(mesh: Mesh) -> float:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError as error:
         raise RuntimeError("the devices do not say how much memory they have; set kv_bytes") from error
-    available = next(line for line in lines if line.startswith("MemAvailable:"))
-    machines = exchanged((socket.gethostname(), len(mesh.local_devices), int(available.split()[1]) * 1024.0))
+    available = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024.0
+    free = min(available, container_free_bytes(_text(Path("/proc/self/cgroup")), _CGROUPS))
+    machines = exchanged((socket.gethostname(), len(mesh.local_devices), free))
     num_devices = {name: sum(num for other, num, _ in machines if other == name) for name, _, _ in machines}
     return min(num_bytes / num_devices[name] for name, _, num_bytes in machines)
+
+
+def container_free_bytes(cgroups: str, root: Path) -> float:
+    """What the limits of a process's control groups and of the groups around them leave it; infinite without any.
+
+    What files keep in memory without being read counts as free: the system takes it back.
+
+    Args:
+        cgroups: `/proc/self/cgroup`: lines of number:controllers:path, of version 2 without controllers.
+        root: where control groups are mounted.
+    """
+    left = float("inf")
+    for line in cgroups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            limit, usage, cache, top = "memory.max", "memory.current", "inactive_file", root
+        elif "memory" in controllers.split(","):
+            limit, usage, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            top = root / "memory"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for folder in (top.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)):
+            most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
+            if most.isdecimal() and used.isdecimal():  # "max" is no limit; what a container is not shown is empty
+                stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+                left = min(left, max(0.0, float(int(most) - int(used) + int(stat.get(cache, 0)))))
+    return left
+
+
+def _text(path: Path) -> str:
+    """What is in a file; nothing if it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -25,8 +25,9 @@ class Vocabulary:
         if token not in self._texts:
             text = self._tokenizer.decode([token])
             piece = self._tokenizer.convert_ids_to_tokens(token)
-            begins_a_word = isinstance(piece, str) and piece.startswith("\u2581")
-            self._texts[token] = f" {text}" if begins_a_word and not text.startswith(" ") else text
+            if isinstance(piece, str) and piece.startswith("\u2581"):  # a first word's space may have been left out
+                text = self._tokenizer.decode([token, token])[len(text) :]
+            self._texts[token] = text
         return self._texts[token]
 
 
@@ -165,13 +166,24 @@ class Answers:
         for token in completion.tokens:
             offsets.append(completion.num_characters)
             completion.num_characters += len(self.vocabulary.text(token))
-        tops = [{self._name(token): logp for token, logp in reversed(pairs)} for pairs in completion.alternatives]
         return {
             "tokens": tokens,
             "token_logprobs": completion.policy_logps,
-            "top_logprobs": [dict(reversed(top.items())) for top in tops] if self.request.logprobs else None,
+            "top_logprobs": self._top_logprobs(completion) if self.request.logprobs else None,
             "text_offset": offsets,
         }
+
+    def _top_logprobs(self, completion: Completion) -> list[dict[str, float]]:
+        """For each token the likeliest ones, and itself if it is none of these."""
+        tops = []
+        tokens, logps = completion.tokens, completion.policy_logps
+        for token, logp, pairs in zip(tokens, logps, completion.alternatives, strict=True):
+            is_one_of_them = any(token == other for other, _ in pairs)
+            top: dict[str, float] = {}
+            for other, value in pairs if is_one_of_them else [*pairs, (token, logp)]:
+                top.setdefault(self._name(other), value)  # several tokens may have one text
+            tops.append(top)
+        return tops
 
     def _chat_logprobs(self, completion: Completion) -> dict[str, Any]:
         content = []

@@ -33,7 +33,7 @@ from groupax.serve.requests import DEFAULT_MAX_TOKENS, Request, parse, parse_jso
 from groupax.serve.stream import CLIENT_GONE, EventStream, fault_of, unless_gone
 from groupax.serve.text import TextStream
 from groupax.serve.weights import Weights
-from groupax.tokenizer import decode, encode_prompts
+from groupax.tokenizer import context_of, decode, encode_prompts
 
 DRAINED_BODIES = 16  # a body that is too large is read up to so many times the limit, so that its sender gets an answer
 RETRY_S = 1
@@ -294,7 +294,10 @@ class Server:
     ) -> AsyncIterator[dict[str, Any]]:
         """The pieces of a streamed answer."""
         tokenizer = self.loop.engines[job.model].tokenizer
-        texts = [TextStream(lambda ids: decode(tokenizer, [ids])[0], each.params.stop) for each in job.sequences]
+        texts = [
+            TextStream(lambda ids: decode(tokenizer, [ids])[0], each.params.stop, context_of(tokenizer, each.prompt))
+            for each in job.sequences
+        ]
         completions = [Completion() for _ in job.sequences]
         for piece in answers.first_pieces():
             yield piece

@@ -55,7 +55,7 @@ class RemoteSampler:
         shared: where servers that are not groupax's find the weights; None refuses those.
         model: its name on the servers; None for their first.
         api_key: of all servers.
-        timeout_s: the longest that a request may take.
+        timeout_s: the longest that a request, of all completions of a prompt, may take.
         patience_s: how long to go on trying when no server answers, as while they start again; one that is full does.
     """
 
@@ -74,7 +74,8 @@ class RemoteSampler:
     ) -> None:
         if not urls:
             raise ValueError("give the address of at least one server")
-        self.config, self.eos_ids, self.model, self.patience_s = config, eos_ids, model, patience_s
+        self.config, self.eos_ids, self.model = config, eos_ids, model
+        self.timeout_s, self.patience_s = timeout_s, patience_s
         self.servers = [Remote(url, api_key, timeout_s) for url in urls]
         self._shared = shared
         self._others: dict[Remote, Other | None] = {}  # of those that have been asked what they are
@@ -141,7 +142,7 @@ class RemoteSampler:
         silent_since_s: float | None = None
         attempt, wait_s = 0, FIRST_WAIT_S
         while not requests.given_up.is_set():
-            server, is_full = self.servers[(number + attempt) % len(self.servers)], False
+            server, is_full, is_slow = self.servers[(number + attempt) % len(self.servers)], False, False
             try:
                 return self._asked(server, group, requests)
             except Refused as refused:
@@ -150,24 +151,36 @@ class RemoteSampler:
                 elif refused.status not in LATER:
                     raise RunError(f"{server.url} refuses to sample: {refused}") from refused
                 last, is_full = f"{server.url}: {refused}", refused.status == HTTPStatus.TOO_MANY_REQUESTS
+                is_slow = refused.status == HTTPStatus.GATEWAY_TIMEOUT
             except (OSError, http.client.HTTPException) as error:
                 if requests.given_up.is_set():
                     break
                 if self._others.get(server) is not None:
                     server.state = None  # it may start again without a word of it
                 last = f"{server.url}: {error!r}"
+                is_slow = isinstance(error, TimeoutError) and error.errno is None  # ours, and not that of the system
             now_s = time.monotonic()
             if is_full:
                 silent_since_s = None
             elif silent_since_s is None:
                 silent_since_s = now_s
             elif now_s - silent_since_s > self.patience_s:
-                raise RunError(f"no server has sampled for {self.patience_s:.0f} s; the last one asked says: {last}")
+                raise RunError(self._too_slow(group, last) if is_slow else self._silent(last))
             attempt += 1
             if attempt % len(self.servers) == 0:
                 requests.given_up.wait(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         raise AbandonedError
+
+    def _silent(self, last: str) -> str:
+        return f"no server has sampled for {self.patience_s:.0f} s; the last one asked says: {last}"
+
+    def _too_slow(self, group: list[Completion], last: str) -> str:
+        return (
+            f"the {len(group)} completions of a prompt, of up to {group[0].params.max_tokens} tokens, took too long: "
+            f"{last}; raise rollout_timeout_s, now {self.timeout_s:g} s, and the servers' own limit "
+            "(--request_timeout_s of groupax serve), or ask for fewer or shorter ones"
+        )
 
     def _asked(self, server: Remote, group: list[Completion], requests: "_Requests") -> list[Completion]:
         with server.lock:

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -43,8 +43,8 @@ class Serve:
     tp: int = 1
     """So many devices share the weights, each with some of the heads: for models that one cannot hold, or to answer
     sooner. With 1 each device has all weights and rows of its own."""
-    dtype: str | None = None
-    """Of the weights in memory, as bfloat16; by default as the files have them."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the weights in memory; by default as the files have them."""
     chat_template: str | None = None
     """A template for a tokenizer without one: chatml, plain, or a file."""
     weights: DecodingWeights = "same"

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from groupax.engine.stops import text_before_stop
-
-REPLACEMENT = "\ufffd"  # what a tokenizer writes for the bytes of a character that is not whole yet
+from groupax.tokenizer import REPLACEMENT
 
 
 class TextStream:
@@ -15,12 +14,16 @@ class TextStream:
     Args:
         decode: tokens to text.
         stop: texts that end it.
+        context: the tokens that it stands behind (see `tokenizer.context_of`).
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str], context: Sequence[int] = ()
+    ) -> None:
         self._decode, self._stop = decode, stop
-        self._tokens: list[int] = []
-        self._before = self._read = 0  # a token's text may depend on the one before: decode some tokens twice
+        self._tokens = list(context)
+        # a token's text may depend on the last one that has any: decode some tokens twice
+        self._before, self._read = 0, len(self._tokens)
         self._text, self._num_told = "", 0
 
     def add(self, tokens: Sequence[int]) -> str:
@@ -31,7 +34,9 @@ class TextStream:
         if both.endswith(REPLACEMENT):
             return ""
         self._text += both[len(earlier) :]
-        self._before, self._read = self._read, len(self._tokens)
+        if len(both) > len(earlier):
+            self._before = self._read
+        self._read = len(self._tokens)
         return self._told_up_to(self._certain())
 
     def end(self, text: str) -> str:

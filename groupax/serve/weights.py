@@ -120,6 +120,8 @@ class Weights:
         if unknown:
             raise ApiError(400, f"unknown fields {', '.join(unknown)}; there are {', '.join(known)}", param=unknown[0])
         model, version, size = given.get("model"), given.get("version"), given.get("piece_bytes", PIECE_BYTES)
+        if not isinstance(model, str):
+            raise ApiError(400, f"model must be a text, got {model!r}", param="model")
         if model not in self._held:
             names = ", ".join(self.models)
             raise ApiError(404, f"there is no model {model!r}; this server has {names}", "model", "model_not_found")
@@ -129,7 +131,7 @@ class Weights:
             raise ApiError(400, f"piece_bytes must be in [1, {MAX_PIECE_BYTES}], got {size!r}", param="piece_bytes")
         self._check_state(model, given.get("replaces"))
         try:
-            lora = None if given.get("adapter") is None else lora_config(given["adapter"])
+            lora = None if given.get("adapter") is None else lora_config(given["adapter"], has_weights=True)
             where = read_manifest(given.get("tensors"))
             self._check_tensors(model, lora, where)
         except (ValueError, TypeError) as error:

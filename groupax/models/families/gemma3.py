@@ -6,7 +6,7 @@ from typing import Any
 from groupax.models.config import ModelConfig, Rope
 from groupax.models.families.fields import head_dim_of, model_config, sliding_layers, windows_of
 from groupax.models.families.gemma2 import KEYS, differs, with_defaults
-from groupax.models.families.rope import read_rope
+from groupax.models.families.rope import read_rope, rope_table
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
@@ -28,7 +28,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 def _ropes(hf: Mapping[str, Any]) -> tuple[Rope, Rope]:
     """Of layers with a sliding window, and of the others."""
     head_dim, near_theta, theta = head_dim_of(hf), hf.get("rope_local_base_freq", 1e4), hf.get("rope_theta", 1e6)
-    by_kind = hf.get("rope_parameters")
+    by_kind = rope_table(hf) if hf.get("rope_parameters") else None
     if by_kind is None:
         near, far = {"rope_theta": near_theta}, {"rope_theta": theta, **(hf.get("rope_scaling") or {})}
     else:

@@ -65,10 +65,11 @@ def read_rope(
         interleaved: neighbouring dims are pairs.
 
     Raises:
-        ValueError: the type is unknown, an entry is missing, or there is one that the type here has not.
+        ValueError: the type is unknown, an entry is missing, there is one that the type here has not, or the file says
+            two things.
     """
     if table is None:
-        table = hf.get("rope_parameters") or hf.get("rope_scaling")
+        table = rope_table(hf)
     parameters = Parameters(table, hf)
     parameters.kind = (kinds or {}).get(parameters.kind, parameters.kind)
     if parameters.kind not in _READERS:
@@ -90,6 +91,29 @@ def read_rope(
             f"{len(scaling.short_factors)} short and {len(scaling.long_factors)} long ones"
         )
     return Rope(theta=theta, dims=dims, scaling=scaling, scale=scale, interleaved=interleaved)
+
+
+def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """`rope_parameters` of a file, or `rope_scaling` of an older one; None without either.
+
+    Args:
+        hf: the parsed `config.json`.
+
+    Raises:
+        ValueError: both are there, and the latter says something else; transformers forgets all of the former then.
+    """
+    table, scaling = hf.get("rope_parameters"), hf.get("rope_scaling")
+    if not table or not scaling:
+        return table or scaling
+    kind = {"rope_type": scaling.get("rope_type") or scaling.get("type") or "default"}
+    others = {key: value for key, value in scaling.items() if key not in ("type", "rope_type")}
+    said = {"rope_type": "default", **table}
+    if any(said.get(key) != value for key, value in (kind | others).items()):
+        raise ValueError(
+            f"config.json has rope_scaling={dict(scaling)} beside rope_parameters={dict(table)}, which says something "
+            "else; write into rope_parameters what is meant, and remove rope_scaling"
+        )
+    return table
 
 
 def _default(_: Parameters) -> tuple[None, float]:
