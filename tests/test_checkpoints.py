@@ -94,7 +94,7 @@ def test_what_is_saved_and_kept(tmp_path, settings, expected):
     assert [damage(checkpoint(tmp_path, step)) for step in expected] == [None] * len(expected)
 
 
-@pytest.mark.parametrize("save_steps", [1, 100])
+@pytest.mark.parametrize("save_steps", rest_heavy([1, 100]))
 def test_only_checkpoints_that_were_evaluated_are_compared_by_an_evaluation(tmp_path, caplog, save_steps):
     settings = {"eval_steps": 2, "save_total_limit": 1, "metric_for_best_model": "eval_reward", "max_steps": 5}
     trainer = a_trainer(tmp_path, eval_dataset=PROMPTS, save_steps=save_steps, **settings)
@@ -106,6 +106,7 @@ def test_only_checkpoints_that_were_evaluated_are_compared_by_an_evaluation(tmp_
     assert "metric_for_best_model" not in caplog.text
 
 
+@pytest.mark.heavy
 def test_whatever_a_reward_logs_can_be_saved(tmp_path, caplog):
     def logging(completion_ids, log_extra):
         for name, value in {"half": "\ud800", "empty": {}, "large": 2**70, "none": None}.items():
@@ -248,6 +249,7 @@ def test_another_dropout_is_another_run(tmp_path, caplog):
     assert (tmp_path / "run.1" / "checkpoints").is_dir()
 
 
+@pytest.mark.heavy
 def test_the_folder_of_a_run_may_begin_with_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -107,7 +107,7 @@ def test_fewer_rows_than_shards():
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("mean", [20, 96])
+@pytest.mark.parametrize("mean", [20, pytest.param(96, marks=pytest.mark.long)])
 def test_over_many_steps_padding_is_little_and_shapes_are_few(mean):
     rng = np.random.default_rng(2)
     shapes, padding, counts = [], [], []

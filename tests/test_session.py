@@ -46,7 +46,7 @@ def alone(tiny_model):
 
 @pytest.mark.optimized
 @pytest.mark.heavy
-@pytest.mark.parametrize("kv_tokens", [None, 900])
+@pytest.mark.parametrize("kv_tokens", [None, pytest.param(900, marks=pytest.mark.long)])
 def test_requests_that_join_come_out_as_if_alone(tiny_model, alone, kv_tokens):
     engine = engine_for(tiny_model, 2)
     if kv_tokens is not None:

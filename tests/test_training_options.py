@@ -616,6 +616,7 @@ def test_a_run_that_ends_within_a_rollout_goes_on_with_the_rest_of_it(tmp_path, 
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.heavy
 def test_shapes_of_a_larger_budget_are_forgotten_by_a_resumed_run(tmp_path):
     first = a_trainer(tmp_path, max_steps=1, num_generations=16, micro_batch_tokens=4096)
     first.train()
@@ -756,6 +757,7 @@ def test_old_log_probs_have_no_dropout(tmp_path):
     assert max(gaps) < 1e-4
 
 
+@pytest.mark.heavy
 def test_a_step_that_is_begun_anew_forgets_its_rollouts(tmp_path):
     trainer = a_trainer(tmp_path, updates_per_rollout=0.5, max_steps=2, beta=0.05, do_last_save=True)
     collect, calls = trainer.collector.collect, []
