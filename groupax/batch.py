@@ -129,10 +129,10 @@ def attending_by(fused: Fused | None) -> Attending:
 _OPTIONAL = {"old_logp": np.float32, "ref_logp": np.float32, "sampler_logp": np.float32, "policy_mask": bool}
 
 
-def _packed(rows: Sequence[Row], present: Sequence[str], plan: MicroBatchPlan) -> Packed:
-    parts = [_shard(rows, present, shard, plan.shape) for shard in plan.shards]
+def _packed(rows: Sequence[Row], present: Sequence[str], planned: MicroBatchPlan) -> Packed:
+    parts = [_shard(rows, present, shard, planned.shape) for shard in planned.shards]
     batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(batch for batch, _ in parts))
-    return Packed(batch, np.concatenate([where for _, where in parts]), len(plan.shards) * plan.shape.tokens)
+    return Packed(batch, np.concatenate([where for _, where in parts]), len(planned.shards) * planned.shape.tokens)
 
 
 def _shard(

@@ -161,7 +161,11 @@ def resume(arguments: Sequence[str]) -> None:
     if not asks_help and (not arguments or arguments[0].startswith("-")):
         raise ValueError("which run? groupax resume RUN_DIR [options of groupax train that are to differ]")
     options = list(arguments) if asks_help else list(arguments[1:])
-    default = Train() if asks_help else overlaid(resumed_command(arguments[0].rstrip("/")), _config_of(options))
+    default = Train()
+    if not asks_help:
+        path = _flag(options, "--config")
+        default = resumed_command(arguments[0].rstrip("/"))
+        default = overlaid(default, _read_yaml(path), path) if path else default
     start(tyro.cli(Train, prog="groupax resume RUN_DIR", args=options, default=default, use_underscores=True))
 
 
@@ -335,21 +339,24 @@ def train_defaults(arguments: Sequence[str]) -> Train:
     Raises:
         ValueError: the file is no YAML mapping, or has a key that is no setting.
     """
-    path = _config_of(arguments)
-    recipe = _flag(arguments, "--recipe") or (_read_yaml(path).get("recipe") if path else None)
+    path = _flag(arguments, "--config")
+    file = _read_yaml(path) if path else {}
+    recipe = _flag(arguments, "--recipe") or _option("recipe", file.get("recipe"), path or "")
     base = GRPOConfig.from_mapping(load_recipe(recipe).config if recipe else {})
-    return replace(overlaid(Train(args=base), path), recipe=recipe)
+    return replace(overlaid(Train(args=base), file, path or ""), recipe=recipe)
 
 
-def overlaid(command: Train, path: str | None) -> Train:
-    """A command with what a --config file says in place of its own; itself for None.
+def overlaid(command: Train, file: Mapping[str, Any], path: str) -> Train:
+    """A command with what a --config file says in place of its own.
+
+    Args:
+        command: whose settings the file's replace.
+        file: its content.
+        path: of the file, for errors.
 
     Raises:
-        ValueError: the file is no YAML mapping, or has a key that is no setting, or a value of the wrong type.
+        ValueError: a key is no setting, or a value has the wrong type.
     """
-    if path is None:
-        return command
-    file = _read_yaml(path)
     own = {item.name for item in fields(Train)} - {"args", "config"}
     settings = {item.name for item in fields(GRPOConfig)}
     for key in file:
@@ -370,10 +377,6 @@ def _option(key: str, value: Any, path: str) -> Any:
     if not is_list or not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{path}: {key} must be {'a text or a list of texts' if is_list else 'a text'}, got {value!r}")
     return tuple(texts)
-
-
-def _config_of(arguments: Sequence[str]) -> str | None:
-    return _flag(arguments, "--config")
 
 
 def _flag(arguments: Sequence[str], name: str) -> str | None:

@@ -122,7 +122,9 @@ class Collector:
                 "filter/filled_up_frac": num_filled / wanted,
             }
         metrics["rollout/tokens_per_s"] = num_new / metrics["time/rollout_s"]
-        metrics["num_tokens"] = float(cursor.num_tokens + num_tokens)
+        metrics["num_tokens"] = float(
+            cursor.num_tokens + num_tokens
+        )  # made right by `scored`; no reward logs that name
         errors = {name: error for scored in reversed(rounds) for name, error in scored.errors.items()}
         return Experience(groups, with_logged(metrics, logged_metrics(rounds)), errors, cursor.num_prompts, num_tokens)
 

@@ -1,5 +1,6 @@
 """What is reported of a step: pure functions from records to numbers by name. Imports no jax."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -105,6 +106,11 @@ def of_rollouts(sampled: Sequence[Metrics]) -> Metrics:
 def with_logged(own: Mapping[str, float], logged: Mapping[str, float]) -> Metrics:
     """A run's own metrics and what reward functions logged, under `logged/` if the run has that name itself."""
     return {**own, **{f"logged/{name}" if name in own else name: value for name, value in logged.items()}}
+
+
+def json_numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as JSON has them: null for what is not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def is_measured(name: str) -> bool:

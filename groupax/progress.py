@@ -2,12 +2,12 @@
 
 import json
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from groupax.metrics import json_numbers
 from groupax.rollout import Rollout
 from groupax.tokenizer import last_text
 
@@ -65,8 +65,7 @@ class JsonLines:
         self.num_steps = num_steps
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        print(json.dumps({**finite, "step": step, "num_steps": self.num_steps}), flush=True)
+        print(json.dumps({**json_numbers(metrics), "step": step, "num_steps": self.num_steps}), flush=True)
 
     def sample(self, group: Sequence[Rollout]) -> None:
         pass

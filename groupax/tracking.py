@@ -1,7 +1,6 @@
 """The run folder: settings, metrics and rollouts on disk. Imports no jax."""
 
 import json
-import math
 import os
 import secrets
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.evaluation.items import Item, write_items
-from groupax.metrics import Metrics
+from groupax.metrics import Metrics, json_numbers
 from groupax.remote import Remote, is_remote
 from groupax.rollout import Rollout
 from groupax.rollout_log import RolloutLog, TokenScores, write_table
@@ -162,8 +161,7 @@ class RunFolder:
 
     def write_metrics(self, metrics: Metrics) -> None:
         """Append one line to `metrics.jsonl`; numbers that are not finite become null."""
-        line = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._lines.append(json.dumps(line) + "\n")
+        self._lines.append(json.dumps(json_numbers(metrics)) + "\n")
         self.flush()
 
     def write_finding(self, step: int, name: str, text: str) -> None:
