@@ -23,8 +23,8 @@ from groupax.config import SharePrefix
 if TYPE_CHECKING:
     from groupax.batch import Row
 
-# With fewer, XLA's CPU kernels multiply the rows of a group and a single row differently.
-FEWEST_PROMPT_COLUMNS = 24
+# The smallest sizes of a shape, so that shapes are few.
+FEWEST_PROMPT_COLUMNS = 16
 FEWEST_ROW_COLUMNS = 16
 FEWEST_TOKENS = 32
 # The room for rows' tokens comes in so many.
@@ -345,7 +345,7 @@ def _new_shape(
 
     lengths = [_lengths(shard) for shard in shards]
     stairs = few(_stairs(lengths, _lengths(every), share, spare, attending.narrowest, longest_row))
-    for more in (*(shape.stairs for shape in alike), ((2, max(longest_row, FEWEST_ROW_COLUMNS)),)):
+    for more in (*(shape.stairs for shape in alike), ((1, max(longest_row, FEWEST_ROW_COLUMNS)),)):
         wider = few(_united(stairs, more))
         extra = attending.num_scores(wider, S) - attending.num_scores(stairs, S)
         if COLUMN_COST * extra <= WIDER * size:
@@ -436,8 +436,8 @@ def _fits(shape: Shape, parts: Sequence[Part]) -> bool:
 
 
 def _count(count: int) -> int:
-    """The next of 2, 3, 4, 6, 8, 12, 16, ..."""
-    count = max(count, 2)
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    count = max(count, 1)
     power = 1 << (count - 1).bit_length()
     return power // 4 * 3 if power >= 4 and count <= power // 4 * 3 else power
 

@@ -60,4 +60,4 @@ def traced_programs(
 
 def prompts_at_once(shape: CacheShape) -> int:
     """Prompts that are computed in one admission on each shard, if as many wait."""
-    return max(2, min(shape.num_places, max_prompts(shape.num_prompt_columns)))
+    return min(shape.num_places, max_prompts(shape.num_prompt_columns))

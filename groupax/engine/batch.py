@@ -20,14 +20,12 @@ from groupax.engine.cache import ROWS, Cache, empty_cache, place_of
 from groupax.engine.decode import Chunk, Known, admit, decode_chunk
 from groupax.engine.plan import (
     CACHE_COLUMNS,
-    MIN_SLOTS,
     CacheShape,
     Plan,
     bucket,
     expected_columns,
     longest_columns,
     max_prompts,
-    multiple_of_8,
     power_of_two,
     prefill_columns,
 )
@@ -105,7 +103,7 @@ class Batch:
         return CacheShape(scheduler.slots_per_shard, scheduler.share, cache.num_prompt_columns, cache.num_columns)
 
     def allows(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether two sequences that are as long as the longest of these and of its own would fit."""
+        """Returns whether a sequence as long as the longest of these and of its own would fit."""
         all_of_them = [*self.scheduler.running, *self.scheduler.queued, *sequences]
         return self.plan.allows(self.plan.smallest_shape(longest(all_of_them, self.chunk_steps)))
 
@@ -129,7 +127,7 @@ class Batch:
             prompt_columns = shape.num_prompt_columns
         wanted = replace(shape, share=scheduler.fitting_share(), num_prompt_columns=prompt_columns)
         if not self.plan.allows(wanted):
-            target = multiple_of_8(scheduler.num_fed)
+            target = scheduler.num_fed
             columns = bucket(target + self.chunk_steps, CACHE_COLUMNS)
             # what begins again may share no places
             num_slots = self.plan.smaller(replace(wanted, share=1, num_columns=columns)).num_slots
@@ -173,8 +171,7 @@ class Batch:
     def make_room(self) -> None:
         """Have columns for another chunk: they are moved, made more or fewer, or slots are given up or added."""
         scheduler, shape = self.scheduler, self.shape
-        # a slot's columns begin at a multiple of 8, as a row's do in training (see `models.attention`)
-        target = multiple_of_8(scheduler.num_fed)
+        target = scheduler.num_fed
         needed = bucket(target + self.chunk_steps, CACHE_COLUMNS)
         is_wide = needed <= shape.num_columns // 2
         if self.column <= shape.num_columns - self.chunk_steps and not is_wide:
@@ -247,7 +244,7 @@ class Batch:
         Each number of slots is a program of its own, for which the last few chunks are not worth it.
         """
         scheduler = self.scheduler
-        needed = max(self._num_needed, MIN_SLOTS, power_of_two(scheduler.num_slots_needed()))
+        needed = max(self._num_needed, power_of_two(scheduler.num_slots_needed()))
         self._num_idle, self._num_needed = self._num_idle + 1, needed
         left = max((each.params.max_tokens - len(each.tokens) for each in scheduler.running), default=0)
         is_idle = not scheduler.waiting and needed <= scheduler.slots_per_shard // 2

@@ -75,14 +75,14 @@ def cache_dtype(asked: Any, weights: str, dtype: Any, platform: str) -> Any:
 
 def token_bytes(config: ModelConfig, dtype: Any, tp: int) -> int:
     """Of one token's keys and values in all layers, on one of the tp devices that share them."""
-    return 2 * config.num_layers * config.num_kv_heads * config.attention_dim * jnp.dtype(dtype).itemsize // tp
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize // tp
 
 
 def empty_cache(
     config: ModelConfig, num_prompts: int, num_prompt_columns: int, num_slots: int, num_columns: int, dtype: Any
 ) -> Cache:
     """A cache of zeros."""
-    K, H, layers = config.num_kv_heads, config.attention_dim, range(config.num_layers)
+    K, H, layers = config.num_kv_heads, config.head_dim, range(config.num_layers)
     return Cache(
         prompt_tokens=jnp.zeros((num_prompts, num_prompt_columns), jnp.int32),
         prompt_starts=jnp.full(num_prompts, num_prompt_columns, jnp.int32),

@@ -8,13 +8,11 @@ are moved, and the keys and values of the prompts of one admission.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-# The smallest sizes of the cache and of a prefill, in columns; larger ones are buckets above them. A shard has at
-# least two slots and computes at least two prompts: for a single row, XLA's CPU kernels round differently.
-MIN_SLOTS = 2
+# The smallest sizes of the cache and of a prefill, in columns; larger ones are buckets above them.
 MAX_SHARE = 16
 CACHE_COLUMNS = 128
 PREFILL_COLUMNS = 32
-# Most prompt tokens, padding included, that are computed in one admission on a shard (but at least two prompts).
+# Most prompt tokens, padding included, that are computed in one admission on a shard (but at least one prompt).
 PREFILL_TOKENS = 16_384
 # Prompts are computed in pieces of at most so many tokens and attention scores, but at least so many columns.
 PIECE_TOKENS = 4096
@@ -63,7 +61,7 @@ class Plan:
     def planned_tokens(self, shape: CacheShape) -> int:
         """The most tokens whose keys and values exist at once under this shape."""
         moved = -(-shape.num_tokens // self.num_layers)
-        num_prompts = max(2, min(shape.num_places, max_prompts(shape.num_prompt_columns)))
+        num_prompts = min(shape.num_places, max_prompts(shape.num_prompt_columns))
         return shape.num_tokens + moved + num_prompts * shape.num_prompt_columns
 
     def allows(self, shape: CacheShape) -> bool:
@@ -71,9 +69,9 @@ class Plan:
         return self.planned_tokens(shape) <= self.max_tokens
 
     def smallest_shape(self, longest: tuple[int, int]) -> CacheShape:
-        """The shape for two sequences with at most so many tokens of a prompt and of a completion."""
+        """Returns the shape for one sequence whose prompt and completion have at most so many tokens."""
         prompt_columns, columns = prefill_columns(longest[0]), bucket(longest[1], CACHE_COLUMNS)
-        return CacheShape(MIN_SLOTS, 1, prompt_columns, columns)
+        return CacheShape(1, 1, prompt_columns, columns)
 
     def check(self, longest: tuple[int, int]) -> None:
         """Refuse what can never run.
@@ -82,14 +80,14 @@ class Plan:
             longest: the most tokens of a prompt and of a completion.
 
         Raises:
-            ValueError: two sequences of these lengths do not fit on a shard.
+            ValueError: a sequence of these lengths does not fit on a shard.
         """
         smallest = self.smallest_shape(longest)
         if not self.allows(smallest):
             raise ValueError(
-                f"{MIN_SLOTS} completions of {longest[1]} tokens behind prompts of {longest[0]} tokens need the keys "
-                f"and values of {self.planned_tokens(smallest)} tokens on a device at once, and there is room for "
-                f"those of {self.max_tokens}; lower max_tokens, shorten the prompts, or allow the cache more memory"
+                f"a completion of {longest[1]} tokens behind a prompt of {longest[0]} tokens needs the keys and values "
+                f"of {self.planned_tokens(smallest)} tokens on a device at once, and there is room for those of "
+                f"{self.max_tokens}; lower max_tokens, shorten the prompts, or allow the cache more memory"
             )
 
     def first_shape(self, group_sizes: Iterable[int], num_shards: int, longest: tuple[int, int]) -> CacheShape:
@@ -101,23 +99,23 @@ class Plan:
             longest: the most tokens of a prompt and of a completion.
 
         Raises:
-            ValueError: two sequences of these lengths do not fit on a shard.
+            ValueError: a sequence of these lengths does not fit on a shard.
         """
         sizes = list(group_sizes)
         self.check(longest)
         prompt_columns = prefill_columns(longest[0])
         expected = expected_columns(longest[1])
-        num_slots = max(MIN_SLOTS, power_of_two(min(sum(sizes), self.max_slots), num_shards))
+        num_slots = power_of_two(min(sum(sizes), self.max_slots), num_shards)
         while True:
             waits = sum(sizes) > num_shards * num_slots
             shape = CacheShape(num_slots, min(_share(sizes, waits), num_slots), prompt_columns, expected)
-            if num_slots == MIN_SLOTS or self.allows(shape):
+            if num_slots == 1 or self.allows(shape):
                 return shape
             num_slots //= 2
 
     def smaller(self, shape: CacheShape) -> CacheShape:
         """The shape with fewer slots that is allowed: fewer places first, then fewer slots in the last one."""
-        while not self.allows(shape) and shape.num_slots > MIN_SLOTS:
+        while not self.allows(shape) and shape.num_slots > 1:
             share = shape.share if shape.num_places > 1 else shape.share // 2
             shape = replace(shape, num_slots=shape.num_slots // 2, share=share)
         return shape
@@ -125,7 +123,7 @@ class Plan:
 
 def longest_columns(prompt: int, completion: int, chunk_steps: int) -> tuple[int, int]:
     """The most columns that a prompt and a completion of so many tokens take."""
-    return prompt - 1, multiple_of_8(completion) + chunk_steps
+    return prompt - 1, completion + chunk_steps
 
 
 def expected_columns(longest_completion: int) -> int:
@@ -156,7 +154,7 @@ def prefill_columns(num_tokens: int) -> int:
 
 def max_prompts(num_prompt_columns: int) -> int:
     """Prompts of so many columns that are computed in one admission, a power of two."""
-    return max(2, 1 << (max(1, PREFILL_TOKENS // num_prompt_columns).bit_length() - 1))
+    return 1 << (max(1, PREFILL_TOKENS // num_prompt_columns).bit_length() - 1)
 
 
 def bucket(size: int, smallest: int) -> int:
@@ -167,11 +165,6 @@ def bucket(size: int, smallest: int) -> int:
             if candidate >= size:
                 return candidate
         step *= 2
-
-
-def multiple_of_8(size: int) -> int:
-    """The smallest multiple of 8 that is at least `size`."""
-    return -(-size // 8) * 8
 
 
 def power_of_two(size: int, parts: int = 1) -> int:

@@ -11,7 +11,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from groupax.engine.params import MAX_LOGPROBS
-from groupax.models.layers import sum_last
 from groupax.pytree import pytree
 
 
@@ -83,7 +82,7 @@ def sample(
         return scaled - jnp.max(scaled, axis=-1, keepdims=True)
 
     def log_sum(weights: Array) -> Array:
-        return jnp.log(sum_last(weights)[:, 0])
+        return jnp.log(jnp.sum(weights, axis=-1))
 
     def logp(scaled: Array, log_sum: Array, token: Array) -> Array:
         return jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - log_sum

@@ -225,7 +225,7 @@ class Scheduler:
                 prompts[shard].append(bundle[0].prompt)
             places.append((place, known[key]))
             placed += enumerate(bundle, start=place * self.share)
-        num_prompts = max(2, power_of_two(max(len(each) for each in prompts)))
+        num_prompts = power_of_two(max(len(each) for each in prompts))
         return Admission((num_prompts, max(columns[place] for place in taken)), prompts, places, placed)
 
     def append(self, chunk: "Chunk") -> list[Sequence]:

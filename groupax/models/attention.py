@@ -1,22 +1,19 @@
 """Scaled dot-product attention over the layouts of this code base. N query heads share K key/value heads.
 
-Scores and their softmax are float32 whatever the inputs are. Decoding and training multiply the same layouts (keys
-[.., H, S], values [.., S, H]) and add up the weights as a matrix product, so that on CPU a token's output has the
-same bits in both: hidden columns weigh exactly 0, a prompt's columns end and a row's begin at a multiple of 8, and the
-sums over the two are added at the end.
+Scores and their softmax are float32 whatever the dtype of the inputs is. Keys are laid out [.., H, S] and values
+[.., S, H], so that both products are plain matrix products over the columns S. Hidden columns weigh exactly 0.
 """
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.config import Attention
-from groupax.models.layers import scaled, sum_last
-from groupax.models.products import row_major, times
+from groupax.models.layers import scaled, softcapped
+from groupax.models.products import times
 
 # Queries that reach beyond so many columns are taken in blocks of so many.
 MOST_COLUMNS = 1024
@@ -36,7 +33,7 @@ def attend(
     A query before its row's start sees nothing and gets the mean of all values. With a window, of the positions before
     it the query sees the nearest only.
     """
-    keys, values = row_major(k.transpose(0, 2, 3, 1)), row_major(v.transpose(0, 2, 1, 3))
+    keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     columns = jnp.arange(k.shape[1])[None, None, :]
 
     def of_block(first: Array | int, q: Array) -> Array:
@@ -76,14 +73,10 @@ def attend_stored(
     B, T, N, H = q.shape
     K = keys.shape[1]
     keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-    grouped = scaled(q, how.query_scale).reshape(B, T, K, N // K, H)
-    scores = _bounded(_scores(grouped, keys), how)
-    scores = jnp.where(visible[:, None, None], scores, MASKED)
-    weights = _exp(scores - _highest(scores), how)
-    # A division by the sum would be compiled as such or as a product with its inverse, depending on its surroundings.
-    inverse_sum = 1.0 / sum_last(weights)
-    out = _weighted(weights.astype(q.dtype), values)
-    out = out * inverse_sum
+    grouped = scaled(q, how.scale).reshape(B, T, K, N // K, H)
+    scores = jnp.where(visible[:, None, None], softcapped(_scores(grouped, keys), how.softcap), MASKED)
+    weights = jnp.exp(scores - _highest(scores))
+    out = _weighted(weights.astype(q.dtype), values) / _total(weights)
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
@@ -102,28 +95,27 @@ def attend_with_prompt(
     """
     S, K, C = *prompt_k.shape[1:3], k.shape[1]
     prompt_visible = (jnp.arange(S)[None, :] >= prompt_starts[:, None])[:, None, None, None]
-    prompt_keys, keys = (row_major(x.transpose(0, 2, 3, 1)) for x in (prompt_k, k))
-    prompt_values, values = (row_major(x.transpose(0, 2, 1, 3)) for x in (prompt_v, v))
+    prompt_keys, keys = (x.transpose(0, 2, 3, 1) for x in (prompt_k, k))
+    prompt_values, values = (x.transpose(0, 2, 1, 3) for x in (prompt_v, v))
 
     def of_block(first: Array | int, q: Array) -> Array:
         B, t, N, H = q.shape
-        grouped = scaled(q, how.query_scale).reshape(B, t, K, N // K, H)
+        grouped = scaled(q, how.scale).reshape(B, t, K, N // K, H)
         own = first + jnp.arange(t)[:, None]
         behind, behind_row = S + own - jnp.arange(S)[None, :], own - jnp.arange(C)[None, :]
         row_visible = (behind_row >= 0) & within_window(behind_row, how.window)
         prompt_seen = prompt_visible & within_window(behind[None, None, None], how.window)
         on_prompt, on_row = (
-            jnp.where(visible, _bounded(_scores(grouped, keys), how), MASKED)
+            jnp.where(visible, softcapped(_scores(grouped, keys), how.softcap), MASKED)
             for visible, keys in ((prompt_seen, prompt_keys), (row_visible[None, None, None], keys))
         )
         highest = jnp.maximum(_highest(on_prompt), _highest(on_row))
-        prompt_weights, row_weights = _exp(on_prompt - highest, how), _exp(on_row - highest, how)
-        inverse_sum = 1.0 / (sum_last(prompt_weights) + sum_last(row_weights))
+        prompt_weights, row_weights = jnp.exp(on_prompt - highest), jnp.exp(on_row - highest)
         of_prompt, of_row = (
             _weighted(weights.astype(q.dtype), values)
             for weights, values in ((prompt_weights, prompt_values), (row_weights, values))
         )
-        out = (of_prompt + of_row) * inverse_sum
+        out = (of_prompt + of_row) / (_total(prompt_weights) + _total(row_weights))
         return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, t, N, H)
 
     return _in_blocks(of_block, q, C - q.shape[1])
@@ -156,21 +148,21 @@ def attend_cached(
     def by_row(x: Array) -> Array:
         return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
 
-    grouped = scaled(q, how.query_scale).reshape(B, K, G, H).astype(common)
-    on_prompt = _bounded(times(by_prompt(grouped), prompt_k), how)
+    grouped = scaled(q, how.scale).reshape(B, K, G, H).astype(common)
+    on_prompt = softcapped(times(by_prompt(grouped), prompt_k), how.softcap)
     if prompt_visible.shape[0] == Q:
         prompt_visible = prompt_visible[:, None, None]
     else:
         prompt_visible = jnp.repeat(prompt_visible.reshape(Q, 1, R, -1), G, axis=2)
     on_prompt = jnp.where(prompt_visible, on_prompt, MASKED)
-    on_row = _bounded(times(grouped, k), how)
+    on_row = softcapped(times(grouped, k), how.softcap)
     on_row = jnp.where(visible[:, None, None], on_row, MASKED)
     highest = jnp.maximum(by_row(_highest(on_prompt)), _highest(on_row))
-    prompt_weights, row_weights = _exp(on_prompt - by_prompt(highest), how), _exp(on_row - highest, how)
-    inverse_sum = 1.0 / (by_row(sum_last(prompt_weights)) + sum_last(row_weights))
+    prompt_weights, row_weights = jnp.exp(on_prompt - by_prompt(highest)), jnp.exp(on_row - highest)
     of_prompt = times(prompt_weights.astype(v.dtype), prompt_v)
     of_row = times(row_weights.astype(v.dtype), v)
-    return ((by_row(of_prompt) + of_row) * inverse_sum).astype(q.dtype).reshape(B, N, H)
+    out = (by_row(of_prompt) + of_row) / (by_row(_total(prompt_weights)) + _total(row_weights))
+    return out.astype(q.dtype).reshape(B, N, H)
 
 
 def within_window(behind: Int[Array, "*M S"], window: int | None) -> Bool[Array, "*M S"] | bool:
@@ -178,28 +170,17 @@ def within_window(behind: Int[Array, "*M S"], window: int | None) -> Bool[Array,
     return True if window is None else behind < window
 
 
-def _bounded(scores: Float[Array, "*M S"], how: Attention) -> Float[Array, "*M S"]:
-    """Scores; with a softcap, which the queries are divided by, in units of it."""
-    return scores if how.softcap is None else jnp.tanh(scores)
-
-
-def _exp(below: Float[Array, "*M S"], how: Attention) -> Float[Array, "*M S"]:
-    """The exponential of how far scores, as `_bounded` has them, lie below the highest.
-
-    The softcap multiplies the difference: a difference of products would be rounded as its surroundings want it.
-    """
-    return jnp.exp(below if how.softcap is None else below * np.float32(how.softcap))
-
-
 def _highest(scores: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
     return lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+
+
+def _total(weights: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
+    return jnp.sum(weights, axis=-1, keepdims=True)
 
 
 def _scores(q: Float[Array, "B T K G H"], keys: Float[Array, "B K H S"]) -> Float[Array, "B K G T S"]:
     """q' keys, float32."""
     B, T, K, G, H = q.shape
-    if q.dtype == jnp.float32:  # as a product of matrices it would have other bits than when decoding
-        return jnp.einsum("btkgh,bkhs->bkgts", q, keys)
     by_head = q.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     return times(by_head, keys).reshape(B, K, G, T, -1)
 

@@ -96,11 +96,6 @@ class Attention:
     softcap: float | None = None
     window: int | None = None
 
-    @property
-    def query_scale(self) -> float:
-        """What queries are multiplied by; scores are then in units of the softcap, if there is one."""
-        return self.scale / (self.softcap or 1.0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
@@ -176,14 +171,6 @@ class ModelConfig:
     fused_projections: bool = False
     num_labels: int = 0
 
-    @property
-    def attention_dim(self) -> int:
-        """Of a head's queries, keys and values in attention and in the cache; what exceeds `head_dim` is zero.
-
-        XLA's CPU kernels add up products of fewer than 64 dims in orders that depend on all other sizes.
-        """
-        return max(64, self.head_dim)
-
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size"):
             if getattr(self, name) < 1:
@@ -222,8 +209,8 @@ class ModelConfig:
 
     @property
     def hidden_scale(self) -> float:
-        """What the last hidden states are multiplied by; logits are then in units of their softcap, if there is one."""
-        return 1.0 if self.num_labels else self.logit_scale / (self.logit_softcap or 1.0)
+        """The factor of the last hidden states, which scales the logits."""
+        return 1.0 if self.num_labels else self.logit_scale
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer is a mixture of experts."""

@@ -18,7 +18,8 @@ from groupax.models.attention import attend
 from groupax.models.config import Attention, ModelConfig, Rope
 from groupax.models.execution import DIRECT, Execution
 from groupax.models.experts import Routing, mixture
-from groupax.models.layers import NORMS, Weight, gated_mlp, linear, linear_of_parts, rounded, scaled, vocabulary_logits
+from groupax.models.layers import NORMS, Weight, gated_mlp, linear, linear_of_parts, scaled, vocabulary_logits
+from groupax.models.lookup import lookup
 from groupax.models.repeats import through_layers
 from groupax.models.rope import Tables, rope_tables, rotate
 from groupax.models.specs import Params, layer_specs
@@ -84,7 +85,7 @@ def forward(
     """
     x = _embedded(params, tokens, layout)
     if config.embedding_scale != 1.0:  # which is of the parameters' dtype itself, as transformers has it
-        x = rounded(x * jnp.asarray(config.embedding_scale, x.dtype))
+        x = x * jnp.asarray(config.embedding_scale, x.dtype)
     tables = {rope: rope_tables(rope, config.max_positions, positions, x.dtype) for rope in config.ropes if rope}
 
     def layer(x: Array, weights: Params, kept: Any, index: int) -> tuple[Array, Any, Routing | None]:
@@ -118,10 +119,10 @@ def _embedded(params: Params, tokens: Int[Array, "M"], layout: Layout) -> Float[
     """The tokens' embeddings; of those that other devices have, 0 until they are added up."""
     table, axis = collected_weight(layout, ("vocab", "embed"), params["embed"]), layout.axis("vocab")
     if axis is None:
-        return table[tokens]
+        return lookup(table, tokens)
     own = tokens - index_of(axis) * table.shape[0]
     is_own = (own >= 0) & (own < table.shape[0])
-    return summed(jnp.where(is_own[:, None], table[jnp.where(is_own, own, 0)], 0), axis)
+    return summed(jnp.where(is_own[:, None], lookup(table, jnp.where(is_own, own, 0)), 0), axis)
 
 
 def _attention(
@@ -147,10 +148,8 @@ def _attention(
         q, k = (rotate(x, tables[rope], rope.interleaved) for x in (q, k))
     if axis is not None and layout.axis("kv_heads") is None:
         k, v = (own_kv_heads(x, q.shape[1], axis) for x in (k, v))
-    unused = ((0, 0), (0, 0), (0, config.attention_dim - config.head_dim))
-    out, kept = attend(*(jnp.pad(x, unused) for x in (q, k, v)))
-    out = out[..., : config.head_dim].reshape(M, -1)
-    return linear_of_parts(out, weights["o"], weights.get("o_bias"), axis), kept
+    out, kept = attend(q, k, v)
+    return linear_of_parts(out.reshape(M, -1), weights["o"], weights.get("o_bias"), axis), kept
 
 
 def _within_heads(config: ModelConfig, weights: Params, layout: Layout) -> Params:
@@ -201,9 +200,7 @@ def _normed(config: ModelConfig, x: Array, weight: Array | None) -> Array:
 
 def _added(config: ModelConfig, x: Array, norm: Array | None) -> Array:
     """What a part of a layer adds to the stream."""
-    if norm is None and config.residual_scale == 1.0:
-        return x
-    return rounded(scaled(_normed(config, x, norm), config.residual_scale))
+    return scaled(_normed(config, x, norm), config.residual_scale)
 
 
 def head_weights(params: Params) -> Weight:

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.config import Activation, Experts
-from groupax.models.layers import gated, linear, sum_last
+from groupax.models.layers import gated, linear
 from groupax.models.products import times_transposed
 from groupax.parallel.collectives import entered, gathered, index_of, scattered, summed
 from groupax.parallel.mesh import WHOLE, Layout
@@ -52,10 +52,10 @@ def mixture(
     """
     logits = times_transposed(x, router)
     exps = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
-    probs = exps * (1.0 / sum_last(exps))
+    probs = exps / jnp.sum(exps, axis=-1, keepdims=True)
     weights, chosen = lax.top_k(probs, experts.per_token)
     if experts.normalized:
-        weights = weights * (1.0 / jnp.sum(weights, axis=-1, keepdims=True))
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     apart, within = layout.axis("expert"), layout.axis("expert_ffn")
     all_x, all_weights = (gathered(entered(each, within), apart, 0) for each in (x, weights.astype(x.dtype)))
     own_chosen = chosen
@@ -119,7 +119,6 @@ def one_by_one(
         index, gate, up, down = expert
         weight = jnp.sum(weights, axis=1, keepdims=True, where=chosen == index)
         between = gated(activation, linear(x, gate), linear(x, up))
-        # weighted before the last product, so that what is added up is no product that may be rounded or not
         return total + linear(between * weight, down), None
 
     return lax.scan(add, jnp.zeros_like(x), (jnp.arange(gate.shape[0]), gate, up, down))[0]

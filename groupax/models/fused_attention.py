@@ -61,7 +61,7 @@ def _fault(device: Any, config: ModelConfig, dtype: str) -> str | None:
         return f"cuDNN's computes in bfloat16, and dtype is {dtype}"
     if config.attention_softcap is not None:
         return f"cuDNN's has no softcap, and this model's is {config.attention_softcap}"
-    dims, most = config.attention_dim, _MANY_DIMS if version >= _WIDE_CAPABILITY else _FEW_DIMS
+    dims, most = config.head_dim, _MANY_DIMS if version >= _WIDE_CAPABILITY else _FEW_DIMS
     if dims > most or dims % 8:
         return f"cuDNN's takes heads of up to {most} dims in eights on {device.device_kind}, and this model has {dims}"
     return None

@@ -17,6 +17,7 @@ from groupax.models.execution import DIRECT, Execution
 from groupax.models.experts import Routing
 from groupax.models.fused_attention import attend, attend_with_prompt
 from groupax.models.logprobs import token_logprobs
+from groupax.models.lookup import lookup
 from groupax.models.specs import Params
 from groupax.models.split import collected_weight
 from groupax.parallel.collectives import Axis, gathered, own_part, size_of, swapped, whole
@@ -99,7 +100,7 @@ def grouped_logprobs(
             own_k, own_v = (
                 jnp.concatenate([x[:B] for x in of_stairs[: last + 1]], axis=1) for of_stairs in (row_k, row_v)
             )
-            behind = prompt_k[of], prompt_v[of], starts[of]
+            behind = lookup(prompt_k, of), lookup(prompt_v, of), starts[of]
             outs.append(attend_with_prompt(own_q, own_k, own_v, *behind, how, fused))
         return taken(jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs]), ragged.slots, cells)
 

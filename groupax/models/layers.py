@@ -17,6 +17,7 @@ from groupax.models.config import Activation, NormKind
 from groupax.models.nf4 import Nf4, dequantized
 from groupax.models.products import linear_product, times, times_transposed
 from groupax.parallel.collectives import Axis, entered, summed
+from groupax.parallel.platform import traced_platform
 
 # A matrix, one with fewer bits and scales (see `models.quantize`), or either with a low-rank change beside it.
 Weight = Array | Any
@@ -25,22 +26,22 @@ Weight = Array | Any
 def rms_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
     """x / rms(x) * weight, with the statistic in float32 (arXiv:1910.07467)."""
     wide = x.astype(jnp.float32)
-    inverse_rms = lax.rsqrt(sum_last(jnp.square(wide)) * (1.0 / wide.shape[-1]) + eps)
+    inverse_rms = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return (wide * inverse_rms).astype(x.dtype) * _for_last(weight, x)
 
 
 def rms_norm_around_zero(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
     """x / rms(x) * (1 + weight), all in float32 (Gemma's released model code)."""
     wide = x.astype(jnp.float32)
-    inverse_rms = lax.rsqrt(sum_last(jnp.square(wide)) * (1.0 / wide.shape[-1]) + eps)
+    inverse_rms = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return (wide * inverse_rms * _for_last(1.0 + weight.astype(jnp.float32), x)).astype(x.dtype)
 
 
 def layer_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
     """(x - mean(x)) / deviation(x) * weight, without a bias, all in float32 (arXiv:1607.06450)."""
     wide = x.astype(jnp.float32)
-    centred = wide - rounded(sum_last(wide) * (1.0 / wide.shape[-1]))
-    inverse_deviation = lax.rsqrt(sum_last(jnp.square(centred)) * (1.0 / wide.shape[-1]) + eps)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    inverse_deviation = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
     return (centred * inverse_deviation * _for_last(weight.astype(jnp.float32), x)).astype(x.dtype)
 
 
@@ -56,20 +57,8 @@ ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
 
 
 def softcapped(x: Float[Array, "*M S"], softcap: float | None) -> Float[Array, "*M S"]:
-    """softcap tanh(x), with x in units of the softcap (arXiv:2408.00118, section 2); x itself for None.
-
-    Whoever makes x divides by the softcap before its last product; the compiler would move a factor behind a product to
-    one of its operands or the other, by their sizes.
-    """
-    return x if softcap is None else rounded(jnp.tanh(x) * np.float32(softcap))
-
-
-def rounded(x: Array) -> Array:
-    """x, which is a product, before something is added to it.
-
-    The compiler would make one operation of both, which rounds once, or not, depending on their surroundings.
-    """
-    return jnp.maximum(x, jnp.finfo(x.dtype).min)
+    """Returns softcap tanh(x / softcap) (arXiv:2408.00118, section 2), or x itself if the softcap is None."""
+    return x if softcap is None else jnp.tanh(x * np.float32(1.0 / softcap)) * np.float32(softcap)
 
 
 def scaled(x: Array, scale: float) -> Array:
@@ -88,35 +77,23 @@ def _for_each(weight: Array, leading: tuple[int, ...]) -> Array:
 
 
 def _sum_of_each(leading: tuple[int, ...], _: None, cotangent: Array) -> tuple[Array]:
-    """Sums over all tokens; on CPU as a matrix product, since XLA's reductions over first dims are slow there."""
-    if jax.default_backend() != "cpu":
-        return (jnp.sum(cotangent, axis=tuple(range(len(leading)))),)
+    """Sums over all tokens in float32; on CPU as a matrix product, because XLA's reductions over leading dims are slow
+    there.
+    """
     own = cotangent.shape[len(leading) :]
     flat = cotangent.reshape(math.prod(leading), math.prod(own))
-    total = times(jnp.ones((2, len(flat)), flat.dtype), flat)[0]
+    if traced_platform() == "cpu":
+        total = times(jnp.ones((1, len(flat)), flat.dtype), flat)
+    else:
+        total = jnp.sum(flat, axis=0, dtype=jnp.float32)
     return (total.reshape(own).astype(cotangent.dtype),)
 
 
 _for_each.defvjp(lambda weight, leading: (_for_each(weight, leading), None), _sum_of_each)
 
 
-def sum_last(x: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
-    """The sum over the last dim, of float32 numbers, as a matrix product.
-
-    On CPU its order of additions depends on nothing but S, and zeros before and behind, in multiples of 8, change no
-    bit of it; the compiler's own reductions are vectorized in ways that depend on the surrounding shapes. (A product
-    with a single column of ones would take another path than a matrix product.)
-    """
-    ones = jnp.ones((2, x.shape[-1]), x.dtype)
-    return jnp.einsum("...s,os->...o", x, ones, precision=lax.Precision.HIGHEST)[..., :1]
-
-
 def linear(x: Float[Array, "*M I"], weight: Weight, bias: Array | None = None) -> Float[Array, "*M O"]:
-    """weight x (+ bias), with the weight as checkpoints have it, [O, I], quantized, or with a low-rank change.
-
-    In this layout XLA's CPU backend adds up a row's products in the same order whether there are 8 rows or 8,000,
-    so that decoding and training get the same bits; with [in, out] they would not.
-    """
+    """Returns weight x (+ bias), with the weight in the layout of checkpoints, [O, I], quantized, or adapted."""
     if isinstance(weight, Adapted):
         return linear(x, weight.base, bias) + low_rank_product(x, weight)
     y = linear_product(x, weight) if isinstance(weight, Array) else _quantized_product(x, weight)
@@ -169,7 +146,7 @@ _quantized_product.defvjp(_quantized_product_forward, _quantized_product_backwar
 
 
 def vocabulary_logits(hidden: Float[Array, "*M D"], head: Weight, softcap: float | None = None) -> Float[Array, "*M V"]:
-    """head hidden, float32, or softcap tanh(head hidden); the head may be quantized."""
+    """Returns head hidden in float32, softcapped if there is a softcap; the head may be quantized."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     if isinstance(head, Array):
         product = times_transposed(flat, head)

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens, without ever holding [tokens, vocabulary], forward or backward.
 
-Forward, the tokens are taken in chunks, each against the whole vocabulary, so that a row's sum has the order of
-additions that the engine's has. Backward, the vocabulary is taken in blocks, each for all tokens, so that the head's
-gradient is written once; a block's logits are computed again from the hidden states and the log of each token's sum.
+Forward, the tokens are taken in chunks, each against the whole vocabulary. Backward, the vocabulary is taken in blocks,
+each for all tokens, so that the head's gradient is written once; a block's logits are computed again from the hidden
+states and the log of each token's sum.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from groupax.models.execution import CPU_LOGITS
-from groupax.models.layers import softcapped, sum_last
+from groupax.models.layers import softcapped
 from groupax.models.products import times, times_transposed
 from groupax.parallel.collectives import Axis, entered, index_of
 
@@ -44,7 +44,7 @@ def token_logprobs(
         targets: one per token.
         temperature: divides the logits.
         entropy_gradient: whether the entropy will be differentiated; if not its gradient is taken to be zero.
-        softcap: logits are softcap tanh(hidden head'); if it is None, hidden head'.
+        softcap: logits are softcap tanh(hidden head' / softcap); None leaves them at hidden head'.
         axis: of the mesh, inside a shard_map, over whose devices the vocabulary is split.
         chunk_logits: logits in flight, in numbers.
     """
@@ -55,7 +55,7 @@ def token_logprobs(
 
 @dataclass(frozen=True)
 class _Logits:
-    """What becomes of a product: softcap tanh(product) / temperature, for the words of each device of an axis."""
+    """Turns products into logits: softcap tanh(product / softcap) / temperature, for each device's words of an axis."""
 
     temperature: float
     softcap: float | None
@@ -63,7 +63,6 @@ class _Logits:
     in_flight: int
 
     def of(self, hidden: Array, head: Array) -> Array:
-        # a product, as in the engine's sampler: a division by a constant may round differently
         return softcapped(times_transposed(hidden, head), self.softcap) * self.inverse_temperature
 
     def slope(self, logits: Array) -> Array | np.float32:
@@ -71,7 +70,7 @@ class _Logits:
         if self.softcap is None:
             return self.inverse_temperature
         tanh = logits * np.float32(self.temperature / self.softcap)
-        return (1.0 - jnp.square(tanh)) * np.float32(self.softcap / self.temperature)
+        return (1.0 - jnp.square(tanh)) * self.inverse_temperature
 
     @property
     def inverse_temperature(self) -> np.float32:
@@ -98,7 +97,7 @@ def _forward(hidden: Array, head: Array, targets: Array, kind: _Logits) -> tuple
         highest = highest if kind.axis is None else lax.pmax(highest, kind.axis)
         logits = logits - highest
         exps = jnp.exp(logits)
-        total, weighted = sum_last(exps)[:, 0], jnp.sum(exps * logits, axis=-1)
+        total, weighted = jnp.sum(exps, axis=-1), jnp.sum(exps * logits, axis=-1)
         target_logits = _of_targets(logits, targets, V, kind.axis)
         if kind.axis is not None:
             total, weighted, target_logits = lax.psum((total, weighted, target_logits), kind.axis)

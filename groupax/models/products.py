@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
+from groupax.parallel.platform import traced_platform
+
 
 @cache
 def cpu_multiplies_bfloat16() -> bool:
@@ -34,18 +36,10 @@ def times_transposed(x: Float[Array, "*B M K"], y: Float[Array, "*B N K"]) -> Fl
 
 def linear_product(x: Float[Array, "*M I"], weight: Float[Array, "O I"]) -> Float[Array, "*M O"]:
     """weight x, in x's dtype."""
-    if x.dtype == jnp.float32 or jax.default_backend() != "cpu":
+    if x.dtype == jnp.float32 or traced_platform() != "cpu":
         return jnp.einsum("...i,oi->...o", x, weight)
     y = times_transposed(x.reshape(-1, x.shape[-1]), weight.astype(x.dtype)).astype(x.dtype)
     return y.reshape(*x.shape[:-1], weight.shape[0])
-
-
-def row_major(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x, of which the compiler must not undo a transposition: it would multiply the factors in another order.
-
-    XLA's CPU backend multiplies factors of bfloat16 only if they lie so.
-    """
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def _product(x: Array, y: Array, transposed: bool) -> Array:
@@ -61,11 +55,16 @@ def _plain(x: Array, y: Array, transposed: bool) -> Array:
 
 def _multiplied(x: Array, y: Array, transposed: bool) -> Array:
     """The product of factors of fewer bits."""
-    if jax.default_backend() != "cpu":
+    if traced_platform() != "cpu":
         return _plain(x, y, transposed)
     if x.dtype == jnp.bfloat16 and cpu_multiplies_bfloat16():
-        return _plain(row_major(x), row_major(y), transposed)
+        return _plain(_row_major(x), _row_major(y), transposed)
     return _plain(x.astype(jnp.float32), y.astype(jnp.float32), transposed)
+
+
+def _row_major(x: Array) -> Array:
+    """Returns x in row-major layout, the only one in which XLA's CPU backend multiplies bfloat16 with matrix units."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 @jax.custom_vjp

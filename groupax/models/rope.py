@@ -2,15 +2,14 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from groupax.models.config import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
-from groupax.models.layers import rounded
 from groupax.models.products import times
+from groupax.parallel.platform import traced_platform
 
 Tables = tuple[Array, Array]
 
@@ -45,7 +44,7 @@ def rope_tables(rope: Rope, max_positions: int, positions: Int[Array, "M"], dtyp
     angles = positions[:, None].astype(jnp.float32) * frequencies(rope, max_positions)[None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.scale != 1.0:
-        cos, sin = rounded(cos * np.float32(rope.scale)), rounded(sin * np.float32(rope.scale))
+        cos, sin = cos * np.float32(rope.scale), sin * np.float32(rope.scale)
     # Both dims of a pair get its angle by a product: copies of another kind XLA computes again wherever they are used.
     pair_of = np.repeat(np.eye(rope.dims // 2), 2, axis=1) if rope.interleaved else np.tile(np.eye(rope.dims // 2), 2)
     cos, sin = (
@@ -59,13 +58,13 @@ def rotate(x: Float[Array, "M N H"], tables: Tables, interleaved: bool = False) 
     cos, sin = tables
     dims = cos.shape[-1]
     turned, kept = x[..., :dims], x[..., dims:]
-    turned = rounded(turned * cos) + rounded(_quarter_turned(turned, interleaved) * sin)
+    turned = turned * cos + _quarter_turned(turned, interleaved) * sin
     return jnp.concatenate([turned, kept], axis=-1) if kept.shape[-1] else turned
 
 
 def _quarter_turned(x: Float[Array, "M N D"], interleaved: bool) -> Float[Array, "M N D"]:
     """Each pair (a, b) as (-b, a)."""
-    if x.dtype != jnp.float32 and jax.default_backend() == "cpu":
+    if x.dtype != jnp.float32 and traced_platform() == "cpu":
         # shuffled numbers of bfloat16 are turned into float32 and back one at a time there
         unit = np.eye(x.shape[-1], dtype=np.float32)
         shuffled = times(x.reshape(-1, x.shape[-1]), jnp.asarray(_shuffled(unit, interleaved, np), x.dtype))
