@@ -1,4 +1,9 @@
-"""Engine and trainer agree on log-probs; layouts of the trainer agree with each other."""
+"""Engine and trainer agree on log-probs; layouts of the trainer agree with each other.
+
+They compute the same function in different orders, so that they differ by float32's rounding: by less than 1e-5 where
+the model is well conditioned. stories260K has attention scores of up to 200, which magnify a rounding of its first layer
+several hundred times: float32 itself is up to 2.4e-5 away from float64 there, whichever of the two computes it.
+"""
 
 from dataclasses import replace
 
@@ -19,8 +24,19 @@ from groupax.step import LOGP_DIFF, across_shards, micro_step, score, to_rows, z
 
 from .conftest import TINY, rest_heavy
 
-# Equal bits are promised of the programs that users have.
+# The agreement is promised of the programs that users have.
 pytestmark = pytest.mark.optimized
+
+
+def assert_agree(rows, logps):
+    for row, logp in zip(rows, logps, strict=True):
+        np.testing.assert_allclose(row.rollout_logp, logp, atol=1e-5, rtol=0)
+
+
+def assert_agree_ill_conditioned(difference):
+    assert difference.mean() < 5e-6
+    assert np.quantile(difference, 0.99) < 1e-5
+    assert difference.max() < 1e-4
 
 
 def rows_of(groups, prompts):
@@ -63,12 +79,13 @@ def test_engine_and_trainer_logps_are_equal_on_the_real_model(stories, temperatu
     lengths = {len(sequence.tokens) for group in groups for sequence in group}
     assert len(lengths) > 10  # ragged
     rows = rows_of(groups, prompts)
-    for row, logp in zip(rows, trainer_logps(model, rows, temperature, micro_batch_tokens), strict=True):
-        np.testing.assert_allclose(row.rollout_logp, logp, atol=1e-5, rtol=0)
+    logps = trainer_logps(model, rows, temperature, micro_batch_tokens)
+    pairs = zip(rows, logps, strict=True)
+    assert_agree_ill_conditioned(np.concatenate([np.abs(row.rollout_logp - logp) for row, logp in pairs]))
 
 
 @pytest.mark.heavy
-def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
+def test_a_training_step_finds_the_engines_logps(stories):
     model = load_model(stories)
     prompts = [np.array([1, *range(20, 20 + length)], np.int32) for length in (3, 5, 9, 14, 20, 6, 11, 31)]
     engine = Engine(model.config, model.params, model.mesh, eos_ids=(2,))
@@ -88,35 +105,33 @@ def test_a_training_step_finds_the_engines_logps_bit_for_bit(stories):
             execution=DIRECT,
         )
     totals = across_shards(totals, config=model.config, mesh=model.mesh)
-    assert float(totals.tally.maxima[f"{LOGP_DIFF}_max"]) == 0.0
+    num_tokens = sum(len(row.completion) for row in rows)
+    assert float(totals.tally.sums[f"{LOGP_DIFF}_mean"]) < 5e-6 * num_tokens
+    assert float(totals.tally.maxima[f"{LOGP_DIFF}_max"]) < 1e-4
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("group_size", [1, 8])
-def test_short_prompts_and_heads_of_their_own_agree_bit_for_bit(group_size):
+@pytest.mark.parametrize("group_size", rest_heavy([1, 8]))
+def test_short_prompts_and_heads_of_their_own_agree(group_size):
     recipe = load_recipe("arithmetic")
     engine = Engine.load(recipe.model)
     prompts = engine.encode([row["prompt"] for row in recipe.train_dataset()[:16]])
     model = load_model(recipe.model)
     groups = engine.generate(prompts, SamplingParams(n=group_size, max_tokens=48))
     rows = rows_of(groups, prompts)
-    for row, logp in zip(rows, trainer_logps(model, rows, 1.0, 4096), strict=True):
-        np.testing.assert_array_equal(np.float32(row.rollout_logp), logp)
+    assert_agree(rows, trainer_logps(model, rows, 1.0, 4096))
 
 
-# What is added to the stream is rounded alike in both. With a softcap of the logits, and with a router's few columns,
-# the last bit of an exponential may depend on the number of rows.
 FAMILIES = [
-    ("cohere2", {"sliding_window": 9, "sliding_window_pattern": 2, "logit_scale": 0.3}, 0.0),
-    ("gemma2", {"sliding_window": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": None}, 0.0),
-    ("gemma2", {"sliding_window": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, 1e-5),
-    ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}, 1e-5),
+    ("cohere2", {"sliding_window": 9, "sliding_window_pattern": 2, "logit_scale": 0.3}),
+    ("gemma2", {"sliding_window": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": None}),
+    ("gemma2", {"sliding_window": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
 ]
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("family", "change", "tolerance"), FAMILIES, ids=str)
-def test_families_agree(family, change, tolerance):
+@pytest.mark.parametrize(("family", "change"), FAMILIES, ids=str)
+def test_families_agree(family, change):
     model = init_model({**TINY, "model_type": family, "head_dim": 8, **change}, seed=1)
     params = jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, model.params)
     model = replace(model, params=params)
@@ -124,8 +139,7 @@ def test_families_agree(family, change, tolerance):
     prompts = [rng.integers(3, 96, length).astype(np.int32) for length in (1, 4, 9, 16, 23, 40, 8, 12)]
     engine = Engine(model.config, model.params, model.mesh, eos_ids=(2,))
     rows = rows_of(engine.generate(prompts, SamplingParams(n=8, max_tokens=60)), prompts)
-    for row, logp in zip(rows, trainer_logps(model, rows, 1.0, 4096), strict=True):
-        np.testing.assert_allclose(np.float32(row.rollout_logp), logp, atol=tolerance, rtol=0)
+    assert_agree(rows, trainer_logps(model, rows, 1.0, 4096))
 
 
 @pytest.mark.parametrize("family", rest_heavy(["llama", "qwen2", "qwen3"]))

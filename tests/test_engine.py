@@ -688,7 +688,7 @@ def test_long_prompts_are_computed_in_pieces(tiny_model, monkeypatch):
     decode.admit.clear_cache()
     assert tokens_of(pieces) == tokens_of(whole)
     for a, b in zip(pieces, whole, strict=True):
-        np.testing.assert_array_equal(a[0].policy_logps, b[0].policy_logps)
+        np.testing.assert_allclose(a[0].policy_logps, b[0].policy_logps, atol=1e-5)
 
 
 def test_many_prompts_enter_in_several_admissions(tiny_model, expected, monkeypatch):
@@ -767,7 +767,7 @@ def test_the_cache_may_have_its_own_dtype(tiny_model, dtype):
     )
     assert (difference == 0) == (dtype == jnp.float32)
     assert difference < 0.05
-    assert engine.bytes_per_token == 2 * 2 * 2 * 64 * np.dtype(dtype).itemsize
+    assert engine.bytes_per_token == 2 * 2 * 2 * 8 * np.dtype(dtype).itemsize
     again = engine.generate([np.array([*PROMPTS[3], *groups[3][0].tokens])], params)
     assert engine.prefixes.num_reused_tokens > 0
     assert len(again[0][0].tokens) == 20
@@ -833,9 +833,9 @@ def test_weights_in_no_bits_that_exist(tiny_model):
         engine_for(tiny_model, 1, weights="int3")
 
 
-@pytest.mark.parametrize("chunk_steps", [0, 4, 12, -8])
-def test_chunks_of_no_multiple_of_8(tiny_model, chunk_steps):
-    with pytest.raises(ValueError, match=f"chunk_steps must be a multiple of 8, at least 8, got {chunk_steps}"):
+@pytest.mark.parametrize("chunk_steps", [0, -8])
+def test_chunks_have_at_least_one_step(tiny_model, chunk_steps):
+    with pytest.raises(ValueError, match=f"chunk_steps must be at least 1, got {chunk_steps}"):
         engine_for(tiny_model, 1, chunk_steps=chunk_steps)
 
 

@@ -240,7 +240,7 @@ def test_softcapped_log_probs_are_those_of_a_dense_softmax():
     weights = jnp.asarray(rng.normal(size=23), jnp.float32)
 
     def dense(hidden, head):
-        logp = jax.nn.log_softmax(3.0 * jnp.tanh(hidden @ head.T) / 0.7)
+        logp = jax.nn.log_softmax(3.0 * jnp.tanh(hidden @ head.T / 3.0) / 0.7)
         return jnp.take_along_axis(logp, targets[:, None], axis=1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
     def ours(hidden, head):

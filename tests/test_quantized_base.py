@@ -190,4 +190,4 @@ def test_qlora_on_stories(stories, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward"] for line in lines]
     assert np.mean(rewards[-4:]) > 1.5 * np.mean(rewards[:4])
-    assert all(line["rollout/logp_diff_max"] == 0 for line in lines)
+    assert all(line["rollout/logp_diff_mean"] < 5e-6 for line in lines)

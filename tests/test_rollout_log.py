@@ -85,10 +85,10 @@ def test_all_that_is_known_of_a_completion_is_there_in_simple_types(logged):
     assert all(0 < entropy < np.log(13) for row in rows[8:] for entropy in row["entropies"])
 
 
-def test_on_policy_log_probs_of_engine_and_trainer_are_the_same(logged):
+def test_on_policy_log_probs_of_engine_and_trainer_agree(logged):
     rows = pq.read_table(logged / "step_000001.parquet").to_pylist()
     for row in rows[:8]:
-        assert row["trainer_logps"] == row["policy_logps"]
+        np.testing.assert_allclose(row["trainer_logps"], row["policy_logps"], atol=1e-5, rtol=0)
     mean = np.mean([entropy for row in rows[:8] for entropy in row["entropies"]])
     [first, *_] = [json.loads(line) for line in (logged.parent / "metrics.jsonl").read_text().splitlines()]
     assert first["entropy"] == pytest.approx(mean, rel=1e-5)

@@ -41,7 +41,7 @@ class Engine:
         mesh: rows are spread over all of its devices.
         eos_ids: tokens that end every completion.
         max_slots: most completions decoded at once; the others wait for a free slot.
-        chunk_steps: tokens decoded between two visits to the host; a multiple of 8.
+        chunk_steps: tokens decoded between two visits to the host.
         tokenizer: for prompts that are text or messages, stop texts, and the completions' text.
         kv_bytes: most memory for keys and values on a device, in bytes; None allows 80 % of what is free when
             sequences are started. What does not fit waits; if completions become longer than expected, the shortest
@@ -54,7 +54,7 @@ class Engine:
             their keys and values, of the feed-forward's columns and of the vocabulary.
 
     Raises:
-        ValueError: the model classifies sequences, `chunk_steps` is no multiple of 8, or devices cannot share the
+        ValueError: the model classifies sequences, `chunk_steps` is below 1, or devices cannot share the
             weights so.
 
     Attributes:
@@ -138,8 +138,8 @@ class Engine:
                 f"the model classifies sequences, with {config.num_labels} labels, and has no head to generate text "
                 "with; give a causal model"
             )
-        if chunk_steps < 8 or chunk_steps % 8:
-            raise ValueError(f"chunk_steps must be a multiple of 8, at least 8, got {chunk_steps}")
+        if chunk_steps < 1:
+            raise ValueError(f"chunk_steps must be at least 1, got {chunk_steps}")
         self.config = config
         self.weights = weights
         self.mesh = decoding_mesh(mesh, tp)

@@ -60,7 +60,7 @@ class Serve:
     max_completions: int = 256
     """Most completions of one request, prompts times n."""
     chunk_steps: int = 32
-    """Tokens between two visits to the host, a multiple of 8: fewer bring the first ones sooner, more are quicker."""
+    """Tokens between two visits to the host: fewer bring the first ones sooner, more are quicker."""
     default_max_tokens: int = 1024
     """The longest answer of a chat that sets no limit."""
     max_body_mb: float = 4.0
