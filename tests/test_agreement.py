@@ -1,8 +1,8 @@
 """Engine and trainer agree on log-probs; layouts of the trainer agree with each other.
 
 They compute the same function in different orders, so that they differ by float32's rounding: by less than 1e-5 where
-the model is well conditioned. stories260K has attention scores of up to 200, which magnify a rounding of its first layer
-several hundred times: float32 itself is up to 2.4e-5 away from float64 there, whichever of the two computes it.
+the model is well conditioned. stories260K has attention scores of up to 200, which magnify a rounding of its first
+layer several hundred times: float32 itself is up to 2.4e-5 away from float64 there, whichever of the two computes it.
 """
 
 from dataclasses import replace

@@ -28,14 +28,14 @@ def mesh_of(platform):
     return AbstractMesh((1,) * len(AXES), AXES, kinds, abstract_device=DEVICES[platform])
 
 
-def dtypes_of_products(jaxpr):
-    """The dtypes of the factors of every matrix product of a program, and of those that it calls."""
+def products_in(jaxpr):
+    """The factors of every matrix product of a program, and of those that it calls."""
     found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
-            found.append({str(factor.aval.dtype) for factor in equation.invars})
+            found.append([factor.aval for factor in equation.invars])
         for inner in jaxprs_in_params(equation.params):
-            found += dtypes_of_products(inner)
+            found += products_in(inner)
     return found
 
 
@@ -60,14 +60,16 @@ def traced(platform):
 @pytest.mark.parametrize("planner_multiplies_bfloat16", [False, True])
 def test_accelerators_multiply_bfloat16_weights_as_they_are(platform, planner_multiplies_bfloat16, monkeypatch):
     monkeypatch.setattr(products, "cpu_multiplies_bfloat16", lambda: planner_multiplies_bfloat16)
-    found = dtypes_of_products(traced(platform))
-    assert found.count({"float32"}) == 2, "only the cosines and sines of positions"
-    assert found.count({"bfloat16"}) == len(found) - 2 > 20
+    found = products_in(traced(platform))
+    wide = [factors for factors in found if any(factor.dtype != jnp.bfloat16 for factor in factors)]
+    of_positions = {(4, 8), (16, 4)}  # the angles of 16 positions, for both dims of 4 pairs
+    assert all({factor.shape for factor in factors} == of_positions for factors in wide)
+    assert len(found) - len(wide) > 20
 
 
 def test_a_cpu_without_matrix_units_multiplies_float32(monkeypatch):
     monkeypatch.setattr(products, "cpu_multiplies_bfloat16", lambda: False)
-    assert all(dtypes == {"float32"} for dtypes in dtypes_of_products(traced("cpu")))
+    assert all(factor.dtype == jnp.float32 for factors in products_in(traced("cpu")) for factor in factors)
 
 
 @pytest.mark.parametrize("platform", DEVICES)
