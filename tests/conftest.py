@@ -32,7 +32,8 @@ install_import_hook("groupax", "beartype.beartype")
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 4)
+if "JAX_NUM_CPU_DEVICES" not in os.environ:
+    jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -37,6 +37,7 @@ PARAMS = SamplingParams(n=3, max_tokens=24, seed=7)
 
 
 def engine_for(model, num_devices=4, **settings):
+    num_devices = min(num_devices, jax.device_count())
     mesh = Mesh(np.array(jax.devices()[:num_devices]).reshape(num_devices, 1, 1, 1, 1), AXES)
     params = jax.device_put(model.params, jax.NamedSharding(mesh, jax.P()))
     return Engine(model.config, params, mesh, eos_ids=(1,), **{"chunk_steps": 8, **settings})
