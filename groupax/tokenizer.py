@@ -8,25 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from groupax.chat import CHAT_TEMPLATES, render
+
 Prompt = str | list[dict[str, Any]]
 # What transformers calls a tokenizer that is no family's own.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+SPARE_TOKENS = 64  # beside the longest prompt, so that where a text was cut changes none of the last tokens
 CONTEXT_TOKENS = 8  # of a prompt, with which the text of a completion is read
 REPLACEMENT = "\ufffd"  # what a tokenizer writes for the bytes of a character that is not whole
 # What tokens are read from. Without any of these transformers makes a tokenizer of special tokens for some families.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model*", "*.model", "vocab.json", "vocab.txt", "tekken.json")
-
-# Chat templates by name, for `GRPOConfig.chat_template`.
-CHAT_TEMPLATES = {
-    "chatml": (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ),
-    "plain": (
-        "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n"
-        "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
-    ),
-}
 
 
 def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = None) -> Any:
@@ -118,20 +109,76 @@ def last_text(prompt: Prompt) -> str:
     return "\n".join(filter(None, parts)) or json.dumps(prompt[-1], default=str)
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[Any]) -> list[np.ndarray]:
-    """Token ids of each prompt: strings as the tokenizer encodes them, messages through its chat template.
+def encode_prompts(
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    template_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    most_tokens: int | None = None,
+    name: str = "prompt",
+) -> list[np.ndarray]:
+    """Returns the token ids of each prompt: strings as the tokenizer encodes them, messages by its chat template.
+
+    Args:
+        tokenizer: with the template.
+        prompts: strings or lists of messages.
+        template_kwargs: for each prompt arguments for the template.
+        most_tokens: of a prompt that cannot have so few only the end is encoded, which has more.
+        name: what to call a prompt in an error, before its index.
 
     Raises:
-        ValueError: a prompt is neither a string nor a list of messages, or is conversational and the tokenizer has no
-            chat template.
+        ValueError: a prompt is neither a string nor a list of messages of texts, has template arguments that no
+            template reads, or is conversational and the tokenizer has no chat template, or one that fails.
     """
     texts: list[str] = []
     for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            texts.append(prompt)
-        else:
-            texts.append(render(tokenizer, prompt, f"prompt {index}"))
-    return encode_texts(tokenizer, texts, [is_conversational(prompt) for prompt in prompts])
+        arguments = template_kwargs[index] if template_kwargs is not None else {}
+        if not isinstance(prompt, str):
+            texts.append(render(tokenizer, prompt, f"{name} {index}", template_kwargs=arguments))
+            continue
+        if arguments:
+            raise ValueError(
+                f"{name} {index} is a string, which no chat template writes, and has chat_template_kwargs "
+                f"{dict(arguments)!r:.200}; leave them out, or give a list of messages"
+            )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{name} {index} has half of a surrogate pair, which is no character; remove it"
+            ) from error
+        texts.append(prompt)
+    rendered = [is_conversational(prompt) for prompt in prompts]
+    if most_tokens is None:
+        return encode_texts(tokenizer, texts, rendered)
+    ends = [_end_of(tokenizer, text, most_tokens) for text in texts]
+    encoded = encode_texts(tokenizer, ends, rendered)
+    for index, end in enumerate(ends):
+        if len(end) < len(texts[index]) and len(encoded[index]) <= most_tokens:  # one token for all unknown characters
+            [encoded[index]] = encode_texts(tokenizer, [texts[index]], [rendered[index]])
+    return encoded
+
+
+def _end_of(tokenizer: Any, text: str, most_tokens: int) -> str:
+    """Returns the text, or if it has more characters than so many tokens can have, its end, which has more tokens too.
+
+    No token has more characters than the longest one of the vocabulary. Spaces do not count: some tokenizers make one
+    of many.
+    """
+    if len(text) <= most_tokens + SPARE_TOKENS:
+        return text
+    needed = (most_tokens + SPARE_TOKENS) * _longest_token(tokenizer)
+    size = needed
+    while size < len(text):
+        end = text[-size:]
+        if sum(map(len, end.split())) > needed:
+            return end
+        size *= 2
+    return text
+
+
+def _longest_token(tokenizer: Any) -> int:
+    """Returns the characters of the longest token, or more: some tokenizers write bytes as characters."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool]) -> list[np.ndarray]:
@@ -144,34 +191,6 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool])
             for index, row in zip(chosen, ids, strict=True):
                 encoded[index] = np.asarray(row, np.int32)
     return encoded
-
-
-def render(tokenizer: Any, messages: Any, name: str, add_generation_prompt: bool = True) -> str:
-    """A conversation as the chat template writes it.
-
-    Args:
-        tokenizer: with the template.
-        messages: role and content each.
-        name: what to call the conversation in an error.
-        add_generation_prompt: end where the assistant's answer begins.
-
-    Raises:
-        ValueError: these are no messages, or there is no template.
-    """
-    is_messages = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
-    if not is_messages or not messages:
-        raise ValueError(
-            f"{name} must be a string or a list of messages like {{'role': 'user', 'content': '...'}}, got {messages!r}"
-        )
-    for number, message in enumerate(messages, 1):
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise ValueError(f"{name}: message {number} of {len(messages)} has no content: {message!r:.200}")
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"{name} is a list of messages, but the tokenizer has no chat template (a base model?); set "
-            f"chat_template= to one of {', '.join(CHAT_TEMPLATES)} or to a file, or give prompts as strings"
-        )
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
 
 def decode(tokenizer: Any, completions: Sequence[Sequence[int]]) -> list[str]:

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 import groupax.trainer as native
+from groupax.chat import render
 from groupax.compat import hf
 from groupax.compat.easydel.config import GRPOConfig
 from groupax.compat.easydel.models import EasyDeLModel
 from groupax.compat.easydel.vinference import SAMPLING, vInference
 from groupax.compat.fields import tell
 from groupax.data import load_examples
-from groupax.tokenizer import is_conversational, prepare_tokenizer, render
+from groupax.tokenizer import is_conversational, prepare_tokenizer
 
 # Columns that hold the question in well-known datasets without a column `prompt`.
 QUESTIONS = ("question", "problem")

@@ -1,0 +1,376 @@
+"""Conversations as texts: what messages may hold, and what a chat template makes of them. Imports no jax."""
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from groupax import template_process
+from groupax.field_types import nearest
+
+# Chat templates by name, for `GRPOConfig.chat_template`.
+CHAT_TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "plain": (
+        "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n"
+        "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+    ),
+}
+# Arguments of a template that `render` sets itself, and those of `apply_chat_template` that are not the template's.
+RESERVED = (
+    "messages",
+    "conversation",
+    "conversations",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "documents",
+    "tokenize",
+    "tokenizer_kwargs",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "sanitize_control_tokens",
+)
+PROBE = "groupaxprobe"
+
+
+def check_template_kwargs(given: Any, name: str) -> None:
+    """Checks arguments for a chat template as far as that goes without the template.
+
+    Args:
+        given: the arguments by name.
+        name: what to call them in an error.
+
+    Raises:
+        ValueError: they are no mapping of names, or one of them is not the user's to set.
+    """
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise ValueError(
+            f"{name} must be a mapping of names to values, e.g. {{'enable_thinking': False}}, got {given!r}"
+        )
+    for key in given:
+        if key in RESERVED:
+            raise ValueError(f"{name} has {key!r}, which groupax sets itself or does not support; leave it out")
+    _json(given, name)
+
+
+def unknown_template_kwargs(tokenizer: Any, given: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the names of arguments that the tokenizer's chat template does not read, each with what to say of it."""
+    template = _template_of(tokenizer)
+    if not given or template is None:
+        return {}
+    own = {*RESERVED, *tokenizer.special_tokens_map}
+    known = [name for name in _variables(template) if name not in own]
+    return {
+        name: f"the chat template reads no {name!r}{nearest(name, known)}; it reads {', '.join(known) or 'none'}"
+        for name in given
+        if name not in known
+    }
+
+
+def joined_parts(parts: Sequence[Any], where: str) -> str:
+    """Returns the text of a message's content that is given as a list of parts, one after the other.
+
+    Args:
+        parts: as OpenAI writes them, each {"type": "text", "text": "..."}.
+        where: what to call the content in an error.
+
+    Raises:
+        ValueError: a part is no text.
+    """
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind is not None and kind != "text":
+            raise ValueError(
+                f"{where} has a part of type {kind!r:.40}, and the model reads texts alone: groupax has no vision or "
+                "audio tower; remove the part, or the row"
+            )
+        if kind is None or not isinstance(part.get("text"), str):
+            raise ValueError(f"{where} has a part that is no {{'type': 'text', 'text': '...'}}: {_shown(part)}")
+    return "".join(part["text"] for part in parts)
+
+
+def render(
+    tokenizer: Any,
+    messages: Any,
+    name: str,
+    add_generation_prompt: bool = True,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """Returns a conversation as the tokenizer's chat template writes it.
+
+    Content that is a list of text parts goes to the template as it is if the template reads parts, or else as one text;
+    and a text goes to a template that reads nothing but parts as one part.
+
+    Args:
+        tokenizer: with the template.
+        messages: role and content each.
+        name: what to call the conversation in an error.
+        add_generation_prompt: end where the assistant's answer begins.
+        template_kwargs: arguments for the template, e.g. {"enable_thinking": False}.
+
+    Raises:
+        ValueError: these are no messages of texts, there is no template, it fails or takes too long, it does not read
+            one of the arguments, or its text lacks a message.
+    """
+    checked = _checked_messages(messages, name)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{name} is a list of messages, but the tokenizer has no chat template (a base model?); set "
+            f"chat_template= to one of {', '.join(CHAT_TEMPLATES)} or to a file, or give prompts as strings"
+        )
+    arguments = dict(template_kwargs or {})
+    if arguments:
+        check_template_kwargs(arguments, f"{name}: chat_template_kwargs")
+        for fault in unknown_template_kwargs(tokenizer, arguments).values():
+            raise ValueError(f"{name}: chat_template_kwargs: {fault}")
+    given = [_as_read(tokenizer, message) for message in checked]
+    text = _written(tokenizer, given, name, {**arguments, "add_generation_prompt": add_generation_prompt})
+    _check_nothing_lost(checked, text, name)
+    return text
+
+
+def _checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
+    """Returns the messages without fields that are None, which tables have for what a row does not say."""
+    is_messages = isinstance(messages, list) and all(isinstance(m, Mapping) and "role" in m for m in messages)
+    if not is_messages or not messages:
+        raise ValueError(
+            f"{name} must be a string or a list of messages like {{'role': 'user', 'content': '...'}}, got "
+            f"{_shown(messages)}"
+        )
+    checked = []
+    for number, given in enumerate(messages, 1):
+        where = f"{name}: message {number} of {len(messages)}"
+        message = {key: value for key, value in given.items() if value is not None}
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise ValueError(f"{where} has no role like 'user' or 'system': {_shown(given)}")
+        if (content is None or content == []) and not message.get("tool_calls"):
+            raise ValueError(f"{where} has no content: {_shown(given)}")
+        if isinstance(content, list):
+            parts = [_without_none(part) for part in content]
+            joined_parts(parts, where)
+            message["content"] = parts
+        elif content is not None and not isinstance(content, str):
+            raise ValueError(
+                f"{where}: the content must be a text or a list of text parts, got {type(content).__name__} "
+                f"{_shown(content)}"
+            )
+        _json(message, where)
+        checked.append(message)
+    if not any(text_of(message).strip() for message in checked):
+        raise ValueError(f"{name} is empty: no message has any text: {_shown(messages)}")
+    return checked
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.200}"
+    except RecursionError:
+        return f"a {type(value).__name__} of many levels"
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Returns the text of a checked message, empty if it has none."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _without_none(part: Any) -> Any:
+    return {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
+
+
+def _json(value: Any, where: str) -> str:
+    """Returns the value as JSON of valid characters.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} has half of a surrogate pair, which is no character; remove it") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{where} has a value that JSON does not have ({error}); make it a text or a number"
+        ) from error
+    return text
+
+
+def _as_read(tokenizer: Any, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the message with its content as the template reads it."""
+    content = message.get("content")
+    if content is None:
+        return dict(message)
+    takes_text, takes_parts = _reads(tokenizer)
+    if isinstance(content, list) and not takes_parts:
+        return {**message, "content": text_of(message)}
+    if isinstance(content, str) and takes_parts and not takes_text:
+        return {**message, "content": [{"type": "text", "text": content}]}
+    return dict(message)
+
+
+def _reads(tokenizer: Any) -> tuple[bool, bool]:
+    """Returns whether the template writes content that is a text, and content that is a list of text parts."""
+    template = _template_of(tokenizer)
+    if template is None:
+        return True, False  # what such a tokenizer does with parts is not known
+    return _reads_of(template, json.dumps(tokenizer.special_tokens_map, default=str))
+
+
+@lru_cache(maxsize=16)
+def _reads_of(template: str, special: str) -> tuple[bool, bool]:
+    """Whether a probe's text is written, and not the representation of the list that it was in."""
+
+    def arrives(content: Any) -> bool:
+        messages = [{"role": "user", "content": content}]
+        try:
+            text = _ask("render", template=template, messages=messages, arguments=json.loads(special))
+        except ValueError:  # what the messages themselves cause is told when they are rendered
+            return False
+        return PROBE in text and not any(f"{quote}{PROBE}{quote}" in text for quote in "'\"")
+
+    return arrives(PROBE), arrives([{"type": "text", "text": PROBE}])
+
+
+def _written(tokenizer: Any, messages: list[dict[str, Any]], name: str, arguments: dict[str, Any]) -> str:
+    template = _template_of(tokenizer)
+    try:
+        if template is None:
+            return tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+        special = json.loads(json.dumps(tokenizer.special_tokens_map, default=str))
+        return _ask("render", template=template, messages=messages, arguments={**special, **arguments})
+    except ValueError as error:
+        raise ValueError(f"{name}: the chat template fails: {error}") from error
+
+
+def _check_nothing_lost(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> None:
+    """Refuses a text that lacks a message which is not the assistant's, of which templates leave out the thoughts."""
+    squeezed: str | None = None
+    for number, message in enumerate(messages, 1):
+        content = text_of(message).strip()
+        if message["role"] == "assistant" or content in text:
+            continue
+        squeezed = _squeezed(text) if squeezed is None else squeezed
+        if _squeezed(content) not in squeezed and _squeezed(json.dumps(content)[1:-1]) not in squeezed:
+            raise ValueError(
+                f"{name}: the chat template leaves out message {number} of {len(messages)}, of the role "
+                f"{message['role']!r}: {content!r:.100}; put its text into a message of another role, or set "
+                "chat_template to a template that writes it"
+            )
+
+
+def _squeezed(text: str) -> str:
+    """Returns the text without spaces and capitals, in which templates may differ from what they are given."""
+    return "".join(text.split()).casefold()
+
+
+def _template_of(tokenizer: Any) -> str | None:
+    """Returns the chat template if the tokenizer renders it as transformers does; None if it has a way of its own."""
+    from transformers import PreTrainedTokenizerBase
+
+    if getattr(tokenizer.apply_chat_template, "__func__", None) is not PreTrainedTokenizerBase.apply_chat_template:
+        return None
+    return tokenizer.get_chat_template()
+
+
+@lru_cache(maxsize=16)
+def _variables(template: str) -> list[str]:
+    try:
+        return _ask("variables", template=template)
+    except ValueError as error:
+        raise ValueError(f"the chat template fails: {error}") from error
+
+
+class _TemplateProcess:
+    """A process that runs `groupax.template_process`, started when it is first asked. One thread asks at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._owner = 0
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """Returns the value that answers a request.
+
+        Raises:
+            ValueError: the template fails, or takes too much time or memory.
+        """
+        line = json.dumps(request)
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None, "it is a pipe"
+            assert process.stdout is not None, "it is a pipe"
+            try:
+                process.stdin.write(line + "\n")
+                process.stdin.flush()
+                answered = process.stdout.readline()
+            except BrokenPipeError:
+                answered = ""
+            except BaseException:  # an answer that nobody has read would be taken for that to the next request
+                process.kill()
+                self._end()
+                raise
+            if not answered.endswith("\n"):
+                raise ValueError(self._end())
+        answer = json.loads(answered)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["value"]
+
+    def close(self) -> None:
+        """Ends the process, if it is this one's."""
+        with self._lock:
+            if self._process is not None and self._owner == os.getpid():
+                self._end()
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None or self._owner != os.getpid():  # a fork has its parent's pipes
+            # -P: this package's folder, which has a data.py and the like, is no place to import from
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(template_process.__file__))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is for those who ask
+            )
+            self._owner = os.getpid()
+        return self._process
+
+    def _end(self) -> str:
+        """Ends the process and returns why it does not answer any more."""
+        assert self._process is not None, "it is running"
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None, "they are pipes"
+            with suppress(BrokenPipeError):  # what was written last is not read any more
+                pipe.close()
+        status, self._process = self._process.wait(), None
+        if status == -signal.SIGALRM:
+            return f"it was still running after {template_process.DEADLINE_S} s"
+        return f"the process that renders it ended with status {status}; is there too little memory?"
+
+
+_PROCESS = _TemplateProcess()
+atexit.register(_PROCESS.close)
+
+
+def _ask(action: str, **arguments: Any) -> Any:
+    return _PROCESS.ask({"action": action, **arguments})
