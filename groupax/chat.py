@@ -48,6 +48,7 @@ RESERVED = (
     "sanitize_control_tokens",
 )
 PROBE = "groupaxprobe"
+BATCH, BATCH_CHARACTERS = 256, 1 << 22  # conversations that are rendered at a time, and their characters
 
 
 def check_template_kwargs(given: Any, name: str) -> None:
@@ -129,21 +130,44 @@ def render(
         ValueError: these are no messages of texts, there is no template, it fails or takes too long, it does not read
             one of the arguments, or its text lacks a message.
     """
-    checked = _checked_messages(messages, name)
+    return render_all(tokenizer, [messages], [name], add_generation_prompt, [template_kwargs or {}])[0]
+
+
+def render_all(
+    tokenizer: Any,
+    conversations: Sequence[Any],
+    names: Sequence[str],
+    add_generation_prompt: bool = True,
+    template_kwargs: Sequence[Mapping[str, Any]] | None = None,
+) -> list[str]:
+    """Returns what `render` does of each conversation, which has a name and arguments for the template of its own."""
+    if not conversations:
+        return []
+    checked = [_checked_messages(*item) for item in zip(conversations, names, strict=True)]
     if not tokenizer.chat_template:
         raise ValueError(
-            f"{name} is a list of messages, but the tokenizer has no chat template (a base model?); set "
+            f"{names[0]} is a list of messages, but the tokenizer has no chat template (a base model?); set "
             f"chat_template= to one of {', '.join(CHAT_TEMPLATES)} or to a file, or give prompts as strings"
         )
-    arguments = dict(template_kwargs or {})
-    if arguments:
-        check_template_kwargs(arguments, f"{name}: chat_template_kwargs")
-        for fault in unknown_template_kwargs(tokenizer, arguments).values():
-            raise ValueError(f"{name}: chat_template_kwargs: {fault}")
-    given = [_as_read(tokenizer, message) for message in checked]
-    text = _written(tokenizer, given, name, {**arguments, "add_generation_prompt": add_generation_prompt})
-    _check_nothing_lost(checked, text, name)
-    return text
+    arguments = []
+    for name, given in zip(names, template_kwargs or [{}] * len(names), strict=True):
+        if given:
+            check_template_kwargs(given, f"{name}: chat_template_kwargs")
+            for fault in unknown_template_kwargs(tokenizer, given).values():
+                raise ValueError(f"{name}: chat_template_kwargs: {fault}")
+        arguments.append({**given, "add_generation_prompt": add_generation_prompt})
+    template = _template_of(tokenizer)
+    if template is None:  # a tokenizer with a way of its own; what it does with parts is not known
+        given = [[_as_read(message, True, False) for message in messages] for messages in checked]
+        texts = [_by_itself(tokenizer, *item) for item in zip(given, names, arguments, strict=True)]
+    else:
+        special = json.dumps(tokenizer.special_tokens_map, default=str)
+        reads = _reads(template, special)
+        given = [[_as_read(message, *reads) for message in messages] for messages in checked]
+        texts = _by_template(template, given, names, [{**json.loads(special), **more} for more in arguments])
+    for messages, text, name in zip(checked, texts, names, strict=True):
+        _check_nothing_lost(messages, text, name)
+    return texts
 
 
 def _checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
@@ -214,12 +238,9 @@ def _json(value: Any, where: str) -> str:
     return text
 
 
-def _as_read(tokenizer: Any, message: Mapping[str, Any]) -> dict[str, Any]:
+def _as_read(message: Mapping[str, Any], takes_text: bool, takes_parts: bool) -> dict[str, Any]:
     """Returns the message with its content as the template reads it."""
     content = message.get("content")
-    if content is None:
-        return dict(message)
-    takes_text, takes_parts = _reads(tokenizer)
     if isinstance(content, list) and not takes_parts:
         return {**message, "content": text_of(message)}
     if isinstance(content, str) and takes_parts and not takes_text:
@@ -227,38 +248,70 @@ def _as_read(tokenizer: Any, message: Mapping[str, Any]) -> dict[str, Any]:
     return dict(message)
 
 
-def _reads(tokenizer: Any) -> tuple[bool, bool]:
-    """Returns whether the template writes content that is a text, and content that is a list of text parts."""
-    template = _template_of(tokenizer)
-    if template is None:
-        return True, False  # what such a tokenizer does with parts is not known
-    return _reads_of(template, json.dumps(tokenizer.special_tokens_map, default=str))
-
-
 @lru_cache(maxsize=16)
-def _reads_of(template: str, special: str) -> tuple[bool, bool]:
-    """Whether a probe's text is written, and not the representation of the list that it was in."""
+def _reads(template: str, special: str) -> tuple[bool, bool]:
+    """Returns whether a template writes content that is a text, and content that is a list of text parts.
+
+    It does if the text of a probe is written, and not the representation of the list that it was in.
+
+    Args:
+        template: in Jinja.
+        special: its other arguments, as JSON.
+    """
 
     def arrives(content: Any) -> bool:
-        messages = [{"role": "user", "content": content}]
         try:
-            text = _ask("render", template=template, messages=messages, arguments=json.loads(special))
-        except ValueError:  # what the messages themselves cause is told when they are rendered
+            messages = [{"role": "user", "content": content}]
+            [text] = _by_template(template, [messages], ["a conversation"], [json.loads(special)])
+        except _EndedError:
+            raise
+        except ValueError:  # it may not be made for such messages; those that it gets tell their errors
             return False
         return PROBE in text and not any(f"{quote}{PROBE}{quote}" in text for quote in "'\"")
 
     return arrives(PROBE), arrives([{"type": "text", "text": PROBE}])
 
 
-def _written(tokenizer: Any, messages: list[dict[str, Any]], name: str, arguments: dict[str, Any]) -> str:
-    template = _template_of(tokenizer)
+def _by_template(
+    template: str, conversations: list[Any], names: Sequence[str], arguments: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Returns the conversations as the template writes them, in the process that is made for it."""
+    texts: list[str] = []
+    first = 0
+    while first < len(conversations):
+        size, end = 0, first
+        while end < len(conversations) and end - first < BATCH and size < BATCH_CHARACTERS:
+            size += sum(len(text_of(message)) for message in conversations[end])
+            end += 1
+        part = {"conversations": conversations[first:end], "arguments": list(arguments[first:end])}
+        try:
+            answer = _PROCESS.ask({"action": "render", "template": template, **part})
+        except ValueError as error:
+            if end == first + 1:
+                kind = _EndedError if isinstance(error, _EndedError) else ValueError
+                raise kind(f"{names[first]}: the chat template fails: {error}") from error
+            for index in range(first, end):  # says which one it is
+                texts += _by_template(
+                    template, conversations[index : index + 1], names[index:], arguments[index : index + 1]
+                )
+        else:
+            texts += answer["texts"]
+            if answer["error"] is not None:
+                raise ValueError(f"{names[len(texts)]}: the chat template fails: {_in_line(answer['error'])}")
+        first = end
+    return texts
+
+
+def _by_itself(tokenizer: Any, messages: list[dict[str, Any]], name: str, arguments: Mapping[str, Any]) -> str:
     try:
-        if template is None:
-            return tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-        special = json.loads(json.dumps(tokenizer.special_tokens_map, default=str))
-        return _ask("render", template=template, messages=messages, arguments={**special, **arguments})
+        return tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
     except ValueError as error:
         raise ValueError(f"{name}: the chat template fails: {error}") from error
+
+
+def _in_line(text: str) -> str:
+    """Returns a text that a template may have written, in one line and without control characters."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _check_nothing_lost(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> None:
@@ -294,9 +347,13 @@ def _template_of(tokenizer: Any) -> str | None:
 @lru_cache(maxsize=16)
 def _variables(template: str) -> list[str]:
     try:
-        return _ask("variables", template=template)
+        return _PROCESS.ask({"action": "variables", "template": template})
     except ValueError as error:
         raise ValueError(f"the chat template fails: {error}") from error
+
+
+class _EndedError(ValueError):
+    """The process that renders templates ended over a request."""
 
 
 class _TemplateProcess:
@@ -329,10 +386,10 @@ class _TemplateProcess:
                 self._end()
                 raise
             if not answered.endswith("\n"):
-                raise ValueError(self._end())
+                raise _EndedError(self._end())
         answer = json.loads(answered)
         if "error" in answer:
-            raise ValueError(answer["error"])
+            raise ValueError(_in_line(answer["error"]))
         return answer["value"]
 
     def close(self) -> None:
@@ -370,7 +427,3 @@ class _TemplateProcess:
 
 _PROCESS = _TemplateProcess()
 atexit.register(_PROCESS.close)
-
-
-def _ask(action: str, **arguments: Any) -> Any:
-    return _PROCESS.ask({"action": action, **arguments})

@@ -21,18 +21,28 @@ MOST_CHARACTERS = 1 << 26  # of a rendered conversation
 GENERATION_TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
-def render(template: str, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
-    """Returns the conversation as the template writes it.
+def render(template: str, conversations: list[list[dict[str, Any]]], arguments: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the `texts` that the template writes of conversations, up to the first that fails, and its `error`.
 
-    Raises:
-        ValueError: the text is longer than `MOST_CHARACTERS`.
+    Args:
+        template: in Jinja.
+        conversations: their messages.
+        arguments: for each conversation.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    [text], _ = render_jinja_template(conversations=[messages], chat_template=template, **arguments)
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"it writes {len(text):,} characters, at most {MOST_CHARACTERS:,} are allowed")
-    return text
+    texts: list[str] = []
+    for messages, more in zip(conversations, arguments, strict=True):
+        signal.alarm(DEADLINE_S)
+        try:
+            [text], _ = render_jinja_template(conversations=[messages], chat_template=template, **more)
+        except Exception as error:  # noqa: BLE001 - whatever a template can cause is told to whoever asked
+            return {"texts": texts, "error": fault(error)}
+        if len(text) > MOST_CHARACTERS:
+            error = f"it writes {len(text):,} characters, at most {MOST_CHARACTERS:,} are allowed"
+            return {"texts": texts, "error": error}
+        texts.append(text)
+    return {"texts": texts, "error": None}
 
 
 def variables(template: str) -> list[str]:
@@ -55,12 +65,17 @@ def answer(line: str) -> dict[str, Any]:
     signal.alarm(DEADLINE_S)
     try:
         return {"value": ACTIONS[request.pop("action")](**request)}
-    except MemoryError:
-        return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
-    except Exception as error:  # noqa: BLE001 - whatever a template can cause is told to whoever asked
-        return {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
+    except Exception as error:  # noqa: BLE001 - as above
+        return {"error": fault(error)}
     finally:
         signal.alarm(0)
+
+
+def fault(error: Exception) -> str:
+    """Returns an error in words."""
+    if isinstance(error, MemoryError):
+        return f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"
+    return f"{type(error).__name__}: {str(error)[:1000]}"
 
 
 def main() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from groupax.chat import CHAT_TEMPLATES, render
+from groupax.chat import CHAT_TEMPLATES, render_all
 
 Prompt = str | list[dict[str, Any]]
 # What transformers calls a tokenizer that is no family's own.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+CHARACTERS_PER_TOKEN = 8  # more than most texts have
 SPARE_TOKENS = 64  # beside the longest prompt, so that where a text was cut changes none of the last tokens
 CONTEXT_TOKENS = 8  # of a prompt, with which the text of a completion is read
 REPLACEMENT = "\ufffd"  # what a tokenizer writes for the bytes of a character that is not whole
@@ -122,63 +123,56 @@ def encode_prompts(
         tokenizer: with the template.
         prompts: strings or lists of messages.
         template_kwargs: for each prompt arguments for the template.
-        most_tokens: of a prompt that cannot have so few only the end is encoded, which has more.
+        most_tokens: of a prompt that has more, only an end that has more too may be encoded; None encodes all.
         name: what to call a prompt in an error, before its index.
 
     Raises:
         ValueError: a prompt is neither a string nor a list of messages of texts, has template arguments that no
             template reads, or is conversational and the tokenizer has no chat template, or one that fails.
     """
-    texts: list[str] = []
-    for index, prompt in enumerate(prompts):
-        arguments = template_kwargs[index] if template_kwargs is not None else {}
-        if not isinstance(prompt, str):
-            texts.append(render(tokenizer, prompt, f"{name} {index}", template_kwargs=arguments))
-            continue
-        if arguments:
-            raise ValueError(
-                f"{name} {index} is a string, which no chat template writes, and has chat_template_kwargs "
-                f"{dict(arguments)!r:.200}; leave them out, or give a list of messages"
-            )
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{name} {index} has half of a surrogate pair, which is no character; remove it"
-            ) from error
-        texts.append(prompt)
+    arguments = template_kwargs if template_kwargs is not None else [{}] * len(prompts)
     rendered = [is_conversational(prompt) for prompt in prompts]
+    chosen = [index for index, flag in enumerate(rendered) if flag]
+    conversations = [prompts[index] for index in chosen]
+    names, more = [f"{name} {index}" for index in chosen], [arguments[index] for index in chosen]
+    written = iter(render_all(tokenizer, conversations, names, template_kwargs=more))
+    texts = [
+        next(written) if flag else _checked_text(prompt, given, f"{name} {index}")
+        for index, (prompt, given, flag) in enumerate(zip(prompts, arguments, rendered, strict=True))
+    ]
     if most_tokens is None:
         return encode_texts(tokenizer, texts, rendered)
-    ends = [_end_of(tokenizer, text, most_tokens) for text in texts]
-    encoded = encode_texts(tokenizer, ends, rendered)
-    for index, end in enumerate(ends):
-        if len(end) < len(texts[index]) and len(encoded[index]) <= most_tokens:  # one token for all unknown characters
-            [encoded[index]] = encode_texts(tokenizer, [texts[index]], [rendered[index]])
+    longest = CHARACTERS_PER_TOKEN * (most_tokens + SPARE_TOKENS)
+    encoded = encode_texts(tokenizer, [text if len(text) <= longest else "" for text in texts], rendered)
+    for index, text in enumerate(texts):
+        if len(text) > longest:
+            encoded[index] = _encode_end(tokenizer, text, rendered[index], most_tokens)
     return encoded
 
 
-def _end_of(tokenizer: Any, text: str, most_tokens: int) -> str:
-    """Returns the text, or if it has more characters than so many tokens can have, its end, which has more tokens too.
-
-    No token has more characters than the longest one of the vocabulary. Spaces do not count: some tokenizers make one
-    of many.
-    """
-    if len(text) <= most_tokens + SPARE_TOKENS:
-        return text
-    needed = (most_tokens + SPARE_TOKENS) * _longest_token(tokenizer)
-    size = needed
-    while size < len(text):
-        end = text[-size:]
-        if sum(map(len, end.split())) > needed:
-            return end
-        size *= 2
-    return text
+def _checked_text(prompt: str, template_kwargs: Mapping[str, Any], name: str) -> str:
+    if template_kwargs:
+        raise ValueError(
+            f"{name} is a string, which no chat template writes, and has chat_template_kwargs "
+            f"{dict(template_kwargs)!r:.200}; leave them out, or give a list of messages"
+        )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has half of a surrogate pair, which is no character; remove it") from error
+    return prompt
 
 
-def _longest_token(tokenizer: Any) -> int:
-    """Returns the characters of the longest token, or more: some tokenizers write bytes as characters."""
-    return max(map(len, tokenizer.get_vocab()))
+def _encode_end(tokenizer: Any, text: str, rendered: bool, most_tokens: int) -> np.ndarray:
+    """Returns the token ids of a text, or of an end of it that has more than `most_tokens` already."""
+    num_characters = CHARACTERS_PER_TOKEN * (most_tokens + SPARE_TOKENS)
+    while num_characters < len(text):
+        [ids] = encode_texts(tokenizer, [text[-num_characters:]], [rendered])
+        if len(ids) > most_tokens + SPARE_TOKENS:
+            return ids
+        num_characters *= 4
+    [ids] = encode_texts(tokenizer, [text], [rendered])
+    return ids
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool]) -> list[np.ndarray]:
