@@ -69,7 +69,7 @@ def load_examples(dataset: Any, name: str = "train_dataset", splits: Sequence[st
     if isinstance(dataset, (str, os.PathLike)):
         dataset = read_rows(dataset, name, splits)
     elif _is_list_of_sources(dataset):
-        parts = [load_examples(source, name, splits) for source in dataset]
+        parts = [load_examples(source, f"{name}, a list of files", splits) for source in dataset]
         dataset = [row for part in parts for row in _rows_by_index(part, name)]
     _check_kind(dataset, name)
     columns = getattr(dataset, "column_names", None)
@@ -146,7 +146,7 @@ def _rows_by_index(dataset: Any, name: str) -> list[Any]:
     return rows
 
 
-def _check_row(row: Mapping[str, Any], where: str) -> None:
+def _check_row(row: Mapping[Any, Any], where: str) -> None:
     unnamed = [column for column in row if not isinstance(column, str)]
     if unnamed:
         raise ValueError(f"{where} has a column whose name is no text: {unnamed[0]!r:.60}")

@@ -94,7 +94,7 @@ def special_token_ids(tokenizer: Any, texts: Sequence[str]) -> tuple[int, ...]:
     )
 
 
-def is_conversational(prompt: Prompt) -> bool:
+def is_conversational(prompt: Any) -> bool:
     """Whether a prompt is a list of messages rather than a string."""
     return not isinstance(prompt, str)
 
