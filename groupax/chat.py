@@ -162,7 +162,10 @@ def render_all(
         texts = [_by_itself(tokenizer, *item) for item in zip(given, names, arguments, strict=True)]
     else:
         special = json.dumps(tokenizer.special_tokens_map, default=str)
-        reads = _reads(template, special)
+        try:
+            reads = _reads(template, special)
+        except ValueError as error:
+            raise ValueError(f"{names[0]}: the chat template fails: {error}") from error
         given = [[_as_read(message, *reads) for message in messages] for messages in checked]
         texts = _by_template(template, given, names, [{**json.loads(special), **more} for more in arguments])
     for messages, text, name in zip(checked, texts, names, strict=True):
@@ -198,7 +201,7 @@ def _checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
             )
         _json(message, where)
         checked.append(message)
-    if not any(text_of(message).strip() for message in checked):
+    if not any("".join(texts_of(message)).strip() for message in checked):
         raise ValueError(f"{name} is empty: no message has any text: {_shown(messages)}")
     return checked
 
@@ -210,10 +213,10 @@ def _shown(value: Any) -> str:
         return f"a {type(value).__name__} of many levels"
 
 
-def text_of(message: Mapping[str, Any]) -> str:
-    """Returns the text of a checked message, empty if it has none."""
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """Returns the texts of a checked message: one, or one for each part; none if it has no content."""
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
 def _without_none(part: Any) -> Any:
@@ -242,7 +245,7 @@ def _as_read(message: Mapping[str, Any], takes_text: bool, takes_parts: bool) ->
     """Returns the message with its content as the template reads it."""
     content = message.get("content")
     if isinstance(content, list) and not takes_parts:
-        return {**message, "content": text_of(message)}
+        return {**message, "content": "".join(texts_of(message))}
     if isinstance(content, str) and takes_parts and not takes_text:
         return {**message, "content": [{"type": "text", "text": content}]}
     return dict(message)
@@ -260,14 +263,11 @@ def _reads(template: str, special: str) -> tuple[bool, bool]:
     """
 
     def arrives(content: Any) -> bool:
-        try:
-            messages = [{"role": "user", "content": content}]
-            [text] = _by_template(template, [messages], ["a conversation"], [json.loads(special)])
-        except _EndedError:
-            raise
-        except ValueError:  # it may not be made for such messages; those that it gets tell their errors
-            return False
-        return PROBE in text and not any(f"{quote}{PROBE}{quote}" in text for quote in "'\"")
+        messages = [{"role": "user", "content": content}]
+        part = {"conversations": [messages], "arguments": [json.loads(special)]}
+        texts = _PROCESS.ask({"action": "render", "template": template, **part})["texts"]
+        # where there is none, the template is not made for such messages; those that it gets tell their errors
+        return any(PROBE in text and not any(f"{quote}{PROBE}{quote}" in text for quote in "'\"") for text in texts)
 
     return arrives(PROBE), arrives([{"type": "text", "text": PROBE}])
 
@@ -281,15 +281,14 @@ def _by_template(
     while first < len(conversations):
         size, end = 0, first
         while end < len(conversations) and end - first < BATCH and size < BATCH_CHARACTERS:
-            size += sum(len(text_of(message)) for message in conversations[end])
+            size += sum(len(text) for message in conversations[end] for text in texts_of(message))
             end += 1
         part = {"conversations": conversations[first:end], "arguments": list(arguments[first:end])}
         try:
             answer = _PROCESS.ask({"action": "render", "template": template, **part})
         except ValueError as error:
             if end == first + 1:
-                kind = _EndedError if isinstance(error, _EndedError) else ValueError
-                raise kind(f"{names[first]}: the chat template fails: {error}") from error
+                raise ValueError(f"{names[first]}: the chat template fails: {error}") from error
             for index in range(first, end):  # says which one it is
                 texts += _by_template(
                     template, conversations[index : index + 1], names[index:], arguments[index : index + 1]
@@ -318,16 +317,18 @@ def _check_nothing_lost(messages: Sequence[Mapping[str, Any]], text: str, name: 
     """Refuses a text that lacks a message which is not the assistant's, of which templates leave out the thoughts."""
     squeezed: str | None = None
     for number, message in enumerate(messages, 1):
-        content = text_of(message).strip()
-        if message["role"] == "assistant" or content in text:
+        if message["role"] == "assistant":
             continue
-        squeezed = _squeezed(text) if squeezed is None else squeezed
-        if _squeezed(content) not in squeezed and _squeezed(json.dumps(content)[1:-1]) not in squeezed:
-            raise ValueError(
-                f"{name}: the chat template leaves out message {number} of {len(messages)}, of the role "
-                f"{message['role']!r}: {content!r:.100}; put its text into a message of another role, or set "
-                "chat_template to a template that writes it"
-            )
+        for content in filter(str.strip, texts_of(message)):
+            if content in text:
+                continue
+            squeezed = _squeezed(text) if squeezed is None else squeezed
+            if _squeezed(content) not in squeezed and _squeezed(json.dumps(content)[1:-1]) not in squeezed:
+                raise ValueError(
+                    f"{name}: the chat template leaves out message {number} of {len(messages)}, of the role "
+                    f"{message['role']!r}: {content.strip()!r:.100}; put its text into a message of another role, or "
+                    "set chat_template to a template that writes it"
+                )
 
 
 def _squeezed(text: str) -> str:
@@ -352,14 +353,15 @@ def _variables(template: str) -> list[str]:
         raise ValueError(f"the chat template fails: {error}") from error
 
 
-class _EndedError(ValueError):
-    """The process that renders templates ended over a request."""
-
-
 class _TemplateProcess:
-    """A process that runs `groupax.template_process`, started when it is first asked. One thread asks at a time."""
+    """A process that runs `groupax.template_process`, started when it is first asked. One thread asks at a time.
 
-    def __init__(self) -> None:
+    Args:
+        deadline_s: the longest that a request may take.
+    """
+
+    def __init__(self, deadline_s: int = 10) -> None:
+        self.deadline_s = deadline_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._owner = 0
@@ -386,7 +388,7 @@ class _TemplateProcess:
                 self._end()
                 raise
             if not answered.endswith("\n"):
-                raise _EndedError(self._end())
+                raise ValueError(self._end())
         answer = json.loads(answered)
         if "error" in answer:
             raise ValueError(_in_line(answer["error"]))
@@ -402,7 +404,7 @@ class _TemplateProcess:
         if self._process is None or self._owner != os.getpid():  # a fork has its parent's pipes
             # -P: this package's folder, which has a data.py and the like, is no place to import from
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(template_process.__file__))],
+                [sys.executable, "-P", str(Path(template_process.__file__)), str(self.deadline_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -421,7 +423,7 @@ class _TemplateProcess:
                 pipe.close()
         status, self._process = self._process.wait(), None
         if status == -signal.SIGALRM:
-            return f"it was still running after {template_process.DEADLINE_S} s"
+            return f"it was still running after {self.deadline_s} s"
         return f"the process that renders it ended with status {status}; is there too little memory?"
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 10
 MEMORY_BYTES = 1 << 30  # beside what the process has when it is ready
 MOST_CHARACTERS = 1 << 26  # of a rendered conversation
 GENERATION_TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
@@ -33,7 +32,6 @@ def render(template: str, conversations: list[list[dict[str, Any]]], arguments: 
 
     texts: list[str] = []
     for messages, more in zip(conversations, arguments, strict=True):
-        signal.alarm(DEADLINE_S)
         try:
             [text], _ = render_jinja_template(conversations=[messages], chat_template=template, **more)
         except Exception as error:  # noqa: BLE001 - whatever a template can cause is told to whoever asked
@@ -59,10 +57,10 @@ def variables(template: str) -> list[str]:
 ACTIONS: dict[str, Callable[..., Any]] = {"render": render, "variables": variables}
 
 
-def answer(line: str) -> dict[str, Any]:
+def answer(line: str, deadline_s: int) -> dict[str, Any]:
     """Returns the answer to a request; an error of the template is an answer too."""
     request = json.loads(line)
-    signal.alarm(DEADLINE_S)
+    signal.alarm(deadline_s)
     try:
         return {"value": ACTIONS[request.pop("action")](**request)}
     except Exception as error:  # noqa: BLE001 - as above
@@ -78,8 +76,12 @@ def fault(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:1000]}"
 
 
-def main() -> None:
-    """Answers requests until there are no more."""
+def main(deadline_s: int) -> None:
+    """Answers requests until there are no more.
+
+    Args:
+        deadline_s: the longest that a request may take.
+    """
     import transformers.utils.chat_template_utils
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end of the requests ends this process
@@ -90,8 +92,8 @@ def main() -> None:
     assert transformers.utils.chat_template_utils, "imported before the limit of memory, and not within a deadline"
     answers, sys.stdout = sys.stdout, sys.stderr  # what is printed by others is no answer
     for line in sys.stdin:
-        print(json.dumps(answer(line)), file=answers, flush=True)
+        print(json.dumps(answer(line, deadline_s)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))
