@@ -1,6 +1,7 @@
 """Conversations as texts: what messages may hold, and what a chat template makes of them. Imports no jax."""
 
 import atexit
+import html
 import json
 import os
 import signal
@@ -164,8 +165,8 @@ def render_all(
         special = json.dumps(tokenizer.special_tokens_map, default=str)
         try:
             reads = _reads(template, special)
-        except ValueError as error:
-            raise ValueError(f"{names[0]}: the chat template fails: {error}") from error
+        except _TemplateError as fault:
+            raise ValueError(f"{names[0]}: the chat template fails: {fault}") from fault
         given = [[_as_read(message, *reads) for message in messages] for messages in checked]
         texts = _by_template(template, given, names, [{**json.loads(special), **more} for more in arguments])
     for messages, text, name in zip(checked, texts, names, strict=True):
@@ -265,9 +266,13 @@ def _reads(template: str, special: str) -> tuple[bool, bool]:
     def arrives(content: Any) -> bool:
         messages = [{"role": "user", "content": content}]
         part = {"conversations": [messages], "arguments": [json.loads(special)]}
-        texts = _PROCESS.ask({"action": "render", "template": template, **part})["texts"]
-        # where there is none, the template is not made for such messages; those that it gets tell their errors
-        return any(PROBE in text and not any(f"{quote}{PROBE}{quote}" in text for quote in "'\"") for text in texts)
+        try:
+            [text] = _PROCESS.ask({"action": "render", "template": template, **part}, 1)
+        except _TemplateError as fault:
+            if fault.ended:
+                raise
+            return False  # it may not be made for such messages; those that it gets tell their errors
+        return PROBE in text and not any(f"{quote}{PROBE}{quote}" in text for quote in "'\"")
 
     return arrives(PROBE), arrives([{"type": "text", "text": PROBE}])
 
@@ -277,27 +282,16 @@ def _by_template(
 ) -> list[str]:
     """Returns the conversations as the template writes them, in the process that is made for it."""
     texts: list[str] = []
-    first = 0
-    while first < len(conversations):
+    while (first := len(texts)) < len(conversations):
         size, end = 0, first
         while end < len(conversations) and end - first < BATCH and size < BATCH_CHARACTERS:
             size += sum(len(text) for message in conversations[end] for text in texts_of(message))
             end += 1
         part = {"conversations": conversations[first:end], "arguments": list(arguments[first:end])}
         try:
-            answer = _PROCESS.ask({"action": "render", "template": template, **part})
-        except ValueError as error:
-            if end == first + 1:
-                raise ValueError(f"{names[first]}: the chat template fails: {error}") from error
-            for index in range(first, end):  # says which one it is
-                texts += _by_template(
-                    template, conversations[index : index + 1], names[index:], arguments[index : index + 1]
-                )
-        else:
-            texts += answer["texts"]
-            if answer["error"] is not None:
-                raise ValueError(f"{names[len(texts)]}: the chat template fails: {_in_line(answer['error'])}")
-        first = end
+            texts += _PROCESS.ask({"action": "render", "template": template, **part}, end - first)
+        except _TemplateError as fault:
+            raise ValueError(f"{names[first + fault.index]}: the chat template fails: {fault}") from fault
     return texts
 
 
@@ -323,7 +317,8 @@ def _check_nothing_lost(messages: Sequence[Mapping[str, Any]], text: str, name: 
             if content in text:
                 continue
             squeezed = _squeezed(text) if squeezed is None else squeezed
-            if _squeezed(content) not in squeezed and _squeezed(json.dumps(content)[1:-1]) not in squeezed:
+            quoted = (json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1], html.escape(content))
+            if not any(_squeezed(form) in squeezed for form in (content, *quoted)):
                 raise ValueError(
                     f"{name}: the chat template leaves out message {number} of {len(messages)}, of the role "
                     f"{message['role']!r}: {content.strip()!r:.100}; put its text into a message of another role, or "
@@ -348,9 +343,23 @@ def _template_of(tokenizer: Any) -> str | None:
 @lru_cache(maxsize=16)
 def _variables(template: str) -> list[str]:
     try:
-        return _PROCESS.ask({"action": "variables", "template": template})
-    except ValueError as error:
-        raise ValueError(f"the chat template fails: {error}") from error
+        return _PROCESS.ask({"action": "variables", "template": template}, 1)[0]
+    except _TemplateError as fault:
+        raise ValueError(f"the chat template fails: {fault}") from fault
+
+
+class _TemplateError(Exception):
+    """A template fails.
+
+    Args:
+        message: what is wrong, in one line.
+        index: at which of the things that were asked for.
+        ended: the process had to end over it.
+    """
+
+    def __init__(self, message: str, index: int, ended: bool) -> None:
+        super().__init__(message)
+        self.index, self.ended = index, ended
 
 
 class _TemplateProcess:
@@ -366,33 +375,41 @@ class _TemplateProcess:
         self._process: subprocess.Popen[str] | None = None
         self._owner = 0
 
-    def ask(self, request: Mapping[str, Any]) -> Any:
-        """Returns the value that answers a request.
+    def ask(self, request: Mapping[str, Any], count: int) -> list[Any]:
+        """Returns the values that answer a request.
+
+        Args:
+            request: what to do.
+            count: how many values there are.
 
         Raises:
-            ValueError: the template fails, or takes too much time or memory.
+            _TemplateError: the template fails, or takes too much time or memory.
         """
         line = json.dumps(request)
+        values: list[Any] = []
         with self._lock:
             process = self._running()
             assert process.stdin is not None, "it is a pipe"
             assert process.stdout is not None, "it is a pipe"
             try:
-                process.stdin.write(line + "\n")
-                process.stdin.flush()
-                answered = process.stdout.readline()
-            except BrokenPipeError:
-                answered = ""
-            except BaseException:  # an answer that nobody has read would be taken for that to the next request
+                with suppress(BrokenPipeError):  # then there is no answer either
+                    process.stdin.write(line + "\n")
+                    process.stdin.flush()
+                while len(values) < count:
+                    answered = process.stdout.readline()
+                    if not answered.endswith("\n"):
+                        raise _TemplateError(self._end(), len(values), ended=True)
+                    answer = json.loads(answered)
+                    if "error" in answer:
+                        raise _TemplateError(_in_line(answer["error"]), len(values), ended=False)
+                    values.append(answer["value"])
+            except _TemplateError:
+                raise
+            except BaseException:  # answers that nobody has read would be taken for those to the next request
                 process.kill()
                 self._end()
                 raise
-            if not answered.endswith("\n"):
-                raise ValueError(self._end())
-        answer = json.loads(answered)
-        if "error" in answer:
-            raise ValueError(_in_line(answer["error"]))
-        return answer["value"]
+        return values
 
     def close(self) -> None:
         """Ends the process, if it is this one's."""
@@ -401,7 +418,11 @@ class _TemplateProcess:
                 self._end()
 
     def _running(self) -> subprocess.Popen[str]:
-        if self._process is None or self._owner != os.getpid():  # a fork has its parent's pipes
+        if self._owner != os.getpid():
+            self._process = None  # a fork has its parent's pipes
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
+        if self._process is None:
             # -P: this package's folder, which has a data.py and the like, is no place to import from
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(template_process.__file__)), str(self.deadline_s)],

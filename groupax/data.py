@@ -218,6 +218,11 @@ def encode_examples(
     if "prompt_ids" in examples[0]:
         ids = [examples[index]["prompt_ids"] for index in range(len(examples))]
         token_ids = [_given_ids(each, f"{prompt} {index}") for index, each in enumerate(ids)]
+        if template_kwargs:
+            raise ValueError(
+                f"{name or 'the dataset'} has a column prompt_ids, which chat_template_kwargs cannot change; leave "
+                "one of them out"
+            )
     else:
         arguments = _template_kwargs(examples, prompts, template_kwargs or {}, prompt)
         token_ids = encode_prompts(tokenizer, prompts, arguments, max_length, prompt)
@@ -274,25 +279,20 @@ def _template_kwargs(
             f"chat_template_kwargs has {', '.join(shared)}, but no prompt is a list of messages, which alone a chat "
             "template writes; leave them out, or give such prompts"
         )
-    own = [None] * len(prompts)
-    if "chat_template_kwargs" in examples[0]:
-        columnar = hasattr(examples, "column_names")
-        column = (
-            examples["chat_template_kwargs"]
-            if columnar
-            else [examples[index]["chat_template_kwargs"] for index in range(len(examples))]
-        )
-        own = list(column)
-    elif not shared:
+    if not shared and "chat_template_kwargs" not in examples[0]:
         return None
     arguments = []
-    for index, (prompt, given) in enumerate(zip(prompts, own, strict=True)):
-        if given is not None:
-            check_template_kwargs(given, f"{name} {index}: chat_template_kwargs")
-        # tables have None for what other rows have and this one has not
-        row = {key: value for key, value in (given or {}).items() if value is not None}
-        arguments.append({**(shared if is_conversational(prompt) else {}), **row})
+    for index, prompt in enumerate(prompts):
+        row = examples[index]
+        if row.get("chat_template_kwargs") is not None:
+            check_template_kwargs(row["chat_template_kwargs"], f"{name} {index}: chat_template_kwargs")
+        arguments.append({**(shared if is_conversational(prompt) else {}), **own_template_kwargs(row)})
     return arguments
+
+
+def own_template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row's own arguments for the chat template; None stands for one that it does not have, as in tables."""
+    return {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
 
 
 def prompt_limit(max_positions: int, max_completion_length: int, max_prompt_length: int | None, name: str) -> int:
