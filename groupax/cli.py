@@ -2,6 +2,7 @@
 needs."""
 
 import argparse
+import glob
 import json
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from groupax.config import DecodingWeights, GRPOConfig
 from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.field_types import nearest
+from groupax.flags import JSON_FLAGS
 from groupax.health import reward_findings
 from groupax.launch.command import launch
 from groupax.parallel import processes
@@ -59,7 +61,8 @@ class Train:
     model: str | None = None
     """A folder or a Hugging Face hub id."""
     dataset: str | None = None
-    """Training prompts: a .jsonl, .json or .parquet file, a folder or a hub id. A recipe makes prompts of its rows."""
+    """Training prompts: a .jsonl, .json, .csv or .parquet file, a pattern of such, a folder or a hub id. A recipe makes
+    prompts of its rows."""
     eval_dataset: tuple[str, ...] | None = None
     """Held-out prompts, one or several sets, each SOURCE or NAME=SOURCE; evaluated before and after training. With a
     recipe by default the test split of its dataset."""
@@ -95,6 +98,8 @@ class Generate:
     """Put each prompt through the model's chat template."""
     chat_template: str | None = None
     """A template for a tokenizer without one: chatml, plain, or a file."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """With --chat: arguments for the chat template, as JSON, e.g. '{"enable_thinking": false}'."""
     weights: DecodingWeights = "same"
     """Weights to decode with: as the model has them, or with fewer bits."""
     tp: int = 1
@@ -150,7 +155,12 @@ def train(arguments: Sequence[str]) -> None:
     """`groupax train`."""
     start(
         tyro.cli(
-            Train, prog="groupax train", args=list(arguments), default=train_defaults(arguments), use_underscores=True
+            Train,
+            prog="groupax train",
+            args=list(arguments),
+            default=train_defaults(arguments),
+            use_underscores=True,
+            registry=JSON_FLAGS,
         )
     )
 
@@ -166,7 +176,16 @@ def resume(arguments: Sequence[str]) -> None:
         path = _flag(options, "--config")
         default = resumed_command(arguments[0].rstrip("/"))
         default = overlaid(default, _read_yaml(path), path) if path else default
-    start(tyro.cli(Train, prog="groupax resume RUN_DIR", args=options, default=default, use_underscores=True))
+    start(
+        tyro.cli(
+            Train,
+            prog="groupax resume RUN_DIR",
+            args=options,
+            default=default,
+            use_underscores=True,
+            registry=JSON_FLAGS,
+        )
+    )
 
 
 def resumed_command(run: str) -> Train:
@@ -330,7 +349,8 @@ def _recorded(command: Train) -> dict[str, Any]:
 
 
 def _absolute(source: str | None) -> str | None:
-    return str(Path(source).resolve()) if source and Path(source).exists() else source
+    is_local = source and (Path(source).exists() or glob.has_magic(source))
+    return str(Path(source).resolve()) if source and is_local else source
 
 
 def train_defaults(arguments: Sequence[str]) -> Train:
@@ -390,9 +410,12 @@ def generate(arguments: Sequence[str]) -> None:
     """`groupax generate`."""
     import time
 
-    command = tyro.cli(Generate, prog="groupax generate", args=list(arguments), use_underscores=True)
+    command = tyro.cli(
+        Generate, prog="groupax generate", args=list(arguments), use_underscores=True, registry=JSON_FLAGS
+    )
 
     from groupax.engine.engine import Engine
+    from groupax.tokenizer import encode_prompts
 
     name = load_recipe(command.model).model if command.model in RECIPES else command.model
     kv_bytes = None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9)
@@ -400,8 +423,9 @@ def generate(arguments: Sequence[str]) -> None:
         name, chat_template=command.chat_template, weights=command.weights, tp=command.tp, kv_bytes=kv_bytes
     )
     prompts = [[{"role": "user", "content": text}] if command.chat else text for text in command.prompt]
+    ids = encode_prompts(engine.tokenizer, prompts, [command.chat_template_kwargs] * len(prompts))
     started_s = time.perf_counter()
-    groups = engine.generate(prompts, command.sampling)
+    groups = engine.generate(ids, command.sampling)
     seconds = time.perf_counter() - started_s
     for text, group in zip(command.prompt, groups, strict=True):
         for sequence in group:

@@ -262,6 +262,7 @@ def sampling_params(args: GRPOConfig) -> SamplingParams:
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
+        stop=args.stop,
         seed=args.seed,
     )
 

@@ -1,11 +1,13 @@
 """`GRPOConfig`: every setting of a run, validated when it is made. Imports no jax."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args
 
+from groupax.chat import check_template_kwargs
 from groupax.field_types import as_given, as_read, check_type, nearest
 from groupax.objective.settings import (
     UNCLIPPED,
@@ -30,6 +32,7 @@ BaseWeights = Literal["same", "int8", "float8", "nf4"]
 LoRABias = Literal["none", "all", "lora_only"]
 TrackerName = Literal["wandb", "tensorboard", "trackio", "jsonl"]
 
+MOST_STOPS = 16  # stop texts; servers have such a limit too
 TRACKERS: tuple[str, ...] = get_args(TrackerName)
 
 T = TypeVar("T")
@@ -175,6 +178,9 @@ class GRPOConfig:
     """Longest completion in tokens."""
     chat_template: str | None = None
     """A chat template for a tokenizer without one: a built-in name (chatml, plain) or a file."""
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments for the chat template, e.g. {"enable_thinking": false} for Qwen3. A dataset's column of this name has
+    arguments of a row, which go before these."""
 
     # Sampling
     temperature: float = 1.0
@@ -187,6 +193,9 @@ class GRPOConfig:
     """Sample from tokens at least this fraction as likely as the likeliest; 0 is off."""
     repetition_penalty: float = 1.0
     """Makes tokens that occurred less likely, in sampling alone: the policy that is trained knows none. 1 is off."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, e.g. "</answer>". Their tokens are part of it and are trained on, and reward
+    functions see them; such a completion does not count as truncated."""
 
     # Objective
     loss_type: LossType = "dapo"
@@ -375,6 +384,8 @@ class GRPOConfig:
     """In evaluation: drop tokens less likely than this share of the likeliest one's probability."""
     eval_max_completion_length: int | None = None
     """Longest completion in evaluation; None takes max_completion_length."""
+    eval_stop: tuple[str, ...] | None = None
+    """Texts that end a completion in evaluation; None takes stop."""
 
     # Checkpoints
     save_steps: int = 0
@@ -469,6 +480,9 @@ class GRPOConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}")
+        check_template_kwargs(self.chat_template_kwargs, "chat_template_kwargs")
+        for name in ("stop", "eval_stop"):
+            _check_stops(name, getattr(self, name) or ())
         if self.mesh is not None:
             mesh_sizes(self.mesh)
         if self.mesh_dcn is not None and min(mesh_sizes(self.mesh_dcn, "mesh_dcn")) < 1:
@@ -583,6 +597,14 @@ class GRPOConfig:
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain data."""
         return asdict(self)
+
+
+def _check_stops(name: str, texts: tuple[str, ...]) -> None:
+    for text in texts:
+        if not text or text.encode(errors="ignore").decode() != text:
+            raise ValueError(f"{name} must be texts of at least one character, got {text!r}")
+    if len(texts) > MOST_STOPS:
+        raise ValueError(f"{name} has {len(texts)} texts, at most {MOST_STOPS} are looked for")
 
 
 def mesh_sizes(mesh: str, name: str = "mesh") -> tuple[int, int, int, int, int]:

@@ -11,6 +11,7 @@ import tyro
 
 from groupax.config import DecodingWeights, PromptOverflow
 from groupax.engine.params import SamplingParams
+from groupax.flags import JSON_FLAGS
 from groupax.health import reward_findings
 from groupax.parallel import processes
 from groupax.recipes import RECIPES, load_recipe
@@ -29,8 +30,8 @@ class Eval:
     recipe: str | None = None
     """Makes prompts of the rows, and has rewards, e.g. gsm8k or numinamath."""
     dataset: tuple[str, ...] | None = None
-    """Held-out prompts, one or several sets, each SOURCE or NAME=SOURCE: a .jsonl, .json or .parquet file, a folder or
-    hub id with a test split. By default the recipe's."""
+    """Held-out prompts, one or several sets, each SOURCE or NAME=SOURCE: a .jsonl, .json, .csv or .parquet file, a
+    folder or hub id with a test split. By default the recipe's."""
     reward_funcs: tuple[str, ...] | None = None
     """Rewards: names of built-in ones, or module:function; by default the recipe's."""
     reward_weights: tuple[float, ...] | None = None
@@ -50,6 +51,8 @@ class Eval:
     """What to do with longer prompts; by default the recipe's way, or an error."""
     chat_template: str | None = None
     """A template for a tokenizer without one: chatml, plain, or a file."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments for the chat template, as JSON, e.g. '{"enable_thinking": false}'; by default the recipe's."""
     weights: DecodingWeights = "same"
     """Weights to decode with: as the model has them, or with fewer bits."""
     tp: int = 1
@@ -103,7 +106,12 @@ def report(arguments: Sequence[str]) -> None:
 def evaluate(arguments: Sequence[str]) -> None:
     """`groupax eval`."""
     command = tyro.cli(
-        Eval, prog="groupax eval", args=list(arguments), default=_eval_defaults(arguments), use_underscores=True
+        Eval,
+        prog="groupax eval",
+        args=list(arguments),
+        default=_eval_defaults(arguments),
+        use_underscores=True,
+        registry=JSON_FLAGS,
     )
     _check(command)
 
@@ -193,7 +201,9 @@ def run_eval(command: Eval, tell: Any) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {}
     with RewardRunner(rewards, RewardSettings()) as runner:
         for name, rows in datasets.items():
-            prompts = encode_examples(rows, engine.tokenizer, limit, overflow)
+            prompts = encode_examples(
+                rows, engine.tokenizer, limit, overflow, command.chat_template_kwargs, f"dataset {name!r}"
+            )
             result[name] = {
                 way: evaluate_set(engine, engine.tokenizer, runner, weights, prompts, params, solved_by)
                 for way, params in ways.items()
@@ -236,7 +246,7 @@ def compare(arguments: Sequence[str]) -> None:
 
 
 def _eval_defaults(arguments: Sequence[str]) -> Eval:
-    """What the flags start from: a recipe's longest completion."""
+    """What the flags start from: a recipe's longest completion, stop texts and arguments for the chat template."""
     import argparse
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -244,8 +254,9 @@ def _eval_defaults(arguments: Sequence[str]) -> Eval:
     known, _ = parser.parse_known_args(list(arguments))
     if not known.recipe:
         return Eval()
-    longest = load_recipe(known.recipe).config["max_completion_length"]
-    return Eval(recipe=known.recipe, sampling=SamplingParams(temperature=0.0, max_tokens=longest))
+    config = load_recipe(known.recipe).config
+    sampling = SamplingParams(temperature=0.0, max_tokens=config["max_completion_length"], stop=config.get("stop", ()))
+    return Eval(recipe=known.recipe, chat_template_kwargs=config.get("chat_template_kwargs", {}), sampling=sampling)
 
 
 def _check(command: Eval) -> None:
@@ -273,7 +284,8 @@ def _ways(sampling: SamplingParams, greedy: bool) -> dict[str, SamplingParams]:
 
 def _load_sets(command: Eval, recipe: Any) -> dict[str, Any]:
     """The rows of each set, with prompts."""
-    from groupax.data import EVAL_SPLITS, load_examples
+    from groupax.data import load_examples
+    from groupax.data_files import EVAL_SPLITS
     from groupax.evaluation.sets import sources_by_name
 
     if command.dataset:

@@ -3,7 +3,7 @@
 import difflib
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
@@ -24,7 +24,8 @@ def check_type(name: str, value: Any, kind: Any) -> None:
     Args:
         name: of the setting.
         value: what it has.
-        kind: the field's annotation: of bool, int, float, str, None, literals, tuples of these, and unions.
+        kind: the field's annotation: of bool, int, float, str, None, literals, tuples of these, mappings of texts,
+            and unions.
 
     Raises:
         ValueError: it has not.
@@ -35,12 +36,17 @@ def check_type(name: str, value: Any, kind: Any) -> None:
 
 
 def as_given(value: Any, kind: Any) -> Any:
-    """The value as the field keeps it: lists as tuples, paths as texts, numpy's numbers as Python's."""
+    """The value as the field keeps it: lists as tuples, a text as a tuple of one, paths as texts, numpy's numbers as
+    Python's, mappings as dicts of their own."""
     kinds = [get_origin(each) or each for each in _kinds(kind)]
     if isinstance(value, list) and tuple in kinds:
         return tuple(value)
+    if isinstance(value, str) and tuple in kinds and str not in kinds:
+        return (value,)
     if isinstance(value, os.PathLike) and str in kinds:
         return os.fspath(value)
+    if isinstance(value, Mapping) and dict in kinds:
+        return dict(value)
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -69,6 +75,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, str) and value in get_args(kind)
     if get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(_fits(each, get_args(kind)[0]) for each in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if kind in _NUMBERS:
         return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
     return value is None if kind is type(None) else isinstance(value, kind)
@@ -89,4 +97,6 @@ def _unknown(value: Any, kind: Any) -> str:
 def _words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is dict:
+        return "a mapping of names to values"
     return f"a list with each {_words(get_args(kind)[0])}" if get_origin(kind) is tuple else _WORDS[kind]

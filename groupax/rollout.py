@@ -1,7 +1,7 @@
 """Prompts to groups of completions, through the engine."""
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -9,8 +9,7 @@ import numpy as np
 from groupax.engine.params import SamplingParams
 from groupax.engine.scheduler import FinishReason
 from groupax.engine.scheduler import Sequence as Completion
-from groupax.engine.stops import text_before_stop
-from groupax.tokenizer import Prompt, decode, is_conversational
+from groupax.tokenizer import Prompt, decode, is_conversational, special_token_ids
 
 
 @runtime_checkable
@@ -43,7 +42,7 @@ class Rollout:
         sampler_logps: the same under the truncated distribution that was drawn from.
         finish_reason: a stop token or text, or the limit of tokens.
         policy_version: optimizer steps that the sampling weights had seen.
-        text: the completion, without special tokens and without the stop text.
+        text: the completion as its tokens say it, its stop text included, without special tokens.
         rewards: by reward function, None where one does not apply; empty before scoring.
         advantage: NaN before scoring.
         extra: what reward functions logged of it beside its rewards.
@@ -86,6 +85,8 @@ def rollout(
 ) -> Generator[list[Rollout], None, None]:
     """The groups of completions of each prompt, each as soon as its last completion ends.
 
+    A stop text that is a special token is looked for as that token: servers may not find it in their texts.
+
     Args:
         engine: with the weights to sample from.
         tokenizer: for the completions' text.
@@ -96,6 +97,10 @@ def rollout(
         policy_version: recorded in each rollout.
         first_prompt: index of the first of these prompts in its rollout.
     """
+    if params.stop:
+        assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
+        special = special_token_ids(tokenizer, params.stop)
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
     unfinished: dict[int, list[Any]] = {}
     for sequence in engine.stream(engine.sequences(list(prompt_ids), params, step, first_prompt)):
         group = unfinished.setdefault(sequence.prompt_index, [])
@@ -115,7 +120,7 @@ def rollout(
                 sampler_logps=np.asarray(member.sampler_logps, np.float32),
                 finish_reason=member.finish_reason,
                 policy_version=policy_version,
-                text=text_before_stop(text, params.stop),
+                text=text,
             )
             for member, text in zip(group, texts, strict=True)
         ]

@@ -136,7 +136,12 @@ def tokenizer_for(args: GRPOConfig, model: Model, given: Any) -> Any:
 
 
 def prompts_for(
-    args: GRPOConfig, model: Model, tokenizer: Any, examples: Examples, max_completion_length: int | None = None
+    args: GRPOConfig,
+    model: Model,
+    tokenizer: Any,
+    examples: Examples,
+    max_completion_length: int | None = None,
+    dataset: str = "",
 ) -> PromptSet:
     """The prompts of examples, as many of their tokens as leave room for completions.
 
@@ -146,6 +151,7 @@ def prompts_for(
         tokenizer: its.
         examples: with a column `prompt`.
         max_completion_length: of evaluations, if they have one of their own.
+        dataset: what to call the examples in an error.
 
     Raises:
         ValueError: a prompt is too long, and `prompt_overflow` is "error".
@@ -153,7 +159,7 @@ def prompts_for(
     name = "max_completion_length" if max_completion_length is None else "eval_max_completion_length"
     length = max_completion_length or args.max_completion_length
     limit = prompt_limit(model.config.max_positions, length, args.max_prompt_length, name)
-    return encode_examples(examples, tokenizer, limit, args.prompt_overflow)
+    return encode_examples(examples, tokenizer, limit, args.prompt_overflow, args.chat_template_kwargs, dataset)
 
 
 def learner_settings(args: GRPOConfig) -> LearnerSettings:
@@ -168,13 +174,19 @@ def learner_settings(args: GRPOConfig) -> LearnerSettings:
     )
 
 
-def engine_for(args: GRPOConfig, model: Model, params: Params, eos_ids: tuple[int, ...]) -> Engine:
-    """The engine in this process, which has the weights `params` at first."""
+def engine_for(
+    args: GRPOConfig, model: Model, params: Params, eos_ids: tuple[int, ...], tokenizer: Any = None
+) -> Engine:
+    """The engine in this process, which has the weights `params` at first.
+
+    It gets the tokenizer if there are stop texts, for which it reads what it samples.
+    """
     return Engine(
         model.config,
         params,
         model.mesh,
         eos_ids,
+        tokenizer=tokenizer if args.stop or args.eval_stop else None,
         max_slots=args.max_concurrent_rows,
         kv_bytes=_kv_bytes(args, model),
         kv_dtype=None if args.kv_cache_dtype == "same" else args.kv_cache_dtype,
@@ -220,4 +232,5 @@ def eval_params(args: GRPOConfig) -> SamplingParams:
         top_k=args.eval_top_k,
         top_p=args.eval_top_p,
         min_p=args.eval_min_p,
+        stop=args.stop if args.eval_stop is None else args.eval_stop,
     )

@@ -8,25 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from groupax.chat import CHAT_TEMPLATES, render_all
+
 Prompt = str | list[dict[str, Any]]
 # What transformers calls a tokenizer that is no family's own.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+CHARACTERS_PER_TOKEN = 8  # more than most texts have
+SPARE_TOKENS = 64  # beside the longest prompt, so that where a text was cut changes none of the last tokens
 CONTEXT_TOKENS = 8  # of a prompt, with which the text of a completion is read
 REPLACEMENT = "\ufffd"  # what a tokenizer writes for the bytes of a character that is not whole
 # What tokens are read from. Without any of these transformers makes a tokenizer of special tokens for some families.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model*", "*.model", "vocab.json", "vocab.txt", "tekken.json")
-
-# Chat templates by name, for `GRPOConfig.chat_template`.
-CHAT_TEMPLATES = {
-    "chatml": (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ),
-    "plain": (
-        "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n"
-        "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
-    ),
-}
 
 
 def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = None) -> Any:
@@ -102,7 +94,7 @@ def special_token_ids(tokenizer: Any, texts: Sequence[str]) -> tuple[int, ...]:
     )
 
 
-def is_conversational(prompt: Prompt) -> bool:
+def is_conversational(prompt: Any) -> bool:
     """Whether a prompt is a list of messages rather than a string."""
     return not isinstance(prompt, str)
 
@@ -118,20 +110,69 @@ def last_text(prompt: Prompt) -> str:
     return "\n".join(filter(None, parts)) or json.dumps(prompt[-1], default=str)
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[Any]) -> list[np.ndarray]:
-    """Token ids of each prompt: strings as the tokenizer encodes them, messages through its chat template.
+def encode_prompts(
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    template_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    most_tokens: int | None = None,
+    name: str = "prompt",
+) -> list[np.ndarray]:
+    """Returns the token ids of each prompt: strings as the tokenizer encodes them, messages by its chat template.
+
+    Args:
+        tokenizer: with the template.
+        prompts: strings or lists of messages.
+        template_kwargs: for each prompt arguments for the template.
+        most_tokens: of a prompt that has more, only an end that has more too may be encoded; None encodes all.
+        name: what to call a prompt in an error, before its index.
 
     Raises:
-        ValueError: a prompt is neither a string nor a list of messages, or is conversational and the tokenizer has no
-            chat template.
+        ValueError: a prompt is neither a string nor a list of messages of texts, has template arguments that no
+            template reads, or is conversational and the tokenizer has no chat template, or one that fails.
     """
-    texts: list[str] = []
-    for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            texts.append(prompt)
-        else:
-            texts.append(render(tokenizer, prompt, f"prompt {index}"))
-    return encode_texts(tokenizer, texts, [is_conversational(prompt) for prompt in prompts])
+    arguments = template_kwargs if template_kwargs is not None else [{}] * len(prompts)
+    rendered = [is_conversational(prompt) for prompt in prompts]
+    chosen = [index for index, flag in enumerate(rendered) if flag]
+    conversations = [prompts[index] for index in chosen]
+    names, more = [f"{name} {index}" for index in chosen], [arguments[index] for index in chosen]
+    written = iter(render_all(tokenizer, conversations, names, template_kwargs=more))
+    texts = [
+        next(written) if flag else _checked_text(prompt, given, f"{name} {index}")
+        for index, (prompt, given, flag) in enumerate(zip(prompts, arguments, rendered, strict=True))
+    ]
+    if most_tokens is None:
+        return encode_texts(tokenizer, texts, rendered)
+    longest = CHARACTERS_PER_TOKEN * (most_tokens + SPARE_TOKENS)
+    encoded = encode_texts(tokenizer, [text if len(text) <= longest else "" for text in texts], rendered)
+    for index, text in enumerate(texts):
+        if len(text) > longest:
+            encoded[index] = _encode_end(tokenizer, text, rendered[index], most_tokens)
+    return encoded
+
+
+def _checked_text(prompt: str, template_kwargs: Mapping[str, Any], name: str) -> str:
+    if template_kwargs:
+        raise ValueError(
+            f"{name} is a string, which no chat template writes, and has chat_template_kwargs "
+            f"{dict(template_kwargs)!r:.200}; leave them out, or give a list of messages"
+        )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has half of a surrogate pair, which is no character; remove it") from error
+    return prompt
+
+
+def _encode_end(tokenizer: Any, text: str, rendered: bool, most_tokens: int) -> np.ndarray:
+    """Returns the token ids of a text, or of an end of it that has more than `most_tokens` already."""
+    num_characters = CHARACTERS_PER_TOKEN * (most_tokens + SPARE_TOKENS)
+    while num_characters < len(text):
+        [ids] = encode_texts(tokenizer, [text[-num_characters:]], [rendered])
+        if len(ids) > most_tokens + SPARE_TOKENS:
+            return ids
+        num_characters *= 4
+    [ids] = encode_texts(tokenizer, [text], [rendered])
+    return ids
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool]) -> list[np.ndarray]:
@@ -144,34 +185,6 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], rendered: Sequence[bool])
             for index, row in zip(chosen, ids, strict=True):
                 encoded[index] = np.asarray(row, np.int32)
     return encoded
-
-
-def render(tokenizer: Any, messages: Any, name: str, add_generation_prompt: bool = True) -> str:
-    """A conversation as the chat template writes it.
-
-    Args:
-        tokenizer: with the template.
-        messages: role and content each.
-        name: what to call the conversation in an error.
-        add_generation_prompt: end where the assistant's answer begins.
-
-    Raises:
-        ValueError: these are no messages, or there is no template.
-    """
-    is_messages = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
-    if not is_messages or not messages:
-        raise ValueError(
-            f"{name} must be a string or a list of messages like {{'role': 'user', 'content': '...'}}, got {messages!r}"
-        )
-    for number, message in enumerate(messages, 1):
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise ValueError(f"{name}: message {number} of {len(messages)} has no content: {message!r:.200}")
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"{name} is a list of messages, but the tokenizer has no chat template (a base model?); set "
-            f"chat_template= to one of {', '.join(CHAT_TEMPLATES)} or to a file, or give prompts as strings"
-        )
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
 
 def decode(tokenizer: Any, completions: Sequence[Sequence[int]]) -> list[str]:

@@ -19,7 +19,8 @@ from groupax.checkpoints.record import read_policies, read_rollout, stored_dtype
 from groupax.checkpoints.saver import RunSaver, patiently, remove_download
 from groupax.collector import Collector
 from groupax.config import GRPOConfig
-from groupax.data import EVAL_SPLITS, load_examples
+from groupax.data import load_examples, named_source
+from groupax.data_files import EVAL_SPLITS
 from groupax.engine.params import SamplingParams
 from groupax.errors import DivergedError, RewardError
 from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
@@ -89,8 +90,8 @@ class GRPOTrainer:
         model: a folder, a hub id, or a `Model`. A `Model`'s own weights stay as they are.
         reward_funcs: one or several reward functions or reward models, by reference or name (see docs/rewards.md).
         args: settings; the defaults if None.
-        train_dataset: prompts: a `datasets.Dataset`, a list of dicts, a .jsonl, .json or .parquet file, a folder, or a
-            hub id, with a column `prompt`. Every other column reaches the reward functions.
+        train_dataset: prompts: a `datasets.Dataset`, a list of dicts, a file of rows, a folder, or a hub id, with a
+            column `prompt` (see docs/datasets.md). Every other column reaches the reward functions.
         eval_dataset: likewise, for `evaluate` and `eval_steps`; or a dict of several by name.
         processing_class: the tokenizer; by default the one in the model's folder.
         reward_processing_classes: tokenizers of the reward models, one per entry of `reward_funcs`; None takes each
@@ -154,9 +155,17 @@ class GRPOTrainer:
             raise ValueError(f"{self._model.source or 'the model'} classifies sequences; a policy needs a causal model")
         self.tokenizer = tokenizer_for(args, self._model, processing_class)
         self.eos_ids = eos_token_ids(self.tokenizer, self._model.generation_config, self._model.hf_config)
-        self.prompts = prompts_for(args, self._model, self.tokenizer, train_examples)
+        name = named_source(train_dataset, "train_dataset")
+        self.prompts = prompts_for(args, self._model, self.tokenizer, train_examples, dataset=name)
         self.eval_prompts = {
-            name: prompts_for(args, self._model, self.tokenizer, examples, args.eval_max_completion_length)
+            name: prompts_for(
+                args,
+                self._model,
+                self.tokenizer,
+                examples,
+                args.eval_max_completion_length,
+                f"eval_dataset {name!r}",
+            )
             for name, examples in eval_examples.items()
         }
 
@@ -167,7 +176,7 @@ class GRPOTrainer:
         if self._model.adapter is not None and self.learner.frozen is not None:
             adapter = replace(self._model.adapter, frozen=self.learner.frozen)  # those loaded in another dtype can go
             self._model = replace(self._model, params=joined(adapter.frozen, adapter.trained), adapter=adapter)
-        self.engine = engine_for(args, self._model, self.learner.policy, self.eos_ids)
+        self.engine = engine_for(args, self._model, self.learner.policy, self.eos_ids, self.tokenizer)
         self.collector = Collector(
             args,
             self.slices,

@@ -13,7 +13,7 @@ from .test_config_and_data import a_tokenizer
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-PAGES = ["rewards.md", "engine.md", "evaluation.md", "coming_from_trl.md", "coming_from_easydel.md"]
+PAGES = ["datasets.md", "rewards.md", "engine.md", "evaluation.md", "coming_from_trl.md", "coming_from_easydel.md"]
 
 
 @pytest.mark.parametrize("page", rest_heavy([*PAGES, "lora.md"], quick=len(PAGES)))

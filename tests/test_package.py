@@ -18,7 +18,19 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 
 # A module imports from its own line or from those above it.
 LAYERS = [
-    ["errors", "field_types", "pytree", "remote", "listening", "preemption", "objective.settings", "objective"],
+    [
+        "errors",
+        "field_types",
+        "template_process",
+        "flags",
+        "chat",
+        "pytree",
+        "remote",
+        "listening",
+        "preemption",
+        "objective.settings",
+        "objective",
+    ],
     ["parallel.peers", "parallel.host_memory", "parallel.memory", "parallel.processes", "parallel.transfer"],
     ["parallel.runtime"],
     ["parallel.turns"],
@@ -27,7 +39,7 @@ LAYERS = [
     ["launch"],
     ["parallel"],
     ["models", "tokenizer"],
-    ["engine", "data", "packing", "slices"],
+    ["engine", "data_files", "data", "packing", "slices"],
     ["batch"],
     ["rollout", "optimizer", "offload", "serve"],
     ["rewards", "metrics", "health", "hub"],
@@ -50,6 +62,8 @@ LAYERS = [
 WITHOUT_JAX = [
     "groupax",
     "groupax.config",
+    "groupax.chat",
+    "groupax.data_files",
     "groupax.field_types",
     "groupax.rewards.runner",
     "groupax.rewards.main_thread",

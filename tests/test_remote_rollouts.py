@@ -94,7 +94,13 @@ def assert_no_difference(folder, address, tmp_path, **settings):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"max_staleness": 1, "rollout_correction": "token_truncate", "num_iterations": 2}], ids=str
+    "settings",
+    [
+        {},
+        {"stop": ("a", "b c", "<unk>")},
+        {"max_staleness": 1, "rollout_correction": "token_truncate", "num_iterations": 2},
+    ],
+    ids=str,
 )
 def test_training_with_a_server_is_training_without(tmp_path, folder, address, settings):
     assert_no_difference(folder, address, tmp_path, **settings)

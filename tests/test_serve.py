@@ -109,7 +109,10 @@ def test_requests_that_make_no_sense_are_refused(fields, message):
         ({}, "messages must be a list"),
         ({"messages": [{"role": "user"}]}, "content of a message must be a text"),
         ({"messages": [{"content": "x"}]}, "role and content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of a message must be texts"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "a message has a part of type 'image_url'",
+        ),
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}, "top_logprobs needs logprobs=true"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools=.* is not supported"),
         ({"messages": [{"role": "user", "content": "x"}], "prompt": "x"}, "unknown field 'prompt'"),

@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from groupax.config import GRPOConfig
+from groupax.flags import JSON_FLAGS
 from groupax.planning.devices import prepare
 from groupax.recipes import Recipe
 
@@ -52,7 +53,14 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig,
         ValueError: there is no such model, there are no such devices, or the settings are refused or not planned for.
     """
     default = PlanCommand(model=model_name, args=defaults)
-    command = tyro.cli(PlanCommand, prog="groupax plan", args=list(arguments), default=default, use_underscores=True)
+    command = tyro.cli(
+        PlanCommand,
+        prog="groupax plan",
+        args=list(arguments),
+        default=default,
+        use_underscores=True,
+        registry=JSON_FLAGS,
+    )
     args = command.args
     if command.model is None or command.devices is None:
         raise ValueError("give a model and devices, e.g. --model Qwen/Qwen3-8B --devices v5e-32")

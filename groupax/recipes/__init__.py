@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupax.data import EVAL_SPLITS, SUFFIXES, TRAIN_SPLITS, Example, Examples, MissingSplitError, read_rows
+from groupax.data import Example, Examples, refuse_images
+from groupax.data_files import EVAL_SPLITS, TRAIN_SPLITS, MissingSplitError, kind_of, read_rows
 from groupax.field_types import nearest
 
 
@@ -81,6 +82,7 @@ def make_recipe(
 
     def read(source: str, splits: Sequence[str], name: str) -> Examples:
         rows = read_rows(source, name, splits, subset if source == dataset or Path(source).is_dir() else None)
+        refuse_images(rows, f"{name} ({source})")
         return [_example(example, rows[index], index, source) for index in range(len(rows))]
 
     def train_dataset(source: str | None = None) -> Examples:
@@ -108,13 +110,11 @@ def make_recipe(
 
 def _is_one_set(source: Path) -> bool:
     """Whether there is nothing to hold out: a file, or a single dataset as `datasets` saves it."""
-    return source.suffix in SUFFIXES or (source / "state.json").is_file()
+    return kind_of(source) is not None or (source / "state.json").is_file()
 
 
 def _example(example: Callable[[Example], dict[str, Any]], row: Any, index: int, source: str) -> dict[str, Any]:
     try:
-        if not isinstance(row, Mapping):
-            raise ValueError(f"it is a {type(row).__name__} and no mapping of columns")
         return example(row)
     except ValueError as error:
         raise ValueError(f"row {index} of {source} does not fit the recipe: {error}") from error

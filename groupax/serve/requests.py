@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from groupax.chat import joined_parts
+from groupax.config import MOST_STOPS
 from groupax.engine.params import MAX_LOGPROBS, SamplingParams
 from groupax.field_types import nearest
 from groupax.serve.errors import ApiError
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's interface; a chat has the server's own
 MAX_BIAS = 100.0
-MAX_STOPS = 16
 MAX_DIGITS = 10  # of a token id
 
 
@@ -162,10 +163,10 @@ def _message(message: Any) -> dict[str, Any]:
         raise ApiError(400, f"a message must be an object with role and content, got {_short(message)}", "messages")
     content = message.get("content")
     if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not _is_text(part.get("text")):
-                raise ApiError(400, f"parts of a message must be texts, got {_short(part)}", param="messages")
-        content = "".join(part["text"] for part in content)
+        try:
+            content = joined_parts(content, "a message")
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages") from error
     if not _is_text(content):
         raise ApiError(400, f"the content of a message must be a text, got {_short(content)}", param="messages")
     return {**message, "content": content}
@@ -229,8 +230,8 @@ def _alternatives(name: str, value: Any) -> int:
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(_is_text(stop) for stop in stops) or len(stops) > MAX_STOPS:
-        raise ApiError(400, f"{name} must be a text or at most {MAX_STOPS} of them, got {_short(value)}", param=name)
+    if not isinstance(stops, list) or not all(_is_text(stop) for stop in stops) or len(stops) > MOST_STOPS:
+        raise ApiError(400, f"{name} must be a text or at most {MOST_STOPS} of them, got {_short(value)}", param=name)
     return tuple(stops)
 
 

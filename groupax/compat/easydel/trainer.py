@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 import groupax.trainer as native
+from groupax.chat import render
 from groupax.compat import hf
 from groupax.compat.easydel.config import GRPOConfig
 from groupax.compat.easydel.models import EasyDeLModel
 from groupax.compat.easydel.vinference import SAMPLING, vInference
 from groupax.compat.fields import tell
-from groupax.data import load_examples
-from groupax.tokenizer import is_conversational, prepare_tokenizer, render
+from groupax.data import load_examples, own_template_kwargs
+from groupax.tokenizer import is_conversational, prepare_tokenizer
 
 # Columns that hold the question in well-known datasets without a column `prompt`.
 QUESTIONS = ("question", "problem")
@@ -117,7 +118,9 @@ def _examples(dataset: Any, name: str, tokenize: Callable[..., Any] | None, toke
     tokenizer = prepare_tokenizer(tokenizer)
     rows = [dict(examples[index]) for index in range(len(examples))]
     texts = [
-        render(tokenizer, row["prompt"], f"prompt {index}") if is_conversational(row["prompt"]) else row["prompt"]
+        render(tokenizer, row["prompt"], f"prompt {index}", template_kwargs=own_template_kwargs(row))
+        if is_conversational(row["prompt"])
+        else row["prompt"]
         for index, row in enumerate(rows)
     ]
     batch = {column: [row[column] for row in rows] for column in rows[0]} | {"prompt": texts}

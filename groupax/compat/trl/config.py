@@ -77,6 +77,8 @@ GENERATION = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_completion_length",
     "max_tokens": "max_completion_length",
+    "stop": "stop",
+    "stop_strings": "stop",
 }
 
 
@@ -173,6 +175,7 @@ class GRPOConfig(ForeignConfig):
             "prompt_order": "shuffled_by_torch" if self.shuffle_dataset else "dataset",
             "whole_epochs": True,
             "max_completion_length": self.max_completion_length or 512,
+            "chat_template_kwargs": as_mapping(self.chat_template_kwargs, "chat_template_kwargs"),
             "prompt_overflow": "truncate_left" if self.max_prompt_length else "error",
             "top_k": self.top_k if self.top_k and self.top_k > 0 else 0,
             "min_p": self.min_p or 0.0,
@@ -285,13 +288,20 @@ class GRPOConfig(ForeignConfig):
         return {"optimizer": OPTIMIZERS[known[-1]], **constant, **warmup}
 
     def _generation(self) -> dict[str, Any]:
-        given = as_mapping(self.generation_kwargs, "generation_kwargs")
+        given = dict(as_mapping(self.generation_kwargs, "generation_kwargs"))
+        if given.pop("do_sample", True) is not True:
+            raise ValueError(
+                "generation_kwargs has do_sample=False: greedy completions of one prompt are all the same, which "
+                "leaves nothing to compare; leave it out"
+            )
         unknown = [name for name in given if name not in GENERATION]
         if unknown:
             raise ValueError(
                 f"generation_kwargs has {unknown[0]!r}{nearest(unknown[0], GENERATION)}; there are "
-                f"{', '.join(GENERATION)}"
+                f"{', '.join(GENERATION)} and do_sample"
             )
+        if "stop" in given and "stop_strings" in given:
+            raise ValueError("generation_kwargs has stop and stop_strings, which mean the same; leave one of them out")
         return {GENERATION[name]: value for name, value in given.items()}
 
     def _sampling(self) -> dict[str, Any]:

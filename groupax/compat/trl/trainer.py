@@ -1,8 +1,7 @@
 """TRL's `GRPOTrainer` over groupax's."""
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 import groupax.trainer as native
+from groupax.chat import unknown_template_kwargs
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import tell
@@ -17,6 +17,7 @@ from groupax.compat.trl.config import GRPOConfig, as_mapping
 from groupax.data import load_examples
 from groupax.field_types import nearest
 from groupax.hub import push_folder
+from groupax.models.folders import resolve_folder
 from groupax.models.lora import lora_config
 from groupax.parallel.runtime import configure_jax
 from groupax.tokenizer import load_tokenizer
@@ -96,6 +97,8 @@ class GRPOTrainer:
         if policy.weights != "same":
             settings = replace(settings, base_weights=policy.weights, **_adapter(policy.peft_config))
             policy = replace(policy, peft_config=None)
+        arguments = _template_kwargs(settings.chat_template_kwargs, processing_class, policy.model)
+        settings = replace(settings, chat_template_kwargs=arguments)
         rewards = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self.state = State(num_train_epochs=math.ceil(args.num_train_epochs), logging_steps=settings.logging_steps)
         self.callbacks = list(callbacks or [])
@@ -106,7 +109,7 @@ class GRPOTrainer:
             settings,
             examples,
             eval_dataset,
-            _tokenizer(processing_class, policy.model, as_mapping(args.chat_template_kwargs, "chat_template_kwargs")),
+            processing_class,
             reward_processing_classes,
             policy.peft_config,
             self._listeners,
@@ -255,14 +258,13 @@ def _reward(reward: Any) -> Any:
     return hf.as_model(reward) if hasattr(reward, "state_dict") or isinstance(reward, hf.CausalLM) else reward
 
 
-def _tokenizer(tokenizer: Any, model: Any, template_kwargs: Mapping[str, Any]) -> Any:
-    """The tokenizer, with arguments for its chat template if there are any; None leaves it to the native trainer."""
-    if not template_kwargs:
-        return tokenizer
+def _template_kwargs(given: Mapping[str, Any], tokenizer: Any, model: Any) -> dict[str, Any]:
+    """Returns the arguments for the chat template that it reads; of the others a line says that they change nothing."""
+    if not given:
+        return {}
     if tokenizer is None:
-        from groupax.models.folders import resolve_folder
-
         tokenizer = load_tokenizer(model.source if hasattr(model, "source") else resolve_folder(model))
-    apply: Callable[..., Any] = tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = functools.partial(apply, **template_kwargs)
-    return tokenizer
+    unknown = unknown_template_kwargs(tokenizer, given)
+    for name, fault in unknown.items():
+        tell(f"chat_template_kwargs {name}={given[name]!r} changes nothing: {fault}")
+    return {name: value for name, value in given.items() if name not in unknown}

@@ -1,0 +1,38 @@
+"""How settings that are mappings are written on the command line: as JSON."""
+
+import json
+from typing import Any, get_args, get_origin
+
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+# For the argument `registry` of `tyro.cli`.
+JSON_FLAGS = ConstructorRegistry()
+
+
+@JSON_FLAGS.primitive_rule
+def _mapping_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[dict[str, Any]] | None:
+    if get_origin(info.type) is not dict or get_args(info.type) != (str, Any):
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda texts: read_mapping(texts[0]),
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    )
+
+
+def read_mapping(text: str) -> dict[str, Any]:
+    """Returns the mapping that a flag has as JSON.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    example = """e.g. '{"enable_thinking": false}'"""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{text:.100} is no JSON ({error}); write an object, {example}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{text:.100} is no JSON object; write one, {example}")
+    return value

@@ -1,0 +1,307 @@
+"""Datasets as people have them: damaged, foreign, endless. Each is refused before training, in words, or trains."""
+
+import gzip
+import json
+import random
+
+import numpy as np
+import pytest
+
+from groupax.cli import main
+from groupax.data import encode_examples, load_examples
+
+from .test_config_and_data import a_tokenizer
+
+ROW = b'{"prompt": "abc", "answer": "1"}\n'
+
+
+def prompts_of(dataset):
+    """The prompts that a run would train on."""
+    tokenizer = a_tokenizer(eos_token="<eos>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return encode_examples(load_examples(dataset), tokenizer, 64, "error", name="train_dataset").examples
+
+
+def nested(levels):
+    return b'{"prompt": "a", "x": ' + b"[" * levels + b"]" * levels + b"}\n"
+
+
+def message(content, role="user"):
+    return json.dumps({"prompt": [{"role": role, "content": content}]}).encode()
+
+
+# Name of a file, what is in it, and what is said of it; None if it trains.
+FILES = {
+    "empty.jsonl": (b"", "is empty"),
+    "blank_lines.jsonl": (b"\n\n  \n", "is empty"),
+    "latin1.jsonl": (ROW + '{"prompt": "é"}'.encode("latin-1"), "line 2 is not UTF-8 .*0xe9"),
+    "utf16.jsonl": (ROW.decode().encode("utf-16"), "is UTF-16; write it in UTF-8"),
+    "utf16_without_mark.jsonl": (ROW.decode().encode("utf-16-le"), "line 1 is not valid JSON"),
+    "mark.jsonl": (b"\xef\xbb\xbf" + ROW, None),
+    "mark.csv": (b"\xef\xbb\xbfprompt,answer\nabc,1\n", None),
+    "crlf.jsonl": (ROW.replace(b"\n", b"\r\n") * 2, None),
+    "gaps.jsonl": (ROW + b"\n\n" + ROW, None),
+    "deep.jsonl": (nested(100_000), "line 1 has values within values of too many levels"),
+    "deep.json": (b"[" * 100_000, "values within values of too many levels"),
+    "surrogate.jsonl": (ROW + b'{"prompt": "a\\ud800b"}', "line 2: it has half of a surrogate pair"),
+    "surrogate_in_answer.jsonl": (ROW + b'{"prompt": "a", "answer": "\\udc00"}', "line 2: it has half"),
+    "surrogate_in_name.jsonl": (b'{"prompt": "a", "\\udc00": 1}', "line 1: it has half"),
+    "emoji.jsonl": (b'{"prompt": "\\ud83d\\ude00"}', None),
+    "nul.jsonl": (ROW + b'{"prompt": "a\0b"}', "line 2 is not valid JSON"),
+    "escaped_nul.jsonl": (b'{"prompt": "a\\u0000b"}', None),
+    "cut_off.jsonl": (ROW + ROW[:12], "line 2 is not valid JSON"),
+    "two_on_a_line.jsonl": (ROW.strip() + ROW, "line 1 is not valid JSON: Extra data"),
+    "lists.jsonl": (b'["abc"]\n', r"line 1: a row must be an object like .* this one is a list"),
+    "text.jsonl": (ROW + b'"abc"\n', "line 2: a row must be an object"),
+    "null.jsonl": (b"null\n", "line 1: a row must be an object"),
+    "twice.jsonl": (b'{"prompt": "a", "prompt": "b"}', "line 1 .*the key 'prompt' stands twice"),
+    "huge_number.jsonl": (b'{"prompt": "a", "x": ' + b"9" * 5000 + b"}", "line 1 cannot be read"),
+    "large_number.jsonl": (b'{"prompt": "a", "x": ' + b"9" * 500 + b"}", None),
+    "nan.jsonl": (b'{"prompt": "a", "x": NaN}', None),
+    "other_column.jsonl": (b'{"question": "a"}', r"no column 'prompt' \(row 0 has question\)"),
+    "missing_later.jsonl": (ROW + b'{"answer": "1"}', r"no column 'prompt' \(row 1 has answer\)"),
+    "upper_case.jsonl": (b'{"Prompt": "a"}', "no column 'prompt'"),
+    "number.jsonl": (ROW + b'{"prompt": 5}', "prompt 1 must be a string or a list of messages .* got 5"),
+    "none.jsonl": (b'{"prompt": null}', "prompt 0 must be a string or a list of messages .* got None"),
+    "mapping.jsonl": (b'{"prompt": {"role": "user", "content": "a"}}', "prompt 0 must be a string or a list"),
+    "no_messages.jsonl": (b'{"prompt": []}', r"prompt 0 must be a string or a list of messages .* got \[\]"),
+    "texts.jsonl": (b'{"prompt": ["a"]}', "prompt 0 must be a string or a list of messages"),
+    "mixed.jsonl": (ROW + message("abc"), None),
+    "mixed_columns.jsonl": (ROW + b'{"prompt": "a", "answer": [1, {"x": 2}]}\n{"prompt": "b"}', None),
+    "no_text.jsonl": (b'{"prompt": ""}', "prompt 0 is empty"),
+    "no_text_in_messages.jsonl": (message("  "), "prompt 0 is empty: no message has any text"),
+    "no_role.jsonl": (b'{"prompt": [{"content": "a"}]}', "prompt 0 must be a string or a list of messages"),
+    "role_is_number.jsonl": (message("abc", 5), "prompt 0: message 1 of 1 has no role"),
+    "content_is_number.jsonl": (message(5), "message 1 of 1: the content must be a text .* got int 5"),
+    "content_is_mapping.jsonl": (message({"text": "a"}), "the content must be a text .* got dict"),
+    "no_content.jsonl": (message(None), "message 1 of 1 has no content"),
+    "no_parts.jsonl": (message([]), "message 1 of 1 has no content"),
+    "parts.jsonl": (message([{"type": "text", "text": "abc"}]), None),
+    "parts_of_text.jsonl": (message(["abc"]), "a part that is no .*'abc'"),
+    "part_without_text.jsonl": (message([{"type": "text"}]), "a part that is no"),
+    "image_part.jsonl": (message([{"type": "image"}, {"type": "text", "text": "a"}]), "part of type 'image'.* vision"),
+    "audio_part.jsonl": (message([{"type": "input_audio", "x": 1}]), "part of type 'input_audio'"),
+    "image.jsonl": (b'{"prompt": "a", "image": "x.png"}', "has a column 'image', which the model would not see"),
+    "images.jsonl": (ROW + b'{"prompt": "a", "images": ["x.png"]}', "has a column 'images'"),
+    "no_image.jsonl": (b'{"prompt": "a", "image": null, "images": []}', None),
+    "ids.jsonl": (b'{"prompt": "a", "prompt_ids": "abc"}', "prompt 0: the column prompt_ids must have a list of token"),
+    "negative_ids.jsonl": (b'{"prompt": "a", "prompt_ids": [-1]}', "must have a list of token ids"),
+    "arguments.jsonl": (b'{"prompt": "a", "chat_template_kwargs": {"x": 1}}', "prompt 0 is a string, which no chat"),
+    "arguments_are_text.jsonl": (b'{"prompt": "a", "chat_template_kwargs": "x"}', "must be a mapping of names"),
+    "object.json": (b'{"prompt": "a"}', "must hold a list of rows, it holds a dict with the keys prompt"),
+    "lines.json": (ROW * 2, "Extra data.*if it has a row on each line, name it .jsonl"),
+    "empty.json": (b"", "is empty"),
+    "empty_list.json": (b"[]", "is empty"),
+    "numbers.json": (b"[1, 2]", "row 0: a row must be an object"),
+    "good.csv": (b'prompt,answer\n"abc, ""d""\n",1\n', None),
+    "good.tsv": (b"prompt\tanswer\nabc\t1\n", None),
+    "header_only.csv": (b"prompt,answer\n", "is empty"),
+    "empty.csv": (b"", "is empty"),
+    "semicolons.csv": (b"prompt;answer\nabc;1\n", r"no column 'prompt' \(row 0 has prompt;answer\)"),
+    "ragged.csv": (b"prompt,answer\nabc,1\nabc\n", "line 3 has 1 values for 2 columns"),
+    "commas.csv": (b"prompt\na, b\n", "line 2 has 2 values for 1 columns .*double quotes"),
+    "open_quote.csv": (b'prompt,answer\n"abc,1\n', "line 2 is not valid CSV"),
+    "repeated.csv": (b"prompt,prompt\na,b\n", "names a column twice"),
+    "latin1.csv": ("prompt\né\n".encode("latin-1"), "line 2 is not UTF-8"),
+    "rows.jsonl.gz": (gzip.compress(ROW), None),
+    "cut.jsonl.gz": (gzip.compress(ROW * 100)[:-20], "cannot be read"),
+    "not.jsonl.gz": (ROW, "cannot be read"),
+    "not.jsonl.zst": (ROW, "cannot be read"),
+    "not.parquet": (ROW, "is no whole Parquet file"),
+    "empty.parquet": (b"", "is no whole Parquet file"),
+    "rows.txt": (ROW, r"is not a \.jsonl, \.json, \.csv, \.tsv or \.parquet file"),
+    "rows.JSONL": (ROW, None),
+    "one_row.jsonl": (ROW, None),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files(tmp_path, name):
+    content, fault = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    if fault is None:
+        assert prompts_of(tmp_path / name)
+        return
+    with pytest.raises(ValueError, match=fault) as raised:
+        prompts_of(tmp_path / name)
+    text = str(raised.value)
+    assert "\n" not in text
+    assert len(text) < 1000
+    assert name in text or "prompt" in text
+
+
+@pytest.mark.parametrize("name", ["latin1.jsonl", "image_part.jsonl", "deep.jsonl", "not.parquet", "none.jsonl"])
+def test_the_command_line_says_it_in_one_line(tmp_path, capsys, stories, name):
+    (tmp_path / name).write_bytes(FILES[name][0])
+    where = ["--dataset", str(tmp_path / name), "--output_dir", str(tmp_path / "run")]
+    status = main(["train", "--model", str(stories), "--reward_funcs", "groupax.rewards.lengths:x", *where])
+    assert status == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_damaged_parquet_files(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"prompt": "abc" * 9, "answer": str(index)} for index in range(1000)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    noise = random.Random(0)
+    for cut in (10, len(whole) // 2, len(whole) - 9):
+        (tmp_path / "a.parquet").write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=r"a\.parquet is no whole Parquet file"):
+            load_examples(tmp_path / "a.parquet")
+    for _ in range(20):
+        changed = bytearray(whole)
+        for _ in range(20):
+            changed[noise.randrange(4, len(whole))] = noise.randrange(256)
+        (tmp_path / "a.parquet").write_bytes(changed)
+        try:
+            load_examples(tmp_path / "a.parquet")
+        except ValueError as error:
+            assert "a.parquet" in str(error)  # noqa: PT017 - it may also be none
+
+
+def test_parquet_with_bytes_for_prompts(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [b"abc"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"prompt 0 must be a string or a list of messages .* got b'abc'"):
+        prompts_of(tmp_path / "a.parquet")
+
+
+def test_several_files(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name}) + "\n")
+    (tmp_path / "c.csv").write_text("prompt,answer\nc,1\n")
+    assert [row["prompt"] for row in load_examples(str(tmp_path / "*.jsonl"))] == ["a", "b"]
+    rows = load_examples([tmp_path / "c.csv", str(tmp_path / "a.jsonl")])
+    assert rows == [{"prompt": "c", "answer": "1"}, {"prompt": "a", "answer": None}]
+    with pytest.raises(ValueError, match=r"no file has a name like .*\*\.parquet"):
+        load_examples(str(tmp_path / "*.parquet"))
+    with pytest.raises(ValueError, match=r"there is no file .*d\.csv; did you mean c\.csv"):
+        load_examples([str(tmp_path / "a.jsonl"), str(tmp_path / "d.csv")])
+    (tmp_path / "rows.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"it has no \.jsonl, .* file"):
+        load_examples(tmp_path / "rows.jsonl")
+
+
+def test_damaged_folders_of_datasets(tmp_path):
+    from datasets import Dataset
+
+    Dataset.from_list([{"prompt": "a"}]).save_to_disk(tmp_path / "a")
+    for name in ("state.json", "dataset_info.json"):
+        whole = (tmp_path / "a" / name).read_bytes()
+        (tmp_path / "a" / name).write_bytes(b"{")
+        with pytest.raises(ValueError, match="is not a whole dataset of save_to_disk"):
+            load_examples(tmp_path / "a")
+        (tmp_path / "a" / name).write_bytes(whole)
+    next((tmp_path / "a").glob("*.arrow")).write_bytes(b"x" * 50)
+    with pytest.raises(ValueError, match="is not a whole dataset of save_to_disk"):
+        load_examples(tmp_path / "a")
+
+
+# -- objects
+
+
+class Arithmetic:
+    """Rows that are computed, as `torch.utils.data.Dataset` has them: no index is too high."""
+
+    def __init__(self, length=5):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return {"prompt": f"{index}+{index}=", "answer": str(2 * index)}
+
+
+class Short(Arithmetic):
+    def __getitem__(self, index):
+        return [{"prompt": "a"}, {"prompt": "b"}][index]
+
+
+class Endless:
+    def __getitem__(self, index):
+        return {"prompt": "a"}
+
+
+class Stream:
+    def __iter__(self):
+        while True:
+            yield {"prompt": "a"}
+
+
+class Broken(Arithmetic):
+    def __getitem__(self, index):
+        raise RuntimeError("the disk is gone")
+
+
+def test_rows_that_are_computed_are_counted_by_their_length():
+    rows = load_examples(Arithmetic())
+    assert [row["prompt"] for row in rows] == ["0+0=", "1+1=", "2+2=", "3+3=", "4+4="]
+    assert load_examples(tuple(rows)) == rows
+
+
+def test_tables_have_rows_by_index():
+    import pyarrow
+    from datasets import Dataset
+
+    hub = Dataset.from_list([{"prompt": "a"}])
+    assert load_examples(hub) is hub
+    with pytest.raises(ValueError, match=r"is a Table, whose rows are not found by index; give \.to_pylist\(\) of it"):
+        load_examples(pyarrow.table({"prompt": ["a"]}))
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(ValueError, match=r"is a DataFrame, .* give \.to_dict\('records'\) of it"):
+        load_examples(pandas.DataFrame({"prompt": ["a"]}))
+
+
+def streamed():
+    from datasets import IterableDataset
+
+    return IterableDataset.from_generator(lambda: iter([{"prompt": "a"}]))
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (Stream, r"is a Stream, which has no length: .*itertools\.islice"),
+        (streamed, r"is a IterableDataset, which has no length: .*itertools\.islice"),
+        (lambda: ({"prompt": "a"} for _ in range(3)), "is a generator, which has no length"),
+        (Endless, "an object of your own needs __len__ and __getitem__"),
+        (lambda: Arithmetic(0), "train_dataset is empty"),
+        (lambda: Arithmetic(-1), "no length that can be used: .* >= 0"),
+        (lambda: Arithmetic(2.5), "no length that can be used"),
+        (lambda: Arithmetic(10**30), "no length that can be used"),
+        (lambda: Arithmetic(10**12), "has 1,000,000,000,000 rows, at most 50,000,000"),
+        (lambda: Short(3), "has a length of 3, but no row 2: IndexError"),
+        (lambda: {"prompt": ["a"]}, "is a mapping of columns; make it rows"),
+        (lambda: {"train": []}, "is a mapping with the splits train; pick one"),
+        (lambda: b"abc", "must be a Dataset, a list of dicts"),
+        (lambda: [{1: 2, "prompt": "a"}], "row 0 has a column whose name is no text: 1"),
+        (lambda: [{"prompt": "a\ud800"}], "row 0: it has half of a surrogate pair"),
+        (lambda: ["abc", {"prompt": "a"}], r"no column 'prompt' \(row 0 has str\)"),
+        (lambda: ["What is 2+2"], r"a list of files \(What is 2\+2\): there is no file or folder What is 2\+2"),
+        (lambda: np.array(["a", "b"]), r"no column 'prompt' \(row 0 has str"),
+    ],
+)
+def test_objects_that_are_no_rows(make, fault):
+    with pytest.raises(ValueError, match=fault):
+        load_examples(make())
+
+
+def test_an_error_of_ones_own_dataset_is_not_hidden():
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        load_examples(Broken())
+
+
+def test_columns_of_images_are_refused_by_their_type():
+    import datasets
+
+    features = datasets.Features({"prompt": datasets.Value("string"), "picture": datasets.Image()})
+    hub = datasets.Dataset.from_dict({"prompt": ["a"], "picture": [None]}, features=features)
+    with pytest.raises(ValueError, match="has a column 'picture', which the model would not see"):
+        load_examples(hub)
+    assert load_examples(hub.remove_columns("picture"))[0] == {"prompt": "a"}
