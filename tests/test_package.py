@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 
 # A module imports from its own line or from those above it.
 LAYERS = [
+    ["printable", "live_panel"],
     ["errors", "field_types", "pytree", "remote", "listening", "preemption", "objective.settings", "objective"],
     ["parallel.peers", "parallel.host_memory", "parallel.memory", "parallel.processes", "parallel.transfer"],
     ["parallel.runtime"],
@@ -35,7 +36,7 @@ LAYERS = [
     ["rollout_log"],
     ["progress", "profiling", "tracking", "trackers", "step", "card", "run_state"],
     ["evaluation", "learner"],
-    ["run_log"],
+    ["run_log", "run_header"],
     ["collector"],
     ["pipeline"],
     ["checkpoints"],
@@ -60,6 +61,7 @@ WITHOUT_JAX = [
     "groupax.serve.wire",
     "groupax.packing",
     "groupax.preemption",
+    "groupax.progress",
     "groupax.remote",
     "groupax.run_state",
     "groupax.slices",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from groupax.printable import printable
 from groupax.rollout_log import beginning
 from groupax.run_report.charts import number
 from groupax.run_report.record import BeforeAndAfter, RunRecord
@@ -97,14 +98,7 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
 
 def shown(text: str) -> str:
     """A text of others with control characters made visible, cut where it is too long to be read."""
-    return "".join(_visible(c) for c in beginning(text, TEXT_CHARACTERS))
-
-
-def _visible(c: str) -> str:
-    if c in "\n\t" or c.isprintable():
-        return c
-    code = ord(c)
-    return chr(0x2400 + code) if code < 0x20 else "\N{REPLACEMENT CHARACTER}"
+    return printable(beginning(text, TEXT_CHARACTERS))
 
 
 def _summary(run: RunRecord, price_per_hour: float | None) -> Rows:
