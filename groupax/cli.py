@@ -455,8 +455,8 @@ def throughput(num_tokens: int, seconds: float, compile_s: float) -> str:
     """
     decode_s = max(seconds - compile_s, 1e-9)
     return (
-        f"{num_tokens:,} tokens in {decode_s:.2f} s, {num_tokens / decode_s:,.0f} tokens/s; compiling the programs, which "
-        f"are kept for the next time, took {compile_s:.2f} s more"
+        f"{num_tokens:,} tokens in {decode_s:.2f} s, {num_tokens / decode_s:,.0f} tokens/s; compiling the programs, "
+        f"which are kept for the next time, took {compile_s:.2f} s more"
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions
 from rich.control import Control
 from rich.live import Live
 from rich.live_render import LiveRender
@@ -31,7 +31,7 @@ class _Reflowed(LiveRender):
         self.console = console
         self.widths: list[int] = []
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Any:
         drawn = [part for part in super().__rich_console__(console, options) if isinstance(part, Segment)]
         self.widths = [Segment.get_line_length(line) for line in Segment.split_lines(drawn)]
         yield from drawn

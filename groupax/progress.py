@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from groupax.metrics import json_numbers
 from groupax.parallel import processes
@@ -27,11 +27,12 @@ SHOWN = {
     "rollout/tokens_per_s": "rollout tok/s",
     "train/tokens_per_s": "train tok/s",
 }
+SAMPLE_CHARACTERS = 300  # of a completion, on a wide terminal
 SAMPLE_INTERVAL_S = 5.0  # on a terminal; a log gets a sample four times less often
 LINE_INTERVAL_S = 2.0  # between two lines of a log about steps
 SLOW_PHASE_S = 2.0  # before a log has a line about a phase of the start or the end
 SLOW_STEP_PHASE_S = 60.0  # likewise about a phase of a step once steps have lines, and between two lines about a phase
-REFRESHES_PER_S = 8
+REFRESHES_PER_S = 4
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 COMPILE_FRAC = 0.1  # a step that has spent more of its time compiling says nothing about the next ones
 ETA_STEPS = 30
@@ -90,7 +91,7 @@ class Progress:
         self.is_compiling: Callable[[], bool] = lambda: False
         self._depth = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Progress":
         self._depth += 1
         if self._depth == 1:
             self.open()
@@ -172,22 +173,29 @@ class JsonLines(Progress):
 class Tqdm(Progress):
     """A tqdm bar."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.bar: Any = None
+
     def open(self) -> None:
         from tqdm import tqdm
 
-        self.bar = tqdm(unit="step")
+        self.bar = tqdm(total=self.num_steps or None, initial=self.step_shown, unit="step")
 
     def close(self) -> None:
-        self.bar.close()
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
 
     def begin(self, num_steps: int, facts: Mapping[str, str]) -> None:
         super().begin(num_steps, facts)
         self.bar.total = num_steps
-        self.bar.write(_fact_lines(facts))
+        self.message(_fact_lines(facts))
 
     def phase(self, name: str, total: int | None = None) -> None:
         del total
-        self.bar.set_description(name, refresh=not self._is_between_steps)
+        if self.bar is not None:
+            self.bar.set_description(name, refresh=not self._is_between_steps)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.step_shown = step
@@ -195,7 +203,9 @@ class Tqdm(Progress):
         self.bar.update(step - self.bar.n)
 
     def message(self, text: str, warning: bool = False) -> None:
-        self.bar.write(printable(f"warning: {text}" if warning else text))
+        from tqdm import tqdm
+
+        tqdm.write(printable(f"warning: {text}" if warning else text))
 
 
 class Rich(Progress):
@@ -209,11 +219,12 @@ class Rich(Progress):
         self.is_live = self.console.is_interactive and sys.stdout.isatty()
         self.opened_s = time.monotonic()
         self.current: Phase | None = None
+        self.step_printed = 0
         self.metrics: Mapping[str, float] = {}
         self.time_left = TimeLeft()
         self.rewards: deque[float] = deque(maxlen=60)
         self.sampled_s = self.line_s = float("-inf")
-        self.panel_sample: Any = None
+        self.shown_group: Sequence[Rollout] = ()
         self._live: Any = None
         self._timer: threading.Timer | None = None
         self._is_open = False
@@ -232,8 +243,8 @@ class Rich(Progress):
         if self._live is not None:
             self._live.stop()
             self._live = None
-            if self.metrics:
-                self._print_line()
+        if self.step_printed < self.step_shown:  # nothing of the panel stays, and a log leaves steps out
+            self._print_line()
 
     def begin(self, num_steps: int, facts: Mapping[str, str]) -> None:
         super().begin(num_steps, facts)
@@ -261,9 +272,9 @@ class Rich(Progress):
         if time.monotonic() - self.sampled_s < interval_s:
             return
         self.sampled_s = time.monotonic()
-        self.panel_sample = sample_panel(group)
+        self.shown_group = group
         if not self.is_live:
-            self.console.print(self.panel_sample)
+            self.console.print(sample_panel(group))
 
     def message(self, text: str, warning: bool = False) -> None:
         from rich.text import Text
@@ -272,6 +283,7 @@ class Rich(Progress):
         self.console.print(Text(shown, style="yellow" if warning else ""), soft_wrap=True)
 
     def _print_line(self) -> None:
+        self.step_printed = self.step_shown
         self.console.print("  ".join(self._fields()), markup=False, soft_wrap=True)
 
     def _fields(self) -> list[str]:
@@ -303,7 +315,9 @@ class Rich(Progress):
             ]
         if self.current is not None:
             parts.append(Text(one_line(self._phase_line(self.current), width), style="cyan", no_wrap=True))
-        return Group(*parts, *filter(None, [self.panel_sample]))
+        if self.shown_group:
+            parts.append(sample_panel(self.shown_group, min(SAMPLE_CHARACTERS, 2 * width)))
+        return Group(*parts)
 
     def _phase_line(self, phase: Phase) -> str:
         now_s = time.monotonic()
@@ -335,8 +349,13 @@ class Rich(Progress):
             self._timer = None
 
 
-def sample_panel(group: Sequence[Rollout], num_shown: int = 3) -> Any:
-    """A group's best, middle and worst completions with their rewards, as a rich table."""
+def sample_panel(group: Sequence[Rollout], limit: int = SAMPLE_CHARACTERS) -> Any:
+    """Returns a group's best, middle and worst completions with their rewards, as a rich table.
+
+    Args:
+        group: scored completions of one prompt.
+        limit: most characters of a completion.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -346,10 +365,10 @@ def sample_panel(group: Sequence[Rollout], num_shown: int = 3) -> Any:
         table.add_column(Text(printable(name)), justify="right")
     table.add_column("completion", overflow="fold")
     ordered = sorted(group, key=lambda row: -row.advantage)
-    picked = dict.fromkeys([0, len(ordered) // 2, len(ordered) - 1][:num_shown])
+    picked = dict.fromkeys([0, len(ordered) // 2, len(ordered) - 1])
     for row in (ordered[index] for index in picked):
         rewards = ["-" if value is None else f"{value:.2f}" for value in row.rewards.values()]
-        table.add_row(f"{row.advantage:+.2f}", *rewards, Text(one_line(row.text, 300)))
+        table.add_row(f"{row.advantage:+.2f}", *rewards, Text(one_line(row.text, limit)))
     return table
 
 

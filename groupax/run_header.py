@@ -11,7 +11,6 @@ from groupax.rewards.contract import Reward
 
 def run_facts(
     args: GRPOConfig,
-    place: str,
     model: Model,
     prompts: PromptSet,
     eval_prompts: Mapping[str, PromptSet],
@@ -22,7 +21,6 @@ def run_facts(
 
     Args:
         args: its settings.
-        place: its folder or URL.
         model: the policy.
         prompts: those to train on.
         eval_prompts: the held-out ones, by name of the set.
@@ -31,18 +29,18 @@ def run_facts(
     """
     held_out = "".join(f", {len(each):,} held out ({name})" for name, each in eval_prompts.items())
     return {
-        "model": f"{model.name or 'made in memory'}, {_parameters(model)}",
+        "model": model.name or "a model made in memory",
+        "parameters": _parameters(model),
         "devices": _devices(model),
         "prompts": f"{len(prompts):,}{held_out}",
         "rewards": ", ".join(reward.name for reward in rewards),
         "steps": f"{num_steps:,}, each on {args.prompts_per_step:g} prompts x {args.num_generations} completions",
-        "to watch it": f"groupax view {place}",
     }
 
 
 def _parameters(model: Model) -> str:
     trained, total = counts(model.config, model.adapter and model.adapter.config)
-    return f"{total:,} parameters" + ("" if trained == total else f", of which {trained:,} are trained")
+    return f"{total:,}, all trained" if trained == total else f"{total:,}, of which {trained:,} are trained"
 
 
 def _devices(model: Model) -> str:

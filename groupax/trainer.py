@@ -387,7 +387,8 @@ class GRPOTrainer:
         self.run_folder.write_tokenizer(self.tokenizer)
         if saved is not None:
             self._restore(saved, log)
-        self.run_folder.write_process(process_of(self._model.mesh))
+        facts = {**self._facts, "dataset": self.dataset_name}
+        self.run_folder.write_process({**process_of(self._model.mesh), "run": facts})
         log.begin_tracking(self.cursor.step)
         self._tell_setup(log)
         return saver
@@ -526,18 +527,11 @@ class GRPOTrainer:
         """Show once what the run is."""
         if not self._is_introduced:
             self._is_introduced = True
-            self.progress.begin(
-                self.num_steps,
-                run_facts(
-                    self.args,
-                    self.run_folder.place,
-                    self._model,
-                    self.prompts,
-                    self.eval_prompts,
-                    self.rewards,
-                    self.num_steps,
-                ),
-            )
+            self.progress.begin(self.num_steps, self._facts | {"to watch it": f"groupax view {self.run_folder.place}"})
+
+    @property
+    def _facts(self) -> dict[str, str]:
+        return run_facts(self.args, self._model, self.prompts, self.eval_prompts, self.rewards, self.num_steps)
 
     def _tell_setup(self, log: RunLog) -> None:
         """What the user should know before the first step."""
