@@ -4,9 +4,11 @@ needs."""
 import argparse
 import io
 import json
+import logging
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -27,11 +29,12 @@ from groupax.launch.command import launch
 from groupax.parallel import processes
 from groupax.planning.command import plan
 from groupax.printable import printable
-from groupax.progress import PROGRESS_BARS, Progress
+from groupax.progress import PROGRESS_BARS, Progress, Rich
 from groupax.recipes import RECIPES, Recipe, load_recipe
 from groupax.serve.command import serve
 from groupax.view.command import view
 
+_python_format = warnings.formatwarning
 USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
 
        groupax --version
@@ -238,7 +241,8 @@ def _list_checkpoints(store: Any, _: int | None, command: Checkpoints) -> None:
         shown = {name: each.metrics[name] for name in ("reward", "eval_reward", "loss", "kl") if name in each.metrics}
         values = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
         where = "within the updates on a rollout" if each.rollout else ""
-        print(f"step {each.step:6d}  {each.saved_at or 'state.json cannot be read'}  {values}  {where}".rstrip())
+        line = f"step {each.step:6d}  {each.saved_at or 'state.json cannot be read'}  {values}  {where}"
+        print(printable(line.rstrip()))
     print(f"\nto check their files: groupax checkpoints {command.run_dir} verify")
 
 
@@ -247,7 +251,7 @@ def _verify_checkpoints(store: Any, _: int | None, command: Checkpoints) -> None
 
     found = damages(store)
     for step, fault in found.items():
-        print(f"step {step:6d}  {'whole' if fault is None else f'DAMAGED: {fault}'}")
+        print(printable(f"step {step:6d}  {'whole' if fault is None else f'DAMAGED: {fault}'}"))
     num_damaged = sum(fault is not None for fault in found.values())
     if num_damaged:
         raise ValueError(f"{num_damaged} of {len(found)} checkpoints in {command.run_dir} are damaged")
@@ -425,18 +429,24 @@ def generate(arguments: Sequence[str]) -> None:
 
     command = parsed(Generate, "generate", arguments)
 
-    from groupax.engine.engine import Engine
-    from groupax.parallel.compilation import compilation
+    with Rich() if sys.stdout.isatty() else Progress() as progress:
+        progress.phase("loading libraries")
 
-    name = load_recipe(command.model).model if command.model in RECIPES else command.model
-    kv_bytes = None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9)
-    engine = Engine.load(
-        name, chat_template=command.chat_template, weights=command.weights, tp=command.tp, kv_bytes=kv_bytes
-    )
-    prompts = [[{"role": "user", "content": text}] if command.chat else text for text in command.prompt]
-    compiled_before_s, started_s = compilation().seconds, time.perf_counter()
-    groups = engine.generate(prompts, command.sampling)
-    seconds, compile_s = time.perf_counter() - started_s, compilation().seconds - compiled_before_s
+        from groupax.engine.engine import Engine
+        from groupax.parallel.compilation import compilation
+
+        progress.is_compiling = lambda: compilation().is_under_way
+        progress.phase("loading the model")
+        name = load_recipe(command.model).model if command.model in RECIPES else command.model
+        kv_bytes = None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9)
+        engine = Engine.load(
+            name, chat_template=command.chat_template, weights=command.weights, tp=command.tp, kv_bytes=kv_bytes
+        )
+        prompts = [[{"role": "user", "content": text}] if command.chat else text for text in command.prompt]
+        progress.phase("generating")
+        compiled_before_s, started_s = compilation().seconds, time.perf_counter()
+        groups = engine.generate(prompts, command.sampling)
+        seconds, compile_s = time.perf_counter() - started_s, compilation().seconds - compiled_before_s
     for text, group in zip(command.prompt, groups, strict=True):
         for sequence in group:
             about = f"{len(sequence.tokens)} tokens, {sequence.finish_reason}"
@@ -514,7 +524,21 @@ def entry_point() -> None:
         if isinstance(stream, io.TextIOWrapper):  # what an old terminal's encoding lacks is written as escapes
             stream.reconfigure(errors="backslashreplace")
     sys.excepthook = _print_traceback
+    warnings.formatwarning = _formatted_warning
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Visible())
     sys.exit(main())
+
+
+class _Visible(logging.Formatter):
+    """Records of whoever logs without a handler of its own; they may quote what a model has written."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def _formatted_warning(*warning: Any, **more: Any) -> str:
+    return printable(_python_format(*warning, **more))
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:

@@ -232,10 +232,10 @@ class Rich(Progress):
     def open(self) -> None:
         self._is_open, self.opened_s = True, time.monotonic()
         if self.is_live:
-            from groupax.live_panel import live_panel
+            from groupax.live_panel import LivePanel
 
-            self._live = live_panel(self.console, self._panel, REFRESHES_PER_S)
-            self._live.start(refresh=True)
+            self._live = LivePanel(self.console, self._panel, REFRESHES_PER_S)
+            self._live.start()
 
     def close(self) -> None:
         self._is_open = False

@@ -37,6 +37,9 @@ class Terminal:
         self.began_s = time.monotonic()
         self.parent, child = pty.openpty()
         self._set_size(columns, rows)
+        modes = termios.tcgetattr(child)
+        modes[3] &= ~termios.ECHO
+        termios.tcsetattr(child, termios.TCSANOW, modes)
         variables = {**os.environ, "TERM": "xterm-256color", "PYTHONUNBUFFERED": "1"}
         for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
             variables.pop(name, None)

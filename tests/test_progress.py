@@ -2,13 +2,14 @@
 
 import io
 import json
+import logging
 import math
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
-from groupax.live_panel import live_panel
+from groupax.live_panel import LivePanel
 from groupax.printable import one_line, printable
 from groupax.progress import PROGRESS_BARS, JsonLines, Progress, TimeLeft, Tqdm, fitting
 
@@ -95,8 +96,8 @@ def test_a_bar_of_tqdm_names_the_phase(capsys):
 def test_a_panel_on_a_terminal_that_became_narrower_is_erased_whole():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120, height=40)
-    live = live_panel(console, lambda: Text("x" * 120 + "\nshort\n" + "y" * 90), refreshes_per_s=0.001)
-    live.start(refresh=True)
+    live = LivePanel(console, lambda: Text("x" * 120 + "\nshort\n" + "y" * 90), refreshes_per_s=0.001)
+    live.start()
     for columns, height in ((120, 3), (60, 2 + 1 + 2), (40, 3 + 1 + 3), (200, 3)):
         file.truncate(0)
         console.width = columns
@@ -133,3 +134,13 @@ def test_one_line_is_cut_where_it_is_too_long():
     assert one_line("a\nb\tc") == "a⏎b c"
     assert one_line("x" * 100_000, 10) == "x" * 9 + "…"
     assert len(one_line("\x9b" * 100, 10)) == 10
+
+
+def test_libraries_that_log_completions_log_a_short_visible_line(caplog):
+    import groupax.rewards.maths
+
+    assert groupax.rewards.maths
+    logging.getLogger("math_verify.parser").warning("Timeout during parsing: %s", "\x1b[2J" + "x" * 10**6)
+    [record] = caplog.records
+    assert record.getMessage().startswith("Timeout during parsing: ␛[2Jxxx")
+    assert len(record.getMessage()) <= 160

@@ -21,6 +21,7 @@ METRICS = {
 FULL_LINE = "step 3/20  eta 0:34  reward 0.5  kl 0.0125  length 43.2  rollout tok/s 1,234  train tok/s 4,321"
 # A run of three steps that stands still whenever it waits for Enter.
 RUN = f"""
+import logging, sys, warnings
 import numpy as np
 from groupax.progress import Rich
 from groupax.rollout import Rollout
@@ -47,8 +48,16 @@ with Rich() as progress:
     progress.sampled_s = float("-inf")
     progress.sample([rollout(index, {HOSTILE!r}) for index in range(4)])
     progress.message("reward 'f' failed on " + {HOSTILE!r}, warning=True)
+    # here other code prints
     input()
 print("the end")
+"""
+
+PRINTS = f"""
+    print("overwritten\\rprinted: \\x1b[1min bold\\x1b[0m \\x1bc", {HOSTILE[:-4]!r})
+    sys.stderr.write("and an error: \\x1bc" + {HOSTILE[:-4]!r} + "\\n")
+    warnings.warn("warned: " + {HOSTILE[:-4]!r}, stacklevel=1)
+    logging.getLogger("a").warning("logged: " + {HOSTILE[:-4]!r})
 """
 
 
@@ -85,13 +94,15 @@ def is_whole(terminal, columns):
 
 
 def test_hostile_completions_and_messages_are_shown_and_not_obeyed():
-    with Terminal(python(RUN), 120) as terminal:
+    with Terminal(python(RUN.replace("    # here other code prints\n", PRINTS)), 120) as terminal:
         for text in ("loading", "compiling", "updating"):
             terminal.wait_for_text(text)
             terminal.press_enter()
-        terminal.wait_for(lambda: sum("GREEN" in line for line in terminal.lines) >= 4)
+        terminal.wait_for(lambda: sum("GREEN" in line for line in terminal.lines) >= 8)
         assert any("␛]0;owned␇␛[2J␛[31mred\\x9b1A\\u202e[bold]GREEN[/bold]␍␈␡␀" in line for line in terminal.lines)
         assert not terminal.screen.title
+        for before in ("printed: in bold ␛c ", "and an error: ␛c", "warned: ", "logged: "):
+            assert any(f"{before}␛]0;owned␇␛[2J" in line for line in terminal.lines)
         terminal.press_enter()
         terminal.wait_for_end()
         written = terminal.written.decode("utf-8")
@@ -160,33 +171,36 @@ with progress.Rich() as shown:
     ]
 
 
-def test_uncaught_errors_that_quote_completions_are_printed_visibly():
+def test_errors_warnings_and_logs_that_quote_completions_are_printed_visibly():
     code = f"""
-import sys
+import logging, sys, warnings
 from groupax import cli
 def fails(arguments):
-    raise KeyError({HOSTILE!r} if arguments else "") from RuntimeError({HOSTILE!r})
+    warnings.warn("w " + {HOSTILE!r}, stacklevel=1)
+    logging.getLogger("a").warning("l " + {HOSTILE!r})
+    raise KeyError(1) from RuntimeError({HOSTILE!r})
 cli.COMMANDS["train"] = fails
 sys.argv = ["groupax", "train", "--x"]
 cli.entry_point()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "RuntimeError: ␛]0;owned␇␛[2J" in done.stderr
+    for text in ("RuntimeError: ", "UserWarning: w ", "\nl "):
+        assert f"{text}␛]0;owned␇␛[2J" in done.stderr
     assert "\x1b" not in done.stderr
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_train_command_on_a_terminal(tmp_path, columns):
+def test_the_train_command_on_a_terminal(tmp_path):
     argv = [sys.executable, "-m", "groupax", "train", "--recipe", "arithmetic", "--max_steps", "4"]
     argv += ["--prompts_per_step", "4", "--num_generations", "4", "--output_dir", str(tmp_path / "run")]
-    with Terminal(argv, columns, environment={"XDG_CACHE_HOME": str(tmp_path)}) as terminal:
+    with Terminal(argv, 80, environment={"XDG_CACHE_HOME": str(tmp_path)}) as terminal:
         for text in ("loading libraries", "to watch it", "evaluating before training: eval", "compiling", "sampling"):
             terminal.wait_for_text(text)
-        for step in (1, 3):
-            terminal.wait_for_text(f"step {step}/4  ")
-        assert any("reward " in line for line in terminal.lines)
+        terminal.wait_for_text("step 1/4  ")
+        terminal.resize(120)
+        terminal.wait_for_text("step 3/4  ")
+        assert any("train tok/s" in line for line in terminal.lines)
         terminal.wait_for_text("evaluating after training: eval")
         assert terminal.wait_for_end() == 0
         assert "  groupax report " in "\n".join(terminal.lines)
