@@ -157,6 +157,7 @@ def exit_status(name: str, command: Callable[[], object]) -> int:
         print(printable(f"{name}: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
     return status if isinstance(status, int) else 0
 
