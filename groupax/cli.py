@@ -29,7 +29,7 @@ from groupax.launch.command import launch
 from groupax.parallel import processes
 from groupax.planning.command import plan
 from groupax.printable import printable
-from groupax.progress import PROGRESS_BARS, Progress, Rich
+from groupax.progress import Progress, Rich, progress_named
 from groupax.recipes import RECIPES, Recipe, load_recipe
 from groupax.serve.command import serve
 from groupax.view.command import view
@@ -297,7 +297,7 @@ def start(command: Train) -> None:
         if not value:
             raise ValueError(f"--{name} is missing; give it, or a --recipe that has it ({', '.join(RECIPES)})")
 
-    with PROGRESS_BARS[command.args.progress_bar]() as progress:
+    with progress_named(command.args.progress_bar) as progress:
         closing = _train(command, recipe, model, list(rewards), progress)
     if closing:
         from groupax.report import show

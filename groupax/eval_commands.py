@@ -14,7 +14,7 @@ from groupax.config import DecodingWeights, PromptOverflow
 from groupax.engine.params import SamplingParams
 from groupax.health import reward_findings
 from groupax.parallel import processes
-from groupax.progress import Progress, Rich, shown_by_the_first
+from groupax.progress import Progress, progress_named, shown_by_the_first
 from groupax.recipes import RECIPES, load_recipe
 
 DEFAULT_MAX_TOKENS = 512
@@ -113,7 +113,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
     console = Console(highlight=False)
 
-    with Rich() as progress:
+    with progress_named("rich") as progress:
         progress.phase("loading libraries")
         result = run_eval(command, progress)
     if not processes.is_first():

@@ -41,7 +41,7 @@ from groupax.parallel.runtime import configure_jax
 from groupax.parallel.transfer import fetched_at_first
 from groupax.pipeline import Pipeline
 from groupax.preemption import AbandonedError, StopRequests
-from groupax.progress import PROGRESS_BARS, Progress, shown_by_the_first
+from groupax.progress import Progress, progress_named, shown_by_the_first
 from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
 from groupax.rewards.runner import RewardRunner, RewardSettings
 from groupax.rollout_log import TokenScores
@@ -126,7 +126,7 @@ class GRPOTrainer:
     ) -> None:
         self.args = args = args or GRPOConfig()
         configure_jax()
-        self.progress = shown_by_the_first(progress or PROGRESS_BARS[args.progress_bar]())
+        self.progress = shown_by_the_first(progress or progress_named(args.progress_bar))
         self.progress.is_compiling = lambda: compilation().is_under_way
         self._is_introduced = False
         self.progress.phase("loading the data")

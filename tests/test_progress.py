@@ -11,7 +11,7 @@ from rich.text import Text
 
 from groupax.live_panel import LivePanel
 from groupax.printable import one_line, printable
-from groupax.progress import PROGRESS_BARS, JsonLines, Progress, TimeLeft, Tqdm, fitting
+from groupax.progress import PROGRESS_BARS, JsonLines, Progress, TimeLeft, Tqdm, fitting, progress_named
 
 METRICS = {"reward": 0.5, "step_time": 2.0}
 
@@ -144,3 +144,11 @@ def test_libraries_that_log_completions_log_a_short_visible_line(caplog):
     [record] = caplog.records
     assert record.getMessage().startswith("Timeout during parsing: ␛[2Jxxx")
     assert len(record.getMessage()) <= 160
+
+
+@pytest.mark.parametrize("variable", ["GROUPAX_PROCESS_ID", "SLURM_PROCID"])
+def test_of_several_processes_only_the_first_shows_the_run(variable, monkeypatch):
+    monkeypatch.setenv(variable, "0")
+    assert isinstance(progress_named("json"), JsonLines)
+    monkeypatch.setenv(variable, "1")
+    assert not isinstance(progress_named("json"), JsonLines)
