@@ -299,7 +299,11 @@ def start(command: Train) -> None:
 
     with progress_named(command.args.progress_bar) as progress:
         closing = _train(command, recipe, model, list(rewards), progress)
-    if closing:
+    if command.args.progress_bar == "json":
+        for text in closing:
+            if isinstance(text, str):
+                progress.message(text.strip())
+    elif closing:
         from groupax.report import show
 
         show(closing)
