@@ -3,32 +3,42 @@ needs."""
 
 import argparse
 import glob
+import io
 import json
+import logging
 import sys
 import tempfile
+import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from groupax import commands, eval_commands
+from groupax import __version__, commands, eval_commands
+from groupax.arguments import parsed
 from groupax.config import DecodingWeights, GRPOConfig
 from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.field_types import nearest
-from groupax.flags import JSON_FLAGS
 from groupax.health import reward_findings
 from groupax.launch.command import launch
 from groupax.parallel import processes
 from groupax.planning.command import plan
-from groupax.recipes import RECIPES, load_recipe
+from groupax.printable import printable
+from groupax.progress import Progress, Rich, progress_named
+from groupax.recipes import RECIPES, Recipe, load_recipe
 from groupax.serve.command import serve
 from groupax.view.command import view
 
+_python_format = warnings.formatwarning
 USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
+
+       groupax --version
 
 commands:
   train      train a model: --model, --dataset and --reward_funcs, or --recipe ({", ".join(RECIPES)})
@@ -70,6 +80,14 @@ class Train:
     """Rewards: names of built-in ones, or module:function."""
     args: Annotated[GRPOConfig, tyro.conf.arg(name="")] = field(default_factory=GRPOConfig)
     """Settings of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume(Train):
+    """Continue a run that was stopped, with the command that began it. Options given here replace that command's."""
+
+    run_dir: tyro.conf.Positional[str]
+    """The run's folder or URL, or one of its checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"groupax {__version__}")
+        return 0
     if arguments[0] not in COMMANDS:
-        print(
-            f"groupax: there is no command {arguments[0]!r}{nearest(arguments[0], COMMANDS)}\n\n{USAGE}",
-            file=sys.stderr,
-        )
+        hint = nearest(arguments[0], COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        print(f"groupax: there is no command {arguments[0]!r}{hint} (groupax --help explains them)", file=sys.stderr)
         return 2
     return exit_status(f"groupax {arguments[0]}", lambda: COMMANDS[arguments[0]](arguments[1:]))
 
@@ -135,13 +154,14 @@ def exit_status(name: str, command: Callable[[], object]) -> int:
         _tell_other_processes(error)
         if error.__traceback__ and _raised_outside(error):
             raise
-        print(f"{name}: {error}", file=sys.stderr)
+        print(printable(f"{name}: {error}"), file=sys.stderr)
         return 2
     except RunError as error:
         _tell_other_processes(error)
-        print(f"{name}: {error}", file=sys.stderr)
+        print(printable(f"{name}: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
     return status if isinstance(status, int) else 0
 
@@ -153,16 +173,7 @@ def _tell_other_processes(error: Exception) -> None:
 
 def train(arguments: Sequence[str]) -> None:
     """`groupax train`."""
-    start(
-        tyro.cli(
-            Train,
-            prog="groupax train",
-            args=list(arguments),
-            default=train_defaults(arguments),
-            use_underscores=True,
-            registry=JSON_FLAGS,
-        )
-    )
+    start(parsed(Train, "train", arguments, train_defaults(arguments)))
 
 
 def resume(arguments: Sequence[str]) -> None:
@@ -170,22 +181,13 @@ def resume(arguments: Sequence[str]) -> None:
     asks_help = bool({"-h", "--help"} & set(arguments))
     if not asks_help and (not arguments or arguments[0].startswith("-")):
         raise ValueError("which run? groupax resume RUN_DIR [options of groupax train that are to differ]")
-    options = list(arguments) if asks_help else list(arguments[1:])
-    default = Train()
-    if not asks_help:
-        path = _flag(options, "--config")
-        default = resumed_command(arguments[0].rstrip("/"))
-        default = overlaid(default, _read_yaml(path), path) if path else default
-    start(
-        tyro.cli(
-            Train,
-            prog="groupax resume RUN_DIR",
-            args=options,
-            default=default,
-            use_underscores=True,
-            registry=JSON_FLAGS,
-        )
-    )
+    if asks_help:
+        parsed(Resume, "resume", ["--help"])
+    options = list(arguments[1:])
+    path = _flag(options, "--config")
+    default = resumed_command(arguments[0].rstrip("/"))
+    default = overlaid(default, _read_yaml(path), path) if path else default
+    start(parsed(Train, "resume RUN_DIR", options, default))
 
 
 def resumed_command(run: str) -> Train:
@@ -221,7 +223,7 @@ def _run_file(run: str, name: str) -> dict[str, Any] | None:
 
 def checkpoints(arguments: Sequence[str]) -> None:
     """`groupax checkpoints`."""
-    command = tyro.cli(Checkpoints, prog="groupax checkpoints", args=list(arguments), use_underscores=True)
+    command = parsed(Checkpoints, "checkpoints", arguments)
 
     from groupax.checkpoints.choose import split_path, store_of
 
@@ -244,7 +246,8 @@ def _list_checkpoints(store: Any, _: int | None, command: Checkpoints) -> None:
         shown = {name: each.metrics[name] for name in ("reward", "eval_reward", "loss", "kl") if name in each.metrics}
         values = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
         where = "within the updates on a rollout" if each.rollout else ""
-        print(f"step {each.step:6d}  {each.saved_at or 'state.json cannot be read'}  {values}  {where}".rstrip())
+        line = f"step {each.step:6d}  {each.saved_at or 'state.json cannot be read'}  {values}  {where}"
+        print(printable(line.rstrip()))
     print(f"\nto check their files: groupax checkpoints {command.run_dir} verify")
 
 
@@ -253,7 +256,7 @@ def _verify_checkpoints(store: Any, _: int | None, command: Checkpoints) -> None
 
     found = damages(store)
     for step, fault in found.items():
-        print(f"step {step:6d}  {'whole' if fault is None else f'DAMAGED: {fault}'}")
+        print(printable(f"step {step:6d}  {'whole' if fault is None else f'DAMAGED: {fault}'}"))
     num_damaged = sum(fault is not None for fault in found.values())
     if num_damaged:
         raise ValueError(f"{num_damaged} of {len(found)} checkpoints in {command.run_dir} are damaged")
@@ -298,8 +301,29 @@ def start(command: Train) -> None:
         if not value:
             raise ValueError(f"--{name} is missing; give it, or a --recipe that has it ({', '.join(RECIPES)})")
 
-    from groupax.evaluation.sets import ONLY_SET, sources_by_name
+    with progress_named(command.args.progress_bar) as progress:
+        closing = _train(command, recipe, model, list(rewards), progress)
+    if command.args.progress_bar == "json":
+        for text in closing:
+            if isinstance(text, str):
+                progress.message(text.strip())
+    elif closing:
+        from groupax.report import show
 
+        show(closing)
+
+
+def _train(command: Train, recipe: Recipe | None, model: str, rewards: list[str], progress: Progress) -> list[Any]:
+    """Returns what is to be said at the end (see `report.show`), in the first process."""
+    args = command.args
+    progress.message(f"groupax {__version__}: the run is in {args.output_dir}")
+    progress.phase("loading libraries")
+
+    from groupax.evaluation.sets import ONLY_SET, sources_by_name
+    from groupax.report import BeforeAfter, next_commands, write_report
+    from groupax.trainer import GRPOTrainer
+
+    progress.phase("loading the data")
     dataset: Any = recipe.train_dataset(command.dataset) if recipe else command.dataset
     sets: Any = None
     if command.eval_dataset:
@@ -307,7 +331,6 @@ def start(command: Train) -> None:
         sets = {name: recipe.examples(source) if recipe else source for name, source in sources.items()}
     elif recipe:
         sets = recipe.eval_dataset(command.dataset)
-    args = command.args
     if recipe:
         from groupax.recipes.fit import fitted, fitting_template, positions_of
 
@@ -315,26 +338,30 @@ def start(command: Train) -> None:
         template, told = fitting_template(model, args.chat_template, [dataset])
         args = replace(args, chat_template=template)
         for note in (*notes, *told):
-            print(note)
+            progress.message(note)
 
-    from groupax.report import BeforeAfter, write_report
-    from groupax.trainer import GRPOTrainer
-
-    trainer = GRPOTrainer(model, list(rewards), args, dataset, sets)
+    trainer = GRPOTrainer(model, rewards, args, dataset, sets, progress=progress)
     trainer.run_folder.command = _recorded(command)
     if sets is None:
-        trainer.train()
-        return
+        result = trainer.train()
+        return (
+            next_commands(trainer.run_folder.place, trainer.prompts.examples[0]["prompt"], result)
+            if processes.is_first()
+            else []
+        )
     before = trainer.evaluate()
     for finding in reward_findings(before.errors).values():
-        print(finding)
+        trainer.progress.message(finding, warning=True)
     result = trainer.train()
     prompts = trainer.prompts
     counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
     after = trainer.evaluate()
-    if processes.is_first():
-        write_report(BeforeAfter(before, after, result, counts), trainer.run_folder.path)
-        trainer.run_folder.sync()
+    if not processes.is_first():
+        return []
+    trainer.progress.phase("writing the report")
+    closing = write_report(BeforeAfter(before, after, result, counts), trainer.run_folder.path)
+    trainer.run_folder.sync()
+    return [*closing, *next_commands(trainer.run_folder.place, trainer.prompts.examples[0]["prompt"], result)]
 
 
 def _recorded(command: Train) -> dict[str, Any]:
@@ -410,28 +437,49 @@ def generate(arguments: Sequence[str]) -> None:
     """`groupax generate`."""
     import time
 
-    command = tyro.cli(
-        Generate, prog="groupax generate", args=list(arguments), use_underscores=True, registry=JSON_FLAGS
-    )
+    command = parsed(Generate, "generate", arguments)
 
-    from groupax.engine.engine import Engine
-    from groupax.tokenizer import encode_prompts
+    with Rich() if sys.stdout.isatty() else Progress() as progress:
+        progress.phase("loading libraries")
 
-    name = load_recipe(command.model).model if command.model in RECIPES else command.model
-    kv_bytes = None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9)
-    engine = Engine.load(
-        name, chat_template=command.chat_template, weights=command.weights, tp=command.tp, kv_bytes=kv_bytes
-    )
-    prompts = [[{"role": "user", "content": text}] if command.chat else text for text in command.prompt]
-    ids = encode_prompts(engine.tokenizer, prompts, [command.chat_template_kwargs] * len(prompts))
-    started_s = time.perf_counter()
-    groups = engine.generate(ids, command.sampling)
-    seconds = time.perf_counter() - started_s
+        from groupax.engine.engine import Engine
+        from groupax.parallel.compilation import compilation
+        from groupax.tokenizer import encode_prompts
+
+        progress.is_compiling = lambda: compilation().is_under_way
+        progress.phase("loading the model")
+        name = load_recipe(command.model).model if command.model in RECIPES else command.model
+        kv_bytes = None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9)
+        engine = Engine.load(
+            name, chat_template=command.chat_template, weights=command.weights, tp=command.tp, kv_bytes=kv_bytes
+        )
+        prompts = [[{"role": "user", "content": text}] if command.chat else text for text in command.prompt]
+        ids = encode_prompts(engine.tokenizer, prompts, [command.chat_template_kwargs] * len(prompts))
+        progress.phase("generating")
+        compiled_before_s, started_s = compilation().seconds, time.perf_counter()
+        groups = engine.generate(ids, command.sampling)
+        seconds, compile_s = time.perf_counter() - started_s, compilation().seconds - compiled_before_s
     for text, group in zip(command.prompt, groups, strict=True):
         for sequence in group:
-            print(f"--- {text!r} ({len(sequence.tokens)} tokens, {sequence.finish_reason})\n{sequence.text}")
+            about = f"{len(sequence.tokens)} tokens, {sequence.finish_reason}"
+            print(f"--- {text!r} ({about})\n{printable(sequence.text)}")
     num_tokens = sum(len(sequence.tokens) for group in groups for sequence in group)
-    print(f"\n{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.0f} tokens/s, compilation included")
+    print(f"\n{throughput(num_tokens, seconds, compile_s)}")
+
+
+def throughput(num_tokens: int, seconds: float, compile_s: float) -> str:
+    """Returns how quick a generation was, compilation apart from decoding.
+
+    Args:
+        num_tokens: that were generated.
+        seconds: that it took in all.
+        compile_s: of these, spent compiling programs or reading them back from the cache.
+    """
+    decode_s = max(seconds - compile_s, 1e-9)
+    return (
+        f"{num_tokens:,} tokens in {decode_s:.2f} s, {num_tokens / decode_s:,.0f} tokens/s; compiling the programs, "
+        f"which are kept for the next time, took {compile_s:.2f} s more"
+    )
 
 
 def plan_run(arguments: Sequence[str]) -> int:
@@ -484,4 +532,27 @@ def _raised_outside(error: BaseException) -> bool:
 def entry_point() -> None:
     """The console script, which finds modules in the current folder as `python -m` does, but behind installed ones."""
     sys.path.append("")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what an old terminal's encoding lacks is written as escapes
+            stream.reconfigure(errors="backslashreplace")
+    sys.excepthook = _print_traceback
+    warnings.formatwarning = _formatted_warning
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Visible())
     sys.exit(main())
+
+
+class _Visible(logging.Formatter):
+    """Records of whoever logs without a handler of its own; they may quote what a model has written."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def _formatted_warning(*warning: Any, **more: Any) -> str:
+    return printable(_python_format(*warning, **more))
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    """An uncaught exception as Python prints it; its text may quote what a model has written."""
+    sys.stderr.write(printable("".join(traceback.format_exception(kind, error, frames))))

@@ -25,6 +25,7 @@ from groupax.metrics import (
     with_logged,
 )
 from groupax.objective.advantages import Advantages, group_advantages
+from groupax.progress import Progress
 from groupax.rewards.contract import TrainerState, reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
@@ -49,6 +50,7 @@ class Collector:
         reward_weights: one per function.
         solved_by: the function whose 1.0 means solved, if any.
         num_steps: of the run.
+        progress: shows what it is doing.
     """
 
     def __init__(
@@ -63,10 +65,12 @@ class Collector:
         reward_weights: np.ndarray,
         solved_by: str | None,
         num_steps: int,
+        progress: Progress,
     ) -> None:
         self.args, self.slices, self.prompts, self.tokenizer = args, slices, prompts, tokenizer
         self.engine, self.learner, self.runner = engine, learner, runner
         self.reward_weights, self.solved_by, self.num_steps = reward_weights, solved_by, num_steps
+        self.progress = progress
 
     def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
         """A rollout by the learner's policy, ready for updates (see `sample` and `scored`).
@@ -136,6 +140,7 @@ class Collector:
             cursor: how far the run has come.
             num_wanted: slices that the next update takes, and whose old log-probs it will know by itself.
         """
+        self.progress.phase("computing log-probs")
         slices = self._scored(self.cut(experience.groups[: self.slices.prompts_per_rollout]), num_wanted)
         num_tokens = float(cursor.num_tokens + experience.num_tokens)
         return replace(experience, slices=slices, metrics=experience.metrics | {"num_tokens": num_tokens})
@@ -169,7 +174,7 @@ class Collector:
         )
         try:
             with closing(groups):  # on an error too, which keeps them: servers would go on
-                return score_groups(groups, self.runner)
+                return score_groups(self.progress.counted(groups, "sampling", count, "scoring"), self.runner)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise

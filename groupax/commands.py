@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from groupax.arguments import parsed
 from groupax.card import shown_name
 from groupax.config import LoRABias
+from groupax.printable import printable
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Given = tyro.conf.Positional
@@ -36,7 +38,7 @@ class Merge:
 
     adapter: Annotated[str, Given]
     """A folder or hub id with an adapter, as groupax and PEFT write them."""
-    folder: Annotated[Path, Given]
+    folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
     """Where to write; replaced if it exists."""
     base: str | None = None
     """The base, if it is not where the adapter's config says."""
@@ -50,7 +52,7 @@ class Convert:
 
     model: Annotated[str, Given]
     """A folder or a Hugging Face hub id."""
-    folder: Annotated[Path, Given]
+    folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
     """Where to write; replaced if it exists."""
     dtype: Dtype | None = None
     """Of the weights; by default the model's own."""
@@ -62,7 +64,7 @@ class Quantize:
 
     model: Annotated[str, Given]
     """A folder or a Hugging Face hub id; an adapter is merged."""
-    folder: Annotated[Path, Given]
+    folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
     """Where to write; replaced if it exists."""
     dtype: Dtype = "bfloat16"
     """Of the other weights."""
@@ -82,7 +84,7 @@ class Push:
 
 def inspect(arguments: Sequence[str]) -> None:
     """`groupax inspect`."""
-    command = _parsed(Inspect, "inspect", arguments)
+    command = parsed(Inspect, "inspect", arguments)
 
     from groupax.models.lora import LoRAConfig
     from groupax.models.summary import find_config, summary
@@ -95,12 +97,12 @@ def inspect(arguments: Sequence[str]) -> None:
             bias=command.lora_bias,
             modules_to_save=command.lora_modules_to_save,
         )
-    print(summary(hf_config, lora))
+    print(printable(summary(hf_config, lora)))
 
 
 def merge(arguments: Sequence[str]) -> None:
     """`groupax merge`."""
-    command = _parsed(Merge, "merge", arguments)
+    command = parsed(Merge, "merge", arguments)
 
     from groupax.models.checkpoint import load_model
 
@@ -114,7 +116,7 @@ def merge(arguments: Sequence[str]) -> None:
 
 def convert(arguments: Sequence[str]) -> None:
     """`groupax convert`."""
-    command = _parsed(Convert, "convert", arguments)
+    command = parsed(Convert, "convert", arguments)
 
     from groupax.models.checkpoint import load_model
 
@@ -128,7 +130,7 @@ def convert(arguments: Sequence[str]) -> None:
 
 def quantize(arguments: Sequence[str]) -> None:
     """`groupax quantize`."""
-    command = _parsed(Quantize, "quantize", arguments)
+    command = parsed(Quantize, "quantize", arguments)
 
     from groupax.models.checkpoint import load_model
 
@@ -139,15 +141,11 @@ def quantize(arguments: Sequence[str]) -> None:
 
 def push(arguments: Sequence[str]) -> None:
     """`groupax push`."""
-    command = _parsed(Push, "push", arguments)
+    command = parsed(Push, "push", arguments)
 
     from groupax.hub import push_folder
 
     print(f"{command.folder} is at {push_folder(command.folder, command.repo_id, private=not command.public)}")
-
-
-def _parsed(kind: Any, name: str, arguments: Sequence[str]) -> Any:
-    return tyro.cli(kind, prog=f"groupax {name}", args=list(arguments), use_underscores=True)
 
 
 def _write(

@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import tyro
 
+from groupax.arguments import parsed
 from groupax.config import DecodingWeights, PromptOverflow
 from groupax.engine.params import SamplingParams
-from groupax.flags import JSON_FLAGS
 from groupax.health import reward_findings
 from groupax.parallel import processes
+from groupax.progress import Progress, progress_named, shown_by_the_first
 from groupax.recipes import RECIPES, load_recipe
 
 DEFAULT_MAX_TOKENS = 512
@@ -93,7 +94,7 @@ class Report:
 
 def report(arguments: Sequence[str]) -> None:
     """`groupax report`."""
-    command = tyro.cli(Report, prog="groupax report", args=list(arguments), use_underscores=True)
+    command = parsed(Report, "report", arguments)
 
     from groupax.run_report.write import write_run_report
 
@@ -105,14 +106,7 @@ def report(arguments: Sequence[str]) -> None:
 
 def evaluate(arguments: Sequence[str]) -> None:
     """`groupax eval`."""
-    command = tyro.cli(
-        Eval,
-        prog="groupax eval",
-        args=list(arguments),
-        default=_eval_defaults(arguments),
-        use_underscores=True,
-        registry=JSON_FLAGS,
-    )
+    command = parsed(Eval, "eval", arguments, _eval_defaults(arguments))
     _check(command)
 
     from rich.console import Console
@@ -121,11 +115,9 @@ def evaluate(arguments: Sequence[str]) -> None:
 
     console = Console(highlight=False)
 
-    def tell(text: str) -> None:
-        if processes.is_first():
-            console.print(text, markup=False, soft_wrap=True)
-
-    result = run_eval(command, tell)
+    with progress_named("rich") as progress:
+        progress.phase("loading libraries")
+        result = run_eval(command, progress)
     if not processes.is_first():
         return
     for name, each in result.items():
@@ -142,12 +134,12 @@ def evaluate(arguments: Sequence[str]) -> None:
     console.print(f"result: {command.output_dir / 'result.json'}, items: {command.output_dir}/*.jsonl", soft_wrap=True)
 
 
-def run_eval(command: Eval, tell: Any) -> dict[str, dict[str, Any]]:
+def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
     """Evaluate, and have the first process write the output folder.
 
     Args:
         command: what to evaluate and how.
-        tell: called with a line for the user, in all processes.
+        progress: shows what it is doing; of several processes that of the first one.
 
     Returns:
         Of each set, by name, its `SetEvaluation` for each way of sampling: greedy, sampled.
@@ -156,6 +148,7 @@ def run_eval(command: Eval, tell: Any) -> dict[str, dict[str, Any]]:
     from groupax.engine.engine import Engine
     from groupax.evaluation.evaluate import evaluate as evaluate_set
     from groupax.evaluation.evaluate import which_solves
+    from groupax.parallel.compilation import compilation
     from groupax.parallel.runtime import configure_jax
     from groupax.recipes.fit import fitting_length, fitting_template, positions_of
     from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
@@ -183,9 +176,12 @@ def run_eval(command: Eval, tell: Any) -> dict[str, dict[str, Any]]:
         longest, notes = fitting_length(positions_of(model), default, command.max_prompt_length)
         sampling = replace(sampling, max_tokens=longest, min_tokens=min(sampling.min_tokens, longest))
     template, told = fitting_template(model, command.chat_template, list(datasets.values()))
-    configure_jax()  # joins the other processes: from here on one is the first, which tells
+    configure_jax()  # joins the other processes: from here on one is the first, which shows
+    progress = shown_by_the_first(progress)
+    progress.is_compiling = lambda: compilation().is_under_way
     for note in (*notes, *told):
-        tell(note)
+        progress.message(note)
+    progress.phase("loading the model")
     engine = Engine.load(
         model,
         chat_template=template,
@@ -205,20 +201,30 @@ def run_eval(command: Eval, tell: Any) -> dict[str, dict[str, Any]]:
                 rows, engine.tokenizer, limit, overflow, command.chat_template_kwargs, f"dataset {name!r}"
             )
             result[name] = {
-                way: evaluate_set(engine, engine.tokenizer, runner, weights, prompts, params, solved_by)
+                way: evaluate_set(
+                    engine,
+                    engine.tokenizer,
+                    runner,
+                    weights,
+                    prompts,
+                    params,
+                    solved_by,
+                    progress,
+                    f"evaluating {name}, {way}",
+                )
                 for way, params in ways.items()
             }
     errors = {name: text for ways in result.values() for way in ways.values() for name, text in way.errors.items()}
     for finding in reward_findings(errors).values():
-        tell(finding)
+        progress.message(finding, warning=True)
     seconds = time.perf_counter() - started_s
-    processes.at_first(lambda: _write(command, model, solved_by, result, seconds, tell))
+    processes.at_first(lambda: _write(command, model, solved_by, result, seconds, progress))
     return result
 
 
 def compare(arguments: Sequence[str]) -> None:
     """`groupax compare`."""
-    command = tyro.cli(Compare, prog="groupax compare", args=list(arguments), use_underscores=True)
+    command = parsed(Compare, "compare", arguments)
 
     from rich.console import Console
 
@@ -307,7 +313,12 @@ def _load_sets(command: Eval, recipe: Any) -> dict[str, Any]:
 
 
 def _write(
-    command: Eval, model: str, solved_by: str | None, result: Mapping[str, Mapping[str, Any]], seconds: float, tell: Any
+    command: Eval,
+    model: str,
+    solved_by: str | None,
+    result: Mapping[str, Mapping[str, Any]],
+    seconds: float,
+    progress: Progress,
 ) -> None:
     """`result.json` and the items of each set."""
     from groupax.evaluation.items import write_items
@@ -318,7 +329,7 @@ def _write(
     if (folder / "result.json").exists():
         aside = free_name(folder)
         folder.rename(aside)
-        tell(f"the earlier evaluation in {folder} is now in {aside}")
+        progress.message(f"the earlier evaluation in {folder} is now in {aside}")
     folder.mkdir(parents=True, exist_ok=True)
     sets: dict[str, Any] = {}
     for name, ways in result.items():

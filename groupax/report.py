@@ -1,6 +1,7 @@
 """What a run came to: before and after on the same prompts, in words, as tables, a curve and a file."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Comparison, Item, compare, write_items
 from groupax.evaluation.paired import PairedDifference
 from groupax.metrics import Metrics
-from groupax.progress import printable
-from groupax.tokenizer import last_text
+from groupax.printable import one_line, printable
+from groupax.tokenizer import Prompt, is_conversational, last_text
 from groupax.trainer import TrainResult
 
 NUM_SAMPLES = 2
@@ -37,11 +38,12 @@ class BeforeAfter:
     train_prompts: Mapping[str, int]
 
 
-def write_report(report: BeforeAfter, folder: Path) -> None:
-    """Print the report; write `result.json`, `evaluations/` and, if matplotlib is there, `reward.png` into the run
-    folder."""
-    from rich.console import Console
+def write_report(report: BeforeAfter, folder: Path) -> list[Any]:
+    """Write `result.json`, `evaluations/` and, if matplotlib is there, `reward.png` into the run folder.
 
+    Returns:
+        What to tell the user of it (see `show`).
+    """
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     logged = [metrics for metrics in map(json.loads, lines) if "reward" in metrics]
     comparisons = {
@@ -55,20 +57,48 @@ def write_report(report: BeforeAfter, folder: Path) -> None:
 
     scored = [metrics for metrics in logged if metrics["reward"] is not None]  # steps without any reward have null
     steps, rewards = [metrics["step"] for metrics in scored], [metrics["reward"] for metrics in scored]
-    console = Console(highlight=False)
-    console.print(f"\nmean reward by step\n{text_curve(rewards)}", markup=False)
+    has_plot = _plot(steps, rewards, folder / "reward.png")
+    parts: list[Any] = [f"\nmean reward by step\n{text_curve(rewards)}"]
     for name, comparison in comparisons.items():
         before, after = report.before.sets[name], report.after.sets[name]
         title = f"{name}: before and after, {comparison.num_items} held-out prompts"
-        console.print(difference_table(title, comparison, before.metrics, after.metrics))
-        console.print(_samples(before, after))
-    console.print(_what_was_left_out(summary), markup=False, soft_wrap=True)
-    for name, verdict in summary["verdicts"].items():
-        console.print(f"{name}: {verdict}", markup=False, soft_wrap=True)
-    if _plot(steps, rewards, folder / "reward.png"):
-        console.print(f"reward curve: {folder / 'reward.png'}", soft_wrap=True)
-    console.print(f"result: {folder / 'result.json'}   model: {folder / 'model'}", soft_wrap=True)
-    console.print(f"to look at it: groupax view {folder}   to attach: groupax report {folder}", soft_wrap=True)
+        parts += [difference_table(title, comparison, before.metrics, after.metrics), _samples(before, after)]
+    parts.append(_what_was_left_out(summary))
+    if has_plot:
+        parts.append(f"reward curve: {folder / 'reward.png'}")
+    return [*parts, *(f"{name}: {verdict}" for name, verdict in summary["verdicts"].items())]
+
+
+def next_commands(place: str, prompt: Prompt, result: TrainResult) -> list[str]:
+    """Returns what a user can do with a run that has ended, as a text.
+
+    Args:
+        place: the run's folder or URL.
+        prompt: one of those it was trained on.
+        result: of the training.
+    """
+    chat = " --chat" if is_conversational(prompt) else ""
+    model, run = shlex.quote(f"{place.rstrip('/')}/model"), shlex.quote(place)
+    asked = shlex.quote(one_line(last_text(prompt), 60))
+    minutes, seconds = divmod(round(result.train_seconds), 60)
+    return [
+        f"{result.num_steps:,} steps in {minutes}:{seconds:02d}; the model is in {model}\n"
+        f"  groupax view {run}\n"
+        f"  groupax generate --model {model}{chat} --prompt {asked}\n"
+        f"  groupax report {run}"
+    ]
+
+
+def show(parts: Sequence[Any]) -> None:
+    """Print texts, as they are, and rich tables."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for part in parts:
+        if isinstance(part, str):
+            console.print(printable(part), markup=False, soft_wrap=True)
+        else:
+            console.print(part)
 
 
 def verdict(before: SetEvaluation, after: SetEvaluation, comparison: Comparison) -> str:
@@ -104,8 +134,9 @@ def difference_table(title: str, comparison: Comparison, before: Metrics, after:
         before, after: lengths and truncation are taken from these.
     """
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(printable(title)), title_justify="left")
     for header in ("", "before", "after", "difference", "p"):
         table.add_column(header, justify="left" if header == "" else "right", no_wrap=header != "")
     for name, pair in comparison.differences.items():
@@ -120,8 +151,9 @@ def difference_table(title: str, comparison: Comparison, before: Metrics, after:
 def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
     """Estimates with their intervals as a rich table."""
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(printable(title)), title_justify="left")
     for header in ("", "mean", "95 % interval", "method", "items"):
         table.add_column(header, justify="right" if header in ("mean", "items") else "left", no_wrap=header != "")
     for name, each in estimates.items():
@@ -262,7 +294,7 @@ def _samples(before: SetEvaluation, after: SetEvaluation) -> Any:
     gained = sorted((pair for pair in pairs if worth(pair[1]) > worth(pair[0])), key=lambda pair: not worth(pair[1])[0])
     for first, second in (gained or pairs)[:NUM_SAMPLES]:
         texts = (last_text(first.prompt), first.completions[0].text, second.completions[0].text)
-        table.add_row(*(Text(printable(text, 400)) for text in texts))
+        table.add_row(*(Text(one_line(text, 400)) for text in texts))
     return table
 
 

@@ -12,8 +12,9 @@ from groupax.evaluation.evaluate import Evaluation
 from groupax.health import remembered, reward_findings, step_findings
 from groupax.metrics import Metrics, of_rollouts, window_mean, with_logged
 from groupax.parallel import processes
+from groupax.parallel.compilation import compilation
 from groupax.profiling import Profile
-from groupax.progress import PROGRESS_BARS
+from groupax.progress import Progress
 from groupax.rollout import Rollout
 from groupax.rollout_log import TokenScores
 from groupax.trackers.background import CLOSE_S, BackgroundTracker, Call
@@ -39,6 +40,7 @@ class RunLog:
         num_steps: optimizer steps of the run.
         listeners: who else is told.
         memory: measures what memory is in use, after every step.
+        progress: shows the run; None for nothing but the log.
 
     Attributes:
         ends: a listener wants the run to end.
@@ -51,12 +53,13 @@ class RunLog:
         num_steps: int,
         listeners: Sequence[Listener] = (),
         memory: Callable[[], Metrics] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.args, self.folder, self.num_steps = args, folder, num_steps
         self.listeners, self.ends, self.memory = listeners, False, memory
         self.trackers: list[BackgroundTracker] = []
         self.samples_told_s = float("-inf")
-        self.progress = PROGRESS_BARS[args.progress_bar](num_steps)
+        self.progress = progress or Progress()
         self.history: list[Mapping[str, float]] = []
         self.window: list[Metrics] = []
         self.told: set[str] = set()
@@ -70,6 +73,7 @@ class RunLog:
         self.evaluated: Metrics = {}
         self.fault = ""
         self.started_s = self.step_started_s = time.perf_counter()
+        self.compiled_before_s = compilation().seconds
         self.profile = Profile(folder.path / "profile", args.profile)
 
     @property
@@ -155,10 +159,12 @@ class RunLog:
             distributions: what was measured of the weights, by name.
         """
         now_s = time.perf_counter()
-        own = {"step": float(step), **metrics, "step_time": now_s - self.step_started_s}
+        compiled_s = compilation().seconds
+        times = {"step_time": now_s - self.step_started_s, "time/compile_s": compiled_s - self.compiled_before_s}
+        own = {"step": float(step), **metrics, **times}
         metrics = with_logged(own, self.rollout_metrics)
         metrics |= self.memory() if self.memory else {}
-        self.step_started_s = now_s
+        self.step_started_s, self.compiled_before_s = now_s, compiled_s
         self.history = remembered([*self.history, metrics])
         found = step_findings(self.history)
         metrics |= {"health/num_findings": float(len(found)), **{f"health/{name}": 1.0 for name in found}}
@@ -246,7 +252,6 @@ class RunLog:
     def close(self) -> None:
         """The run ended."""
         self.end_tracking()
-        self.progress.close()
 
     def _write_metrics(self, step: int, metrics: Metrics) -> None:
         self.folder.write_metrics(metrics)

@@ -36,14 +36,17 @@ from groupax.models.saving import save_adapter, save_model
 from groupax.models.specs import Params
 from groupax.packing import Shape
 from groupax.parallel import processes
+from groupax.parallel.compilation import compilation
 from groupax.parallel.peak import memory_in_use
 from groupax.parallel.runtime import configure_jax
 from groupax.parallel.transfer import fetched_at_first
 from groupax.pipeline import Pipeline
 from groupax.preemption import AbandonedError, StopRequests
+from groupax.progress import Progress, progress_named, shown_by_the_first
 from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
 from groupax.rewards.runner import RewardRunner, RewardSettings
 from groupax.rollout_log import TokenScores
+from groupax.run_header import run_facts
 from groupax.run_log import Listener, RunLog
 from groupax.run_parts import (
     check_adapter,
@@ -99,6 +102,7 @@ class GRPOTrainer:
         peft_config: a `LoRAConfig` or a `peft.LoraConfig`: an adapter is trained, and the model's weights stay as they
             are. Without it a model that has an adapter goes on training that one.
         listeners: are told what happens while it trains, and can end the run (see `run_log.Listener`).
+        progress: shows the run; by default what `progress_bar` names.
 
     Raises:
         ValueError: anything about these that could only fail later.
@@ -119,9 +123,14 @@ class GRPOTrainer:
         reward_processing_classes: Any = None,
         peft_config: Any = None,
         listeners: Sequence[Listener] = (),
+        progress: Progress | None = None,
     ) -> None:
         self.args = args = args or GRPOConfig()
         configure_jax()
+        self.progress = shown_by_the_first(progress or progress_named(args.progress_bar))
+        self.progress.is_compiling = lambda: compilation().is_under_way
+        self._is_introduced = False
+        self.progress.phase("loading the data")
         check_processes(args)
         lora = lora_for(args, peft_config)
         if train_dataset is None:
@@ -147,12 +156,14 @@ class GRPOTrainer:
         self.listeners = listeners
 
         self._identity: Identity | None = None
+        self.progress.phase("loading the model")
         self._model = model_for(args, model)
         if lora is not None:
             self._model = add_adapter(self._model, lora, args.seed)
         check_adapter(args, self._model, was_loaded=not isinstance(model, Model))
         if self._model.config.num_labels:
             raise ValueError(f"{self._model.source or 'the model'} classifies sequences; a policy needs a causal model")
+        self.progress.phase("encoding the prompts")
         self.tokenizer = tokenizer_for(args, self._model, processing_class)
         self.eos_ids = eos_token_ids(self.tokenizer, self._model.generation_config, self._model.hf_config)
         name = named_source(train_dataset, "train_dataset")
@@ -169,6 +180,7 @@ class GRPOTrainer:
             for name, examples in eval_examples.items()
         }
 
+        self.progress.phase("preparing the devices")
         self.slices = slices_of(args)
         self.num_steps = self.slices.num_steps(len(self.prompts), args.num_train_epochs, args.max_steps)
         longest = max(map(len, self.prompts.token_ids)), args.max_completion_length
@@ -188,6 +200,7 @@ class GRPOTrainer:
             self.reward_weights,
             self.solved_by,
             self.num_steps,
+            Progress() if args.max_staleness else self.progress,  # rollouts beside updates are made in other threads
         )
         self.pipeline = Pipeline(self.collector, args.max_staleness, self.num_steps) if args.max_staleness else None
         self.cursor = Cursor()
@@ -212,16 +225,18 @@ class GRPOTrainer:
             ValueError: `resume` names a checkpoint that this run cannot continue.
         """
         memory = functools.partial(memory_in_use, self._model.mesh) if self.args.track_memory else None
-        log = RunLog(_told(self.args), self.run_folder, self.num_steps, self.listeners, memory)
+        log = RunLog(_told(self.args), self.run_folder, self.num_steps, self.listeners, memory, self.progress)
         try:
             watch = self._model.mesh.devices.flat[0].platform == "tpu"
             several = processes.num_processes() > 1
             with (
+                self.progress,
                 StopRequests(watch, processes.first_text if several else None) as stop,
                 self.reward_runner,
                 self.pipeline or nullcontext(),
             ):
                 self.engine.before_chunk = stop.check if several else None
+                self._introduce()
                 saver = self._begin(log)
                 log.event("begin", self.cursor.step)
                 try:
@@ -285,6 +300,8 @@ class GRPOTrainer:
         return rows
 
     def _sample_rollout(self, log: RunLog, stop: StopRequests, num_wanted: int) -> None:
+        if self.pipeline is not None:
+            self.progress.phase("waiting for the rollout")
         with stop.abandonable(), self._shapes_kept():
             experience = (self.pipeline or self.collector).collect(self.cursor, num_wanted)
         self._take(experience)
@@ -311,6 +328,7 @@ class GRPOTrainer:
         num = min(self._num_left, self.slices.per_step - len(rows) // self.slices.rows)
         batch = rows + experience.next_rows(num, rows)
         self._state_before = self.learner.state
+        self.progress.phase("updating")
         update = self.learner.update(batch)
         if self.pipeline is None:
             self.engine.params = self.learner.policy  # or it would keep those of before
@@ -378,7 +396,8 @@ class GRPOTrainer:
         self.run_folder.write_tokenizer(self.tokenizer)
         if saved is not None:
             self._restore(saved, log)
-        self.run_folder.write_process(process_of(self._model.mesh))
+        facts = {**self._facts, "dataset": self.dataset_name}
+        self.run_folder.write_process({**process_of(self._model.mesh), "run": facts})
         log.begin_tracking(self.cursor.step)
         self._tell_setup(log)
         return saver
@@ -408,10 +427,13 @@ class GRPOTrainer:
         """Save the last checkpoint, the model and what trackers wrote; as long as there is no room for them, wait."""
 
         def save() -> None:
+            self.progress.phase("writing the model")
             saver.end(*self._settled(log))
             self.save_model()
             processes.at_first(lambda: (self.run_folder.settle(), self.run_folder.sync()))
 
+        if log.trackers:
+            self.progress.phase(f"sending to {', '.join(self.args.report_to)}")
         log.end_tracking()
         patiently(save, self.run_folder.place, log.message, stop)
 
@@ -449,11 +471,16 @@ class GRPOTrainer:
             self.pipeline.settle()
         self.engine.params = self.learner.policy
         params = params or eval_params(self.args)
-        with self.reward_runner as runner:
+        step = self.cursor.step
+        when = "after training" if step >= self.num_steps else f"at step {step}" if step else "before training"
+        with self.progress as progress, self.reward_runner as runner:
+            self._introduce()
             runner.state = self.collector.trainer_state(self.cursor)
             inputs = self.tokenizer, runner, self.reward_weights
             of_sets = {
-                name: evaluate(self.engine, *inputs, prompts, params, self.solved_by)
+                name: evaluate(
+                    self.engine, *inputs, prompts, params, self.solved_by, progress, f"evaluating {when}: {name}"
+                )
                 for name, prompts in self.eval_prompts.items()
             }
         if self.pipeline is None:
@@ -505,6 +532,16 @@ class GRPOTrainer:
         adapter = self._model.adapter
         print(trainable_line(*counts(self._model.config, adapter and adapter.config)))
 
+    def _introduce(self) -> None:
+        """Show once what the run is."""
+        if not self._is_introduced:
+            self._is_introduced = True
+            self.progress.begin(self.num_steps, self._facts | {"to watch it": f"groupax view {self.run_folder.place}"})
+
+    @property
+    def _facts(self) -> dict[str, str]:
+        return run_facts(self.args, self._model, self.prompts, self.eval_prompts, self.rewards, self.num_steps)
+
     def _tell_setup(self, log: RunLog) -> None:
         """What the user should know before the first step."""
         if self.run_folder.moved_aside:
@@ -523,4 +560,4 @@ def _told(args: GRPOConfig) -> GRPOConfig:
     """What a run's log goes by: with several processes the first one tells of it."""
     if processes.is_first():
         return args
-    return replace(args, progress_bar="none", log_completions=False, report_to=(), profile=0)
+    return replace(args, log_completions=False, report_to=(), profile=0)

@@ -17,7 +17,7 @@ from groupax.evaluation.evaluate import Evaluation, SetEvaluation, evaluate, whi
 from groupax.evaluation.items import Completion, Item, compare, estimates, item_values, read_items, votes, write_items
 from groupax.evaluation.paired import mcnemar, paired_difference
 from groupax.evaluation.sets import named_sets, sources_by_name
-from groupax.report import BeforeAfter, write_report
+from groupax.report import BeforeAfter, show, write_report
 from groupax.rewards.contract import resolve_rewards
 from groupax.rewards.maths import last_boxed
 from groupax.rewards.runner import RewardRunner, RewardSettings
@@ -314,7 +314,7 @@ def test_steps_without_any_reward_are_left_out_of_the_curve(tmp_path, capsys):
     )
     for logged, first in ((lines, "   0.750  █"), (lines[1:2], "")):
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in logged))
-        write_report(report, tmp_path)
+        show(write_report(report, tmp_path))
         assert capsys.readouterr().out.splitlines()[1:3] == ["mean reward by step", first]
         clipped = json.loads((tmp_path / "result.json").read_text())["train_completions_truncated"]
         assert clipped == (0.5 if first else 1.0), "they have completions all the same"

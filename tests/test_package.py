@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from groupax.cli import main, train_defaults
+from groupax.cli import main, throughput, train_defaults
 from groupax.recipes import load_recipe
 from groupax.recipes.arithmetic.problems import generate, solve
 
@@ -18,11 +18,13 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 
 # A module imports from its own line or from those above it.
 LAYERS = [
+    ["printable", "live_panel"],
     [
         "errors",
         "field_types",
         "template_process",
         "flags",
+        "arguments",
         "chat",
         "pytree",
         "remote",
@@ -47,7 +49,7 @@ LAYERS = [
     ["rollout_log"],
     ["progress", "profiling", "tracking", "trackers", "step", "card", "run_state"],
     ["evaluation", "learner"],
-    ["run_log"],
+    ["run_log", "run_header"],
     ["collector"],
     ["pipeline"],
     ["checkpoints"],
@@ -74,6 +76,7 @@ WITHOUT_JAX = [
     "groupax.serve.wire",
     "groupax.packing",
     "groupax.preemption",
+    "groupax.progress",
     "groupax.remote",
     "groupax.run_state",
     "groupax.slices",
@@ -172,6 +175,48 @@ def test_mistakes_are_told_in_one_line(argv, message, capsys):
     assert "Traceback" not in err
 
 
+def test_an_unknown_command_gets_one_line(capsys):
+    assert main(["trian"]) == 2
+    err = capsys.readouterr().err
+    assert err == "groupax: there is no command 'trian'; did you mean train? (groupax --help explains them)\n"
+    assert main(["frobnicate"]) == 2
+    assert "there are train, eval, " in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys):
+    import groupax
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"groupax {groupax.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("merge", "[OPTIONS] ADAPTER DESTINATION"),
+        ("convert", "MODEL DESTINATION"),
+        ("compare", "BEFORE AFTER"),
+        ("checkpoints", "RUN_DIR [ACTION] [STEP]"),
+        ("report", "RUN_DIR"),
+        ("resume", "[OPTIONS] RUN_DIR"),
+        ("view", "[RUN_DIRS]"),
+    ],
+)
+def test_usage_names_what_belongs_where(command, usage, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    assert usage in out.splitlines()[0]
+    assert usage.split()[-1] in out.partition("positional arguments")[2]
+
+
+def test_throughput_leaves_out_compilation():
+    line = throughput(80, seconds=38.0, compile_s=36.0)
+    assert line.startswith("80 tokens in 2.00 s, 40 tokens/s; ")
+    assert line.endswith("took 36.00 s more")
+
+
 def test_unknown_flags_name_the_nearest(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["train", "--recipe", "arithmetic", "--learning_rte", "1"])
@@ -213,6 +258,7 @@ def test_train_command_with_a_file_dataset(tmp_path, capsys):
     assert main([*argv, "--reward_funcs", "think_answer_format"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["step"] for line in lines if "step" in line] == [1, 2]
+    assert f"groupax generate --model {tmp_path}/run/model --prompt ab" in lines[-1]["message"]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     argv = ["generate", "--model", str(tmp_path / "model"), "--prompt", "ab", "--n", "2", "--max_tokens", "4"]
     assert main(argv) == 0

@@ -157,7 +157,7 @@ def needing_signals(prompts, completion_ids, log_extra, **_):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_run_before_its_first_step_has_nothing_to_save(tmp_path):
+def test_a_run_before_its_first_step_has_nothing_to_save_and_says_so(tmp_path, caplog):
     sent = []
 
     def stops(completion_ids):
@@ -169,6 +169,7 @@ def test_a_run_before_its_first_step_has_nothing_to_save(tmp_path):
     with pytest.raises(PreemptedError, match="before the first step was made"):
         a_trainer(tmp_path, stops).train()
     assert not (tmp_path / "run" / "checkpoints").exists()
+    assert "before the first step was made; there is nothing to save. Start it again" in caplog.text
 
 
 @pytest.mark.heavy

@@ -383,6 +383,24 @@ def test_an_interrupt_saves_the_run(tmp_path, caplog):
     assert (tmp_path / "run" / "checkpoints" / "step_000001" / "params").is_dir()
 
 
+@pytest.mark.parametrize("way", ["raises", "returns"])
+def test_errors_that_quote_completions_are_visible_in_findings_and_exceptions(way):
+    hostile = "\x1b]0;owned\x07\x1b[2J\u202eGREEN"
+
+    class Value:
+        def __repr__(self):
+            return hostile
+
+    def quoting(completions):
+        if way == "raises":
+            raise ValueError(f"cannot read {completions[0]}")
+        return [Value() for _ in completions]
+
+    [[score]] = scores_of_all(quoting, groups_of([hostile]))
+    assert "␛]0;owned␇␛[2J\\u202eGREEN" in score.error
+    assert not {"\x1b", "\x07", "\u202e"} & set(score.error)
+
+
 # -- signals, which only the main thread gets
 
 

@@ -219,3 +219,41 @@ def test_curves_of_one_value_and_of_none():
 
 def test_long_texts_are_cut_where_they_are_too_long_to_be_read():
     assert shown("x" * 1_000_000) == "x" * 4000 + "… (1,000,000 characters)"
+
+
+def test_a_report_names_what_was_trained_on_what_and_the_command(tmp_path):
+    from groupax.recipes import load_recipe
+
+    folder = tmp_path / "named"
+    run = RunFolder(folder)
+    run.command = {
+        "recipe": "arithmetic",
+        "model": None,
+        "dataset": "my data.jsonl",
+        "eval_dataset": None,
+        "reward_funcs": ["rewards:right"],
+    }
+    args = GRPOConfig.from_mapping(dict(load_recipe("arithmetic").config) | {"output_dir": str(folder), "beta": 0.5})
+    run.start(args.to_dict())
+    run.write_process({"run": {"model": str(tmp_path / "some-model"), "parameters": "12, all trained"}})
+    run.write_metrics({"step": 1.0, "reward": 0.5, "loss": 0.1})
+    _, markdown = write_run_report(folder)
+    text = markdown.read_text(encoding="utf-8").replace("\\", "")
+    for row in (
+        "| model | some-model |",
+        "| parameters | 12, all trained |",
+        "| recipe | arithmetic |",
+        "| dataset | my data.jsonl |",
+        "| reward functions | rewards:right |",
+    ):
+        assert row in text
+    [command] = [line for line in text.splitlines() if line.startswith("| command |")]
+    assert "groupax train --recipe arithmetic --dataset 'my data.jsonl' --reward_funcs rewards:right" in command
+    assert f"--output_dir {folder}" in command
+    assert "--beta 0.5" in command
+    assert "--num_generations" not in command  # the recipe has it
+
+
+def test_a_run_begun_from_python_has_no_command(report):
+    assert "none: the run was begun from Python" in report[1]
+    assert "| reward functions | count\\_a |" in report[1]

@@ -388,7 +388,9 @@ def test_progress_bars_show_the_reward(tmp_path, kind, capfd):
 
 
 def test_json_lines_of_progress_have_null_for_what_is_not_finite(capsys):
-    JsonLines(2).step(1, {"reward": float("nan"), "grad_norm": float("inf"), "kl": 0.5})
+    progress = JsonLines()
+    progress.num_steps = 2
+    progress.step(1, {"reward": float("nan"), "grad_norm": float("inf"), "kl": 0.5})
     line = capsys.readouterr().out
     assert line == '{"reward": null, "grad_norm": null, "kl": 0.5, "step": 1, "num_steps": 2}\n'
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import numpy as np
+import pyarrow
 import pytest
 
 from groupax.cli import main
@@ -25,7 +26,7 @@ from groupax.listening import is_loopback
 from groupax.rollout import Rollout
 from groupax.rollout_log import TokenScores
 from groupax.tracking import RunFolder
-from groupax.view.rollouts import StepCache
+from groupax.view.rollouts import Step, StepCache, group_summaries
 from groupax.view.runs import Run, Runs
 from groupax.view.series import smoothed, stretch_means, thinned
 from groupax.view.server import make_server
@@ -596,3 +597,55 @@ def test_the_chart_library_is_the_one_that_was_vendored():
     for name, digest in recorded["sha256"].items():
         assert sha256((STATIC / "vendor" / name).read_bytes()).hexdigest() == digest
     assert recorded["version"] in (STATIC / "vendor" / "uPlot.iife.min.js").read_text()[:200]
+
+
+# -- groups of a step
+
+
+def a_step(prompt_index, rewards):
+    """A step with these columns."""
+    num_rows = len(prompt_index)
+    columns = {name: np.asarray(values, float) for name, values in rewards.items()}
+    table = pyarrow.table({"prompt": [f"prompt {index}" for index in prompt_index]})
+    truncated, lengths = np.arange(num_rows) % 3 == 0, np.arange(num_rows)
+    total = np.nansum([*columns.values()], axis=0) if columns else np.full(num_rows, np.nan)
+    return Step(table, np.asarray(prompt_index), columns, total, np.zeros(num_rows), truncated, lengths)
+
+
+def test_groups_are_summed_up_as_each_would_be_alone():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        num_rows = int(rng.integers(1, 40))
+        index = rng.integers(3, 9, num_rows)
+        rewards = {name: np.where(rng.random(num_rows) < 0.2, np.nan, rng.integers(0, 3, num_rows)) for name in "abc"}
+        step = a_step(index, rewards)
+        found = group_summaries(step)
+        assert [each["prompt_index"] for each in found] == list(dict.fromkeys(index.tolist()))
+        for each in found:
+            rows = np.flatnonzero(index == each["prompt_index"])
+            pairs = [(i, j, a, b) for i in rows for j in rows for a in rewards.values() for b in rewards.values()]
+            assert each["disagree"] == any((a[i] - a[j]) * (b[i] - b[j]) < 0 for i, j, a, b in pairs)
+            assert each["totals"] == step.total[rows].tolist()
+            assert each["mean"] == pytest.approx(step.total[rows].mean())
+            assert each["std"] == pytest.approx(step.total[rows].std())
+            assert each["zero_variance"] == (np.ptp(step.total[rows]) == 0)
+            assert each["size"] == len(rows)
+            assert each["num_truncated"] == step.truncated[rows].sum()
+            assert each["mean_tokens"] == pytest.approx(step.num_tokens[rows].mean())
+            assert each["preview"] == f"prompt {each['prompt_index']}"
+
+
+def test_groups_without_rewards_and_steps_without_rows():
+    [each] = group_summaries(a_step([0, 0], {}))
+    assert np.isnan(each["mean"])
+    assert np.isnan(each["std"])
+    assert not each["zero_variance"]
+    assert not each["disagree"]
+    assert group_summaries(a_step([], {})) == []
+
+
+def test_one_group_may_have_all_of_a_large_step():
+    num_rows = 100_000  # pairs of these would take 80 GB
+    [each] = group_summaries(a_step(np.zeros(num_rows, int), {"a": np.arange(num_rows), "b": -np.arange(num_rows)}))
+    assert each["size"] == num_rows
+    assert each["disagree"]

@@ -147,7 +147,9 @@ class RunSaver:
             PreemptedError: always.
         """
         if not cursor.step:
-            raise PreemptedError(f"stopped ({reason}) before the first step was made; there is nothing to save")
+            message = f"stopped ({reason}) before the first step was made; there is nothing to save. Start it again"
+            self.log.message(message, warning=True)
+            raise PreemptedError(message)
         if self.save_and_wait(cursor, experience):
             kept = f"its state is in {self.store.where(cursor.step)}"
         elif self.writer.last_step:

@@ -14,6 +14,7 @@ from groupax.evaluation.items import Item, estimates, make_items
 from groupax.evaluation.sets import ONLY_SET
 from groupax.field_types import nearest
 from groupax.metrics import Metrics, completion_metrics, logged_metrics, with_logged
+from groupax.progress import Progress
 from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import score_groups
@@ -75,6 +76,8 @@ def evaluate(
     prompts: PromptSet,
     params: SamplingParams,
     solved_by: str | None = None,
+    progress: Progress | None = None,
+    phase: str = "evaluating",
 ) -> SetEvaluation:
     """Sample `params.n` completions of every prompt and score them.
 
@@ -86,11 +89,16 @@ def evaluate(
         prompts: the evaluation set.
         params: how to sample.
         solved_by: the reward whose 1 means that a completion is right; without one there are no pass@k and maj@k.
+        progress: shows how many prompts are done.
+        phase: what it calls that.
 
     Raises:
         RewardError: a call failed and the runner is to stop for it.
     """
-    scored = score_groups(rollout(engine, tokenizer, prompts.examples, prompts.token_ids, params, step=0), runner)
+    groups = rollout(engine, tokenizer, prompts.examples, prompts.token_ids, params, step=0)
+    if progress is not None:
+        groups = progress.counted(groups, phase, len(prompts), f"{phase}, scoring")
+    scored = score_groups(groups, runner)
     names = [reward.name for reward in runner.rewards]
     items = make_items(scored.groups, names, weights, solved_by)
     found = estimates(items)

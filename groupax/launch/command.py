@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from groupax.arguments import parsed
 from groupax.field_types import nearest
 from groupax.launch.retries import Outcome, Retries, attempted
 from groupax.launch.words import program_of, split_words
@@ -78,7 +79,7 @@ def launch(arguments: Sequence[str]) -> int | None:
 
 def local(arguments: Sequence[str], words: Sequence[str]) -> int:
     """`groupax launch local`."""
-    command = tyro.cli(Local, prog="groupax launch local", args=list(arguments), use_underscores=True)
+    command = parsed(Local, "launch local", arguments)
     if command.num_processes < 1:
         raise ValueError(f"-n must be at least 1, got {command.num_processes}")
 
@@ -99,7 +100,7 @@ def slurm(arguments: Sequence[str], words: Sequence[str]) -> int:
     """`groupax launch slurm`."""
     from groupax.launch.slurm import Slurm, script_of, submit, written
 
-    command = tyro.cli(Slurm, prog="groupax launch slurm", args=list(arguments), use_underscores=True)
+    command = parsed(Slurm, "launch slurm", arguments)
     file = written(script_of(command, words), command.file or Path(f"{command.job_name}.sbatch"))
     if command.dry_run:
         print(f"wrote {file}; to submit it: sbatch {file}")
@@ -110,7 +111,7 @@ def slurm(arguments: Sequence[str], words: Sequence[str]) -> int:
 
 def ray(arguments: Sequence[str], words: Sequence[str]) -> int:
     """`groupax launch ray`."""
-    command = tyro.cli(Ray, prog="groupax launch ray", args=list(arguments), use_underscores=True)
+    command = parsed(Ray, "launch ray", arguments)
 
     from groupax.launch.hosted import launch_on_ray
 

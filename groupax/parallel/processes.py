@@ -77,6 +77,11 @@ def is_first() -> bool:
     return number() == 0
 
 
+def may_be_first() -> bool:
+    """Whether this process may be the first one of a run that it has not joined yet, by its launcher's variables."""
+    return all(os.environ.get(name) in (None, "0") for name in (PROCESS_ID, "SLURM_PROCID"))
+
+
 def exchanged(value: Any) -> list[Any]:
     """What all processes give, by their numbers: any object that can be pickled. All must call this.
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
+from groupax.arguments import parsed
 from groupax.config import GRPOConfig
-from groupax.flags import JSON_FLAGS
 from groupax.planning.devices import prepare
 from groupax.recipes import Recipe
 
@@ -53,14 +53,7 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig,
         ValueError: there is no such model, there are no such devices, or the settings are refused or not planned for.
     """
     default = PlanCommand(model=model_name, args=defaults)
-    command = tyro.cli(
-        PlanCommand,
-        prog="groupax plan",
-        args=list(arguments),
-        default=default,
-        use_underscores=True,
-        registry=JSON_FLAGS,
-    )
+    command = parsed(PlanCommand, "plan", arguments, default)
     args = command.args
     if command.model is None or command.devices is None:
         raise ValueError("give a model and devices, e.g. --model Qwen/Qwen3-8B --devices v5e-32")

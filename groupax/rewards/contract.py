@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from groupax.field_types import nearest
+from groupax.printable import printable
 from groupax.rewards.builtin import BUILTIN_REWARDS
 from groupax.rollout import Rollout
 
@@ -299,7 +300,7 @@ def checked_values(name: str, returned: Any, rollouts: Sequence[Rollout]) -> tup
 
 def _shown(value: Any) -> str:
     try:
-        return f"{value!r:.200}"
+        return printable(f"{value!r:.200}")
     except Exception:  # noqa: BLE001 - of user code, or Python's own for an integer with 5,000 digits
         return f"a value of type {type(value).__name__}"
 

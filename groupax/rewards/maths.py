@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import logging
 import os
 import re
 import select
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from groupax.printable import visible_record
 from groupax.rewards.text import completion_text, tagged
 
 NUMBER = re.compile(r"[-+]?(?:\$\s*)?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)")
@@ -19,6 +21,7 @@ MARK = re.compile(r"####[ \t]*")
 NUMBERING = re.compile(r"[.):][ \t]+\S")  # behind the number of a heading: `#### 3. Add up`
 LATEX_SPACING = re.compile(r"\{,\}|\\[,!]")  # inside a number: 1{,}000, 1\,000, 1,\!000
 BRACES = re.compile(r"\\boxed\{|[{}]")
+logging.getLogger("math_verify.parser").addFilter(visible_record)  # it logs the whole completion at a timeout
 PARSE_SECONDS = 5  # parsing and comparing of one pair; algebra on hostile input may not end
 
 

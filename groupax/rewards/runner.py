@@ -26,6 +26,7 @@ import numpy as np
 
 from groupax.errors import RewardError
 from groupax.parallel import processes
+from groupax.printable import printable
 from groupax.rewards import ray_workers
 from groupax.rewards.calls import Logged, call_async, call_in_worker, call_sync
 from groupax.rewards.contract import Reward, Scores, TrainerState, arguments_for, checked_values
@@ -274,7 +275,7 @@ class RewardRunner:
                     async with limit_s:
                         returned, logged = await self._invoke(reward, rollouts, state, limit_s)
                 except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is reported and counted
-                    error = "".join(traceback.format_exception(raised)).rstrip()
+                    error = printable("".join(traceback.format_exception(raised)).rstrip())
                     if limit_s.expired():  # a function's own TimeoutError keeps its traceback
                         error = (
                             f"the reward function {reward.name!r} did not return within reward_timeout_s = "
@@ -285,7 +286,9 @@ class RewardRunner:
                 try:
                     values, faults = checked_values(reward.name, returned, rollouts)
                 except Exception as rubbish:  # noqa: BLE001 - its values are user code too; another try would return the same
-                    error = str(rubbish) if isinstance(rubbish, ValueError) else traceback.format_exc().rstrip()
+                    error = printable(
+                        str(rubbish) if isinstance(rubbish, ValueError) else traceback.format_exc().rstrip()
+                    )
                     break
                 return Scores(values, len(faults), "\n".join(faults[:1]), logged.extra, logged.metrics)
         return Scores(np.full(len(rollouts), np.nan), len(rollouts), error)

@@ -80,6 +80,9 @@ def bar(parts: Mapping[str, float]) -> str:
 
 def number(value: float) -> str:
     """A number in few characters."""
+    for size, unit in ((1e9, "G"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

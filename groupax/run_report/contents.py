@@ -2,10 +2,14 @@
 
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from groupax.card import shown_name
+from groupax.printable import printable
+from groupax.recipes import RECIPES, load_recipe
 from groupax.rollout_log import beginning
 from groupax.run_report.charts import number
 from groupax.run_report.record import BeforeAndAfter, RunRecord
@@ -50,6 +54,7 @@ class Contents:
 
     Attributes:
         title: of the page.
+        subject: what was trained on what, a table.
         summary, settings, hardware, times, evaluations: tables; the first row is the head.
         verdicts: sentences about evaluations.
         findings: each with `step`, `name`, `text`.
@@ -59,6 +64,7 @@ class Contents:
     """
 
     title: str
+    subject: Rows
     summary: Rows
     verdicts: Sequence[str]
     findings: Sequence[Mapping[str, Any]]
@@ -81,6 +87,7 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
     split = _time_split(run)
     return Contents(
         title=f"groupax run {run.name}",
+        subject=_subject(run),
         summary=_summary(run, price_per_hour),
         verdicts=[f"{name}: {text}" for name, text in ((run.result or {}).get("verdicts") or {}).items()],
         findings=run.findings,
@@ -97,14 +104,49 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
 
 def shown(text: str) -> str:
     """A text of others with control characters made visible, cut where it is too long to be read."""
-    return "".join(_visible(c) for c in beginning(text, TEXT_CHARACTERS))
+    return printable(beginning(text, TEXT_CHARACTERS))
 
 
-def _visible(c: str) -> str:
-    if c in "\n\t" or c.isprintable():
-        return c
-    code = ord(c)
-    return chr(0x2400 + code) if code < 0x20 else "\N{REPLACEMENT CHARACTER}"
+def _subject(run: RunRecord) -> Rows:
+    """What was trained on what: the run's own words about it, and the command that does it again."""
+    facts = run.processes[-1].get("run", {}) if run.processes else {}
+    command = run.command or {}
+    recipe = load_recipe(command["recipe"]) if command.get("recipe") in RECIPES else None
+    model = facts.get("model") or command.get("model") or (recipe and recipe.model)
+    rewards = command.get("reward_funcs") or (recipe.reward_funcs if recipe else [])
+    named = {
+        "model": model and shown_name(model),
+        "parameters": facts.get("parameters"),
+        "recipe": command.get("recipe"),
+        "dataset": command.get("dataset") or (None if command.get("recipe") else facts.get("dataset")),
+        "held-out prompts": ", ".join(command.get("eval_dataset") or []),
+        "prompts": facts.get("prompts"),
+        "reward functions": facts.get("rewards") or ", ".join(rewards),
+        "steps": facts.get("steps"),
+        "command": repeating_command(command, run.settings) if command else "none: the run was begun from Python",
+    }
+    return [("", ""), *((label, str(value)) for label, value in named.items() if value)]
+
+
+def repeating_command(command: Mapping[str, Any], settings: Mapping[str, tuple[Any, Any]]) -> str:
+    """Returns the command line that asks for the same run.
+
+    Args:
+        command: contents of `command.json`.
+        settings: those that are not the defaults, with their values and the defaults.
+    """
+    recipe = command.get("recipe")
+    own = json.loads(json.dumps(dict(load_recipe(recipe).config))) if recipe in RECIPES else {}
+    options = {name: value for name, value in command.items() if value}
+    options |= {name: value for name, (value, _) in settings.items() if name not in own or own[name] != value}
+    return " ".join(["groupax train", *(_option(name, value) for name, value in options.items())])
+
+
+def _option(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no_{name}"
+    values = value if isinstance(value, list) else [value]
+    return " ".join([f"--{name}", *(shlex.quote(str(each)) for each in values)])
 
 
 def _summary(run: RunRecord, price_per_hour: float | None) -> Rows:
@@ -133,7 +175,8 @@ def _evaluations(run: RunRecord) -> Rows:
     for name, each in ((run.result or {}).get("sets") or {}).items():
         for estimate, pair in each["comparison"]["differences"].items():
             change = pair["difference"]
-            interval = " ".join(_signed(change.get(key)) for key in ("value", "low", "high"))
+            value, low, high = (_signed(change.get(key)) for key in ("value", "low", "high"))
+            interval = f"{value} [{low}, {high}]"
             rows.append((name, estimate, _cell(pair["before"]), _cell(pair["after"]), interval, _cell(pair["p_value"])))
     if len(rows) == 1 and run.evaluations:
         first, last = run.evaluations[0], run.evaluations[-1]

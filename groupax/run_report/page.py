@@ -32,7 +32,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def html_page(report: Contents) -> str:
     """The report as HTML."""
-    parts = [f"<h1>{_escaped(report.title)}</h1>", _html_table(report.summary)]
+    parts = [f"<h1>{_escaped(report.title)}</h1>", _html_table(report.subject), _html_table(report.summary)]
     parts += [f"<p><b>{_escaped(text)}</b></p>" for text in report.verdicts]
     if report.evaluations:
         parts += ["<h2>Evaluation</h2>", _html_table(report.evaluations)]
@@ -59,7 +59,7 @@ def html_page(report: Contents) -> str:
 
 def markdown(report: Contents) -> str:
     """The report as Markdown; curves are lines of characters."""
-    parts = [f"# {_inline(report.title)}", _markdown_table(report.summary)]
+    parts = [f"# {_inline(report.title)}", _markdown_table(report.subject), _markdown_table(report.summary)]
     parts += [f"**{_inline(text)}**" for text in report.verdicts]
     if report.evaluations:
         parts += ["## Evaluation", _markdown_table(report.evaluations)]

@@ -53,6 +53,7 @@ class RunRecord:
         findings: each with `step`, `name`, `text`.
         result: contents of `result.json`, if there is one.
         samples: completions early and late; of the same prompts where there are such.
+        command: contents of `command.json`: what `groupax train` was asked for beside settings, if it began the run.
     """
 
     name: str
@@ -63,6 +64,7 @@ class RunRecord:
     findings: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any] | None
     samples: Sequence[BeforeAndAfter]
+    command: Mapping[str, Any] | None
 
     @property
     def num_steps(self) -> int:
@@ -110,6 +112,7 @@ def read_run(folder: Path) -> RunRecord:
         findings=[line for line in _json_lines(folder / "findings.jsonl") if "text" in line],
         result=_json(folder / "result.json"),
         samples=_of_evaluations(folder / "evaluations") or _of_rollouts(folder / "rollouts"),
+        command=_json(folder / "command.json"),
     )
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
+from groupax.arguments import parsed
 from groupax.config import DecodingWeights
 from groupax.listening import is_loopback, listen
 from groupax.serve.wire import API_KEY_VARIABLE
@@ -73,7 +72,7 @@ class Serve:
 
 def serve(arguments: Sequence[str]) -> None:
     """`groupax serve`."""
-    command = tyro.cli(Serve, prog="groupax serve", args=list(arguments), use_underscores=True)
+    command = parsed(Serve, "serve", arguments)
     try:
         import uvicorn
 

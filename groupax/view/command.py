@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from groupax.arguments import parsed
 from groupax.listening import is_loopback, listen
 from groupax.view.guard import new_token
 
@@ -35,7 +36,7 @@ def view(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: a folder is not there, the address cannot be listened at, or the extra `view` is not installed.
     """
-    command = tyro.cli(View, prog="groupax view", args=list(arguments), use_underscores=True)
+    command = parsed(View, "view", arguments)
     if not command.run_dirs:
         raise ValueError("which run? groupax view RUN_DIR [RUN_DIR ...]")
     try:

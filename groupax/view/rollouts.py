@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -123,41 +122,59 @@ class StepCache:
 
 def group_summaries(step: Step) -> list[dict[str, Any]]:
     """One record per prompt, in the order of the rollout: what a list of groups shows, filters and sorts by."""
-    groups = []
-    for prompt_index in dict.fromkeys(step.prompt_index.tolist()):
-        rows = np.flatnonzero(step.prompt_index == prompt_index)
-        totals = step.total[rows]
-        known = totals[~np.isnan(totals)]
-        prompt, _ = step.text("prompt", int(rows[0]))
-        groups.append(
-            {
-                "prompt_index": prompt_index,
-                "preview": shown_prompt(prompt)[:PREVIEW_CHARACTERS],
-                "size": len(rows),
-                "totals": totals.tolist(),
-                "mean": known.mean() if known.size else math.nan,
-                "std": known.std() if known.size else math.nan,
-                "zero_variance": bool(known.size and np.ptp(known) == 0),
-                "num_truncated": int(step.truncated[rows].sum()),
-                "disagree": rewards_disagree([column[rows] for column in step.rewards.values()]),
-                "mean_tokens": float(step.num_tokens[rows].mean()),
-            }
-        )
-    return groups
+    order = np.argsort(step.prompt_index, kind="stable")
+    prompts, starts, group_of, sizes = np.unique(
+        step.prompt_index[order], return_index=True, return_inverse=True, return_counts=True
+    )
+    if not prompts.size:
+        return []
+    totals = step.total[order]
+    known = ~np.isnan(totals)
+    num_known = np.bincount(group_of, known)
+    with np.errstate(invalid="ignore"):  # a group without any reward has no mean
+        means = np.bincount(group_of, np.where(known, totals, 0.0)) / num_known
+        squares = np.where(known, totals - means[group_of], 0.0) ** 2
+        stds = np.sqrt(np.bincount(group_of, squares) / num_known)
+        flat = np.fmin.reduceat(totals, starts) == np.fmax.reduceat(totals, starts)
+    disagree = disagreeing_groups([column[order] for column in step.rewards.values()], group_of)
+    num_truncated = np.bincount(group_of, step.truncated[order])
+    mean_tokens = np.bincount(group_of, step.num_tokens[order]) / sizes
+    texts = (shown_prompt(step.text("prompt", int(order[start]))[0]) for start in starts)
+    groups = [
+        {
+            "prompt_index": int(prompts[index]),
+            "preview": text[:PREVIEW_CHARACTERS],
+            "size": int(sizes[index]),
+            "totals": totals[starts[index] : starts[index] + sizes[index]].tolist(),
+            "mean": means[index],
+            "std": stds[index],
+            "zero_variance": bool(flat[index]),
+            "num_truncated": int(num_truncated[index]),
+            "disagree": bool(disagree[index]),
+            "mean_tokens": float(mean_tokens[index]),
+        }
+        for index, text in enumerate(texts)
+    ]
+    first_rows = order[starts]
+    return [groups[index] for index in np.argsort(first_rows)]
 
 
-def rewards_disagree(columns: Sequence[np.ndarray]) -> bool:
-    """Whether two reward functions order two completions of a group in opposite ways.
+def disagreeing_groups(columns: Sequence[np.ndarray], group_of: np.ndarray) -> np.ndarray:
+    """Returns of each group whether two reward functions order two of its completions in opposite ways, as [P] bool.
 
     Args:
-        columns: each [G], NaN where a function does not apply.
+        columns: [B] by reward function, NaN where one does not apply.
+        group_of: [B], the group of each completion, numbered from 0.
     """
+    disagree = np.zeros(group_of.max(initial=-1) + 1, bool)
     for number, first in enumerate(columns):
         for second in columns[:number]:
-            product = np.sign(first[:, None] - first) * np.sign(second[:, None] - second)
-            if np.any(product < 0):
-                return True
-    return False
+            applies = ~(np.isnan(first) | np.isnan(second))
+            groups, a, b = group_of[applies], first[applies], second[applies]
+            order = np.lexsort((b, a, groups))  # where `a` is the same `b` rises, so where it falls `a` has risen
+            groups, b = groups[order], b[order]
+            disagree[groups[1:][(groups[1:] == groups[:-1]) & (b[1:] < b[:-1])]] = True
+    return disagree
 
 
 def group(step: Step, prompt_index: int) -> dict[str, Any]:

@@ -1,0 +1,45 @@
+"""Untrusted text made safe to print: completions, prompts and error messages that quote them.
+
+A terminal obeys control characters, and bidirectional overrides make a text look like another one. Both are replaced by
+characters that stand for them, so that a reader sees that they are there.
+"""
+
+import logging
+
+
+def printable(text: str) -> str:
+    """Returns the text with every character visible that a terminal would obey; newlines and tabs stay.
+
+    C0 control characters become their pictures, everything else that Python does not call printable its escape.
+
+    >>> printable("a\\x1b[2Jb\\u202ec")
+    'a␛[2Jb\\\\u202ec'
+    """
+    return text if _is_plain(text) else "".join(c if c in "\n\t" else _visible(c) for c in text)
+
+
+def one_line(text: str, limit: int = 160) -> str:
+    """Returns the beginning of the text, visible as in `printable`, on one line of at most `limit` characters."""
+    visible = printable(text[: limit + 1]).replace("\n", "⏎").replace("\t", " ")
+    return visible if len(visible) <= limit else f"{visible[: limit - 1]}…"
+
+
+def visible_record(record: logging.LogRecord) -> bool:
+    """A filter for the loggers of libraries that quote completions: their messages become one printable line."""
+    record.msg, record.args = one_line(record.getMessage()), ()
+    return True
+
+
+def _is_plain(text: str) -> bool:
+    return text.replace("\n", "").replace("\t", "").isprintable()
+
+
+def _visible(c: str) -> str:
+    if c.isprintable():
+        return c
+    code = ord(c)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\N{SYMBOL FOR DELETE}"
+    return " " if c.isspace() and code not in (0x85, 0x2028, 0x2029) else ascii(c)[1:-1]

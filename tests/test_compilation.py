@@ -1,0 +1,41 @@
+"""Seconds of tracing and compiling are counted once each, and only when something is compiled."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+
+from groupax.parallel.compilation import COMPILED, REQUESTED, Compilation, compilation
+
+
+def test_nested_functions_are_counted_once_and_compiled_ones_not_again():
+    @jax.jit
+    def inner(x):
+        time.sleep(0.1)
+        return jnp.sin(x)
+
+    @jax.jit
+    def outer(x):
+        return inner(x) + inner(2 * x) + jax.jit(lambda y: inner(y))(x)
+
+    record = compilation()
+    before_s, began_s = record.seconds, time.monotonic()
+    outer(jnp.float32(1)).block_until_ready()
+    seconds, elapsed_s = record.seconds - before_s, time.monotonic() - began_s
+    assert 0.1 <= seconds <= elapsed_s
+    before_s = record.seconds
+    outer(jnp.float32(2))
+    assert record.seconds == before_s
+
+
+def test_compiling_is_told_while_it_lasts_and_not_of_what_is_read_back(monkeypatch):
+    record, now_s = Compilation(), 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    assert not record.is_under_way
+    record._event(REQUESTED)
+    assert not record.is_under_way
+    now_s += 1.0
+    assert record.is_under_way
+    record._duration(COMPILED, 1.0)
+    assert not record.is_under_way
+    assert record.seconds == 1.0

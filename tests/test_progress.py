@@ -1,0 +1,154 @@
+"""How a run is shown: what is estimated, left out and made visible. The screen itself is in tests/test_terminal.py."""
+
+import io
+import json
+import logging
+import math
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from groupax.live_panel import LivePanel
+from groupax.printable import one_line, printable
+from groupax.progress import PROGRESS_BARS, JsonLines, Progress, TimeLeft, Tqdm, fitting, progress_named
+
+METRICS = {"reward": 0.5, "step_time": 2.0}
+
+
+def test_the_time_left_leaves_out_steps_that_compiled_and_single_slow_ones():
+    left = TimeLeft()
+    for step_s, compile_s in ((580.0, 500.0), (90.0, 60.0), (30.0, 5.0)):
+        left.add({"step_time": step_s, "time/compile_s": compile_s})
+        assert left.seconds(60) is None
+    for step_s in (2.0, 2.1, 40.0, 1.9, 2.0):  # an evaluation belongs to one of them
+        left.add({"step_time": step_s, "time/compile_s": 0.01})
+    assert left.seconds(60) == pytest.approx(120)
+    assert left.seconds(0) == 0
+
+
+def test_a_line_has_the_first_fields_that_fit():
+    fields = ["step 1/2", "eta 0:01", "reward 1"]
+    assert fitting(fields, 100) == "step 1/2  eta 0:01  reward 1"
+    assert fitting(fields, 28) == fitting(fields, 100)
+    assert fitting(fields, 27) == "step 1/2  eta 0:01"
+    assert fitting(fields, 3) == ""
+
+
+def test_counted_items_pass_through_and_show_phases():
+    shown = []
+
+    class Recording(Progress):
+        def phase(self, name, total=None):
+            shown.append((name, total))
+
+        def advance(self, done):
+            shown.append(done)
+
+    assert list(Recording().counted("ab", "sampling", 2, "scoring")) == ["a", "b"]
+    assert shown == [("sampling", 2), 1, 2, ("scoring", None)]
+
+
+@pytest.mark.parametrize("name", PROGRESS_BARS)
+def test_contexts_nest_and_every_way_takes_a_whole_run(name, capsys):
+    progress = PROGRESS_BARS[name]()
+    progress.phase("loading the model")
+    with progress:
+        with progress:
+            progress.begin(2, {"model": "tiny"})
+            progress.phase("sampling", 8)
+            progress.advance(3)
+        for step in (1, 2):
+            progress.step(step, METRICS)
+        progress.phase("writing the model")
+        progress.message("it went well")
+    progress.close()
+    progress.message("after the end", warning=True)
+    out = "".join(capsys.readouterr())
+    assert ("2/2" in out or '"step": 2' in out) == (name != "none")
+    assert ("it went well" in out) == (name != "none")
+
+
+def test_json_lines_have_phases_before_the_first_step_and_after_the_last(capsys):
+    progress = JsonLines()
+    with progress:
+        progress.begin(2, {"model": "tiny"})
+        for step in (1, 2):
+            progress.phase("sampling", 8)
+            progress.step(step, {"reward": math.nan})
+        progress.phase("writing the model")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        {"run": {"model": "tiny"}},
+        {"phase": "sampling", "total": 8},
+        {"reward": None, "step": 1, "num_steps": 2},
+        {"reward": None, "step": 2, "num_steps": 2},
+        {"phase": "writing the model"},
+    ]
+
+
+def test_a_bar_of_tqdm_names_the_phase(capsys):
+    with Tqdm() as progress:
+        progress.phase("evaluating", 500)
+    assert "evaluating" in capsys.readouterr().err
+
+
+def test_a_panel_on_a_terminal_that_became_narrower_is_erased_whole():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=120, height=40)
+    live = LivePanel(console, lambda: Text("x" * 120 + "\nshort\n" + "y" * 90), refreshes_per_s=0.001)
+    live.start()
+    for columns, height in ((120, 3), (60, 2 + 1 + 2), (40, 3 + 1 + 3), (200, 3)):
+        file.truncate(0)
+        console.width = columns
+        live.refresh()
+        assert file.getvalue().count("\x1b[1A") == height - 1
+        console.width = 120
+        live.refresh()
+    live.stop()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, ünïcode 文字 ✓\n\ttab", "plain, ünïcode 文字 ✓\n\ttab"),
+        ("\x1b[2J\x00\r\x08\x7f", "␛[2J␀␍␈␡"),
+        ("\x9b1A\x85", "\\x9b1A\\x85"),
+        ("a\u202eb\u2066c\u200dd\ufeff", "a\\u202eb\\u2066c\\u200dd\\ufeff"),
+        ("\ud800 \U000e0041 \u2028", "\\ud800 \\U000e0041 \\u2028"),
+        ("no\u00a0break\u3000wide", "no break wide"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_made_visible(text, shown):
+    assert printable(text) == shown
+
+
+def test_no_character_stays_that_is_not_printable():
+    every = "".join(map(chr, range(0x110000)))
+    left = set(printable(every)) - {"\n", "\t"}
+    assert all(c.isprintable() for c in left)
+    assert one_line(every, 10_000).isprintable()
+
+
+def test_one_line_is_cut_where_it_is_too_long():
+    assert one_line("a\nb\tc") == "a⏎b c"
+    assert one_line("x" * 100_000, 10) == "x" * 9 + "…"
+    assert len(one_line("\x9b" * 100, 10)) == 10
+
+
+def test_libraries_that_log_completions_log_a_short_visible_line(caplog):
+    import groupax.rewards.maths
+
+    assert groupax.rewards.maths
+    logging.getLogger("math_verify.parser").warning("Timeout during parsing: %s", "\x1b[2J" + "x" * 10**6)
+    [record] = caplog.records
+    assert record.getMessage().startswith("Timeout during parsing: ␛[2Jxxx")
+    assert len(record.getMessage()) <= 160
+
+
+@pytest.mark.parametrize("variable", ["GROUPAX_PROCESS_ID", "SLURM_PROCID"])
+def test_of_several_processes_only_the_first_shows_the_run(variable, monkeypatch):
+    monkeypatch.setenv(variable, "0")
+    assert isinstance(progress_named("json"), JsonLines)
+    monkeypatch.setenv(variable, "1")
+    assert not isinstance(progress_named("json"), JsonLines)

@@ -1,0 +1,208 @@
+"""What a person sees while a run trains: on terminals of several widths, without colours, and in a log."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from .terminals import Terminal, python
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x9b1A\u202e[bold]GREEN[/bold]\r\x08\x7f\x00"
+METRICS = {
+    "reward": 0.5,
+    "kl": 0.0125,
+    "completions/mean_length": 43.2,
+    "rollout/tokens_per_s": 1234.0,
+    "train/tokens_per_s": 4321.0,
+    "step_time": 2.0,
+}
+FULL_LINE = "step 3/20  eta 0:34  reward 0.5  kl 0.0125  length 43.2  rollout tok/s 1,234  train tok/s 4,321"
+# A run of three steps that stands still whenever it waits for Enter.
+RUN = f"""
+import logging, sys, warnings
+import numpy as np
+from groupax.progress import Rich
+from groupax.rollout import Rollout
+
+def rollout(index, text):
+    none = np.zeros(0)
+    reward = {{"right": float(index)}}
+    return Rollout(0, index, {{"prompt": "what is 1+1?"}}, none, none, none, none, "stop", 0, text, reward, index - 1.0)
+
+with Rich() as progress:
+    progress.phase("loading the model")
+    input()
+    progress.begin(20, {{"model": "tiny, 12 parameters", "to watch it": "groupax view runs/tiny"}})
+    progress.phase("sampling", 8)
+    progress.advance(5)
+    progress.is_compiling = lambda: True
+    input()
+    progress.is_compiling = lambda: False
+    progress.sample([rollout(index, "a word " * 60) for index in range(4)])
+    for step in (1, 2, 3):
+        progress.step(step, {METRICS!r})
+    progress.phase("updating")
+    input()
+    progress.sampled_s = float("-inf")
+    progress.sample([rollout(index, {HOSTILE!r}) for index in range(4)])
+    progress.message("reward 'f' failed on " + {HOSTILE!r}, warning=True)
+    # here other code prints
+    input()
+print("the end")
+"""
+
+PRINTS = f"""
+    print("overwritten\\rprinted: \\x1b[1min bold\\x1b[0m \\x1bc", {HOSTILE[:-4]!r})
+    sys.stderr.write("and an error: \\x1bc" + {HOSTILE[:-4]!r} + "\\n")
+    warnings.warn("warned: " + {HOSTILE[:-4]!r}, stacklevel=1)
+    logging.getLogger("a").warning("logged: " + {HOSTILE[:-4]!r})
+"""
+
+
+def test_the_run_is_on_the_screen_at_every_width():
+    with Terminal(python(RUN), 120) as terminal:
+        terminal.wait_for_text("loading the model")
+        terminal.press_enter()
+        terminal.wait_for_text("compiling")
+        assert "to watch it  groupax view runs/tiny" in terminal.lines
+        assert terminal.lines[-1].endswith("sampling 5/8: compiling (first time; kept for the next run)")
+        terminal.press_enter()
+        terminal.wait_for_text("updating")
+        assert FULL_LINE in terminal.lines
+        for columns in (200, 100, 80, 40):
+            terminal.resize(columns)
+            shown = FULL_LINE if columns >= 100 else FULL_LINE[:columns].rpartition("  ")[0]
+            terminal.wait_for(
+                lambda shown=shown, columns=columns: shown in terminal.lines and is_whole(terminal, columns)
+            )
+            assert any("updating" in line for line in terminal.lines)
+            assert "what is 1+1?" in "".join(terminal.lines)
+        terminal.press_enter()
+        terminal.wait_for_text("GREEN")
+        terminal.press_enter()
+        assert terminal.wait_for_end() == 0
+        assert terminal.lines[-1] == "the end"
+        assert not terminal.screen.cursor.hidden
+
+
+def is_whole(terminal, columns):
+    """Whether the panel is drawn once, with a bar as wide as the terminal."""
+    bars = [line for line in terminal.lines if set(line) <= set("━╸╺")]
+    return [len(bar) for bar in bars] == [columns]
+
+
+def test_hostile_completions_and_messages_are_shown_and_not_obeyed():
+    with Terminal(python(RUN.replace("    # here other code prints\n", PRINTS)), 120) as terminal:
+        for text in ("loading", "compiling", "updating"):
+            terminal.wait_for_text(text)
+            terminal.press_enter()
+        terminal.wait_for(lambda: sum("GREEN" in line for line in terminal.lines) >= 8)
+        assert any("␛]0;owned␇␛[2J␛[31mred\\x9b1A\\u202e[bold]GREEN[/bold]␍␈␡␀" in line for line in terminal.lines)
+        assert not terminal.screen.title
+        for before in ("printed: in bold ␛c ", "and an error: ␛c", "warned: ", "logged: "):
+            assert any(f"{before}␛]0;owned␇␛[2J" in line for line in terminal.lines)
+        terminal.press_enter()
+        terminal.wait_for_end()
+        written = terminal.written.decode("utf-8")
+    assert not {"\x9b", "\u202e", "\x07", "\x08", "\x00", "\x7f"} & set(written)
+    assert set(re.findall("\x1b(.)", written)) == {"["}
+    assert "\x1b[2J" not in written
+
+
+def whole_run(**variables):
+    """All that a run writes to a terminal with these environment variables."""
+    with Terminal(python(RUN), 100, environment=variables) as terminal:
+        for _ in range(4):
+            terminal.press_enter()
+        assert terminal.wait_for_end() == 0
+        written = terminal.written.decode("utf-8")
+    assert "step 3/20  eta 0:34  reward 0.5" in written
+    assert "groupax view runs/tiny" in written
+    return written
+
+
+def colours(written):
+    """The codes of foreground and background colours."""
+    codes = {int(code) for codes in re.findall("\x1b\\[([0-9;]+)m", written) for code in codes.split(";")}
+    return {code for code in codes if 30 <= code <= 49 or 90 <= code <= 107}
+
+
+def test_there_are_no_colours_where_none_are_wanted():
+    assert colours(whole_run())
+    assert not colours(whole_run(NO_COLOR="1"))
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines():
+    assert "\x1b" not in whole_run(TERM="dumb")
+
+
+def test_a_log_has_plain_lines_also_before_the_first_step():
+    code = f"""
+import time
+from groupax import progress
+progress.SLOW_PHASE_S = 0.05
+with progress.Rich() as shown:
+    shown.phase("loading the model")
+    time.sleep(0.3)
+    shown.phase("a quick one")
+    shown.phase("evaluating", 500)
+    shown.advance(120)
+    time.sleep(0.3)
+    shown.begin(2, {{"model": "tiny"}})
+    shown.step(1, {METRICS!r})
+    shown.phase("sampling", 8)
+    time.sleep(0.3)
+    shown.step(2, {METRICS!r})
+    shown.phase("writing the model")
+    time.sleep(0.3)
+"""
+    variables = {**os.environ, "FORCE_COLOR": "1"}  # as many CI systems set it
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables)
+    fields = "reward 0.5  kl 0.0125  length 43.2  rollout tok/s 1,234  train tok/s 4,321"
+    assert done.stdout.splitlines() == [
+        "[0:00] loading the model",
+        "[0:00] evaluating 120/500",
+        "model  tiny",
+        f"step 1/2  eta 0:02  {fields}",
+        f"step 2/2  {fields}",
+        "[0:01] writing the model",
+    ]
+
+
+def test_errors_warnings_and_logs_that_quote_completions_are_printed_visibly():
+    code = f"""
+import logging, sys, warnings
+from groupax import cli
+def fails(arguments):
+    warnings.warn("w " + {HOSTILE!r}, stacklevel=1)
+    logging.getLogger("a").warning("l " + {HOSTILE!r})
+    raise KeyError(1) from RuntimeError({HOSTILE!r})
+cli.COMMANDS["train"] = fails
+sys.argv = ["groupax", "train", "--x"]
+cli.entry_point()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    for text in ("RuntimeError: ", "UserWarning: w ", "\nl "):
+        assert f"{text}␛]0;owned␇␛[2J" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
+@pytest.mark.heavy
+def test_the_train_command_on_a_terminal(tmp_path):
+    argv = [sys.executable, "-m", "groupax", "train", "--recipe", "arithmetic", "--max_steps", "4"]
+    argv += ["--prompts_per_step", "4", "--num_generations", "4", "--output_dir", str(tmp_path / "run")]
+    with Terminal(argv, 80, environment={"XDG_CACHE_HOME": str(tmp_path)}) as terminal:
+        for text in ("loading libraries", "to watch it", "evaluating before training: eval", "compiling", "sampling"):
+            terminal.wait_for_text(text)
+        terminal.wait_for_text("step 1/4  ")
+        terminal.resize(120)
+        terminal.wait_for_text("step 3/4  ")
+        assert any("train tok/s" in line for line in terminal.lines)
+        terminal.wait_for_text("evaluating after training: eval")
+        assert terminal.wait_for_end() == 0
+        assert "  groupax report " in "\n".join(terminal.lines)
+        assert not terminal.screen.cursor.hidden
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
