@@ -1,16 +1,28 @@
 """Rewards for programs that pass tests. Imports no jax."""
 
+import ast
 import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
-from groupax.rewards.sandbox import Limits, passes
+from groupax.rewards.sandbox import Limits, check_sandbox, passes
 from groupax.rewards.text import completion_text
 
-# A line with a code fence: what stands before it, its backticks, its info string.
-FENCE = re.compile(r"((?:[^`]|(?<!`)`{1,2}(?!`))*)(`{3,})([^`]*)")
+TICKS = re.compile(r"`{3,}")
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+# What of a prompt the tests may rely upon.
+TRUSTED = (ast.Import, ast.ImportFrom, *DEFINITIONS, ast.Assign, ast.AnnAssign)
+
+
+class Fence(NamedTuple):
+    """A line with a code fence: what stands before it, its backticks, its info string."""
+
+    before: str
+    ticks: str
+    info: str
 
 
 def code_tests(
@@ -26,6 +38,10 @@ def code_tests(
 ) -> list[float | None]:
     """1 for a Python solution that passes its tests; else 0. Runs in a sandbox (see `rewards.sandbox`).
 
+    Solution and tests run in two processes, which exchange data: docs/rewards.md says what crosses between them. If the
+    prompt is Python source that defines the entry point, as in HumanEval, the tests see the prompt's other names as the
+    prompt defines them, whatever the solution makes of them.
+
     The solution is the completion's last code block that is fenced as Python or as no language, or else the whole
     completion. If it does not define `entry_point`, it is taken as the continuation of the prompt, as in HumanEval.
 
@@ -37,15 +53,16 @@ def code_tests(
         entry_point: name of the function to test, None or empty for none.
         sandbox: "none" runs the code with this process's rights.
         timeout_s: for a solution and all of its tests.
-        memory_mb: for each of its processes.
+        memory_mb: for the solution, and as much for the tests.
         partial_credit: the share of passed tests in place of all or nothing, where tests come as a list.
 
     Returns:
         None where there are no tests.
 
     Raises:
-        RuntimeError: there is no bubblewrap.
+        RuntimeError: there is no bubblewrap, or it cannot work here.
     """
+    check_sandbox(sandbox)
     limits = Limits(seconds=timeout_s, memory_bytes=memory_mb << 20)
     names = [""] * len(completions) if entry_point is None else [name or "" for name in entry_point]
 
@@ -56,7 +73,10 @@ def code_tests(
             return None
         solution = program(completion_text(completions[index]), prompts[index], names[index])
         runs = pieces if partial_credit else ["\n".join(pieces)]
-        results = [passes(solution, _with_call(source, names[index]), limits, sandbox) for source in runs]
+        stub = _stub(_text(prompts[index]), names[index])
+        results = [
+            passes(solution, _with_call(source, names[index]), limits, sandbox, names[index], stub) for source in runs
+        ]
         return sum(results) / len(results)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
@@ -80,39 +100,76 @@ def python_blocks(text: str) -> list[str]:
     with an info string ends the block before it. A block that never ends counts only if no other does.
     """
     blocks: list[str] = []
-    opening: re.Match[str] | None = None
+    opening: Fence | None = None
     lines: list[str] = []
     for line in text.splitlines(keepends=True):
-        fence = FENCE.fullmatch(line)
+        fence = _fence(line)
         if opening and not (fence and _ends(fence, opening)):
             lines.append(line)
         elif fence:
             if opening and _is_python(opening):
-                blocks.append("".join([*lines, fence[1]]))
-            closes = opening is not None and not fence[3].strip()
+                blocks.append("".join([*lines, fence.before]))
+            closes = opening is not None and not fence.info.strip()
             opening, lines = (fence if not closes and _opens(fence) else None), []
     if opening and _is_python(opening) and not blocks:
         blocks.append("".join(lines))
     return blocks
 
 
-def _opens(fence: re.Match[str]) -> bool:
-    before, _, info = fence.groups()
-    return not before.strip() or re.fullmatch(r"\w*\s*", info) is not None
+def _fence(line: str) -> Fence | None:
+    ticks = TICKS.search(line)
+    if ticks is None or "`" in line[ticks.end() :]:
+        return None
+    return Fence(line[: ticks.start()], ticks[0], line[ticks.end() :])
 
 
-def _ends(fence: re.Match[str], opening: re.Match[str]) -> bool:
-    before, ticks, info = fence.groups()
-    if len(ticks) < len(opening[2]):
+def _opens(fence: Fence) -> bool:
+    return not fence.before.strip() or re.fullmatch(r"\w*\s*", fence.info) is not None
+
+
+def _ends(fence: Fence, opening: Fence) -> bool:
+    if len(fence.ticks) < len(opening.ticks):
         return False
-    if before.strip():
-        return not info.strip()
-    return len(before) <= len(opening[1]) + 3  # deeper, it belongs to the code: to a docstring, say
+    if fence.before.strip():
+        return not fence.info.strip()
+    return len(fence.before) <= len(opening.before) + 3  # deeper, it belongs to the code: to a docstring, say
 
 
-def _is_python(opening: re.Match[str]) -> bool:
-    language = "".join(opening[3].lower().split()[:1])
+def _is_python(opening: Fence) -> bool:
+    language = "".join(opening.info.lower().split(maxsplit=1)[:1])
     return language in ("", "py") or language.startswith("python")
+
+
+def _text(prompt: Any) -> str:
+    """The prompt, or its last message, where that is text."""
+    if isinstance(prompt, str):
+        return prompt
+    content = prompt[-1].get("content") if prompt else None
+    return content if isinstance(content, str) else ""
+
+
+@lru_cache
+def _stub(prompt: str, entry_point: str) -> tuple[str, ...]:
+    """The statements of a prompt that defines the entry point, or of its code block that does, without that definition.
+
+    They are imports, helpers and constants. Empty if the prompt is no such one.
+    """
+    name = entry_point.rpartition(".")[2]
+    for source in [prompt, *python_blocks(prompt)] if name and name in prompt else []:
+        try:
+            statements = ast.parse(source).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        found = [each for each in statements if isinstance(each, DEFINITIONS) and _defines(each, name)]
+        if found:
+            return tuple(
+                ast.unparse(each) for each in statements if isinstance(each, TRUSTED) and each not in found
+            )
+    return ()
+
+
+def _defines(statement: ast.stmt, name: str) -> bool:
+    return any(isinstance(each, DEFINITIONS) and each.name == name for each in ast.walk(statement))
 
 
 def _with_call(tests: str, entry_point: str) -> str:

@@ -109,7 +109,7 @@ def check_sandbox(sandbox: Sandbox = "bwrap") -> None:
 @cache
 def _try_out(_executable: str) -> None:
     """Runs a solution that is not hostile, whose messages can therefore be believed."""
-    word, limits = b"works", Limits(seconds=30)
+    word, limits = b"works", Limits(seconds=30.0)
     order = _order(limits, "bwrap") | {"solution": "", "tests": "", "stub": [], "entry_point": "", "word": word}
     said, errors = _run(order | {"shows_errors": True}, limits, "bwrap")
     if said != word:
