@@ -61,7 +61,8 @@ class All(int):
 def f(*a): return All(1)
 """,
     "a string, list, tuple, dict and set that are": """
-def make(kind): return type('X', (kind,), {'__eq__': lambda *a: True, '__ne__': lambda *a: False, '__hash__': lambda s: 0})
+def make(kind):
+    return type('X', (kind,), {'__eq__': lambda *a: True, '__ne__': lambda *a: False, '__hash__': lambda s: 0})
 kinds = iter([str, list, tuple, dict, set, frozenset, float] * 9)
 def f(*a): return make(next(kinds))()
 """,
@@ -110,7 +111,13 @@ def f(*a):
             try: os.kill(pid, number)
             except OSError: pass
 """,
-    "an alarm": "import os, signal\nsignal.signal(14, lambda *a: os._exit(0))\nsignal.alarm(1)\ndef f(*a):\n    while True: pass",
+    "an alarm": """
+import os, signal
+signal.signal(14, lambda *a: os._exit(0))
+signal.alarm(1)
+def f(*a):
+    while True: pass
+""",
     "descriptors that are open": """
 import os
 def f(*a):
@@ -227,7 +234,7 @@ def f(*a):
     time.sleep(0.05)
     return 1
 """,
-    "another time": "import time\ntime.time = time.monotonic = lambda: 0\ntime.clock_settime = print\ndef f(*a): return time",
+    "another time": "import time\ntime.time = time.monotonic = lambda: 0\ndef f(*a): return time",
     "forms of pickle": """
 import os
 class P:
@@ -261,7 +268,7 @@ OTHERS = {
         "def check(candidate):\n    assert isclose(candidate(5), 2.5)",
     ),
     "a context that swallows": (
-        "class Timer:\n    def __enter__(self): return self\n    def __exit__(self, *a): return True\ndef f(): raise ValueError",
+        "class Timer:\n    __enter__ = __exit__ = lambda *a: True\ndef f(): raise ValueError",
         "p",
         "with Timer():\n    assert f() == 5",
     ),
@@ -291,7 +298,7 @@ OTHERS = {
         "try:\n    assert f() == 1\nexcept BaseException:\n    pass",
     ),
     "an instance of Solution": (
-        "class Solution:\n    def f(self, x): return self\n    __sub__ = __rsub__ = lambda *a: 0\n    def __eq__(s, o): return True",
+        "class Solution:\n    def f(self, x): return self\n    __eq__ = __sub__ = __rsub__ = lambda *a: 0",
         "p",
         "s = Solution()\nassert abs(s.f(3) - 17.5) < 1e-6",
     ),
@@ -301,10 +308,14 @@ OTHERS = {
 def attempts():
     """Completions, prompts, tests and entry points of all attempts."""
     secret = secrets.randbelow(10**9) + 10**6
-    rows = [
-        (source, "p", form.format(secret=secret), "f") for source in CHEATS.values() for form in FORMS
-    ]
+    rows = [(source, "p", form.format(secret=secret), "f") for source in CHEATS.values() for form in FORMS]
     return [*rows, *((source, prompt, tests, "f") for source, prompt, tests in OTHERS.values())]
+
+
+def test_the_forms_of_the_tests_can_be_passed():
+    source = "def f(x): return 7 if x == 3 else '7'"
+    tests = [form.format(secret=7) for form in FORMS]
+    assert code_tests([source] * len(FORMS), ["p"] * len(FORMS), tests, ["f"] * len(FORMS)) == [1.0] * len(FORMS)
 
 
 def test_nothing_passes_without_solving():
@@ -324,7 +335,9 @@ def as_ordinary_user(source, given):
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)}
     can = subprocess.run(
         [*user, python, "-c", "import sys, groupax.rewards.code; assert sys.version_info >= (3, 11)"],
-        env=environment, capture_output=True, text=True,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     if can.returncode:
         pytest.skip(f"an ordinary user cannot import groupax with {python}: {can.stderr[-200:]}")

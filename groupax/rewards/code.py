@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from groupax.rewards.sandbox import Limits, check_sandbox, passes
 from groupax.rewards.text import completion_text
 
+MAX_COMPLETION_CHARS = 1 << 20
 TICKS = re.compile(r"`{3,}")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What of a prompt the tests may rely upon.
@@ -60,7 +61,7 @@ def code_tests(
         None where there are no tests.
 
     Raises:
-        RuntimeError: there is no bubblewrap, or it cannot work here.
+        RunError: there is no bubblewrap, or it cannot work here.
     """
     check_sandbox(sandbox)
     limits = Limits(seconds=timeout_s, memory_bytes=memory_mb << 20)
@@ -71,7 +72,10 @@ def code_tests(
         pieces = [piece for piece in given if piece and piece.strip()]
         if not pieces:
             return None
-        solution = program(completion_text(completions[index]), prompts[index], names[index])
+        completion = completion_text(completions[index])
+        if len(completion) > MAX_COMPLETION_CHARS:
+            return 0.0
+        solution = program(completion, prompts[index], names[index])
         runs = pieces if partial_credit else ["\n".join(pieces)]
         stub = _stub(_text(prompts[index]), names[index])
         results = [
@@ -162,9 +166,7 @@ def _stub(prompt: str, entry_point: str) -> tuple[str, ...]:
             continue
         found = [each for each in statements if isinstance(each, DEFINITIONS) and _defines(each, name)]
         if found:
-            return tuple(
-                ast.unparse(each) for each in statements if isinstance(each, TRUSTED) and each not in found
-            )
+            return tuple(ast.unparse(each) for each in statements if isinstance(each, TRUSTED) and each not in found)
     return ()
 
 

@@ -6,8 +6,8 @@ Built on bubblewrap. A run has two processes, each in namespaces of its own:
       bwrap: solution process    the solution, behind a filter of system calls
 
 The solution sees neither the tests nor the harness nor the channel of the verdict; it gets arguments and returns data
-on two pipes (see `rewards.isolated`). Neither process has a network, an environment, or any file of this machine but the
-system's programs and the Python installation, both read-only. They share an empty /tmp of `file_bytes`.
+on two pipes (see `rewards.isolated`). Neither process has a network, an environment, or any file of this machine but
+the system's programs and the Python installation, both read-only. They share an empty /tmp of `file_bytes`.
 
 The solution's memory is `memory_bytes` and that of /tmp: it can start threads but no processes, and the filter refuses
 the memory that a process's limits do not count. Faults of the kernel are not covered. Imports no jax.
@@ -30,6 +30,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from groupax.errors import RunError
 from groupax.rewards.isolated.start import BOOTSTRAP, packed
 from groupax.rewards.seccomp import filter_program
 
@@ -82,7 +83,7 @@ def passes(
         stub: Statements that the tests have before them, in place of what the solution defines under the same names.
 
     Raises:
-        RuntimeError: There is no bubblewrap or it cannot work here, and `sandbox` is not "none".
+        RunError: There is no bubblewrap or it cannot work here, and `sandbox` is not "none".
     """
     check_sandbox(sandbox)
     word = secrets.token_hex(16).encode()
@@ -100,7 +101,7 @@ def check_sandbox(sandbox: Sandbox = "bwrap") -> None:
     """Checks that code can be run in the sandbox.
 
     Raises:
-        RuntimeError: There is no bubblewrap, or it cannot make the namespaces that are needed.
+        RunError: There is no bubblewrap, or it cannot make the namespaces that are needed.
     """
     if sandbox == "bwrap":
         _try_out(_bwrap())
@@ -113,7 +114,7 @@ def _try_out(_executable: str) -> None:
     order = _order(limits, "bwrap") | {"solution": "", "tests": "", "stub": [], "entry_point": "", "word": word}
     said, errors = _run(order | {"shows_errors": True}, limits, "bwrap")
     if said != word:
-        raise RuntimeError(f"bubblewrap cannot set up the sandbox of code_tests here: {errors or 'it gave no reason'}")
+        raise RunError(f"bubblewrap cannot set up the sandbox of code_tests here: {errors or 'it gave no reason'}")
 
 
 def _order(limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def _bubblewrap(tmp: Sequence[str], is_inner: bool) -> list[str]:
 def _bwrap() -> str:
     executable = shutil.which("bwrap")
     if executable is None:
-        raise RuntimeError(
+        raise RunError(
             "code_tests runs code in a sandbox of bubblewrap, which is not installed (Debian: apt install bubblewrap); "
             "sandbox='none' runs it with your own rights, which is for code that you trust"
         )

@@ -11,6 +11,8 @@ those of `asm/unistd_64.h` (x86-64) and `asm-generic/unistd.h` (aarch64).
 import errno
 import struct
 
+from groupax.errors import RunError
+
 # Name of a machine -> the column of `REFUSED`, the AUDIT_ARCH_* constant.
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
@@ -108,10 +110,10 @@ def filter_program(machine: str) -> bytes:
     """Returns the program for a machine as `platform.machine()` names it, an array of `struct sock_filter`.
 
     Raises:
-        RuntimeError: There is none for this machine.
+        RunError: There is none for this machine.
     """
     if machine not in MACHINES:
-        raise RuntimeError(
+        raise RunError(
             f"code_tests has a filter of system calls for {' and '.join(MACHINES)}, not for {machine!r}; "
             "sandbox='none' runs code with your own rights, which is for code that you trust"
         )

@@ -14,7 +14,7 @@ import operator
 import os
 import select
 
-from groupax.rewards.isolated.wire import Malformed, Table, Wire
+from groupax.rewards.isolated.wire import MalformedError, Table, Wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Peer:
                 done, value = self._reply(number, table)
             except BrokenError:
                 raise
-            except (Malformed, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            except (MalformedError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
                 raise self.broken() from error
             except (RecursionError, MemoryError) as error:
                 raise self.broken() from error
@@ -155,7 +155,7 @@ class Peer:
         """Does what a request asks for and replies."""
         tag, number, operation, nodes, named, output = frame
         if tag != "call" or type(nodes) is not list or type(operation) is not str or type(number) is not str:
-            raise Malformed
+            raise MalformedError
         self._show(output)
         table = Table()
         target, *args = (self.wire.decode(node, table) for node in nodes)
@@ -164,9 +164,9 @@ class Peer:
         done, result = True, None
         try:
             result = self.perform(operation, target, args, kwargs)
-        except (BrokenError, Malformed):
+        except (BrokenError, MalformedError):
             raise
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  (it is raised on the other side)
             done, result = False, error
         if done:
             try:
@@ -193,24 +193,24 @@ class Peer:
         while True:
             frame = self.receive()
             if type(frame) is not list or not frame:
-                raise Malformed
+                raise MalformedError
             if frame[0] == "call":
                 self.serve(frame)
                 continue
             tag, echo, done, node, changes, output = frame
             if tag != "reply" or echo != number or type(done) is not bool:
-                raise Malformed
+                raise MalformedError
             value = self.wire.decode(node, table)
             for each, payload in changes:
                 if type(each) is not int or not 0 <= each < known:
-                    raise Malformed
+                    raise MalformedError
                 self.wire.refill(table.objects[each], payload, table)
             self._show(output)
             return done, value
 
     def _show(self, text: Any) -> None:
         if type(text) is not str or len(text) > MAX_OUTPUT_CHARS:
-            raise Malformed
+            raise MalformedError
         if text:
             self.show(text)
 
@@ -228,7 +228,7 @@ class Peer:
                 raise self.broken() from error
 
     def receive(self) -> Any:
-        """Returns the next frame; raises BrokenError if there is none, ValueError or RecursionError for what is no JSON."""
+        """Returns the next frame; raises BrokenError if there is none, and what `json.loads` raises."""
         size = int.from_bytes(self._read(8), "little")
         if size > MAX_FRAME_BYTES:
             raise self.broken()
@@ -278,30 +278,32 @@ class Peer:
             return self.error_kind(rest[0])
         if name == "error":
             return self._decode_error(rest, table)
-        raise Malformed
+        raise MalformedError
 
     def stand_in(self, number: Any, kind: Any) -> Any:
         """Returns the stand-in of the other side's object of this number."""
         if type(number) is not int or type(kind) is not str:
-            raise Malformed
+            raise MalformedError
         if number not in self.stand_ins:
             self.stand_ins[number] = StandIn(self, number)
         return self.stand_ins[number]
 
     def module(self, _name: Any) -> Any:
         """Returns the module that the other side names."""
-        raise Malformed
+        raise MalformedError
 
     def error_kind(self, names: Any) -> type[BaseException]:
         """Returns the exception class for the names of a class and those that it extends, the built-in one last."""
         if type(names) is not list or not names or any(type(name) is not str for name in names):
-            raise Malformed
+            raise MalformedError
         base = BUILTIN_ERRORS[names[-1]]
         if len(names) == 1:
             return base
         key = tuple(names)
         if key not in self.error_kinds:
-            self.error_kinds[key] = type(names[0], (self.error_kind(names[1:]),), {"__module__": "solution", "__str__": _text})
+            self.error_kinds[key] = type(
+                names[0], (self.error_kind(names[1:]),), {"__module__": "solution", "__str__": _text}
+            )
         return self.error_kinds[key]
 
     def _encode_error(self, error: BaseException) -> list[Any]:
@@ -322,7 +324,7 @@ class Peer:
     def _decode_error(self, rest: list[Any], _table: Table) -> BaseException:
         names, values, fields, text, number = rest
         if type(number) is not int or type(text) is not str:
-            raise Malformed
+            raise MalformedError
         kind, table = self.error_kind(names), Table()
         args = [self.wire.decode(value, table) for value in values]
         try:
@@ -332,7 +334,7 @@ class Peer:
             error.args = tuple(args)
         for name, node in fields:
             if type(name) is not str or name.startswith("_"):
-                raise Malformed
+                raise MalformedError
             error.__dict__[name] = self.wire.decode(node, table)
         error.__dict__.update(_groupax_number=number, _groupax_text=text)
         return error
@@ -345,7 +347,7 @@ class Peer:
 
     def _known(self, number: Any) -> int:
         if type(number) is not int or not 0 <= number < len(self.kept):
-            raise Malformed
+            raise MalformedError
         return number
 
 
@@ -359,7 +361,7 @@ class StandIn:
         object.__setattr__(self, "_groupax_number", number)
         object.__setattr__(self, "_groupax_rights", rights)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         return self._groupax_peer.call(self, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -436,8 +438,11 @@ def _error_names(kind: type[BaseException]) -> list[str]:
 
 
 def _text(error: BaseException) -> str:
-    return error.__dict__.get("_groupax_text", Exception.__str__(error))
+    return error.__dict__.get("_groupax_text", BaseException.__str__(error))
 
 
 def _kind(value: Any) -> str:
-    return "coroutine" if type(value).__name__ == "coroutine" else "object"
+    kind = type(value)
+    if kind.__name__ == "coroutine":
+        return "coroutine"
+    return "enum" if hasattr(kind, "__members__") else "object"

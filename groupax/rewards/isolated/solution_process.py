@@ -31,13 +31,14 @@ class SolutionPeer(Peer):
 
     def __init__(self, reader: int, writer: int) -> None:
         super().__init__(reader, writer)
-        self.namespace: dict[str, Any] = {"__name__": "solution", "__builtins__": builtins}
+        sys.modules["solution"] = type(sys)("solution")  # where dataclasses, for one, look for their class
+        self.namespace: dict[str, Any] = sys.modules["solution"].__dict__
         self.output = io.BytesIO()
 
     def perform(self, operation: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Does what the tests ask for."""
         if operation == "load":
-            return exec(compile(args[0], "solution.py", "exec"), self.namespace)
+            return exec(compile(args[0], "solution.py", "exec", dont_inherit=True), self.namespace)
         if operation == "name":
             return self.namespace[args[0]]
         if operation == "call":

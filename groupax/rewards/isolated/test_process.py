@@ -16,7 +16,7 @@ import time
 
 from groupax.rewards.isolated.peer import OPERATORS, Peer, StandIn
 from groupax.rewards.isolated.start import BOOTSTRAP, confine, descriptors, packed
-from groupax.rewards.isolated.wire import MUTABLE, Malformed
+from groupax.rewards.isolated.wire import MUTABLE, MalformedError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ CLASS_NAME = re.compile("[A-Z][A-Za-z0-9]*")
 ALIASES = {"np": "numpy", "pd": "pandas"}
 MODULES = frozenset({*sys.stdlib_module_names, *ALIASES.values()})
 SOLUTION_MODULE = object()
-READABLE = frozenset({"__name__", "__qualname__", "__doc__", "__module__", "__annotations__", "__dict__", "__wrapped__"})
+READABLE = frozenset(
+    {"__name__", "__qualname__", "__doc__", "__module__", "__annotations__", "__dict__", "__wrapped__"}
+)
 # Methods of plain values: where a test calls one on a result, it expects a plain value.
 PLAIN_METHODS = frozenset(
     name
@@ -45,6 +47,7 @@ class TestPeer(Peer):
     def __init__(self, reader: int, writer: int) -> None:
         super().__init__(reader, writer)
         self.is_wrong = False
+        self.members: set[int] = set()  # stand-ins of members of enumerations, which tests compare with `is`
 
     # What the solution may be asked.
 
@@ -86,6 +89,8 @@ class TestPeer(Peer):
     def stand_in(self, number: Any, kind: Any) -> Any:
         """Returns the stand-in of an object, or a coroutine that has the solution run its own."""
         value = super().stand_in(number, kind)
+        if kind == "enum":
+            self.members.add(number)
         return self._awaited(value) if kind == "coroutine" else value
 
     def module(self, _name: Any) -> Any:
@@ -101,6 +106,8 @@ class TestPeer(Peer):
         return self._with(value, "class") if isinstance(value, StandIn) and CLASS_NAME.fullmatch(name) else value
 
     def _with(self, value: StandIn, rights: str) -> StandIn:
+        if value._groupax_number in self.members:
+            return value
         key = (value._groupax_number, rights)
         if key not in self.stand_ins:
             self.stand_ins[key] = StandIn(self, value._groupax_number, rights)
@@ -124,7 +131,7 @@ class TestPeer(Peer):
             return getattr(sys.stdin, {"readline": "readline", "read": "read"}[method])(size)
         number = self.numbers.get(id(target))
         if number is None or self.kept[number] is not target:
-            raise Malformed
+            raise MalformedError
         try:
             if operation == "call" and callable(target):
                 return target(*args, **kwargs)
@@ -175,7 +182,7 @@ class Names(dict):
 
 
 class Late:
-    """A name that may mean a module or a function of the solution: attributes are the module's, calls the function's."""
+    """A name of a module and of a function of the solution: attributes are the module's, calls the function's."""
 
     def __init__(self, function: StandIn, module: str) -> None:
         self.__dict__.update(_groupax=(function, module))
@@ -185,7 +192,7 @@ class Late:
 
         return getattr(importlib.import_module(self._groupax[1]), name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         return self._groupax[0](*args, **kwargs)
 
 
@@ -201,9 +208,8 @@ def main(order: dict[str, Any]) -> None:
     builtins.exit = builtins.quit = sys.exit
     names, tests, word, pid = Names(peer, order["entry_point"]), order["tests"], order["word"], os.getpid()
     peer.request("load", None, order["solution"])
-    for statement in order["stub"]:
-        exec(compile(statement, "prompt.py", "exec"), names)
-    exec(compile(tests, "tests.py", "exec"), names)
+    for statement in (*order["stub"], tests):
+        exec(compile(statement, "tests.py", "exec", dont_inherit=True), names)
     peer.quiet()
     if os.getpid() == pid and not peer.is_wrong and not peer.is_broken:
         os.write(out, word)

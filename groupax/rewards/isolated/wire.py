@@ -40,7 +40,7 @@ NAME_OF = {kind: name for name, kind in TYPES.items()}
 DATES = {"date": 3, "time": 4, "datetime": 7, "timedelta": 3}  # kind of `datetime` -> the number of its integers
 
 
-class Malformed(Exception):
+class MalformedError(Exception):
     """What came is no value in this form."""
 
 
@@ -119,11 +119,11 @@ class Wire:
         return self._all(list(value), table)
 
     def decode(self, node: Any, table: Table) -> Any:
-        """Returns the value; raises Malformed, or whatever building a value from a wrong description raises."""
+        """Returns the value; raises MalformedError, or whatever building a value from a wrong description raises."""
         if type(node) in SCALARS:
             return node
         if type(node) is not list or not node or type(node[0]) is not str:
-            raise Malformed
+            raise MalformedError
         name, rest = node[0], node[1:]
         if name in MUTABLE:
             return self._build(name, rest, table)
@@ -138,7 +138,7 @@ class Wire:
     def refill(self, value: Any, payload: Any, table: Table) -> None:
         """Gives a container other contents."""
         if type(payload) is not list:
-            raise Malformed
+            raise MalformedError
         if isinstance(value, bytearray):
             value[:] = bytes.fromhex(payload[0])
         elif isinstance(value, dict):
@@ -159,7 +159,7 @@ class Wire:
 
     def _every(self, nodes: Any, table: Table) -> list[Any]:
         if type(nodes) is not list:
-            raise Malformed
+            raise MalformedError
         return nodes if set(map(type, nodes)) <= SCALARS else [self.decode(node, table) for node in nodes]
 
     def _container(self, name: str, value: Any, table: Table) -> list[Any]:
@@ -174,7 +174,7 @@ class Wire:
         number, payload, *options = rest
         value: Any = MUTABLE[name]()
         if number != table.add(value):
-            raise Malformed
+            raise MalformedError
         if name == "deque" and options[0] is not None:
             table.objects[number] = value = collections.deque(maxlen=_index(options[0]))
             table.numbers[id(value)] = number
@@ -212,9 +212,10 @@ class Wire:
         return self._subclass(value, kind, table)
 
     def _subclass(self, value: Any, kind: type, table: Table) -> Any:
-        for base in (int, float, str):
-            if isinstance(value, base):
-                return self.encode(base.__str__(value) if base is str else base.__pos__(value), table)
+        if isinstance(value, str):
+            return self.encode(str.__str__(value), table)
+        if isinstance(value, (int, float)):
+            return self.encode(int.__pos__(value) if isinstance(value, int) else float.__pos__(value), table)
         if isinstance(value, tuple):
             fields, items = getattr(kind, "_fields", None), self._all(list(value), table)
             return ["record", list(fields), items] if fields else ["tuple", items]
@@ -238,7 +239,7 @@ def _decode_array(_wire: Wire, rest: list[Any], _table: Table) -> Any:
     dtype, shape, data = rest
     kind = np.dtype(dtype)
     if kind.kind not in "biufcSUmM":
-        raise Malformed
+        raise MalformedError
     return np.frombuffer(bytes.fromhex(data), kind).reshape([_index(size) for size in shape]).copy()
 
 
@@ -247,7 +248,7 @@ def _decode_date(_wire: Wire, rest: list[Any], _table: Table) -> Any:
 
     name, parts = rest
     if len(parts) != DATES[name]:
-        raise Malformed
+        raise MalformedError
     return getattr(datetime, name)(*parts)
 
 
@@ -310,7 +311,7 @@ def _date_parts(value: Any, name: str) -> tuple[int, ...]:
 def _index(value: Any) -> int:
     """A number that came, which must not count from the end."""
     if type(value) is not int or value < 0:
-        raise Malformed
+        raise MalformedError
     return value
 
 
