@@ -99,7 +99,7 @@ class Meta(type):
 class f(metaclass=Meta): pass
 """,
     "atexit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)",
-    "atexit in the function": "import atexit, os\ndef f(*a):\n    atexit.register(os._exit, 0)\n    raise SystemExit(0)",
+    "atexit in the function": "import atexit, os\ndef f(*a):\n    atexit.register(os._exit, 0)\n    exit(0)",
     "leaving with success": "import os\ndef f(*a): os._exit(0)",
     "an exception of the tests": "def f(*a): raise AssertionError",
     "an exception that ends": "def f(*a): raise StopIteration",
@@ -253,7 +253,7 @@ class L:
 L.__name__ = L.__qualname__ = 'int'
 def f(*a): return L()
 """,
-    "coroutines": "class C:\n    def __eq__(s, o): return True\n    def __await__(s): yield\nasync def f(*a): return C()",
+    "coroutines": "class C:\n    __eq__ = lambda s, o: True\n    def __await__(s): yield\nasync def f(*a): return C()",
 }
 # Tests, and a solution that passes them by what they trust.
 OTHERS = {

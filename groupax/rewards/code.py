@@ -107,7 +107,7 @@ def python_blocks(text: str) -> list[str]:
     opening: Fence | None = None
     lines: list[str] = []
     for line in text.splitlines(keepends=True):
-        fence = _fence(line)
+        fence = _fence(line) if "```" in line else None
         if opening and not (fence and _ends(fence, opening)):
             lines.append(line)
         elif fence:

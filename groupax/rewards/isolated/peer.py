@@ -372,6 +372,9 @@ class StandIn:
     def __setattr__(self, name: str, value: Any) -> None:
         self._groupax_peer.request("setattr", self, name, value)
 
+    def __mro_entries__(self, _bases: Any) -> Any:
+        raise TypeError("a class of the other process cannot be extended")
+
     def __copy__(self) -> Any:
         return self._groupax_peer.request("copy", self)
 
