@@ -54,6 +54,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, f"__{name}__") for name in (*UNARY, *BINARY[:-1], *COMPARISONS, "eq", "contains")},
     "divmod": divmod,
 }
+ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 OPERANDS = frozenset({*BINARY, *COMPARISONS})
 BUILTIN_ERRORS = {
     name: kind
@@ -77,7 +78,7 @@ class Peer:
     def __init__(self, reader: int, writer: int) -> None:
         self.reader, self.writer = reader, writer
         self.lock = _thread.RLock()
-        self.wire = Wire(self.hold, self.held)
+        self.wire = Wire(self.hold, self.held, self.named)
         self.kept: list[Any] = []  # objects of this side that the other knows, by number
         self.numbers: dict[int, int] = {}
         self.stand_ins: dict[Any, Any] = {}
@@ -100,6 +101,10 @@ class Peer:
 
     def check(self, stand_in: StandIn, args: tuple[Any, ...]) -> None:
         """Raises TypeError if the other side is not to see these operands."""
+
+    def named(self, _name: str, value: Any) -> Any:
+        """Returns what stands under a name in an object that crossed."""
+        return value
 
     def contains(self, stand_in: StandIn, item: Any) -> bool:
         """Whether an object of the other side contains something."""
@@ -144,6 +149,8 @@ class Peer:
             return value
         if not isinstance(value, BaseException):
             raise self.broken()
+        if isinstance(value, ENDS) and operation != "next":  # it would end a loop of this side
+            raise RuntimeError(f"{operation} raised {type(value).__name__}") from value
         raise value
 
     def broken(self) -> BrokenError:
@@ -335,7 +342,7 @@ class Peer:
         for name, node in fields:
             if type(name) is not str or name.startswith("_"):
                 raise MalformedError
-            error.__dict__[name] = self.wire.decode(node, table)
+            error.__dict__[name] = self.named(name, self.wire.decode(node, table))
         error.__dict__.update(_groupax_number=number, _groupax_text=text)
         return error
 

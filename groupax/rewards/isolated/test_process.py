@@ -32,13 +32,13 @@ SOLUTION_MODULE = object()
 READABLE = frozenset(
     {"__name__", "__qualname__", "__doc__", "__module__", "__annotations__", "__dict__", "__wrapped__"}
 )
-# Methods of plain values: where a test calls one on a result, it expects a plain value.
+# Methods of plain values, arrays and tables: where a test calls one on a result, it expects such a value.
 PLAIN_METHODS = frozenset(
     name
     for kind in (str, bytes, int, float, complex, tuple, frozenset, range, *MUTABLE.values())
     for name in dir(kind)
     if not name.startswith("_")
-)
+) | {"all", "any", "equals", "eq", "ne", "isin", "compare", "isclose", "is_close", "allclose"}
 
 
 class TestPeer(Peer):
@@ -71,9 +71,15 @@ class TestPeer(Peer):
         if name.startswith("__") and name not in READABLE:
             raise AttributeError(name)
         value = self.request("getattr", stand_in, name)
-        if name in PLAIN_METHODS and stand_in._groupax_rights not in ("own", "class"):
-            return self._with(value, "plain method") if isinstance(value, StandIn) else value
-        return self._named(value, name)
+        return self._named(value, name) if stand_in._groupax_rights in ("own", "class") else self.named(name, value)
+
+    def named(self, name: str, value: Any) -> Any:
+        """Returns an attribute of what the solution returned; it may not stand for a method that plain values have."""
+        if name not in PLAIN_METHODS:
+            return self._named(value, name)
+        if callable(value) and not isinstance(value, StandIn):
+            raise TypeError(f"{name} of an object that the solution returned is a function of another kind")
+        return self._with(value, "plain method") if isinstance(value, StandIn) else value
 
     def check(self, stand_in: StandIn, args: tuple[Any, ...]) -> None:
         """Raises TypeError if the solution is not to see these operands."""
@@ -274,5 +280,5 @@ def _may_read(target: Any, name: str) -> bool:
 
 
 def _is_data(target: Any, name: str) -> bool:
-    """Whether an attribute may be set: it is none that the class defines."""
-    return not name.startswith("_") and not callable(getattr(type(target), name, None))
+    """Whether an attribute may be set: it is no method."""
+    return not name.startswith("_") and not callable(getattr(target, name, None))

@@ -47,15 +47,15 @@ class MalformedError(Exception):
 class Record(tuple):
     """A named tuple of the other process: a tuple whose items have names too."""
 
-    _fields: tuple[str, ...] = ()
+    _items: dict[str, Any]
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self._fields:
+        if name.startswith("__") or name not in self._items:
             raise AttributeError(name)
-        return self[self._fields.index(name)]
+        return self._items[name]
 
     def _asdict(self) -> dict[str, Any]:
-        return dict(zip(self._fields, self, strict=True))
+        return dict(self._items)
 
 
 class Table:
@@ -91,11 +91,18 @@ class Wire:
     Args:
         hold: Returns the list that stands for an object which does not cross, or raises TypeError.
         held: Returns the object, or the stand-in, for such a list.
+        named: Returns what is to stand under a name of a named tuple.
     """
 
-    def __init__(self, hold: Callable[[Any], list[Any]], held: Callable[[list[Any], Table], Any]) -> None:
+    def __init__(
+        self,
+        hold: Callable[[Any], list[Any]],
+        held: Callable[[list[Any], Table], Any],
+        named: Callable[[str, Any], Any],
+    ) -> None:
         self.hold = hold
         self.held = held
+        self.named = named
 
     def encode(self, value: Any, table: Table) -> Any:
         """Returns a value as what JSON can hold."""
@@ -218,6 +225,7 @@ class Wire:
             return self.encode(int.__pos__(value) if isinstance(value, int) else float.__pos__(value), table)
         if isinstance(value, tuple):
             fields, items = getattr(kind, "_fields", None), self._all(list(value), table)
+            fields = list(value._items) if kind is Record else fields
             return ["record", list(fields), items] if fields else ["tuple", items]
         for base, name in KIND_OF.items():
             if isinstance(value, base):
@@ -274,7 +282,7 @@ def _decode_view(wire: Wire, rest: list[Any], table: Table) -> Any:
 def _decode_record(wire: Wire, rest: list[Any], table: Table) -> Any:
     fields, items = rest
     record = Record(wire._every(items, table))
-    record._fields = tuple(fields)
+    record._items = {name: wire.named(name, item) for name, item in zip(fields, record, strict=True)}
     return record
 
 
