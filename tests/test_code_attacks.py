@@ -255,8 +255,52 @@ def f(*a): return L()
 """,
     "coroutines": "class C:\n    __eq__ = lambda s, o: True\n    def __await__(s): yield\nasync def f(*a): return C()",
 }
+# What a solution of `reaches` must not be able to do; each is Python that raises OSError where it is refused.
+REACHES = {
+    "memory of a file": "os.write(os.memfd_create('x'), b'x' * 10**6)",
+    "memory of System V": "refused(29 if os.uname().machine == 'x86_64' else 194, 0, 4096, 0o1600)",
+    "keys": "refused(248 if os.uname().machine == 'x86_64' else 217, b'user', b'x', b'y', 1, -3)",
+    "another process": "os._exit(0) if os.fork() == 0 else os.wait()",
+    "a program": "os.posix_spawn(sys.executable, [sys.executable, '-c', ''], {})",
+    "namespaces": "refused(272 if os.uname().machine == 'x86_64' else 97, 0x10000000)",
+    "io_uring": "refused(425, 1, bytes(120))",
+    "tracing": "refused(101 if os.uname().machine == 'x86_64' else 117, 0, 0, 0, 0)",
+    "a network socket": "socket.socket()",
+    "a netlink socket": "socket.socket(16, 3)",
+    "a file in the root": "open('/x', 'w')",
+    "a file in /dev": "open('/dev/x', 'w')",
+    "the processes": "os.listdir('/proc')",
+    "more files at a time": "[os.dup(0) for _ in range(100)]",
+    "a full disk": "[open(f'{at}/{i}', 'wb').write(b'x' * 10**7) for i in (1, 2) for at in ('/tmp', '/dev/shm')]",
+}
 # Tests, and a solution that passes them by what they trust.
 OTHERS = {
+    "an end of the tests' loop": (
+        "def f(x): raise StopIteration",
+        "p",
+        "for got, expected in zip(map(f, [1, 2]), [7, 8]):\n    assert got == expected",
+    ),
+    "a named tuple with methods": (
+        "import collections\ndef f(x): return collections.namedtuple('N', 'equals')(lambda *a: True)",
+        "p",
+        "assert f(1).equals(7)",
+    ),
+    "a type as a method": ("class R:\n    startswith = bool\ndef f(x): return R()", "p", "assert f(1).startswith('7')"),
+    "a method of an exception": (
+        "def f(x):\n    error = ValueError()\n    error.equals = bool\n    raise error",
+        "p",
+        "try: f(1)\nexcept ValueError as error:\n    assert error.equals(7)",
+    ),
+    "files that the tests open": (
+        "import os\nfor i in range(9): os.symlink(f'/proc/self/fd/{i}', f'/tmp/{i}')\ndef f(x): return '7'",
+        "p",
+        "for i in range(9):\n    with open(f'/tmp/{i}', 'w') as file: file.write('7')\nassert f(1) == 8",
+    ),
+    "empty files without end": (
+        "import os, time\nfor i in range(20_000): os.close(os.open(f'/tmp/{i}', os.O_CREAT))\ntime.sleep(0.3)\nok = 1",
+        "p",
+        "assert ok",
+    ),
     "a helper of the prompt": (
         "def decode(*a): return 0\ndef f(*a): return 0",
         "def decode(x):\n    return x + 1\n\ndef f(x):\n    '''Undoes decode.'''\n",
@@ -305,10 +349,27 @@ OTHERS = {
 }
 
 
-def attempts():
+def reaches():
+    """A solution that tells what it can reach."""
+    lines = [
+        "import ctypes, os, socket, sys",
+        "call = ctypes.CDLL(None, use_errno=True).syscall",
+        "def refused(*args):",
+    ]
+    lines += [
+        "    if call(*args) == -1 and ctypes.get_errno() in (1, 38): raise OSError",
+        "def f(x):",
+        "    reached = []",
+    ]
+    for name, source in REACHES.items():
+        lines += ["    try:", f"        {source}", f"        reached.append({name!r})", "    except OSError: pass"]
+    return "\n".join([*lines, "    return reached"])
+
+
+def attempts(forms=FORMS):
     """Completions, prompts, tests and entry points of all attempts."""
     secret = secrets.randbelow(10**9) + 10**6
-    rows = [(source, "p", form.format(secret=secret), "f") for source in CHEATS.values() for form in FORMS]
+    rows = [(source, "p", form.format(secret=secret), "f") for source in CHEATS.values() for form in forms]
     return [*rows, *((source, prompt, tests, "f") for source, prompt, tests in OTHERS.values())]
 
 
@@ -324,6 +385,10 @@ def test_nothing_passes_without_solving():
     rewards = code_tests(*(list(column) for column in zip(*rows, strict=True)), timeout_s=1.0)
     assert [row[0] for row, reward in zip(rows, rewards, strict=True) if reward != 0.0] == []
     assert time.monotonic() - started_s < 60
+
+
+def test_a_solution_reaches_nothing_that_its_limits_do_not_count():
+    assert code_tests([reaches()], ["p"], ["assert f(1) == []"]) == [1.0]
 
 
 def as_ordinary_user(source, given):
@@ -349,7 +414,7 @@ def as_ordinary_user(source, given):
 
 
 def test_nothing_passes_as_an_ordinary_user():
-    rows = [*attempts(), ("def f(x): return x", "p", "assert f(3) == 3", "f")]
+    rows = [*attempts(FORMS[:1]), (reaches(), "p", "assert f(1) == []", "f")]
     source = (
         "import json, sys\nfrom groupax.rewards.code import code_tests\n"
         "print(json.dumps(code_tests(*json.load(sys.stdin), timeout_s=1.0)))"
