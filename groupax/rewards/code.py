@@ -153,10 +153,10 @@ def _text(prompt: Any) -> str:
 
 
 @lru_cache
-def _stub(prompt: str, entry_point: str) -> tuple[str, ...]:
+def _stub(prompt: str, entry_point: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """The statements of a prompt that defines the entry point, or of its code block that does, without that definition.
 
-    They are imports, helpers and constants. Empty if the prompt is no such one.
+    They are imports, helpers and constants, each with the names that it binds. Empty if the prompt is no such one.
     """
     name = entry_point.rpartition(".")[2]
     for source in [prompt, *python_blocks(prompt)] if name and name in prompt else []:
@@ -166,8 +166,18 @@ def _stub(prompt: str, entry_point: str) -> tuple[str, ...]:
             continue
         found = [each for each in statements if isinstance(each, DEFINITIONS) and _defines(each, name)]
         if found:
-            return tuple(ast.unparse(each) for each in statements if isinstance(each, TRUSTED) and each not in found)
+            others = [each for each in statements if isinstance(each, TRUSTED) and each not in found]
+            return tuple((ast.unparse(each), tuple(_bound(each))) for each in others)
     return ()
+
+
+def _bound(statement: ast.stmt) -> list[str]:
+    """The names that a statement binds."""
+    if isinstance(statement, DEFINITIONS):
+        return [statement.name]
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
+    return [each.id for each in ast.walk(statement) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
 
 
 def _defines(statement: ast.stmt, name: str) -> bool:

@@ -67,7 +67,7 @@ def passes(
     limits: Limits,
     sandbox: Sandbox = "bwrap",
     entry_point: str = "",
-    stub: Sequence[str] = (),
+    stub: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> bool:
     """Returns whether the tests run to their end with what the solution defines.
 
@@ -80,7 +80,7 @@ def passes(
         limits: What the run may use.
         sandbox: "none" runs both processes with this process's rights.
         entry_point: A name that is the solution's even where Python has a built-in one.
-        stub: Statements that the tests have before them, in place of what the solution defines under the same names.
+        stub: Statements, with the names that they bind, which the tests see in place of the solution's of these names.
 
     Raises:
         RunError: There is no bubblewrap or it cannot work here, and `sandbox` is not "none".
@@ -90,7 +90,7 @@ def passes(
     order = _order(limits, sandbox) | {
         "solution": solution,
         "tests": tests,
-        "stub": list(stub),
+        "stub": [(source, list(names)) for source, names in stub],
         "entry_point": entry_point,
         "word": word,
     }
@@ -131,9 +131,9 @@ def _order(limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
         "num_files": limits.num_files,
         # without a sandbox, what else this user runs would count
         "num_processes": limits.num_processes + (0 if is_root else _num_tasks()) if is_apart else 0,
-        "paths": site.getsitepackages([sys.base_prefix if is_apart else sys.prefix]),
-        "command": [*_bubblewrap(["--bind", "/tmp", "/tmp"], is_inner=True), *python] if is_apart else python,
-        "filter": filter_program(platform.machine()) if is_apart else b"",
+        "paths": _packages(sys.base_prefix if is_apart else sys.prefix),
+        "command": [*_bubblewrap(_bwrap(), ("--bind", "/tmp", "/tmp"), is_inner=True), *python] if is_apart else python,
+        "filter": _filter() if is_apart else b"",
         "filter_descriptor": FILTER_DESCRIPTOR,
         "is_watched": is_apart,
         "shows_errors": False,
@@ -152,8 +152,8 @@ def _run(order: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[bytes
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             command[0] = sys.executable
         else:
-            tmp = ["--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp"]
-            command = [*_bubblewrap(tmp, is_inner=False), *command]
+            tmp = ("--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp")
+            command = [*_bubblewrap(_bwrap(), tmp, is_inner=False), *command]
         # files, not pipes: the limit on files then also limits what a program can write out
         out = stack.enter_context(tempfile.TemporaryFile())
         err = stack.enter_context(tempfile.TemporaryFile()) if order["shows_errors"] else None
@@ -181,9 +181,10 @@ def _run(order: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[bytes
         return out.read(MAX_OUTPUT_BYTES), message
 
 
-def _bubblewrap(tmp: Sequence[str], is_inner: bool) -> list[str]:
+@cache
+def _bubblewrap(executable: str, tmp: tuple[str, ...], is_inner: bool) -> list[str]:
     """The command that makes a sandbox, with these options for its /tmp."""
-    command = [_bwrap(), *NAMESPACES, "--die-with-parent", "--new-session", "--clearenv"]
+    command = [executable, *NAMESPACES, "--die-with-parent", "--new-session", "--clearenv"]
     command += ["--setenv", "PATH", "/usr/bin:/bin"]
     if os.geteuid() != 0:
         command += ["--unshare-user", "--cap-drop", "ALL"]
@@ -192,7 +193,7 @@ def _bubblewrap(tmp: Sequence[str], is_inner: bool) -> list[str]:
             command += ["--symlink", str(Path(folder).readlink()), folder]
         elif Path(folder).is_dir():
             command += ["--ro-bind", folder, folder]
-    others = [Path(sys.base_prefix).resolve()] + ([] if is_inner else [Path(_bwrap())])
+    others = [Path(sys.base_prefix).resolve()] + ([] if is_inner else [Path(executable)])
     for path in others:
         if not path.is_relative_to("/usr"):
             for parent in reversed(path.parents[:-1]):
@@ -212,6 +213,17 @@ def _bwrap() -> str:
             "sandbox='none' runs it with your own rights, which is for code that you trust"
         )
     return str(Path(executable).resolve())
+
+
+@cache
+def _packages(prefix: str) -> list[str]:
+    """Where the packages of an installation are, in place of what `site` would find slowly in each process."""
+    return site.getsitepackages([prefix])
+
+
+@cache
+def _filter() -> bytes:
+    return filter_program(platform.machine())
 
 
 @cache

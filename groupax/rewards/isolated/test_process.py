@@ -167,13 +167,24 @@ class Names(dict):
     Args:
         peer: The solution's.
         entry_point: A name that is the solution's in any case.
+        stub: Statements that bind other names, and these; they are run when one of their names is used.
     """
 
-    def __init__(self, peer: TestPeer, entry_point: str) -> None:
+    def __init__(self, peer: TestPeer, entry_point: str, stub: list[tuple[str, list[str]]]) -> None:
         super().__init__(__name__=TESTS)
-        self.peer, self.entry_point = peer, entry_point
+        self.peer, self.entry_point, self.stub = peer, entry_point, stub
+
+    def run(self, source: str) -> None:
+        """Runs statements in this namespace."""
+        exec(compile(source, "tests.py", "exec", dont_inherit=True), self)
 
     def __missing__(self, name: str) -> Any:
+        wanted = [each for each in self.stub if name in each[1] or "*" in each[1]]
+        if wanted:
+            self.stub = [each for each in self.stub if each not in wanted]
+            for source, _ in wanted:
+                self.run(source)
+            return self[name]
         if name.startswith("__") or (hasattr(builtins, name) and name != self.entry_point):
             raise KeyError(name)
         value = self.peer.name(name)
@@ -212,10 +223,9 @@ def main(order: dict[str, Any]) -> None:
         _thread.start_new_thread(_watch, ())
     peer = TestPeer(reader, writer)
     builtins.exit = builtins.quit = sys.exit
-    names, tests, word, pid = Names(peer, order["entry_point"]), order["tests"], order["word"], os.getpid()
+    names, word, pid = Names(peer, order["entry_point"], order["stub"]), order["word"], os.getpid()
     peer.request("load", None, order["solution"])
-    for statement in (*order["stub"], tests):
-        exec(compile(statement, "tests.py", "exec", dont_inherit=True), names)
+    names.run(order["tests"])
     peer.quiet()
     if os.getpid() == pid and not peer.is_wrong and not peer.is_broken:
         os.write(out, word)

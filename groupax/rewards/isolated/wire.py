@@ -225,7 +225,7 @@ class Wire:
             return self.encode(int.__pos__(value) if isinstance(value, int) else float.__pos__(value), table)
         if isinstance(value, tuple):
             fields, items = getattr(kind, "_fields", None), self._all(list(value), table)
-            fields = list(value._items) if kind is Record else fields
+            fields = list(value._items) if isinstance(value, Record) else fields
             return ["record", list(fields), items] if fields else ["tuple", items]
         for base, name in KIND_OF.items():
             if isinstance(value, base):
