@@ -146,16 +146,16 @@ def test_a_solution_behind_another_block_passes():
 
 @pytest.mark.parametrize("piece", ["`", "``", "```", "``` ", "```\n", "```a", "a ```", " ", "a", "\n", "``a```b"])
 def test_fences_of_long_text_take_no_time(piece):
-    started_s = time.monotonic()
+    started_s = time.process_time()
     program(piece * (50_000 // len(piece)), "p", "f")
     program(piece * (50_000 // len(piece)) + "`", "p", "f")
-    assert time.monotonic() - started_s < 1
+    assert time.process_time() - started_s < 1
 
 
 def test_a_completion_of_ten_megabytes_is_no_solution():
-    started_s = time.monotonic()
+    started_s = time.process_time()
     assert code_tests(["```\n" * 2_500_000], ["p"], ["pass"], sandbox="none") == [0.0]
-    assert time.monotonic() - started_s < 1
+    assert time.process_time() - started_s < 1
 
 
 def evaluate(program, arch, number, argument=0):

@@ -6,24 +6,17 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from groupax.rewards.sandbox import Limits, check_sandbox, passes
 from groupax.rewards.text import completion_text
 
 MAX_COMPLETION_CHARS = 1 << 20
-TICKS = re.compile(r"`{3,}")
+# A line with a code fence: what stands before it, its backticks, its info string. Takes linear time.
+FENCE = re.compile(r"([^`]*(?:`{1,2}[^`]+)*)(`{3,})([^`]*)")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What of a prompt the tests may rely upon.
 TRUSTED = (ast.Import, ast.ImportFrom, *DEFINITIONS, ast.Assign, ast.AnnAssign)
-
-
-class Fence(NamedTuple):
-    """A line with a code fence: what stands before it, its backticks, its info string."""
-
-    before: str
-    ticks: str
-    info: str
 
 
 def code_tests(
@@ -104,43 +97,38 @@ def python_blocks(text: str) -> list[str]:
     with an info string ends the block before it. A block that never ends counts only if no other does.
     """
     blocks: list[str] = []
-    opening: Fence | None = None
+    opening: re.Match[str] | None = None
     lines: list[str] = []
     for line in text.splitlines(keepends=True):
-        fence = _fence(line) if "```" in line else None
+        fence = FENCE.fullmatch(line) if "```" in line else None
         if opening and not (fence and _ends(fence, opening)):
             lines.append(line)
         elif fence:
             if opening and _is_python(opening):
-                blocks.append("".join([*lines, fence.before]))
-            closes = opening is not None and not fence.info.strip()
+                blocks.append("".join([*lines, fence[1]]))
+            closes = opening is not None and not fence[3].strip()
             opening, lines = (fence if not closes and _opens(fence) else None), []
     if opening and _is_python(opening) and not blocks:
         blocks.append("".join(lines))
     return blocks
 
 
-def _fence(line: str) -> Fence | None:
-    ticks = TICKS.search(line)
-    if ticks is None or "`" in line[ticks.end() :]:
-        return None
-    return Fence(line[: ticks.start()], ticks[0], line[ticks.end() :])
+def _opens(fence: re.Match[str]) -> bool:
+    before, _, info = fence.groups()
+    return not before.strip() or re.fullmatch(r"\w*\s*", info) is not None
 
 
-def _opens(fence: Fence) -> bool:
-    return not fence.before.strip() or re.fullmatch(r"\w*\s*", fence.info) is not None
-
-
-def _ends(fence: Fence, opening: Fence) -> bool:
-    if len(fence.ticks) < len(opening.ticks):
+def _ends(fence: re.Match[str], opening: re.Match[str]) -> bool:
+    before, ticks, info = fence.groups()
+    if len(ticks) < len(opening[2]):
         return False
-    if fence.before.strip():
-        return not fence.info.strip()
-    return len(fence.before) <= len(opening.before) + 3  # deeper, it belongs to the code: to a docstring, say
+    if before.strip():
+        return not info.strip()
+    return len(before) <= len(opening[1]) + 3  # deeper, it belongs to the code: to a docstring, say
 
 
-def _is_python(opening: Fence) -> bool:
-    language = "".join(opening.info.lower().split(maxsplit=1)[:1])
+def _is_python(opening: re.Match[str]) -> bool:
+    language = "".join(opening[3].lower().split()[:1])
     return language in ("", "py") or language.startswith("python")
 
 
