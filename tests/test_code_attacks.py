@@ -341,6 +341,21 @@ OTHERS = {
         "p",
         "try:\n    assert f() == 1\nexcept BaseException:\n    pass",
     ),
+    "a class in the place of a function with a capital": (
+        "class Mean:\n    def __init__(self, *a): pass\n    __sub__ = __rsub__ = __abs__ = lambda *a: 0",
+        "p",
+        "assert abs(Mean([1]) - 17.5) < 1e-6",
+    ),
+    "one that computes objects": (
+        "class Mean:\n    def __init__(self, *a): pass\n    __sub__ = lambda s, o: s\n    __abs__ = lambda s: 0",
+        "p",
+        "assert abs(Mean([1]) - 17.5) < 1e-6",
+    ),
+    "one that compares": (
+        "class Mean:\n    def __init__(self, *a): pass\n    __lt__ = __gt__ = lambda *a: True",
+        "p",
+        "assert 17.4 < Mean([1]) < 17.6",
+    ),
     "an instance of Solution": (
         "class Solution:\n    def f(self, x): return self\n    __eq__ = __sub__ = __rsub__ = lambda *a: 0",
         "p",

@@ -99,8 +99,11 @@ class Peer:
         """Returns an attribute of an object of the other side."""
         return self.request("getattr", stand_in, name)
 
-    def check(self, stand_in: StandIn, args: tuple[Any, ...]) -> None:
-        """Raises TypeError if the other side is not to see these operands."""
+    def operate(self, stand_in: StandIn, name: str, args: tuple[Any, ...], is_reflected: bool) -> Any:
+        """Returns what an operator gives for an object of the other side."""
+        if is_reflected:
+            return self.request("reflected", stand_in, name, *args)
+        return self.request(name, stand_in, *args)
 
     def named(self, _name: str, value: Any) -> Any:
         """Returns what stands under a name in an object that crossed."""
@@ -421,12 +424,7 @@ class StandIn:
 
 def _operation(name: str, is_reflected: bool = False) -> Callable[..., Any]:
     def method(self: StandIn, *args: Any) -> Any:
-        peer = self._groupax_peer
-        if name in OPERANDS:
-            peer.check(self, args)
-        if is_reflected:
-            return peer.request("reflected", self, name, *args)
-        return peer.request(name, self, *args)
+        return self._groupax_peer.operate(self, name, args, is_reflected)
 
     return method
 

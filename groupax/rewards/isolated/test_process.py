@@ -14,7 +14,7 @@ import re
 import sys
 import time
 
-from groupax.rewards.isolated.peer import OPERATORS, Peer, StandIn
+from groupax.rewards.isolated.peer import COMPARISONS, OPERANDS, OPERATORS, UNARY, Peer, StandIn
 from groupax.rewards.isolated.start import BOOTSTRAP, confine, descriptors, packed
 from groupax.rewards.isolated.wire import MUTABLE, MalformedError
 
@@ -29,6 +29,8 @@ CLASS_NAME = re.compile("[A-Z][A-Za-z0-9]*")
 ALIASES = {"np": "numpy", "pd": "pandas"}
 MODULES = frozenset({*sys.stdlib_module_names, *ALIASES.values()})
 SOLUTION_MODULE = object()
+# What makes a number or a truth value of an object.
+NUMBERS = frozenset({"abs", "bool", "int", "float", "complex", "index", "round", "len"})
 READABLE = frozenset(
     {"__name__", "__qualname__", "__doc__", "__module__", "__annotations__", "__dict__", "__wrapped__"}
 )
@@ -81,10 +83,23 @@ class TestPeer(Peer):
             raise TypeError(f"{name} of an object that the solution returned is a function of another kind")
         return self._with(value, "plain method") if isinstance(value, StandIn) else value
 
-    def check(self, stand_in: StandIn, args: tuple[Any, ...]) -> None:
-        """Raises TypeError if the solution is not to see these operands."""
-        if stand_in._groupax_rights not in ("own", "class") and not all(isinstance(arg, StandIn) for arg in args):
-            raise TypeError("an object that the solution returned is no operand beside a value of the tests")
+    def operate(self, stand_in: StandIn, name: str, args: tuple[Any, ...], is_reflected: bool) -> Any:
+        """Returns what an operator gives, unless the solution would see what a plain value is compared with.
+
+        An instance that the tests made may be computed with plain values; what comes of it is no plain value.
+        """
+        rights = stand_in._groupax_rights
+        is_told = name in OPERANDS and not all(isinstance(arg, StandIn) for arg in args)
+        if is_told and (name in COMPARISONS or rights not in ("own", "class", "computed")):
+            raise TypeError("an object of the solution is not compared or computed with a value of the tests")
+        if rights == "computed" and name in NUMBERS:
+            raise TypeError(f"{name} of an object that was computed with a value of the tests")
+        value = super().operate(stand_in, name, args, is_reflected)
+        if not is_told and not (rights == "computed" and name in UNARY):
+            return value
+        if not isinstance(value, StandIn):
+            raise TypeError(f"{name} of an object of the solution and a value of the tests gave no object")
+        return self._with(value, "computed")
 
     def contains(self, stand_in: StandIn, item: Any) -> bool:
         """Whether what the solution made contains something; of a returned object its items are looked through."""
