@@ -1,5 +1,6 @@
 """Rewards by name, as YAML files and the command line have them. Imports no jax."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from groupax.rewards.formats import (
 )
 from groupax.rewards.lengths import cosine_length, repetition_penalty, soft_overlong
 from groupax.rewards.maths import gsm8k_accuracy, math_accuracy
+from groupax.rewards.sandbox import check_sandbox
 
 BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
     function.__name__: function
@@ -34,3 +36,16 @@ BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
         xml_format,
     )
 }
+
+
+def check_setup(function: Callable[..., Any]) -> None:
+    """Checks that a reward, if it is a built-in one that needs other programs, finds them on this machine.
+
+    Raises:
+        RunError: It does not.
+    """
+    options: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        function, options = function.func, {**function.keywords, **options}
+    if function is code_tests:
+        check_sandbox(options.get("sandbox", "bwrap"))

@@ -28,6 +28,7 @@ from groupax.errors import RewardError
 from groupax.parallel import processes
 from groupax.printable import printable
 from groupax.rewards import ray_workers
+from groupax.rewards.builtin import check_setup
 from groupax.rewards.calls import Logged, call_async, call_in_worker, call_sync
 from groupax.rewards.contract import Reward, Scores, TrainerState, arguments_for, checked_values
 from groupax.rewards.main_thread import MainThread, SignalWanted, call_noticing, hook, unhook
@@ -88,6 +89,7 @@ class RewardRunner:
 
     Raises:
         ValueError: `reward_workers` is set and a function cannot be sent to another process, or ray is not installed.
+        RunError: a built-in reward needs a program that this machine lacks.
     """
 
     def __init__(self, rewards: Sequence[Reward], settings: RewardSettings) -> None:
@@ -110,6 +112,9 @@ class RewardRunner:
         ]
         if self._for_workers:
             self._check_sendable()
+        if not settings.reward_workers or settings.reward_workers_on == "processes":  # else it is for other machines
+            for reward in rewards:
+                check_setup(reward.function)
 
     def __enter__(self) -> "RewardRunner":
         self._depth += 1
