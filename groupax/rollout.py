@@ -9,7 +9,7 @@ import numpy as np
 from groupax.engine.params import SamplingParams
 from groupax.engine.scheduler import FinishReason
 from groupax.engine.scheduler import Sequence as Completion
-from groupax.engine.stops import text_before_stop
+from groupax.engine.stops import exempt_length, text_before_stop
 from groupax.tokenizer import Prompt, decode, is_conversational
 
 
@@ -104,6 +104,14 @@ def rollout(
             continue
         group = sorted(unfinished.pop(sequence.prompt_index), key=lambda member: member.sample_index)
         texts = decode(tokenizer, [member.tokens for member in group])
+        if params.stop:
+            starts = [
+                exempt_length(lambda ids: decode(tokenizer, [ids])[0], member.tokens, params.min_tokens)
+                for member in group
+            ]
+            texts = [
+                text_before_stop(text, params.stop, exempt) for text, exempt in zip(texts, starts, strict=True)
+            ]
         yield [
             Rollout(
                 prompt_index=member.prompt_index,
@@ -115,7 +123,7 @@ def rollout(
                 sampler_logps=np.asarray(member.sampler_logps, np.float32),
                 finish_reason=member.finish_reason,
                 policy_version=policy_version,
-                text=text_before_stop(text, params.stop),
+                text=text,
             )
             for member, text in zip(group, texts, strict=True)
         ]

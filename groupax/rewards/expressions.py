@@ -218,4 +218,4 @@ def _parsed(latex: str) -> list[Any]:
             return []
     if depth or not latex:
         return []
-    return parse(rf"\boxed{{{latex}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
+    return parse(rf"\boxed{{{latex}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=0)
