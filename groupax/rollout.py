@@ -109,9 +109,7 @@ def rollout(
                 exempt_length(lambda ids: decode(tokenizer, [ids])[0], member.tokens, params.min_tokens)
                 for member in group
             ]
-            texts = [
-                text_before_stop(text, params.stop, exempt) for text, exempt in zip(texts, starts, strict=True)
-            ]
+            texts = [text_before_stop(text, params.stop, exempt) for text, exempt in zip(texts, starts, strict=True)]
         yield [
             Rollout(
                 prompt_index=member.prompt_index,

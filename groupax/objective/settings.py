@@ -7,6 +7,7 @@ LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", 
 UNCLIPPED: tuple[LossType, ...] = ("cispo", "sapo", "vespo")  # for which `delta` means nothing
 ImportanceSamplingLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k2", "k3"]
+MetricDefinitions = Literal["groupax", "trl"]
 ScaleRewards = Literal["group", "batch", "none"]
 MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 RolloutCorrection = Literal[
@@ -48,6 +49,8 @@ class ObjectiveSettings:
         router_aux_loss_coef: weight of a mixture of experts' load-balancing loss; None takes the model's own.
         temperature: of the distribution that log-probabilities are taken from.
         max_completion_length: dr_grpo's constant denominator per row.
+        metric_definitions: "trl" reports the KL after its correction, and averages what a row has one value of over
+            rows; "groupax" reports the KL itself, and averages over tokens.
     """
 
     loss_type: LossType = "dapo"
@@ -72,6 +75,7 @@ class ObjectiveSettings:
     router_aux_loss_coef: float | None = None
     temperature: float = 1.0
     max_completion_length: int = 256
+    metric_definitions: MetricDefinitions = "groupax"
 
     @property
     def upper_epsilon(self) -> float:

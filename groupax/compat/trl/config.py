@@ -167,6 +167,8 @@ class GRPOConfig(ForeignConfig):
         of_model = as_mapping(self.model_init_kwargs, "model_init_kwargs")
         settings = {name: getattr(self, name) for name in SAME}
         settings |= {
+            "masked_rows_in_denominator": True,
+            "metric_definitions": "trl",
             "output_dir": self.output_dir or "trainer_output",
             "prompts_per_step": _whole(rows * accumulated / self.num_generations),
             "updates_per_rollout": _whole(generated / accumulated),
