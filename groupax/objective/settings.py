@@ -5,6 +5,8 @@ from typing import Literal
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 UNCLIPPED: tuple[LossType, ...] = ("cispo", "sapo", "vespo")  # for which `delta` means nothing
+# Whose losses sum over tokens, so that one ratio per completion counts as often as it has tokens.
+WEIGHTED_BY_LENGTH: tuple[LossType, ...] = ("bnpo", "dr_grpo", "dapo", "cispo")
 ImportanceSamplingLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k2", "k3"]
 MetricDefinitions = Literal["groupax", "trl"]
