@@ -555,6 +555,7 @@ def a_config(tmp_path, **settings):
     return trl.GRPOConfig(str(tmp_path / "run"), **{**own, "save_strategy": "no", **settings})
 
 
+@pytest.mark.heavy
 def test_a_trl_run_reports_trls_metrics(folder, tmp_path):
     drawn: dict[int, list[float]] = {}
 

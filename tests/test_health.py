@@ -18,6 +18,7 @@ from groupax.health import (
     step_findings,
 )
 
+from .conftest import rest_heavy
 from .test_trainer import a_trainer, count_a
 
 HEALTHY = {
@@ -146,7 +147,7 @@ def test_steps_without_any_reward_are_told_at_once_and_not_as_equal_rewards():
 # -- runs
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 5])
+@pytest.mark.parametrize("num_steps", rest_heavy([2, 1, 5], quick=1))
 def test_a_run_without_any_reward_ends_and_says_why(tmp_path, num_steps, caplog):
     def nothing(completions):
         return [None] * len(completions)
@@ -161,6 +162,7 @@ def test_a_run_without_any_reward_ends_and_says_why(tmp_path, num_steps, caplog)
     assert [each["step"] for each in found(tmp_path) if each["name"] == "no_rewards"] == [1]
 
 
+@pytest.mark.heavy
 def test_a_rollout_without_any_reward_does_not_end_a_run(tmp_path):
     def sometimes(completion_ids, trainer_state):
         values = count_a(completion_ids)

@@ -322,6 +322,11 @@ def test_math_accuracy_on_math500():
         (r"\boxed{2\frac{1}{2}}", "2.5", 1),
         (r"\boxed{2 1/2}", "2.5", 1),
         ("50%", r"50\%", 1),
+        ("1e3", "1000", 1),
+        ("1e3", "1", 0),
+        ("0.0000001", 1e-7, 1),
+        (r"\boxed{7}", 7, 1),
+        ("nan", float("nan"), None),
         # nothing to read
         ("", "5", 0),
         ("nan", "5", 0),

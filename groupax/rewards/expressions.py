@@ -15,7 +15,7 @@ from groupax.rewards.text import Span, boxes, final_part, tagged
 MAX_LENGTH = 2000  # characters of an answer; a longer one is compared only if the gold answer is about as long
 TAIL = 4000  # characters at the end of a text in which an answer without a box is looked for
 
-DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+)(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+)(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\w))?|\.\d+"
 # `$$...$$`, `$...$`, `\(...\)`, `\[...\]`, and a fraction outside of them.
 MATH = re.compile(
     r"(?<!\\)\$\$(.{1,1000}?)(?<!\\)\$\$|(?<!\\)\$(?!\d+[^$]{0,99}\s\$\d)([^$\n]{1,1000}?)(?<!\\)\$(?!\d)"
@@ -34,6 +34,7 @@ CONNECTIVE = re.compile(r"(?i)[,;]?(?:and|or|oraswell|as wellas)?[,;]?")
 
 MINUS = re.compile("[−﹣－‒–]")
 SPACING = re.compile(r"\\(?:[,;: ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z]))|[~\s]")
+POWER_OF_TEN = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w)")
 MIXED = re.compile(r"(?<![\d.])(\d+) +(\d+) ?/ ?(\d+)(?![\d/])")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)")
 LIST_WORD = re.compile(r"\\(?:text|mathrm|textrm) ?\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
@@ -179,6 +180,7 @@ def _normalized(latex: str) -> str:
     latex = re.sub(r"\{,\}|,\\! *", ",", latex).replace(r"\!", "")
     latex = TEXT_WITH_DIGITS.sub(r" \1 ", SPACING.sub(" ", latex))
     latex = THOUSANDS.sub(lambda number: number[0].replace(" ", ""), LIST_WORD.sub(",", latex))
+    latex = POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", latex)
     latex = MIXED.sub(r"\1\\frac{\2}{\3}", re.sub(r",\s*,", ",", latex).strip())
     return re.sub(r"^\$+ *|(?<!\\) *\$*[.,]* *\$*$", "", latex)
 

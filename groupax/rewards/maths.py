@@ -1,7 +1,9 @@
 """Rewards for right answers to mathematical problems. Imports no jax."""
 
 import importlib.util
+import math
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from groupax.rewards.expressions import final_expression
@@ -54,15 +56,20 @@ def math_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[flo
         raise ImportError("math_accuracy needs math-verify: pip install 'groupax[math]'")
     rewards: list[float | None] = []
     for completion, gold in zip(completions, answer, strict=True):
-        expected = None if gold is None else gold_expression(str(gold))
+        expected = gold_expression(gold)
         found = final_expression(completion_text(completion))
         right = None if not expected else COMPARER(found or "", expected)
         rewards.append(None if right is None else float(right))
     return rewards
 
 
-def gold_expression(gold: str) -> str:
-    r"""The expression of a gold answer: the whole of it, unless it marks a part with `\boxed{}` or `$`."""
+def gold_expression(gold: Any) -> str:
+    r"""The expression of a gold answer: the whole of it, unless it marks a part with `\boxed{}` or `$`; "" for none."""
+    if gold is None or gold != gold:  # NaN is what tables have for none
+        return ""
+    if isinstance(gold, float) and math.isfinite(gold):
+        return format(Decimal(repr(gold)), "f")
+    gold = str(gold)
     marked = r"\boxed" in gold or "$" in gold.replace(r"\$", "")
     return (final_expression(gold) or "") if marked else gold
 
