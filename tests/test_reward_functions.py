@@ -302,6 +302,10 @@ def test_math_accuracy_on_math500():
         (r"\boxed{\pm 5}", "5", 0),
         (r"\boxed{5 \lor 6}", "6", 0),
         (r"\boxed{5 6}", "11", 0),
+        (r"\boxed{5 \text{cm}{6}}", "5", 0),
+        (r"\boxed{5\text{ e 6}}", "5", 0),
+        (r"\boxed{11_6}", "11", 0),
+        (r"\boxed{11_{6}}", "11_6", 1),
         (r"\boxed{1 \ldots 5}", "6", 0),
         # gold answers that are relations, intervals, sets or tuples
         (r"\boxed{5 \le x}", r"x \ge 5", 1),
