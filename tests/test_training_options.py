@@ -406,6 +406,18 @@ def test_a_reward_that_is_not_a_number_is_no_reward(tmp_path, caplog):
     assert all(np.isfinite(x).all() for x in leaves(trainer))
 
 
+@pytest.mark.heavy
+def test_the_entropy_coefficient_is_reported_as_trl_does_if_asked(tmp_path):
+    adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 100.0}
+    reported = {}
+    for definitions in ("groupax", "trl"):
+        trainer = a_trainer(tmp_path / definitions, metric_definitions=definitions, **adaptive)
+        metrics = trainer.learner.update(fixed_rows(trainer)).metrics
+        reported[definitions] = metrics["entropy_coef"]
+        assert metrics["policy_loss"] == pytest.approx(metrics["loss"] + 0.01 * metrics["entropy"], abs=1e-6)
+    assert reported == pytest.approx({"groupax": 0.01, "trl": 0.015})  # of this step, and of the next one
+
+
 @pytest.mark.parametrize("loss_type", rest_heavy(["grpo", "dr_grpo", "luspo", "sapo", "dapo"], quick=1))
 def test_masked_rows_count_in_the_denominator_only_if_asked(tmp_path, loss_type):
     updates = {}

@@ -38,7 +38,7 @@ def tagged(text: str, tag: str) -> str:
 
 def final_part(text: str) -> str:
     """What a completion says after its last `</think>`, or the whole of it; the end only of a very long one."""
-    return text[max(text.rfind("</think>") + len("</think>"), 0) if "</think>" in text else 0 :][-MAX_ANSWER_TEXT:]
+    return text.rpartition("</think>")[2][-MAX_ANSWER_TEXT:]
 
 
 def boxes(text: str) -> list[Span]:
