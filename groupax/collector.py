@@ -22,6 +22,7 @@ from groupax.metrics import (
     reward_metrics,
     scoring_metrics,
     solved_metrics,
+    trl_zero_std_frac,
     with_logged,
 )
 from groupax.objective.advantages import Advantages, group_advantages
@@ -199,7 +200,10 @@ class Collector:
     def _rollout_metrics(self, groups: Sequence[Group]) -> Metrics:
         rows = [row for group in groups for row in group]
         names = [reward.name for reward in self.runner.rewards]
-        metrics = completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), self._advantages(groups))
+        advantages, args = self._advantages(groups), self.args
+        metrics = completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), advantages)
+        if args.metric_definitions == "trl":
+            metrics |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
         if self.solved_by:
             rewards = np.array([[row.rewards[self.solved_by] for row in group] for group in groups], float)
             metrics |= solved_metrics(rewards)

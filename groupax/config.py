@@ -14,6 +14,7 @@ from groupax.objective.settings import (
     ImportanceSamplingLevel,
     KLEstimator,
     LossType,
+    MetricDefinitions,
     MultiObjectiveAggregation,
     RolloutCorrection,
     ScaleRewards,
@@ -240,6 +241,9 @@ class GRPOConfig:
     """One weight per reward function; None weighs all 1."""
     mask_truncated_completions: bool = False
     """Leave completions that hit max_completion_length out of the loss."""
+    masked_rows_in_denominator: bool = False
+    """Divide the losses of grpo, sapo, dr_grpo and luspo by all rows, those that mask_truncated_completions leaves out
+    included, as TRL does; by default by the rows that are left, so that masking does not weaken the step."""
     top_entropy_quantile: float = 1.0
     """Train on this share of tokens only, those of the highest entropy; below 1 it costs a forward pass a step."""
     off_policy_mask_threshold: float | None = None
@@ -410,6 +414,8 @@ class GRPOConfig:
     solved_by: str | None = None
     """The reward function whose 1 means that a completion is right, for pass@k and solved groups; None takes the first
     built-in one of that kind, e.g. gsm8k_accuracy, if there is one."""
+    metric_definitions: MetricDefinitions = "groupax"
+    """How metrics that TRL has too are defined where the two differ: "trl" as TRL 1.16 has them (docs/algorithm.md)."""
     logging_steps: int = 1
     """Write metrics (means over these steps) and rollouts every so many steps."""
     profile: int = 0

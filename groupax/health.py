@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from groupax.config import GRPOConfig
-from groupax.objective.settings import UNCLIPPED
+from groupax.objective.settings import UNCLIPPED, WEIGHTED_BY_LENGTH
 
+UNSCORED_ROLLOUTS = 3  # in a row, after which a run without any reward ends
 PATIENCE_STEPS = 5  # a finding about metrics needs this many steps in a row
 START_STEPS = 10  # what has changed since the start is told by the means of so many steps then and now
 KL_RUNAWAY = 1.0  # nats per token
@@ -38,6 +39,11 @@ def setup_findings(args: GRPOConfig, eos_ids: Sequence[int]) -> dict[str, str]:
         findings["luspo_level"] = (
             "loss_type 'luspo' is meant for one ratio per completion; set importance_sampling_level='sequence'"
         )
+    if args.importance_sampling_level == "sequence" and args.loss_type in WEIGHTED_BY_LENGTH:
+        findings["sequence_weights"] = (
+            f"with importance_sampling_level 'sequence' the loss_type {args.loss_type!r} sums over tokens, which "
+            "weights each sequence by its completion length; for GSPO's objective set loss_type='grpo'"
+        )
     if args.delta is not None and args.loss_type in UNCLIPPED:
         findings["delta_unused"] = f"delta {args.delta} has no effect with loss_type {args.loss_type!r}; leave it unset"
     if args.loss_type == "vespo" and args.importance_sampling_level != "token":
@@ -67,14 +73,30 @@ def step_findings(history: Sequence[Mapping[str, float]]) -> dict[str, str]:
         history: metrics of the run's first `START_STEPS` steps and of the last ones (see `remembered`).
     """
     recent = history[-PATIENCE_STEPS:]
-    if len(recent) < PATIENCE_STEPS:
-        return {}
     findings: dict[str, str] = {}
+    if num_unscored_steps(history):
+        findings["no_rewards"] = (
+            f"no completion of this step has a reward: {_listed(_reward_names(recent[-1]))} returned None for every "
+            "one, so that the step teaches nothing; None means that a function does not apply, so check that the "
+            "dataset has what the functions look at"
+        )
+    if len(recent) < PATIENCE_STEPS:
+        return findings
     for look in (_of_rewards, _of_lengths, _of_policy, _of_efficiency):
         findings |= look(recent)
     if len(history) >= 2 * START_STEPS:
         findings |= _since_the_start(history[:START_STEPS], history[-START_STEPS:])
     return findings
+
+
+def num_unscored_steps(history: Sequence[Mapping[str, float]]) -> int:
+    """Returns how many of the last steps in a row had no completion with a reward.
+
+    Args:
+        history: as `step_findings` takes it, so that the answer is at most `START_STEPS` in long runs.
+    """
+    scored = (index for index, metrics in enumerate(reversed(history)) if not _is_unscored(metrics))
+    return next(scored, len(history))
 
 
 def remembered(history: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
@@ -84,10 +106,11 @@ def remembered(history: Sequence[Mapping[str, float]]) -> list[Mapping[str, floa
 
 def _of_rewards(recent: Steps) -> dict[str, str]:
     findings = {}
-    if all(metrics["frac_reward_zero_std"] == 1.0 for metrics in recent):
+    scored = [metrics for metrics in recent if not _is_unscored(metrics)]
+    if scored and all(metrics["frac_reward_zero_std"] == 1.0 for metrics in recent):
         findings["rewards_equal"] = (
             f"for {PATIENCE_STEPS} steps all completions of each prompt got the same reward (mean "
-            f"{recent[-1]['reward']:.3g}), so there is nothing to learn from; check the reward function on the samples "
+            f"{scored[-1]['reward']:.3g}), so there is nothing to learn from; check the reward function on the samples "
             "in rollouts/, or use prompts that the model solves sometimes but not always"
         )
     if min(_values(recent, "filter/filled_up_frac")) > 0.5:
@@ -186,7 +209,7 @@ def _since_the_start(start: Steps, recent: Steps) -> dict[str, str]:
 
 def _reward_changes(start: Steps, recent: Steps) -> dict[str, float]:
     """By how many standard deviations each reward function's mean has changed."""
-    names = [name[len("rewards/") : -len("/mean")] for name in recent[-1] if _is_reward_mean(name)]
+    names = _reward_names(recent[-1])
     changes = {}
     for name in names if len(names) > 1 else ():
         std = max(_mean(start, f"rewards/{name}/std"), _mean(recent, f"rewards/{name}/std"))
@@ -195,8 +218,14 @@ def _reward_changes(start: Steps, recent: Steps) -> dict[str, float]:
     return changes
 
 
-def _is_reward_mean(name: str) -> bool:
-    return name.startswith("rewards/") and name.endswith("/mean")
+def _reward_names(metrics: Mapping[str, float]) -> list[str]:
+    prefix, suffix = "rewards/", "/mean"
+    names = (name for name in metrics if name.startswith(prefix) and name.endswith(suffix))
+    return [name[len(prefix) : -len(suffix)] for name in names]
+
+
+def _is_unscored(metrics: Mapping[str, float]) -> bool:
+    return metrics.get("rewards/unscorable_frac") == 1.0
 
 
 def _values(steps: Steps, name: str) -> list[float]:

@@ -36,6 +36,7 @@ from groupax.parallel.mesh import is_split, num_data_shards, sizes_text
 from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
 from groupax.parallel.transfer import fetched
 from groupax.step import (
+    ROUTER_LOSS,
     TrainState,
     across_shards,
     apply_update,
@@ -79,6 +80,7 @@ class LearnerSettings:
     offload_optimizer: bool = False
     offload_reference: bool = False
     share_prefix: SharePrefix = "auto"
+    masked_rows_in_denominator: bool = False
     top_entropy_quantile: float = 1.0
     weight_distribution_log_steps: int = 0
     sync_ref_model: bool = False
@@ -199,7 +201,7 @@ class Learner:
         if settings.top_entropy_quantile < 1:
             rows = self._with_policy_masks(rows)
         num_tokens = sum(int(row.mask.sum()) for row in rows)
-        num_rows = sum(bool(row.mask.any()) for row in rows)
+        num_rows = sum(settings.masked_rows_in_denominator or bool(row.mask.any()) for row in rows)
         counts = Denominators(jnp.float32(max(num_rows, 1)), jnp.float32(max(num_tokens, 1)))
         coef = applied_coef(self.entropy, settings.entropy)
         packed = self._pack(rows)
@@ -247,10 +249,13 @@ class Learner:
         metrics |= _means(tally, num_tokens) | {"update_skipped": float(not made), "loss_tokens": float(num_tokens)}
         if settings.objective.entropy_bonus:
             metrics["entropy_coef"] = coef
+            metrics["policy_loss"] = self._policy_loss(metrics, coef)
         if made:
             self.num_updates += 1
             if num_tokens:
                 self.entropy = next_entropy_state(self.entropy, settings.entropy, metrics["entropy"])
+                if settings.objective.entropy_bonus and settings.objective.metric_definitions == "trl":
+                    metrics["entropy_coef"] = self.entropy.coef
             with self._turn():
                 self._sync_reference()
         distributions = {} if before is None else self._distributions(before)
@@ -258,6 +263,14 @@ class Learner:
         metrics |= self._efficiency(packed, rows, time.perf_counter() - started_s)
         logps, entropies = (_by_row(packed, values, rows) for values in zip(*scored, strict=True))
         return Update(metrics, bool(made), logps, entropies, distributions)
+
+    def _policy_loss(self, metrics: Metrics, entropy_coef: float) -> float:
+        """The loss of a step without its entropy bonus and without a mixture's load-balancing loss."""
+        loss = metrics["loss"] + (entropy_coef * metrics["entropy"] if entropy_coef else 0.0)
+        if self.config.experts:
+            coef = self.settings.objective.router_aux_loss_coef
+            loss -= (self.config.experts.aux_loss_coef if coef is None else coef) * metrics[ROUTER_LOSS]
+        return loss
 
     def _distributions(self, before: Params) -> dict[str, np.ndarray]:
         """The norm of each weight that is trained, and how far it has moved from what it was before."""

@@ -7,6 +7,7 @@ import numpy as np
 
 from groupax.evaluation.estimates import pass_at_k, powers_up_to
 from groupax.objective.advantages import Advantages
+from groupax.objective.settings import MetricDefinitions, MultiObjectiveAggregation, ScaleRewards
 from groupax.rewards.scoring import Scored
 from groupax.rollout import Rollout
 
@@ -34,7 +35,9 @@ _SUMMARIES = {"mean": np.mean, "min": np.min, "max": np.max}
 
 
 def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Advantages) -> Metrics:
-    """Mean and spread of each reward and of their weighted sum.
+    """Returns the mean and spread of each reward and of their weighted sum.
+
+    `reward_std` is the standard deviation (ddof 1) over all completions, `reward_group_std` the mean of the groups'.
 
     Args:
         names: of the K reward functions.
@@ -49,10 +52,31 @@ def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Advant
     scorable = advantages.rewards[~np.isnan(advantages.rewards)]
     return metrics | {
         "reward": float(scorable.mean()) if scorable.size else float("nan"),
-        "reward_std": float(advantages.group_std.mean()),
+        "reward_std": float(scorable.std(ddof=1)) if scorable.size > 1 else 0.0,
+        "reward_group_std": float(advantages.group_std.mean()),
         "frac_reward_zero_std": float(advantages.zero_std.mean()),
         "rewards/unscorable_frac": 1.0 - scorable.size / len(rewards),
     }
+
+
+def trl_zero_std_frac(
+    advantages: Advantages, scale: ScaleRewards, aggregation: MultiObjectiveAggregation
+) -> dict[str, float]:
+    """Returns `frac_reward_zero_std` as TRL 1.16 has it, of the standard deviation that advantages are divided by.
+
+    With a deviation per group it is the share of groups where that is 0, and groups with fewer than two rewards have
+    none. With one deviation over the batch it is 1 if that is 0, and 0 otherwise.
+    """
+    known = ~np.isnan(advantages.rewards)
+    if aggregation == "normalize_then_sum":
+        frac = float(advantages.zero_std.all())
+    elif scale == "batch":
+        rewards = advantages.rewards[known]
+        frac = float(rewards.size > 1 and rewards.std(ddof=1) <= 1e-8)
+    else:
+        num_known = known.reshape(len(advantages.zero_std), -1).sum(axis=1)
+        frac = float((advantages.zero_std & (num_known > 1)).mean())
+    return {"frac_reward_zero_std": frac}
 
 
 def solved_metrics(rewards: np.ndarray) -> Metrics:
@@ -118,8 +142,10 @@ def is_measured(name: str) -> bool:
     return name.startswith(("time/", "memory/", "health/")) or name in ("step_time", "mfu") or name.endswith("_per_s")
 
 
-def window_mean(window: Sequence[Mapping[str, float]]) -> Metrics:
+def window_mean(window: Sequence[Mapping[str, float]], definitions: MetricDefinitions = "groupax") -> Metrics:
     """One line for several steps: means, but extremes stay extremes and counters keep their last value.
+
+    TRL averages extremes over the steps too.
 
     A step without a value (NaN), such as the mean of a reward that applied to none of its prompts, is left out.
     """
@@ -130,9 +156,9 @@ def window_mean(window: Sequence[Mapping[str, float]]) -> Metrics:
         kind = name.rpartition("/")[2]
         if name in ("step", "epoch", "num_tokens", "learning_rate"):
             merged[name] = values[-1]
-        elif kind.startswith("min_") or kind.endswith("_min"):
+        elif definitions != "trl" and (kind.startswith("min_") or kind.endswith("_min")):
             merged[name] = min(values)
-        elif kind.startswith("max_") or kind.endswith("_max"):
+        elif definitions != "trl" and (kind.startswith("max_") or kind.endswith("_max")):
             merged[name] = max(values)
         else:
             merged[name] = float(np.mean(values))

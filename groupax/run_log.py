@@ -173,7 +173,7 @@ class RunLog:
         self.findings(step, found)
         if step % self.args.logging_steps == 0 or step == self.num_steps:
             is_first = not self.last
-            self.last = window_mean(self.window)
+            self.last = window_mean(self.window, self.args.metric_definitions)
             self.window = []
             self._write_metrics(step, self.last)
             if self.args.log_completions:

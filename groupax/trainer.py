@@ -25,7 +25,7 @@ from groupax.engine.params import SamplingParams
 from groupax.errors import DivergedError, RewardError
 from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
 from groupax.evaluation.sets import named_sets
-from groupax.health import setup_findings
+from groupax.health import START_STEPS, UNSCORED_ROLLOUTS, num_unscored_steps, setup_findings
 from groupax.hub import push_folder
 from groupax.learner import Learner, Update
 from groupax.metrics import Metrics
@@ -219,7 +219,7 @@ class GRPOTrainer:
         Raises:
             DivergedError: `max_bad_steps` updates in a row were not finite. The model is saved as it was before them.
             RewardError: a reward function failed and `reward_errors` is "raise", or it failed for every completion of a
-                rollout.
+                rollout, or no completion has had a reward in several rollouts or in the whole run.
             PreemptedError: SIGTERM, SIGINT or a notice of maintenance asked the run to stop; its state is saved.
             RunError: the run cannot go on; its state is saved if there is where.
             ValueError: `resume` names a checkpoint that this run cannot continue.
@@ -280,6 +280,7 @@ class GRPOTrainer:
             metrics = update.metrics | {"rollout/staleness": staleness}
             log.step(self.cursor.step, metrics, scored, update.distributions)
             self.last_metrics = log.last
+            self._stop_if_nothing_is_scored(log)
             self._stop_if_diverged(log, stop, rows, update)
 
     def _rows_of_earlier_rollouts(self, log: RunLog, stop: StopRequests) -> list[Row]:
@@ -378,6 +379,18 @@ class GRPOTrainer:
                 f"{self.cursor.num_bad_steps} updates in a row were not finite (max_bad_steps), the last one in step "
                 f"{self.cursor.step}; the model as it was before them is in {folder}, their batches are in "
                 f"{batches}. Lower learning_rate, set beta above 0, or look at the rewards of these batches"
+            )
+
+    def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
+        """A few rollouts without any reward may happen where rewards are for some prompts only; more are a mistake."""
+        num_steps, step = num_unscored_steps(log.history), self.cursor.step
+        patience = min(UNSCORED_ROLLOUTS * max(1, self.slices.steps_per_rollout), START_STEPS)
+        if num_steps >= patience or num_steps == step == self.num_steps:
+            names = ", ".join(repr(reward.name) for reward in self.rewards)
+            raise RewardError(
+                f"in steps {step - num_steps + 1} to {step} no completion had a reward: every function ({names}) "
+                "returned None for every one of them. None means that a function does not apply to a completion; "
+                "return a number for those that it judges, and check that the dataset has what the functions look at"
             )
 
     # -- beside the loop -----------------------------------------------------------------------------------------

@@ -123,6 +123,16 @@ def test_trl_settings_become_native_ones(settings, expected):
     assert {name: getattr(config, name) for name in expected} == expected
 
 
+def test_trl_settings_take_trls_denominators_and_metrics():
+    native = trl.GRPOConfig(mask_truncated_completions=True).to_native()
+    assert (native.masked_rows_in_denominator, native.metric_definitions) == (True, "trl")
+
+
+def test_an_entropy_bonus_over_other_tokens_than_trls_is_told():
+    with pytest.warns(CompatWarning, match="over all loss tokens, where TRL takes it over the kept ones"):
+        trl.GRPOConfig(entropy_coef=0.01, top_entropy_quantile=0.2).to_native()
+
+
 def test_a_constant_schedule_has_no_warm_up():
     with pytest.warns(CompatWarning, match="'constant' has no warm-up"):
         config = trl.GRPOConfig(lr_scheduler_type="constant", warmup_steps=10).to_native(1, 24)
@@ -543,6 +553,27 @@ def test_apply_chat_template():
 def a_config(tmp_path, **settings):
     own = {"max_completion_length": 8, "learning_rate": 1e-2, "disable_tqdm": True, "logging_steps": 1, "max_steps": 3}
     return trl.GRPOConfig(str(tmp_path / "run"), **{**own, "save_strategy": "no", **settings})
+
+
+@pytest.mark.heavy
+def test_a_trl_run_reports_trls_metrics(folder, tmp_path):
+    drawn: dict[int, list[float]] = {}
+
+    def letters(completions, trainer_state, **kwargs):
+        values = [float(len(set(text))) for text in completions]
+        drawn.setdefault(trainer_state.global_step, []).extend(values)
+        return values
+
+    config = a_config(tmp_path, max_steps=2, scale_rewards="batch", entropy_coef=0.01, mask_truncated_completions=True)
+    trainer = trl.GRPOTrainer(str(folder), letters, config, PROMPTS)
+    trainer.train()
+    for step, line in enumerate(trainer.state.log_history):
+        assert line["reward_std"] == pytest.approx(np.std(drawn[step], ddof=1))
+        assert line["frac_reward_zero_std"] == float(np.std(drawn[step]) == 0)
+        if line["loss_tokens"]:
+            assert line["policy_loss"] == pytest.approx(line["loss"] + 0.01 * line["entropy"], abs=1e-6)
+    assert trainer.native.learner.settings.masked_rows_in_denominator
+    assert trainer.native.learner.settings.objective.metric_definitions == "trl"
 
 
 @pytest.mark.heavy

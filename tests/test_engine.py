@@ -526,11 +526,48 @@ def test_finding_stop_texts():
     assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["bc"], 0) == 3
     assert find_stop(spell, [0, 1, 2, 0, 1], 2, ["bc"], 0) == 3
     assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["ca", "ab"], 0) == 2
-    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["ab"], 4) == 4
+    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["ab"], 4) == 5
+    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["ab"], 2) == 5
+    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["ab"], 1) == 2
+    assert find_stop(spell, [0, 1, 2, 0, 1], 0, ["ab"], 5) is None
     assert find_stop(spell, [0, 1], 0, ["c"], 0) is None
     assert find_stop(spell, [], 0, ["c"], 0) is None
     assert text_before_stop("abcabc", ["c", "bc"]) == "a"
     assert text_before_stop("ab", ["c"]) == "ab"
+    assert text_before_stop("abcab", ["ab"], 2) == "abc"
+    assert text_before_stop("abcab", ["ab"], 1) == ""
+
+
+def test_a_stop_text_within_min_tokens_neither_ends_a_completion_nor_cuts_its_text(tiny_model):
+    params = SamplingParams(n=2, max_tokens=24, seed=3, temperature=5.0)
+    engine = engine_for(tiny_model, tokenizer=Letters(), max_slots=8)
+    ended = 0
+    for group in engine.generate(PROMPTS, params):
+        for sequence in group:
+            whole = letters(sequence.tokens)
+            for min_tokens in (0, 1, 2, 7, len(sequence.tokens)):
+                stop = (whole[1:3],)  # ends with the second token
+                exempt = len(letters(sequence.tokens[:min_tokens]))
+                start = next(
+                    (at for at in range(len(whole)) if whole.startswith(stop, at) and at + len(stop[0]) > exempt), None
+                )
+                kept = find_stop(letters, sequence.tokens, 0, stop, min_tokens)
+                assert text_before_stop(whole, stop, exempt) == whole[:start]
+                assert (kept is None) == (start is None)
+                assert kept is None or kept > min_tokens
+                ended += kept is not None
+    assert ended > 0
+    [[plain]] = engine.generate(PROMPTS[:1], replace(params, n=1))
+    stop = (letters(plain.tokens)[1:3],)
+    for min_tokens in (2, 9):
+        wanted = replace(params, n=1, stop=stop, min_tokens=min_tokens)
+        [[sequence]] = engine.generate(PROMPTS[:1], wanted)
+        exempt = len(letters(sequence.tokens[:min_tokens]))
+        assert len(sequence.tokens) > min_tokens
+        assert sequence.text == text_before_stop(letters(sequence.tokens), stop, exempt)
+        assert len(sequence.text) >= exempt - len(stop[0])
+        [[row]] = rollout(engine, Letters(), [{}], PROMPTS[:1], wanted, step=0)
+        assert row.text == sequence.text
 
 
 def test_updates_and_cancelling(tiny_model, expected):

@@ -7,8 +7,18 @@ import time
 import pytest
 
 from groupax import GRPOConfig
-from groupax.health import PATIENCE_STEPS, START_STEPS, remembered, setup_findings, step_findings
+from groupax.errors import RewardError
+from groupax.health import (
+    PATIENCE_STEPS,
+    START_STEPS,
+    UNSCORED_ROLLOUTS,
+    num_unscored_steps,
+    remembered,
+    setup_findings,
+    step_findings,
+)
 
+from .conftest import rest_heavy
 from .test_trainer import a_trainer, count_a
 
 HEALTHY = {
@@ -113,10 +123,54 @@ def test_what_is_off_before_the_first_step():
     assert setup_findings(GRPOConfig(), [1]) == {}
     assert set(setup_findings(GRPOConfig(learning_rate=0.0), [])) == {"learning_rate_zero", "no_eos"}
     assert set(setup_findings(GRPOConfig(loss_type="sapo", delta=0.5), [1])) == {"delta_unused"}
+    for loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        args = GRPOConfig(loss_type=loss_type, importance_sampling_level="sequence", epsilon_high=2.0)
+        assert "weights each sequence by its completion length" in setup_findings(args, [1])["sequence_weights"]
+    assert setup_findings(GRPOConfig(loss_type="grpo", importance_sampling_level="sequence"), [1]) == {}
     assert setup_findings(GRPOConfig(delta=4.0), [1]) == {}
 
 
+def test_steps_without_any_reward_are_told_at_once_and_not_as_equal_rewards():
+    unscored = {"frac_reward_zero_std": 1.0, "reward": float("nan"), "rewards/unscorable_frac": 1.0}
+    history = [*a_history(1), {**HEALTHY, **unscored}]
+    assert num_unscored_steps(history) == 1
+    assert set(step_findings(history)) == {"no_rewards"}
+    assert "'right' and 'form' returned None for every one" in step_findings(history)["no_rewards"]
+    assert set(step_findings(history * PATIENCE_STEPS)) == {"no_rewards"}
+    assert set(step_findings([{**HEALTHY, **unscored}] * PATIENCE_STEPS)) == {"no_rewards"}
+    equal = {**unscored, "reward": 0.25, "rewards/unscorable_frac": 0.0}
+    mixed = [{**HEALTHY, **equal}] * (PATIENCE_STEPS - 1) + [{**HEALTHY, **unscored}]
+    assert "(mean 0.25)" in step_findings(mixed)["rewards_equal"]
+    assert num_unscored_steps(a_history()) == num_unscored_steps([]) == 0
+
+
 # -- runs
+
+
+@pytest.mark.parametrize("num_steps", rest_heavy([2, 1, 5], quick=1))
+def test_a_run_without_any_reward_ends_and_says_why(tmp_path, num_steps, caplog):
+    def nothing(completions):
+        return [None] * len(completions)
+
+    def nothing_either(completions):
+        return [None] * len(completions)
+
+    last = min(num_steps, UNSCORED_ROLLOUTS)
+    with pytest.raises(RewardError, match=rf"steps 1 to {last} .*\('nothing', 'nothing_either'\) returned None"):
+        a_trainer(tmp_path, [nothing, nothing_either], max_steps=num_steps).train()
+    assert "same reward" not in caplog.text
+    assert [each["step"] for each in found(tmp_path) if each["name"] == "no_rewards"] == [1]
+
+
+@pytest.mark.heavy
+def test_a_rollout_without_any_reward_does_not_end_a_run(tmp_path):
+    def sometimes(completion_ids, trainer_state):
+        values = count_a(completion_ids)
+        return values if trainer_state.step % UNSCORED_ROLLOUTS == 2 else [None] * len(values)
+
+    trainer = a_trainer(tmp_path, sometimes, max_steps=7)
+    trainer.train()
+    assert trainer.cursor.step == 7
 
 
 def found(folder):

@@ -10,7 +10,7 @@ computes it.
 """
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import jax
@@ -21,7 +21,7 @@ import pytest
 from groupax.config import GRPOConfig
 from groupax.objective.aggregation import Denominators
 from groupax.objective.masks import top_entropy_threshold
-from groupax.objective.objective import Evidence, policy_objective
+from groupax.objective.objective import Evidence, empty_objective_tally, policy_objective
 from groupax.objective.settings import ObjectiveSettings
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -82,12 +82,30 @@ def test_loss_and_gradient_are_the_recorded_ones(case):
     np.testing.assert_allclose(loss, case["loss"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(grad, grad_logps, rtol=0, atol=1e-5)
 
-    # per row and not per token at the sequence level, and the KL after its correction: there our metrics differ
+    # per row and not per token at the sequence level, and the KL after its correction: there our own metrics differ
     if case["importance_sampling_level"] == "token":
         means = {name: float(total) / mask.sum() for name, total in tally.sums.items()}
         reported = means | {name: float(value) for name, value in (tally.minima | tally.maxima).items()}
         for name in (set(case["metrics"]) & set(reported)) - {"kl"}:
             np.testing.assert_allclose(reported[name], case["metrics"][name], atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_metrics_in_trls_definitions_are_the_recorded_ones(case):
+    names = ("logps", "old_logps", "ref_logps", "entropy", "mask", "advantages")
+    logps, old, ref, entropy, mask, advantages = (jnp.asarray(ARRAYS[f"{case['id']}/{name}"]) for name in names)
+    mask = mask.astype(bool)
+    settings = replace(settings_of(case), metric_definitions="trl")
+    evidence = Evidence(advantages, mask, old, old, ref if settings.beta else None)
+    counts = Denominators(jnp.float32(len(mask)), jnp.float32(mask.sum()))
+    tally = policy_objective(logps, entropy, evidence, counts, settings)[1]
+    expected = {*tally.sums, *tally.minima, *tally.maxima}
+    assert set(empty_objective_tally(settings).sums) == set(tally.sums)
+    assert expected >= set(case["metrics"]) - {"policy_loss", "entropy_coef", "aux_loss"}
+    reported = {name: float(total) / float(counts.num_tokens) for name, total in tally.sums.items()}
+    reported |= {name: float(value) for name, value in (tally.minima | tally.maxima).items()}
+    for name in set(case["metrics"]) & expected:
+        np.testing.assert_allclose(reported[name], case["metrics"][name], atol=1e-5, err_msg=name)
 
 
 def test_cispo_without_a_cap_is_refused_where_trl_takes_epsilon():

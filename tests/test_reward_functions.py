@@ -9,6 +9,7 @@ import time
 import pytest
 
 from groupax import rewards
+from groupax.rewards import math_process
 from groupax.rewards.maths import final_number
 
 from .conftest import SHARED
@@ -167,6 +168,32 @@ def test_repetition_penalty():
         ("- $18", 18),
         ("3-18", -18),
         ("3 - 18", 18),
+        (r"\boxed{\frac{1}{2}}", 0.5),
+        (r"-\frac12", -0.5),
+        (r"\boxed{2\frac{1}{2}}", 2.5),
+        ("2 1/2", 2.5),
+        ("2½ hours", 2.5),
+        ("1/2", 0.5),
+        ("5/0", None),
+        ("it is 1 000", 1000),
+        ("1\u202f000.5", 1000.5),
+        (r"1\,000", 1000),
+        ("−5", -5),
+        ("3–5", 5),
+        ("1e3", 1000),
+        (r"1.2 \times 10^{3}", 1200),
+        (r"\boxed{18 \text{ cm}^2}", 18),
+        (r"-\$1,234.50", -1234.5),
+        ("12.00%", 12),
+        ("£12.", 12),
+        ("The total is 12 (see note 3).", 12),
+        ("She has 12 (that is (1 + 2) * 4).", 12),
+        ("eighteen (18)", 18),
+        (r"of 3 we know \(18\)", 18),
+        ("The answer is 12. There are 3 boxes.", 12),
+        ("The answer is 3 + 9 = 12 apples in 2 boxes", 12),
+        (r"<think>\boxed{4}</think> 7", 7),
+        ("9" * 1000, None),
     ],
 )
 def test_final_numbers(text, number):
@@ -211,22 +238,155 @@ def test_math_accuracy_on_math500():
     values = rewards.math_accuracy([row["solution"] for row in rows], golds)
     missed = [row["unique_id"] for row, value in zip(rows, values, strict=True) if value != 1.0]
     assert len(rows) == 500
-    assert len(missed) <= 10, missed
+    assert missed == []
+    for attempt in (
+        r"\boxed{12345=%s}",
+        r"\boxed{\ge %s}",
+        r"\boxed{%s\approx 7}",
+        r"\boxed{%s}, no wait \boxed{12345}",
+    ):
+        assert 1.0 not in rewards.math_accuracy([attempt % gold for gold in golds], golds), attempt
     assert set(rewards.math_accuracy([r"The answer is \boxed{123456789}."] * 500, golds)) <= {0.0, None}
 
 
+@pytest.mark.parametrize(
+    ("text", "gold", "reward"),
+    [
+        # one answer: the last one, and the box before all else
+        (r"\boxed{3}, no wait \boxed{4}", "4", 1),
+        (r"\boxed{3}, no wait \boxed{4}", "3", 0),
+        (r"The final answer is $5$. I hope it is correct. \boxed{6}", "6", 1),
+        (r"The final answer is $5$. I hope it is correct. \boxed{6}", "5", 0),
+        (r"The final answer is $5$. I hope it is correct.", "5", 1),
+        ("The answer is $3$. No wait, the answer is $4$.", "4", 1),
+        (r"<think>\boxed{4}</think> so it is 5", "4", 0),
+        (r"<think>\boxed{4}</think> so it is 5", "5", 1),
+        (r"\boxed{4} <answer>5</answer>", "5", 1),
+        (r"\boxed{\boxed{5}}", "5", 1),
+        (r"5 \boxed{}", "5", 0),
+        (r"it is 5 \boxed{{5}", "5", 0),
+        ("the answer is 3 + 9 = 12 in 2 steps", "12", 1),
+        ("He has $20, spends $2 and keeps $18.", "18", 1),
+        ("The answer is (3+4)/2", "3.5", 1),
+        ("2^10", "1024", 1),
+        # relations and chains do not pass for a number
+        (r"\boxed{5=6}", "6", 0),
+        (r"\boxed{5=6}", "5", 0),
+        (r"\boxed{2+3=5}", "5", 0),
+        (r"\boxed{\ge 5}", "5", 0),
+        (r"\boxed{\neq 5}", "5", 0),
+        (r"\boxed{5\approx 6}", "5", 0),
+        (r"\boxed{5 \to 6}", "6", 0),
+        (r"\boxed{6 \equiv 1 \pmod 5}", "1", 0),
+        (r"\boxed{\text{at least }5}", "5", 0),
+        (r"\boxed{x=y=5}", "5", 0),
+        (r"\boxed{\pi = 5}", "5", 0),
+        (r"\boxed{(9,1)=(6,1)}", "(6,1)", 0),
+        # the value of a name does
+        (r"\boxed{x = 5}", "5", 1),
+        (r"\boxed{f(2)=5}", "5", 1),
+        (r"\boxed{\angle ABC = 5^\circ}", "5", 1),
+        (r"\boxed{x = 1 \text{ or } x = 2}", "2, 1", 1),
+        (r"\boxed{\sum_{i=1}^{3} i}", "6", 1),
+        # several candidates are a list
+        (r"\boxed{1, 2, 3, 4}", "4", 0),
+        (r"\boxed{1 \text{ or } 2}", "2", 0),
+        (r"\boxed{5 \text{ or 6}}", "5", 0),
+        (r"\boxed{5\text{ cm}^2, 6\text{ cm}^2}", "5", 0),
+        (r"\boxed{1} and \boxed{2}", "2", 0),
+        (r"$\boxed{1}$ or $\boxed{2}$", "1,2", 1),
+        (r"$3$ or $4$", "4", 0),
+        (r"\boxed{\{1,2,3\}}", "3", 0),
+        (r"\boxed{[0, 100]}", "5", 0),
+        (r"\boxed{x \in [0, 100]}", "5", 0),
+        (r"\boxed{\pm 5}", "5", 0),
+        (r"\boxed{5 \lor 6}", "6", 0),
+        (r"\boxed{5 6}", "11", 0),
+        (r"\boxed{5 \text{cm}{6}}", "5", 0),
+        (r"\boxed{5\text{ e 6}}", "5", 0),
+        (r"\boxed{11_6}", "11", 0),
+        (r"\boxed{11_{6}}", "11_6", 1),
+        (r"\boxed{1 \ldots 5}", "6", 0),
+        # gold answers that are relations, intervals, sets or tuples
+        (r"\boxed{5 \le x}", r"x \ge 5", 1),
+        (r"\boxed{x > 5}", r"x \ge 5", 0),
+        (r"\boxed{5}", r"x \ge 5", 0),
+        (r"\boxed{[5,\infty)}", r"x \ge 5", 1),
+        (r"\boxed{1 + 2x = y}", "y = 2x+1", 1),
+        (r"\boxed{2x+1}", "y = 2x+1", 0),
+        (r"\boxed{5}", "x=5", 1),
+        (r"\boxed{y=5}", "x=5", 0),
+        (r"\boxed{[-2,7]}", r"x \in [-2,7]", 1),
+        (r"\boxed{(2,1)}", "(1,2)", 0),
+        (r"\boxed{2,-2}", r"\pm 2", 1),
+        # ways to write a number
+        (r"\boxed{1 000}", "1000", 1),
+        (r"\boxed{1{,}000}", "1000", 1),
+        (r"\boxed{−5}", "-5", 1),
+        (r"\boxed{2\frac{1}{2}}", "2.5", 1),
+        (r"\boxed{2 1/2}", "2.5", 1),
+        ("50%", r"50\%", 1),
+        ("1e3", "1000", 1),
+        ("1e3", "1", 0),
+        ("0.0000001", 1e-7, 1),
+        (r"\boxed{7}", 7, 1),
+        ("nan", float("nan"), None),
+        # nothing to read
+        ("", "5", 0),
+        ("nan", "5", 0),
+        (r"\def\a{5}\boxed{\a}", "5", 0),
+        ([], "5", 0),
+        ([{"role": "assistant", "content": None}], "5", 0),
+        ([{"role": "assistant", "content": [{"type": "text", "text": r"\boxed{5}"}]}], "5", 1),
+        (r"\boxed{5}", "", None),
+        (r"\boxed{5}", None, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_which_answers_are_right(text, gold, reward):
+    assert rewards.math_accuracy([text], [gold]) == [reward]
+
+
+@pytest.mark.parametrize("reward", [rewards.math_accuracy, rewards.gsm8k_accuracy])
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{",
+        "<answer>",
+        "</think>",
+        "answer is 5 ",
+        r"\(",
+        "$",
+        "$$",
+        "(1) ",
+        "1/",
+        "1 111 ",
+        r"\frac{1}",
+        "{",
+        "9",
+    ],
+)
+def test_long_completions_take_little_time(reward, text):
+    started_s = time.perf_counter()
+    reward([text * (3_000_000 // len(text))], ["5"])
+    assert time.perf_counter() - started_s < 20  # quadratic time would take hours
+
+
 @pytest.mark.heavy
-def test_math_accuracy_in_a_thread_survives_answers_that_never_end():
+def test_answers_that_never_end_are_wrong_in_any_thread():
+    texts = [r"\boxed{4/8}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{4/8}"]
     values = []
-    texts = [r"\boxed{4/8}", r"$9^{9^{9^{9}}}$", r"\boxed{4/8}"]
-
-    def compare():
-        values.extend(rewards.math_accuracy(texts, ["0.5", "9^{9^{9}}", "0.5"]))
-
-    thread = threading.Thread(target=compare)
+    golds = ["0.5", "9^{9^{9}}", "0.5"]
+    thread = threading.Thread(target=lambda: values.extend(rewards.math_accuracy(texts, golds)))
     thread.start()
     thread.join()
-    assert values == [1.0, 0.0, 1.0]
+    assert values == rewards.math_accuracy(texts, golds) == [1.0, 0.0, 1.0]
+
+
+def test_a_comparing_process_that_does_not_start_is_no_wrong_answer(monkeypatch):
+    monkeypatch.setattr(math_process.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="did not start"):
+        math_process.Comparer()("1", "1")
 
 
 # -- the rewards of the documents that groupax was asked for in, as they are written there

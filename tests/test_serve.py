@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from groupax import SamplingParams, save_model
+from groupax.engine.stops import text_before_stop
 from groupax.parallel import peak
 from groupax.serve.answers import Answers, Completion, Vocabulary
 from groupax.serve.app import EventStream, Limits, Server
@@ -145,6 +146,22 @@ def test_streamed_texts_are_never_taken_back(size, stop):
     data = text.encode()
     stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"), stop)
     whole = text[: min([text.find(each) for each in stop if each in text], default=None)]
+    told = ""
+    for start in range(0, len(data), size):
+        told += stream.add(list(data[start : start + size]))
+        assert whole.startswith(told)
+    assert told + stream.end(whole) == whole
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("min_tokens", [0, 5, 7, 8, 26, 40])
+def test_streamed_texts_are_cut_only_behind_min_tokens(size, min_tokens):
+    text, stop = "hello, hello — hello world", "hello"
+    data = text.encode()
+    stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"), (stop,), min_tokens=min_tokens)
+    exempt = len(data[:min_tokens].decode(errors="ignore"))
+    whole = text_before_stop(text, (stop,), exempt)
+    assert whole == {0: "", 5: "hello, ", 7: "hello, ", 8: "hello, ", 26: text, 40: text}.get(min_tokens)
     told = ""
     for start in range(0, len(data), size):
         told += stream.add(list(data[start : start + size]))

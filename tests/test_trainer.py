@@ -377,6 +377,8 @@ def test_window_keeps_extremes_and_counters():
     assert found.pop("rewards/math/mean") == 0.5  # of the steps in which it applied
     assert np.isnan(found.pop("rewards/code/mean"))
     assert found == merged
+    in_trl = window_mean(window, "trl")
+    assert (in_trl["completions/min_length"], in_trl["completions/max_length"]) == (2.5, 6.5)
 
 
 @pytest.mark.parametrize("kind", ["rich", "tqdm", "json"])

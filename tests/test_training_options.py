@@ -406,6 +406,32 @@ def test_a_reward_that_is_not_a_number_is_no_reward(tmp_path, caplog):
     assert all(np.isfinite(x).all() for x in leaves(trainer))
 
 
+@pytest.mark.heavy
+def test_the_entropy_coefficient_is_reported_as_trl_does_if_asked(tmp_path):
+    adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 100.0}
+    reported = {}
+    for definitions in ("groupax", "trl"):
+        trainer = a_trainer(tmp_path / definitions, metric_definitions=definitions, **adaptive)
+        metrics = trainer.learner.update(fixed_rows(trainer)).metrics
+        reported[definitions] = metrics["entropy_coef"]
+        assert metrics["policy_loss"] == pytest.approx(metrics["loss"] + 0.01 * metrics["entropy"], abs=1e-6)
+    assert reported == pytest.approx({"groupax": 0.01, "trl": 0.015})  # of this step, and of the next one
+
+
+@pytest.mark.parametrize("loss_type", rest_heavy(["grpo", "dr_grpo", "luspo", "sapo", "dapo"], quick=1))
+def test_masked_rows_count_in_the_denominator_only_if_asked(tmp_path, loss_type):
+    updates = {}
+    for counted in (False, True):
+        settings = {"loss_type": loss_type, "masked_rows_in_denominator": counted, "optimizer": "sgd"}
+        trainer = a_trainer(tmp_path / str(counted), max_grad_norm=0.0, **settings)
+        rows = fixed_rows(trainer)
+        rows = [replace(row, mask=row.mask & (index % 4 > 0)) for index, row in enumerate(rows)]
+        rows = [replace(row, advantage=float(index % 3) - 1.0) for index, row in enumerate(rows)]
+        updates[counted] = trainer.learner.update(rows)
+    ratio = updates[True].metrics["grad_norm"] / updates[False].metrics["grad_norm"]
+    assert ratio == pytest.approx(1.0 if loss_type == "dapo" else 0.75, rel=1e-4)
+
+
 def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
     trainer = a_trainer(tmp_path, max_completion_length=1, mask_truncated_completions=True, max_steps=5)
     trainer.eos_ids = trainer.engine.eos_ids = ()

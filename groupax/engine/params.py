@@ -19,7 +19,8 @@ class SamplingParams:
     Attributes:
         n: completions per prompt.
         max_tokens: the longest completion, in tokens, its end-of-sequence token included.
-        min_tokens: no stop token or stop string ends a completion before it has as many.
+        min_tokens: tokens in which neither a stop token nor a stop text ends a completion; a stop text counts if it
+            ends after them.
         temperature: 0 takes the likeliest token (log-probs are then those at temperature 1); else at least 1e-6.
         top_k: 0 keeps all.
         top_p: in (0, 1]; 1 keeps all.

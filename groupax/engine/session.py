@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from groupax.engine.batch import Batch, longest
 from groupax.engine.scheduler import Sequence
-from groupax.engine.stops import find_stop, text_before_stop
+from groupax.engine.stops import exempt_length, find_stop, text_before_stop
 from groupax.tokenizer import context_of, decode_behind
 
 if TYPE_CHECKING:
@@ -162,4 +162,5 @@ class Session:
                 sequence.cut(kept)
                 sequence.finish_reason = "stop"
         if sequence.finish_reason:
-            sequence.text = text_before_stop(text_of(sequence.tokens), stop)
+            exempt = exempt_length(text_of, sequence.tokens, sequence.params.min_tokens) if stop else 0
+            sequence.text = text_before_stop(text_of(sequence.tokens), stop, exempt)

@@ -2,41 +2,51 @@
 
 from collections.abc import Callable, Sequence
 
+from groupax.tokenizer import REPLACEMENT
+
 Decode = Callable[[Sequence[int]], str]
 
 
 def find_stop(
     decode: Decode, tokens: Sequence[int], num_checked: int, stop: Sequence[str], min_tokens: int
 ) -> int | None:
-    """How many tokens a completion keeps: the fewest whose text has one of the stop texts; None if none has.
+    """Returns how many tokens a completion keeps: the fewest whose text has a stop text; None if there is none.
 
-    A stop text may straddle tokens. The result does not depend on how many tokens are looked at together.
+    A stop text may straddle tokens. Only one that ends after the text of the first `min_tokens` tokens counts. The
+    result does not depend on how many tokens are looked at together.
 
     Args:
         decode: tokens to text.
         tokens: of the completion so far.
         num_checked: how many of them were looked at before.
         stop: texts that end it.
-        min_tokens: it keeps at least as many.
+        min_tokens: so many tokens are exempt.
     """
-    first = max(num_checked + 1, min_tokens, 1)
-    if len(tokens) < first or not _has_any(decode(tokens), stop):
+    exempt = exempt_length(decode, tokens, min_tokens)
+    first = max(num_checked, min_tokens) + 1
+    if len(tokens) < first or _first_stop(decode(tokens), stop, exempt) is None:
         return None
     low, high = first, len(tokens)  # more tokens never take a text away again, so halving finds the fewest
     while low < high:
         middle = (low + high) // 2
-        if _has_any(decode(tokens[:middle]), stop):
-            high = middle
-        else:
+        if _first_stop(decode(tokens[:middle]), stop, exempt) is None:
             low = middle + 1
+        else:
+            high = middle
     return low
 
 
-def text_before_stop(text: str, stop: Sequence[str]) -> str:
-    """The text up to the first stop text in it."""
-    ends = [text.find(end) for end in stop if end in text]
-    return text[: min(ends)] if ends else text
+def text_before_stop(text: str, stop: Sequence[str], exempt: int = 0) -> str:
+    """Returns the text up to the first stop text that ends after its first `exempt` characters."""
+    return text[: _first_stop(text, stop, exempt)]
 
 
-def _has_any(text: str, stop: Sequence[str]) -> bool:
-    return any(end in text for end in stop)
+def exempt_length(decode: Decode, tokens: Sequence[int], min_tokens: int) -> int:
+    """Returns how many characters the first `min_tokens` tokens make, in which stop texts do not count."""
+    return len(decode(tokens[:min_tokens]).rstrip(REPLACEMENT)) if min_tokens else 0
+
+
+def _first_stop(text: str, stop: Sequence[str], exempt: int) -> int | None:
+    """Where the first stop text begins that ends after the exempt characters."""
+    starts = [text.find(end, max(exempt - len(end) + 1, 0)) for end in stop]
+    return min((start for start in starts if start >= 0), default=None)

@@ -3,7 +3,9 @@
 import re
 from collections.abc import Callable
 
-from groupax.rewards.maths import final_number, last_boxed
+from groupax.rewards.maths import last_boxed
+from groupax.rewards.numbers import final_number, number_text
+from groupax.rewards.text import final_part
 
 # The rewards whose 1 means that an answer is right, and how the answer is read from a completion; None where answers
 # cannot be compared with each other, so that there is no vote.
@@ -19,7 +21,7 @@ ACCURACY_REWARDS: dict[str, str | None] = {
 def number_answer(text: str) -> str | None:
     """The number that a completion ends in, as `gsm8k_accuracy` reads it."""
     number = final_number(text)
-    return None if number is None else format(number.normalize(), "f")
+    return None if number is None else number_text(number)
 
 
 def tagged_answer(text: str) -> str | None:
@@ -34,6 +36,7 @@ def math_answer(text: str) -> str | None:
     Spacing and the size of LaTeX's brackets and fractions do not count. Two ways to write one value are two answers
     here; those that the reward calls right are one all the same (see `items.votes`).
     """
+    text = final_part(text)
     boxed = last_boxed(text)
     answer = boxed if boxed is not None else tagged_answer(text)
     if answer is None:

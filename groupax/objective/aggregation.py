@@ -15,7 +15,10 @@ from groupax.pytree import pytree
 
 @pytree
 class Denominators:
-    """Counts over an optimizer step: rows with at least one loss token, and loss tokens."""
+    """Counts over an optimizer step: its rows and its loss tokens.
+
+    Rows without a loss token count only with `masked_rows_in_denominator`.
+    """
 
     num_rows: Float[Array, ""]
     num_tokens: Float[Array, ""]

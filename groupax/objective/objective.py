@@ -74,7 +74,7 @@ def policy_objective(
     if evidence.sampler_logp is not None:
         correction = rollout_correction(old_logp, counted(evidence.sampler_logp), mask, settings)
     terms = Terms(logp, log_ratio, ratio, advantage, mask, correction)
-    tally = _tally(terms, entropy, settings)
+    tally = _tally(terms, entropy, counts, settings)
 
     token_losses = LOSSES[settings.loss_type](terms, settings)
     if settings.off_policy_mask_threshold is not None:
@@ -87,9 +87,9 @@ def policy_objective(
         token_losses = token_losses * correction
     if evidence.ref_logp is not None:
         kl = ESTIMATORS[settings.kl_estimator](logp, counted(evidence.ref_logp))
-        tally.sums["kl"] = jnp.sum(kl, where=mask)
-        kl = bias_corrected(kl, ratio, settings.kl_estimator) if settings.use_bias_correction_kl else kl
-        token_losses = token_losses + settings.beta * kl
+        corrected = bias_corrected(kl, ratio, settings.kl_estimator) if settings.use_bias_correction_kl else kl
+        tally.sums["kl"] = jnp.sum(corrected if settings.metric_definitions == "trl" else kl, where=mask)
+        token_losses = token_losses + settings.beta * corrected
     loss = aggregate(token_losses, mask, counts, settings)
     if settings.entropy_bonus:
         loss = loss - entropy_coef * jnp.sum(entropy, where=mask) / counts.num_tokens
@@ -112,7 +112,7 @@ def empty_objective_tally(settings: ObjectiveSettings) -> Tally:
     if loss is capped_reinforce:
         sums += ["cispo_clip_ratio"]
     if settings.loss_type == "vespo":
-        sums += ["vespo/phi_mean"]
+        sums += [_phi_name(settings)]
     if settings.beta > 0:
         sums += ["kl"]
     if settings.off_policy_mask_threshold is not None:
@@ -122,8 +122,24 @@ def empty_objective_tally(settings: ObjectiveSettings) -> Tally:
     return empty_tally(sums, minima, maxima)
 
 
-def _tally(terms: Terms, entropy: Float[Array, "B T"], settings: ObjectiveSettings) -> Tally:
+def _phi_name(settings: ObjectiveSettings) -> str:
+    return "vespo/phi_seq_mean" if settings.metric_definitions == "trl" else "vespo/phi_mean"
+
+
+def _tally(terms: Terms, entropy: Float[Array, "B T"], counts: Denominators, settings: ObjectiveSettings) -> Tally:
     mask = terms.mask
+    in_trl = settings.metric_definitions == "trl"
+
+    def total(x: Array, per_row: bool) -> Float[Array, ""]:
+        """The sum over tokens; of a number per row, what the mean over rows is such a sum of."""
+        x = jnp.broadcast_to(x, mask.shape).astype(jnp.float32)
+        return (
+            jnp.sum(_row_means(x, mask)) * (counts.num_tokens / counts.num_rows)
+            if in_trl and per_row
+            else jnp.sum(x, where=mask)
+        )
+
+    of_rows = settings.importance_sampling_level == "sequence"
     sums = {
         "entropy": jnp.sum(entropy, where=mask),
         "ratio/clamped_frac": _count(jnp.abs(terms.log_ratio) > LOG_RATIO_LIMIT, mask),
@@ -134,15 +150,16 @@ def _tally(terms: Terms, entropy: Float[Array, "B T"], settings: ObjectiveSettin
         # tokens whose clipped term is the smaller one, which therefore get no gradient
         low = (terms.ratio < 1.0 - settings.epsilon) & (terms.advantage < 0)
         high = (terms.ratio > 1.0 + settings.upper_epsilon) & (terms.advantage > 0)
-        sums["clip_ratio/low_mean"] = _count(low, mask)
-        sums["clip_ratio/high_mean"] = _count(high, mask)
-        sums["clip_ratio/region_mean"] = _count(low | high, mask)
-        minima["clip_ratio/low_min"] = jnp.min(_row_shares(low, mask), initial=jnp.inf, where=jnp.any(mask, axis=-1))
-        maxima["clip_ratio/high_max"] = jnp.max(_row_shares(high, mask), initial=-jnp.inf, where=jnp.any(mask, axis=-1))
+        sums["clip_ratio/low_mean"] = total(low, of_rows)
+        sums["clip_ratio/high_mean"] = total(high, of_rows)
+        sums["clip_ratio/region_mean"] = total(low | high, of_rows)
+        shares = [_row_means(x.astype(jnp.float32), mask) for x in (low, high)]
+        minima["clip_ratio/low_min"] = jnp.min(shares[0], initial=jnp.inf, where=jnp.any(mask, axis=-1))
+        maxima["clip_ratio/high_max"] = jnp.max(shares[1], initial=-jnp.inf, where=jnp.any(mask, axis=-1))
     if loss is capped_reinforce:
-        sums["cispo_clip_ratio"] = _count((terms.ratio > settings.upper_epsilon) & (terms.advantage > 0), mask)
+        sums["cispo_clip_ratio"] = total((terms.ratio > settings.upper_epsilon) & (terms.advantage > 0), of_rows)
     if settings.loss_type == "vespo":
-        sums["vespo/phi_mean"] = jnp.sum(jnp.broadcast_to(gamma_weight(terms, settings), mask.shape), where=mask)
+        sums[_phi_name(settings)] = total(gamma_weight(terms, settings), True)
     if terms.correction is not None:
         sums["rollout/correction_mean"] = jnp.sum(terms.correction, where=mask)
     return Tally(sums, minima, maxima)
@@ -152,6 +169,6 @@ def _count(tokens: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array,
     return jnp.sum(tokens & mask).astype(jnp.float32)
 
 
-def _row_shares(tokens: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
+def _row_means(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
     lengths = jnp.maximum(jnp.sum(mask, axis=-1), 1)
-    return jnp.sum(tokens & mask, axis=-1).astype(jnp.float32) / lengths.astype(jnp.float32)
+    return jnp.sum(x, axis=-1, where=mask) / lengths.astype(jnp.float32)

@@ -5,8 +5,11 @@ from typing import Literal
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 UNCLIPPED: tuple[LossType, ...] = ("cispo", "sapo", "vespo")  # for which `delta` means nothing
+# Whose losses sum over tokens, so that one ratio per completion counts as often as it has tokens.
+WEIGHTED_BY_LENGTH: tuple[LossType, ...] = ("bnpo", "dr_grpo", "dapo", "cispo")
 ImportanceSamplingLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k2", "k3"]
+MetricDefinitions = Literal["groupax", "trl"]
 ScaleRewards = Literal["group", "batch", "none"]
 MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 RolloutCorrection = Literal[
@@ -48,6 +51,8 @@ class ObjectiveSettings:
         router_aux_loss_coef: weight of a mixture of experts' load-balancing loss; None takes the model's own.
         temperature: of the distribution that log-probabilities are taken from.
         max_completion_length: dr_grpo's constant denominator per row.
+        metric_definitions: "trl" reports the KL after its correction, and averages what a row has one value of over
+            rows; "groupax" reports the KL itself, and averages over tokens.
     """
 
     loss_type: LossType = "dapo"
@@ -72,6 +77,7 @@ class ObjectiveSettings:
     router_aux_loss_coef: float | None = None
     temperature: float = 1.0
     max_completion_length: int = 256
+    metric_definitions: MetricDefinitions = "groupax"
 
     @property
     def upper_epsilon(self) -> float:

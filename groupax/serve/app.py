@@ -295,7 +295,12 @@ class Server:
         """The pieces of a streamed answer."""
         tokenizer = self.loop.engines[job.model].tokenizer
         texts = [
-            TextStream(lambda ids: decode(tokenizer, [ids])[0], each.params.stop, context_of(tokenizer, each.prompt))
+            TextStream(
+                lambda ids: decode(tokenizer, [ids])[0],
+                each.params.stop,
+                context_of(tokenizer, each.prompt),
+                each.params.min_tokens,
+            )
             for each in job.sequences
         ]
         completions = [Completion() for _ in job.sequences]

@@ -15,12 +15,18 @@ class TextStream:
         decode: tokens to text.
         stop: texts that end it.
         context: the tokens that it stands behind (see `tokenizer.context_of`).
+        min_tokens: of the completion; a stop text counts only if it ends after them.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str], context: Sequence[int] = ()
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str],
+        context: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._decode, self._stop = decode, stop
+        self._num_exempt, self._exempt = min_tokens, 0  # tokens that are still to come, and characters
         self._tokens = list(context)
         # a token's text may depend on the last one that has any: decode some tokens twice
         self._before, self._read = 0, len(self._tokens)
@@ -28,16 +34,24 @@ class TextStream:
 
     def add(self, tokens: Sequence[int]) -> str:
         """More tokens; returns the text that has become certain."""
+        if self._num_exempt > 0:
+            early, tokens = tokens[: self._num_exempt], tokens[self._num_exempt :]
+            self._num_exempt -= len(early)
+            self._read_on(early)
+            self._exempt = len(self._text)
+        self._read_on(tokens)
+        return self._told_up_to(self._certain())
+
+    def _read_on(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
         earlier = self._decode(self._tokens[self._before : self._read])
         both = self._decode(self._tokens[self._before :])
         if both.endswith(REPLACEMENT):
-            return ""
+            return
         self._text += both[len(earlier) :]
         if len(both) > len(earlier):
             self._before = self._read
         self._read = len(self._tokens)
-        return self._told_up_to(self._certain())
 
     def end(self, text: str) -> str:
         """The rest, if this is the whole text."""
@@ -49,7 +63,7 @@ class TextStream:
         return new
 
     def _certain(self) -> str:
-        text = text_before_stop(self._text, self._stop)
+        text = text_before_stop(self._text, self._stop, self._exempt)
         held = 0
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(text)), held, -1):

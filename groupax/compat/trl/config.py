@@ -169,6 +169,8 @@ class GRPOConfig(ForeignConfig):
         of_model = as_mapping(self.model_init_kwargs, "model_init_kwargs")
         settings = {name: getattr(self, name) for name in SAME}
         settings |= {
+            "masked_rows_in_denominator": True,
+            "metric_definitions": "trl",
             "output_dir": self.output_dir or "trainer_output",
             "prompts_per_step": _whole(rows * accumulated / self.num_generations),
             "updates_per_rollout": _whole(generated / accumulated),
@@ -198,6 +200,11 @@ class GRPOConfig(ForeignConfig):
             **self._sampling(),
         }
         settings |= sampled_alike(settings, self.num_generations_eval or self.num_generations)
+        if (self.entropy_coef or self.use_adaptive_entropy) and self.top_entropy_quantile < 1:
+            tell(
+                f"top_entropy_quantile={self.top_entropy_quantile} masks the policy loss; the entropy bonus is a mean "
+                "over all loss tokens, where TRL takes it over the kept ones"
+            )
         if mesh := mesh_of(self.deepspeed, self.fsdp, self.parallelism_config):
             settings |= {"mesh": mesh, "mesh_replicate": tuple(RULES)}
         settings["offload_optimizer"], weights = offloaded(self.deepspeed, self.fsdp)
