@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -22,9 +22,13 @@ from groupax.health import reward_findings
 from groupax.launch.command import launch
 from groupax.parallel import processes
 from groupax.planning.command import plan
+from groupax.preemption import before_training
 from groupax.recipes import RECIPES, load_recipe
 from groupax.serve.command import serve
 from groupax.view.command import view
+
+if TYPE_CHECKING:
+    from groupax.trainer import GRPOTrainer
 
 USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
 
@@ -137,6 +141,7 @@ def exit_status(name: str, command: Callable[[], object]) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
         return 130
     return status if isinstance(status, int) else 0
 
@@ -298,15 +303,24 @@ def start(command: Train) -> None:
         for note in (*notes, *told):
             print(note)
 
-    from groupax.report import BeforeAfter, write_report
     from groupax.trainer import GRPOTrainer
 
-    trainer = GRPOTrainer(model, list(rewards), args, dataset, sets)
+    with before_training():
+        trainer = GRPOTrainer(model, list(rewards), args, dataset, sets)
     trainer.run_folder.command = _recorded(command)
-    if sets is None:
+    with trainer.holding_folder():
+        _train_and_report(trainer, is_evaluated=sets is not None)
+
+
+def _train_and_report(trainer: "GRPOTrainer", is_evaluated: bool) -> None:
+    if not is_evaluated:
         trainer.train()
         return
-    before = trainer.evaluate()
+
+    from groupax.report import BeforeAfter, write_report
+
+    with before_training():
+        before = trainer.evaluate()
     for finding in reward_findings(before.errors).values():
         print(finding)
     result = trainer.train()
@@ -314,6 +328,7 @@ def start(command: Train) -> None:
     counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
     after = trainer.evaluate()
     if processes.is_first():
+        trainer.run_folder.flush()
         write_report(BeforeAfter(before, after, result, counts), trainer.run_folder.path)
         trainer.run_folder.sync()
 
