@@ -306,25 +306,25 @@ class RunFolder:
             return
         if self._lock is not None and not self._lock.is_in_place:
             self._lock_again()
-        missing = [name for name in self._texts if not (self.path / name).exists()]
-        if not (self.path / "metrics.jsonl").exists():
-            missing.append("metrics.jsonl")
+        missing = [name for name in (*self._texts, "metrics.jsonl") if not (self.path / name).exists()]
         if missing:
-            self.path.mkdir(parents=True, exist_ok=True)
             place = self._place_of_metrics()
             moved = f"; what was moved is now in {place}" if place else ""
             self.notices.append(
-                f"{', '.join(missing)} in {self.place} disappeared while the run goes on{moved}. The files are written "
-                "again; what else was there, as checkpoints and rollouts of earlier steps, is not"
+                f"files of the run in {self.place} were deleted or moved ({', '.join(missing)}{moved}). They are written "
+                "again; checkpoints and rollouts of earlier steps that are gone are not"
             )
-            for name in missing:
-                text = self._kept_metrics() if name == "metrics.jsonl" else self._texts[name]
-                _write_whole(self.path / name, text)
-            self._open_metrics()
-            self._rollout_log.forget()
+            self._write_again(missing)
         if self._tokenizer is not None and not (self.path / "tokenizer").exists():
             self._tokenizer.save_pretrained(self.path / "tokenizer")
         self._size = min(self._size, (self.path / "metrics.jsonl").stat().st_size)
+
+    def _write_again(self, names: Sequence[str]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            _write_whole(self.path / name, self._kept_metrics() if name == "metrics.jsonl" else self._texts[name])
+        self._open_metrics()
+        self._rollout_log.forget()
 
     def _lock_again(self) -> None:
         """The folder is not the one that was locked: lock the one that lies there, or a new one, or go elsewhere."""
@@ -334,7 +334,7 @@ class RunFolder:
         except LockedError:
             self._move_to_another("was taken by another run, after this run's files were moved or deleted")
         except (FileExistsError, NotADirectoryError):
-            self._move_to_another("is a folder no more")
+            self._move_to_another("is no longer a folder")
         else:
             self._lock.release()
             self._lock = lock
@@ -348,6 +348,7 @@ class RunFolder:
         self.notices.append(f"{self.place} {why}; the run goes on in {folder}")
         self._lock, self.path, self.place = lock, folder, str(folder)
         self._rollout_log.folder = folder / "rollouts"
+        self._write_again([*self._texts, "metrics.jsonl"])
 
     def _open_metrics(self) -> None:
         self._close_metrics()

@@ -411,8 +411,8 @@ class GRPOTrainer:
         if self.cursor.step >= self.num_steps:
             log.message(
                 f"the run in {self.run_folder.place} is complete, with {self.num_steps} steps; to train on, set a "
-                f"larger max_steps (groupax resume {self.run_folder.place} --max_steps {2 * self.num_steps}), for a new run "
-                "resume='never' or another output_dir"
+                f"larger max_steps (groupax resume {self.run_folder.place} --max_steps {2 * self.num_steps}); for a "
+                "new run, set resume='never' or another output_dir"
             )
 
     def _end(self, log: RunLog, saver: RunSaver, stop: StopRequests) -> None:

@@ -135,8 +135,8 @@ def _refuse_to_lose(faults: Mapping[int, Fault]) -> None:
     if any(fault.was_whole for fault in faults.values()):
         raise ValueError(
             f"this run has checkpoints, but none of them can be continued:\n{_listed(faults)}\nNothing was changed. "
-            "Use the groupax that wrote them, or begin a new run, with resume='never', which moves this one aside, or in "
-            "another output_dir"
+            "Use the groupax that wrote them, or begin a new run: with resume='never', which moves this one aside, or "
+            "in another output_dir"
         )
 
 

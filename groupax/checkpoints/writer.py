@@ -92,7 +92,11 @@ class CheckpointWriter:
 
     def newest(self) -> int | None:
         """The step of the newest whole checkpoint, if it is still there."""
-        return self.last_step if self.last_step in self.store.steps() else None
+        try:
+            steps = self.store.steps()
+        except OSError:  # its place does not answer, which is no reason to believe that it is gone
+            return self.last_step
+        return self.last_step if self.last_step in steps else None
 
     def wait(self) -> bool:
         """Wait for the checkpoint that is being written; returns whether it, or the one before it, could be written."""
