@@ -311,8 +311,8 @@ class RunFolder:
             place = self._place_of_metrics()
             moved = f"; what was moved is now in {place}" if place else ""
             self.notices.append(
-                f"files of the run in {self.place} were deleted or moved ({', '.join(missing)}{moved}). They are written "
-                "again; checkpoints and rollouts of earlier steps that are gone are not"
+                f"files of the run in {self.place} were deleted or moved ({', '.join(missing)}{moved}). They are "
+                "written again; checkpoints and rollouts of earlier steps that are gone are not"
             )
             self._write_again(missing)
         if self._tokenizer is not None and not (self.path / "tokenizer").exists():
