@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from groupax import commands, eval_commands
-from groupax.config import DecodingWeights, GRPOConfig
+from groupax.config import NAMES_ELSEWHERE, DecodingWeights, GRPOConfig, hint_for
 from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.field_types import nearest
@@ -153,6 +153,7 @@ def _tell_other_processes(error: Exception) -> None:
 
 def train(arguments: Sequence[str]) -> None:
     """`groupax train`."""
+    check_flags(arguments)
     start(
         tyro.cli(
             Train, prog="groupax train", args=list(arguments), default=train_defaults(arguments), use_underscores=True
@@ -167,11 +168,29 @@ def resume(arguments: Sequence[str]) -> None:
         raise ValueError("which run? groupax resume RUN_DIR [options of groupax train that are to differ]")
     options = list(arguments) if asks_help else list(arguments[1:])
     default = Train()
+    check_flags(options)
     if not asks_help:
         path = _flag(options, "--config")
         default = resumed_command(arguments[0].rstrip("/"))
         default = overlaid(default, _read_yaml(path), path) if path else default
     start(tyro.cli(Train, prog="groupax resume RUN_DIR", args=options, default=default, use_underscores=True))
+
+
+def check_flags(arguments: Sequence[str]) -> None:
+    """Point out the way to whoever writes a flag as another library has it.
+
+    Raises:
+        ValueError: a switch is given a value, or a flag has TRL's name.
+    """
+    switches = {item.name for item in fields(GRPOConfig) if item.type is bool}
+    for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
+        flag, equals, value = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in NAMES_ELSEWHERE:
+            raise ValueError(f"there is no option {flag}{hint_for(name, ())}")
+        given = value if equals else after
+        if flag.startswith("--") and name in switches and given.lower() in ("true", "false", "yes", "no", "1", "0"):
+            raise ValueError(f"--{name} takes no value: write --{name} to switch it on, --no_{name} to switch it off")
 
 
 def resumed_command(run: str) -> Train:

@@ -1,7 +1,7 @@
 """`GRPOConfig`: every setting of a run, validated when it is made. Imports no jax."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -32,7 +32,45 @@ TrackerName = Literal["wandb", "tensorboard", "trackio", "jsonl"]
 MOST_ROWS = 10**7  # completions of a rollout
 TRACKERS: tuple[str, ...] = get_args(TrackerName)
 
+# What TRL and transformers call a setting, and what to set here.
+NAMES_ELSEWHERE = {
+    "per_device_train_batch_size": "prompts_per_step, which counts the prompts of an optimizer step on all devices",
+    "gradient_accumulation_steps": "prompts_per_step; micro-batches are cut by themselves (micro_batch_tokens)",
+    "generation_batch_size": "prompts_per_step and updates_per_rollout",
+    "steps_per_generation": "updates_per_rollout",
+    "per_device_eval_batch_size": "max_concurrent_rows",
+    "num_generations_eval": "eval_num_generations",
+    "max_new_tokens": "max_completion_length",
+    "optim": "optimizer",
+    "bf16": "dtype='bfloat16'",
+    "fp16": "dtype='bfloat16'",
+    "torch_dtype": "dtype",
+    "eval_strategy": "eval_steps",
+    "evaluation_strategy": "eval_steps",
+    "save_strategy": "save_steps or save_interval_minutes",
+    "logging_strategy": "logging_steps",
+    "shuffle_dataset": "prompt_order",
+    "use_vllm": "rollout, for a server; by itself groupax samples with its own engine",
+    "vllm_importance_sampling_correction": "rollout_correction",
+    "lr_scheduler_kwargs": "learning_rate_end",
+    "resume_from_checkpoint": "resume",
+    "overwrite_output_dir": "resume='never'",
+    "disable_tqdm": "progress_bar='none'",
+    "hub_model_id": "groupax push, or GRPOTrainer.push_to_hub",
+    "push_to_hub": "groupax push, or GRPOTrainer.push_to_hub",
+    "kl_coef": "beta",
+    "cliprange": "epsilon",
+}
+
 T = TypeVar("T")
+
+
+def hint_for(name: str, known: Iterable[str]) -> str:
+    """What to say of a setting that does not exist: its name here, if it is another library's, or the nearest one."""
+    if name in NAMES_ELSEWHERE:
+        here = NAMES_ELSEWHERE[name]
+        return f"; that is TRL's or transformers' name: here it is {here} (groupax.compat.trl takes TRL's)"
+    return nearest(name, known)
 
 
 def _refusing_unknown_fields(cls: type[T]) -> type[T]:
@@ -43,7 +81,7 @@ def _refusing_unknown_fields(cls: type[T]) -> type[T]:
     def checked_init(self: T, **settings: Any) -> None:
         for name in settings:
             if name not in known:
-                raise TypeError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
+                raise TypeError(f"{cls.__name__} has no field {name!r}{hint_for(name, known)}")
         init(self, **{name: as_given(value, known[name]) for name, value in settings.items()})
 
     cls.__init__ = checked_init

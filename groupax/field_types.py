@@ -117,8 +117,11 @@ def check_type(name: str, value: Any, kind: Any) -> None:
 
 
 def as_given(value: Any, kind: Any) -> Any:
-    """The value as the field keeps it: lists as tuples, paths as texts, numpy's numbers as Python's."""
+    """The value as the field keeps it: lists as tuples, one text as a list of it, paths as texts, numpy's numbers as
+    Python's."""
     kinds = [get_origin(each) or each for each in _kinds(kind)]
+    if isinstance(value, str) and tuple in kinds and str not in kinds:
+        return (value,)
     if isinstance(value, list) and tuple in kinds:
         return tuple(value)
     if isinstance(value, os.PathLike) and str in kinds:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 from typing import Literal, get_args, get_origin
 
 import numpy as np
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from groupax import GRPOConfig, init_model, save_model
+from groupax.config import NAMES_ELSEWHERE
 from groupax.data import encode_examples, load_examples, visit_order
 from groupax.field_types import Range
 from groupax.slices import slices_of
@@ -27,6 +29,15 @@ def test_unknown_setting_names_the_nearest():
         GRPOConfig(learning_rte=1e-4)
     with pytest.raises(TypeError, match="no field 'per_device_batch'"):
         GRPOConfig.from_mapping({"per_device_batch": 3})
+
+
+def test_trls_names_point_to_ours():
+    own = {field.name for field in dataclasses.fields(GRPOConfig)}
+    for name, here in NAMES_ELSEWHERE.items():
+        assert name not in own
+        assert here.startswith("groupax push") or re.split(r"\W", here)[0] in own
+        with pytest.raises(TypeError, match=rf"no field '{name}'; that is TRL's .* here it is .*groupax\.compat\.trl"):
+            GRPOConfig(**{name: 1})
 
 
 @pytest.mark.parametrize(
@@ -53,7 +64,7 @@ def test_unknown_setting_names_the_nearest():
         ({"whole_epochs": 1}, "whole_epochs must be true or false, got 1"),
         ({"output_dir": 3}, "output_dir must be a text, got 3"),
         ({"reward_weights": ("1",)}, "reward_weights must be a list with each a number or None, got"),
-        ({"report_to": "wandb"}, "report_to must be a list with each one of wandb, .*, got 'wandb'"),
+        ({"report_to": "wandbb"}, "report_to must be a list with each one of wandb, .*did you mean wandb"),
         ({"report_to": ("wandbb",)}, "report_to must be a list with each one of wandb, .*, got"),
     ],
 )
@@ -128,6 +139,7 @@ def test_absurd_settings_together_are_refused():
 
 def test_lists_paths_and_numpys_numbers_are_settings_too(tmp_path):
     settings = {"output_dir": tmp_path, "learning_rate": np.float64(0.5), "max_steps": np.int32(3)}
+    assert GRPOConfig(report_to="jsonl", lora_r=1, lora_target_modules="q_proj").report_to == ("jsonl",)
     config = GRPOConfig(reward_weights=[1, 0.5], **settings)
     assert config == GRPOConfig(reward_weights=(1, 0.5), output_dir=str(tmp_path), learning_rate=0.5, max_steps=3)
     assert json.loads(json.dumps(config.to_dict()))["output_dir"] == str(tmp_path)

@@ -69,8 +69,9 @@ class ForeignConfig:
         name = fields.former.get(name, name)
         if name not in fields.defaults:
             raise TypeError(f"{type(self).__name__} has no field {name!r}{nearest(name, fields.defaults)}")
-        value = _as_number(name, value, fields.defaults[name])
-        if name in fields.inert and value != fields.defaults[name]:
+        if name not in fields.inert:
+            value = _as_number(name, value, fields.defaults[name])
+        elif value != fields.defaults[name]:
             tell(f"{fields.library}'s {name}={value!r} changes nothing in groupax: {fields.inert[name]}")
         self.given[name] = value
 
