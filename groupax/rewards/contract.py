@@ -241,8 +241,8 @@ def _imported(name: str, module: str, attribute: str) -> Any:
             raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
         beside = [path.stem for path in Path().glob("*.py")]
         raise ValueError(
-            f"reward {name!r} cannot be imported: there is no module {error.name!r}{nearest(error.name, beside)}; it is "
-            f"looked for in the current folder ({Path.cwd()}), in PYTHONPATH and among what is installed"
+            f"reward {name!r} cannot be imported: there is no module {error.name!r}; it is looked for in the current "
+            f"folder ({Path.cwd()}), in PYTHONPATH and among what is installed{nearest(error.name, beside)}"
         ) from error
     except ImportError as error:
         raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
@@ -250,7 +250,7 @@ def _imported(name: str, module: str, attribute: str) -> Any:
         functions = [each for each, value in vars(found).items() if callable(value) and not each.startswith("_")]
         have = f"; it has {', '.join(functions[:8])}" if functions else ""
         raise ValueError(
-            f"reward {name!r}: module {module!r} has no {attribute!r}{nearest(attribute, functions)}{have}"
+            f"reward {name!r}: module {module!r} has no {attribute!r}{have}{nearest(attribute, functions)}"
         )
     return getattr(found, attribute)
 
