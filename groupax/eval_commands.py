@@ -14,6 +14,7 @@ from groupax.engine.params import SamplingParams
 from groupax.health import reward_findings
 from groupax.parallel import processes
 from groupax.recipes import RECIPES, load_recipe
+from groupax.run_lock import refuse_locked
 
 DEFAULT_MAX_TOKENS = 512
 Given = tyro.conf.Positional
@@ -256,6 +257,7 @@ def _check(command: Eval) -> None:
         )
     if command.limit is not None and command.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {command.limit}")
+    refuse_locked(command.output_dir)
     if (command.output_dir / "metrics.jsonl").exists():
         raise ValueError(
             f"--output_dir {command.output_dir} is the folder of a training run, which has a result.json of its own; "

@@ -223,7 +223,8 @@ class RunSaver:
         return f"To go on, {again}{command}"
 
     def _tell(self, saved: Saved) -> None:
-        self.log.message(f"going on after step {saved.step}, from {saved.where}")
+        if saved.step < self.identity["num_steps"]:  # a complete run is told by the trainer
+            self.log.message(f"going on after step {saved.step}, from {saved.where}")
         then, now = saved.state["versions"], versions()
         changed = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
         if changed:
