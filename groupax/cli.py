@@ -183,7 +183,7 @@ def check_flags(arguments: Sequence[str]) -> None:
         ValueError: a switch is given a value, or a flag has TRL's name.
     """
     switches = {item.name for item in fields(GRPOConfig) if item.type is bool}
-    for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, after in zip(arguments, [*arguments, ""][1:], strict=True):
         flag, equals, value = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if flag.startswith("--") and name in NAMES_ELSEWHERE:
