@@ -71,6 +71,7 @@ WITHOUT_JAX = [
     "groupax.packing",
     "groupax.preemption",
     "groupax.remote",
+    "groupax.run_lock",
     "groupax.run_state",
     "groupax.slices",
     "groupax.tracking",
