@@ -15,13 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from groupax import __version__, commands, eval_commands
 from groupax.arguments import parsed
-from groupax.config import DecodingWeights, GRPOConfig
+from groupax.config import NAMES_ELSEWHERE, DecodingWeights, GRPOConfig, hint_for
 from groupax.engine.params import SamplingParams
 from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.field_types import nearest
@@ -29,11 +29,15 @@ from groupax.health import reward_findings
 from groupax.launch.command import launch
 from groupax.parallel import processes
 from groupax.planning.command import plan
+from groupax.preemption import before_training
 from groupax.printable import printable
 from groupax.progress import Progress, Rich, progress_named
 from groupax.recipes import RECIPES, Recipe, load_recipe
 from groupax.serve.command import serve
 from groupax.view.command import view
+
+if TYPE_CHECKING:
+    from groupax.trainer import GRPOTrainer
 
 _python_format = warnings.formatwarning
 USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists them)
@@ -161,7 +165,7 @@ def exit_status(name: str, command: Callable[[], object]) -> int:
         print(printable(f"{name}: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
         return 130
     return status if isinstance(status, int) else 0
 
@@ -173,6 +177,7 @@ def _tell_other_processes(error: Exception) -> None:
 
 def train(arguments: Sequence[str]) -> None:
     """`groupax train`."""
+    check_flags(arguments)
     start(parsed(Train, "train", arguments, train_defaults(arguments)))
 
 
@@ -184,10 +189,28 @@ def resume(arguments: Sequence[str]) -> None:
     if asks_help:
         parsed(Resume, "resume", ["--help"])
     options = list(arguments[1:])
+    check_flags(options)
     path = _flag(options, "--config")
     default = resumed_command(arguments[0].rstrip("/"))
     default = overlaid(default, _read_yaml(path), path) if path else default
     start(parsed(Train, "resume RUN_DIR", options, default))
+
+
+def check_flags(arguments: Sequence[str]) -> None:
+    """Point out the way to whoever writes a flag as another library has it.
+
+    Raises:
+        ValueError: a switch is given a value, or a flag has TRL's name.
+    """
+    switches = {item.name for item in fields(GRPOConfig) if item.type is bool}
+    for argument, after in zip(arguments, [*arguments, ""][1:], strict=True):
+        flag, equals, value = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in NAMES_ELSEWHERE:
+            raise ValueError(f"there is no option {flag}{hint_for(name, ())}")
+        given = value if equals else after
+        if flag.startswith("--") and name in switches and given.lower() in ("true", "false", "yes", "no", "1", "0"):
+            raise ValueError(f"--{name} takes no value: write --{name} to switch it on, --no_{name} to switch it off")
 
 
 def resumed_command(run: str) -> Train:
@@ -320,7 +343,6 @@ def _train(command: Train, recipe: Recipe | None, model: str, rewards: list[str]
     progress.phase("loading libraries")
 
     from groupax.evaluation.sets import ONLY_SET, sources_by_name
-    from groupax.report import BeforeAfter, next_commands, write_report
     from groupax.trainer import GRPOTrainer
 
     progress.phase("loading the data")
@@ -339,17 +361,23 @@ def _train(command: Train, recipe: Recipe | None, model: str, rewards: list[str]
         args = replace(args, chat_template=template)
         for note in (*notes, *told):
             progress.message(note)
-
-    trainer = GRPOTrainer(model, rewards, args, dataset, sets, progress=progress)
+    with before_training():
+        trainer = GRPOTrainer(model, list(rewards), args, dataset, sets, progress=progress)
     trainer.run_folder.command = _recorded(command)
-    if sets is None:
+    with trainer.holding_folder():
+        return _train_and_report(trainer, is_evaluated=sets is not None)
+
+
+def _train_and_report(trainer: "GRPOTrainer", is_evaluated: bool) -> list[Any]:
+    """Returns what to show at the end, on the first process."""
+    if not is_evaluated:
         result = trainer.train()
-        return (
-            next_commands(trainer.run_folder.place, trainer.prompts.examples[0]["prompt"], result)
-            if processes.is_first()
-            else []
-        )
-    before = trainer.evaluate()
+        return _next_commands(trainer, result)
+
+    from groupax.report import BeforeAfter, write_report
+
+    with before_training():
+        before = trainer.evaluate()
     for finding in reward_findings(before.errors).values():
         trainer.progress.message(finding, warning=True)
     result = trainer.train()
@@ -359,9 +387,19 @@ def _train(command: Train, recipe: Recipe | None, model: str, rewards: list[str]
     if not processes.is_first():
         return []
     trainer.progress.phase("writing the report")
+    trainer.run_folder.flush()
     closing = write_report(BeforeAfter(before, after, result, counts), trainer.run_folder.path)
     trainer.run_folder.sync()
-    return [*closing, *next_commands(trainer.run_folder.place, trainer.prompts.examples[0]["prompt"], result)]
+    return [*closing, *_next_commands(trainer, result)]
+
+
+def _next_commands(trainer: "GRPOTrainer", result: Any) -> list[Any]:
+    if not processes.is_first():
+        return []
+
+    from groupax.report import next_commands
+
+    return next_commands(trainer.run_folder.place, trainer.prompts.examples[0]["prompt"], result)
 
 
 def _recorded(command: Train) -> dict[str, Any]:

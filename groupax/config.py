@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 from groupax.chat import check_template_kwargs
-from groupax.field_types import as_given, as_read, check_type, nearest
+from groupax.field_types import as_given, as_read, check_range, check_text, check_type, nearest, ranged
 from groupax.objective.settings import (
     UNCLIPPED,
     ImportanceSamplingLevel,
@@ -34,9 +33,48 @@ LoRABias = Literal["none", "all", "lora_only"]
 TrackerName = Literal["wandb", "tensorboard", "trackio", "jsonl"]
 
 MOST_STOPS = 16  # stop texts; servers have such a limit too
+MOST_ROWS = 10**7  # completions of a rollout
 TRACKERS: tuple[str, ...] = get_args(TrackerName)
 
+# What TRL and transformers call a setting, and what to set here.
+NAMES_ELSEWHERE = {
+    "per_device_train_batch_size": "prompts_per_step, which counts the prompts of an optimizer step on all devices",
+    "gradient_accumulation_steps": "prompts_per_step; micro-batches are cut by themselves (micro_batch_tokens)",
+    "generation_batch_size": "prompts_per_step and updates_per_rollout",
+    "steps_per_generation": "updates_per_rollout",
+    "per_device_eval_batch_size": "max_concurrent_rows",
+    "num_generations_eval": "eval_num_generations",
+    "max_new_tokens": "max_completion_length",
+    "optim": "optimizer",
+    "bf16": "dtype='bfloat16'",
+    "fp16": "dtype='bfloat16'",
+    "torch_dtype": "dtype",
+    "eval_strategy": "eval_steps",
+    "evaluation_strategy": "eval_steps",
+    "save_strategy": "save_steps or save_interval_minutes",
+    "logging_strategy": "logging_steps",
+    "shuffle_dataset": "prompt_order",
+    "use_vllm": "rollout, for a server; by itself groupax samples with its own engine",
+    "vllm_importance_sampling_correction": "rollout_correction",
+    "lr_scheduler_kwargs": "learning_rate_end",
+    "resume_from_checkpoint": "resume",
+    "overwrite_output_dir": "resume='never'",
+    "disable_tqdm": "progress_bar='none'",
+    "hub_model_id": "groupax push, or GRPOTrainer.push_to_hub",
+    "push_to_hub": "groupax push, or GRPOTrainer.push_to_hub",
+    "kl_coef": "beta",
+    "cliprange": "epsilon",
+}
+
 T = TypeVar("T")
+
+
+def hint_for(name: str, known: Iterable[str]) -> str:
+    """What to say of a setting that does not exist: its name here, if it is another library's, or the nearest one."""
+    if name in NAMES_ELSEWHERE:
+        here = NAMES_ELSEWHERE[name]
+        return f"; that is TRL's or transformers' name: here it is {here} (groupax.compat.trl takes TRL's)"
+    return nearest(name, known)
 
 
 def _refusing_unknown_fields(cls: type[T]) -> type[T]:
@@ -47,68 +85,12 @@ def _refusing_unknown_fields(cls: type[T]) -> type[T]:
     def checked_init(self: T, **settings: Any) -> None:
         for name in settings:
             if name not in known:
-                raise TypeError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
+                raise TypeError(f"{cls.__name__} has no field {name!r}{hint_for(name, known)}")
         init(self, **{name: as_given(value, known[name]) for name, value in settings.items()})
 
     cls.__init__ = checked_init
     return cls
 
-
-_AT_LEAST = {
-    "seed": 0,
-    "num_iterations": 1,
-    "max_completion_length": 1,
-    "logging_steps": 1,
-    "log_completions_steps": 1,
-    "rollout_log_gb": 0,
-    "weight_distribution_log_steps": 0,
-    "max_concurrent_rows": 1,
-    "decoding_tp": 1,
-    "kv_cache_gb": 1e-6,
-    "lora_r": 0,
-    "profile": 0,
-    "max_staleness": 0,
-    "max_bad_steps": 1,
-    "reward_concurrency": 1,
-    "reward_workers": 0,
-    "reward_retries": 0,
-    "ref_model_sync_steps": 1,
-    "filter_budget": 1,
-    "epsilon": 0,
-    "epsilon_high": 0,
-    "rollout_correction_max": 1e-6,
-    "adam_epsilon": 0,
-    "beta": 0,
-    "learning_rate": 0,
-    "learning_rate_end": 0,
-    "max_grad_norm": 0,
-    "warmup_steps": 0,
-    "weight_decay": 0,
-    "eval_steps": 0,
-    "eval_num_generations": 1,
-    "eval_temperature": 0,
-    "eval_top_k": 0,
-    "save_steps": 0,
-    "save_interval_minutes": 0,
-    "save_total_limit": 0,
-    "top_k": 0,
-    "entropy_coef_delta": 0,
-    "router_aux_loss_coef": 0,
-    "vespo_k_pos": 0,
-    "vespo_k_neg": 0,
-    "vespo_lambda_pos": 0,
-    "vespo_lambda_neg": 0,
-    "sapo_temperature_pos": 1e-6,
-    "repetition_penalty": 1e-6,
-    "sapo_temperature_neg": 1e-6,
-}
-_BETWEEN = {
-    "rollout_timeout_s": (1, 1e6),
-    "warmup_ratio": (0, 1),
-    "top_entropy_quantile": (0, 1),
-    "ref_model_mixup_alpha": (0, 1),
-    "momentum": (0, 1),
-}
 
 # Settings that say something only if there is an adapter.
 _OF_ADAPTER = ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_bias", "lora_modules_to_save", "use_rslora")
@@ -125,13 +107,13 @@ class GRPOConfig:
     output_dir: str = "runs/grpo"
     """The run's folder, or its place in a bucket (s3://, gs://): config.json, metrics.jsonl, rollouts/, checkpoints/
     and the trained model/. An earlier run is continued if it is the same one (see resume), or else moved aside."""
-    seed: int = 0
+    seed: int = ranged(0, high=2**63 - 1)
     """Of data order and sampling. The same seed gives the same run on the same machine."""
 
     # How long
-    num_train_epochs: float = 3.0
+    num_train_epochs: float = ranged(3.0, 1e6)
     """Passes over the dataset; ignored if max_steps is set."""
-    max_steps: int = -1
+    max_steps: int = ranged(-1, 10**9, low=1, also=-1, because="-1 follows num_train_epochs")
     """Optimizer steps; -1 follows num_train_epochs."""
     prompt_order: PromptOrder = "shuffled"
     """How an epoch visits the prompts: in a permutation of its own, in the one that PyTorch's generator makes of the
@@ -141,41 +123,41 @@ class GRPOConfig:
     otherwise rollouts and steps go on into the next epoch."""
 
     # The batch
-    prompts_per_step: int | float = 8
+    prompts_per_step: int | float = ranged(8, 10**6, low=1e-4)
     """Prompts per optimizer step; a fraction trains on a group in several steps."""
-    num_generations: int = 8
+    num_generations: int = ranged(8, 2**16, low=2, because="a group needs at least 2 completions to compare")
     """Completions per prompt: the group whose rewards are compared."""
-    updates_per_rollout: int | float = 1
+    updates_per_rollout: int | float = ranged(1, 10**6, low=1e-4)
     """Optimizer steps per pass over a rollout, which samples prompts_per_step times as many prompts; with a fraction
     steps take completions of several rollouts."""
-    num_iterations: int = 1
+    num_iterations: int = ranged(1, 10**4, low=1)
     """Passes over each rollout; more than 1 trains off policy, within the clip range."""
-    max_staleness: int = 0
+    max_staleness: int = ranged(0, 10**4)
     """Make rollouts in threads while earlier steps train, by the policy of so many optimizer steps before the first
     update on them; 0 samples and trains in turn. Needs rollout_correction. See docs/async.md."""
     rollout: str | tuple[str, ...] = ()
     """Addresses of servers that sample the rollouts in place of this process, as http://host:8000; they get the
     policy's weights each time. `groupax serve`, or vLLM or SGLang, which need rollout_correction. Their key is that in
     the environment, GROUPAX_API_KEY. See docs/serving.md."""
-    rollout_timeout_s: float = 600.0
+    rollout_timeout_s: float = ranged(600.0, 1e6, low=1)
     """The longest that a server of `rollout` may take for the completions of one prompt; `groupax serve` has a limit
     of its own, --request_timeout_s."""
     rollout_folder: str | None = None
     """Where vLLM and SGLang find the policy's weights: a folder with one name here and on their machines; by default
     rollout_weights/ in output_dir."""
-    micro_batch_tokens: int | None = None
+    micro_batch_tokens: int | None = ranged(None, 10**9, low=1)
     """Tokens per device that go through the model at once in training; None chooses for the device."""
     filter_zero_variance: bool = False
     """Replace groups whose completions all got the same reward by groups of further prompts (dynamic sampling)."""
-    filter_budget: float = 4.0
+    filter_budget: float = ranged(4.0, 1e4, low=1)
     """At most this many times a step's prompts are sampled for it; then groups without signal fill it up."""
 
     # Prompts and completions
-    max_prompt_length: int | None = None
+    max_prompt_length: int | None = ranged(None, 10**9, low=1)
     """Longest prompt in tokens; None leaves what the model's context has beside max_completion_length."""
     prompt_overflow: PromptOverflow = "error"
     """What happens to a longer prompt: stop, leave it out, or keep its end."""
-    max_completion_length: int = 256
+    max_completion_length: int = ranged(256, 10**9, low=1)
     """Longest completion in tokens."""
     chat_template: str | None = None
     """A chat template for a tokenizer without one: a built-in name (chatml, plain) or a file."""
@@ -184,15 +166,17 @@ class GRPOConfig:
     arguments of a row, which go before these."""
 
     # Sampling
-    temperature: float = 1.0
+    temperature: float = ranged(
+        1.0, 1e3, low=1e-6, because="greedy completions of one prompt are all the same, which leaves nothing to compare"
+    )
     """Divides the logits, in sampling and in training alike."""
-    top_k: int = 0
+    top_k: int = ranged(0, 10**9)
     """Sample from the k likeliest tokens; 0 is off."""
-    top_p: float = 1.0
+    top_p: float = ranged(1.0, 1, low=1e-6)
     """Sample from the fewest tokens that hold this mass; 1 is off."""
-    min_p: float = 0.0
+    min_p: float = ranged(0.0, 1, is_open=True)
     """Sample from tokens at least this fraction as likely as the likeliest; 0 is off."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = ranged(1.0, 1e3, low=1e-3)
     """Makes tokens that occurred less likely, in sampling alone: the policy that is trained knows none. 1 is off."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion, e.g. "</answer>". Their tokens are part of it and are trained on, and reward
@@ -201,27 +185,27 @@ class GRPOConfig:
     # Objective
     loss_type: LossType = "dapo"
     """The loss of a token and how token losses are aggregated; see docs/algorithm.md."""
-    beta: float = 0.0
+    beta: float = ranged(0.0, 1e6)
     """Weight of the KL to the starting model; 0 loads no reference."""
-    epsilon: float = 0.2
+    epsilon: float = ranged(0.2, 1e6)
     """The ratio is clipped to at least 1 - epsilon."""
-    epsilon_high: float | None = None
+    epsilon_high: float | None = ranged(None, 1e6)
     """The ratio is clipped to at most 1 + epsilon_high; None takes epsilon. For cispo the cap of the ratio itself."""
-    delta: float | None = None
+    delta: float | None = ranged(None, 1e6)
     """Upper bound of the ratio for negative advantages too (two-sided clipping); None for none."""
     importance_sampling_level: ImportanceSamplingLevel = "token"
     """One ratio per token, or one per completion (GSPO)."""
-    sapo_temperature_pos: float = 1.0
+    sapo_temperature_pos: float = ranged(1.0, 1e6, low=1e-6)
     """sapo: steepness of the gate for positive advantages."""
-    sapo_temperature_neg: float = 1.05
+    sapo_temperature_neg: float = ranged(1.05, 1e6, low=1e-6)
     """sapo: steepness of the gate for the others."""
-    vespo_k_pos: float = 2.0
+    vespo_k_pos: float = ranged(2.0, 1e3)
     """vespo: exponent of the weight for advantages that are not negative."""
-    vespo_lambda_pos: float = 3.0
+    vespo_lambda_pos: float = ranged(3.0, 1e3)
     """vespo: decay of the weight for advantages that are not negative."""
-    vespo_k_neg: float = 3.0
+    vespo_k_neg: float = ranged(3.0, 1e3)
     """vespo: exponent of the weight for negative advantages."""
-    vespo_lambda_neg: float = 2.0
+    vespo_lambda_neg: float = ranged(2.0, 1e3)
     """vespo: decay of the weight for negative advantages."""
     kl_estimator: KLEstimator = "k3"
     """How the KL is estimated."""
@@ -229,68 +213,68 @@ class GRPOConfig:
     """Multiply the KL estimate by the ratio, which makes k3's gradient exact."""
     sync_ref_model: bool = False
     """Move the reference towards the policy every ref_model_sync_steps updates."""
-    ref_model_mixup_alpha: float = 0.6
+    ref_model_mixup_alpha: float = ranged(0.6, 1)
     """The policy's share in the new reference."""
-    ref_model_sync_steps: int = 512
+    ref_model_sync_steps: int = ranged(512, 10**9, low=1)
     """Updates between two moves of the reference."""
     scale_rewards: ScaleRewards = "group"
     """Divide advantages by the rewards' standard deviation in the group, in the batch, or not."""
     multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize"
     """Normalize the sum of several rewards, or each of them before they are summed (GDPO)."""
-    reward_weights: tuple[float, ...] | None = None
+    reward_weights: tuple[float, ...] | None = ranged(None, 1e6, low=-1e6)
     """One weight per reward function; None weighs all 1."""
     mask_truncated_completions: bool = False
     """Leave completions that hit max_completion_length out of the loss."""
     masked_rows_in_denominator: bool = False
     """Divide the losses of grpo, sapo, dr_grpo and luspo by all rows, those that mask_truncated_completions leaves out
     included, as TRL does; by default by the rows that are left, so that masking does not weaken the step."""
-    top_entropy_quantile: float = 1.0
+    top_entropy_quantile: float = ranged(1.0, 1)
     """Train on this share of tokens only, those of the highest entropy; below 1 it costs a forward pass a step."""
-    off_policy_mask_threshold: float | None = None
+    off_policy_mask_threshold: float | None = ranged(None, 1e6)
     """Leave completions with negative advantage out whose mean log-prob fell by more; None never does."""
     rollout_correction: RolloutCorrection = "none"
     """Weigh the loss by policy over sampler, per token or sequence, truncated or masked beyond the bounds."""
-    rollout_correction_min: float | None = None
+    rollout_correction_min: float | None = ranged(None, 1e6)
     """Lower bound of that weight; None for none."""
-    rollout_correction_max: float | None = 3.0
+    rollout_correction_max: float | None = ranged(3.0, 1e6, low=1e-6)
     """Upper bound of that weight; None for none."""
-    entropy_coef: float = 0.0
+    entropy_coef: float = ranged(0.0, 1e3, low=-1e3)
     """Weight of the entropy bonus; the first one if adaptive."""
     use_adaptive_entropy: bool = False
     """Raise the weight while the entropy is below entropy_target, lower it above."""
-    entropy_coef_min: float = 0.0
+    entropy_coef_min: float = ranged(0.0, 1e3, low=-1e3)
     """Lower bound of the adaptive weight."""
-    entropy_coef_max: float = 1.0
+    entropy_coef_max: float = ranged(1.0, 1e3, low=-1e3)
     """Upper bound of the adaptive weight."""
-    entropy_coef_delta: float = 0.005
+    entropy_coef_delta: float = ranged(0.005, 1e3)
     """Change of the adaptive weight per update."""
-    router_aux_loss_coef: float | None = None
+    router_aux_loss_coef: float | None = ranged(None, 1e3)
     """Mixtures of experts: weight of the load-balancing loss; None takes the one of the model's config.json."""
-    entropy_target: float = 0.2
+    entropy_target: float = ranged(0.2, 100)
     """Mean token entropy to hold, in nats; set it near what early steps report as `entropy`."""
 
     # Rewards
     reward_batch: Literal["group", "rollout"] = "group"
     """Call a reward function for each group, while others decode, or once for all completions of a rollout."""
-    reward_concurrency: int = 1
+    reward_concurrency: int = ranged(1, 10**4, low=1)
     """Calls of one sync reward function at a time; above 1 it has to bear several threads."""
-    reward_workers: int = 0
+    reward_workers: int = ranged(0, 10**4)
     """Processes to run sync reward functions in; 0 runs them in threads."""
     reward_workers_on: Literal["processes", "ray"] = "processes"
     """Where: processes of this machine, or tasks on a Ray cluster, the one that is there or a new one here."""
-    reward_timeout_s: float | None = 300.0
+    reward_timeout_s: float | None = ranged(300.0, 1e6, low=1e-3)
     """Longest call of a reward function in seconds; None for no limit."""
-    reward_retries: int = 0
+    reward_retries: int = ranged(0, 10**3)
     """Further tries of a call that raised or took too long."""
     reward_errors: Literal["none", "raise"] = "none"
     """Completions of a failed call get no reward and are counted, or the run stops."""
 
     # Adapter
-    lora_r: int = 0
+    lora_r: int = ranged(0, 2**16)
     """Rank of a LoRA adapter, which is then all that is trained; 0 trains every weight. See docs/lora.md."""
-    lora_alpha: float = 32.0
+    lora_alpha: float = ranged(32.0, 1e6, low=1e-6)
     """An adapter's changes are scaled by lora_alpha / lora_r."""
-    lora_dropout: float = 0.0
+    lora_dropout: float = ranged(0.0, 1, is_open=True)
     """Share of the inputs of an adapter's changes that is left out in training."""
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     """Modules to adapt, by the ends of their names, e.g. q_proj v_proj; "all-linear" is all matrices of the layers."""
@@ -306,31 +290,31 @@ class GRPOConfig:
     # Optimizer
     optimizer: OptimizerName = "adamw"
     """What turns gradients into updates."""
-    learning_rate: float = 1e-6
+    learning_rate: float = ranged(1e-6, 1e3)
     """Peak learning rate. Small models trained from scratch need far more, e.g. 2e-4."""
-    learning_rate_end: float = 0.0
+    learning_rate_end: float = ranged(0.0, 1e3)
     """Where "linear" and "cosine" end."""
     lr_scheduler_type: LRScheduler = "linear"
     """The schedule after warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: int = ranged(0, 10**9)
     """Steps of linear warm-up."""
-    warmup_ratio: float = 0.0
+    warmup_ratio: float = ranged(0.0, 1)
     """Warm-up as a share of the run, in place of warmup_steps."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = ranged(0.9, 1, is_open=True)
     """First-moment decay of adamw, lion and muon's adamw."""
-    adam_beta2: float = 0.999
+    adam_beta2: float = ranged(0.999, 1, is_open=True)
     """Second-moment decay, likewise."""
-    adam_epsilon: float = 1e-8
+    adam_epsilon: float = ranged(1e-8, 1)
     """AdamW's denominator floor."""
-    momentum: float = 0.0
+    momentum: float = ranged(0.0, 1)
     """Of sgd."""
-    weight_decay: float = 0.0
+    weight_decay: float = ranged(0.0, 1e3)
     """Decoupled weight decay."""
     weight_decay_scope: WeightDecayScope = "matrices"
     """Whether norms and biases decay too."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = ranged(1.0, 1e9)
     """Gradients are clipped to this global norm; 0 does not clip."""
-    max_bad_steps: int = 3
+    max_bad_steps: int = ranged(3, 10**9, low=1)
     """Stop after so many updates in a row that were skipped because the loss or a gradient was not finite."""
 
     # Compute
@@ -360,43 +344,43 @@ class GRPOConfig:
     """Keep the reference there; it comes to the devices to score a rollout."""
     share_prefix: SharePrefix = "auto"
     """Whether updates compute a prompt once for the rows of its group; "auto" does what takes less."""
-    max_concurrent_rows: int = 256
+    max_concurrent_rows: int = ranged(256, 10**6, low=1)
     """Most completions decoded at once."""
-    kv_cache_gb: float | None = None
+    kv_cache_gb: float | None = ranged(None, 1e6, low=1e-6)
     """Most memory of a device for keys and values, in GB; None allows 80 % of what is free. What does not fit waits."""
     kv_cache_dtype: Literal["same", "float32", "bfloat16"] = "same"
     """Of the keys and values; "same" as the weights that are decoded with, on CPU float32."""
     decoding_weights: DecodingWeights = "same"
     """What rollouts decode with: the policy's weights, or a copy of them in fewer bits, which is faster but not quite
     the policy (see rollout_correction)."""
-    decoding_tp: int = 1
+    decoding_tp: int = ranged(1, 10**5, low=1)
     """So many devices share the weights that rollouts are decoded with, each with some of the heads; with 1 each has
     all of them and rows of its own."""
 
     # Evaluation
-    eval_steps: int = 0
+    eval_steps: int = ranged(0, 10**9)
     """Evaluate on eval_dataset every so many steps; 0 never does."""
-    eval_num_generations: int = 1
+    eval_num_generations: int = ranged(1, 2**16, low=1)
     """Completions per prompt in evaluation; above 1, pass@k and maj@k up to that k are reported."""
-    eval_temperature: float = 0.0
+    eval_temperature: float = ranged(0.0, 1e3, low=1e-6, also=0)
     """Sampling temperature in evaluation; 0 is greedy."""
-    eval_top_p: float = 1.0
+    eval_top_p: float = ranged(1.0, 1, low=1e-6)
     """In evaluation: draw from the likeliest tokens that hold this probability."""
-    eval_top_k: int = 0
+    eval_top_k: int = ranged(0, 10**9)
     """In evaluation: draw from the likeliest tokens only; 0 keeps all."""
-    eval_min_p: float = 0.0
+    eval_min_p: float = ranged(0.0, 1, is_open=True)
     """In evaluation: drop tokens less likely than this share of the likeliest one's probability."""
-    eval_max_completion_length: int | None = None
+    eval_max_completion_length: int | None = ranged(None, 10**9, low=1)
     """Longest completion in evaluation; None takes max_completion_length."""
     eval_stop: tuple[str, ...] | None = None
     """Texts that end a completion in evaluation; None takes stop."""
 
     # Checkpoints
-    save_steps: int = 0
+    save_steps: int = ranged(0, 10**9)
     """Save everything that the next step depends on every so many steps; 0 goes by time alone."""
-    save_interval_minutes: float = 10.0
+    save_interval_minutes: float = ranged(10.0, 1e7)
     """Save it when so many minutes have passed since the last time; 0 goes by steps alone."""
-    save_total_limit: int | None = 2
+    save_total_limit: int | None = ranged(2, 10**6)
     """Checkpoints to keep, the newest ones; 0 or None keeps all."""
     save_optimizer_state: bool = True
     """Whether checkpoints have the optimizer's state; without it they are smaller, but a resumed run is another one."""
@@ -416,17 +400,17 @@ class GRPOConfig:
     built-in one of that kind, e.g. gsm8k_accuracy, if there is one."""
     metric_definitions: MetricDefinitions = "groupax"
     """How metrics that TRL has too are defined where the two differ: "trl" as TRL 1.16 has them (docs/algorithm.md)."""
-    logging_steps: int = 1
+    logging_steps: int = ranged(1, 10**9, low=1)
     """Write metrics (means over these steps) and rollouts every so many steps."""
-    profile: int = 0
+    profile: int = ranged(0, 10**6)
     """Trace so many steps, from the third on, into profile/ of the run folder, for Perfetto or XProf."""
     progress_bar: Literal["rich", "tqdm", "json", "none"] = "rich"
     """What is shown while training."""
     log_completions: bool = True
     """Show a sample group now and then, and keep logged steps' rollouts in the run folder."""
-    log_completions_steps: int = 1
+    log_completions_steps: int = ranged(1, 10**9, low=1)
     """Keep the rollouts of logged steps that are multiples of this, and of the first and the last one."""
-    rollout_log_gb: float | None = 20.0
+    rollout_log_gb: float | None = ranged(20.0, 1e9)
     """Most GB of rollouts/; beyond it steps are removed such that the others are evenly spread, but never the first,
     the newest and the best one. None for no limit."""
     report_to: tuple[TrackerName, ...] = ()
@@ -437,55 +421,31 @@ class GRPOConfig:
     """What wandb and trackio show the run under."""
     track_memory: bool = False
     """Measure after every step what memory is in use, beside its peak."""
-    weight_distribution_log_steps: int = 0
+    weight_distribution_log_steps: int = ranged(0, 10**9)
     """Every so many updates measure each weight's norm and how far the update moves it, for which what is trained is
     copied; 0 never does."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             check_type(field.name, getattr(self, field.name), field.type)
-        for name, limit in _AT_LEAST.items():
-            if getattr(self, name) is not None and not getattr(self, name) >= limit:
-                raise ValueError(f"{name} must be at least {limit}, got {getattr(self, name)}")
-        for name, (low, high) in _BETWEEN.items():
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} must be between {low} and {high}, got {getattr(self, name)}")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        if not all(math.isfinite(weight) for weight in self.reward_weights or ()):
-            raise ValueError(f"reward_weights must be finite numbers, got {self.reward_weights}")
-        if self.num_generations < 2:
+            check_range(field, getattr(self, field.name))
+            check_text(field.name, getattr(self, field.name))
+        if self.max_steps == -1 and not self.num_train_epochs:
             raise ValueError(
-                f"num_generations is {self.num_generations}; a group needs at least 2 completions to compare"
+                "num_train_epochs is 0 and max_steps -1, so that there is nothing to train; set one of them"
             )
-        if self.temperature <= 0:
+        rows = self.prompts_per_step * self.updates_per_rollout * self.num_generations
+        if rows > MOST_ROWS:
             raise ValueError(
-                f"temperature must be above 0 in training, got {self.temperature}: greedy completions of one prompt "
-                "are all the same, which leaves nothing to compare"
-            )
-        if self.max_steps == 0 or self.max_steps < -1:
-            raise ValueError(f"max_steps must be -1 (follow num_train_epochs) or at least 1, got {self.max_steps}")
-        if self.max_steps == -1 and not self.num_train_epochs > 0:
-            raise ValueError(f"num_train_epochs must be above 0, got {self.num_train_epochs}")
-        if not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
-            raise ValueError(f"top_p must be in (0, 1] and min_p in [0, 1), got {self.top_p} and {self.min_p}")
-        if not 0 < self.eval_top_p <= 1 or not 0 <= self.eval_min_p < 1:
-            raise ValueError(
-                f"eval_top_p must be in (0, 1] and eval_min_p in [0, 1), got {self.eval_top_p} and {self.eval_min_p}"
+                f"a rollout has {rows:,.0f} completions, and {MOST_ROWS:,} are the most; lower prompts_per_step "
+                f"({self.prompts_per_step}), updates_per_rollout ({self.updates_per_rollout}) or num_generations "
+                f"({self.num_generations})"
             )
         if self.eval_num_generations > 1 and self.eval_temperature == 0:
             raise ValueError(
                 f"eval_num_generations is {self.eval_num_generations}, but at eval_temperature 0 all completions of a "
                 "prompt are the same; set eval_temperature, e.g. to 0.8"
             )
-        for name in ("prompts_per_step", "updates_per_rollout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be at least 1, or a fraction of it above 0, got {getattr(self, name)}")
-        for name in ("max_prompt_length", "micro_batch_tokens", "eval_max_completion_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 or None, got {value}")
         check_template_kwargs(self.chat_template_kwargs, "chat_template_kwargs")
         for name in ("stop", "eval_stop"):
             _check_stops(name, getattr(self, name) or ())
@@ -496,8 +456,6 @@ class GRPOConfig:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
-        if self.reward_timeout_s is not None and not self.reward_timeout_s > 0:
-            raise ValueError(f"reward_timeout_s must be above 0 or None, got {self.reward_timeout_s}")
         if self.reward_workers_on == "ray" and not self.reward_workers:
             raise ValueError(
                 "reward_workers_on is 'ray', but reward_workers is 0, which calls reward functions in threads of this "

@@ -16,6 +16,7 @@ from groupax.health import reward_findings
 from groupax.parallel import processes
 from groupax.progress import Progress, progress_named, shown_by_the_first
 from groupax.recipes import RECIPES, load_recipe
+from groupax.run_lock import refuse_locked
 
 DEFAULT_MAX_TOKENS = 512
 Given = tyro.conf.Positional
@@ -273,6 +274,7 @@ def _check(command: Eval) -> None:
         )
     if command.limit is not None and command.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {command.limit}")
+    refuse_locked(command.output_dir)
     if (command.output_dir / "metrics.jsonl").exists():
         raise ValueError(
             f"--output_dir {command.output_dir} is the folder of a training run, which has a result.json of its own; "

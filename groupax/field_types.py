@@ -1,15 +1,97 @@
 """Values of settings and the types of their fields: what fits, and what YAML or JSON means. Imports no jax."""
 
+import dataclasses
 import difflib
 import os
 import types
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "None"}
 _NUMBERS = {int: (int, np.integer), float: (int, float, np.integer, np.floating)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The numbers that a setting may be; none of them is infinite or not a number.
+
+    Attributes:
+        low: the least one.
+        high: the greatest one, or with `is_open` what all are below.
+        is_open: `high` itself is not allowed.
+        also: one more number that is allowed.
+        because: why others make no sense, for the user who tries them.
+    """
+
+    low: int | float = 0
+    high: int | float
+    is_open: bool = False
+    also: int | float | None = None
+    because: str = ""
+
+    def has(self, number: int | float) -> bool:
+        """Whether the number is one of them."""
+        inside = self.low <= number < self.high or (number == self.high and not self.is_open)
+        return inside or (self.also is not None and number == self.also)
+
+    def __str__(self) -> str:
+        also = "" if self.also is None else f"{_number(self.also)} or "
+        if self.is_open:
+            return f"{also}at least {_number(self.low)} and below {_number(self.high)}"
+        return f"{also}between {_number(self.low)} and {_number(self.high)}"
+
+
+def ranged(default: Any, high: int | float, low: int | float = 0, **more: Any) -> Any:
+    """A dataclass field of numbers, or of a list of numbers, with the range that they are in (see `Range`)."""
+    return dataclasses.field(default=default, metadata={"range": Range(low=low, high=high, **more)})
+
+
+def check_range(field: dataclasses.Field[Any], value: Any) -> None:
+    """Check that a setting is in the range of its field, if that has one.
+
+    Raises:
+        ValueError: it is not; names the setting, its value, its range and its default.
+    """
+    allowed = field.metadata.get("range")
+    if allowed is None or value is None:
+        return
+    if all(allowed.has(number) for number in (value if isinstance(value, tuple) else (value,))):
+        return
+    each = " each" if isinstance(value, tuple) else ""
+    none = " or None" if type(None) in _kinds(field.type) else ""
+    because = f": {allowed.because}" if allowed.because else ""
+    raise ValueError(
+        f"{field.name} must{each} be {allowed}{none}, got {shown(value)}{because}; the default is {field.default}"
+    )
+
+
+def check_text(name: str, value: Any) -> None:
+    """Check that a setting's texts are not empty, and that the system can use them.
+
+    Raises:
+        ValueError: one is empty or has a character of number 0.
+    """
+    for text in value if isinstance(value, tuple) else (value,):
+        if isinstance(text, str) and (not text.strip() or "\0" in text):
+            raise ValueError(f"{name} must not be an empty text, got {text!r}; leave it out for its default")
+
+
+def _number(number: int | float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: whole numbers may have thousands of digits."""
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return f"a whole number of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except ValueError:  # such a number within a list
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -32,7 +114,7 @@ def check_type(name: str, value: Any, kind: Any) -> None:
     """
     if not _fits(value, kind):
         hint = nearest(_unknown(value, kind), _choices(kind))
-        raise ValueError(f"{name} must be {' or '.join(map(_words, _kinds(kind)))}, got {value!r}{hint}")
+        raise ValueError(f"{name} must be {' or '.join(map(_words, _kinds(kind)))}, got {shown(value)}{hint}")
 
 
 def as_given(value: Any, kind: Any) -> Any:

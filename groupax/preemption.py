@@ -6,12 +6,15 @@ metadata server    says that a cloud's machine is about to go, some time before 
 
 import os
 import signal
+import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from groupax.errors import PreemptedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 METADATA_HOST = "metadata.google.internal"  # Google's; GCE_METADATA_HOST names another, as for its own tools
@@ -104,6 +107,23 @@ class StopRequests:
         if self._in_main_thread and not self._closed.is_set():
             self._noticed = True
             signal.pthread_kill(threading.main_thread().ident or 0, SIGNALS[0])
+
+
+@contextmanager
+def before_training() -> Iterator[None]:
+    """A request to stop ends the block at once, which prepares a run: there is nothing to save yet.
+
+    Raises:
+        PreemptedError: there was one; the user is told.
+    """
+    with StopRequests() as stop:
+        try:
+            with stop.abandonable():
+                yield
+        except AbandonedError:
+            message = f"stopped ({stop.reason}) before training began; nothing was saved. Start it again as before"
+            print(message, file=sys.stderr)
+            raise PreemptedError(message) from None
 
 
 def watch(notice: Callable[[str], None], closed: threading.Event) -> None:

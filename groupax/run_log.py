@@ -211,7 +211,10 @@ class RunLog:
                 self.ends = True
 
     def tell_fault(self) -> None:
-        """Tell when the run folder can no longer be written to, and when it can again."""
+        """Tell when the run folder can no longer be written to, when it can again, and what became of it."""
+        notices, self.folder.notices = self.folder.notices, []
+        for notice in notices:
+            self.message(notice, warning=True)
         fault, self.fault = self.fault, self.folder.fault
         if self.fault and not fault:
             self.message(

@@ -1,5 +1,7 @@
 """The run folder: settings, metrics and rollouts on disk. Imports no jax."""
 
+import contextlib
+import errno
 import json
 import os
 import secrets
@@ -16,10 +18,12 @@ from groupax.metrics import Metrics, json_numbers
 from groupax.remote import Remote, is_remote
 from groupax.rollout import Rollout
 from groupax.rollout_log import RolloutLog, TokenScores, write_table
+from groupax.run_lock import LOCK, LockedError, RunLock, refuse_locked
 
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
 TRACKED = "tracked.jsonl"  # of the tracker "jsonl", which goes on in it
 MOST_WAITING_TABLES = 64  # that are kept in memory while they cannot be written
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunFolder:
@@ -31,8 +35,10 @@ class RunFolder:
     `RolloutLog`); `evaluations/step_N.SET.jsonl`, one line per item; `bad_steps/`, batches whose update was not finite;
     `checkpoints/`; `model/`, written by the trainer at the end.
 
-    What cannot be written because the disk is full or read-only waits in memory until it can (`fault`, `flush`). The
-    files of a run in a bucket are written to a temporary folder, which goes with this object, and uploaded by `sync`.
+    What cannot be written because the disk is full or read-only waits in memory until it can (`fault`, `flush`). Files
+    that are deleted while the run goes on are written again where their content is known, and a run that loses its
+    folder goes on in a new one beside it (`notices`). The files of a run in a bucket are written to a temporary folder,
+    which goes with this object, and uploaded by `sync`.
 
     Args:
         path: a folder, made if absent, or a URL.
@@ -40,6 +46,7 @@ class RunFolder:
 
     Raises:
         ValueError: the folder cannot be written to.
+        LockedError: another run works in the folder.
 
     Attributes:
         path: the local folder.
@@ -48,6 +55,7 @@ class RunFolder:
         command: contents of `command.json`, if any.
         id: of the run, the same in every process that works on it; set when it begins or goes on.
         fault: why something waits to be written; empty if nothing does.
+        notices: what happened to the folder, to be shown to the user and then removed from the list.
     """
 
     def __init__(self, path: str | os.PathLike[str], rollout_log_bytes: int | None = None) -> None:
@@ -64,39 +72,81 @@ class RunFolder:
         self.command: Mapping[str, Any] | None = None
         self.id = ""
         self.fault = ""
+        self.notices: list[str] = []
         self.num_dropped = 0  # tables that waited too long
+        self._lock: RunLock | None = None
+        self._is_new = False  # the lock has made the folder
+        self._texts: dict[str, str] = {}  # of files that are written whole, by name
+        self._tokenizer: Any = None
+        self._metrics = -1  # a descriptor of metrics.jsonl, by which its lines outlive the file's name
         self._size = 0  # bytes of metrics.jsonl that count
         self._lines: list[str] = []
         self._findings: list[dict[str, Any]] = []
         self._processes: list[Mapping[str, Any]] = []
+        self._identities: dict[str, str] = {}  # the digest of what the run is
         self._rollout_log = RolloutLog(self.path / "rollouts", rollout_log_bytes)
         self._tables: deque[Callable[[], object]] = deque()
         self._uploaded: dict[str, tuple[int, int]] = {}
         try:
             if self.remote is not None:
                 self.remote.check()
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.path):
-                pass
+            else:
+                refuse_locked(self.path)
+                _check_writable(self.path)
         except OSError as error:
             raise ValueError(f"output_dir {self.place} cannot be written to ({error}); choose another") from error
 
-    def start(self, config: Mapping[str, Any], metrics: bytes = b"") -> None:
+    def lock(self) -> bool:
+        """Keep other runs out of the folder until `unlock`; returns whether this call did. A bucket has no locks.
+
+        Raises:
+            LockedError: another run works in it.
+        """
+        if self.remote is not None or self._lock is not None:
+            return False
+        self._is_new = not self.path.exists()
+        try:
+            self._lock = RunLock(self.path)
+        except OSError as error:
+            raise ValueError(f"output_dir {self.place} cannot be written to ({error}); choose another") from error
+        return True
+
+    def unlock(self) -> None:
+        """Let others have the folder. One in which nothing was written is removed."""
+        if self._lock is None:
+            return
+        self._lock.release()
+        self._lock = None
+        self._close_metrics()
+        if self._is_new and not self._texts:
+            with contextlib.suppress(OSError):  # it is not empty
+                self.path.rmdir()
+
+    def start(self, config: Mapping[str, Any], identity: str = "", afresh: bool = True) -> None:
         """Begin a run; an earlier one in the folder is moved aside to `path.1`, `path.2`, ...
+
+        It stays where it is if it has nothing to be kept: it made no step, or it is this very run, which was killed
+        before its first checkpoint, so that its steps are made again.
 
         Args:
             config: contents of `config.json`.
-            metrics: contents of `metrics.jsonl` so far.
+            identity: a digest of what the run is.
+            afresh: move steps of this very run aside too.
         """
+        identities = {"identity": identity} if identity else {}
         if self.remote is not None and self.remote.exists("metrics.jsonl"):
             self.moved_aside = self.remote.move_all_aside()
-        elif (self.path / "metrics.jsonl").exists():
-            free = free_name(self.path)
-            self.path.rename(free)
-            self.path.mkdir()
-            self.moved_aside = str(free)
+        elif self.remote is None and has_results(self.path):
+            if not afresh and identity and self._is_repeated(identity):
+                self.notices.append(
+                    f"the run in {self.place} was stopped before its first checkpoint; its steps are made again"
+                )
+                self.resume(config, b"", 0)
+                return
+            self._move_aside()
         self.id, self._findings, self._processes = secrets.token_hex(4), [], []
-        self._prepare(config, metrics, step=0)
+        self._identities = identities
+        self._prepare(config, b"", step=0)
 
     def resume(self, config: Mapping[str, Any], metrics: bytes, step: int) -> None:
         """Go on with the run in the folder, as it was at a step.
@@ -106,37 +156,57 @@ class RunFolder:
             metrics: contents of `metrics.jsonl` until then.
             step: what was written of later ones is removed.
         """
-        about = json.loads(self._earlier("run.json") or "{}")
+        about = _parsed(self._earlier("run.json"))
         self.id, self._processes = about.get("id") or secrets.token_hex(4), about.get("processes", [])
-        lines = self._earlier("findings.jsonl").decode("utf-8").splitlines()
-        self._findings = [finding for finding in map(json.loads, lines) if finding["step"] <= step]
+        self._identities = {name: about[name] for name in ("identity",) if name in about}
+        lines = map(_parsed, self._earlier("findings.jsonl").splitlines())
+        self._findings = [dict(finding) for finding in lines if finding.get("step", step + 1) <= step]
         if self.remote and (tracked := self._earlier(TRACKED)):
             (self.path / TRACKED).write_bytes(tracked)
         self._prepare(config, metrics, step)
 
+    def _is_repeated(self, identity: str) -> bool:
+        """Whether the run in the folder is this one, and has nothing that would not be made again."""
+        is_over = (self.path / "model").exists() or any((self.path / "checkpoints").glob("step_*"))
+        return not is_over and _parsed(self._earlier("run.json")).get("identity") == identity
+
+    def _move_aside(self) -> None:
+        free = free_name(self.path)
+        self.path.rename(free)
+        self.moved_aside = str(free)
+        if self._lock is None:
+            self.path.mkdir()
+            return
+        old, self._lock = self._lock, RunLock(self.path)
+        (free / LOCK).unlink(missing_ok=True)
+        old.release()
+
     def _prepare(self, config: Mapping[str, Any], metrics: bytes, step: int) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
         for leftover in self.path.glob(".model.*"):
             shutil.rmtree(leftover)
         for table in (file for kind in STEP_FOLDERS for file in self.path.glob(f"{kind}/*step_*")):
             number = table.name.rpartition("step_")[2].partition(".")[0]
             if table.name.startswith(".") or (number.isdigit() and int(number) > step):
                 table.unlink()
-        _write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+        self._write_text("config.json", json.dumps(config, indent=2) + "\n")
         if self.command is not None:
-            _write_whole(self.path / "command.json", json.dumps(self.command, indent=2) + "\n")
+            self._write_text("command.json", json.dumps(self.command, indent=2) + "\n")
         _write_whole(self.path / "metrics.jsonl", metrics.decode())
         self._size = len(metrics)
+        self._open_metrics()
         self._write_findings()
         self._rollout_log.forget()
 
     def write_process(self, process: Mapping[str, Any]) -> None:
         """Enter what works on the run from now on into `run.json`: devices, versions and so on, as plain data."""
         self._processes = [*self._processes, process]
-        about = {"id": self.id, "processes": self._processes}
-        _write_whole(self.path / "run.json", json.dumps(about, indent=2) + "\n")
+        about = {"id": self.id, **self._identities, "processes": self._processes}
+        self._write_text("run.json", json.dumps(about, indent=2) + "\n")
 
     def write_tokenizer(self, tokenizer: Any) -> None:
         """Write `tokenizer/`, for whoever exports a checkpoint."""
+        self._tokenizer = tokenizer
         tokenizer.save_pretrained(self.path / "tokenizer")
 
     def metrics(self, num_bytes: int) -> bytes:
@@ -197,6 +267,7 @@ class RunFolder:
     def flush(self) -> None:
         """Write what waits; what still cannot be written is told by `fault`."""
         try:
+            self._restore()
             if self._lines:
                 self._append("".join(self._lines).encode())
                 self._lines = []
@@ -210,6 +281,95 @@ class RunFolder:
                 self.num_dropped += 1
         else:
             self.fault = ""
+
+    def give_way(self) -> None:
+        """Go on in another folder if nothing can be written in this one, for another reason than that its disk is full.
+
+        Raises:
+            OSError: there is no other one either.
+        """
+        if self.remote is not None:
+            return
+        try:
+            _check_writable(self.path)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                self._move_to_another(f"cannot be written to ({error.strerror})")
+
+    def _restore(self) -> None:
+        """Write again what was deleted or moved away since the run began.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if not self._texts:
+            return
+        if self._lock is not None and not self._lock.is_in_place:
+            self._lock_again()
+        missing = [name for name in (*self._texts, "metrics.jsonl") if not (self.path / name).exists()]
+        if missing:
+            place = self._place_of_metrics()
+            moved = f"; what was moved is now in {place}" if place else ""
+            self.notices.append(
+                f"files of the run in {self.place} were deleted or moved ({', '.join(missing)}{moved}). They are "
+                "written again; checkpoints and rollouts of earlier steps that are gone are not"
+            )
+            self._write_again(missing)
+        if self._tokenizer is not None and not (self.path / "tokenizer").exists():
+            self._tokenizer.save_pretrained(self.path / "tokenizer")
+        self._size = min(self._size, (self.path / "metrics.jsonl").stat().st_size)
+
+    def _write_again(self, names: Sequence[str]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            _write_whole(self.path / name, self._kept_metrics() if name == "metrics.jsonl" else self._texts[name])
+        self._open_metrics()
+        self._rollout_log.forget()
+
+    def _lock_again(self) -> None:
+        """The folder is not the one that was locked: lock the one that lies there, or a new one, or go elsewhere."""
+        assert self._lock is not None, "the folder was locked"
+        try:
+            lock = RunLock(self.path)
+        except LockedError:
+            self._move_to_another("was taken by another run, after this run's files were moved or deleted")
+        except (FileExistsError, NotADirectoryError):
+            self._move_to_another("is no longer a folder")
+        else:
+            self._lock.release()
+            self._lock = lock
+
+    def _move_to_another(self, why: str) -> None:
+        """Go on in a new folder beside the one that cannot be had any more."""
+        folder = free_name(self.path)
+        lock = RunLock(folder)
+        if self._lock is not None:
+            self._lock.release()
+        self.notices.append(f"{self.place} {why}; the run goes on in {folder}")
+        self._lock, self.path, self.place = lock, folder, str(folder)
+        self._rollout_log.folder = folder / "rollouts"
+        self._write_again([*self._texts, "metrics.jsonl"])
+
+    def _open_metrics(self) -> None:
+        self._close_metrics()
+        self._metrics = os.open(self.path / "metrics.jsonl", os.O_RDONLY)
+
+    def _close_metrics(self) -> None:
+        if self._metrics >= 0:
+            os.close(self._metrics)
+        self._metrics = -1
+
+    def _kept_metrics(self) -> str:
+        """The lines of `metrics.jsonl`, which can be read as long as it is open, whatever became of its name."""
+        return os.pread(self._metrics, self._size, 0).decode() if self._metrics >= 0 else ""
+
+    def _place_of_metrics(self) -> str:
+        """Where the `metrics.jsonl` that was written to lies now, if it was moved and the system knows."""
+        if self._metrics < 0 or os.fstat(self._metrics).st_nlink == 0:
+            return ""
+        with contextlib.suppress(OSError):
+            return str(Path(f"/proc/self/fd/{self._metrics}").readlink().parent)
+        return ""
 
     def settle(self) -> None:
         """Have `metrics.jsonl` on the disk before returning.
@@ -248,7 +408,11 @@ class RunFolder:
 
     def _write_findings(self) -> None:
         text = "".join(json.dumps(finding) + "\n" for finding in self._findings)
-        _write_whole(self.path / "findings.jsonl", text)
+        self._write_text("findings.jsonl", text)
+
+    def _write_text(self, name: str, text: str) -> None:
+        self._texts[name] = text
+        _write_whole(self.path / name, text)
 
     def _append(self, data: bytes) -> None:
         """Write behind what counts; a line that did not fit does not count."""
@@ -268,6 +432,42 @@ def _write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     import pyarrow
 
     write_table(path, pyarrow.Table.from_pylist(list(records)))
+
+
+def _check_writable(folder: Path) -> None:
+    """See that files can be written in the folder, or in what would have to be made for it. Leaves nothing behind.
+
+    Raises:
+        OSError: they cannot.
+    """
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):  # another run has begun in it
+                path.rmdir()
+
+
+def has_results(folder: Path) -> bool:
+    """Whether the run in a folder made a step, or saved anything: whether it is worth keeping."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        return False
+    return metrics.stat().st_size > 0 or (folder / "model").exists() or any((folder / "checkpoints").glob("step_*"))
+
+
+def _parsed(text: bytes) -> Mapping[str, Any]:
+    """A record that an earlier process wrote; empty if it is damaged."""
+    try:
+        content = json.loads(text or b"{}")
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -222,8 +222,27 @@ class GRPOTrainer:
                 rollout, or no completion has had a reward in several rollouts or in the whole run.
             PreemptedError: SIGTERM, SIGINT or a notice of maintenance asked the run to stop; its state is saved.
             RunError: the run cannot go on; its state is saved if there is where.
-            ValueError: `resume` names a checkpoint that this run cannot continue.
+            ValueError: `resume` names a checkpoint that this run cannot continue, or no checkpoint there can be read.
+            LockedError: another run works in the folder.
         """
+        with self.holding_folder():
+            return self._train()
+
+    @contextmanager
+    def holding_folder(self) -> Iterator[None]:
+        """Keep other runs out of the run folder while the block runs; such blocks may lie within each other.
+
+        Raises:
+            LockedError: another run works in it.
+        """
+        is_taken = processes.at_first(self.run_folder.lock)
+        try:
+            yield
+        finally:
+            if is_taken:
+                self.run_folder.unlock()
+
+    def _train(self) -> TrainResult:
         memory = functools.partial(memory_in_use, self._model.mesh) if self.args.track_memory else None
         log = RunLog(_told(self.args), self.run_folder, self.num_steps, self.listeners, memory, self.progress)
         try:
@@ -373,7 +392,7 @@ class GRPOTrainer:
         )
         if self.cursor.num_bad_steps >= self.args.max_bad_steps:
             self.save_model()
-            patiently(lambda: processes.at_first(self.run_folder.sync), self.run_folder.place, log.message, stop)
+            patiently(lambda: processes.at_first(self.run_folder.sync), self.run_folder, log.message, stop)
             folder, batches = processes.at_first(lambda: [*map(self.run_folder.place_of, ("model", "bad_steps"))])
             raise DivergedError(
                 f"{self.cursor.num_bad_steps} updates in a row were not finite (max_bad_steps), the last one in step "
@@ -432,8 +451,9 @@ class GRPOTrainer:
         remove_download(saved)
         if self.cursor.step >= self.num_steps:
             log.message(
-                f"the run in {self.run_folder.place} is complete; for a new one set resume='never' or another "
-                "output_dir"
+                f"the run in {self.run_folder.place} is complete, with {self.num_steps} steps; to train on, set a "
+                f"larger max_steps (groupax resume {self.run_folder.place} --max_steps {2 * self.num_steps}); for a "
+                "new run, set resume='never' or another output_dir"
             )
 
     def _end(self, log: RunLog, saver: RunSaver, stop: StopRequests) -> None:
@@ -441,6 +461,8 @@ class GRPOTrainer:
 
         def save() -> None:
             self.progress.phase("writing the model")
+            processes.at_first(self.run_folder.flush)
+            log.tell_fault()
             saver.end(*self._settled(log))
             self.save_model()
             processes.at_first(lambda: (self.run_folder.settle(), self.run_folder.sync()))
@@ -448,7 +470,7 @@ class GRPOTrainer:
         if log.trackers:
             self.progress.phase(f"sending to {', '.join(self.args.report_to)}")
         log.end_tracking()
-        patiently(save, self.run_folder.place, log.message, stop)
+        patiently(save, self.run_folder, log.message, stop)
 
     @contextmanager
     def _shapes_kept(self) -> Iterator[None]:

@@ -195,23 +195,80 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_used(stopped, tmp
     resumed = a_trainer(tmp_path, max_steps=4)
     with caplog.at_level("INFO"):
         resumed.train()
-    assert re.search(f"step_000003 is damaged and is not used: .*{named}", caplog.text)
+    assert re.search(f"step_000003 is damaged: .*{named}.*; it is not used", caplog.text)
     assert re.search(r"step_000003 is now .*step_000003.aside", caplog.text)
     assert "going on after step 2, from" in caplog.text
     assert_same_end(resumed, trainer)
     assert lines_of(tmp_path) == lines_of(folder)
 
 
-def test_if_all_are_damaged_the_run_begins_again_and_nothing_is_deleted(stopped, tmp_path, caplog):
-    for step in (1, 2, 3):
+def content_of(folder):
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_if_no_checkpoint_can_be_read_the_run_is_refused_and_nothing_is_touched(stopped, tmp_path):
+    for step in (1, 2):
         flip_a_byte(checkpoint(tmp_path, step))
-    resumed = a_trainer(tmp_path, max_steps=4)
+    change_state(checkpoint(tmp_path, 3), format=99)
+    before = content_of(tmp_path)
+    for resume in ("auto", str(tmp_path / "run")):
+        with pytest.raises(
+            ValueError, match=r"none of them can be continued|no checkpoint of .* can be continued"
+        ) as e:
+            a_trainer(tmp_path, max_steps=4, resume=resume).train()
+        assert str(e.value).count("its checksum differs") == 2
+        assert "step_000003 has format 99, written by groupax" in str(e.value)
+    assert content_of(tmp_path) == before
+    assert os.listdir(tmp_path) == ["run"]
+    trainer = a_trainer(tmp_path, max_steps=4, resume="never")
+    trainer.train()
+    assert_same_end(trainer, stopped[0])
+    assert (tmp_path / "run.1" / "checkpoints" / "step_000003").is_dir()
+
+
+def change_state(folder, remove=(), **entries):
+    """Entries of a checkpoint's state.json, with right checksums again."""
+    path = folder / "state.json"
+    state = {**json.loads(path.read_text()), **entries}
+    path.write_text(json.dumps({name: value for name, value in state.items() if name not in remove}))
+    seal(folder)
+
+
+def empty_state(folder):
+    (folder / "state.json").write_text("{}")
+    seal(folder)
+
+
+def no_text(folder):
+    (folder / "state.json").write_bytes(b"\xff\xfe")
+    seal(folder)
+
+
+@pytest.mark.parametrize(
+    ("do", "named"),
+    rest_heavy(
+        [
+            (lambda folder: change_state(folder, format=99), "has format 99, written by groupax"),
+            (empty_state, "its state.json has no format"),
+            (no_text, "its state.json has no format"),
+            (lambda folder: change_state(folder, remove=("cursor", "log")), "its state.json has no cursor, log"),
+            (lambda folder: change_state(folder, format=99, versions=3), "has format 99, written by groupax None"),
+        ]
+    ),
+)
+@pytest.mark.parametrize("by", rest_heavy(["auto", "path"]))
+def test_the_newest_checkpoint_that_can_be_read_is_continued(stopped, tmp_path, caplog, do, named, by):
+    trainer, folder = stopped
+    do(checkpoint(tmp_path, 3))
+    resumed = a_trainer(tmp_path, max_steps=4, resume="auto" if by == "auto" else str(tmp_path / "run"))
     with caplog.at_level("INFO"):
         resumed.train()
-    assert caplog.text.count("is damaged and is not used") == 3
-    assert "the earlier run in" in caplog.text
-    assert (tmp_path / "run.1" / "checkpoints" / "step_000003").is_dir()
-    assert_same_end(resumed, stopped[0])
+    assert re.search(f"step_000003 .*{named}.*; it is not used", caplog.text)
+    assert "going on after step 2, from" in caplog.text
+    assert_same_end(resumed, trainer)
+    assert lines_of(tmp_path) == lines_of(folder)
+    assert not (tmp_path / "run.1").exists()
+    assert (tmp_path / "run" / "checkpoints" / "step_000003.aside").is_dir()
 
 
 def test_leftovers_of_a_killed_process_do_not_count(stopped, tmp_path):
@@ -288,20 +345,6 @@ def test_what_cannot_go_on_is_refused_with_a_diff(stopped, tmp_path, settings, n
     assert len(lines_of(tmp_path)) == 4
 
 
-def test_a_checkpoint_of_another_format(stopped, tmp_path, caplog):
-    for step in (1, 2, 3):
-        path = checkpoint(tmp_path, step) / "state.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-        seal(path.parent)
-    with pytest.raises(ValueError, match=r"has format 2, written by groupax .*, and this groupax reads \d"):
-        a_trainer(tmp_path, max_steps=4, resume=str(tmp_path / "run")).train()
-    with caplog.at_level("INFO"):
-        a_trainer(tmp_path, max_steps=1).train()
-    assert "has format 2" in caplog.text
-    assert "so this run begins at its start" in caplog.text
-    assert (tmp_path / "run.1" / "checkpoints").is_dir()
-
-
 def test_another_tokenizer_is_refused(stopped, tmp_path):
     trainer = a_trainer(tmp_path, max_steps=4, resume=str(tmp_path / "run"))
     trainer.tokenizer.chat_template = "{{ messages }}"
@@ -343,7 +386,10 @@ def test_a_run_can_begin_where_another_one_is(stopped, tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("nowhere", "has no checkpoints"), ("run/checkpoints/step_000009", r"there is no checkpoint .* has step_000001,")],
+    [
+        ("nowhere", "there is no run in .*nowhere; a run is named by its output_dir"),
+        ("run/checkpoints/step_000009", r"there is no checkpoint .* are checkpoints/step_000001,"),
+    ],
 )
 def test_a_checkpoint_that_is_not_there(stopped, tmp_path, path, message):
     with pytest.raises(ValueError, match=message):
@@ -679,7 +725,7 @@ def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch)
     resumed = a_trainer(tmp_path, **settings)
     with caplog.at_level("INFO"):
         resumed.train()
-    assert "step_000002 is damaged and is not used: SHA256SUMS is missing" in caplog.text
+    assert "step_000002 is damaged: SHA256SUMS is missing" in caplog.text
     assert "going on after step 1, from s3://bucket/runs/one/checkpoints/step_000001" in caplog.text
     assert_same_end(resumed, earlier[0])
     assert store.steps() == [3, 4]

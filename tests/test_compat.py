@@ -749,3 +749,28 @@ def test_models_of_pytorch_are_taken_over(folder, tmp_path):
     taken = hf.as_model(adapted)
     assert taken.adapter.config.r == 4
     assert taken.name == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"num_generations": 10**30},
+            "num_generations must be a number of at most 1e.15, got a whole number of 100 bits",
+        ),
+        ({"temperature": float("nan")}, "temperature must be a number of at most 1e.15, got nan; the default is 1.0"),
+        ({"learning_rate": "fast"}, "learning_rate must be a number, got 'fast'"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be a whole number between 1 and"),
+        ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps must be a number, got True"),
+        ({"per_device_train_batch_size": 10**7}, r"\(prompts_per_step follows from per_device_train_batch_size \*"),
+        ({"num_generations_eval": 10**6}, r"\(eval_num_generations follows from num_generations_eval\)"),
+    ],
+)
+def test_trls_numbers_that_cannot_be_are_refused_by_trls_names(settings, message):
+    with pytest.raises(ValueError, match=message):
+        trl.GRPOConfig(**settings).to_native()
+
+
+def test_trls_numbers_may_be_texts_as_files_have_them():
+    native = trl.GRPOConfig(learning_rate="1e-6", per_device_train_batch_size="16").to_native()
+    assert (native.learning_rate, native.prompts_per_step) == (1e-6, 2)

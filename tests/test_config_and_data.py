@@ -1,6 +1,10 @@
 """Settings, datasets and tokenizers: what is accepted, in which order it is visited, what is refused."""
 
+import dataclasses
 import json
+import random
+import re
+from typing import Literal, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -10,7 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from groupax import GRPOConfig, init_model, save_model
 from groupax.chat import render
+from groupax.config import NAMES_ELSEWHERE
 from groupax.data import encode_examples, load_examples, visit_order
+from groupax.field_types import Range
 from groupax.slices import slices_of
 from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
 
@@ -26,6 +32,15 @@ def test_unknown_setting_names_the_nearest():
         GRPOConfig.from_mapping({"per_device_batch": 3})
 
 
+def test_trls_names_point_to_ours():
+    own = {field.name for field in dataclasses.fields(GRPOConfig)}
+    for name, here in NAMES_ELSEWHERE.items():
+        assert name not in own
+        assert here.startswith("groupax push") or re.split(r"\W", here)[0] in own
+        with pytest.raises(TypeError, match=rf"no field '{name}'; that is TRL's .* here it is .*groupax\.compat\.trl"):
+            GRPOConfig(**{name: 1})
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -34,13 +49,13 @@ def test_unknown_setting_names_the_nearest():
             {"loss_type": "ppo"},
             "loss_type must be one of grpo, bnpo, .*, vespo, got 'ppo'",
         ),
-        ({"temperature": 0.0}, "temperature must be above 0"),
-        ({"prompts_per_step": 0}, "prompts_per_step must be at least 1"),
-        ({"max_steps": 0}, "max_steps must be -1"),
-        ({"num_train_epochs": 0}, "num_train_epochs must be above 0"),
-        ({"top_p": 1.5}, "top_p must be in"),
-        ({"learning_rate": float("nan")}, "learning_rate must be at least 0, got nan"),
-        ({"micro_batch_tokens": 0}, "micro_batch_tokens must be at least 1 or None"),
+        ({"temperature": 0.0}, "temperature must be between 1e-06 and 1000, got 0.0: greedy completions"),
+        ({"prompts_per_step": 0}, "prompts_per_step must be between 0.0001 and 1,000,000, got 0; the default is 8"),
+        ({"max_steps": 0}, "max_steps must be -1 or between 1 and 1,000,000,000, got 0: -1 follows num_train_epochs"),
+        ({"num_train_epochs": 0}, "num_train_epochs is 0 and max_steps -1"),
+        ({"top_p": 1.5}, "top_p must be between 1e-06 and 1, got 1.5"),
+        ({"learning_rate": float("nan")}, "learning_rate must be between 0 and 1000, got nan"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens must be between 1 and 1,000,000,000 or None, got 0"),
         ({"delta": 0.28}, "far above the clipping at 1.2, .* it is 0.28"),
         ({"delta": 1.25, "epsilon_high": 0.28}, "far above the clipping at 1.28, .* it is 1.25"),
         ({"learning_rate": "fast"}, "learning_rate must be a number, got 'fast'"),
@@ -59,8 +74,73 @@ def test_bad_settings(settings, message):
         GRPOConfig(**settings)
 
 
+# What no number should be; some settings can be some of these.
+BAD_NUMBERS = [
+    10**5000,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    10**30,
+    -(10**30),
+    -1,
+    1e-300,
+    1e300,
+    2**63,
+    0,
+    -0.5,
+]
+BAD_KINDS = [True, "1", "", " ", "a\0b", b"x", None, (), [1e400], ("",), {}, {"a": 1}, object, 1j, [[1]], np.ones(2)]
+
+
+def outcome(settings):
+    """The settings that come of it, or what the error says; anything else than a clear error fails."""
+    try:
+        config = GRPOConfig(**settings)
+    except ValueError as error:
+        said = str(error)
+    else:
+        json.dumps(config.to_dict(), allow_nan=False)
+        return config
+    assert any(name in said for name in settings), f"{settings}: {said}"
+    assert len(said) < 600
+    assert said.isprintable()
+    return said
+
+
+def test_every_number_has_a_range_and_its_default_lies_in_it():
+    for field in dataclasses.fields(GRPOConfig):
+        is_number = {int, float} & {field.type, *get_args(field.type)} or "float" in str(get_args(field.type))
+        if is_number and get_origin(field.type) is not Literal:
+            assert isinstance(field.metadata.get("range"), Range), field.name
+            for number in (float("nan"), float("inf"), float("-inf"), 10**30):
+                value = (number,) if field.name == "reward_weights" else number
+                said = outcome({field.name: value})
+                assert isinstance(said, str), f"{field.name}={number}"
+                assert f"{field.name} must " in said
+
+
+def test_every_bad_setting_is_refused_where_it_is_given_or_can_work():
+    """Each setting with each odd value: 200 random ones alone, and 200 pairs."""
+    drawn = random.Random(0)
+    names = [field.name for field in dataclasses.fields(GRPOConfig)]
+    refused = 0
+    for size in (1, 2) * 200:
+        chosen = drawn.sample(names, size)
+        refused += isinstance(outcome({name: drawn.choice(BAD_NUMBERS + BAD_KINDS) for name in chosen}), str)
+    assert refused > 350
+
+
+def test_absurd_settings_together_are_refused():
+    each = {"prompts_per_step": 10**4, "num_generations": 2**10, "updates_per_rollout": 8}
+    for name, value in each.items():
+        GRPOConfig(**{name: value})
+    with pytest.raises(ValueError, match=r"a rollout has 81,920,000 completions, and 10,000,000 are the most; lower"):
+        GRPOConfig(**each)
+
+
 def test_lists_paths_and_numpys_numbers_are_settings_too(tmp_path):
     settings = {"output_dir": tmp_path, "learning_rate": np.float64(0.5), "max_steps": np.int32(3)}
+    assert GRPOConfig(report_to="jsonl", lora_r=1, lora_target_modules="q_proj").report_to == ("jsonl",)
     config = GRPOConfig(reward_weights=[1, 0.5], **settings)
     assert config == GRPOConfig(reward_weights=(1, 0.5), output_dir=str(tmp_path), learning_rate=0.5, max_steps=3)
     assert json.loads(json.dumps(config.to_dict()))["output_dir"] == str(tmp_path)
@@ -122,13 +202,13 @@ def test_messages_without_content_are_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seed": -1}, "seed must be at least 0, got -1"),
-        ({"epsilon_high": -0.9}, "epsilon_high must be at least 0"),
-        ({"rollout_correction_max": 0.0}, "rollout_correction_max must be at least 1e-06"),
-        ({"adam_epsilon": -1e-3}, "adam_epsilon must be at least 0"),
+        ({"seed": -1}, "seed must be between 0 and 9,223,372,036,854,775,807, got -1"),
+        ({"epsilon_high": -0.9}, "epsilon_high must be between 0 and"),
+        ({"rollout_correction_max": 0.0}, "rollout_correction_max must be between 1e-06 and"),
+        ({"adam_epsilon": -1e-3}, "adam_epsilon must be between 0 and 1, got -0.001"),
         ({"adam_beta2": 1.5}, "adam_beta2 must be at least 0 and below 1, got 1.5"),
         ({"adam_beta1": 1.0}, "adam_beta1 must be at least 0 and below 1, got 1.0"),
-        ({"reward_weights": (1.0, float("nan"))}, "reward_weights must be finite numbers, got"),
+        ({"reward_weights": (1.0, float("nan"))}, "reward_weights must each be between -1e.06 and 1e.06 or None, got"),
     ],
 )
 def test_numbers_that_cannot_work(settings, message):

@@ -369,9 +369,9 @@ def test_evaluation_of_several_sets_with_settings_of_its_own(tmp_path):
     ("settings", "message"),
     [
         ({"eval_num_generations": 2}, "at eval_temperature 0 all completions of a prompt are the same"),
-        ({"eval_top_p": 0.0}, r"eval_top_p must be in \(0, 1\]"),
+        ({"eval_top_p": 0.0}, "eval_top_p must be between 1e-06 and 1, got 0.0"),
         ({"eval_max_completion_length": 256}, "eval_max_completion_length 256 leaves no room for a prompt"),
-        ({"eval_max_completion_length": 0}, "eval_max_completion_length must be at least 1"),
+        ({"eval_max_completion_length": 0}, "eval_max_completion_length must be between 1 and"),
         ({"eval_dataset": {"x": []}}, "eval_dataset 'x' is empty"),
         ({"rewards": starts_right, "eval_dataset": [{"prompt": "a"}]}, "no column 'gold', which the reward function"),
         ({"rewards": starts_right, "solved_by": "starts"}, "did you mean starts_right"),

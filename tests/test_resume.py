@@ -179,7 +179,8 @@ def test_a_run_that_is_complete_stays_as_it_is(tmp_path, caplog):
     again = a_run(tmp_path, max_steps=4)
     with caplog.at_level("INFO"):
         repeated = again.train()
-    assert "is complete; for a new one set resume='never'" in caplog.text
+    assert re.search(r"is complete, with 4 steps; .*groupax resume \S+ --max_steps 8\); for a new run", caplog.text)
+    assert "going on after" not in caplog.text
     assert repeated.metrics == result.metrics
     assert_same(again, tmp_path, (final_state(first), tmp_path))
     assert not (tmp_path / "run.1").exists()

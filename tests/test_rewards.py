@@ -248,7 +248,10 @@ def test_rubbish_is_named_and_counts_as_no_reward(returned, message, num_failure
     [
         ([], "reward_funcs is empty"),
         ("think_anser_format", "did you mean think_answer_format"),
-        ("no.such.module:f", "cannot be imported"),
+        ("no.such.module:f", r"there is no module 'no'; it is looked for in the current folder \(.*\), in PYTHONPATH"),
+        ("my_rewards.py:f", "names a file; name the module, without .py: 'my_rewards:f'"),
+        ("./parts/my_rewards.py:f", "without .py: 'parts.my_rewards:f'"),
+        ("json:lods", "module 'json' has no 'lods'; it has .*; did you mean loads"),
         (3, "must be a function, a reward model or a name"),
         (lambda completions, anser: [], "needs an argument 'anser'; did you mean answer"),
         (lambda x, /, completions: [], "needs an argument 'x'"),

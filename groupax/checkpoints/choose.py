@@ -3,14 +3,16 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from groupax.checkpoints.files import damage
+from groupax.checkpoints.files import CHECKSUMS, STATE, damage
 from groupax.checkpoints.identity import Identity, differences, forbidden, told
 from groupax.checkpoints.store import PREFIX, LocalStore, RemoteStore, Store, name_of
 from groupax.remote import Remote, is_remote
 
 FORMAT = 4  # of `state.json`
+# What a state of that format has at least.
+ENTRIES = {"cursor", "devices", "identity", "learner", "log", "metrics_bytes", "model", "rollout", "versions"}
 Tell = Callable[..., None]  # text, and whether it is a warning
 
 
@@ -31,6 +33,18 @@ class Saved:
     state: Mapping[str, Any]
 
 
+class Fault(NamedTuple):
+    """Why a checkpoint cannot be continued.
+
+    Attributes:
+        text: names the checkpoint and says what is wrong.
+        was_whole: it was written to its end, once.
+    """
+
+    text: str
+    was_whole: bool
+
+
 def store_of(run: str, scratch: Path) -> Store:
     """The checkpoints of a run by its folder or URL; those in a bucket pass through the local folder `scratch`."""
     return RemoteStore(Remote(run), scratch) if is_remote(run) else LocalStore(Path(run).expanduser() / "checkpoints")
@@ -47,23 +61,29 @@ def split_path(path: str) -> tuple[str, int | None]:
     return path.rstrip("/"), None
 
 
-def whole_checkpoints(store: Store, tell: Tell) -> Iterator[Saved]:
-    """The checkpoints that are whole, newest first. Damaged ones are told of."""
+def readable_checkpoints(store: Store, faults: dict[int, Fault]) -> Iterator[Saved]:
+    """The checkpoints that can be continued by this groupax, newest first.
+
+    Args:
+        store: where they lie.
+        faults: gets, by step, what is wrong with each of the others that was looked at.
+    """
     for step in reversed(store.steps()):
-        folder = store.local(step)
-        fault = damage(folder)
-        if fault is None:
-            yield Saved(step, store.where(step), folder, store.state(step))
+        saved = Saved(step, store.where(step), store.local(step), store.state(step))
+        damaged = damage(saved.folder)
+        text = _unreadable(saved) if damaged is None else f"the checkpoint {saved.where} is damaged: {damaged}"
+        if text:
+            faults[step] = Fault(text, store.is_atomic or (saved.folder / CHECKSUMS).is_file())
         else:
-            tell(f"the checkpoint {store.where(step)} is damaged and is not used: {fault}", warning=True)
+            yield saved
 
 
 def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, tell: Tell) -> Saved | None:
     """The checkpoint that a run goes on from; None if it begins at its start.
 
     Args:
-        resume: "auto" takes the newest whole checkpoint of the run's own folder if it is of the same run; "never"
-            none; a run's folder or checkpoint has that one continued.
+        resume: "auto" takes the newest checkpoint of the run's own folder that can be read, if it is of the same run;
+            "never" none; a run's folder or checkpoint has that one continued.
         output: the checkpoints in the run's own folder.
         scratch: for downloads.
         identity: of this run.
@@ -71,33 +91,65 @@ def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, t
 
     Raises:
         ValueError: the checkpoint that `resume` names is not there, damaged, or of a run that cannot be continued with
-            this model, tokenizer, data or these settings.
+            this model, tokenizer, data or these settings; or there are checkpoints, and none of them can be read.
     """
     if resume == "never":
         return None
+    faults: dict[int, Fault] = {}
+    begun = next(readable_checkpoints(output, faults), None)
     if resume == "auto":
-        newest = next(whole_checkpoints(output, tell), None)
-        return newest if newest is not None and _same_run(newest, identity, tell) else None
-    begun = next(whole_checkpoints(output, tell), None)
+        if begun is None:
+            _refuse_to_lose(faults)
+        _tell_passed_over(faults, tell)
+        if begun is None:
+            return None
+        return begun if _same_run(begun, identity, tell) else None
     if begun is not None and begun.state.get("origin") == resume:  # this run itself, which was stopped
+        _tell_passed_over(faults, tell)
         _check(begun, identity, tell)
         return begun
     run, step = split_path(resume)
     store = store_of(run, scratch)
     if step is not None and step not in store.steps():
         raise ValueError(f"resume: there is no checkpoint {resume}; {_there_are(store, run)}")
-    for saved in whole_checkpoints(store, tell):
-        if step in (None, saved.step):
-            _check(saved, identity, tell)
-            return saved
-    what = f"the checkpoint {resume} is damaged" if step is not None else f"{run} has no whole checkpoint"
-    raise ValueError(f"resume: {what}; {_there_are(store, run)}")
+    faults = {}
+    found = readable_checkpoints(store, faults)
+    saved = next((saved for saved in found if step in (None, saved.step)), None)
+    if saved is not None:
+        _tell_passed_over(faults if step is None else {}, tell)
+        _check(saved, identity, tell)
+        return saved
+    if step is not None:
+        raise ValueError(f"resume: {faults[step].text}; {_there_are(store, run)}")
+    if faults:
+        raise ValueError(f"resume: no checkpoint of {run} can be continued:\n{_listed(faults)}")
+    raise ValueError(f"resume: {_there_are(store, run)}")
+
+
+def _refuse_to_lose(faults: Mapping[int, Fault]) -> None:
+    """See that a run is not begun anew over checkpoints that cannot be read; uploads that were cut off are none.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if any(fault.was_whole for fault in faults.values()):
+        raise ValueError(
+            f"this run has checkpoints, but none of them can be continued:\n{_listed(faults)}\nNothing was changed. "
+            "Use the groupax that wrote them, or begin a new run: with resume='never', which moves this one aside, or "
+            "in another output_dir"
+        )
+
+
+def _tell_passed_over(faults: Mapping[int, Fault], tell: Tell) -> None:
+    for fault in faults.values():
+        tell(f"{fault.text}; it is not used", warning=True)
+
+
+def _listed(faults: Mapping[int, Fault]) -> str:
+    return "\n".join(f"  {fault.text}" for fault in faults.values())
 
 
 def _same_run(saved: Saved, identity: Identity, tell: Tell) -> bool:
-    if not _known_format(saved):
-        tell(f"{_other_format(saved)}, so this run begins at its start", warning=True)
-        return False
     found = differences(saved.state["identity"], identity)
     if found:
         tell(
@@ -109,8 +161,6 @@ def _same_run(saved: Saved, identity: Identity, tell: Tell) -> bool:
 
 
 def _check(saved: Saved, identity: Identity, tell: Tell) -> None:
-    if not _known_format(saved):
-        raise ValueError(f"resume: {_other_format(saved)}; its weights are there (groupax checkpoints RUN_DIR export)")
     found = differences(saved.state["identity"], identity)
     refused = forbidden(found)
     if refused:
@@ -122,18 +172,28 @@ def _check(saved: Saved, identity: Identity, tell: Tell) -> None:
         tell(f"{saved.where} is continued with other settings:\n{told(found)}", warning=True)
 
 
-def _known_format(saved: Saved) -> bool:
-    return saved.state.get("format") == FORMAT
-
-
-def _other_format(saved: Saved) -> str:
-    version = saved.state.get("versions", {}).get("groupax")
-    return (
-        f"the checkpoint {saved.where} has format {saved.state.get('format')}, written by groupax {version}, and this "
-        f"groupax reads {FORMAT}"
-    )
+def _unreadable(saved: Saved) -> str:
+    """Why this groupax cannot continue a checkpoint whose files are whole; empty if it can."""
+    state = saved.state
+    if "format" not in state:
+        return f"the checkpoint {saved.where} is damaged: its {STATE} has no format"
+    if state["format"] != FORMAT:
+        versions = state.get("versions")
+        version = versions.get("groupax") if isinstance(versions, Mapping) else None
+        return (
+            f"the checkpoint {saved.where} has format {state['format']!r}, written by groupax {version}, and this "
+            f"groupax reads {FORMAT}; its weights can be exported (groupax checkpoints RUN_DIR export)"
+        )
+    missing = sorted(ENTRIES - state.keys())
+    return f"the checkpoint {saved.where} is damaged: its {STATE} has no {', '.join(missing)}" if missing else ""
 
 
 def _there_are(store: Store, run: str) -> str:
     steps = store.steps()
-    return f"{run} has {', '.join(map(name_of, steps))}" if steps else f"{run} has no checkpoints"
+    if steps:
+        return f"the checkpoints of {run} are {', '.join(f'checkpoints/{name_of(step)}' for step in steps)}"
+    if isinstance(store, LocalStore) and not store.folder.parent.is_dir():
+        return f"there is no run in {run}; a run is named by its output_dir, its checkpoints are RUN/checkpoints/step_N"
+    return (
+        f"{run} has no checkpoint: nothing was saved there before the run stopped; start the run again from its start"
+    )

@@ -185,6 +185,11 @@ def told(found: Mapping[str, tuple[Any, Any]]) -> str:
     )
 
 
+def digest(identity: Identity) -> str:
+    """A digest of what two runs have to have in common to be one."""
+    return _sha256([json.dumps(_flat(identity), sort_keys=True).encode()])
+
+
 def weights_fingerprint(params: Any) -> str:
     """A digest of all weights and their names that does not depend on how they are spread over devices."""
     named = jax.tree_util.tree_leaves_with_path(params)

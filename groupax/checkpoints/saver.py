@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 
 from groupax.checkpoints.choose import Saved, Tell, split_path, store_of, to_continue
 from groupax.checkpoints.files import STATE
-from groupax.checkpoints.identity import Identity, devices_of, versions
+from groupax.checkpoints.identity import Identity, devices_of, digest, versions
 from groupax.checkpoints.record import begin_writing, has_optimizer, restore_learner, state_of, write_rollout
 from groupax.checkpoints.store import LocalStore, RemoteStore, Store
 from groupax.checkpoints.writer import CheckpointWriter, SaveSettings, Snapshot
@@ -30,6 +31,7 @@ from groupax.tracking import RunFolder
 
 # How long the end of a run waits for room, and between two tries.
 PATIENCE_S, RETRY_END_S = 1800.0, 5.0
+MEND_S = 60.0  # until it gives up a folder in which nothing can be written, on a disk that has room
 
 
 class RunSaver:
@@ -76,16 +78,16 @@ class RunSaver:
             lambda: to_continue(self.args.resume, self.store, self.scratch, self.identity, self.log.message)
         )
         saved = saved and self._seen_by_all(saved)
-        config = self.args.to_dict()
+        config, identity = self.args.to_dict(), digest(self.identity)
         if saved is None:
-            self.folder.start(config)
+            self.folder.start(config, identity, afresh=self.args.resume != "auto")
             return None
         self._tell(saved)
         restore_learner(self.learner, saved.folder, saved.state["learner"])
         num_bytes = saved.state["metrics_bytes"]
         is_another = saved.where != self.store.where(saved.step)  # a run of its own, that begins where that one was
         if is_another or not processes.is_first():
-            self.folder.start(config)
+            self.folder.start(config, identity)
             return saved
         metrics = self.folder.metrics(num_bytes)
         if len(metrics) < num_bytes:
@@ -112,6 +114,7 @@ class RunSaver:
             return
         self.folder.flush()
         self.log.tell_fault()
+        self._follow_folder()
         self._tell_if_unknown(cursor.step)
         state = {
             **state_of(cursor, self.learner, experience, policies, self.identity, self.model),
@@ -135,10 +138,10 @@ class RunSaver:
     def save_and_wait(self, cursor: Cursor, experience: Experience | None) -> bool:
         """Have a checkpoint of the run as it is now; returns whether there is one."""
         self.writer.wait()
-        if processes.of_first(self.writer.last_step != cursor.step):
+        if processes.of_first(self.writer.newest() != cursor.step):
             self.save(cursor, experience)
             self.writer.wait()
-        return processes.of_first(self.writer.last_step == cursor.step)
+        return processes.of_first(self.writer.newest() == cursor.step)
 
     def stop(self, cursor: Cursor, experience: Experience | None, reason: str) -> None:
         """The run was asked to stop: have its state saved.
@@ -147,13 +150,16 @@ class RunSaver:
             PreemptedError: always.
         """
         if not cursor.step:
-            message = f"stopped ({reason}) before the first step was made; there is nothing to save. Start it again"
+            message = (
+                f"stopped ({reason}) before the first step was made; nothing was saved. To begin again, start it as "
+                "before"
+            )
             self.log.message(message, warning=True)
             raise PreemptedError(message)
         if self.save_and_wait(cursor, experience):
             kept = f"its state is in {self.store.where(cursor.step)}"
-        elif self.writer.last_step:
-            kept = f"its state could not be saved; the newest one is {self.store.where(self.writer.last_step)}"
+        elif newest := self.writer.newest():
+            kept = f"its state could not be saved; the newest one is {self.store.where(newest)}"
         else:
             kept = "its state could not be saved"
         message = processes.of_first(f"stopped ({reason}) after step {cursor.step}; {kept}. {self._how_to_go_on}")
@@ -171,9 +177,8 @@ class RunSaver:
         if cursor.step and whole:
             self.save_and_wait(cursor, experience)
         self.writer.wait()
-        if self.writer.last_step:
-            where = self.store.where(self.writer.last_step)
-            self.log.message(f"the run's state is in {where}. {self._how_to_go_on}", warning=True)
+        if newest := self.writer.newest():
+            self.log.message(f"the run's state is in {self.store.where(newest)}. {self._how_to_go_on}", warning=True)
 
     def end(self, cursor: Cursor, experience: Experience | None) -> None:
         """The last step was made, maybe in the middle of a rollout: a longer run goes on with the rest of it.
@@ -203,6 +208,14 @@ class RunSaver:
             )
         return saved
 
+    def _follow_folder(self) -> None:
+        """Write checkpoints where the run folder is now."""
+        place = self.folder.path / "checkpoints"
+        if isinstance(self.store, LocalStore) and self.store.folder != place.resolve():
+            self.writer.wait()
+            self.store = self.writer.store = LocalStore(place)
+            self.writer.last_step = None
+
     @property
     def _how_to_go_on(self) -> str:
         again = "start it again as before (resume is 'auto')" if self.args.resume != "never" else "set resume"
@@ -210,7 +223,8 @@ class RunSaver:
         return f"To go on, {again}{command}"
 
     def _tell(self, saved: Saved) -> None:
-        self.log.message(f"going on after step {saved.step}, from {saved.where}")
+        if saved.step < self.identity["num_steps"]:  # a complete run is told by the trainer
+            self.log.message(f"going on after step {saved.step}, from {saved.where}")
         then, now = saved.state["versions"], versions()
         changed = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
         if changed:
@@ -251,13 +265,16 @@ def remove_download(saved: Saved) -> None:
         shutil.rmtree(saved.folder, ignore_errors=True)
 
 
-def patiently(action: Callable[[], None], place: str, tell: Tell, stop: StopRequests) -> None:
+def patiently(action: Callable[[], None], folder: RunFolder, tell: Tell, stop: StopRequests) -> None:
     """Do what needs room on a disk or an answer from a server, and try again for a while if it fails.
+
+    If it fails for another reason than room, the run goes on in another folder after `MEND_S` (see
+    `RunFolder.give_way`).
 
     Raises:
         RunError: it failed for `PATIENCE_S`, or the run was asked to stop meanwhile.
     """
-    begun_s, told = time.monotonic(), False
+    begun_s, told, place = time.monotonic(), False, folder.place
     while True:
         try:
             action()
@@ -272,4 +289,7 @@ def patiently(action: Callable[[], None], place: str, tell: Tell, stop: StopRequ
                     warning=True,
                 )
             told = True
+            if processes.of_first(time.monotonic() - begun_s > MEND_S):
+                with suppress(OSError):  # then there is nothing but to wait
+                    processes.at_first(folder.give_way)
             time.sleep(RETRY_END_S)

@@ -19,7 +19,13 @@ PREFIX = "step_"
 
 @runtime_checkable
 class Store(Protocol):
-    """The checkpoints of a run, by step."""
+    """The checkpoints of a run, by step.
+
+    Attributes:
+        is_atomic: a checkpoint appears whole or not at all; otherwise one without checksums was never whole.
+    """
+
+    is_atomic: bool
 
     def steps(self) -> list[int]:
         """Of all checkpoints, damaged ones included, ascending."""
@@ -82,6 +88,8 @@ def _parsed(text: str | bytes) -> Mapping[str, Any]:
 
 class LocalStore:
     """Checkpoints as folders in a folder, which is made when it is needed."""
+
+    is_atomic = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
@@ -161,6 +169,8 @@ class RemoteStore:
         remote: the run's place in the bucket; checkpoints lie in its `checkpoints/`.
         scratch: the local folder.
     """
+
+    is_atomic = False
 
     def __init__(self, remote: Remote, scratch: Path) -> None:
         self.remote, self.scratch = remote, scratch

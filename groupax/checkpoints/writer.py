@@ -90,6 +90,14 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._complete, args=(snapshot, folder, written), name="checkpoint")
         self._thread.start()
 
+    def newest(self) -> int | None:
+        """The step of the newest whole checkpoint, if it is still there."""
+        try:
+            steps = self.store.steps()
+        except OSError:  # its place does not answer, which is no reason to believe that it is gone
+            return self.last_step
+        return self.last_step if self.last_step in steps else None
+
     def wait(self) -> bool:
         """Wait for the checkpoint that is being written; returns whether it, or the one before it, could be written."""
         if self._thread is not None:
@@ -132,7 +140,8 @@ class CheckpointWriter:
         if self.last_step == step:
             self.tell(f"after the checkpoint of step {step} was written: {_words(error)}", warning=True)
             return True
-        whole = f"the newest one is that of step {self.last_step}" if self.last_step else "there is none yet"
+        newest = self.newest()
+        whole = f"the newest one is that of step {newest}" if newest else "there is none yet"
         self.tell(
             f"the checkpoint of step {step} could not be written ({_words(error)}); {whole}. Training goes on and "
             f"tries again in {RETRY_S:.0f} s; {self._advice()}",

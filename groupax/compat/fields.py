@@ -3,10 +3,13 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from groupax.config import AttnImplementation, GRPOConfig
-from groupax.field_types import nearest
+from groupax.field_types import nearest, shown
+
+MOST = 1e15  # of any number that is a setting
 
 
 class CompatWarning(UserWarning):
@@ -66,7 +69,9 @@ class ForeignConfig:
         name = fields.former.get(name, name)
         if name not in fields.defaults:
             raise TypeError(f"{type(self).__name__} has no field {name!r}{nearest(name, fields.defaults)}")
-        if name in fields.inert and value != fields.defaults[name]:
+        if name not in fields.inert:
+            value = _as_number(name, value, fields.defaults[name])
+        elif value != fields.defaults[name]:
             tell(f"{fields.library}'s {name}={value!r} changes nothing in groupax: {fields.inert[name]}")
         self.given[name] = value
 
@@ -87,12 +92,47 @@ class ForeignConfig:
         return {name: getattr(self, name) for name in self.FIELDS.defaults}
 
 
-def as_native(settings: Mapping[str, Any]) -> GRPOConfig:
-    """A native config; lists become tuples, and whole numbers floats where a float is meant."""
+def _as_number(name: str, value: Any, default: Any) -> Any:
+    """The value of a setting whose default is a number; files have numbers as texts at times.
+
+    Raises:
+        ValueError: it is something else than a number, or not finite.
+    """
+    if isinstance(default, bool) or not isinstance(default, (int, float)):
+        return value
+    if isinstance(value, str):
+        try:
+            value = int(value) if value.isdecimal() else float(value)
+        except ValueError:
+            raise ValueError(f"{name} must be a number, got {value!r}; the default is {default}") from None
+    if isinstance(value, bool):
+        raise ValueError(f"{name} must be a number, got {value}; the default is {default}")
+    if isinstance(value, (int, float)) and not abs(value) <= MOST:
+        raise ValueError(f"{name} must be a number of at most {MOST:g}, got {shown(value)}; the default is {default}")
+    return value
+
+
+def as_native(settings: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})) -> GRPOConfig:
+    """A native config; lists become tuples, and whole numbers floats where a float is meant.
+
+    Args:
+        settings: by native names.
+        names: what the user has set, by the native names that it became.
+
+    Raises:
+        ValueError: a value cannot be; says it by the user's name too.
+    """
     floats = {field.name for field in fields(GRPOConfig) if field.type is float}
-    return GRPOConfig.from_mapping(
-        {name: float(value) if name in floats and value is not None else value for name, value in settings.items()}
-    )
+    is_whole = {name for name, value in settings.items() if isinstance(value, int) and not isinstance(value, bool)}
+    try:
+        return GRPOConfig.from_mapping(
+            {name: float(value) if name in floats & is_whole else value for name, value in settings.items()}
+        )
+    except ValueError as error:
+        told = [f"{name} follows from {foreign}" for name, foreign in names.items() if name in str(error)]
+        if not told:
+            raise
+        raise ValueError(f"{error} ({'; '.join(told)})") from error
 
 
 def sampled_alike(settings: Mapping[str, Any], num_generations: int) -> dict[str, Any]:

@@ -217,16 +217,43 @@ def find_reward(reference: str) -> Any:
                 f"there is no built-in reward {name!r}{nearest(name, BUILTIN_REWARDS)} (built in are "
                 f"{', '.join(sorted(BUILTIN_REWARDS))}); one of your own is named as 'module:function'"
             )
-        try:
-            function = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
+        function = _imported(name, module, attribute)
     known = inspect.signature(function).parameters
     for option in options:
         if option not in known:
             raise ValueError(f"reward {name!r} has no option {option!r}{nearest(option, known)}")
     function = functools.partial(function, **options) if options else function
     return with_columns(function, **columns) if columns else function
+
+
+def _imported(name: str, module: str, attribute: str) -> Any:
+    """The function of a "module:function" reference.
+
+    Raises:
+        ValueError: there is no such module or function; says where modules are looked for, or what is alike.
+    """
+    if module.endswith(".py") or "/" in module:
+        plain = module.removesuffix(".py").strip("./").replace("/", ".")
+        raise ValueError(f"reward {name!r} names a file; name the module, without .py: '{plain}:{attribute}'")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # one that the module itself imports
+            raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
+        beside = [path.stem for path in Path().glob("*.py")]
+        raise ValueError(
+            f"reward {name!r} cannot be imported: there is no module {error.name!r}; it is looked for in the current "
+            f"folder ({Path.cwd()}), in PYTHONPATH and among what is installed{nearest(error.name, beside)}"
+        ) from error
+    except ImportError as error:
+        raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
+    if not hasattr(found, attribute):
+        functions = [each for each, value in vars(found).items() if callable(value) and not each.startswith("_")]
+        have = f"; it has {', '.join(functions[:8])}" if functions else ""
+        raise ValueError(
+            f"reward {name!r}: module {module!r} has no {attribute!r}{have}{nearest(attribute, functions)}"
+        )
+    return getattr(found, attribute)
 
 
 def arguments_for(

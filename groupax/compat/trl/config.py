@@ -1,14 +1,14 @@
 """TRL's `GRPOConfig`: its names, its batches, and what becomes of them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from groupax.compat.fields import Fields, ForeignConfig, as_native, attention_setting, sampled_alike, steps_of, tell
 from groupax.compat.meshes import mesh_of, offloaded, tell_whole, zero_stage
 from groupax.compat.trl.fields import DEFAULTS, FORMER, INERT
 from groupax.config import TRACKERS
-from groupax.field_types import nearest
+from groupax.field_types import nearest, shown
 from groupax.models.checkpoint import Model
 from groupax.parallel.mesh import RULES, is_split, sizes_text
 from groupax.slices import slices_of
@@ -82,6 +82,33 @@ GENERATION = {
 }
 
 
+# Where native settings of other names come from.
+NAMES = {
+    "prompts_per_step": "per_device_train_batch_size * gradient_accumulation_steps / num_generations",
+    "updates_per_rollout": "steps_per_generation / gradient_accumulation_steps",
+    "eval_num_generations": "num_generations_eval",
+    "eval_temperature": "temperature",
+    "eval_top_p": "top_p",
+    "eval_top_k": "top_k",
+    "eval_min_p": "min_p",
+    "learning_rate_end": "lr_scheduler_kwargs",
+    "warmup_ratio": "warmup_steps below 1, or warmup_ratio",
+    "rollout_correction_min": "vllm_importance_sampling_clip_min",
+    "rollout_correction_max": "vllm_importance_sampling_clip_max",
+    "decoding_tp": "vllm_tensor_parallel_size",
+}
+# Settings that count completions or micro-batches, which are multiplied before anything else is done with them.
+COUNTS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+    "num_generations",
+    "num_generations_eval",
+)
+MOST_COUNTED = 10**7
+
+
 class Batches(NamedTuple):
     """TRL's four numbers, resolved.
 
@@ -124,6 +151,10 @@ class GRPOConfig(ForeignConfig):
         Raises:
             ValueError: the numbers do not fit together.
         """
+        for name in COUNTS:
+            value = getattr(self, name)
+            if value != DEFAULTS[name] and not (isinstance(value, int) and 1 <= value <= MOST_COUNTED):
+                raise ValueError(f"{name} must be a whole number between 1 and {MOST_COUNTED:,}, got {shown(value)}")
         rows = self.per_device_train_batch_size * num_devices
         accumulated, generated = self.gradient_accumulation_steps, self.steps_per_generation
         if self.generation_batch_size is not None:
@@ -182,7 +213,9 @@ class GRPOConfig(ForeignConfig):
             "top_k": self.top_k if self.top_k and self.top_k > 0 else 0,
             "min_p": self.min_p or 0.0,
             "scale_rewards": {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards),
-            "reward_weights": None if self.reward_weights is None else tuple(self.reward_weights),
+            "reward_weights": tuple(self.reward_weights)
+            if isinstance(self.reward_weights, Sequence)
+            else self.reward_weights,
             "max_grad_norm": self.max_grad_norm or 0.0,
             "metric_for_best_model": metric and f"eval_{metric.removeprefix('eval_')}",
             "greater_is_better": self.greater_is_better is not False,
@@ -210,12 +243,12 @@ class GRPOConfig(ForeignConfig):
         settings["offload_optimizer"], weights = offloaded(self.deepspeed, self.fsdp)
         if weights:
             tell("offload_param: weights that are trained stay on the devices; groupax offloads the optimizer's state")
-        every = slices_of(as_native(settings)).num_steps(num_prompts, 1, -1) if num_prompts else 1
+        every = slices_of(as_native(settings, NAMES)).num_steps(num_prompts, 1, -1) if num_prompts else 1
         settings["eval_steps"] = steps_of(
             self.eval_strategy, self.eval_steps or self._logging_steps(), every, "eval_strategy"
         )
         settings |= self._saving(every)
-        return as_native(settings)
+        return as_native(settings, NAMES)
 
     def tell_mesh(self, model: Model) -> None:
         """Say how settings of DeepSpeed, FSDP and parallelism are carried out.
@@ -278,13 +311,13 @@ class GRPOConfig(ForeignConfig):
                 f"lr_scheduler_type {scheduler!r} is not supported{nearest(scheduler, SCHEDULERS)}; there are "
                 f"{', '.join(SCHEDULERS)}"
             )
-        more = dict(self.lr_scheduler_kwargs or {})
+        more = dict(as_mapping(self.lr_scheduler_kwargs, "lr_scheduler_kwargs"))
         end = more.pop("min_lr", None)
         end = self.learning_rate * more.pop("min_lr_rate") if end is None and "min_lr_rate" in more else end
         if more:
             raise ValueError(f"lr_scheduler_kwargs {more} are not supported; there are min_lr and min_lr_rate")
-        warmup: dict[str, Any] = {"warmup_steps": int(self.warmup_steps)}
-        if 0 < self.warmup_steps < 1:
+        warmup: dict[str, Any] = {"warmup_steps": int(self.warmup_steps or 0)}
+        if 0 < (self.warmup_steps or 0) < 1:
             warmup = {"warmup_ratio": float(self.warmup_steps)}
         elif not self.warmup_steps and self.warmup_ratio:
             warmup = {"warmup_ratio": float(self.warmup_ratio)}
