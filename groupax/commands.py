@@ -37,7 +37,7 @@ class Merge:
     adapter: Annotated[str, Given]
     """A folder or hub id with an adapter, as groupax and PEFT write them."""
     folder: Annotated[Path, Given]
-    """Where to write; replaced if it exists."""
+    """Where to write. A model that groupax wrote there is replaced; a folder with other files is refused."""
     base: str | None = None
     """The base, if it is not where the adapter's config says."""
     dtype: Dtype | None = None
@@ -51,7 +51,7 @@ class Convert:
     model: Annotated[str, Given]
     """A folder or a Hugging Face hub id."""
     folder: Annotated[Path, Given]
-    """Where to write; replaced if it exists."""
+    """Where to write. A model that groupax wrote there is replaced; a folder with other files is refused."""
     dtype: Dtype | None = None
     """Of the weights; by default the model's own."""
 
@@ -63,7 +63,7 @@ class Quantize:
     model: Annotated[str, Given]
     """A folder or a Hugging Face hub id; an adapter is merged."""
     folder: Annotated[Path, Given]
-    """Where to write; replaced if it exists."""
+    """Where to write. A model that groupax wrote there is replaced; a folder with other files is refused."""
     dtype: Dtype = "bfloat16"
     """Of the other weights."""
 

@@ -5,7 +5,6 @@ initialization, loading, saving and counts follow from it.
 """
 
 import math
-import re
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -14,15 +13,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import regex
 from jaxtyping import Array, Key
 
 from groupax.config import LoRABias
 from groupax.field_types import nearest
 from groupax.models.adapted import Frozen, LowRank, Params
 from groupax.models.config import ModelConfig
+from groupax.models.families.checks import MAX_SIZE, is_number, is_whole, shown
 from groupax.models.quantize import dense
 from groupax.models.specs import Spec, model_specs, num_params
 
+PATTERN_TIMEOUT_S = 2.0
 ALL_LINEAR = "all-linear"
 # The modules that PEFT adapts in these families if nothing is said.
 PEFT_DEFAULT = ("q_proj", "v_proj")
@@ -81,10 +83,10 @@ class LoRAConfig:
             raise ValueError(f"modules_to_save must be a list of names, got {self.modules_to_save!r}")
         if self.target_modules == (ALL_LINEAR,):
             object.__setattr__(self, "target_modules", ALL_LINEAR)
-        if self.r < 1:
-            raise ValueError(f"the rank r must be at least 1, got {self.r}")
-        if not self.lora_alpha > 0:
-            raise ValueError(f"lora_alpha must be above 0, got {self.lora_alpha}")
+        if not is_whole(self.r, 1, MAX_SIZE):
+            raise ValueError(f"the rank r must be a whole number of at least 1, got {shown(self.r)}")
+        if not is_number(self.lora_alpha) or self.lora_alpha <= 0:
+            raise ValueError(f"lora_alpha must be a finite number above 0, got {shown(self.lora_alpha)}")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
         if self.bias not in ("none", "all", "lora_only"):
@@ -204,7 +206,7 @@ def _matching(wanted: str | Iterable[str], modules: Mapping[str, Spec], setting:
     if wanted == ALL_LINEAR:
         return set()
     if isinstance(wanted, str):
-        found = {name for name in modules if re.fullmatch(wanted, name)}
+        found = {name for name in modules if _fits(wanted, name, setting)}
         if not found:
             raise ValueError(f"{setting} {wanted!r} fits no module of the model; there are {_endings(modules)}")
         return found
@@ -220,6 +222,15 @@ def _matching(wanted: str | Iterable[str], modules: Mapping[str, Spec], setting:
             )
         found |= own
     return found
+
+
+def _fits(pattern: str, name: str, setting: str) -> bool:
+    """Whether a regular expression fits a name. It may be a stranger's, and some take for ever."""
+    try:
+        return regex.fullmatch(pattern, name, timeout=PATTERN_TIMEOUT_S) is not None
+    except (regex.error, TimeoutError, RecursionError) as error:
+        reason = str(error) or f"it takes longer than {PATTERN_TIMEOUT_S} s"
+        raise ValueError(f"{setting} {shown(pattern)} cannot be used as a regular expression: {reason}") from error
 
 
 def _endings(modules: Iterable[str]) -> str:
