@@ -313,6 +313,7 @@ def start(command: Train) -> None:
     prompts = trainer.prompts
     counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
     after = trainer.evaluate()
+    trainer.write_card()
     if processes.is_first():
         write_report(BeforeAfter(before, after, result, counts), trainer.run_folder.path)
         trainer.run_folder.sync()

@@ -84,8 +84,8 @@ def test_ranks_and_scales():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"r": 0}, "r must be at least 1"),
-        ({"lora_alpha": 0}, "lora_alpha must be above 0"),
+        ({"r": 0}, "r must be a whole number of at least 1"),
+        ({"lora_alpha": 0}, "lora_alpha must be a finite number above 0"),
         ({"lora_dropout": 1.0}, "below 1, got 1.0"),
         ({"target_modules": ()}, "target_modules is empty"),
         ({"modules_to_save": "lm_head"}, "must be a list of names"),
@@ -187,6 +187,7 @@ def test_an_adapter_survives_the_disk(tmp_path):
     model = trained_randomly(add_adapter(load_model(tmp_path / "base"), lora))
     save_adapter(model, tmp_path / "adapter")
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        ".groupax_files.json",
         "adapter_config.json",
         "adapter_model.safetensors",
     }

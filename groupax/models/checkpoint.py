@@ -17,7 +17,7 @@ from groupax.models import bitsandbytes_format, peft_format
 from groupax.models.adapted import Frozen, joined
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
-from groupax.models.families.checks import GENERATION, check_values, shown, tokens_outside
+from groupax.models.families.checks import GENERATION, checked, shown, tokens_outside
 from groupax.models.folders import read_json, resolve_folder
 from groupax.models.lora import Adapter, LoRAConfig, init_adapter
 from groupax.models.quantize import is_quantized
@@ -139,8 +139,7 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     content = read_json(path)
-    check_values(content, GENERATION, str(path))
-    return content
+    return checked(content, GENERATION, str(path))
 
 
 def _tell_endless(folder: Path, hf_config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ ADAPTER_NAME = "adapter_config.json"  # of a folder with an adapter
 # Of a repository on the hub: models, adapters and tokenizers, but not the same weights again in another layout (as
 # Meta's and Mistral's) or those of checkpoints and exports. The hub's "*" goes over "/" too.
 FETCHED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model*", "tiktoken.model", "merges.txt", "vocab.txt"]
+FETCHED += ["README.md"]  # for its licence
 LEFT_OUT = ["consolidated*", "*/*.json", "*/*.safetensors"]
 
 MAX_JSON_BYTES = 1 << 28  # tokenizers of large vocabularies have some 40 MB

@@ -1,6 +1,7 @@
 """Adapters as PEFT has them on disk: `adapter_config.json` and `adapter_model.safetensors`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.numpy import save_file
 
 from groupax.models.adapted import LowRank, Params
 from groupax.models.config import ModelConfig
-from groupax.models.families.checks import FLAG, TEXT, TEXTS, Kind, above, check_values, is_number, shown, whole
+from groupax.models.families.checks import FLAG, TEXT, TEXTS, Kind, above, checked, is_number, shown, whole
 from groupax.models.folders import ADAPTER_NAME as CONFIG_NAME
 from groupax.models.lora import PREFIX, Adapter, LoRAConfig, adapter_specs, lora_config, module_name
 from groupax.models.specs import model_specs
@@ -21,7 +22,7 @@ TENSORS_NAME = "adapter_model.safetensors"
 # What values the keys of `adapter_config.json` may have that are read here.
 SETTINGS: Mapping[str, Kind] = {
     "bias": TEXT.or_null(),
-    "lora_alpha": above(0).or_null(),
+    "lora_alpha": replace(above(0), is_number=False).or_null(),
     "lora_dropout": Kind(
         "a number of at least 0 and below 1", lambda value: is_number(value) and 0 <= value < 1
     ).or_null(),
@@ -136,7 +137,7 @@ def stored_config(content: Mapping[str, Any], folder: Path) -> LoRAConfig:
     Raises:
         ValueError: a value is none that its key can have, or asks for something that is not done here.
     """
-    check_values(content, SETTINGS, str(folder / CONFIG_NAME))
+    content = checked(content, SETTINGS, str(folder / CONFIG_NAME))
     try:
         return lora_config(content, has_weights=True)
     except ValueError as error:

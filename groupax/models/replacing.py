@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
@@ -54,15 +54,15 @@ def check_destination(folder: Path, sources: Collection[Path] = ()) -> None:
     folder = folder.expanduser().resolve()
     if not folder.name:
         raise ValueError(f"a model cannot be written to {folder}; choose a folder with a name")
-    for source in sources:
-        _check_apart(folder, source.resolve())
+    check_apart(folder, sources)
     if folder.exists() and not folder.is_dir():
         raise ForeignFilesError(f"{folder} is a file; choose a folder for the model, which need not exist")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not (folder / MANIFEST).is_file():
+        names = listed(entry.name for entry in folder.iterdir())
         raise ForeignFilesError(
-            f"{folder} holds files that groupax did not write ({listed(entry.name for entry in folder.iterdir())}), and a model is never written over such; "
+            f"{folder} holds files that groupax did not write ({names}), and a model is never written over such; "
             "choose another folder, which need not exist"
         )
     own = own_files(folder)
@@ -77,17 +77,24 @@ def check_destination(folder: Path, sources: Collection[Path] = ()) -> None:
         )
 
 
-def _check_apart(folder: Path, source: Path) -> None:
+def check_apart(folder: Path, sources: Collection[Path]) -> None:
+    """Refuses a folder that is one of a model's sources, lies in one, or contains one, by whatever name.
+
+    Raises:
+        ValueError: it does.
+    """
+
     def holds(outer: Path, inner: Path) -> bool:
         return outer.exists() and any(each.exists() and each.samefile(outer) for each in (inner, *inner.parents))
 
-    if not (holds(source, folder) or holds(folder, source)):
-        return
-    where = "is" if folder == source else "lies in" if holds(source, folder) else "contains"
-    raise ValueError(
-        f"{folder} {where} the folder that the model is read from ({source}); a model is never written over its own "
-        "source: choose a folder apart from it"
-    )
+    folder = folder.expanduser().resolve()
+    for source in (source.resolve() for source in sources):
+        if holds(source, folder) or holds(folder, source):
+            where = "is" if folder == source else "lies in" if holds(source, folder) else "contains"
+            raise ValueError(
+                f"{folder} {where} the folder that the model is read from ({source}); a model is never written over "
+                "its own source: choose a folder apart from it"
+            )
 
 
 def own_files(folder: Path) -> dict[str, str]:
@@ -182,15 +189,31 @@ def replacing_folder(folder: Path, sources: Collection[Path] = ()) -> Iterator[P
         _remove_replaced(partial, folder)
 
 
+def replace_card(folder: Path, text: str) -> None:
+    """Writes the card of a model's folder anew, if groupax wrote the one that is there."""
+    if CARD not in own_files(folder):
+        return
+    partial = folder / f".{CARD}.partial-{secrets.token_hex(4)}"
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(folder / CARD)
+    _write_manifest(folder, {**_manifest_of(folder), CARD: fingerprint(folder / CARD)})
+
+
 def _is_leftover(name: str, of_folder: str) -> bool:
     return name.startswith(f".{of_folder}.partial-")
 
 
 def write_manifest(folder: Path, names: Collection[str]) -> None:
-    """Lists files of a folder as written by groupax."""
-    about = "Files of a model that groupax wrote. Others in this folder are left alone when it is written again."
+    """Lists files of a folder as written by groupax, and no others."""
     files = {name: fingerprint(folder / name) for name in names if name != MANIFEST}
-    write_json(folder / MANIFEST, {"about": about, "files": files})
+    _write_manifest(folder, files)
+
+
+def _write_manifest(folder: Path, files: Mapping[str, str]) -> None:
+    about = "Files of a model that groupax wrote. Others in this folder are left alone when it is written again."
+    partial = folder / f"{MANIFEST}.partial-{secrets.token_hex(4)}"
+    write_json(partial, {"about": about, "files": dict(files)})
+    partial.replace(folder / MANIFEST)
 
 
 def _files_below(folder: Path) -> list[str]:
@@ -298,11 +321,13 @@ def add_to_folder(new: Path, folder: Path) -> None:
 
     Args:
         new: a folder that `replacing_folder` has made.
-        folder: exists.
+        folder: need not exist.
 
     Raises:
         ForeignFilesError: it holds other files of the names of a model's, and nothing was written.
     """
+    folder = folder.expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
     names = sorted(_manifest_of(new), key=lambda name: name in ("config.json", "adapter_config.json"))
     own = own_files(folder)
     there = [name for name in names if os.path.lexists(folder / name) and name not in own]

@@ -21,10 +21,12 @@ class Kind:
     Attributes:
         description: of the values, as an error states it.
         accepts: whether a value is one of them.
+        is_number: values are floats; files may have integers in their places.
     """
 
     description: str
     accepts: Callable[[Any], bool]
+    is_number: bool = False
 
     def or_null(self) -> "Kind":
         """The same, and null."""
@@ -59,9 +61,9 @@ def whole(low: int = 1, high: int = MAX_SIZE) -> Kind:
     return Kind(f"a whole number from {low} to {high}", lambda value: is_whole(value, low, high))
 
 
-def above(low: float) -> Kind:
+def above(low: int) -> Kind:
     """Finite numbers above a bound."""
-    return Kind(f"a finite number above {low:g}", lambda value: is_number(value) and value > low)
+    return Kind(f"a finite number above {low}", lambda value: is_number(value) and value > low, is_number=True)
 
 
 def list_of(kind: Kind) -> Kind:
@@ -72,8 +74,8 @@ def list_of(kind: Kind) -> Kind:
     )
 
 
-ANY_NUMBER = Kind("a finite number", is_number)
-NOT_NEGATIVE = Kind("a finite number of at least 0", lambda value: is_number(value) and value >= 0)
+ANY_NUMBER = Kind("a finite number", is_number, is_number=True)
+NOT_NEGATIVE = Kind("a finite number of at least 0", lambda value: is_number(value) and value >= 0, is_number=True)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a string", lambda value: isinstance(value, str))
 TABLE = Kind("an object", lambda value: isinstance(value, Mapping)).or_null()
@@ -177,8 +179,8 @@ GENERATION: Mapping[str, Kind] = {
 }
 
 
-def check_values(content: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> None:
-    """Refuses values that the keys of a file cannot have.
+def checked(content: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
+    """The content of a file, in which each value is one that its key can have.
 
     Args:
         content: of the file, or of a table in it.
@@ -191,6 +193,8 @@ def check_values(content: Mapping[str, Any], kinds: Mapping[str, Kind], where: s
     for key, kind in kinds.items():
         if key in content and not kind.accepts(content[key]):
             raise ValueError(f"{where} has {key}={shown(content[key])}; it must be {kind.description}")
+    numbers = {key for key, value in content.items() if value is not None and key in kinds and kinds[key].is_number}
+    return {key: float(value) if key in numbers else value for key, value in content.items()}
 
 
 def checked_config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,21 +204,22 @@ def checked_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: a key, also one of the rotary parameters, has another value.
     """
     flags = {key: False for key, value in hf.items() if value is None and CONFIG.get(key) is FLAG}
-    hf = {**hf, **flags}
-    check_values(hf, CONFIG, "config.json")
-    for name in ("rope_parameters", "rope_scaling"):
-        _check_rope(hf.get(name) or {}, f"{name} of config.json")
-    return hf
+    tables = {
+        name: _checked_rope(hf[name], f"{name} of config.json")
+        for name in ("rope_parameters", "rope_scaling")
+        if hf.get(name)
+    }
+    return checked({**hf, **flags}, CONFIG, "config.json") | tables
 
 
-def _check_rope(table: Mapping[str, Any], where: str) -> None:
-    said = {key: value for key, value in table.items() if value is not None}
-    check_values(said, ROPE, where)
-    if said.get("low_freq_factor", 0.0) == said.get("high_freq_factor", 1.0):
+def _checked_rope(table: Any, where: str) -> dict[str, Any]:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where} is {shown(table)}; it must be {TABLE.description}")
+    table = checked({key: value for key, value in table.items() if value is not None}, ROPE, where)
+    if table.get("low_freq_factor", 0.0) == table.get("high_freq_factor", 1.0):
         raise ValueError(f"{where} has low_freq_factor and high_freq_factor of one value; they must differ")
-    for kind in ("full_attention", "sliding_attention"):
-        if said.get(kind):
-            _check_rope(said[kind], f"{kind} of {where}")
+    kinds = [kind for kind in ("full_attention", "sliding_attention") if table.get(kind)]
+    return table | {kind: _checked_rope(table[kind], f"{kind} of {where}") for kind in kinds}
 
 
 def tokens_outside(content: Mapping[str, Any], vocab_size: int) -> list[int]:
