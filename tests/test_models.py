@@ -285,12 +285,12 @@ def test_the_hub_gives_weights_once_and_all_of_a_tokenizer(tmp_path, monkeypatch
         *("config.json", "adapter_config.json", "adapter_model.safetensors", "model-00001-of-00002.safetensors"),
         *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
         *("tokenizer.model", "tokenizer.model.v3", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt"),
-        *("merges.txt", "additional_chat_templates/tool.jinja"),
+        *("merges.txt", "additional_chat_templates/tool.jinja", "README.md"),
     ]
     others = [
         *("consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "consolidated.safetensors.index.json"),
         *("original/consolidated.00.pth", "original/params.json", "original/tokenizer.model", "onnx/model.safetensors"),
-        *("checkpoint-10/model.safetensors", "pytorch_model.bin", "model.gguf", "LICENSE.txt", "README.md"),
+        *("checkpoint-10/model.safetensors", "pytorch_model.bin", "model.gguf", "LICENSE.txt", "onnx/README.md"),
     ]
 
     def download(name, **patterns):

@@ -58,7 +58,7 @@ def check_links(folder: Path) -> None:
         ValueError: a link leads out of the folder.
     """
     own = folder.resolve()
-    allowed = [own, own.parents[1] / "blobs"] if own.parent.name == "snapshots" else [own]
+    allowed = [own, (own.parents[1] / "blobs").resolve()] if own.parent.name == "snapshots" else [own]
     for entry in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if READ.fullmatch(entry.name) and entry.is_symlink():
             target = entry.resolve()

@@ -313,6 +313,15 @@ def _is_same(path: Path, other: Path) -> bool:
     )
 
 
+def is_ours(folder: Path) -> bool:
+    """Whether all files of a folder are groupax's, as it wrote them; also if there is no folder."""
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        return not folder.exists()
+    own = {*own_files(folder), MANIFEST}
+    return all(path.relative_to(folder).as_posix() in own for path in folder.rglob("*") if not path.is_dir())
+
+
 def add_to_folder(new: Path, folder: Path) -> None:
     """Moves a written model into a folder that holds other things, file by file, `config.json` last.
 
