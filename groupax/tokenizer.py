@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from groupax.models.families.checks import shown
+from groupax.models.families.checks import one_line, shown
 from groupax.models.folders import MAX_JSON_BYTES, READ, check_links, read_json
 
 Prompt = str | list[dict[str, Any]]
@@ -60,10 +60,9 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
         tokenizer = Loader.from_pretrained(folder, trust_remote_code=False)
         tokenizer("a")  # what a file lacks is missed here rather than at the first prompt
     except Exception as error:  # the tokenizers library raises nothing more special
-        reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{folder} has no tokenizer that transformers can load: {reason:.500}; get its files anew from where the "
-            "model is from"
+            f"{folder} has no tokenizer that transformers can load: {type(error).__name__}: {one_line(error)}; get "
+            "its files anew from where the model is from"
         ) from error
     return prepare_tokenizer(tokenizer, chat_template)
 

@@ -123,7 +123,7 @@ def test_fused_matrices_are_refused_and_the_others_named():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"peft_type": "IA3"}, "of the kind IA3"),
+        ({"peft_type": "IA3"}, "of the kind 'IA3'"),
         ({"peft_type": "LORA", "use_dora": True}, "use_dora=True"),
         ({"peft_type": "LORA", "rank_pattern": {"q_proj": 3}}, "rank_pattern="),
         ({"peft_type": "LORA", "init_lora_weights": "pissa"}, "which changes the base"),

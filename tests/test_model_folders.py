@@ -343,6 +343,10 @@ STATE = f"{QUANTIZED}.quant_state.bitsandbytes__nf4"
 BAD_NF4 = {
     "codes cut off": (tensors(lambda t: t | {QUANTIZED: t[QUANTIZED][:-1]}), r"numbers of uint8; such a weight has"),
     "codes as numbers": (tensors(lambda t: t | {QUANTIZED: t[QUANTIZED].astype(np.float32)}), "numbers of float32"),
+    "codes as 8-bit floats": (
+        header(lambda h: h | {QUANTIZED: h[QUANTIZED] | {"dtype": "F8_E4M3"}}),
+        "of another dtype than those of 4-bit",
+    ),
     "scales lack": (
         tensors(lambda t: {k: v for k, v in t.items() if k != f"{QUANTIZED}.nested_absmax"}),
         "is no 4-bit weight",
@@ -479,7 +483,7 @@ def test_a_folder_with_code_of_its_own_is_refused_at_once(good, tmp_path):
 def test_a_vocabulary_larger_than_the_models_is_refused_where_it_is_used(good, tmp_path):
     small = init_model({**TINY, "vocab_size": 5}, seed=0)
     with pytest.raises(ValueError, match="vocabulary has 5 tokens: is this its tokenizer"):
-        a_trainer(tmp_path, model=small, max_steps=1).train()
+        a_trainer(tmp_path, model=small, max_steps=1)
 
 
 # -- writing

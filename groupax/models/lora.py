@@ -118,7 +118,7 @@ def lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
         settings = vars(settings)
     kind = settings.get("peft_type", "LORA")
     if str(getattr(kind, "value", kind)) != "LORA":
-        raise ValueError(f"the adapter is of the kind {getattr(kind, 'value', kind)}; groupax has LORA only")
+        raise ValueError(f"the adapter is of the kind {shown(getattr(kind, 'value', kind))}; groupax has LORA only")
     own = {field.name for field in fields(LoRAConfig)}
     _check_init(settings.get("init_lora_weights", True), has_weights)
     asked = {key: value for key, value in settings.items() if key not in own | _INERT | {"init_lora_weights"}}
@@ -126,7 +126,7 @@ def lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
     if unsupported:
         raise ValueError(
             "groupax does not do what the LoRA settings ask for with "
-            + ", ".join(f"{key}={asked[key]!r}" for key in unsupported)
+            + ", ".join(f"{key}={shown(asked[key])}" for key in unsupported[:4])
         )
     given = {key: settings[key] for key in own if settings.get(key) is not None}
     return LoRAConfig(**{"target_modules": PEFT_DEFAULT, **given})
@@ -134,7 +134,7 @@ def lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
 
 def _check_init(how: Any, has_weights: bool) -> None:
     if how not in (True, False, "gaussian", "orthogonal"):
-        raise ValueError(f"init_lora_weights is {how!r}, which changes the base; groupax does not do that")
+        raise ValueError(f"init_lora_weights is {shown(how)}, which changes the base; groupax does not do that")
     if how is not True and not has_weights:
         raise ValueError(
             f"init_lora_weights is {how!r}; groupax begins a new adapter only as PEFT does by default: leave it at True"

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from groupax.config import BaseWeights
 from groupax.models import bitsandbytes_format
 from groupax.models.config import ModelConfig
-from groupax.models.families.checks import shown
+from groupax.models.families.checks import one_line, shown
 from groupax.models.folders import listed, read_json
 from groupax.models.quantize import quantizer
 from groupax.models.specs import EMBEDDING, HEAD, Spec, spec_leaves
@@ -55,8 +55,8 @@ class TensorFile:
             except (SafetensorError, OSError, ValueError) as error:
                 size = self.path.stat().st_size
                 raise ValueError(
-                    f"{self.path} ({size} bytes) is damaged or truncated: {error}; get the file anew from where the "
-                    "model is from"
+                    f"{self.path} ({size} bytes) is damaged or truncated: {one_line(error)}; get the file anew from "
+                    "where the model is from"
                 ) from error
         return self._file
 
@@ -207,6 +207,9 @@ def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized
         if name in quantized:
             if not spec.is_layer_matrix or spec.num_rows is not None:
                 raise ValueError(f"{folder}: {name} is a 4-bit weight; groupax reads such only of single matrices")
+            for part in (name, *(f"{name}.{further}" for further in bitsandbytes_format.FURTHER)):
+                if part in tensors and tensors[part].get_slice(part).get_dtype() not in ("U8", "F32"):
+                    raise ValueError(f"{folder}: {part} is of another dtype than those of 4-bit weights, U8 and F32")
             continue
         found = tensors[name].get_slice(name).get_shape()
         if found != list(spec.tensor_shape):
@@ -238,9 +241,12 @@ def weight_loader(
 
     def load(spec: Spec, sharding: Any) -> Any:
         if spec.name in quantized:
-            return bitsandbytes_format.read_nf4(
-                spec.name, spec.shape, lambda name: tensors[name].get_tensor(name), whole
-            )
+            try:
+                return bitsandbytes_format.read_nf4(
+                    spec.name, spec.shape, lambda name: tensors[name].get_tensor(name), whole
+                )
+            except ValueError as error:
+                raise ValueError(f"{tensors[spec.name].path}: {error}") from error
         array = _load(spec, sharding, tensors, dtype)
         return array if quantize is None or not spec.is_layer_matrix else jax.block_until_ready(quantize(array))
 

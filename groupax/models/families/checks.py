@@ -52,6 +52,12 @@ def shown(value: Any) -> str:
     return _SHORT.repr(value)
 
 
+def one_line(error: BaseException) -> str:
+    """The message of a library's error about a file, which may repeat what the file holds."""
+    text = " ".join(str(error).split())[:300]
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
 _SHORT = Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong = 2, 80, 40
 
