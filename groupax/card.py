@@ -5,6 +5,7 @@ strings, so that they are neither markup nor metadata.
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -80,7 +81,7 @@ def run_card(
         args: the run's settings.
         base: the model that it began with; None for one that was made in memory.
         adapter: the settings of the adapter that was trained; None if all weights were.
-        dataset: what the prompts are from.
+        dataset: what the prompts are from: a file, a hub id, or words.
         rewards: names of the reward functions.
         num_steps: optimizer steps so far.
         metrics: of the last logged step.
@@ -89,7 +90,7 @@ def run_card(
         license_id: the base's.
     """
     what = "A fine-tune of" if adapter is None else "A LoRA adapter for"
-    rows = [("prompts", dataset), ("rewards", ", ".join(rewards)), ("optimizer steps", str(num_steps))]
+    rows = [("prompts", shown_name(dataset)), ("rewards", ", ".join(rewards)), ("optimizer steps", str(num_steps))]
     rows += [(name, str(getattr(args, name))) for name in _SETTINGS]
     rows += [(f"adapter: {name}", str(value)) for name, value in (adapter or {}).items()]
     rows += [
@@ -134,7 +135,7 @@ def shown_name(model: str | None) -> str:
     """A hub id as it is, and of a folder its own name: where it lies is nobody's business."""
     if model is None:
         return "a model made in memory"
-    return Path(model).name if Path(model).is_absolute() or Path(model).exists() else model
+    return Path(model).name if Path(model).is_absolute() or os.path.exists(model) else model  # noqa: PTH110 - of any text
 
 
 def read_card(folder: Path | None) -> str | None:

@@ -221,6 +221,8 @@ BAD = {
     "attention_bias: 1": (config(attention_bias=1), "attention_bias=1; it must be true or false"),
     "layer_types: number": (config(layer_types=7), "layer_types=7"),
     "quantization_config: list": (config(quantization_config=[1]), "quantization_config="),
+    "dtype: unknown": (config(dtype="int8"), "dtype='int8'; it must be float32, bfloat16 or float16"),
+    "torch_dtype: list": (config(torch_dtype=["float32"]), r"torch_dtype=\['float32'\]"),
     "eos_token_id: text": (config(eos_token_id="x"), "eos_token_id='x'"),
     "eos_token_id: -1": (config(eos_token_id=[1, -1]), r"eos_token_id=\[1, -1\]"),
     "generation: eos_token_id": (config("generation_config.json", eos_token_id=1.5), "eos_token_id=1.5"),

@@ -11,6 +11,7 @@ from groupax.models import peft_format
 from groupax.models.bitsandbytes_format import without_nf4
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
+from groupax.models.families.checks import checked_config
 from groupax.models.folders import check_links, read_json
 from groupax.models.lora import LoRAConfig, counts, trainable_line
 from groupax.models.nf4 import nf4_bytes
@@ -32,7 +33,7 @@ def find_config(name_or_path: str, is_base: bool = False) -> tuple[dict[str, Any
     """
     path = Path(name_or_path).expanduser()
     if path.is_file():
-        return read_json(path), None
+        return _checked(path), None
     if path.is_dir():
         adapter = path / peft_format.CONFIG_NAME
         file = adapter if adapter.is_file() else path / "config.json"
@@ -43,15 +44,25 @@ def find_config(name_or_path: str, is_base: bool = False) -> tuple[dict[str, Any
         raise ValueError(f"{name_or_path} is neither a model folder, nor a config.json, nor a hub id like 'owner/name'")
     else:
         file = _downloaded(name_or_path)
-    content = read_json(file)
     if file.name != peft_format.CONFIG_NAME:
-        return content, None
+        return _checked(file), None
+    content = read_json(file)
     if is_base:
         raise ValueError(f"{name_or_path} is to be the base of an adapter, but is an adapter too; merge it first")
     lora = peft_format.stored_config(content, file.parent)
     hf_config, of_base = find_config(peft_format.base_name(content, file.parent), is_base=True)
     assert of_base is None, "a base is no adapter"
     return hf_config, lora
+
+
+def _checked(file: Path) -> dict[str, Any]:
+    """A `config.json` as it is, with values that its keys can have."""
+    content = read_json(file)
+    try:
+        checked_config(content)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return content
 
 
 def _downloaded(hub_id: str) -> Path:

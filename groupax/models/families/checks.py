@@ -86,6 +86,7 @@ FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a string", lambda value: isinstance(value, str))
 TABLE = Kind("an object", lambda value: isinstance(value, Mapping)).or_null()
 TEXTS = list_of(TEXT).or_null()
+DTYPE = Kind("float32, bfloat16 or float16", lambda value: value in ("float32", "bfloat16", "float16")).or_null()
 TOKEN = whole(0)
 TOKENS = Kind(
     f"{TOKEN.description}, or a list of such",
@@ -100,6 +101,7 @@ CONFIG: Mapping[str, Kind] = {
     "attn_logit_softcapping": above(0).or_null(),
     "decoder_sparse_step": whole(),
     "embedding_multiplier": above(0),
+    "dtype": DTYPE,
     "eos_token_id": TOKENS,
     "final_logit_softcapping": above(0).or_null(),
     "head_dim": whole().or_null(),
@@ -144,6 +146,7 @@ CONFIG: Mapping[str, Kind] = {
     "sliding_window": whole().or_null(),
     "sliding_window_pattern": whole().or_null(),
     "tie_word_embeddings": FLAG,
+    "torch_dtype": DTYPE,
     "use_qk_norm": FLAG,
     "use_sliding_window": FLAG,
     "vocab_size": whole(),
