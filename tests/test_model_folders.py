@@ -28,9 +28,10 @@ from groupax.models.families.checks import CONFIG, GENERATION, MAX_LAYERS
 from groupax.models.replacing import MANIFEST, ForeignFilesError, check_destination, replacing_folder
 from groupax.models.saving import sources_of
 from groupax.models.summary import find_config
+from groupax.rewards.model import RewardModel
 from groupax.tokenizer import load_tokenizer
 
-from .conftest import TINY
+from .conftest import TINY, rest_heavy
 from .test_config_and_data import a_tokenizer
 from .test_trainer import a_trainer
 
@@ -392,6 +393,12 @@ def test_bad_weights_of_4_bits_are_refused_with_the_reason(good, tmp_path, name)
         load_model(folder)
 
 
+def test_a_reward_model_refuses_tokens_that_it_does_not_have(good):
+    scorer = init_model({**TINY, "vocab_size": 5, "architectures": ["LlamaForSequenceClassification"]})
+    with pytest.raises(ValueError, match="has a vocabulary of 5 tokens, and its tokenizer gives token 7"):
+        RewardModel(scorer, load_tokenizer(good / "base")).scores([np.array([1, 7])])
+
+
 def test_there_are_more_than_seventy_bad_folders():
     assert len(BAD) + len(BAD_ADAPTER) + len(BAD_NF4) > 120
 
@@ -538,7 +545,7 @@ def test_nothing_that_groupax_did_not_write_is_lost(good, tmp_path, name, capsys
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["project"], "nothing is left behind"
 
 
-@pytest.mark.parametrize("name", ["convert", "merge", "save_model", "save_adapter", "compat"])
+@pytest.mark.parametrize("name", rest_heavy(["save_model", "save_adapter", "compat", "convert", "merge"], quick=3))
 def test_what_somebody_added_to_a_written_model_stays(good, tmp_path, name):
     folder = tmp_path / "model"
     save_model(load_model(good / "nf4"), folder, card="as written")
@@ -603,6 +610,24 @@ def test_a_model_is_never_written_over_its_own_source(good, tmp_path, capsys, mo
     assert contents(tmp_path) == before
 
 
+def test_the_working_folder_is_not_replaced(good, tmp_path, monkeypatch):
+    (tmp_path / "empty" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "empty" / "inner")
+    for folder in (".", "", tmp_path / "empty"):
+        with pytest.raises(ValueError, match="working folder"):
+            save_model(load_model(good / "base"), folder)
+    with pytest.raises(ValueError, match="null character"):
+        save_model(load_model(good / "base"), "a\0b")
+
+
+def test_a_link_to_a_folder_is_followed(good, tmp_path):
+    (tmp_path / "link").symlink_to("target")
+    for _ in range(2):
+        save_model(load_model(good / "base"), tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "target" / "config.json").is_file()
+
+
 def test_a_run_refuses_a_model_folder_of_somebody_else_before_it_trains(tmp_path):
     folder = project(tmp_path / "run" / "model")
     before = contents(folder)
@@ -612,7 +637,7 @@ def test_a_run_refuses_a_model_folder_of_somebody_else_before_it_trains(tmp_path
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_save_into_the_midst_of_other_files_adds_to_them(good, tmp_path):
+def test_a_save_into_the_midst_of_other_files_adds_to_them(good, tmp_path, monkeypatch):
     """As scripts for transformers do: tokenizer and model into one folder, one after the other, again and again."""
     model, tokenizer = CausalLM(load_model(good / "base")), load_tokenizer(good / "base")
     folder = tmp_path / "out"
@@ -626,6 +651,10 @@ def test_a_save_into_the_midst_of_other_files_adds_to_them(good, tmp_path):
     (folder / "config.json").write_text("{}")
     with pytest.raises(ForeignFilesError, match=r"config\.json"):
         model.save_pretrained(folder)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    model.save_pretrained(".")
+    load_model(".")
 
 
 WRITES_FOR_EVER = """

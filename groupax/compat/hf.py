@@ -24,7 +24,7 @@ from groupax.models.folders import resolve_folder
 from groupax.models.lora import counts, lora_config, trainable_line
 from groupax.models.nf4 import Nf4
 from groupax.models.quantize import dense_params, is_quantized
-from groupax.models.replacing import add_to_folder, check_apart, is_ours
+from groupax.models.replacing import add_to_folder, can_be_replaced, check_apart
 from groupax.models.saving import save_adapter, save_model, sources_of
 from groupax.parallel import processes
 
@@ -415,7 +415,7 @@ def save_policy(trainer: Any, folder: Any) -> None:
         trainer.save_model()
         return
     check_apart(Path(folder), sources_of(trainer.model))
-    if processes.at_first(lambda: is_ours(Path(folder))):
+    if processes.at_first(lambda: can_be_replaced(Path(folder))):
         trainer.save_model(folder)
         return
     with tempfile.TemporaryDirectory() as name:
@@ -431,7 +431,7 @@ def beside_what_is_there(save: Callable[[Path], Any], folder: Any, sources: Coll
         ValueError: it is one of the sources, or one lies in the other.
     """
     check_apart(Path(folder), sources)
-    if is_ours(Path(folder)):
+    if can_be_replaced(Path(folder)):
         save(Path(folder))
         return
     with tempfile.TemporaryDirectory() as name:

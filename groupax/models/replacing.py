@@ -49,12 +49,12 @@ def check_destination(folder: Path, sources: Collection[Path] = ()) -> None:
 
     Raises:
         ForeignFilesError: it holds files of another origin where a model's would be.
-        ValueError: it is a file, or a source, or one lies in the other.
+        ValueError: it is the working folder, or a source, or one lies in the other.
     """
-    folder = folder.expanduser().resolve()
-    if not folder.name:
-        raise ValueError(f"a model cannot be written to {folder}; choose a folder with a name")
+    folder = _resolved(folder)
     check_apart(folder, sources)
+    if _is_worked_in(folder):
+        raise ValueError(f"{folder} is or contains the working folder, which cannot be replaced; choose another folder")
     if folder.exists() and not folder.is_dir():
         raise ForeignFilesError(f"{folder} is a file; choose a folder for the model, which need not exist")
     if not folder.is_dir() or not any(folder.iterdir()):
@@ -77,6 +77,19 @@ def check_destination(folder: Path, sources: Collection[Path] = ()) -> None:
         )
 
 
+def _is_worked_in(folder: Path) -> bool:
+    try:
+        return Path.cwd().is_relative_to(folder)
+    except FileNotFoundError:  # the working folder was deleted
+        return False
+
+
+def _resolved(folder: Path) -> Path:
+    if "\0" in str(folder):
+        raise ValueError(f"{str(folder)!r} is no name of a folder: it has a null character")
+    return folder.expanduser().resolve()
+
+
 def check_apart(folder: Path, sources: Collection[Path]) -> None:
     """Refuses a folder that is one of a model's sources, lies in one, or contains one, by whatever name.
 
@@ -87,7 +100,7 @@ def check_apart(folder: Path, sources: Collection[Path]) -> None:
     def holds(outer: Path, inner: Path) -> bool:
         return outer.exists() and any(each.exists() and each.samefile(outer) for each in (inner, *inner.parents))
 
-    folder = folder.expanduser().resolve()
+    folder = _resolved(folder)
     for source in (source.resolve() for source in sources):
         if holds(source, folder) or holds(folder, source):
             where = "is" if folder == source else "lies in" if holds(source, folder) else "contains"
@@ -158,7 +171,7 @@ def replacing_folder(folder: Path, sources: Collection[Path] = ()) -> Iterator[P
     Raises:
         ForeignFilesError, ValueError: as `check_destination`.
     """
-    folder = folder.expanduser().resolve()
+    folder = _resolved(folder)
     check_destination(folder, sources)
     folder.parent.mkdir(parents=True, exist_ok=True)
     leftovers = sorted(entry.name for entry in folder.parent.iterdir() if _is_leftover(entry.name, folder.name))
@@ -313,10 +326,10 @@ def _is_same(path: Path, other: Path) -> bool:
     )
 
 
-def is_ours(folder: Path) -> bool:
-    """Whether all files of a folder are groupax's, as it wrote them; also if there is no folder."""
-    folder = folder.expanduser()
-    if not folder.is_dir():
+def can_be_replaced(folder: Path) -> bool:
+    """Whether all files of a folder are groupax's, as it wrote them, and nobody works in it; also if there is none."""
+    folder = _resolved(folder)
+    if not folder.is_dir() or _is_worked_in(folder):
         return not folder.exists()
     own = {*own_files(folder), MANIFEST}
     return all(path.relative_to(folder).as_posix() in own for path in folder.rglob("*") if not path.is_dir())
