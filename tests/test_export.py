@@ -104,10 +104,10 @@ def test_a_run_states_itself_in_its_card(tmp_path):
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     for part in (
         "library_name: peft",
-        "| rewards | count_a |",
-        "| optimizer steps | 1 |",
-        "| adapter: r | 2 |",
-        "(last step)",
+        "| `rewards` | `count_a` |",
+        "| `optimizer steps` | `1` |",
+        "| `adapter: r` | `2` |",
+        "(training samples of the last step)",
     ):
         assert part in card
 

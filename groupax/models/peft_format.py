@@ -92,7 +92,10 @@ def read_tensors(config: ModelConfig, lora: LoRAConfig, folder: Path, sharding: 
     if not path.is_file():
         raise ValueError(f"{folder} has no {TENSORS_NAME}; pickled adapters are never loaded")
     file = TensorFile(path)
-    specs = adapter_specs(config, lora)
+    try:
+        specs = adapter_specs(config, lora)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_NAME}: {error}") from error
     _check({spec.name: spec for spec in jax.tree.leaves(specs)}, file.file, path)
 
     def read(spec: Any) -> Any:
