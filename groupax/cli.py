@@ -384,6 +384,7 @@ def _train_and_report(trainer: "GRPOTrainer", is_evaluated: bool) -> list[Any]:
     prompts = trainer.prompts
     counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
     after = trainer.evaluate()
+    trainer.write_card()
     if not processes.is_first():
         return []
     trainer.progress.phase("writing the report")

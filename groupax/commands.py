@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from groupax.arguments import parsed
-from groupax.card import shown_name
+from groupax.card import code, shown_name
 from groupax.config import LoRABias
 from groupax.printable import printable
 
@@ -39,7 +39,7 @@ class Merge:
     adapter: Annotated[str, Given]
     """A folder or hub id with an adapter, as groupax and PEFT write them."""
     folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
-    """Where to write; replaced if it exists."""
+    """Where to write. A model that groupax wrote there is replaced; a folder with other files is refused."""
     base: str | None = None
     """The base, if it is not where the adapter's config says."""
     dtype: Dtype | None = None
@@ -53,7 +53,7 @@ class Convert:
     model: Annotated[str, Given]
     """A folder or a Hugging Face hub id."""
     folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
-    """Where to write; replaced if it exists."""
+    """Where to write. A model that groupax wrote there is replaced; a folder with other files is refused."""
     dtype: Dtype | None = None
     """Of the weights; by default the model's own."""
 
@@ -65,7 +65,7 @@ class Quantize:
     model: Annotated[str, Given]
     """A folder or a Hugging Face hub id; an adapter is merged."""
     folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
-    """Where to write; replaced if it exists."""
+    """Where to write. A model that groupax wrote there is replaced; a folder with other files is refused."""
     dtype: Dtype = "bfloat16"
     """Of the other weights."""
 
@@ -106,11 +106,12 @@ def merge(arguments: Sequence[str]) -> None:
 
     from groupax.models.checkpoint import load_model
 
+    _check_folder(command.folder, command.adapter, command.base)
     model = load_model(command.adapter, base=command.base)
     if model.adapter is None:
         raise ValueError(f"{command.adapter} is a model and no adapter; there is nothing to merge (see convert)")
     base = model.adapter.base_name
-    how = f"The LoRA adapter `{shown_name(command.adapter)}`, merged into its base `{shown_name(base)}`."
+    how = f"The LoRA adapter {code(shown_name(command.adapter))}, merged into its base {code(shown_name(base))}."
     _write(model, command.folder, command.dtype, how, base, command.adapter)
 
 
@@ -120,12 +121,12 @@ def convert(arguments: Sequence[str]) -> None:
 
     from groupax.models.checkpoint import load_model
 
+    _check_folder(command.folder, command.model)
     model = load_model(command.model)
     if model.adapter is not None:
         raise ValueError(f"{command.model} is an adapter; use merge to add it to its base")
-    _write(
-        model, command.folder, command.dtype, f"`{shown_name(command.model)}`, converted.", command.model, command.model
-    )
+    how = f"{code(shown_name(command.model))}, converted."
+    _write(model, command.folder, command.dtype, how, command.model, command.model)
 
 
 def quantize(arguments: Sequence[str]) -> None:
@@ -134,8 +135,9 @@ def quantize(arguments: Sequence[str]) -> None:
 
     from groupax.models.checkpoint import load_model
 
+    _check_folder(command.folder, command.model)
     model = load_model(command.model)
-    how = f"`{shown_name(command.model)}` with its layers' matrices in 4 bits (nf4, double quantization)."
+    how = f"{code(shown_name(command.model))} with its layers' matrices in 4 bits (nf4, double quantization)."
     _write(model, command.folder, command.dtype, how, command.model, command.model, weights="nf4")
 
 
@@ -148,11 +150,19 @@ def push(arguments: Sequence[str]) -> None:
     print(f"{command.folder} is at {push_folder(command.folder, command.repo_id, private=not command.public)}")
 
 
+def _check_folder(folder: Path, *sources: str | None) -> None:
+    """Refuses where to write, if a model cannot be written there, before one is loaded."""
+    from groupax.models.replacing import check_destination
+
+    paths = [Path(source).expanduser() for source in sources if source is not None]
+    check_destination(folder, [path for path in paths if path.is_dir()])
+
+
 def _write(
     model: Any, folder: Path, dtype: Dtype | None, how: str, base: str | None, source: str, weights: Any = "same"
 ) -> None:
     """Write the model with its tokenizer and a card."""
-    from groupax.card import derived_card
+    from groupax.card import derived_card, read_card
     from groupax.models.saving import save_model
     from groupax.tokenizer import load_tokenizer
 
@@ -161,6 +171,7 @@ def _write(
     except ValueError as error:
         print(f"the model is written without a tokenizer: {error}")
         tokenizer = None
-    card = Path(source) / "README.md"
-    text = derived_card(how, base, card.read_text(encoding="utf-8") if card.is_file() else None)
+    of_source = Path(source).expanduser()
+    card = read_card(of_source if of_source.is_dir() else model.source)
+    text = derived_card(how, base, card, bool(tokenizer is not None and tokenizer.chat_template))
     print(f"written: {save_model(model, folder, tokenizer, dtype, weights, text)}")

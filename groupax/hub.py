@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from groupax.errors import RunError
+from groupax.models.replacing import MANIFEST
 
 
 def push_folder(folder: str | os.PathLike[str], repo_id: str, private: bool = True) -> str:
@@ -37,7 +38,10 @@ def push_folder(folder: str | os.PathLike[str], repo_id: str, private: bool = Tr
     try:
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         api.upload_folder(
-            repo_id=address.repo_id, folder_path=folder, commit_message=f"Upload {folder.name} with groupax"
+            repo_id=address.repo_id,
+            folder_path=folder,
+            commit_message=f"Upload {folder.name} with groupax",
+            ignore_patterns=[MANIFEST, ".*.partial-*"],
         )
     except HFValidationError as error:
         raise ValueError(f"{repo_id!r} is no name of a repository: {error}") from error

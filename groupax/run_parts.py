@@ -154,12 +154,19 @@ def prompts_for(
         dataset: what to call the examples in an error.
 
     Raises:
-        ValueError: a prompt is too long, and `prompt_overflow` is "error".
+        ValueError: a prompt is too long, and `prompt_overflow` is "error"; or it has tokens that the model lacks.
     """
     name = "max_completion_length" if max_completion_length is None else "eval_max_completion_length"
     length = max_completion_length or args.max_completion_length
     limit = prompt_limit(model.config.max_positions, length, args.max_prompt_length, name)
-    return encode_examples(examples, tokenizer, limit, args.prompt_overflow, args.chat_template_kwargs, dataset)
+    prompts = encode_examples(examples, tokenizer, limit, args.prompt_overflow, args.chat_template_kwargs, dataset)
+    largest = max((int(ids.max()) for ids in prompts.token_ids if len(ids)), default=0)
+    if largest >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token {largest}, the model's vocabulary has {model.config.vocab_size} tokens: is "
+            "this its tokenizer?"
+        )
+    return prompts
 
 
 def learner_settings(args: GRPOConfig) -> LearnerSettings:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from groupax.chat import CHAT_TEMPLATES, render_all
+from groupax.models.families.checks import one_line, shown
+from groupax.models.folders import MAX_JSON_BYTES, READ, check_links, read_json
 
 Prompt = str | list[dict[str, Any]]
 # What transformers calls a tokenizer that is no family's own.
@@ -20,6 +22,9 @@ REPLACEMENT = "\ufffd"  # what a tokenizer writes for the bytes of a character t
 # What tokens are read from. Without any of these transformers makes a tokenizer of special tokens for some families.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model*", "*.model", "vocab.json", "vocab.txt", "tekken.json")
 
+# Files that hold a JSON object, where they are.
+TOKENIZER_OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
 
 def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = None) -> Any:
     """The `transformers` tokenizer of a model folder.
@@ -29,13 +34,13 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
         chat_template: replaces the tokenizer's own: a name in `CHAT_TEMPLATES` or a file.
 
     Raises:
-        ValueError: there is no tokenizer in the folder, or no such template.
+        ValueError: there is no tokenizer in the folder that can be loaded without code of its own, or no such template.
     """
-    if Path(folder).is_dir() and not any(any(Path(folder).glob(pattern)) for pattern in VOCABULARY_FILES):
-        names = ", ".join(VOCABULARY_FILES)
-        raise ValueError(f"{folder} has no tokenizer that transformers can load: it has none of {names}")
+    folder = Path(folder)
+    if folder.is_dir():
+        _check_files(folder)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    if _is_generic(Path(folder)):
+    if _is_generic(folder):
         # AutoTokenizer goes by the model's type, and would split text as that family does whatever the files say; it
         # also imports torch, where that is installed
         from transformers import PreTrainedTokenizerFast as Loader
@@ -43,18 +48,67 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
         from transformers import AutoTokenizer as Loader
 
     try:
-        tokenizer = Loader.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+        tokenizer = Loader.from_pretrained(folder, trust_remote_code=False)
+        tokenizer("a")  # what a file lacks is missed here rather than at the first prompt
+    except Exception as error:  # the tokenizers library raises nothing more special
+        raise ValueError(
+            f"{folder} has no tokenizer that transformers can load: {type(error).__name__}: {one_line(error)}; get "
+            "its files anew from where the model is from"
+        ) from error
     return prepare_tokenizer(tokenizer, chat_template)
+
+
+def _check_files(folder: Path) -> None:
+    """Refuses what a tokenizer's files must not hold, before transformers reads them.
+
+    Raises:
+        ValueError: there is no vocabulary, a file is damaged or leads out of the folder, or they ask for code.
+    """
+    check_links(folder)
+    if not any(any(folder.glob(pattern)) for pattern in VOCABULARY_FILES):
+        names = ", ".join(VOCABULARY_FILES)
+        raise ValueError(f"{folder} has no tokenizer that transformers can load: it has none of {names}")
+    for path in folder.iterdir():
+        is_read = READ.fullmatch(path.name) and path.suffix not in (".safetensors", ".md") and path.is_file()
+        if is_read and path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(
+                f"{path} has {path.stat().st_size:,} bytes, a tokenizer's files at most {MAX_JSON_BYTES:,}"
+            )
+    for name in TOKENIZER_OBJECTS:
+        if (folder / name).is_file():
+            read_json(folder / name)
+    config = _tokenizer_config(folder)
+    of_model = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    for name, content in (("tokenizer_config.json", config), ("config.json", of_model)):
+        code = content.get("auto_map")
+        code = code.get("AutoTokenizer") if isinstance(code, dict) else code
+        if code and not _is_generic(folder):
+            raise ValueError(
+                f"{folder / name} asks for a tokenizer that is Python code of the folder (auto_map: {shown(code)}), "
+                "which groupax never runs. If tokenizer.json is all there is to it, remove auto_map and set "
+                "tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json"
+            )
+    for key in ("vocab", "merges", "fast_tokenizer_files"):  # which transformers opens where they lie
+        named = config.get(key)
+        for name in named if isinstance(named, list) else [named]:
+            if isinstance(name, str) and not (folder / Path(name).name == folder / name and (folder / name).is_file()):
+                raise ValueError(
+                    f"{folder / 'tokenizer_config.json'} has {key}={shown(named)}, which is no file of the folder"
+                )
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The contents of `tokenizer_config.json`, which a folder need not have."""
+    file = folder / "tokenizer_config.json"
+    return read_json(file) if file.is_file() else {}
 
 
 def _is_generic(folder: Path) -> bool:
     """Whether the tokenizer's files say that all there is to it is in `tokenizer.json`."""
-    file = folder / "tokenizer_config.json"
-    if not file.is_file() or not (folder / "tokenizer.json").is_file():
+    if not (folder / "tokenizer.json").is_file():
         return False
-    return json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_CLASSES
+    config = _tokenizer_config(folder)
+    return config.get("tokenizer_class") in GENERIC_CLASSES and not config.get("auto_map")
 
 
 def prepare_tokenizer(tokenizer: Any, chat_template: str | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 import functools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from groupax.batch import Row
-from groupax.card import run_card
+from groupax.card import license_of, read_card, run_card
 from groupax.checkpoints.choose import Saved
 from groupax.checkpoints.identity import Identity, identity_of, process_of
 from groupax.checkpoints.record import read_policies, read_rollout, stored_dtype, with_scores
@@ -23,6 +23,7 @@ from groupax.data import load_examples, named_source
 from groupax.data_files import EVAL_SPLITS
 from groupax.engine.params import SamplingParams
 from groupax.errors import DivergedError, RewardError
+from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
 from groupax.evaluation.sets import named_sets
 from groupax.health import START_STEPS, UNSCORED_ROLLOUTS, num_unscored_steps, setup_findings
@@ -32,7 +33,8 @@ from groupax.metrics import Metrics
 from groupax.models.adapted import joined
 from groupax.models.checkpoint import Model, add_adapter
 from groupax.models.lora import counts, trainable_line
-from groupax.models.saving import save_adapter, save_model
+from groupax.models.replacing import ForeignFilesError, check_destination, replace_card
+from groupax.models.saving import save_adapter, save_model, sources_of
 from groupax.models.specs import Params
 from groupax.packing import Shape
 from groupax.parallel import processes
@@ -65,7 +67,7 @@ from groupax.slices import slices_of
 from groupax.step import TrainState
 from groupax.tokenizer import eos_token_ids
 from groupax.trackers.tracker import check_installed
-from groupax.tracking import RunFolder
+from groupax.tracking import RunFolder, free_name
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ class GRPOTrainer:
         self._state_before: TrainState | None = None  # while an update is under way
         self.dataset_name = train_dataset if isinstance(train_dataset, str) else f"{len(self.prompts)} prompts"
         self.last_metrics: Metrics = {}
+        self.estimates: dict[int, dict[str, Mapping[str, Estimate]]] = {}  # of evaluation sets, by the step before them
 
     # -- Algorithm 1 ---------------------------------------------------------------------------------------------
 
@@ -391,7 +394,7 @@ class GRPOTrainer:
             warning=True,
         )
         if self.cursor.num_bad_steps >= self.args.max_bad_steps:
-            self.save_model()
+            self._save_result(log)
             patiently(lambda: processes.at_first(self.run_folder.sync), self.run_folder, log.message, stop)
             folder, batches = processes.at_first(lambda: [*map(self.run_folder.place_of, ("model", "bad_steps"))])
             raise DivergedError(
@@ -424,10 +427,14 @@ class GRPOTrainer:
                 self._model = replace(self._model, params={})
         policies = self.pipeline.policies if self.pipeline else lambda _: {}
         saver = RunSaver(self.args, self._identity, self._model, self.run_folder, self.learner, log, policies)
+        model_folder = self.run_folder.path / "model"
+        if not (self.run_folder.path / "metrics.jsonl").exists():  # an earlier run may be moved aside, with its model
+            processes.at_first(lambda: check_destination(model_folder, sources_of(self._model)))
         saved = saver.begin()
         self.run_folder.write_tokenizer(self.tokenizer)
         if saved is not None:
             self._restore(saved, log)
+        processes.at_first(lambda: check_destination(model_folder, sources_of(self._model)))
         facts = {**self._facts, "dataset": self.dataset_name}
         self.run_folder.write_process({**process_of(self._model.mesh), "run": facts})
         log.begin_tracking(self.cursor.step)
@@ -464,13 +471,21 @@ class GRPOTrainer:
             processes.at_first(self.run_folder.flush)
             log.tell_fault()
             saver.end(*self._settled(log))
-            self.save_model()
+            self._save_result(log)
             processes.at_first(lambda: (self.run_folder.settle(), self.run_folder.sync()))
 
         if log.trackers:
             self.progress.phase(f"sending to {', '.join(self.args.report_to)}")
         log.end_tracking()
         patiently(save, self.run_folder, log.message, stop)
+
+    def _save_result(self, log: RunLog) -> None:
+        """Save the model in the run's `model/`, or beside it if somebody wrote into that while the run trained."""
+        try:
+            self.save_model()
+        except ForeignFilesError as error:
+            saved = self.save_model(free_name(self.run_folder.path / "model"))
+            log.message(f"the model is in {saved}: {error}", warning=True)
 
     @contextmanager
     def _shapes_kept(self) -> Iterator[None]:
@@ -520,6 +535,7 @@ class GRPOTrainer:
             }
         if self.pipeline is None:
             self.engine.release()
+        self.estimates[self.cursor.step] = {name: each.estimates for name, each in of_sets.items()}
         return Evaluation(of_sets)
 
     @property
@@ -555,12 +571,25 @@ class GRPOTrainer:
         folder = self.save_model()
         return processes.at_first(lambda: push_folder(folder, repo_id, private))
 
+    def write_card(self) -> None:
+        """Write the card of the run's `model/` anew, with the evaluations that were made since it was saved."""
+        processes.at_first(lambda: replace_card(self.run_folder.path / "model", self._card()))
+
     def _card(self) -> str:
         adapter = self._model.adapter
         base = adapter.base_name if adapter else self._model.name
-        settings = {} if adapter is None else asdict(adapter.config)
-        names = [reward.name for reward in self.rewards]
-        return run_card(self.args, base, settings, self.dataset_name, names, self.cursor.step, self.last_metrics)
+        return run_card(
+            self.args,
+            base,
+            None if adapter is None else asdict(adapter.config),
+            self.dataset_name,
+            [reward.name for reward in self.rewards],
+            self.cursor.step,
+            self.last_metrics,
+            self.estimates,
+            bool(getattr(self.tokenizer, "chat_template", None)),
+            license_of(read_card(self._model.source)),
+        )
 
     def print_trainable_parameters(self) -> None:
         """Print how many of the model's parameters are trained, in PEFT's words."""

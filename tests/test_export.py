@@ -17,6 +17,7 @@ import pytest
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.cli import main
+from groupax.models.replacing import MANIFEST
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer
@@ -103,10 +104,10 @@ def test_a_run_states_itself_in_its_card(tmp_path):
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     for part in (
         "library_name: peft",
-        "| rewards | count_a |",
-        "| optimizer steps | 1 |",
-        "| adapter: r | 2 |",
-        "(last step)",
+        "| `rewards` | `count_a` |",
+        "| `optimizer steps` | `1` |",
+        "| `adapter: r` | `2` |",
+        "(training samples of the last step)",
     ):
         assert part in card
 
@@ -282,17 +283,21 @@ def push(hub, *arguments, token="right"):
     )
 
 
+def uploaded(folder):
+    """Every file of a model's folder but the list of those that groupax wrote into it."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST}
+
+
 def test_push_uploads_every_file_privately(folders, hub):
     folder, _ = folders
     done = push(hub, folder / "adapter", "me/adapter")
     assert done.returncode == 0, done.stderr
     assert re.search(r"adapter is at http://127\.0\.0\.1:\d+/me/adapter", done.stdout)
     assert hub.private == {"me/adapter": True}
-    expected = {path.name: path.read_bytes() for path in (folder / "adapter").iterdir()}
-    assert hub.repos["me/adapter"] == expected
+    assert hub.repos["me/adapter"] == uploaded(folder / "adapter")
     assert push(hub, folder / "base", "me/base", "--public").returncode == 0
     assert not hub.private["me/base"]
-    assert set(hub.repos["me/base"]) == {path.name for path in (folder / "base").iterdir()}
+    assert set(hub.repos["me/base"]) == set(uploaded(folder / "base"))
 
 
 def test_a_wrong_token_and_none(folders, hub):
@@ -332,7 +337,7 @@ def test_an_upload_that_broke_off_goes_on(folders, hub):
     hub.refuse_commits = False
     assert push(hub, folder / "base", "me/base").returncode == 0
     assert hub.num_puts == 1, "what had arrived is not sent again"
-    assert hub.repos["me/base"] == before
+    assert hub.repos["me/base"] == uploaded(folder / "base")
 
 
 @pytest.mark.long

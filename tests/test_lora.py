@@ -84,8 +84,8 @@ def test_ranks_and_scales():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"r": 0}, "r must be at least 1"),
-        ({"lora_alpha": 0}, "lora_alpha must be above 0"),
+        ({"r": 0}, "r must be a whole number of at least 1"),
+        ({"lora_alpha": 0}, "lora_alpha must be a finite number above 0"),
         ({"lora_dropout": 1.0}, "below 1, got 1.0"),
         ({"target_modules": ()}, "target_modules is empty"),
         ({"modules_to_save": "lm_head"}, "must be a list of names"),
@@ -123,7 +123,7 @@ def test_fused_matrices_are_refused_and_the_others_named():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"peft_type": "IA3"}, "of the kind IA3"),
+        ({"peft_type": "IA3"}, "of the kind 'IA3'"),
         ({"peft_type": "LORA", "use_dora": True}, "use_dora=True"),
         ({"peft_type": "LORA", "rank_pattern": {"q_proj": 3}}, "rank_pattern="),
         ({"peft_type": "LORA", "init_lora_weights": "pissa"}, "which changes the base"),
@@ -187,6 +187,7 @@ def test_an_adapter_survives_the_disk(tmp_path):
     model = trained_randomly(add_adapter(load_model(tmp_path / "base"), lora))
     save_adapter(model, tmp_path / "adapter")
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        ".groupax_files.json",
         "adapter_config.json",
         "adapter_model.safetensors",
     }

@@ -285,12 +285,12 @@ def test_the_hub_gives_weights_once_and_all_of_a_tokenizer(tmp_path, monkeypatch
         *("config.json", "adapter_config.json", "adapter_model.safetensors", "model-00001-of-00002.safetensors"),
         *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
         *("tokenizer.model", "tokenizer.model.v3", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt"),
-        *("merges.txt", "additional_chat_templates/tool.jinja"),
+        *("merges.txt", "additional_chat_templates/tool.jinja", "README.md"),
     ]
     others = [
         *("consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "consolidated.safetensors.index.json"),
         *("original/consolidated.00.pth", "original/params.json", "original/tokenizer.model", "onnx/model.safetensors"),
-        *("checkpoint-10/model.safetensors", "pytorch_model.bin", "model.gguf", "LICENSE.txt", "README.md"),
+        *("checkpoint-10/model.safetensors", "pytorch_model.bin", "model.gguf", "LICENSE.txt", "onnx/README.md"),
     ]
 
     def download(name, **patterns):
@@ -326,7 +326,7 @@ def test_unsupported_model_type_lists_the_supported_ones(tmp_path):
         ({"head_dim": 7}, "even head_dim"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"num_attention_heads": 3}, "multiple of num_kv_heads"),
-        ({"vocab_size": 0}, "vocab_size must be at least 1"),
+        ({"vocab_size": 0}, "vocab_size=0; it must be a whole number from 1"),
     ],
 )
 def test_what_a_family_does_not_do_is_refused_by_name(change, message):
@@ -394,15 +394,15 @@ def test_missing_shard_is_named(tmp_path, tiny_model, monkeypatch):
 @pytest.mark.parametrize(
     ("names", "holds"),
     [
-        (("a.txt", "config.jsonl"), "it holds a.txt, config.jsonl"),
-        (("config.json", "metrics.jsonl", "checkpoints/x"), "it holds checkpoints, config.json, metrics.jsonl"),
+        (("a.txt", "config.jsonl"), "a.txt, config.jsonl"),
+        (("config.json", "metrics.jsonl", "checkpoints/x"), "checkpoints, config.json, metrics.jsonl"),
     ],
 )
 def test_only_a_model_is_replaced_by_a_model(tmp_path, tiny_model, names, holds):
     for name in names:
         (tmp_path / "there" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "there" / name).write_text("mine")
-    with pytest.raises(ValueError, match=f"would be replaced by a model, but it is none: {holds}"):
+    with pytest.raises(ValueError, match=rf"files that groupax did not write \({holds}\)"):
         save_model(tiny_model, tmp_path / "there")
     assert [(tmp_path / "there" / name).read_text() for name in names] == ["mine"] * len(names)
     (tmp_path / "empty").mkdir()

@@ -59,10 +59,11 @@ def export(store: Store, step: int, folder: str | os.PathLike[str], tokenizer: A
     Args:
         store: the run's checkpoints.
         step: of the checkpoint.
-        folder: replaced if it exists.
+        folder: need not exist. A model that groupax has written there is replaced; other files stay.
         tokenizer: written beside the weights if given.
 
     Raises:
+        ForeignFilesError: the folder holds files that groupax did not write.
         ValueError: the checkpoint is damaged, or its weights are not those of a whole model.
     """
     configure_jax()

@@ -3,9 +3,8 @@
 from groupax.compat.hf import AutoModelForCausalLM, BitsAndBytesConfig, LoraConfig, PeftModel, get_peft_model
 """
 
-import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,8 @@ from groupax.models.folders import resolve_folder
 from groupax.models.lora import counts, lora_config, trainable_line
 from groupax.models.nf4 import Nf4
 from groupax.models.quantize import dense_params, is_quantized
-from groupax.models.saving import save_adapter, save_model
+from groupax.models.replacing import add_to_folder, can_be_replaced, check_apart
+from groupax.models.saving import save_adapter, save_model, sources_of
 from groupax.parallel import processes
 
 # Arguments of `from_pretrained` that have no meaning here, and why.
@@ -269,10 +269,11 @@ class CausalLM:
     def save_pretrained(self, folder: Any, **inert: Any) -> None:
         """Write a folder that transformers, or peft if there is an adapter, loads; weights in 8 bits as numbers."""
         tell_inert(inert, {"safe_serialization", "max_shard_size"}, "save_pretrained")
+        sources = sources_of(self.model)
         if self.model.adapter is not None:
-            beside_what_is_there(partial(save_adapter, self.model), folder)
+            beside_what_is_there(partial(save_adapter, self.model), folder, sources)
         else:
-            beside_what_is_there(partial(save_model, self.model, weights=_stored_as(self.model)), folder)
+            beside_what_is_there(partial(save_model, self.model, weights=_stored_as(self.model)), folder, sources)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, **inert: Any) -> str:
         """Upload it to the Hugging Face hub; the address."""
@@ -413,16 +414,29 @@ def save_policy(trainer: Any, folder: Any) -> None:
         tell(f"{folder} is the run's folder, with a config.json of its own; the model is in {own / 'model'}")
         trainer.save_model()
         return
+    check_apart(Path(folder), sources_of(trainer.model))
+    if processes.at_first(lambda: can_be_replaced(Path(folder))):
+        trainer.save_model(folder)
+        return
     with tempfile.TemporaryDirectory() as name:
         saved = trainer.save_model(Path(name) / "model")
-        processes.at_first(lambda: shutil.copytree(saved, folder, dirs_exist_ok=True))
+        processes.at_first(lambda: add_to_folder(saved, Path(folder)))
 
 
-def beside_what_is_there(save: Callable[[Path], Any], folder: Any) -> None:
-    """Save into a folder that may hold other files, which native saving would replace."""
+def beside_what_is_there(save: Callable[[Path], Any], folder: Any, sources: Collection[Path] = ()) -> None:
+    """Save into a folder that may hold other files, which stay.
+
+    Raises:
+        ForeignFilesError: it holds files of a model that groupax did not write.
+        ValueError: it is one of the sources, or one lies in the other.
+    """
+    check_apart(Path(folder), sources)
+    if can_be_replaced(Path(folder)):
+        save(Path(folder))
+        return
     with tempfile.TemporaryDirectory() as name:
         save(Path(name) / "model")
-        shutil.copytree(Path(name) / "model", folder, dirs_exist_ok=True)
+        add_to_folder(Path(name) / "model", Path(folder))
 
 
 def as_model(model: Any, weights: BaseWeights = "same") -> str | Path | Model:

@@ -1,11 +1,14 @@
 """4-bit weights on disk, as bitsandbytes and transformers write and read them."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
+from groupax.models.families.checks import is_number, shown
 from groupax.models.nf4 import BLOCK, CODE, SCALE_BLOCK, Nf4, scale_code
 from groupax.parallel.transfer import placed
 
@@ -74,19 +77,39 @@ def read_nf4(name: str, shape: tuple[int, ...], get: Callable[[str], np.ndarray]
         sharding: where to put it.
 
     Raises:
-        ValueError: its layout is another one than `nf4_tensors`'.
+        ValueError: its layout is another one than `nf4_tensors`', or it is damaged.
     """
+    num = math.prod(shape)
+    num_scales = -(-num // BLOCK)
+    sizes = {
+        name: (np.uint8, -(-num // 2)),
+        f"{name}.{_SCALES}": (np.uint8, num_scales),
+        f"{name}.{_CODE}": (np.float32, len(CODE)),
+        f"{name}.{_SCALE_SCALES}": (np.float32, -(-num_scales // SCALE_BLOCK)),
+        f"{name}.{_SCALE_CODE}": (np.float32, len(scale_code())),
+    }
     try:
         state = json.loads(bytes(get(f"{name}.{_STATE}")))
-        same = np.allclose(get(f"{name}.{_CODE}"), np.array(CODE, np.float32), atol=1e-6) and np.allclose(
-            get(f"{name}.{_SCALE_CODE}"), scale_code(), atol=1e-6
-        )
-        codes, scales, scale_scales = get(name), get(f"{name}.{_SCALES}"), get(f"{name}.{_SCALE_SCALES}")
-    except (KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        arrays = {part: get(part) for part in sizes}
+    except (KeyError, ValueError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{name} is no 4-bit weight with double quantization: {error}") from error
-    if not same or (state.get("blocksize"), state.get("nested_blocksize")) != (BLOCK, SCALE_BLOCK):
-        raise ValueError(f"{name} is quantized in another way than nf4 in blocks of {BLOCK} and {SCALE_BLOCK}: {state}")
-    if tuple(state.get("shape", ())) != shape:
-        raise ValueError(f"{name} has shape {state.get('shape')}, config.json says {list(shape)}")
+    state = state if isinstance(state, dict) else {}
+    if (state.get("blocksize"), state.get("nested_blocksize")) != (BLOCK, SCALE_BLOCK):
+        raise ValueError(
+            f"{name} is quantized in another way than nf4 in blocks of {BLOCK} and {SCALE_BLOCK}: {shown(state)}"
+        )
+    if state.get("shape") != list(shape):
+        raise ValueError(f"{name} has shape {shown(state.get('shape'))}, config.json says {list(shape)}")
+    for part, (dtype, size) in sizes.items():
+        if arrays[part].dtype != dtype or arrays[part].size != size:
+            raise ValueError(
+                f"{part} has {arrays[part].size} numbers of {arrays[part].dtype}; such a weight has {size} of "
+                f"{np.dtype(dtype).name}"
+            )
+    codes, scales, code, scale_scales, scales_code = arrays.values()
+    if not (np.allclose(code, np.array(CODE), atol=1e-6) and np.allclose(scales_code, scale_code(), atol=1e-6)):
+        raise ValueError(f"{name} is quantized with another code than nf4's")
+    if not is_number(state.get("nested_offset")) or not np.isfinite(scale_scales).all():
+        raise ValueError(f"{name} has scales that are not finite; the file is damaged")
     offset = np.float32(state["nested_offset"])
-    return placed(Nf4(codes.reshape(shape[0], -1), scales, scale_scales, offset), sharding)
+    return placed(Nf4(codes.reshape(shape[0], -1), scales.reshape(-1), scale_scales.reshape(-1), offset), sharding)

@@ -1,5 +1,6 @@
 """Models and adapters from Hugging Face folders into memory. Never pickle, never remote code."""
 
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -16,13 +17,16 @@ from groupax.models import bitsandbytes_format, peft_format
 from groupax.models.adapted import Frozen, joined
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
+from groupax.models.families.checks import GENERATION, checked, shown, tokens_outside
 from groupax.models.folders import read_json, resolve_folder
-from groupax.models.lora import Adapter, LoRAConfig, init_adapter, lora_config
+from groupax.models.lora import Adapter, LoRAConfig, init_adapter
 from groupax.models.quantize import is_quantized
 from groupax.models.specs import Params, init_params, model_specs, num_params, param_shardings, split_dims
 from groupax.models.split import laid_out
 from groupax.models.tensor_files import check_tensors, tensors_in, weight_loader, with_head_as_stored
 from groupax.parallel.mesh import check_divides, mesh_for, sizes_text
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -108,23 +112,44 @@ def load_model(
     if is_nf4 and weights not in ("same", "nf4"):
         raise ValueError(f"the weights in {folder} are 4-bit ones; they cannot be quantized to {weights}")
     hf_config = bitsandbytes_format.without_nf4(hf_config)
-    config = read_config(hf_config)
+    generation_config = _generation_config(folder)
+    try:
+        config = read_config(hf_config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    _tell_endless(folder, hf_config, generation_config)
     config = config if max_positions is None else replace(config, max_positions=max_positions)
     stored, tensors = with_head_as_stored(config, tensors_in(folder), folder)
+    quantized = {name for name in tensors if is_nf4 and f"{name}.{bitsandbytes_format.FURTHER[0]}" in tensors}
+    check_tensors(stored, tensors, folder, quantized)
     if stored != config:
         config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}
     mesh = mesh or mesh_for(num_params(config) * 4)
     check_divides(split_dims(config), mesh, replicated)
     if is_nf4 or weights != "same":
         _check_whole(mesh)
-    generation_config = {}
-    if (folder / "generation_config.json").is_file():
-        generation_config = read_json(folder / "generation_config.json")
-    quantized = {name for name in tensors if is_nf4 and f"{name}.{bitsandbytes_format.FURTHER[0]}" in tensors}
-    check_tensors(config, tensors, folder, quantized)
     load = weight_loader(mesh, tensors, dtype, weights, quantized)
     params = jax.tree.map(load, model_specs(config), param_shardings(config, mesh))
     return Model(config, params, mesh, hf_config, generation_config, folder, _absolute(name_or_path))
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    """The contents of `generation_config.json`, which a folder need not have."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    content = read_json(path)
+    return checked(content, GENERATION, str(path))
+
+
+def _tell_endless(folder: Path, hf_config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> None:
+    for name, content in (("config.json", hf_config), ("generation_config.json", generation_config)):
+        outside = tokens_outside(content, hf_config["vocab_size"])
+        if outside:
+            logger.warning(
+                "%s names the end-of-sequence tokens %s; the vocabulary has %s tokens, so that they end no completion",
+                *(folder / name, shown(outside), hf_config["vocab_size"]),
+            )
 
 
 def _absolute(name_or_path: str | os.PathLike[str]) -> str:
@@ -143,7 +168,7 @@ def load_adapter(model: Model, name_or_path: str | os.PathLike[str]) -> Model:
         raise ValueError(f"{name_or_path} is no adapter: it has no {peft_format.CONFIG_NAME}")
     if model.adapter is not None:
         raise ValueError(f"{model.name or 'the model'} has an adapter already; give its base")
-    lora = lora_config(read_json(folder / peft_format.CONFIG_NAME), has_weights=True)
+    lora = peft_format.stored_config(read_json(folder / peft_format.CONFIG_NAME), folder)
     trained = peft_format.read_tensors(model.config, lora, folder, _replicated(model.mesh))
     return replace(_with_adapter(model, lora, trained), name=_absolute(name_or_path))
 
@@ -151,16 +176,14 @@ def load_adapter(model: Model, name_or_path: str | os.PathLike[str]) -> Model:
 def _load_adapter(
     name_or_path: str | os.PathLike[str], folder: Path, base: Any, load_base: Callable[[str], Model]
 ) -> Model:
-    settings = read_json(folder / peft_format.CONFIG_NAME)
-    named = base or settings.get("base_model_name_or_path")
-    if not named:
-        raise ValueError(f"{folder / peft_format.CONFIG_NAME} does not say which base the adapter is for; give it")
+    named = base or peft_format.base_name(read_json(folder / peft_format.CONFIG_NAME), folder)
     try:
+        base_folder = resolve_folder(named)
+        if (base_folder / peft_format.CONFIG_NAME).is_file():
+            raise ValueError(f"{named} is an adapter too; merge it first")
         model = load_base(named)
     except ValueError as error:
         raise ValueError(f"the base of the adapter in {folder} cannot be loaded: {error}") from error
-    if model.adapter is not None:
-        raise ValueError(f"the base of the adapter in {folder}, {named}, is an adapter too; merge it first")
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     return replace(load_adapter(model, name_or_path), source=folder if has_tokenizer else model.source)
 

@@ -1,37 +1,38 @@
-"""Folders of models: where they are, and how new ones appear whole or not at all."""
+"""Folders of models: where they are, and the JSON files in them."""
 
 import json
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from groupax.models.peft_format import CONFIG_NAME
-
+ADAPTER_NAME = "adapter_config.json"  # of a folder with an adapter
 # Of a repository on the hub: models, adapters and tokenizers, but not the same weights again in another layout (as
 # Meta's and Mistral's) or those of checkpoints and exports. The hub's "*" goes over "/" too.
 FETCHED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model*", "tiktoken.model", "merges.txt", "vocab.txt"]
+FETCHED += ["README.md"]  # for its licence
 LEFT_OUT = ["consolidated*", "*/*.json", "*/*.safetensors"]
 
-# What tells the folder of a run, which has a config.json too, from one of a model.
-RUN_FILES = {"metrics.jsonl", "checkpoints"}
+MAX_JSON_BYTES = 1 << 28  # tokenizers of large vocabularies have some 40 MB
+# The files of a folder that are read, or copied to what is made of the model.
+READ = re.compile(r".*\.(json|safetensors|jinja|model|txt|md)|additional_chat_templates")
 
 
 def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
     """The local folder of a model: the path itself, or a download from the hub.
 
     Raises:
-        ValueError: it is neither a model folder nor can it be had from the hub.
+        ValueError: it is neither a model folder nor can it be had from the hub, or links lead out of it.
     """
-    path = Path(name_or_path).expanduser()
+    if "\0" in str(name_or_path):
+        raise ValueError(f"{str(name_or_path)!r} is neither a model folder nor a hub id: it has a null character")
+    path = Path(name_or_path).expanduser().absolute()
     if path.is_dir():
-        if not (path / "config.json").is_file() and not (path / CONFIG_NAME).is_file():
-            inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        if not (path / "config.json").is_file() and not (path / ADAPTER_NAME).is_file():
+            inside = listed(entry.name for entry in path.iterdir()) or "nothing"
             raise ValueError(f"{path} is no model folder: it has no config.json (it holds {inside})")
+        check_links(path)
         return path
     if path.exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(name_or_path)):
         raise ValueError(f"{name_or_path} is neither a model folder nor a hub id of the form 'owner/name'")
@@ -43,54 +44,50 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
         raise ValueError(f"there is no folder {name_or_path}, and the hub does not give it: {error}") from error
 
 
-@contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Give a new folder to write into, and put it in the place of `folder` when the block ends without an error.
+def listed(names: Iterable[str]) -> str:
+    """The first names of files, as an error shows them: without control characters."""
+    return ", ".join(name if name.isprintable() else ascii(name) for name in sorted(names)[:8])
+
+
+def check_links(folder: Path) -> None:
+    """Refuses a folder in which a link stands for a file outside of it, of which parts could be told or copied.
+
+    The hub's cache consists of links to files in the same repository's `blobs`, which may stay.
 
     Raises:
-        ValueError: there is something there that is no model, which would be lost.
+        ValueError: a link leads out of the folder.
     """
-    _check_replaceable(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        if folder.exists():
-            replaced = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-            folder.replace(replaced / folder.name)
-            partial.replace(folder)
-            shutil.rmtree(replaced)
-        else:
-            partial.replace(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _check_replaceable(folder: Path) -> None:
-    if not folder.exists():
-        return
-    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else {folder.name}
-    is_model = bool(names & {"config.json", CONFIG_NAME}) and not names & RUN_FILES
-    if names and not is_model:
-        raise ValueError(
-            f"{folder} would be replaced by a model, but it is none: it holds {', '.join(sorted(names)[:8])}; choose "
-            "another folder, which need not exist"
-        )
+    own = folder.resolve()
+    allowed = [own, (own.parents[1] / "blobs").resolve()] if own.parent.name == "snapshots" else [own]
+    for entry in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if READ.fullmatch(entry.name) and entry.is_symlink():
+            target = entry.resolve()
+            if not any(target.is_relative_to(each) for each in allowed):
+                raise ValueError(
+                    f"{folder / entry.name} is a link out of the model's folder (to {target}); put a copy of the file "
+                    "in its place, or name the folder that holds it"
+                )
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the file holds something else, or is larger than any file of a model's settings.
     """
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, settings at most {MAX_JSON_BYTES:,}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # ValueError also where it is not UTF-8, or a number too long
+        raise ValueError(
+            f"{path} is not valid JSON: {error}; get the file anew from where the model is from"
+        ) from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, it holds a {type(content).__name__}")
+        raise ValueError(
+            f"{path} must hold a JSON object, it holds a {type(content).__name__}; get the file anew from where the "
+            "model is from"
+        )
     return content
 
 

@@ -5,7 +5,6 @@ initialization, loading, saving and counts follow from it.
 """
 
 import math
-import re
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -14,15 +13,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import regex
 from jaxtyping import Array, Key
 
 from groupax.config import LoRABias
 from groupax.field_types import nearest
 from groupax.models.adapted import Frozen, LowRank, Params
 from groupax.models.config import ModelConfig
+from groupax.models.families.checks import MAX_SIZE, is_number, is_whole, shown
 from groupax.models.quantize import dense
 from groupax.models.specs import Spec, model_specs, num_params
 
+PATTERN_TIMEOUT_S = 2.0
 ALL_LINEAR = "all-linear"
 # The modules that PEFT adapts in these families if nothing is said.
 PEFT_DEFAULT = ("q_proj", "v_proj")
@@ -81,10 +83,10 @@ class LoRAConfig:
             raise ValueError(f"modules_to_save must be a list of names, got {self.modules_to_save!r}")
         if self.target_modules == (ALL_LINEAR,):
             object.__setattr__(self, "target_modules", ALL_LINEAR)
-        if self.r < 1:
-            raise ValueError(f"the rank r must be at least 1, got {self.r}")
-        if not self.lora_alpha > 0:
-            raise ValueError(f"lora_alpha must be above 0, got {self.lora_alpha}")
+        if not is_whole(self.r, 1, MAX_SIZE):
+            raise ValueError(f"the rank r must be a whole number of at least 1, got {shown(self.r)}")
+        if not is_number(self.lora_alpha) or self.lora_alpha <= 0:
+            raise ValueError(f"lora_alpha must be a finite number above 0, got {shown(self.lora_alpha)}")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
         if self.bias not in ("none", "all", "lora_only"):
@@ -116,7 +118,7 @@ def lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
         settings = vars(settings)
     kind = settings.get("peft_type", "LORA")
     if str(getattr(kind, "value", kind)) != "LORA":
-        raise ValueError(f"the adapter is of the kind {getattr(kind, 'value', kind)}; groupax has LORA only")
+        raise ValueError(f"the adapter is of the kind {shown(getattr(kind, 'value', kind))}; groupax has LORA only")
     own = {field.name for field in fields(LoRAConfig)}
     _check_init(settings.get("init_lora_weights", True), has_weights)
     asked = {key: value for key, value in settings.items() if key not in own | _INERT | {"init_lora_weights"}}
@@ -124,7 +126,7 @@ def lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
     if unsupported:
         raise ValueError(
             "groupax does not do what the LoRA settings ask for with "
-            + ", ".join(f"{key}={asked[key]!r}" for key in unsupported)
+            + ", ".join(f"{key}={shown(asked[key])}" for key in unsupported[:4])
         )
     given = {key: settings[key] for key in own if settings.get(key) is not None}
     return LoRAConfig(**{"target_modules": PEFT_DEFAULT, **given})
@@ -132,7 +134,7 @@ def lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
 
 def _check_init(how: Any, has_weights: bool) -> None:
     if how not in (True, False, "gaussian", "orthogonal"):
-        raise ValueError(f"init_lora_weights is {how!r}, which changes the base; groupax does not do that")
+        raise ValueError(f"init_lora_weights is {shown(how)}, which changes the base; groupax does not do that")
     if how is not True and not has_weights:
         raise ValueError(
             f"init_lora_weights is {how!r}; groupax begins a new adapter only as PEFT does by default: leave it at True"
@@ -204,7 +206,7 @@ def _matching(wanted: str | Iterable[str], modules: Mapping[str, Spec], setting:
     if wanted == ALL_LINEAR:
         return set()
     if isinstance(wanted, str):
-        found = {name for name in modules if re.fullmatch(wanted, name)}
+        found = {name for name in modules if _fits(wanted, name, setting)}
         if not found:
             raise ValueError(f"{setting} {wanted!r} fits no module of the model; there are {_endings(modules)}")
         return found
@@ -220,6 +222,15 @@ def _matching(wanted: str | Iterable[str], modules: Mapping[str, Spec], setting:
             )
         found |= own
     return found
+
+
+def _fits(pattern: str, name: str, setting: str) -> bool:
+    """Whether a regular expression fits a name. It may be a stranger's, and some take for ever."""
+    try:
+        return regex.fullmatch(pattern, name, timeout=PATTERN_TIMEOUT_S) is not None
+    except (regex.error, TimeoutError, RecursionError) as error:
+        reason = str(error) or f"it takes longer than {PATTERN_TIMEOUT_S} s"
+        raise ValueError(f"{setting} {shown(pattern)} cannot be used as a regular expression: {reason}") from error
 
 
 def _endings(modules: Iterable[str]) -> str:

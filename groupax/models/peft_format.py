@@ -1,22 +1,37 @@
 """Adapters as PEFT has them on disk: `adapter_config.json` and `adapter_model.safetensors`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from groupax.models.adapted import LowRank, Params
 from groupax.models.config import ModelConfig
-from groupax.models.lora import PREFIX, Adapter, LoRAConfig, adapter_specs, module_name
+from groupax.models.families.checks import FLAG, TEXT, TEXTS, Kind, above, checked, is_number, shown, whole
+from groupax.models.folders import ADAPTER_NAME as CONFIG_NAME
+from groupax.models.lora import PREFIX, Adapter, LoRAConfig, adapter_specs, lora_config, module_name
 from groupax.models.specs import model_specs
+from groupax.models.tensor_files import DTYPES, TensorFile, check_finite
 from groupax.parallel.transfer import placed
 
-CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
+# What values the keys of `adapter_config.json` may have that are read here.
+SETTINGS: Mapping[str, Kind] = {
+    "bias": TEXT.or_null(),
+    "lora_alpha": replace(above(0), is_number=False).or_null(),
+    "lora_dropout": Kind(
+        "a number of at least 0 and below 1", lambda value: is_number(value) and 0 <= value < 1
+    ).or_null(),
+    "modules_to_save": TEXTS,
+    "peft_type": TEXT,
+    "r": whole().or_null(),
+    "target_modules": Kind("a string or a list of strings", lambda value: TEXT.accepts(value) or TEXTS.accepts(value)),
+    "use_rslora": FLAG.or_null(),
+}
 
 
 def adapter_json(adapter: Adapter, config: ModelConfig) -> dict[str, Any]:
@@ -76,27 +91,57 @@ def read_tensors(config: ModelConfig, lora: LoRAConfig, folder: Path, sharding: 
     path = folder / TENSORS_NAME
     if not path.is_file():
         raise ValueError(f"{folder} has no {TENSORS_NAME}; pickled adapters are never loaded")
+    file = TensorFile(path)
     try:
-        with safe_open(path, framework="np") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} ({path.stat().st_size} bytes) is damaged or truncated: {error}") from error
-    specs = adapter_specs(config, lora)
-    expected = {spec.name: spec for spec in jax.tree.leaves(specs)}
-    _check(expected, tensors, path)
-    return jax.tree.map(
-        lambda spec: placed(tensors[spec.name].astype(np.float32), sharding),
-        specs,
-    )
+        specs = adapter_specs(config, lora)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_NAME}: {error}") from error
+    _check({spec.name: spec for spec in jax.tree.leaves(specs)}, file.file, path)
+
+    def read(spec: Any) -> Any:
+        array = file.get_tensor(spec.name)
+        check_finite(array, f"{path}: {spec.name}")
+        return placed(array.astype(np.float32), sharding)
+
+    return jax.tree.map(read, specs)
 
 
-def _check(expected: Mapping[str, Any], tensors: Mapping[str, np.ndarray], path: Path) -> None:
-    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+def _check(expected: Mapping[str, Any], file: Any, path: Path) -> None:
+    found = set(file.keys())
+    missing, unknown = sorted(expected.keys() - found), sorted(found - expected.keys())
     if missing or unknown:
         raise ValueError(
             f"{path} does not hold what {CONFIG_NAME} says for this base: it lacks {missing[:3]}, and there is no "
-            f"place for {unknown[:3]}"
+            f"place for {shown(unknown)}"
         )
     for name, spec in expected.items():
-        if tensors[name].shape != spec.shape:
-            raise ValueError(f"{path}: {name} has shape {list(tensors[name].shape)}, not {list(spec.shape)}")
+        shape, dtype = file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()
+        if tuple(shape) != spec.shape:
+            raise ValueError(f"{path}: {name} has shape {shape}, not {list(spec.shape)}")
+        if dtype not in DTYPES:
+            raise ValueError(f"{path}: {name} has dtype {dtype}; weights are read in {', '.join(DTYPES)}")
+
+
+def base_name(content: Mapping[str, Any], folder: Path) -> str:
+    """The base that a parsed `adapter_config.json` names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    name = content.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{folder / CONFIG_NAME} does not say which base the adapter is for; give it")
+    return name
+
+
+def stored_config(content: Mapping[str, Any], folder: Path) -> LoRAConfig:
+    """The settings of an adapter that has weights already, from a parsed `adapter_config.json`.
+
+    Raises:
+        ValueError: a value is none that its key can have, or asks for something that is not done here.
+    """
+    content = checked(content, SETTINGS, str(folder / CONFIG_NAME))
+    try:
+        return lora_config(content, has_weights=True)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_NAME}: {error}") from error

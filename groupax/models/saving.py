@@ -13,9 +13,10 @@ from safetensors.numpy import save_file
 from groupax.models import bitsandbytes_format, peft_format
 from groupax.models.checkpoint import Model
 from groupax.models.exchange import joined_tensors, places
-from groupax.models.folders import replacing_folder, write_json
+from groupax.models.folders import write_json
 from groupax.models.nf4 import Nf4, nf4_bytes, quantized_nf4
 from groupax.models.quantize import dense
+from groupax.models.replacing import replacing_folder
 from groupax.models.specs import Spec, model_specs
 from groupax.models.tensor_files import INDEX_NAME, cast
 
@@ -34,22 +35,22 @@ def save_model(
 
     Args:
         model: the model; quantized weights become numbers again, and an adapter is added to its base.
-        folder: replaced if it exists, which it may as a model's.
+        folder: need not exist. A model that groupax has written there is replaced; other files stay.
         tokenizer: written beside the weights if given.
         dtype: of the weights on disk; None keeps each weight's own.
         weights: "nf4" writes the layers' matrices in 4 bits, as bitsandbytes does.
         card: the `README.md`, if given.
 
     Raises:
-        ValueError: the folder holds something else than a model, or 4 bits are asked of tensors that hold several
-            matrices.
+        ForeignFilesError: the folder holds files that groupax did not write and that are not beside a model of its own.
+        ValueError: the folder is the model's source, or 4 bits are asked of tensors that hold several matrices.
     """
     if weights == "nf4" and model.config.fused_projections:
         raise ValueError(
             f"{model.config.model_type} has several matrices in one tensor; groupax writes no 4 bits of it"
         )
     folder = Path(folder)
-    with replacing_folder(folder) as partial:
+    with replacing_folder(folder, sources_of(model)) as partial:
         dtype_name = jnp.dtype(dtype or model.params["embed"].dtype).name
         hf_config = {key: value for key, value in model.hf_config.items() if key not in ("dtype", "torch_dtype")}
         if weights == "nf4":
@@ -67,21 +68,28 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], tokenizer: Any = 
 
     Args:
         model: a base with an adapter.
-        folder: replaced if it exists, which it may as a model's.
+        folder: need not exist. A model that groupax has written there is replaced; other files stay.
         tokenizer: written beside it if given.
         card: the `README.md`, if given.
 
     Raises:
-        ValueError: there is no adapter, or the folder holds something else than a model.
+        ForeignFilesError: the folder holds files that groupax did not write and that are not beside a model of its own.
+        ValueError: there is no adapter, or the folder is the source of the adapter or of its base.
     """
     if model.adapter is None:
         raise ValueError(f"{model.name or 'the model'} has no adapter to be saved")
     folder = Path(folder)
-    with replacing_folder(folder) as partial:
+    with replacing_folder(folder, sources_of(model)) as partial:
         write_json(partial / peft_format.CONFIG_NAME, peft_format.adapter_json(model.adapter, model.config))
         peft_format.write_tensors(model.config, model.adapter.config, model.adapter.trained, partial)
         _write_beside(partial, tokenizer, card)
     return folder
+
+
+def sources_of(model: Model) -> list[Path]:
+    """The local folders that a model, its adapter and the adapter's base were read from, as far as they exist."""
+    named = [model.source, model.name, model.adapter and model.adapter.base_name]
+    return [Path(each) for each in named if each and Path(each).is_dir()]
 
 
 def _write_beside(folder: Path, tokenizer: Any, card: str | None) -> None:

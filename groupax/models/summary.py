@@ -11,8 +11,9 @@ from groupax.models import peft_format
 from groupax.models.bitsandbytes_format import without_nf4
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
-from groupax.models.folders import read_json
-from groupax.models.lora import LoRAConfig, counts, lora_config, trainable_line
+from groupax.models.families.checks import checked_config
+from groupax.models.folders import check_links, read_json
+from groupax.models.lora import LoRAConfig, counts, trainable_line
 from groupax.models.nf4 import nf4_bytes
 from groupax.models.specs import Spec, model_specs, num_params
 
@@ -20,31 +21,48 @@ from groupax.models.specs import Spec, model_specs, num_params
 TRAINED_BYTES = 12
 
 
-def find_config(name_or_path: str) -> tuple[dict[str, Any], LoRAConfig | None]:
+def find_config(name_or_path: str, is_base: bool = False) -> tuple[dict[str, Any], LoRAConfig | None]:
     """The `config.json` of a model or of an adapter's base, and the adapter's settings.
 
     Args:
         name_or_path: a folder, a `config.json`, or a hub id, of which no weights are downloaded.
+        is_base: it is the base of an adapter, which cannot be one itself.
 
     Raises:
         ValueError: there is none.
     """
     path = Path(name_or_path).expanduser()
     if path.is_file():
-        return read_json(path), None
+        return _checked(path), None
     if path.is_dir():
         adapter = path / peft_format.CONFIG_NAME
         file = adapter if adapter.is_file() else path / "config.json"
         if not file.is_file():
             raise ValueError(f"{path} is no model folder: it has no config.json")
+        check_links(path)
     elif path.exists() or name_or_path.count("/") != 1:
         raise ValueError(f"{name_or_path} is neither a model folder, nor a config.json, nor a hub id like 'owner/name'")
     else:
         file = _downloaded(name_or_path)
-    content = read_json(file)
     if file.name != peft_format.CONFIG_NAME:
-        return content, None
-    return find_config(str(content.get("base_model_name_or_path")))[0], lora_config(content, has_weights=True)
+        return _checked(file), None
+    content = read_json(file)
+    if is_base:
+        raise ValueError(f"{name_or_path} is to be the base of an adapter, but is an adapter too; merge it first")
+    lora = peft_format.stored_config(content, file.parent)
+    hf_config, of_base = find_config(peft_format.base_name(content, file.parent), is_base=True)
+    assert of_base is None, "a base is no adapter"
+    return hf_config, lora
+
+
+def _checked(file: Path) -> dict[str, Any]:
+    """A `config.json` as it is, with values that its keys can have."""
+    content = read_json(file)
+    try:
+        checked_config(content)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return content
 
 
 def _downloaded(hub_id: str) -> Path:

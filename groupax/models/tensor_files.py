@@ -15,13 +15,18 @@ from safetensors import SafetensorError, safe_open
 from groupax.config import BaseWeights
 from groupax.models import bitsandbytes_format
 from groupax.models.config import ModelConfig
-from groupax.models.folders import read_json
+from groupax.models.families.checks import one_line, shown
+from groupax.models.folders import listed, read_json
 from groupax.models.quantize import quantizer
 from groupax.models.specs import EMBEDDING, HEAD, Spec, spec_leaves
 
 logger = logging.getLogger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
+SHARD_NAME = re.compile(r"[^/\\\0]*\.safetensors")
 COMPARED_ROWS = 4096
+CHECKED_NUMBERS = 1 << 18  # at a time: what the processor's caches hold
+# What numbers a weight may be stored as; of each the bits of the exponent, which are all set if it is not finite.
+DTYPES = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
 # Tensors that some exporters write and no forward pass needs.
 DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
@@ -47,9 +52,12 @@ class TensorFile:
         if self._file is None:
             try:
                 self._file = safe_open(self.path, framework="np")
-            except SafetensorError as error:
+            except (SafetensorError, OSError, ValueError) as error:
                 size = self.path.stat().st_size
-                raise ValueError(f"{self.path} ({size} bytes) is damaged or truncated: {error}") from error
+                raise ValueError(
+                    f"{self.path} ({size} bytes) is damaged or truncated: {one_line(error)}; get the file anew from "
+                    "where the model is from"
+                ) from error
         return self._file
 
     def get_slice(self, name: str) -> Any:
@@ -69,28 +77,65 @@ Tensors = dict[str, TensorFile]  # tensor name -> the file that holds it
 
 
 def tensors_in(folder: Path) -> Tensors:
-    """The tensors of a model's folder.
+    """The tensors of a model's folder, by the headers of its files.
 
     Raises:
-        ValueError: it has no safetensors files, or not all that it names.
+        ValueError: it has no safetensors files, or not all that its index names, or files outside of it are named, or
+            its index and its files disagree.
     """
     if (folder / INDEX_NAME).is_file():
-        names = sorted(set(read_json(folder / INDEX_NAME)["weight_map"].values()))
+        weight_map = _weight_map(folder / INDEX_NAME)
     elif (folder / "model.safetensors").is_file():
-        names = ["model.safetensors"]
+        weight_map = dict.fromkeys(TensorFile(folder / "model.safetensors").file.keys(), "model.safetensors")
     else:
         pickled = next(iter(folder.glob("*.bin")), None)
         reason = (
-            f"only {pickled.name}, a pickle, which is never loaded; convert it" if pickled else "no model.safetensors"
+            f"only {listed([pickled.name])}, a pickle, which is never loaded; convert it"
+            if pickled
+            else "no model.safetensors"
         )
         raise ValueError(f"{folder} has no safetensors weights: {reason}")
+    files = {name: TensorFile(folder / name) for name in sorted(set(weight_map.values()))}
+    missing = [name for name, file in files.items() if not file.path.is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder} is incomplete: {INDEX_NAME} names {listed(missing)}, which is missing; get it from where the "
+            "model is from"
+        )
     tensors: Tensors = {}
-    for name in names:
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} is incomplete: {INDEX_NAME} names {name}, which is missing")
-        file = TensorFile(folder / name)
-        tensors.update(dict.fromkeys(file.file.keys(), file))
+    for file_name, file in files.items():
+        for name in file.file.keys():  # noqa: SIM118 - no mapping
+            if name in tensors:
+                raise ValueError(
+                    f"{folder}: {shown(name)} is in both {tensors[name].path.name} and {file_name}; a tensor must be "
+                    "in one file"
+                )
+            tensors[name] = file
+        file.close()
+    absent = [name for name, file_name in weight_map.items() if tensors.get(name) is not files[file_name]]
+    if absent:
+        raise ValueError(
+            f"{folder / INDEX_NAME} says that {shown(weight_map[absent[0]])} holds {shown(absent[0])}, which it does "
+            "not; index and files are not of one model"
+        )
     return tensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Which tensor is in which file, as an index says.
+
+    Raises:
+        ValueError: it says something else, or names what is no safetensors file of its folder.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has weight_map={shown(weight_map)}; it must be an object of tensors and their files")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
+            raise ValueError(
+                f"{index} names {shown(name)}, which is no safetensors file of its folder; such are never opened"
+            )
+    return weight_map
 
 
 def with_head_as_stored(config: ModelConfig, tensors: Tensors, folder: Path) -> tuple[ModelConfig, Tensors]:
@@ -125,9 +170,12 @@ def _are_equal(tensors: Tensors, first: str, second: str) -> bool:
         tensors[name].close()
         return part
 
-    shape, other = (tensors[name].get_slice(name).get_shape() for name in (first, second))
+    slices = [tensors[name].get_slice(name) for name in (first, second)]
+    shape, other = (each.get_shape() for each in slices)
+    if shape != other or len(shape) != 2 or any(each.get_dtype() not in DTYPES for each in slices):
+        return False
     begins = range(0, shape[0], COMPARED_ROWS)
-    return shape == other and all(np.array_equal(rows(first, begin), rows(second, begin)) for begin in begins)
+    return all(np.array_equal(rows(first, begin), rows(second, begin)) for begin in begins)
 
 
 def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized: set[str]) -> None:
@@ -142,7 +190,16 @@ def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized
     Raises:
         ValueError: it has not.
     """
-    specs = {name: spec for spec in spec_leaves(config) for name in spec.tensor_names}
+    leaves = list(spec_leaves(config))
+    wanted = len({spec.name for spec in leaves if not spec.is_stacked}) + sum(
+        spec.shape[0] for spec in leaves if spec.is_stacked
+    )
+    if wanted > 2 * len(tensors) + 1000:  # so many that their names had better not be made
+        raise ValueError(
+            f"{folder}: config.json describes a model of {wanted:,} tensors ({config.num_layers} layers), its files "
+            f"hold {len(tensors):,}; they are not of one model"
+        )
+    specs = {name: spec for spec in leaves for name in spec.tensor_names}
     missing = [name for name in specs if name not in tensors]
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} weights of its config.json: {', '.join(missing[:4])} ...")
@@ -150,15 +207,21 @@ def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized
         if name in quantized:
             if not spec.is_layer_matrix or spec.num_rows is not None:
                 raise ValueError(f"{folder}: {name} is a 4-bit weight; groupax reads such only of single matrices")
+            for part in (name, *(f"{name}.{further}" for further in bitsandbytes_format.FURTHER)):
+                if part in tensors and tensors[part].get_slice(part).get_dtype() not in ("U8", "F32"):
+                    raise ValueError(f"{folder}: {part} is of another dtype than those of 4-bit weights, U8 and F32")
             continue
         found = tensors[name].get_slice(name).get_shape()
         if found != list(spec.tensor_shape):
             raise ValueError(f"{folder}: {name} has shape {found}, config.json says {list(spec.tensor_shape)}")
+        dtype = tensors[name].get_slice(name).get_dtype()
+        if dtype not in DTYPES:
+            raise ValueError(f"{folder}: {name} has dtype {dtype}; weights are read in {', '.join(DTYPES)}")
     known = {*specs, *([HEAD] if config.tie_embeddings else [])}
     known |= {f"{name}.{further}" for name in quantized for further in bitsandbytes_format.FURTHER}
     unknown = sorted(name for name in tensors if name not in known and not DERIVED.search(name))
     if unknown:
-        raise ValueError(f"{folder} has weights that a {config.model_type} model has no place for: {unknown[:4]}")
+        raise ValueError(f"{folder} has weights that a {config.model_type} model has no place for: {shown(unknown)}")
 
 
 def weight_loader(
@@ -178,9 +241,12 @@ def weight_loader(
 
     def load(spec: Spec, sharding: Any) -> Any:
         if spec.name in quantized:
-            return bitsandbytes_format.read_nf4(
-                spec.name, spec.shape, lambda name: tensors[name].get_tensor(name), whole
-            )
+            try:
+                return bitsandbytes_format.read_nf4(
+                    spec.name, spec.shape, lambda name: tensors[name].get_tensor(name), whole
+                )
+            except ValueError as error:
+                raise ValueError(f"{tensors[spec.name].path}: {error}") from error
         array = _load(spec, sharding, tensors, dtype)
         return array if quantize is None or not spec.is_layer_matrix else jax.block_until_ready(quantize(array))
 
@@ -188,7 +254,13 @@ def weight_loader(
 
 
 def _load(spec: Spec, sharding: Any, tensors: Tensors, dtype: Any) -> jax.Array:
-    array = jax.make_array_from_callback(spec.shape, sharding, lambda index: cast(_stored(spec, tensors, index), dtype))
+
+    def read(index: Any) -> np.ndarray:
+        stored = _stored(spec, tensors, index)
+        check_finite(stored, f"{tensors[spec.tensor_names[0]].path}: {spec.name}")
+        return cast(stored, dtype)
+
+    array = jax.make_array_from_callback(spec.shape, sharding, read)
     for name in spec.tensor_names:
         tensors[name].close()
     return array
@@ -202,6 +274,24 @@ def _stored(spec: Spec, tensors: Tensors, index: Any) -> np.ndarray:
         first, end, _ = index[0].indices(spec.shape[0])
         index = (slice(spec.first_row + first, spec.first_row + end), *index[1:])
     return tensors[spec.name].get_slice(spec.name)[index]
+
+
+def check_finite(array: np.ndarray, name: str) -> None:
+    """Refuses weights with numbers that are infinite or none at all; it takes about a second per 10 GB.
+
+    Raises:
+        ValueError: there are such.
+    """
+    kinds = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+    word, exponent = DTYPES[kinds[array.dtype.name]]
+    bits = np.ascontiguousarray(array).view(word).reshape(-1)
+    for begin in range(0, bits.size, CHECKED_NUMBERS):
+        if (bits[begin : begin + CHECKED_NUMBERS] & word(exponent)).max() == exponent:
+            num = int((~np.isfinite(array.astype(np.float32))).sum())
+            raise ValueError(
+                f"{name} has {num:,} numbers of {array.size:,} that are infinite or NaN; the model is damaged, or its "
+                "training diverged: take an earlier checkpoint of it"
+            )
 
 
 def cast(array: np.ndarray, dtype: Any) -> np.ndarray:

@@ -40,7 +40,8 @@ class RewardModel:
         name: of its metrics; by default the folder's.
 
     Raises:
-        ValueError: the checkpoint is no sequence classifier, or there is no tokenizer.
+        ValueError: the checkpoint is no sequence classifier, or there is no tokenizer. `scores` raises it for tokens
+            that the model does not have.
     """
 
     def __init__(
@@ -68,6 +69,12 @@ class RewardModel:
 
     def scores(self, token_ids: Sequence[np.ndarray]) -> np.ndarray:
         """The first label's logit of each sequence, [B] float64, in micro-batches of similar length."""
+        largest = max((int(ids.max()) for ids in token_ids if len(ids)), default=0)
+        if largest >= self.model.config.vocab_size:
+            raise ValueError(
+                f"the reward model {self.name} has a vocabulary of {self.model.config.vocab_size} tokens, and its "
+                f"tokenizer gives token {largest}; give the tokenizer of this model"
+            )
         values = np.full(len(token_ids), np.nan)
         num_shards = num_data_shards(self.model.mesh)
         limit = self.model.config.max_positions

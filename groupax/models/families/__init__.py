@@ -20,6 +20,7 @@ from groupax.models.families import (
     qwen3_moe,
     smollm3,
 )
+from groupax.models.families.checks import checked_config, shown
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "cohere": cohere.read_config,
@@ -43,10 +44,12 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """The `ModelConfig` that a parsed `config.json` describes.
 
     Raises:
-        ValueError: the `model_type` is missing or unsupported, a size is missing, or the file asks for
-            something that the family here does not do. Nothing is ignored in silence.
+        ValueError: the `model_type` is missing or unsupported, a value is missing or one that its key cannot have, or
+            the file asks for something that the family here does not do. Nothing is ignored in silence.
     """
     model_type = hf.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[model_type](hf)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type {shown(model_type)} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[model_type](checked_config(hf))

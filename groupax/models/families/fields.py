@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from groupax.models.config import Activation, LongRope, ModelConfig
+from groupax.models.families.checks import shown
 from groupax.models.families.rope import read_rope
 
 # Keys that say nothing about what the forward pass computes.
@@ -76,17 +77,18 @@ def model_config(hf: Mapping[str, Any], reads: tuple[str, ...] = (), **differs: 
     _account_for_all_keys(hf, _READ | set(reads))
     require(hf, "pretraining_tp", 1)
     if "layer_types" not in reads and any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
-        raise ValueError(f"layer_types {hf['layer_types']} is not supported for {hf['model_type']}")
+        raise ValueError(f"layer_types {shown(hf['layer_types'])} is not supported for {hf['model_type']}")
     activation = hf.get("hidden_act") or "silu"
     if activation not in get_args(Activation):
-        raise ValueError(f"config.json has hidden_act={activation!r}; supported are {', '.join(get_args(Activation))}")
+        supported = ", ".join(get_args(Activation))
+        raise ValueError(f"config.json has hidden_act={shown(activation)}; supported are {supported}")
 
     num_layers, num_heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     head_dim = head_dim_of(hf)
     ropes = differs.pop("ropes", None) or (read_rope(hf, head_dim),) * num_layers
     fields = {
         "model_type": hf["model_type"],
-        **{ours: int(hf[theirs]) for ours, theirs in _SIZES.items()},
+        **{ours: hf[theirs] for ours, theirs in _SIZES.items()},
         "num_kv_heads": hf.get("num_key_value_heads") or num_heads,
         "head_dim": head_dim,
         "max_positions": _max_positions(hf, ropes),
@@ -95,7 +97,7 @@ def model_config(hf: Mapping[str, Any], reads: tuple[str, ...] = (), **differs: 
         "attention_scale": head_dim**-0.5,
         "norm_eps": hf.get("rms_norm_eps", 1e-6),
         "activation": activation,
-        "tie_embeddings": hf.get("tie_word_embeddings", False),
+        "tie_embeddings": bool(hf.get("tie_word_embeddings")),
         "num_labels": _num_labels(hf),
     }
     return ModelConfig(**{**fields, **differs})
@@ -103,17 +105,17 @@ def model_config(hf: Mapping[str, Any], reads: tuple[str, ...] = (), **differs: 
 
 def head_dim_of(hf: Mapping[str, Any]) -> int:
     """Of queries, keys and values."""
-    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+    return hf.get("head_dim") or needed(hf, "hidden_size") // needed(hf, "num_attention_heads")
 
 
 def sliding_layers(hf: Mapping[str, Any], rule: Callable[[int], bool]) -> tuple[bool, ...]:
     """Whether each layer sees a sliding window only: as `layer_types` says, or else by the family's rule."""
     kinds = hf.get("layer_types")
     if not kinds:
-        return tuple(rule(index) for index in range(hf["num_hidden_layers"]))
+        return tuple(rule(index) for index in range(needed(hf, "num_hidden_layers")))
     unknown = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
     if unknown:
-        raise ValueError(f"layer_types has {', '.join(unknown)}; supported are full_attention and sliding_attention")
+        raise ValueError(f"layer_types has {shown(unknown)}; supported are full_attention and sliding_attention")
     return tuple(kind == "sliding_attention" for kind in kinds)
 
 
@@ -126,7 +128,7 @@ def require(hf: Mapping[str, Any], key: str, supported: Any) -> None:
     """Refuse a config whose `key` is set to anything but `supported` (absent and None pass)."""
     if hf.get(key) not in (None, supported):
         raise ValueError(
-            f"config.json has {key}={hf[key]!r}; groupax supports only {supported!r} for {hf['model_type']}"
+            f"config.json has {key}={shown(hf[key])}; groupax supports only {supported!r} for {hf['model_type']}"
         )
 
 
@@ -153,7 +155,7 @@ def _num_labels(hf: Mapping[str, Any]) -> int:
     architectures = hf.get("architectures") or []
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
         return 0
-    return len(hf.get("id2label") or ()) or int(hf.get("num_labels") or 2)
+    return len(hf.get("id2label") or ()) or hf.get("num_labels") or 2
 
 
 def _account_for_all_keys(hf: Mapping[str, Any], read: set[str] | frozenset[str]) -> None:
@@ -162,4 +164,4 @@ def _account_for_all_keys(hf: Mapping[str, Any], read: set[str] | frozenset[str]
     known = read | METADATA | {"layer_types"}
     unknown = sorted(key for key, value in hf.items() if key not in known and value not in (None, False))
     if unknown:
-        warnings.warn(f"config.json keys that groupax does not know and does not apply: {unknown}", stacklevel=5)
+        warnings.warn(f"config.json keys that groupax does not know and does not apply: {shown(unknown)}", stacklevel=5)

@@ -26,6 +26,8 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     interval = hf.get("no_rope_layer_interval", 4)
     # 1 in `no_rope_layers` stands for a layer with positions
     turns = hf.get("no_rope_layers") or [(index + 1) % interval != 0 for index in range(num_layers)]
+    if len(turns) < num_layers:
+        raise ValueError(f"config.json lists {len(turns)} no_rope_layers of {num_layers} layers")
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
     bias = hf.get("attention_bias", False)
     return model_config(
