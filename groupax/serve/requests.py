@@ -3,19 +3,21 @@
 import json
 import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-from groupax.engine.params import MAX_LOGPROBS, SamplingParams
+from groupax.engine.params import BIASED_TOKENS, MAX_LOGPROBS, STOP_IDS, SamplingParams
 from groupax.field_types import nearest
 from groupax.serve.errors import ApiError
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's interface; a chat has the server's own
 MAX_BIAS = 100.0
 MAX_STOPS = 16
+MAX_STOP_IDS = STOP_IDS - 32  # beside those of the model and of stop texts
 MAX_DIGITS = 10  # of a token id
 
 
@@ -114,8 +116,16 @@ def parse_json(body: bytes) -> dict[str, Any]:
     def no_number(name: str) -> Any:
         raise ValueError(f"{name} is no number of JSON")
 
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            name = next(name for name, count in counts.items() if count > 1)
+            raise ApiError(400, f"the body has the field {_short(name)} twice", param=name if _is_text(name) else None)
+        return found
+
     try:
-        given = json.loads(body, parse_constant=no_number)
+        given = json.loads(body, parse_constant=no_number, object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {error}") from error
     if not isinstance(given, dict):
@@ -237,6 +247,8 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 def _ids(name: str, value: Any) -> tuple[int, ...]:
     if not _is_ids(value):
         raise ApiError(400, f"{name} must be a list of token ids, got {_short(value)}", param=name)
+    if len(value) > MAX_STOP_IDS:
+        raise ApiError(400, f"{name} may have {MAX_STOP_IDS} tokens, got {len(value)}", param=name)
     return tuple(value)
 
 
@@ -252,9 +264,12 @@ def _keys(name: str, value: Any) -> np.ndarray:
 def _biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise ApiError(400, f"{name} must be an object of token ids and numbers, got {_short(value)}", param=name)
+    if len(value) > BIASED_TOKENS:
+        raise ApiError(400, f"{name} may have {BIASED_TOKENS} tokens, got {len(value)}", param=name)
     biases = {}
     for token, bias in value.items():
-        if not token.isdecimal() or len(token) > MAX_DIGITS or int(token) >= 1 << 31:
+        is_number = token.isascii() and token.isdecimal() and len(token) <= MAX_DIGITS
+        if not is_number or str(int(token)) != token or int(token) >= 1 << 31:
             raise ApiError(400, f"{name} must name token ids, got {_short(token)}", param=name)
         if abs(_number(name, bias)) > MAX_BIAS:
             raise ApiError(400, f"{name} must be in [-{MAX_BIAS:.0f}, {MAX_BIAS:.0f}], got {bias}", param=name)
