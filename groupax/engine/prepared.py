@@ -103,17 +103,16 @@ class Rehearsal(PreparedBatch):
         self.scheduler = _copied_scheduler(batch.scheduler)
 
     @classmethod
-    def of_first(cls, programs: Programs, sequences: list[Sequence], *arguments: Any) -> "Rehearsal":
+    def of_first(cls, programs: Programs, *arguments: Any) -> "Rehearsal":
         """Returns the rehearsal of a new batch.
 
         Args:
             programs: what is compiled.
-            sequences: with which it would begin.
-            arguments: those of `Batch`.
+            arguments: those of `Batch`, with copies of the sequences.
         """
         self = cls.__new__(cls)
         self.programs, self.wished, self.needed, self.column = programs, None, [], 0
-        self.config, self.mesh, self.plan, _, self.chunk_steps, *_ = arguments
+        self.config, self.mesh, self.plan, sequences, self.chunk_steps, *_ = arguments
         shape = self._first_shape(sequences)
         self._now = replace(shape, num_columns=self._columns(self.chunk_steps))
         self.scheduler = Scheduler(num_data_shards(self.mesh), shape.num_slots, shape.share)

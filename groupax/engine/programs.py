@@ -142,7 +142,10 @@ class Programs:
         if weights == self._weights:
             return
         leaves, structure = jax.tree.flatten(params)
-        kinds = tuple((np.shape(leaf), np.result_type(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
+        kinds = tuple(
+            (np.shape(leaf), np.dtype(getattr(leaf, "dtype", type(leaf))), getattr(leaf, "sharding", None))
+            for leaf in leaves
+        )
         with self._changed:
             self._weights, self._kinds = weights, jax.tree.map(_kind, params)
             known = self._all_known.setdefault((structure, kinds), set())
@@ -211,7 +214,7 @@ def lowered_programs(engine: "Engine", params: Any, program: Program) -> Iterato
 
     def slots_for(shape: CacheShape) -> Any:
         table = slot_table(num_shards * shape.num_slots, STOP_IDS, BIASED_TOKENS)
-        return slots_of(table, on_rows)
+        return jax.tree.map(on_rows, jax.eval_shape(lambda: slots_of(table, jnp.asarray)))
 
     match program:
         case Begin(shape):
@@ -230,9 +233,13 @@ def lowered_programs(engine: "Engine", params: Any, program: Program) -> Iterato
             prompts = numbers(num_prompts, length), numbers(num_prompts), numbers(num_shards * shape.num_places)
             yield admit.lower(params, cache, slots, *prompts, is_new, slots, None, **static)
             if engine.prefixes.max_bytes:
-                rows = cache_of(replace(shape, num_slots=num_prompts // num_shards, share=1, num_columns=length))
-                first_unknown: Any = numbers(num_prompts)
-                known = Known(first_unknown, rows.k, rows.v)
+                per_prompt = sizes(replace(shape, num_slots=num_prompts // num_shards, share=1, num_columns=length))
+
+                def known_of(per_prompt: tuple[int, int, int, int] = per_prompt) -> Known:
+                    rows = empty_cache(config, *per_prompt, engine.kv_dtype)
+                    return Known(rows.prompt_starts, rows.k, rows.v)
+
+                known = jax.tree.map(placed, jax.eval_shape(known_of))
                 yield admit.lower(params, cache, slots, *prompts, is_new, slots, known, **static)
         case Change(before, after):
             cache, shift = cache_of(before), jnp.int32(0)

@@ -81,9 +81,8 @@ class Connection(HttpToolsProtocol):
 
     # -- asyncio's
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: Any) -> None:
         """A client has connected."""
-        assert isinstance(transport, asyncio.Transport), "of TCP"
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # `pause_writing` tells of whatever the client does not take
         waiting = self.shared.waiting

@@ -301,7 +301,9 @@ class EngineLoop:
         num_finished = sum(growth.finish_reason is not None for _, growth in grown)
         self._ended(num_finished)
         num_tokens = sum(len(growth.tokens) for _, growth in grown)
-        self._count(num_chunks=1, num_tokens=num_tokens, num_finished=num_finished)  # before anybody is told
+        self._count(
+            num_chunks=int(bool(grown)), num_tokens=num_tokens, num_finished=num_finished
+        )  # before anybody is told
         for job, growth in grown:
             job.listener(growth)
 

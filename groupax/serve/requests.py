@@ -80,7 +80,7 @@ def parse(body: bytes, is_chat: bool) -> Request:
     for name, value in given.items():
         if name not in known:
             raise ApiError(400, f"the request has an unknown field {name!r}{nearest(name, known)}", param=name)
-        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
+        if name in UNSUPPORTED and not any(type(value) is type(each) and value == each for each in UNSUPPORTED[name]):
             raise ApiError(400, f"{name}={_short(value)} is not supported", param=name, code="unsupported_value")
     given = {name: value for name, value in given.items() if value is not None}
     settings = {name: read(name, given[name]) for name, read in SETTINGS.items() if name in given}
