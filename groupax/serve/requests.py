@@ -90,6 +90,9 @@ def parse(body: bytes, is_chat: bool) -> Request:
     options = given.get("stream_options", {})
     if not isinstance(options, dict):
         raise ApiError(400, f"stream_options must be an object, got {_short(options)}", param="stream_options")
+    unknown = next((name for name in options if name not in STREAM_OPTIONS), None)
+    if unknown is not None:
+        raise ApiError(400, f"stream_options has an unknown field {_short(unknown)}", param="stream_options")
     limits = [_integer(name, given[name]) for name in ("max_completion_tokens", "max_tokens") if name in given]
     common = {
         "model": _text("model", given["model"]) if "model" in given else None,
@@ -300,6 +303,7 @@ SETTINGS: dict[str, Callable[[str, Any], Any]] = {
     "ignore_eos": _flag,
 }
 assert {*SETTINGS, "max_tokens", "logprobs"} == {each.name for each in fields(SamplingParams)}, "all of them"
+STREAM_OPTIONS = {"include_usage", "include_obfuscation"}  # the second changes nothing here
 COMMON_FIELDS = {"model", "max_tokens", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids"}
 COMMON_FIELDS |= {"row_keys", "weights_state"}
 COMPLETION_FIELDS = {"prompt", "logprobs", "echo"}
