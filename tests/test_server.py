@@ -280,7 +280,7 @@ def test_mistakes_are_told_as_openai_tells_them(address, client):
         ({"prompt": [1, 2, 5000]}, "vocabulary has 104 tokens"),
         ({"prompt": []}, "prompt must be"),
         ({"extra_body": {"top_q": 1}}, "unknown field 'top_q'; did you mean top_"),
-        ({"extra_body": {"logit_bias": {"500": 1}}}, "logit_bias names tokens"),
+        ({"extra_body": {"logit_bias": {"500": 1}}}, "logit_bias names token 500; the vocabulary has 104 tokens"),
         ({"suffix": "x"}, "suffix='x' is not supported"),
     ]
     for given, message in refused:
