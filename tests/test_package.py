@@ -18,7 +18,17 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 
 # A module imports from its own line or from those above it.
 LAYERS = [
-    ["errors", "field_types", "pytree", "remote", "listening", "preemption", "objective.settings", "objective"],
+    [
+        "errors",
+        "field_types",
+        "pytree",
+        "remote",
+        "listening",
+        "origins",
+        "preemption",
+        "objective.settings",
+        "objective",
+    ],
     ["parallel.peers", "parallel.host_memory", "parallel.memory", "parallel.processes", "parallel.transfer"],
     ["parallel.runtime"],
     ["parallel.turns"],
