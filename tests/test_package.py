@@ -30,6 +30,7 @@ LAYERS = [
         "remote",
         "run_lock",
         "listening",
+        "origins",
         "preemption",
         "objective.settings",
         "objective",

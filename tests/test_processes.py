@@ -5,8 +5,10 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,10 @@ from groupax import init_model, save_model
 from groupax.cli import main
 from groupax.errors import RunError
 from groupax.launch.place import free_port
+from groupax.listening import own_address
 from groupax.parallel.peers import first as first_peers
 from groupax.parallel.peers import further, listener_at
-from groupax.parallel.processes import _arguments, _refuse_copies
+from groupax.parallel.processes import _arguments, _bound, _refuse_copies
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer
@@ -193,7 +196,7 @@ def peers_of_three(end):
         subprocess.Popen([*command, str(own), told, end], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
         for own in (1, 2)
     ]
-    peers = first_peers(listener, 3)
+    peers = first_peers(listener, address[2], 3)
     assert peers.exchanged("first") == ["first", {"number": 1}, {"number": 2}]
     assert [len(each) for each in peers.exchanged(b"")] == [0, 3_000_000, 3_000_000]
     return peers, others
@@ -224,6 +227,46 @@ def test_all_are_told_what_ended_one(monkeypatch, end, told):
     assert f"groupax: {told}. Process 1 stops too" in errors[0]
     assert f"RunError: {told}" in errors[0]
     assert others[0].returncode == 1
+
+
+def test_silent_and_foreign_connections_hold_up_no_start():
+    listener, address = listener_at("127.0.0.1")
+    hosts, port, secret = address
+    with ExitStack() as strangers:
+        silent = [strangers.enter_context(socket.create_connection((hosts[0], port))) for _ in range(3)]
+        silent[1].sendall(b"\x00\x00\x00\x20" + b"x" * 32)  # an answer without the secret
+        silent[2].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        command = [sys.executable, "-W", "ignore", "-c", PEER]
+        others = [
+            subprocess.Popen([*command, str(own), pickle.dumps(address).hex(), "leave"], stderr=subprocess.PIPE)
+            for own in (1, 2)
+        ]
+        peers = first_peers(listener, secret, 3)
+        assert peers.exchanged("first") == ["first", {"number": 1}, {"number": 2}]
+        peers.exchanged(b"")
+        peers.leave()
+        assert [other.communicate()[1] for other in others] == [b"", b""]
+
+
+def test_processes_that_do_not_connect_are_named(monkeypatch):
+    monkeypatch.setattr("groupax.parallel.peers.GATHER_S", 0.2)
+    listener, (_, _, secret) = listener_at("127.0.0.1")
+    with pytest.raises(RunError, match=r"processes 1, 2 of 3 did not connect to process 0 at port \d+ in 0 s"):
+        first_peers(listener, secret, 3)
+
+
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("192.0.2.7", None), ("no.invalid", None)],
+)
+def test_a_coordinator_listens_at_the_address_that_it_was_given(host, bound):
+    assert own_address(host) == bound
+    address = f"[{host}]:5" if ":" in host else f"{host}:5"
+    told = _bound({"coordinator_address": address, "process_id": 0})
+    assert told == (
+        {} if bound is None else {"coordinator_bind_address": f"[{bound}]:5" if ":" in bound else f"{bound}:5"}
+    )
+    assert _bound({"coordinator_address": address, "process_id": 1}) == {}
 
 
 def test_a_process_that_cannot_be_reached_is_told(monkeypatch):

@@ -25,6 +25,7 @@ from groupax.serve.command import Serve, engines_of, models_of
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop, Growth
 from groupax.serve.metrics import Histogram
+from groupax.serve.prompts import encoded
 from groupax.serve.requests import parse, parse_json
 from groupax.serve.text import TextStream
 from groupax.serve.weights import Weights
@@ -362,13 +363,13 @@ def test_prompts_are_counted_before_they_are_encoded(loop):
     loop.engines["tiny"].tokenizer = tokenizer = a_tokenizer()
     server = Server(loop, Limits(max_completions=4), Weights(loop, {}))
     mixed = parsed(prompt=["ab", [3, 4], "c", [5]])
-    assert [ids.tolist() for ids in server._encoded(mixed, tokenizer)] == [
+    assert [ids.tolist() for ids in encoded(mixed, tokenizer, 256)] == [
         tokenizer("ab")["input_ids"], [3, 4], tokenizer("c")["input_ids"], [5],
     ]  # fmt: skip
     loop.engines["tiny"].tokenizer = None  # with which nothing can be encoded
     for request in (parsed(prompt=["a"] * 5), parsed(prompt=["a", "b"], n=3), parsed(prompt=["a"] * 5, n=-1)):
         with pytest.raises(ApiError, match="a request may have 4 completions"):
-            server._begin(request, "tiny", lambda _: None)
+            server._prepare(request, "tiny")
 
 
 def test_memory_is_measured_when_the_weights_to_decode_with_are_there(tiny_model, tmp_path, monkeypatch):

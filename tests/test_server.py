@@ -280,7 +280,7 @@ def test_mistakes_are_told_as_openai_tells_them(address, client):
         ({"prompt": [1, 2, 5000]}, "vocabulary has 104 tokens"),
         ({"prompt": []}, "prompt must be"),
         ({"extra_body": {"top_q": 1}}, "unknown field 'top_q'; did you mean top_"),
-        ({"extra_body": {"logit_bias": {"500": 1}}}, "logit_bias names tokens"),
+        ({"extra_body": {"logit_bias": {"500": 1}}}, "logit_bias names token 500; the vocabulary has 104 tokens"),
         ({"suffix": "x"}, "suffix='x' is not supported"),
     ]
     for given, message in refused:
@@ -296,7 +296,9 @@ def test_mistakes_are_told_as_openai_tells_them(address, client):
 
 
 def post(address, body, path="/v1/completions", key=KEY):
-    request = urllib.request.Request(address + path, body, {"Authorization": f"Bearer {key}"})
+    request = urllib.request.Request(
+        address + path, body, {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, json.loads(response.read())
@@ -357,7 +359,8 @@ def test_a_client_that_reads_nothing_holds_up_nobody(address, client, loop):
     body = json.dumps(
         {"prompt": "1+1=", "n": 48, "max_tokens": 450, "ignore_eos": True, "stream": True, "logprobs": 20}
     )
-    fields = f"Host: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    fields = f"Host: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    fields += f"Content-Length: {len(body)}\r\n\r\n"
     host, port = address.removeprefix("http://").split(":")
     with closing(socket.socket()) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

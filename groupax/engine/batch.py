@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from groupax.engine.cache import ROWS, Cache, empty_cache, place_of
 from groupax.engine.decode import Chunk, Known, admit, decode_chunk
+from groupax.engine.params import BIASED_TOKENS, STOP_IDS
 from groupax.engine.plan import (
     CACHE_COLUMNS,
     CacheShape,
@@ -32,7 +33,7 @@ from groupax.engine.plan import (
 from groupax.engine.prefixes import Prefix, PrefixStore
 from groupax.engine.rearrange import move, move_slots, rearrange, release, stored_of, take, widen_slots
 from groupax.engine.scheduler import Admission, Scheduler, Sequence
-from groupax.engine.slots import BIASED_TOKENS, STOP_IDS, fill, slot_table, slots_of
+from groupax.engine.slots import fill, slot_table, slots_of
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
@@ -83,16 +84,17 @@ class Batch:
         self._num_idle = 0  # chunks in a row after which half of the slots were enough
         self._num_needed = 0  # slots per shard, the most of these chunks
         num_shards = num_data_shards(mesh)
-        counts: dict[tuple[int, int], int] = {}
-        for sequence in sequences:
-            counts[sequence.group] = counts.get(sequence.group, 0) + 1
-        shape = plan.first_shape(counts.values(), num_shards, longest(sequences, chunk_steps))
+        shape = self._first_shape(sequences)
         self.scheduler = Scheduler(num_shards, shape.num_slots, shape.share)
         self.scheduler.submit(sequences)
         self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
-        num_columns = bucket(chunk_steps, CACHE_COLUMNS)
-        sizes = (num_shards * shape.num_places, shape.num_prompt_columns, num_shards * shape.num_slots, num_columns)
-        self.cache: Cache = _cache_maker(config, *sizes, kv_dtype, mesh)()
+        sizes = (
+            num_shards * shape.num_places,
+            shape.num_prompt_columns,
+            num_shards * shape.num_slots,
+            self._columns(chunk_steps),
+        )
+        self.cache: Cache = cache_maker(config, *sizes, kv_dtype, mesh)()
         self.slots = slots_of(self._idle_slots(), self._on_rows)
         self.column = 0
 
@@ -122,31 +124,33 @@ class Batch:
         sequences = [*scheduler.running, *scheduler.queued]
         self._widen_slots(sequences)
         longest_prompt, longest_completion = longest(sequences, self.chunk_steps)
-        prompt_columns = prefill_columns(longest_prompt)
+        prompt_columns = self._prompt_columns(longest_prompt)
         if shape.num_prompt_columns // 2 < prompt_columns < shape.num_prompt_columns:
             prompt_columns = shape.num_prompt_columns
-        wanted = replace(shape, share=scheduler.fitting_share(), num_prompt_columns=prompt_columns)
+        wanted = replace(shape, share=self._fitting_share(), num_prompt_columns=prompt_columns)
         if not self.plan.allows(wanted):
             target = scheduler.num_fed
-            columns = bucket(target + self.chunk_steps, CACHE_COLUMNS)
+            columns = self._columns(target + self.chunk_steps)
             # what begins again may share no places
             num_slots = self.plan.smaller(replace(wanted, share=1, num_columns=columns)).num_slots
             share = min(shape.share, num_slots)
             places, rows = scheduler.evict(num_slots // share, share)
             self._rearrange(rows, places, target, columns)
             shape = self.shape
-            wanted = replace(shape, share=scheduler.fitting_share(), num_prompt_columns=prompt_columns)
+            wanted = replace(shape, share=self._fitting_share(), num_prompt_columns=prompt_columns)
         expected = max(shape.num_columns, expected_columns(longest_completion))
         # as many prompts as in twice the slots, and no more rows
         split = self._split(replace(wanted, num_columns=expected))
         if not scheduler.num_unplaced(split):
             wanted = replace(wanted, share=split)
         num_unplaced = scheduler.num_unplaced(wanted.share)
-        while num_unplaced > scheduler.num_shards * (wanted.num_slots - shape.num_slots):
-            doubled = replace(wanted, num_slots=2 * wanted.num_slots)
-            if not (self.plan.allows(replace(doubled, num_columns=expected)) and self._may_have(doubled.num_slots)):
+        larger = wanted
+        while num_unplaced > scheduler.num_shards * (larger.num_slots - shape.num_slots):
+            larger = replace(larger, num_slots=2 * larger.num_slots)
+            if not (self.plan.allows(replace(larger, num_columns=expected)) and self._may_have(larger.num_slots)):
                 break
-            wanted = doubled
+            if self._is_prepared(larger):
+                wanted = larger
         if wanted == shape:
             return
         more = wanted.num_slots > shape.num_slots
@@ -162,7 +166,7 @@ class Batch:
         if not scheduler.waiting or 2 * scheduler.num_stranded < len(scheduler.slots):
             return
         share = self._split(shape)
-        if share == shape.share:
+        if share == shape.share or not self._is_prepared(replace(shape, share=share)):
             return
         places = self._indices(shape.num_slots // share, shape.num_places, shape.share // share)
         scheduler.split(share)
@@ -172,8 +176,8 @@ class Batch:
         """Have columns for another chunk: they are moved, made more or fewer, or slots are given up or added."""
         scheduler, shape = self.scheduler, self.shape
         target = scheduler.num_fed
-        needed = bucket(target + self.chunk_steps, CACHE_COLUMNS)
-        is_wide = needed <= shape.num_columns // 2
+        needed = self._columns(target + self.chunk_steps)
+        is_wide = needed <= shape.num_columns // 2 and self._is_prepared(replace(shape, num_columns=needed))
         if self.column <= shape.num_columns - self.chunk_steps and not is_wide:
             return
         shape = replace(shape, num_columns=needed if is_wide else max(needed, shape.num_columns))
@@ -182,14 +186,19 @@ class Batch:
         if not self.plan.allows(shape):
             shape = self.plan.smaller(shape)
             places, rows = scheduler.evict(shape.num_places, shape.share)
-        elif scheduler.num_unplaced() and self.plan.allows(doubled) and self._may_have(doubled.num_slots):
+        elif (
+            scheduler.num_unplaced()
+            and self.plan.allows(doubled)
+            and self._may_have(doubled.num_slots)
+            and self._is_prepared(doubled)
+        ):
             rows, places = (self._indices(2 * number, number, 1) for number in (shape.num_slots, shape.num_places))
             scheduler.grow(doubled.num_slots)
         self._rearrange(rows, places, target, shape.num_columns)
 
     def admit(self, params: Params) -> None:
         """Let waiting sequences into free slots, as many prompts at a time as are computed at once."""
-        while admissions := self.scheduler.admit(max_prompts(self.cache.num_prompt_columns)):
+        while admissions := self.scheduler.admit(self._max_prompts()):
             for admission in admissions:
                 self._admit(params, admission)
 
@@ -254,9 +263,45 @@ class Batch:
         self._num_idle = self._num_needed = 0
         if not is_idle or not self.plan.allows(replace(self.shape, num_slots=needed, share=1)):
             return  # a prompt for each slot may take more room than fewer slots save
+        if not self._is_prepared(replace(self.shape, num_slots=needed, share=1)):
+            return
         share = scheduler.share
         kept = scheduler.shrink(needed)
         self._rearrange(kept, kept // share, self.column, self.cache.num_columns)
+
+    # -- shapes, which a batch that is served chooses among those that are compiled (see `prepared`)
+
+    def _first_shape(self, sequences: list[Sequence]) -> CacheShape:
+        """Returns the shape to begin with."""
+        counts: dict[tuple[int, int], int] = {}
+        for sequence in sequences:
+            counts[sequence.group] = counts.get(sequence.group, 0) + 1
+        num_shards = num_data_shards(self.mesh)
+        return self.plan.first_shape(counts.values(), num_shards, longest(sequences, self.chunk_steps))
+
+    def _columns(self, size: int) -> int:
+        """Returns the number of columns to have for so many tokens of completions."""
+        return bucket(size, CACHE_COLUMNS)
+
+    def _prompt_columns(self, size: int) -> int:
+        """Returns the number of columns to have for so many tokens of prompts."""
+        return prefill_columns(size)
+
+    def _fitting_share(self) -> int:
+        """Returns how many slots a place should have, so that what waits leaves none of them idle."""
+        return self.scheduler.fitting_share()
+
+    def _max_prompts(self) -> int:
+        """Returns how many prompts may be computed in one admission."""
+        return max_prompts(self.shape.num_prompt_columns)
+
+    def _admission_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Returns the numbers of prompts and of their columns to compute for an admission of this size."""
+        return size
+
+    def _is_prepared(self, shape: CacheShape) -> bool:  # noqa: ARG002
+        """Whether it is worth changing to this shape now, where that may wait."""
+        return True
 
     def _split(self, shape: CacheShape) -> int:
         """How many slots a place of this shape should have, the most with which the fewest are left without a place."""
@@ -302,7 +347,7 @@ class Batch:
         self.column = column
 
     def _admit(self, params: Params, admission: Admission) -> None:
-        num_prompts, length = admission.size
+        num_prompts, length = self._admission_size(admission.size)
         prompts = np.zeros((self.scheduler.num_shards, num_prompts, length), np.int32)
         starts = np.full(prompts.shape[:2], length, np.int32)
         for shard, shard_prompts in enumerate(admission.prompts):
@@ -370,7 +415,7 @@ def _fetched(chunk: Chunk, running: list[Sequence]) -> Chunk:
 
 
 @lru_cache(maxsize=64)
-def _cache_maker(config: ModelConfig, *sizes_dtype_mesh: Any) -> Callable[[], Cache]:
+def cache_maker(config: ModelConfig, *sizes_dtype_mesh: Any) -> Callable[[], Cache]:
     """A program that makes an empty cache of these sizes on the devices."""
     *sizes, dtype, mesh = sizes_dtype_mesh
     make = partial(empty_cache, config, *sizes, dtype)

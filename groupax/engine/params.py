@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20
+# Stop tokens and biased tokens, powers of two, that every slot has room for; requests with more of them compile again.
+STOP_IDS = 256
+BIASED_TOKENS = 512
 MIN_TEMPERATURE = 1e-6  # below it logits over temperature leave float32
 
 

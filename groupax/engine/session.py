@@ -3,11 +3,14 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from groupax.engine.batch import Batch, longest
+from groupax.engine.prepared import PreparedBatch, Rehearsal, copied, usual
+from groupax.engine.programs import Program, Programs
 from groupax.engine.scheduler import Sequence
 from groupax.engine.stops import exempt_length, find_stop, text_before_stop
+from groupax.parallel.mesh import num_data_shards
 from groupax.tokenizer import context_of, decode_behind
 
 if TYPE_CHECKING:
@@ -26,10 +29,14 @@ class Session:
     Args:
         engine: its memory for keys and values is counted now and belongs to this session until it ends.
         patience: while requests are few, slots for more are kept for so many chunks.
+        programs: what is compiled beside decoding; requests that need something else wait for it, and others pass them.
+            None compiles when something is needed, while all wait.
     """
 
-    def __init__(self, engine: "Engine", patience: int = 0) -> None:
-        self.engine, self.patience = engine, patience
+    def __init__(self, engine: "Engine", patience: int = 0, programs: Programs | None = None) -> None:
+        self.engine, self.patience, self.programs = engine, patience, programs
+        self._held: set[tuple[Any, ...]] = set()  # kinds of requests that wait for programs, as long as none is added
+        self._num_programs = 0
         self._plan = engine.plan()
         self._batch: Batch | None = None
         self._pending: deque[list[Sequence]] = deque()
@@ -41,6 +48,17 @@ class Session:
     def busy(self) -> bool:
         """Whether any sequence is waiting or running."""
         return bool(self._pending) or self._batch is not None
+
+    @property
+    def can_step(self) -> bool:
+        """Whether the next step does anything: something runs, or waits for something else than programs."""
+        if self._batch is not None or self._has_new_programs:
+            return self.busy
+        return any(self._kind(each) not in self._held for each in self._pending)
+
+    @property
+    def _has_new_programs(self) -> bool:
+        return self.programs is not None and self.programs.num_compiled != self._num_programs
 
     @property
     def num_running(self) -> int:
@@ -60,6 +78,13 @@ class Session:
             ValueError: the memory for keys and values does not hold two of its longest sequences.
         """
         self._plan.check(longest(sequences, self.engine.chunk_steps))
+
+    def usual_programs(self, clients: Iterable[int], num_tokens: int) -> list[Program]:
+        """Returns what requests of usual sizes need and is not compiled yet (see `prepared.usual`)."""
+        assert self.programs is not None, "of a session that compiles beside decoding"
+        num_shards = num_data_shards(self.engine.mesh)
+        needed = usual(clients, num_tokens, self.engine.chunk_steps, num_shards, self._plan.allows)
+        return self.programs.missing(needed)
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Add a request: unstarted sequences, which begin with the next step if there is room.
@@ -83,6 +108,10 @@ class Session:
         before; if it is cancelled by then, the number is negative.
         """
         yield from self._cancelled_before_they_began()
+        has_new = self._has_new_programs
+        if self.programs is not None and has_new:
+            self._num_programs = self.programs.num_compiled
+            self._held.clear()
         has_more = self._begin()
         batch = self._batch
         if batch is None:
@@ -97,13 +126,15 @@ class Session:
                 self._ended.remove(id(sequence))
             else:
                 yield sequence, 0
-        if has_more:
+        if has_more or has_new:
             batch.fit()
         batch.spread()
         batch.make_room()
         batch.admit(self.engine.params)
         if batch.scheduler.running:
             yield from self._decode(batch)
+        if self.programs is not None and isinstance(batch, PreparedBatch):
+            self.programs.request(batch.wishes())
         if not batch.scheduler.busy:
             self._batch = None
 
@@ -118,16 +149,54 @@ class Session:
     def _begin(self) -> bool:
         """Hand requests to the batch, in their order, as long as it could hold them; whether it got any."""
         has_more = False
+        held: list[list[Sequence]] = []
         while self._pending and (self._batch is None or self._batch.allows(self._pending[0])):
             sequences = self._pending.popleft()
-            if self._batch is None:
-                engine = self.engine
-                settings = (engine.chunk_steps, engine.kv_dtype, engine.prefixes, self.patience)
-                self._batch = Batch(engine.config, engine.mesh, self._plan, sequences, *settings)
+            if not self._is_prepared(sequences):
+                held.append(sequences)
+            elif self._batch is None:
+                self._batch = self._new_batch(sequences)
             else:
                 self._batch.submit(sequences)
                 has_more = True
+        self._pending.extendleft(reversed(held))
         return has_more
+
+    def _settings(self, sequences: list[Sequence]) -> tuple[Any, ...]:
+        """The arguments of a new batch."""
+        engine = self.engine
+        kept = engine.chunk_steps, engine.kv_dtype, engine.prefixes, self.patience
+        return engine.config, engine.mesh, self._plan, sequences, *kept
+
+    def _new_batch(self, sequences: list[Sequence]) -> Batch:
+        settings = self._settings(sequences)
+        return Batch(*settings) if self.programs is None else PreparedBatch(self.programs, *settings)
+
+    def _is_prepared(self, sequences: list[Sequence]) -> bool:
+        """Whether all is compiled that a request and its company may need; if not, that is requested."""
+        if self.programs is None:
+            return True
+        kind = self._kind(sequences)
+        if kind in self._held:
+            return False
+        if isinstance(self._batch, PreparedBatch):
+            rehearsal = Rehearsal(self._batch)
+            rehearsal.submit(copied(sequences))
+        else:
+            rehearsal = Rehearsal.of_first(self.programs, *self._settings(copied(sequences)))
+        missing = self.programs.missing(rehearsal.run())
+        if missing:
+            self._held.add(kind)
+            self.programs.request(missing)
+        return not missing
+
+    def _kind(self, sequences: list[Sequence]) -> tuple[Any, ...]:
+        """The same for requests that need the same programs, if they join now."""
+        if not sequences:
+            return ()
+        shape = self._batch.shape if self._batch else None
+        groups = len({sequence.group for sequence in sequences})
+        return *longest(sequences, self.engine.chunk_steps), groups, len(sequences), shape
 
     def _decode(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
         grown = batch.decode(self.engine.params)

@@ -9,9 +9,6 @@ from groupax.engine.decode import Slots
 from groupax.engine.sampling import SamplingSettings
 from groupax.engine.scheduler import Sequence
 
-# Stop tokens and biased tokens of a slot; requests with more of them compile again.
-STOP_IDS = 8
-BIASED_TOKENS = 8
 # Settings of a slot that are one number each, and its dtype.
 SETTINGS = {
     "temperature": "f4",

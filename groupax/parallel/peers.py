@@ -12,24 +12,30 @@ import contextlib
 import logging
 import os
 import pickle
+import queue
 import secrets
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any
 
 from groupax.errors import RunError
+from groupax.listening import own_address
 
 PING_S = 5.0
 MOST_UNANSWERED = 8  # pings without a word from a process that then counts as lost
 GRACE_S = 10.0  # for a process to end by itself when another has ended
 EXPLANATION_S = 3.0  # from an error to the word of the process that caused it
-CONNECT_S = 60.0
-LOCAL = ("localhost", "127.0.0.1", "::1")
+CONNECT_S = 60.0  # until process 0 is reached
+GATHER_S = 120.0  # until all others have reached process 0
+GREETING_S = 10.0  # in which a connection has to show that it knows the secret
+LOOK_S = 0.1
+MAX_GREETINGS = 64  # connections beside those of the run's processes that may be showing it at the same time
 
 Address = tuple[list[str], int, bytes]  # hosts to try, port, secret
 
@@ -222,27 +228,65 @@ def end_now() -> None:
     os._exit(1)
 
 
-def listener_at(host: str | None) -> tuple[Listener, Address]:
-    """In process 0, a listener and what the others have to know of it.
+def listener_at(host: str | None) -> tuple[socket.socket, Address]:
+    """Returns a listening socket of process 0 and what the other processes have to know to reach it.
+
+    It listens at the one address that `host` names on this machine, and at all addresses only if there is none.
 
     Args:
         host: by which the others know this machine, if that is known.
     """
-    secret = secrets.token_bytes(16)
-    listener = Listener((host if host in LOCAL else "0.0.0.0", 0), backlog=1024, authkey=secret)
+    own = own_address(host) if host else None
+    family = socket.AF_INET6 if own and ":" in own else socket.AF_INET
+    listener = socket.create_server((own or "0.0.0.0", 0), family=family, backlog=1024)
     names = dict.fromkeys(filter(None, (host, socket.getfqdn(), socket.gethostname())))
-    _, port = listener.address
-    return listener, ([*names], int(port), secret)
+    return listener, ([*names], int(listener.getsockname()[1]), secrets.token_bytes(16))
 
 
-def first(listener: Listener, num_processes: int) -> Peers:
-    """The peers of process 0, once all others have come to the listener."""
+def first(listener: socket.socket, secret: bytes, num_processes: int) -> Peers:
+    """Returns the peers of process 0, once all others have connected. Closes the listener.
+
+    Connections are greeted beside each other, so that one which says nothing holds up nobody.
+
+    Raises:
+        RunError: a process did not connect in time.
+    """
     connections: dict[int, Connection] = {}
+    arrived: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
+    greetings = threading.BoundedSemaphore(num_processes + MAX_GREETINGS)
+    until_s = time.monotonic() + GATHER_S
+    others = set(range(1, num_processes))
+
+    def greet(accepted: socket.socket) -> None:
+        try:
+            connection = _greeted(accepted, secret)
+            if connection is not None:
+                arrived.put(connection)
+        finally:
+            greetings.release()
+
     with listener:
-        while len(connections) < num_processes - 1:
-            with contextlib.suppress(AuthenticationError, EOFError, ConnectionError):  # of strangers
-                connection = listener.accept()
-                connections[connection.recv()] = connection
+        listener.settimeout(LOOK_S)
+        while missing := others - connections.keys():
+            if time.monotonic() > until_s:
+                named = ", ".join(map(str, sorted(missing)))
+                raise RunError(
+                    f"processes {named} of {num_processes} did not connect to process 0 at port "
+                    f"{listener.getsockname()[1]} in {GATHER_S:.0f} s; see their logs, and open the ports between the "
+                    "hosts"
+                )
+            with contextlib.suppress(queue.Empty):
+                number, connection = arrived.get_nowait()
+                connections[number] = connection
+                continue
+            try:
+                accepted, _ = listener.accept()
+            except (TimeoutError, ConnectionError):
+                continue
+            if greetings.acquire(blocking=False):
+                threading.Thread(target=greet, args=(accepted,), name="greeting", daemon=True).start()
+            else:
+                accepted.close()
     return Peers(0, num_processes, connections)
 
 
@@ -258,7 +302,7 @@ def further(number: int, num_processes: int, address: Address) -> Peers:
     while time.monotonic() - begun_s < CONNECT_S:
         for host in hosts:
             try:
-                connection = Client((host, port), authkey=secret)
+                connection = _connected(host, port, secret)
             except (OSError, EOFError, AuthenticationError) as error:
                 faults[host] = str(error)
                 continue
@@ -267,3 +311,42 @@ def further(number: int, num_processes: int, address: Address) -> Peers:
         time.sleep(0.5)
     told = "; ".join(f"{host}: {fault}" for host, fault in faults.items())
     raise RunError(f"process {number} cannot reach process 0 at port {port} ({told}); open the ports between the hosts")
+
+
+def _greeted(accepted: socket.socket, secret: bytes) -> tuple[int, Connection] | None:
+    """Returns the number and the connection of a process that knows the secret; None for a stranger, who is cut off."""
+    _limit_waits(accepted, GREETING_S)
+    connection = Connection(accepted.detach())
+    try:
+        deliver_challenge(connection, secret)
+        answer_challenge(connection, secret)
+        number = connection.recv()
+        _limit_waits(connection, 0.0)
+    except (OSError, EOFError, AuthenticationError):
+        connection.close()
+        return None
+    return number, connection
+
+
+def _connected(host: str, port: int, secret: bytes) -> Connection:
+    """Returns a connection to process 0, which has shown that it knows the secret."""
+    connecting = socket.create_connection((host, port), timeout=GREETING_S)
+    connecting.setblocking(True)
+    _limit_waits(connecting, GREETING_S)
+    connection = Connection(connecting.detach())
+    try:
+        answer_challenge(connection, secret)
+        deliver_challenge(connection, secret)
+        _limit_waits(connection, 0.0)
+    except (OSError, EOFError, AuthenticationError):
+        connection.close()
+        raise
+    return connection
+
+
+def _limit_waits(of: socket.socket | Connection, seconds: float) -> None:
+    """Has each read and write end with an error after so long; 0 for never. The kernel does it: `Connection` cannot."""
+    same = socket.socket(fileno=os.dup(of.fileno()))
+    with same:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            same.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))

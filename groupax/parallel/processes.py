@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from groupax.errors import RewardError, RunError
+from groupax.listening import own_address
 
 if TYPE_CHECKING:
     from groupax.parallel.peers import Peers
@@ -53,6 +54,7 @@ def join() -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_enable_preemption_service", False)  # our own signals are agreed on
         # who has ended is noticed by peers; jax takes a process that was paused for one
+        arguments = {**arguments, **_bound(arguments)}
         jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=HEARTBEAT_S, shutdown_timeout_seconds=30)
     if jax.process_count() == 1:
         return
@@ -154,6 +156,21 @@ def _arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
     return {} if "," in workers or slices != "1" else None
 
 
+def _bound(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Returns where the coordinator of process 0 listens: at the address that it was given, not at all of this machine.
+
+    The coordinator answers whoever reaches it. Nothing is returned for an address that is not this machine's own (see
+    `listening.own_address`), nor where jax itself finds the address.
+    """
+    if arguments.get("process_id") != 0:
+        return {}
+    host, _, port = arguments["coordinator_address"].rpartition(":")
+    own = own_address(host.strip("[]"))
+    if own is None:
+        return {}
+    return {"coordinator_bind_address": f"[{own}]:{port}" if ":" in own else f"{own}:{port}"}
+
+
 def _refuse_copies(environment: Mapping[str, str]) -> None:
     """Of torchrun, which accelerate uses as well.
 
@@ -178,15 +195,14 @@ def _meet(own: int, count: int) -> "Peers":
 
     listener, data = None, b""
     if own == 0:
-        host = os.environ.get(COORDINATOR, "").rpartition(":")[0] or None
+        host = os.environ.get(COORDINATOR, "").rpartition(":")[0].strip("[]") or None
         listener, address = listener_at(host)
         data = pickle.dumps(address)
         assert len(data) <= ADDRESS_BYTES, "host names are short"
     row = np.frombuffer(data.ljust(ADDRESS_BYTES, b"\0"), np.uint8)
     told = np.asarray(process_allgather(row))[0].tobytes()
-    if listener is not None:
-        return first(listener, count)
-    return further(own, count, pickle.loads(told))
+    address = pickle.loads(told)
+    return further(own, count, address) if listener is None else first(listener, address[2], count)
 
 
 def _survives(error: Exception) -> bool:

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from jinja2 import TemplateError
+from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -26,18 +26,23 @@ from starlette.routing import Route
 from groupax.engine.params import SamplingParams
 from groupax.models.checkpoint import Model
 from groupax.serve.answers import Answers, Completion, Vocabulary
+from groupax.serve.callers import Callers
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import ClosedError, EngineLoop, FullError, Growth, Job
 from groupax.serve.metrics import CONTENT_TYPE, Metrics
+from groupax.serve.notices import Notices
+from groupax.serve.prompts import check_tokens, encoded
 from groupax.serve.requests import DEFAULT_MAX_TOKENS, Request, parse, parse_json
-from groupax.serve.stream import CLIENT_GONE, EventStream, fault_of, unless_gone
+from groupax.serve.stream import CLIENT_GONE, EventStream, fault_of, too_late, unless_gone
 from groupax.serve.text import TextStream
 from groupax.serve.weights import Weights
-from groupax.tokenizer import context_of, decode, encode_prompts
+from groupax.tokenizer import context_of, decode
 
 DRAINED_BODIES = 16  # a body that is too large is read up to so many times the limit, so that its sender gets an answer
 RETRY_S = 1
+PREPARING_THREADS = 16
 Handler = Callable[[HttpRequest], Awaitable[Response]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,8 @@ class Limits:
         default_max_tokens: of a chat that does not say.
         request_timeout_s: a request that takes longer is given up.
         send_timeout_s: a client that takes nothing of a streamed answer for as long is given up.
+        host: where the server listens; without keys it says which names a request may call the server by.
+        allowed_hosts: further such names.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -59,17 +66,25 @@ class Limits:
     default_max_tokens: int = 1024
     request_timeout_s: float = 600.0
     send_timeout_s: float = 60.0
+    host: str = "127.0.0.1"
+    allowed_hosts: tuple[str, ...] = ()
 
 
-def create_app(loop: EngineLoop, limits: Limits | None = None, models: Mapping[str, Model] | None = None) -> Starlette:
+def create_app(
+    loop: EngineLoop,
+    limits: Limits | None = None,
+    models: Mapping[str, Model] | None = None,
+    notices: Notices | None = None,
+) -> Starlette:
     """The application.
 
     Args:
         loop: started; all its engines have tokenizers. The first one's name is that of requests which name none.
         limits: what is allowed.
         models: those of the engines, by name, whose weights may be changed by who has a key.
+        notices: where refusals are told; None for its own.
     """
-    server = Server(loop, limits or Limits(), Weights(loop, models or {}))
+    server = Server(loop, limits or Limits(), Weights(loop, models or {}), notices)
     weights, upload = "/groupax/v1/weights", "/groupax/v1/weights/{upload}"
     routes = [
         Route("/v1/completions", server.endpoint(partial(server.complete, is_chat=False)), methods=["POST"]),
@@ -78,6 +93,7 @@ def create_app(loop: EngineLoop, limits: Limits | None = None, models: Mapping[s
         Route("/v1/models/{model:path}", server.endpoint(server.model)),
         Route("/metrics", server.endpoint(server.metrics_text)),
         Route("/health", server.health),
+        Route("/ready", server.ready),
         Route(weights, server.endpoint(server.weights_states)),
         Route(weights, server.endpoint(server.begin_upload), methods=["POST"]),
         Route(upload, server.endpoint(server.abort_upload), methods=["DELETE"]),
@@ -94,11 +110,14 @@ class Server:
         loop: with the engines.
         limits: what is allowed.
         weights: those that may be changed.
+        notices: where refusals are told; None for its own.
     """
 
-    def __init__(self, loop: EngineLoop, limits: Limits, weights: Weights) -> None:
+    def __init__(self, loop: EngineLoop, limits: Limits, weights: Weights, notices: Notices | None = None) -> None:
         self.loop, self.limits, self.weights = loop, limits, weights
-        self.metrics = Metrics()
+        self.metrics, self.notices = Metrics(), notices or Notices()
+        self._preparing = CapacityLimiter(PREPARING_THREADS)
+        self._callers = Callers(limits.host, limits.allowed_hosts)
         self.started = int(time.time())
         for name, engine in loop.engines.items():
             if engine.tokenizer is None:
@@ -111,7 +130,7 @@ class Server:
         async def answer(request: HttpRequest) -> Response:
             started_s = time.monotonic()
             try:
-                self._check_key(request)
+                self._check_caller(request)
                 response = await handler(request)
             except ClientDisconnect:
                 response = Response(status_code=CLIENT_GONE)
@@ -129,7 +148,7 @@ class Server:
     async def complete(self, http: HttpRequest, is_chat: bool) -> Response:
         """/v1/completions and /v1/chat/completions."""
         started_s = time.monotonic()
-        request = parse(await _body(http, self.limits.max_body_bytes), is_chat)
+        request = await run_in_threadpool(parse, await _body(http, self.limits.max_body_bytes), is_chat)
         name = self._model_name(request.model)
         if request.weights_state not in (None, self.weights.state(name)):
             message = f"{name} has other weights than {request.weights_state!r}"
@@ -141,9 +160,11 @@ class Server:
             with suppress(RuntimeError):  # the server was stopped without waiting
                 to_here(growths.put_nowait, growth)
 
-        job, answers = await run_in_threadpool(self._begin, request, name, tell)
-        arriving = self._arriving(job, growths, started_s)
         deadline_s = started_s + self.limits.request_timeout_s
+        prepared = await self._in_time(partial(self._prepare, request, name), deadline_s)
+        job = await run_in_threadpool(self._submit, prepared, name, tell)
+        answers = prepared.answers
+        arriving = self._arriving(job, growths, started_s)
         if request.stream:
             events = self._events(request, answers, job, arriving)
             cancel = partial(self.loop.cancel, job)
@@ -172,6 +193,13 @@ class Server:
         """/health: 200 while requests are worked on."""
         alive = self.loop.is_alive
         return JSONResponse({"status": "ok" if alive else "the engine has stopped"}, 200 if alive else 503)
+
+    async def ready(self, _: HttpRequest) -> Response:
+        """/ready: 200 when requests of usual sizes wait for no compilation."""
+        if not self.loop.is_alive:
+            return JSONResponse({"status": "the engine has stopped"}, 503)
+        is_ready = self.loop.is_ready
+        return JSONResponse({"status": "ready" if is_ready else "compiling"}, 200 if is_ready else 503)
 
     async def weights_states(self, _: HttpRequest) -> Response:
         """/groupax/v1/weights: what each model has."""
@@ -209,8 +237,20 @@ class Server:
         if not self.limits.api_keys:
             raise ApiError(403, "weights can be changed only on a server with keys; start it with --api_key")
 
-    def _begin(self, request: Request, name: str, tell: Callable[[Growth], Any]) -> tuple[Job, Answers]:
-        """In a thread of its own: what takes a while with long prompts."""
+    async def _in_time(self, function: Callable[[], T], deadline_s: float) -> T:
+        """Run something in a thread that changes nothing; when the time is over it is left to itself.
+
+        Raises:
+            ApiError: the time is over.
+        """
+        try:
+            async with asyncio.timeout(deadline_s - time.monotonic()):
+                return await to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._preparing)
+        except TimeoutError as error:
+            raise too_late() from error
+
+    def _prepare(self, request: Request, name: str) -> "Prepared":
+        """Check and encode a request, which takes a while with long prompts; may be run in any thread."""
         engine = self.loop.engines[name]
         num_prompts, n = len(request.prompts), request.settings.get("n", SamplingParams.n)
         if num_prompts * max(n, 1) > self.limits.max_completions:
@@ -220,7 +260,9 @@ class Server:
                 "completions",
                 param="n",
             )
-        prompts = self._encoded(request, engine.tokenizer)
+        check_tokens(request, engine.config.vocab_size)
+        field = "messages" if request.is_chat else "prompt"
+        prompts = encoded(request, engine.tokenizer, engine.config.max_positions)
         longest = max(len(prompt) for prompt in prompts)
         default = DEFAULT_MAX_TOKENS
         if request.is_chat:
@@ -231,9 +273,11 @@ class Server:
                 400,
                 f"a prompt of {longest} tokens with max_tokens {params.max_tokens} exceeds the model's "
                 f"{engine.config.max_positions} positions; shorten the prompt or lower max_tokens",
-                param="messages" if request.is_chat else "prompt",
+                param=field,
                 code="context_length_exceeded",
             )
+        if not all(map(len, prompts)):
+            raise ApiError(400, "a prompt has no tokens; the model needs at least one to continue from", param=field)
         texts = []
         if request.echo:
             given = zip(request.prompts, prompts, strict=True)
@@ -244,10 +288,14 @@ class Server:
         ids = [prompt.tolist() for prompt in prompts]
         vocabulary = self._vocabularies[name]
         answers = Answers(request, name, f"{kind}-{uuid.uuid4().hex}", ids, texts, params.n, vocabulary)
+        return Prepared(prompts, params, request.row_keys, answers)
+
+    def _submit(self, prepared: "Prepared", name: str, tell: Callable[[Growth], Any]) -> Job:
+        """Hand a request to the engine."""
         try:
-            return self.loop.submit(name, prompts, params, tell, request.row_keys), answers
+            return self.loop.submit(name, prepared.prompts, prepared.params, tell, prepared.row_keys)
         except ValueError as error:
-            raise ApiError(400, str(error)) from error
+            raise ApiError(400, str(error), param="row_keys" if "row_keys" in str(error) else None) from error
         except FullError as error:
             raise ApiError(
                 429,
@@ -257,20 +305,6 @@ class Server:
             ) from error
         except ClosedError as error:
             raise _stopping() from error
-
-    def _encoded(self, request: Request, tokenizer: Any) -> list[np.ndarray]:
-        is_text = [request.is_chat or isinstance(each, str) for each in request.prompts]
-        texts = [each for each, is_one in zip(request.prompts, is_text, strict=True) if is_one]
-        try:
-            encoded = iter(encode_prompts(tokenizer, texts))
-        except (ValueError, TypeError, KeyError, TemplateError) as error:  # what templates raise for their messages
-            raise ApiError(
-                400, f"the prompt cannot be encoded: {error}", "messages" if request.is_chat else None
-            ) from error
-        return [
-            next(encoded) if is_one else np.asarray(each, np.int32)
-            for each, is_one in zip(request.prompts, is_text, strict=True)
-        ]
 
     async def _arriving(self, job: Job, growths: "asyncio.Queue[Growth]", started_s: float) -> AsyncIterator[Growth]:
         """What the job's completions get, until all are finished.
@@ -332,8 +366,13 @@ class Server:
         card = {"id": name, "object": "model", "created": self.started, "owned_by": "groupax"}
         return {**card, "max_model_len": engine.config.max_positions, "weights_version": engine.version}
 
-    def _check_key(self, http: HttpRequest) -> None:
+    def _check_caller(self, http: HttpRequest) -> None:
+        """Check the key; on a server without keys, that no web page of somebody else's asks."""
         if not self.limits.api_keys:
+            refusal = self._callers.refusal_of(http.headers)
+            if refusal:
+                self.notices.add("requests refused: a server without keys answers no other sites", refusal)
+                raise ApiError(403, refusal, code="forbidden")
             return
         scheme, _, key = http.headers.get("authorization", "").partition(" ")
         given = key.strip().encode()
@@ -348,21 +387,50 @@ class Server:
 
 
 async def _body(http: HttpRequest, limit: int) -> bytes:
-    """The body of a request.
+    """Returns the body of a request in JSON.
 
     Raises:
-        ApiError: it is larger than is allowed.
+        ApiError: it says that it is something else, or is larger than is allowed.
     """
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            415,
+            f"the content-type is {kind[:80]!a}; send 'content-type: application/json' (with curl: "
+            "-H 'content-type: application/json')",
+            code="unsupported_media_type",
+        )
+    length = http.headers.get("content-length", "")
     parts, size = [], 0
-    async for part in http.stream():
-        size += len(part)
-        if size <= limit:
-            parts.append(part)
-        elif size > DRAINED_BODIES * limit:
-            break
+    if not length.isdecimal() or int(length) <= DRAINED_BODIES * limit:
+        async for part in http.stream():
+            size += len(part)
+            if size <= limit:
+                parts.append(part)
+            elif size > DRAINED_BODIES * limit:
+                break
+    else:
+        size = int(length)
     if size > limit:
         raise ApiError(413, f"the body has more than {limit} bytes, which is the most that this server takes")
     return b"".join(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A request that can be handed to the engine.
+
+    Attributes:
+        prompts: token ids of each.
+        params: how to sample.
+        row_keys: see `Request`.
+        answers: how it is answered.
+    """
+
+    prompts: list[np.ndarray]
+    params: SamplingParams
+    row_keys: np.ndarray | None
+    answers: Answers
 
 
 def _stopping() -> ApiError:

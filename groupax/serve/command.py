@@ -1,20 +1,28 @@
 """The command `groupax serve`. Imports what it needs when it runs."""
 
 import os
+import resource
 import signal
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from groupax.arguments import parsed
 from groupax.config import DecodingWeights
 from groupax.listening import is_loopback, listen
+from groupax.serve.notices import Notices
 from groupax.serve.wire import API_KEY_VARIABLE
+
+OTHER_FILES = 256  # that the server has open beside its connections
 
 if TYPE_CHECKING:
     from groupax.engine.engine import Engine
     from groupax.models.checkpoint import Model
+    from groupax.serve.loop import EngineLoop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +68,26 @@ class Serve:
     """Most completions of one request, prompts times n."""
     chunk_steps: int = 32
     """Tokens between two visits to the host: fewer bring the first ones sooner, more are quicker."""
+    warmup: tuple[int, ...] = (1, 8)
+    """Numbers of clients at once for which all is compiled at the start; /ready answers 200 when it is. None compiles
+    for requests as they come, which wait for that. Compiled programs are kept on disk for the next start."""
+    warmup_tokens: int = 256
+    """Tokens of prompts and of completions, at most, for which that is done."""
     default_max_tokens: int = 1024
     """The longest answer of a chat that sets no limit."""
     max_body_mb: float = 4.0
     """Largest request, in MB."""
     request_timeout_s: float = 600.0
     """A request that takes longer is given up."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which clients may call a server without keys (the Host of their requests), beside addresses and, where
+    others can reach it, this machine's own names. Other names are refused: a stranger's web page could use them."""
+    max_connections: int = 1024
+    """Most connections at once. For one more, the one is closed that has waited longest for its client."""
+    max_header_kb: float = 32.0
+    """Largest head of a request, in KB."""
+    receive_timeout_s: float = 30.0
+    """A request has to arrive in that time; large ones get one second more for each 64 KiB that arrive."""
     drain_s: int = 60
     """After SIGTERM no connection is accepted; what runs has so long to end."""
 
@@ -77,6 +99,7 @@ def serve(arguments: Sequence[str]) -> None:
         import uvicorn
 
         from groupax.serve.app import Limits, create_app
+        from groupax.serve.connections import Bounds, Connection, Connections
     except ImportError as error:
         raise ValueError(f"a server needs starlette and uvicorn: pip install 'groupax[serve]' ({error})") from error
     from groupax.serve.loop import EngineLoop
@@ -91,25 +114,60 @@ def serve(arguments: Sequence[str]) -> None:
         max_completions=command.max_completions,
         default_max_tokens=command.default_max_tokens,
         request_timeout_s=command.request_timeout_s,
+        host=command.host,
+        allowed_hosts=command.allowed_hosts,
     )
+    bounds = Bounds(
+        max_connections=command.max_connections,
+        max_header_bytes=int(command.max_header_kb * 1e3),
+        receive_timeout_s=command.receive_timeout_s,
+        send_timeout_s=limits.send_timeout_s,
+    )
+    _allow_open_files(command.max_connections)
+    notices = Notices()
     config = uvicorn.Config(
-        create_app(loop, limits, models),
+        create_app(loop, limits, models, notices),
+        http=partial(Connection, Connections(bounds, notices)),  # pyright: ignore[reportArgumentType]
+        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=command.drain_s,
     )
     if not is_loopback(command.host) and not keys:
-        print("anyone who reaches this address can use the server; set --api_key to prevent that", flush=True)
+        print(
+            "anyone who reaches this address can use the server, other web sites' pages excepted; set --api_key to "
+            "prevent that",
+            flush=True,
+        )
     address = listener.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     print(f"{', '.join(loop.engines)} at http://{host}:{address[1]}/v1", flush=True)
+    loop.is_ready = False
+    threading.Thread(target=_warm_up, args=(command, loop), name="warm-up", daemon=True).start()
     # uvicorn raises the signal that stopped it once more when all is answered; then there is nothing to stop
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         uvicorn.Server(config).run(sockets=[listener])
     finally:
         loop.close()
+
+
+def _warm_up(command: Serve, loop: "EngineLoop") -> None:
+    from groupax.serve.loop import ClosedError
+
+    begun_s = time.monotonic()
+    try:
+        num = loop.warm_up(command.warmup, command.warmup_tokens)
+    except ClosedError:  # stopped meanwhile
+        return
+    loop.is_ready = True
+    clients = " and ".join(map(str, command.warmup)) or "no"
+    print(
+        f"ready: {num} programs for {clients} clients at once and {command.warmup_tokens} tokens were compiled in "
+        f"{time.monotonic() - begun_s:.1f} s",
+        flush=True,
+    )
 
 
 def models_of(command: Serve) -> "dict[str, Model]":
@@ -157,6 +215,23 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
     for engine in engines.values():
         engine.kv_bytes = int(kv_bytes / len(engines))
     return engines
+
+
+def _allow_open_files(num_connections: int) -> None:
+    """Have the system allow this process a file for each connection.
+
+    Raises:
+        ValueError: the system's limit is too low.
+    """
+    needed = num_connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and hard < needed:
+        raise ValueError(
+            f"--max_connections {num_connections} needs {needed} open files, and this system allows a process {hard}; "
+            f"set --max_connections to at most {hard - OTHER_FILES}, or raise the limit (ulimit -Hn)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _named(text: str) -> tuple[str, Path]:

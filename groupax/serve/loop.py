@@ -10,16 +10,18 @@ between_chunks ───────► commands ─┤
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from groupax.engine.engine import Engine
 from groupax.engine.params import SamplingParams
+from groupax.engine.programs import Programs
 from groupax.engine.scheduler import FinishReason, Sequence
 from groupax.engine.session import Session
 
@@ -107,18 +109,22 @@ class EngineLoop:
     Attributes:
         engines: their weights are changed by what `between_chunks` runs, and by nothing else.
         counts: how it stands; a record that is replaced, so that any thread may read it.
+        programs: of each engine, compiled beside decoding.
+        is_ready: whether the usual programs are compiled; set by who calls `warm_up`.
     """
 
     def __init__(self, engines: Mapping[str, Engine], max_sequences: int = 1024) -> None:
         self.engines = dict(engines)
         self.max_sequences = max_sequences
         self.counts = LoopCounts()
-        self._sessions = {name: Session(engine, PATIENCE) for name, engine in self.engines.items()}
+        self.programs = {name: Programs(engine, self._wake) for name, engine in self.engines.items()}
+        self._sessions = {name: self._new_session(name) for name in self.engines}
         self._jobs: dict[int, tuple[Job, int]] = {}  # by sequence: its job, its index there
         self._num_sequences = 0  # submitted and not ended
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self.is_ready = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> "EngineLoop":
@@ -131,8 +137,37 @@ class EngineLoop:
         with self._changed:
             self._closed = True
             self._changed.notify()
+        for programs in self.programs.values():
+            programs.close()
         if self._thread.ident is not None:
             self._thread.join()
+
+    def warm_up(self, clients: Iterable[int], num_tokens: int) -> int:
+        """Compile what requests of usual sizes need, and wait for it.
+
+        Args:
+            clients: numbers of requests at once.
+            num_tokens: of their prompts and of their completions, at most.
+
+        Returns:
+            How many programs were compiled.
+
+        Raises:
+            ClosedError: the loop has ended.
+        """
+        clients, before = list(clients), sum(programs.num_compiled for programs in self.programs.values())
+        for name, engine in self.engines.items():
+            most = min(num_tokens, engine.config.max_positions // 2)
+            session, programs = self._sessions[name], self.programs[name]
+            while missing := self.between_chunks(partial(session.usual_programs, clients, most)).result():
+                programs.request(missing)
+                programs.wait(missing)
+            if clients:  # what is left is small, and compiled by a request
+                done = threading.Event()
+                params = SamplingParams(max_tokens=1)
+                self.submit(name, [np.zeros(1, np.int32)], params, lambda _, done=done: done.set())
+                done.wait()
+        return sum(programs.num_compiled for programs in self.programs.values()) - before
 
     @property
     def is_alive(self) -> bool:
@@ -223,7 +258,7 @@ class EngineLoop:
         try:
             while True:
                 with self._changed:
-                    while not (self._closed or self._commands or any(s.busy for s in self._sessions.values())):
+                    while not (self._closed or self._commands or any(s.can_step for s in self._sessions.values())):
                         self._changed.wait()
                     if self._closed:
                         break
@@ -240,6 +275,14 @@ class EngineLoop:
                 for command in reversed(self._commands):
                     last.callback(command)
 
+    def _new_session(self, model: str) -> Session:
+        return Session(self.engines[model], PATIENCE, self.programs[model])
+
+    def _wake(self) -> None:
+        """Programs were compiled, for which requests may wait."""
+        with self._changed:
+            self._changed.notify()
+
     def _step(self, model: str) -> None:
         session = self._sessions[model]
         if not session.busy:
@@ -249,7 +292,7 @@ class EngineLoop:
         except Exception:
             # as when the devices' memory is full; the next requests begin with an empty cache
             logger.exception("the engine of %s failed; its requests are aborted", model)
-            self._sessions[model] = Session(self.engines[model], PATIENCE)
+            self._sessions[model] = self._new_session(model)
             self._count()
             for job in {id(job): job for job, _ in self._jobs.values() if job.model == model}.values():
                 self._abort(job)
@@ -258,7 +301,9 @@ class EngineLoop:
         num_finished = sum(growth.finish_reason is not None for _, growth in grown)
         self._ended(num_finished)
         num_tokens = sum(len(growth.tokens) for _, growth in grown)
-        self._count(num_chunks=1, num_tokens=num_tokens, num_finished=num_finished)  # before anybody is told
+        self._count(
+            num_chunks=int(bool(grown)), num_tokens=num_tokens, num_finished=num_finished
+        )  # before anybody is told
         for job, growth in grown:
             job.listener(growth)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,12 +12,13 @@ import numpy as np
 
 from groupax.chat import joined_parts
 from groupax.config import MOST_STOPS
-from groupax.engine.params import MAX_LOGPROBS, SamplingParams
+from groupax.engine.params import BIASED_TOKENS, MAX_LOGPROBS, STOP_IDS, SamplingParams
 from groupax.field_types import nearest
 from groupax.serve.errors import ApiError
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's interface; a chat has the server's own
 MAX_BIAS = 100.0
+MAX_STOP_IDS = STOP_IDS - 32  # beside those of the model and of stop texts
 MAX_DIGITS = 10  # of a token id
 
 
@@ -79,7 +81,7 @@ def parse(body: bytes, is_chat: bool) -> Request:
     for name, value in given.items():
         if name not in known:
             raise ApiError(400, f"the request has an unknown field {name!r}{nearest(name, known)}", param=name)
-        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
+        if name in UNSUPPORTED and not any(type(value) is type(each) and value == each for each in UNSUPPORTED[name]):
             raise ApiError(400, f"{name}={_short(value)} is not supported", param=name, code="unsupported_value")
     given = {name: value for name, value in given.items() if value is not None}
     settings = {name: read(name, given[name]) for name, read in SETTINGS.items() if name in given}
@@ -89,6 +91,9 @@ def parse(body: bytes, is_chat: bool) -> Request:
     options = given.get("stream_options", {})
     if not isinstance(options, dict):
         raise ApiError(400, f"stream_options must be an object, got {_short(options)}", param="stream_options")
+    unknown = next((name for name in options if name not in STREAM_OPTIONS), None)
+    if unknown is not None:
+        raise ApiError(400, f"stream_options has an unknown field {_short(unknown)}", param="stream_options")
     limits = [_integer(name, given[name]) for name in ("max_completion_tokens", "max_tokens") if name in given]
     common = {
         "model": _text("model", given["model"]) if "model" in given else None,
@@ -115,8 +120,16 @@ def parse_json(body: bytes) -> dict[str, Any]:
     def no_number(name: str) -> Any:
         raise ValueError(f"{name} is no number of JSON")
 
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            name = next(name for name, count in counts.items() if count > 1)
+            raise ApiError(400, f"the body has the field {_short(name)} twice", param=name if _is_text(name) else None)
+        return found
+
     try:
-        given = json.loads(body, parse_constant=no_number)
+        given = json.loads(body, parse_constant=no_number, object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {error}") from error
     if not isinstance(given, dict):
@@ -238,6 +251,8 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 def _ids(name: str, value: Any) -> tuple[int, ...]:
     if not _is_ids(value):
         raise ApiError(400, f"{name} must be a list of token ids, got {_short(value)}", param=name)
+    if len(value) > MAX_STOP_IDS:
+        raise ApiError(400, f"{name} may have {MAX_STOP_IDS} tokens, got {len(value)}", param=name)
     return tuple(value)
 
 
@@ -253,9 +268,12 @@ def _keys(name: str, value: Any) -> np.ndarray:
 def _biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise ApiError(400, f"{name} must be an object of token ids and numbers, got {_short(value)}", param=name)
+    if len(value) > BIASED_TOKENS:
+        raise ApiError(400, f"{name} may have {BIASED_TOKENS} tokens, got {len(value)}", param=name)
     biases = {}
     for token, bias in value.items():
-        if not token.isdecimal() or len(token) > MAX_DIGITS or int(token) >= 1 << 31:
+        is_number = token.isascii() and token.isdecimal() and len(token) <= MAX_DIGITS
+        if not is_number or str(int(token)) != token or int(token) >= 1 << 31:
             raise ApiError(400, f"{name} must name token ids, got {_short(token)}", param=name)
         if abs(_number(name, bias)) > MAX_BIAS:
             raise ApiError(400, f"{name} must be in [-{MAX_BIAS:.0f}, {MAX_BIAS:.0f}], got {bias}", param=name)
@@ -286,6 +304,7 @@ SETTINGS: dict[str, Callable[[str, Any], Any]] = {
     "ignore_eos": _flag,
 }
 assert {*SETTINGS, "max_tokens", "logprobs"} == {each.name for each in fields(SamplingParams)}, "all of them"
+STREAM_OPTIONS = {"include_usage", "include_obfuscation"}  # the second changes nothing here
 COMMON_FIELDS = {"model", "max_tokens", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids"}
 COMMON_FIELDS |= {"row_keys", "weights_state"}
 COMPLETION_FIELDS = {"prompt", "logprobs", "echo"}

@@ -99,11 +99,15 @@ async def unless_gone(work: "asyncio.Future[Any]", receive: Receive, deadline_s:
             return work.result()
         if watch.done():
             raise ClientDisconnect
-        # a client that tried again would only add to the load
-        headers = {"x-should-retry": "false"}
-        raise ApiError(504, "the request took longer than this server allows", code="timeout", headers=headers)
+        raise too_late()
     finally:
         watch.cancel()
+
+
+def too_late() -> ApiError:
+    """Returns the error of a request that has taken too long."""
+    headers = {"x-should-retry": "false"}  # a client that tried again would only add to the load
+    return ApiError(504, "the request took longer than this server allows", code="timeout", headers=headers)
 
 
 def fault_of(error: Exception, scope: Scope) -> ApiError:

@@ -4,9 +4,10 @@ import hmac
 import secrets
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from groupax.listening import is_loopback
+from groupax.origins import foreign_page, hostname
 
 HEADERS = {
     # Scripts, styles and data come from the server alone, and text never becomes markup.
@@ -82,30 +83,16 @@ class Guard:
 def refusal_of(method: str, path: str, headers: Mapping[str, str], loopback_only: bool) -> str:
     """Why a request is refused; empty if it is not."""
     host = headers.get("host", "")
-    if loopback_only and not is_loopback(_hostname(host)):
+    if loopback_only and not is_loopback(hostname(host)):
         return f"the host {host[:200]!r} is not this machine's loopback; use --host to serve other machines"
     if method not in ("GET", "HEAD"):
         return f"{method} is refused: the page only reads"
-    origin = headers.get("origin")
-    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
-        return f"requests of another origin ({origin[:200]!r}) are refused"
-    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        follows_link = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
-        if not (follows_link and path == "/"):
-            return "requests of other sites are refused"
-    return ""
+    return foreign_page(headers, may_be_linked=path == "/")
 
 
 def new_token() -> str:
     """256 random bits."""
     return secrets.token_urlsafe(32)
-
-
-def _hostname(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

@@ -1,0 +1,417 @@
+"""What strangers cannot do to a server: hold it, be another site's page, or get anything but a clear error."""
+
+import asyncio
+import json
+import random
+import socket
+import threading
+import time
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
+
+import httpx
+import jax
+import numpy as np
+import openai
+import pytest
+import uvicorn
+
+from groupax import SamplingParams
+from groupax.serve.app import Limits, create_app
+from groupax.serve.callers import Callers
+from groupax.serve.connections import Bounds, Connection, Connections
+from groupax.serve.loop import EngineLoop
+from groupax.serve.notices import Notices, visible
+
+from .test_config_and_data import a_tokenizer
+from .test_engine import engine_for
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def engines():
+    from groupax import init_model
+
+    from .conftest import TINY
+
+    engine = engine_for(init_model(TINY, seed=0), 1, kv_bytes=1 << 26)
+    engine.tokenizer = a_tokenizer(eos_token="<eos>")
+    engine.tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}{% endfor %}"
+    return {"tiny": engine}
+
+
+@pytest.fixture(scope="module")
+def loop(engines):
+    loop = EngineLoop(engines, max_sequences=64).start()
+    yield loop
+    loop.close()
+
+
+@contextmanager
+def listening(app, notices=None, **bounds):
+    """The port of a server with these bounds."""
+    shared = Connections(Bounds(**bounds), notices or Notices())
+    config = uvicorn.Config(app, http=partial(Connection, shared), ws="none", log_level="error", lifespan="off")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join()
+
+
+def received(connection, timeout_s=20):
+    """All that comes until the server closes the connection."""
+    connection.settimeout(timeout_s)
+    parts = []
+    with suppress(ConnectionError):
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def asked(port, data):
+    with closing(socket.create_connection(("127.0.0.1", port))) as connection:
+        with suppress(ConnectionError):
+            connection.sendall(data)
+        return received(connection)
+
+
+SLOW = [
+    b"",
+    b"GET /v1/models HT",
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 50\r\n\r\n{",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\n{",
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nGET /v1/mod",
+]
+
+
+def test_clients_that_send_slowly_are_dropped_while_others_are_served(loop, caplog, monkeypatch):
+    monkeypatch.setattr("groupax.serve.notices.FIRST_S", 0.1)
+    notices = Notices()
+    with listening(create_app(loop), notices, receive_timeout_s=1.0) as port, ExitStack() as stack:
+        slow = [stack.enter_context(closing(socket.create_connection(("127.0.0.1", port)))) for _ in range(60)]
+        for number, connection in enumerate(slow):
+            connection.sendall(SLOW[number % len(SLOW)])
+        begun_s = time.monotonic()
+        assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
+        answers = [received(connection) for connection in slow]
+        assert time.monotonic() - begun_s < 15
+        assert answers[0] == b""
+        assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in (answers[1], answers[2], answers[3], answers[4]))
+        assert b"did not arrive within 1 s; send it faster" in answers[3]
+        assert answers[5].startswith(b"HTTP/1.1 200 ")
+        assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
+    lines = [line for line in caplog.text.splitlines() if "did not arrive in time" in line]
+    assert len(lines) <= 3, "few lines, however many clients"
+    assert notices.counts["connections closed: their requests did not arrive in time"] >= 40
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nx: " + b"a" * 300_000 + b"\r\n\r\n", b"431"),
+        (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 20_000 + b"\r\n", b"431"),
+        (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 101 + b"\r\n", b"431"),
+        (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\n\r\n", b"431"),
+        (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 99 + b"Host: a\r\nConnection: close\r\n\r\n", b"431"),
+        (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 90 + b"Host: a\r\nConnection: close\r\n\r\n", b"200"),
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 19 + b"GET /health HTTP/1.0\r\n\r\n", b"200"),
+        (b"\x16\x03\x01\x02\x00\x01\x00", b"400"),
+    ],
+)
+def test_heads_are_bounded(loop, head, status):
+    with listening(create_app(loop), receive_timeout_s=2.0) as port:
+        answer = asked(port, head)
+        assert answer.split(b" ")[1] == status
+        if status == b"200":
+            assert answer.count(b"HTTP/1.1 200") in (1, 20)
+        else:
+            assert set(json.loads(answer.split(b"\r\n\r\n")[1])["error"]) == {"message", "type", "param", "code"}
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+
+
+def test_more_requests_than_are_queued_end_the_connection(loop):
+    with listening(create_app(loop)) as port:
+        assert asked(port, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 200).count(b"HTTP/1.1 200") <= 33
+
+
+def test_the_oldest_waiting_connection_makes_room_for_a_new_one(loop):
+    with listening(create_app(loop), max_connections=8) as port, ExitStack() as stack:
+        slow = [stack.enter_context(closing(socket.create_connection(("127.0.0.1", port)))) for _ in range(20)]
+        for _ in range(5):
+            assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
+        assert received(slow[0], 5) == b""
+
+
+def test_a_client_that_reads_nothing_is_cut_off(loop):
+    notices = Notices()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * (64 << 20)})
+
+    # half a second, beside what 64 MB are given
+    with (
+        listening(app, notices, send_timeout_s=-1023.5) as port,
+        closing(socket.create_connection(("127.0.0.1", port))) as connection,
+    ):
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        time.sleep(2)
+        assert len(received(connection)) < 64 << 20
+    assert notices.counts["connections closed: their clients read nothing"] == 1
+
+
+def test_a_server_without_keys_answers_no_other_sites(loop, caplog, monkeypatch):
+    monkeypatch.setattr("groupax.serve.notices.FIRST_S", 0.05)
+    with listening(create_app(loop)) as port:
+        url, body = f"http://127.0.0.1:{port}/v1/completions", json.dumps({"prompt": "ab", "max_tokens": 2}).encode()
+        for name in ("127.0.0.1", "localhost"):
+            with openai.OpenAI(base_url=f"http://{name}:{port}/v1", api_key="none", max_retries=0) as client:
+                assert client.completions.create(model="tiny", prompt="ab", max_tokens=2).choices
+        for headers, status, told in [
+            ({"host": "evil.example"}, 403, "no name of this server"),
+            ({"host": "127.0.0.1.evil.example"}, 403, "no name of this server"),
+            ({"host": ""}, 403, "no name of this server"),
+            ({"origin": "http://evil.example"}, 403, "another origin"),
+            ({"origin": "null"}, 403, "another origin"),
+            ({"sec-fetch-site": "cross-site"}, 403, "other sites"),
+            ({"content-type": "text/plain"}, 415, "application/json"),
+            ({"content-type": "application/x-www-form-urlencoded"}, 415, "with curl"),
+            ({"content-type": ""}, 415, "application/json"),
+            ({"origin": f"http://127.0.0.1:{port}"}, 200, ""),
+            ({"host": "[::1]:80"}, 200, ""),
+        ]:
+            answer = httpx.post(url, content=body, headers={**JSON, **headers})
+            assert answer.status_code == status, headers
+            assert told in (answer.json()["error"]["message"] if told else "")
+        asked(port, b"GET /v1/models HTTP/1.1\r\nHost: evil\xe9\r\nConnection: close\r\n\r\n")
+        time.sleep(0.3)
+    assert "a server without keys answers no other sites" in caplog.text
+    assert caplog.text.isascii()
+    with listening(create_app(loop, Limits(api_keys=("k",)))) as port:
+        headers = {"host": "evil.example", "origin": "http://evil.example", "authorization": "Bearer k"}
+        assert httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).status_code == 200
+
+
+def test_names_of_a_server_that_others_reach():
+    open_to_all = Callers("0.0.0.0", ("models.lan",))
+    for host in ("192.0.2.7:8000", "[2001:db8::1]:8000", "models.lan", "MODELS.lan:80", socket.gethostname()):
+        assert open_to_all.refusal_of({"host": host}) == ""
+    for host in ("evil.example", "192.0.2.7.evil.example", ""):
+        assert "no name of this server" in open_to_all.refusal_of({"host": host})
+    assert "no name of this server" in Callers("127.0.0.1").refusal_of({"host": "192.0.2.7:8000"})
+
+
+def test_what_strangers_send_is_logged_on_one_line():
+    assert visible("a\n\x1b[2J\u202e\x00") == r"a\n\x1b[2J\u202e\x00"
+    assert len(visible("\U0001f600" * 10_000)) < 250
+
+
+# -- requests that make no sense
+
+
+def bad_bodies():
+    """Bodies that must be refused, each with the field that the error has to name; None for any."""
+    rng = random.Random(0)
+    deep = '{"a":' * 100_000 + "1" + "}" * 100_000
+    raw = [b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"\x00", b"[" * 100_000, deep.encode(), b"{'a': 1}"]
+    raw += [b'{"prompt": NaN}', b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "\\ud800"}', b'{"\\ud800": 1}']
+    raw += [b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", b'{"prompt": "a"} {}', b'{"prompt": "a", "n": 1e999}']
+    yield from ((each, None) for each in raw)
+    wrong = [
+        None,
+        True,
+        "x",
+        [],
+        {},
+        [1],
+        -1,
+        0,
+        2**31,
+        2**63,
+        10**30,
+        1e308,
+        -1e308,
+        0.5,
+        "NaN",
+        [[]],
+        {"a": 1},
+        "\x00",
+    ]
+    right = {
+        "n": [None, *range(1, 4)],
+        "max_tokens": [None, *range(1, 20)],
+        "min_tokens": [None, 0],
+        "temperature": [None, 0, 0.5],
+        "top_p": [None, 0.5],
+        "top_k": [None, -1, 0, 2**31 - 1],
+        "min_p": [None, 0, 0.5],
+        "repetition_penalty": [None, 0.5, 2**31],
+        "logit_bias": [None, {}],
+        "seed": [None, True, *range(-1, 2), 2**31],
+        "stop": [None, "x", "NaN", [], "\x00"],
+        "stop_token_ids": [None, [], [1]],
+        "logprobs": [None, 0],
+        "stream": [None, True],
+        "echo": [None, True],
+        "model": [None],
+        "ignore_eos": [None, True],
+        "best_of": [None, 1],
+        "tools": [None, []],
+        "row_keys": [None],
+        "stream_options": [None, {}],
+        "return_token_ids": [None, True],
+        "suffix": [None, ""],
+    }
+    cases = [(name, value) for name, fine in right.items() for value in wrong if not is_in(value, fine)]
+    rng.shuffle(cases)
+    for name, value in cases:
+        if name == "seed" and isinstance(value, int) and abs(value) < 2**63:
+            continue
+        if name in ("temperature", "repetition_penalty") and value in (-1, 2**31, 2**63) and value > 0:
+            continue
+        yield json.dumps({"prompt": "ab", "max_tokens": 4, name: value}).encode(), name
+    for extra, name in [
+        ({"stop_token_ids": [96]}, "stop_token_ids"),
+        ({"stop_token_ids": list(range(90)) * 3}, "stop_token_ids"),
+        ({"logit_bias": {"\u0663": 1}}, "logit_bias"),
+        ({"logit_bias": {"07": 1}}, "logit_bias"),
+        ({"logit_bias": {"96": 1}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(600)}}, "logit_bias"),
+        ({"prompt": [96]}, "prompt"),
+        ({"prompt": "a" * 100_000}, "prompt"),
+        ({"max_tokens": 10_000}, "prompt"),
+        ({"n": 5000}, "n"),
+        ({"prompt": ["a"] * 300}, "n"),
+        ({"top_q": 1}, "top_q"),
+        ({"model": "gpt"}, "model"),
+        ({"messages": []}, "messages"),
+        ({"weights_state": "x"}, "weights_state"),
+        ({"row_keys": [[1, 2]] * 7}, "row_keys"),
+    ]:
+        yield json.dumps({"prompt": "ab", "max_tokens": 4, **extra}).encode(), name
+
+
+def is_in(value, fine):
+    return any(type(value) is type(each) and value == each for each in fine)
+
+
+CHATS = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{}]}, "messages"),
+    ({"messages": ["x"]}, "messages"),
+    ({"messages": [{"role": 1, "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": 1}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "a" * 100_000}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
+    ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs"),
+]
+PATHS = [
+    ("GET", "/v1/completions"), ("PUT", "/v1/completions"), ("DELETE", "/v1/models"), ("POST", "/health"), ("GET", "/"),
+    ("GET", "/v1/models/none"), ("GET", "/v1/../etc/passwd"), ("POST", "/v1/embeddings"), ("GET", "/%00"),
+    ("TRACE", "/v1/models"), ("POST", "/groupax/v1/weights"), ("PUT", "/groupax/v1/weights/x/1"),
+]  # fmt: skip
+
+
+def test_bad_requests_get_clear_errors(loop, caplog):
+    bodies = list(bad_bodies())
+
+    async def ask_all():
+        app = httpx.ASGITransport(create_app(loop, Limits(max_body_bytes=1 << 21)))
+        async with httpx.AsyncClient(transport=app, base_url="http://localhost") as client:
+            answers = []
+            for body, name in bodies:
+                answer = await client.post("/v1/completions", content=body, headers=JSON)
+                answers.append((body[:80], name, answer))
+            for given, name in CHATS:
+                answers.append((given, name, await client.post("/v1/chat/completions", json=given)))
+            for method, path in PATHS:
+                answers.append((path, None, await client.request(method, path, headers=JSON)))
+            return answers
+
+    answers = asyncio.run(ask_all())
+    assert len(answers) >= 150
+    for asked_for, name, answer in answers:
+        assert 400 <= answer.status_code < 500, (asked_for, name, answer.status_code, answer.text[:200])
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        if name is not None:
+            assert error["param"] == name or name in error["message"], (asked_for, name, error)
+    assert "Traceback" not in caplog.text
+
+
+# -- compiling beside decoding
+
+
+def test_others_go_on_while_programs_are_compiled_for_one(loop):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: (
+            compiled.append((threading.current_thread().name, seconds))
+            if event.endswith("backend_compile_duration")
+            else None
+        )
+    )
+
+    def ask(num_tokens, n=1, prompt=(5, 6, 7)):
+        told, done = [], threading.Event()
+
+        def tell(growth):
+            told.append(growth.finish_reason)
+            if len([each for each in told if each]) == n:
+                done.set()
+
+        params = SamplingParams(n=n, max_tokens=num_tokens, ignore_eos=True)
+        loop.submit("tiny", [np.array(prompt, np.int32)], params, tell)
+        return told, done
+
+    def finished(request):
+        assert request[1].wait(120)
+        return request[0].count("length")
+
+    assert finished(ask(4)) == 1
+    compiled.clear()
+    other = ask(40, n=8, prompt=[5] * 140)  # more rows, and a longer prompt
+    num_meanwhile = 0
+    while not other[1].is_set():
+        num_meanwhile += finished(ask(4))
+    assert num_meanwhile >= 1
+    assert finished(other) == 8
+    by_engine = [seconds for name, seconds in compiled if name == "engine"]
+    assert sum(by_engine) < 0.5 * sum(seconds for _, seconds in compiled), compiled
+
+
+def test_a_server_is_ready_when_it_is_warm(engines):
+    loop = EngineLoop(engines)
+    loop.is_ready = False
+
+    async def status(path):
+        app = httpx.ASGITransport(create_app(loop))
+        async with httpx.AsyncClient(transport=app, base_url="http://localhost") as client:
+            answer = await client.get(path)
+            return answer.status_code, answer.json()["status"]
+
+    assert asyncio.run(status("/ready")) == (503, "the engine has stopped")
+    loop.start()
+    try:
+        assert asyncio.run(status("/health")) == (200, "ok")
+        assert asyncio.run(status("/ready")) == (503, "compiling")
+        assert loop.warm_up([1], 16) > 0
+        assert loop.warm_up([1], 16) == 0
+        loop.is_ready = True
+        assert asyncio.run(status("/ready")) == (200, "ready")
+    finally:
+        loop.close()
