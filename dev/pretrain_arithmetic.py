@@ -203,7 +203,7 @@ def sample(
     B, S = prompts.shape
     T = S + MAX_COMPLETION
     given = jnp.pad(prompts, ((0, 0), (0, MAX_COMPLETION)), constant_values=PAD)
-    cache = [jnp.zeros((2, B, T, config.num_kv_heads, config.attention_dim)) for _ in range(config.num_layers)]
+    cache = [jnp.zeros((2, B, T, config.num_kv_heads, config.head_dim)) for _ in range(config.num_layers)]
 
     def step(carry: tuple[Array, list[Array]], t: Array) -> tuple[tuple[Array, list[Array]], Array]:
         tokens, cache = carry

@@ -4,8 +4,6 @@ A terminal obeys control characters, and bidirectional overrides make a text loo
 characters that stand for them, so that a reader sees that they are there.
 """
 
-import logging
-
 
 def printable(text: str) -> str:
     """Returns the text with every character visible that a terminal would obey; newlines and tabs stay.
@@ -22,12 +20,6 @@ def one_line(text: str, limit: int = 160) -> str:
     """Returns the beginning of the text, visible as in `printable`, on one line of at most `limit` characters."""
     visible = printable(text[: limit + 1]).replace("\n", "⏎").replace("\t", " ")
     return visible if len(visible) <= limit else f"{visible[: limit - 1]}…"
-
-
-def visible_record(record: logging.LogRecord) -> bool:
-    """A filter for the loggers of libraries that quote completions: their messages become one printable line."""
-    record.msg, record.args = one_line(record.getMessage()), ()
-    return True
 
 
 def _is_plain(text: str) -> bool:

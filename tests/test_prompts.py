@@ -252,11 +252,11 @@ def test_settings_of_prompts_come_from_flags_files_and_code(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({"stop": ("",)}, "stop must be texts of at least one character, got ''"),
+        ({"stop": ("",)}, "stop must not be an empty text, got ''"),
         ({"stop": ("a\ud800",)}, "stop must be texts of at least one character"),
         ({"stop": 3}, "stop must be a list with each a text, got 3"),
         ({"stop": (3,)}, "stop must be a list with each a text"),
-        ({"eval_stop": ("",)}, "eval_stop must be texts"),
+        ({"eval_stop": ("",)}, "eval_stop must not be an empty text"),
         ({"stop": tuple(map(str, range(17)))}, "stop has 17 texts, at most 16 are looked for"),
     ],
 )

@@ -169,7 +169,7 @@ def test_a_run_before_its_first_step_has_nothing_to_save_and_says_so(tmp_path, c
     with pytest.raises(PreemptedError, match="before the first step was made"):
         a_trainer(tmp_path, stops).train()
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert "before the first step was made; there is nothing to save. Start it again" in caplog.text
+    assert "before the first step was made; nothing was saved. To begin again, start it as before" in caplog.text
 
 
 @pytest.mark.heavy

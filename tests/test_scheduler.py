@@ -144,8 +144,8 @@ def test_the_first_shape_is_as_large_as_the_work_and_the_memory():
     assert not little.allows(grown)
     assert little.smaller(grown) == CacheShape(2, 2, 128, 1024)
     assert Plan(2000, 4, 64).smaller(CacheShape(8, 8, 128, 512)) == CacheShape(2, 2, 128, 512)
-    with pytest.raises(ValueError, match="2 completions of 900 tokens behind prompts of 100 tokens"):
-        Plan(2000, 4, 64).first_shape([1], 1, (100, 900))
+    with pytest.raises(ValueError, match="a completion of 900 tokens behind a prompt of 100 tokens"):
+        Plan(1500, 4, 64).first_shape([1], 1, (100, 900))
 
 
 def test_sizes_are_few():

@@ -512,7 +512,7 @@ def test_rollouts_may_decode_with_fewer_bits_and_little_memory(tmp_path):
 def test_fewer_bits_without_a_correction_are_told():
     assert "rollout_correction" in setup_findings(GRPOConfig(decoding_weights="bfloat16"), [1])["decoding_weights"]
     assert not setup_findings(GRPOConfig(), [1])
-    with pytest.raises(ValueError, match="kv_cache_gb must be at least"):
+    with pytest.raises(ValueError, match="kv_cache_gb must be between"):
         GRPOConfig(kv_cache_gb=0)
 
 
