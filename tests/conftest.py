@@ -59,6 +59,7 @@ TINY = {
 
 
 SHARED_RUNS = {"earlier", "logged", "run", "tracked", "whole"}  # fixtures of modules, each a run of the trainer
+HEAVY_RUNS = {"tracked"}  # of these, the ones that take long to make
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -68,6 +69,8 @@ def pytest_collection_modifyitems(items):
         for name in SHARED_RUNS.intersection(item.fixturenames):
             if not item.get_closest_marker("xdist_group"):
                 item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{name}"))
+        if HEAVY_RUNS.intersection(item.fixturenames):
+            item.add_marker(pytest.mark.heavy)
 
 
 def rest_heavy(cases, quick=1):

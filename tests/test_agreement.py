@@ -110,6 +110,7 @@ def test_a_training_step_finds_the_engines_logps(stories):
     assert float(totals.tally.maxima[f"{LOGP_DIFF}_max"]) < 1e-4
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("group_size", rest_heavy([1, 8]))
 def test_short_prompts_and_heads_of_their_own_agree(group_size):
     recipe = load_recipe("arithmetic")

@@ -94,6 +94,7 @@ def test_what_is_saved_and_kept(tmp_path, settings, expected):
     assert [damage(checkpoint(tmp_path, step)) for step in expected] == [None] * len(expected)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("save_steps", rest_heavy([1, 100]))
 def test_only_checkpoints_that_were_evaluated_are_compared_by_an_evaluation(tmp_path, caplog, save_steps):
     settings = {"eval_steps": 2, "save_total_limit": 1, "metric_for_best_model": "eval_reward", "max_steps": 5}
@@ -402,6 +403,7 @@ def test_every_setting_that_is_named_exists_and_stands_in_one_list():
     assert not FREE & FIXED
 
 
+@pytest.mark.heavy
 def test_fingerprints_tell_apart_and_do_not_depend_on_the_mesh():
     from jax.sharding import Mesh
 
@@ -447,6 +449,7 @@ def fill(place):
             pass
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of tensorstore, after its error
 @pytest.mark.parametrize("how", ["full", "read-only"])
 def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, caplog, monkeypatch, how):
@@ -517,6 +520,7 @@ def test_the_end_of_a_run_does_not_wait_for_ever(small_disk, monkeypatch):
 # -- faults of other parts
 
 
+@pytest.mark.heavy
 def test_a_reward_service_that_goes_down_stops_the_run_and_costs_nothing(earlier, tmp_path, caplog):
     up = []
 
@@ -538,6 +542,7 @@ def test_a_reward_service_that_goes_down_stops_the_run_and_costs_nothing(earlier
     assert lines_of(tmp_path) == lines_of(earlier[1])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("where", ["update", "rollout"])
 def test_out_of_memory_costs_nothing(earlier, tmp_path, where, monkeypatch):
     trainer = a_trainer(tmp_path, max_steps=4)

@@ -411,6 +411,7 @@ def greedy_by_numpy(model, prompt, num_tokens, **settings):
     return tokens
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "settings",
     rest_heavy(
@@ -594,6 +595,7 @@ def test_updates_and_cancelling(tiny_model, expected):
         assert sequence.finish_reason in ("abort", "stop", "length")
 
 
+@pytest.mark.heavy
 def test_token_ids_in_every_form(tiny_model):
     engine, params = engine_for(tiny_model, 1), SamplingParams(max_tokens=4, seed=1)
     one, both = np.array([5, 6, 7], np.int32), np.array([[5, 6, 7], [8, 9, 3]])
@@ -632,6 +634,7 @@ def test_prompts_of_every_kind(tmp_path):
         engine.generate(ids, SamplingParams(logit_bias={13: 1.0}, max_tokens=8))
 
 
+@pytest.mark.heavy
 def test_a_varied_workload_compiles_few_programs(tiny_model):
     engine = engine_for(tiny_model, max_slots=8)
     engine.warmup(30, SamplingParams(n=3, max_tokens=60), num_prompts=8)
@@ -658,6 +661,7 @@ def test_a_varied_workload_compiles_few_programs(tiny_model):
 # -- memory
 
 
+@pytest.mark.heavy
 def test_little_memory_makes_sequences_wait_and_does_not_show(tiny_model, expected):
     engine = engine_for(tiny_model, num_devices=2, kv_bytes=1)
     with pytest.raises(ValueError, match="there is room for those of 0; lower max_tokens"):
@@ -729,6 +733,7 @@ def test_long_prompts_are_computed_in_pieces(tiny_model, monkeypatch):
         np.testing.assert_allclose(a[0].policy_logps, b[0].policy_logps, atol=1e-5)
 
 
+@pytest.mark.heavy
 def test_many_prompts_enter_in_several_admissions(tiny_model, expected, monkeypatch):
     from groupax.engine import plan
 
@@ -740,6 +745,7 @@ def test_many_prompts_enter_in_several_admissions(tiny_model, expected, monkeypa
 # -- prompts that go on from what was said
 
 
+@pytest.mark.heavy
 def test_a_next_turn_reuses_what_was_computed(tiny_model):
     params = SamplingParams(n=2, max_tokens=20, seed=5, ignore_eos=True)
     engine = engine_for(tiny_model, 2, prefix_bytes=1 << 20)
@@ -814,6 +820,7 @@ def test_the_cache_may_have_its_own_dtype(tiny_model, dtype):
 # -- weights in fewer bits, or gathered
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("prefix_bytes", [0, 1 << 20])
 @pytest.mark.parametrize(
     "settings", [{"weights": "bfloat16"}, pytest.param({"tp": 2}, marks=pytest.mark.heavy)], ids=str

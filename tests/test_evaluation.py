@@ -297,6 +297,7 @@ def test_sets_have_names():
 # -- the report of a run
 
 
+@pytest.mark.heavy
 def test_steps_without_any_reward_are_left_out_of_the_curve(tmp_path, capsys):
     metrics = dict.fromkeys(("prompts", "prompts_dropped", "prompts_truncated", "prompts_unscorable"), 1.0)
     items = [an_item("a", [True]), an_item("b", [False])]

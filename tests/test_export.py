@@ -288,6 +288,7 @@ def uploaded(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST}
 
 
+@pytest.mark.heavy
 def test_push_uploads_every_file_privately(folders, hub):
     folder, _ = folders
     done = push(hub, folder / "adapter", "me/adapter")
@@ -300,6 +301,7 @@ def test_push_uploads_every_file_privately(folders, hub):
     assert set(hub.repos["me/base"]) == set(uploaded(folder / "base"))
 
 
+@pytest.mark.heavy
 def test_a_wrong_token_and_none(folders, hub):
     folder, _ = folders
     for token, message in (("wrong", "refuses the token; check HF_TOKEN (status 401"), ("", "there is no token")):
@@ -315,6 +317,7 @@ def test_a_wrong_token_and_none(folders, hub):
     assert not hub.repos
 
 
+@pytest.mark.heavy
 def test_a_connection_that_drops_once_is_not_noticed(folders, hub):
     folder, _ = folders
     hub.drop = 1
@@ -323,6 +326,7 @@ def test_a_connection_that_drops_once_is_not_noticed(folders, hub):
     assert hub.repos["me/base"]["model.safetensors"] == (folder / "base" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.heavy
 def test_an_upload_that_broke_off_goes_on(folders, hub):
     folder, _ = folders
     before = {path.name: path.read_bytes() for path in (folder / "base").iterdir()}

@@ -166,6 +166,7 @@ def test_what_is_saved_is_loaded_and_the_window_is_where_it_should_be(tmp_path, 
     np.testing.assert_allclose(a[reach:], b[reach:], atol=1e-6)
 
 
+@pytest.mark.heavy
 def test_names_in_files_are_those_of_the_families(tmp_path):
     phi = init_model({**BASE, "model_type": "phi3"})
     tensors = load_file(save_model(phi, tmp_path / "phi") / "model.safetensors")
@@ -181,6 +182,7 @@ def test_names_in_files_are_those_of_the_families(tmp_path):
         load_model(tmp_path / "mixtral")
 
 
+@pytest.mark.heavy
 def test_fused_and_stacked_weights_are_placed_as_the_mesh_says(tmp_path):
     mesh = make_mesh((1, 2, 2, 1, 1))
     for family, change in (("phi3", {}), ("mixtral", {"num_local_experts": 4, **MOE})):

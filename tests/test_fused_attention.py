@@ -95,6 +95,7 @@ def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
     assert_alike(alone(KERNELS[kernel]("attend")), alone(attention.attend), arrays, counts)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kernel", ["plain", *KERNELS])
 def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
     how, starts = Attention(0.125, window=30), jnp.array([0, 7, 24])
@@ -106,6 +107,7 @@ def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
     np.testing.assert_allclose(out, plain(q, *others, starts, how)[:, 24:], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("window", rest_heavy([3, None]))
 def test_padding_is_finite_and_so_are_its_gradients(kernel, window):

@@ -169,6 +169,7 @@ def test_merged_is_unmerged(tmp_path, tiny_model):
     np.testing.assert_allclose(all_logits(merged), all_logits(model), atol=1e-5)
 
 
+@pytest.mark.heavy
 def test_an_adapter_of_a_mixtures_dense_layers_survives_the_disk(tmp_path):
     """Its feed-forward part has the names of experts, which are not adapted."""
     mixture = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0]}

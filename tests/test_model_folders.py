@@ -545,6 +545,7 @@ def test_nothing_that_groupax_did_not_write_is_lost(good, tmp_path, name, capsys
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["project"], "nothing is left behind"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", rest_heavy(["save_model", "save_adapter", "compat", "convert", "merge"], quick=3))
 def test_what_somebody_added_to_a_written_model_stays(good, tmp_path, name):
     folder = tmp_path / "model"

@@ -33,6 +33,7 @@ def test_arrays_go_to_the_hosts_and_come_back_split_as_they_were():
     np.testing.assert_array_equal(back, x)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("adapts", [False, True], ids=["weights", "adapter"])
 @pytest.mark.parametrize("name", rest_heavy(list(OPTIMIZERS)))
 def test_updates_in_parts_are_those_at_once(name, adapts):

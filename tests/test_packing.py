@@ -55,6 +55,7 @@ def test_every_row_lies_in_one_place_with_its_prompt(shards, budget, share_prefi
             assert (prompt_cells[S - len(prompt) :] >= 0).all()
 
 
+@pytest.mark.heavy
 def test_a_large_step_on_many_devices_is_planned():
     rng = np.random.default_rng(1)
     rows = [row for row in rows_of(128, 16, longest=4096, rng=rng) if len(row.completion) > 1]

@@ -297,6 +297,7 @@ CASES = {
 QUICK = ("split-adapter",)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.heavy) for name in CASES]
 )
@@ -383,6 +384,7 @@ def _bytes_of_shapes(cache, chunks):
     return sum(jax.tree.leaves(shards))
 
 
+@pytest.mark.heavy
 def test_what_lies_on_the_hosts_leaves_room_and_takes_time():
     config, chip, mesh = read_config(SMALL), tiny_chip(1e9), make_mesh((1, 4, 1, 1, 1))
     args = GRPOConfig(prompts_per_step=2, num_generations=2, max_completion_length=16, dtype="bfloat16", beta=0.1)
@@ -406,6 +408,7 @@ def test_what_lies_on_the_hosts_leaves_room_and_takes_time():
         run_of(config, mesh, lora, lora_for(lora, None))
 
 
+@pytest.mark.heavy
 def test_scores_are_counted_as_often_as_they_are_computed():
     def runs(**settings):
         args = GRPOConfig(prompts_per_step=2, num_generations=2, max_completion_length=16, **settings)
@@ -614,6 +617,7 @@ def test_settings_are_found_that_fit(few_bytes):
     assert found.asked.changes[1].startswith("--micro_batch_tokens")
 
 
+@pytest.mark.heavy
 def test_a_candidate_that_is_no_run_is_passed_over(few_bytes, monkeypatch):
     few_bytes(1e9)
     plan, told, tried = a_plan("decode_chunk", shape=(4, 1, 1, 1, 1), devices="v5e-4"), [], []
@@ -710,6 +714,7 @@ def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.heavy
 def test_what_does_not_fit_ends_with_status_1(config_file, tmp_path, few_bytes, capsys, monkeypatch):
     (tmp_path / "libtpu").mkdir()
     (tmp_path / "libtpu" / "libtpu.so").touch()

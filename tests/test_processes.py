@@ -144,6 +144,7 @@ print(f"{jax.process_index()} of {jax.process_count()}: {jax.config.read('jax_cu
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("several_on_a_host", [False, True])
 def test_a_step_of_slurm_is_joined(several_on_a_host):
     step = {
@@ -209,6 +210,7 @@ def test_processes_exchange_objects_and_leave_together():
     assert not peers.failed
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("end", "told"),
     [

@@ -122,6 +122,7 @@ def test_what_a_terminal_would_obey_is_made_visible(text, shown):
     assert printable(text) == shown
 
 
+@pytest.mark.heavy
 def test_no_character_stays_that_is_not_printable():
     every = "".join(map(chr, range(0x110000)))
     left = set(printable(every)) - {"\n", "\t"}

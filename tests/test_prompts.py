@@ -136,6 +136,7 @@ def test_a_template_may_leave_out_thoughts_and_change_spaces_and_capitals(qwen):
     assert render(with_template("{{ messages | tojson }}"), user('a\n"b"'), "p").endswith('"a\\n\\"b\\""}]')
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("template", [LOOPS, "{{ 9 ** (9 ** 9) }}"])
 def test_a_template_without_an_end_is_stopped(monkeypatch, template):
     monkeypatch.setattr(chats, "_PROCESS", process := chats._TemplateProcess(deadline_s=1))
@@ -292,6 +293,7 @@ def test_mappings_on_the_command_line_are_json(capsys):
     assert "is no JSON" in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
+@pytest.mark.heavy
 def test_the_command_line_takes_them(stories, tmp_path, capsys):
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages[0].content }}{% if shout %}, he said{% endif %}")
@@ -358,6 +360,7 @@ def test_one_token_may_stand_for_many_characters():
 # -- stop texts in training
 
 
+@pytest.mark.heavy
 def test_a_stop_text_ends_completions_and_is_trained_on(tmp_path):
     seen = []
 

@@ -60,6 +60,7 @@ def test_conversations_go_through_its_own_template(tmp_path):
         RewardModel(folder).rewards(rollouts_of(["abc"], conversational=True))
 
 
+@pytest.mark.heavy
 def test_models_and_functions_mix_and_keep_their_places(tmp_path):
     folder = a_reward_model(tmp_path / "judge")
     for given in (str(folder), folder, RewardModel(folder)):
@@ -84,6 +85,7 @@ def test_it_trains_towards_a_reward_model(tmp_path):
     assert lines[-1]["rewards/judge/failures"] == 0
 
 
+@pytest.mark.heavy
 def test_models_in_memory_need_a_tokenizer(tmp_path):
     model = load_model(a_reward_model(tmp_path / "judge"))
     [reward] = resolve_rewards(model, [], a_tokenizer(eos_token="<eos>"))

@@ -148,6 +148,7 @@ def test_groups_keep_their_order_and_rewards_theirs(batch):
     assert seen == ([2, 2] if batch == "group" else [4])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -298,6 +299,7 @@ def test_a_hanging_function_does_not_keep_the_interpreter(tmp_path):
 # -- in the loop
 
 
+@pytest.mark.heavy
 def test_the_trainer_scores_beside_decoding(tmp_path):
     calls = []
 
@@ -350,6 +352,7 @@ def test_on_request_a_failure_stops_the_run(tmp_path):
     assert len(lines_of(tmp_path)) == 1
 
 
+@pytest.mark.heavy
 def test_what_functions_log_lands_in_metrics_and_rollouts(tmp_path):
     import pyarrow.parquet
 
@@ -423,6 +426,7 @@ def test_a_refusal_is_noticed_where_signal_was_imported_by_name():
     assert run_groups(limited, groups_of(["a", "b"])) == [[[1.0, 1.0]]]
 
 
+@pytest.mark.heavy
 def test_processes_give_signals_to_functions():
     values = run_groups(limits_its_time, groups_of(["a", "bb"]), reward_workers=1)
     assert values == [[[1.0, 2.0]]]

@@ -91,6 +91,7 @@ def test_a_lock_ends_with_its_process_even_if_that_has_forked(tmp_path):
     holder.communicate()
 
 
+@pytest.mark.heavy
 def test_two_trainers_of_one_process_do_not_share_a_folder(tmp_path):
     second = a_trainer(tmp_path, max_steps=1)
     refused = []
@@ -172,6 +173,7 @@ def give_to_another(run):
     give_to_another.lock = RunLock(run)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("do", "place", "told"),
     rest_heavy(
@@ -250,6 +252,7 @@ def failing(completion_ids):
     raise RuntimeError("typo")
 
 
+@pytest.mark.heavy
 def test_starts_that_made_no_step_leave_one_folder_and_what_the_user_put_there(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
@@ -276,6 +279,7 @@ def test_a_start_that_is_refused_leaves_no_folder(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.heavy
 def test_a_run_killed_before_its_first_checkpoint_makes_its_steps_again_in_its_place(tmp_path, caplog):
     whole = a_trainer(tmp_path / "whole", max_steps=3)
     whole.train()

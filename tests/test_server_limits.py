@@ -171,6 +171,7 @@ def test_a_client_that_reads_nothing_is_cut_off(loop):
     assert notices.counts["connections closed: their clients read nothing"] == 1
 
 
+@pytest.mark.heavy
 def test_a_server_without_keys_answers_no_other_sites(loop, caplog, monkeypatch):
     monkeypatch.setattr("groupax.serve.notices.FIRST_S", 0.05)
     with listening(create_app(loop)) as port:
@@ -356,6 +357,7 @@ def test_bad_requests_get_clear_errors(loop, caplog):
 # -- compiling beside decoding
 
 
+@pytest.mark.heavy
 def test_others_go_on_while_programs_are_compiled_for_one(loop):
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(

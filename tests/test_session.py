@@ -85,6 +85,7 @@ def test_slots_are_kept_that_were_needed_while_others_had_nothing_to_do(tiny_mod
     assert found == expected
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("joins_late", [True, False])
 def test_a_request_does_not_wait_for_the_last_of_every_group(tiny_model, joins_late):
     params = SamplingParams(n=8, max_tokens=200, seed=1, ignore_eos=True)

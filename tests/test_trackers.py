@@ -307,6 +307,7 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch):
         a_trainer(tmp_path, report_to=("wandb",))
 
 
+@pytest.mark.heavy
 def test_wandb_without_a_key_asks_for_none(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "online", "HOME": tmp_path, "NETRC": tmp_path / "none"}.items():

@@ -111,6 +111,7 @@ def test_every_loss_trains(tmp_path, loss_type):
     assert not np.array_equal(start["embed"], trainer.learner.state.params["embed"])
 
 
+@pytest.mark.heavy
 def test_on_policy_the_first_kl_is_zero_and_then_it_is_not(tmp_path):
     a_trainer(tmp_path, beta=0.1).train()
     kl = [line["kl"] for line in lines_of(tmp_path)]
@@ -118,6 +119,7 @@ def test_on_policy_the_first_kl_is_zero_and_then_it_is_not(tmp_path):
     assert kl[1] > 1e-6
 
 
+@pytest.mark.heavy
 def test_without_beta_there_is_no_reference(tmp_path):
     trainer = a_trainer(tmp_path, max_steps=1)
     trainer.train()
@@ -288,6 +290,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, settin
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.heavy
 def test_evaluations_tell_rewards_where_the_run_stands_and_what_failed(tmp_path, caplog):
     states = []
 

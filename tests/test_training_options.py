@@ -84,6 +84,7 @@ def sometimes(prompts, completion_ids):
     ]
 
 
+@pytest.mark.heavy
 def test_groups_without_signal_are_replaced(tmp_path):
     trainer = a_trainer(tmp_path, sometimes, filter_zero_variance=True, filter_budget=8.0, max_steps=3)
     trained = []
@@ -211,6 +212,7 @@ def test_the_adaptive_bonus_is_applied_below_its_target(tmp_path):
     assert [line["entropy_coef"] for line in lines_of(tmp_path / "above")] == [0.2, 0.0]
 
 
+@pytest.mark.heavy
 def test_a_step_without_tokens_says_nothing_of_the_entropy(tmp_path):
     trainer = a_trainer(tmp_path, max_steps=2, use_adaptive_entropy=True, entropy_coef_delta=0.1, entropy_target=10.0)
     rows = fixed_rows(trainer)
@@ -243,6 +245,7 @@ def test_options_report_what_they_do(tmp_path, settings, metric):
         assert values[0] < 1  # the sampler was surer of its tokens than the policy
 
 
+@pytest.mark.heavy
 def test_two_rewards_normalized_first(tmp_path):
     def big(completion_ids):
         return [100.0 * len(ids) for ids in completion_ids]
@@ -379,6 +382,7 @@ def test_the_learning_rate_waits_for_skipped_updates(tmp_path):
     np.testing.assert_allclose(rates, [1e-2, 0.75e-2, 0.75e-2, 0.75e-2], rtol=1e-6)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", rest_heavy(["old_logp", "ref_logp", "rollout_logp", "sampler_logp"]))
 @pytest.mark.parametrize("value", rest_heavy([float("-inf"), float("inf"), float("nan")], quick=2))
 def test_an_infinite_logprob_leaves_the_weights_finite(tmp_path, name, value):
@@ -432,6 +436,7 @@ def test_masked_rows_count_in_the_denominator_only_if_asked(tmp_path, loss_type)
     assert ratio == pytest.approx(1.0 if loss_type == "dapo" else 0.75, rel=1e-4)
 
 
+@pytest.mark.heavy
 def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
     trainer = a_trainer(tmp_path, max_completion_length=1, mask_truncated_completions=True, max_steps=5)
     trainer.eos_ids = trainer.engine.eos_ids = ()
@@ -484,6 +489,7 @@ def test_odd_combinations_are_told(tmp_path, caplog, settings, message):
     assert message in caplog.text
 
 
+@pytest.mark.heavy
 def test_a_filter_that_finds_nothing_is_told(tmp_path, caplog):
     a_trainer(tmp_path, lambda completions: [1.0] * len(completions), filter_zero_variance=True, max_steps=5).train()
     assert "more than half of the groups had no signal" in caplog.text
@@ -606,6 +612,7 @@ def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
     assert made[2].metrics["rollout/logp_diff_max"] < 1e-5  # each beside the policy that sampled it
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "settings",
     [
@@ -629,6 +636,7 @@ def test_rows_of_two_rollouts_keep_their_own_prompts(tmp_path, settings):
     assert max(each.metrics["rollout/logp_diff_max"] for each in made) < 1e-5
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("staleness", rest_heavy([0, 1]))
 def test_a_run_that_ends_within_a_rollout_goes_on_with_the_rest_of_it(tmp_path, staleness):
     settings = {"updates_per_rollout": 3, "max_staleness": staleness, "prompts_per_step": 2}
