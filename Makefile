@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 TESTS := $(BIN)/python -m pytest -n 2 --dist loadgroup
-CPU_TESTS := $(patsubst %,tests/test_%.py,agreement engine gradient_sums objective objective_golden trainer)
+CPU_TESTS := $(patsubst %,tests/test_%.py,agreement engine gradient_sums trainer)
 # Most of the tests' time is compilation; what is promised of programs as users have them is marked optimized.
 QUICKLY = XLA_FLAGS="$(XLA_FLAGS) $$($(BIN)/python tests/quick_flags.py)" $(TESTS)
 
@@ -21,7 +21,8 @@ cpus: $(VENV)/.test
 	@for isa in $$($(BIN)/python tests/instruction_sets.py); do for devices in 1 2 4; do \
 	  echo "instruction set $$isa, $$devices devices"; \
 	  JAX_NUM_CPU_DEVICES=$$devices XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$$isa $$($(BIN)/python tests/quick_flags.py)" \
-	  $(TESTS) -m "not parity and not heavy and not long" $(CPU_TESTS) || exit 1; \
+	  $(TESTS) -m "not parity and not heavy and not long" $(CPU_TESTS) \
+	    $$([ $$devices = 1 ] && echo tests/test_objective.py tests/test_objective_golden.py) || exit 1; \
 	done; done
 
 lint: $(VENV)/.lint

@@ -1,8 +1,8 @@
 """Engine and trainer agree on log-probs; layouts of the trainer agree with each other.
 
 They compute the same function in different orders, so that they differ by float32's rounding: by less than 1e-5 where
-the model is well conditioned. stories260K has attention scores of up to 200, which magnify a rounding of its first
-layer several hundred times: float32 itself is up to 2.4e-5 away from float64 there, whichever of the two computes it.
+the model is well conditioned. Small trained models are not: stories260K has attention scores of up to 200, which
+magnify a rounding of its first layer several hundred times, so that float32 itself is up to 2.4e-5 away from float64.
 """
 
 from dataclasses import replace
@@ -119,7 +119,8 @@ def test_short_prompts_and_heads_of_their_own_agree(group_size):
     model = load_model(recipe.model)
     groups = engine.generate(prompts, SamplingParams(n=group_size, max_tokens=48))
     rows = rows_of(groups, prompts)
-    assert_agree(rows, trainer_logps(model, rows, 1.0, 4096))
+    pairs = zip(rows, trainer_logps(model, rows, 1.0, 4096), strict=True)
+    assert_agree_ill_conditioned(np.concatenate([np.abs(row.rollout_logp - logp) for row, logp in pairs]))
 
 
 FAMILIES = [

@@ -44,6 +44,11 @@ def alone(tiny_model):
     return [engine.generate(prompts, params) for prompts, params in REQUESTS]
 
 
+def as_tokens(alternatives):
+    """The tokens of each place's alternatives; their log-probs depend on what they were computed with by rounding."""
+    return [{token for token, _ in place} for place in alternatives or []]
+
+
 @pytest.mark.optimized
 @pytest.mark.heavy
 @pytest.mark.parametrize("kv_tokens", [None, pytest.param(900, marks=pytest.mark.long)])
@@ -56,9 +61,9 @@ def test_requests_that_join_come_out_as_if_alone(tiny_model, alone, kv_tokens):
         groups = as_groups(sequences, prompts, params)
         assert tokens_of(groups) == tokens_of(expected)
         for one, other in zip(sequences, [each for group in expected for each in group], strict=True):
-            assert one.policy_logps == other.policy_logps
-            assert one.sampler_logps == other.sampler_logps
-            assert one.alternatives == other.alternatives
+            np.testing.assert_allclose(one.policy_logps, other.policy_logps, atol=1e-5, rtol=0)
+            np.testing.assert_allclose(one.sampler_logps, other.sampler_logps, atol=1e-5, rtol=0)
+            assert as_tokens(one.alternatives) == as_tokens(other.alternatives)
             assert one.finish_reason == other.finish_reason
             assert one.versions == [0] * len(one.tokens)
     assert (session.num_running, session.num_waiting, session._told, session._ended) == (0, 0, {}, set())

@@ -470,7 +470,8 @@ def test_it_learns_on_real_weights(stories, tmp_path):
     rewards = [line["reward"] for line in lines_of(tmp_path)]
     assert rewards[0] < 0.1
     assert np.mean(rewards[-5:]) > 0.9
-    assert max(line["rollout/logp_diff_max"] for line in lines_of(tmp_path)) <= 1e-5
+    assert max(line["rollout/logp_diff_mean"] for line in lines_of(tmp_path)) < 1e-5
+    assert max(line["rollout/logp_diff_max"] for line in lines_of(tmp_path)) < 1e-4
 
 
 def test_a_saved_checkpoint_continues(tmp_path):
