@@ -11,6 +11,7 @@ PATIENCE_STEPS = 5  # a finding about metrics needs this many steps in a row
 START_STEPS = 10  # what has changed since the start is told by the means of so many steps then and now
 KL_RUNAWAY = 1.0  # nats per token
 LOGP_DRIFT = 0.05  # bfloat16 alone makes about 0.01
+FLOAT32_LOGP_DRIFT = 1e-5  # float32 alone makes about 1e-6
 COLLAPSED = 0.1  # of the entropy at the start
 PADDING_WASTE = 0.6  # of the tokens that are computed
 SLOW_REWARD, SLOW_REWARD_S = 0.3, 0.1  # of the steps' time, and seconds per step
@@ -66,11 +67,23 @@ def reward_findings(errors: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def step_findings(history: Sequence[Mapping[str, float]]) -> dict[str, str]:
+def logp_limit(args: GRPOConfig, is_float32: bool) -> float:
+    """Returns by how much engine and trainer may differ in a token's log-prob, in the mean over a step's tokens.
+
+    Args:
+        args: of the run.
+        is_float32: whether the forward pass of updates computes in float32.
+    """
+    same = args.decoding_weights == args.base_weights == "same" and args.kv_cache_dtype in ("same", "float32")
+    return FLOAT32_LOGP_DRIFT if is_float32 and same and not args.rollout and not args.lora_dropout else LOGP_DRIFT
+
+
+def step_findings(history: Sequence[Mapping[str, float]], logp_limit: float = LOGP_DRIFT) -> dict[str, str]:
     """Findings in the metrics of the steps so far, by name.
 
     Args:
         history: metrics of the run's first `START_STEPS` steps and of the last ones (see `remembered`).
+        logp_limit: see the function of that name.
     """
     recent = history[-PATIENCE_STEPS:]
     findings: dict[str, str] = {}
@@ -84,6 +97,7 @@ def step_findings(history: Sequence[Mapping[str, float]]) -> dict[str, str]:
         return findings
     for look in (_of_rewards, _of_lengths, _of_policy, _of_efficiency):
         findings |= look(recent)
+    findings |= _of_agreement(recent, logp_limit)
     if len(history) >= 2 * START_STEPS:
         findings |= _since_the_start(history[:START_STEPS], history[-START_STEPS:])
     return findings
@@ -133,19 +147,12 @@ def _of_lengths(recent: Steps) -> dict[str, str]:
 
 def _of_policy(recent: Steps) -> dict[str, str]:
     findings = {}
-    kl, drift = _values(recent, "kl"), _values(recent, "rollout/logp_diff_mean")
+    kl = _values(recent, "kl")
     if min(kl) > KL_RUNAWAY:
         findings["kl_runaway"] = (
             f"for {PATIENCE_STEPS} steps the KL to the reference was above {KL_RUNAWAY:g} nats per token (now "
             f"{kl[-1]:.3g}): the policy has left the starting model; lower learning_rate, raise beta, or look for "
             "rewards that nonsense can get"
-        )
-    ahead = "time/wait_s" in recent[-1]  # then the difference is mostly how far the policy has moved since
-    if min(drift) > LOGP_DRIFT and not ahead:
-        findings["logp_drift"] = (
-            f"for {PATIENCE_STEPS} steps engine and trainer disagreed on the log-probs of tokens by {drift[-1]:.3g} on "
-            f"average (rollout/logp_diff_mean, above {LOGP_DRIFT:g}), so that updates are off policy; set "
-            "rollout_correction, e.g. to 'token_truncate', or decoding_weights='same' and kv_cache_dtype='same'"
         )
     if all(metrics["learning_rate"] == 0.0 for metrics in recent):
         findings["learning_rate_zero"] = (
@@ -153,6 +160,17 @@ def _of_policy(recent: Steps) -> dict[str, str]:
             "learning_rate_end if the schedule has come to its end"
         )
     return findings
+
+
+def _of_agreement(recent: Steps, limit: float) -> dict[str, str]:
+    drift = _values(recent, "rollout/logp_diff_mean")
+    if min(drift) <= limit or "time/wait_s" in recent[-1]:  # rollouts made ahead: the policy has moved since
+        return {}
+    return {
+        "logp_drift": f"for {PATIENCE_STEPS} steps engine and trainer disagreed on the log-probs of tokens by "
+        f"{drift[-1]:.3g} on average (rollout/logp_diff_mean, above {limit:g}), so that updates are off policy; set "
+        "rollout_correction, e.g. to 'token_truncate', or decoding_weights='same' and kv_cache_dtype='same'"
+    }
 
 
 def _of_efficiency(recent: Steps) -> dict[str, str]:

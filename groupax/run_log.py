@@ -9,7 +9,7 @@ import numpy as np
 
 from groupax.config import GRPOConfig
 from groupax.evaluation.evaluate import Evaluation
-from groupax.health import remembered, reward_findings, step_findings
+from groupax.health import LOGP_DRIFT, remembered, reward_findings, step_findings
 from groupax.metrics import Metrics, of_rollouts, window_mean, with_logged
 from groupax.parallel import processes
 from groupax.parallel.compilation import compilation
@@ -75,6 +75,7 @@ class RunLog:
         self.started_s = self.step_started_s = time.perf_counter()
         self.compiled_before_s = compilation().seconds
         self.profile = Profile(folder.path / "profile", args.profile)
+        self.logp_limit = LOGP_DRIFT  # what engine and trainer may differ by (see `health.logp_limit`)
 
     @property
     def rollout_tokens_per_s(self) -> float:
@@ -166,7 +167,7 @@ class RunLog:
         metrics |= self.memory() if self.memory else {}
         self.step_started_s, self.compiled_before_s = now_s, compiled_s
         self.history = remembered([*self.history, metrics])
-        found = step_findings(self.history)
+        found = step_findings(self.history, self.logp_limit)
         metrics |= {"health/num_findings": float(len(found)), **{f"health/{name}": 1.0 for name in found}}
         self.window.append(metrics)
         self.progress.step(step, metrics)

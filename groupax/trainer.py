@@ -26,7 +26,7 @@ from groupax.errors import DivergedError, RewardError
 from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
 from groupax.evaluation.sets import named_sets
-from groupax.health import START_STEPS, UNSCORED_ROLLOUTS, num_unscored_steps, setup_findings
+from groupax.health import START_STEPS, UNSCORED_ROLLOUTS, logp_limit, num_unscored_steps, setup_findings
 from groupax.hub import push_folder
 from groupax.learner import Learner, Update
 from groupax.metrics import Metrics
@@ -437,6 +437,7 @@ class GRPOTrainer:
         processes.at_first(lambda: check_destination(model_folder, sources_of(self._model)))
         facts = {**self._facts, "dataset": self.dataset_name}
         self.run_folder.write_process({**process_of(self._model.mesh), "run": facts})
+        log.logp_limit = logp_limit(self.args, str(self.learner.dtype) == "float32")
         log.begin_tracking(self.cursor.step)
         self._tell_setup(log)
         return saver

@@ -12,6 +12,7 @@ from groupax.health import (
     PATIENCE_STEPS,
     START_STEPS,
     UNSCORED_ROLLOUTS,
+    logp_limit,
     num_unscored_steps,
     remembered,
     setup_findings,
@@ -47,6 +48,15 @@ def a_history(num_steps=2 * START_STEPS, **late):
     named = {name: next((key for key in HEALTHY if key.replace("/", "_") == name), name) for name in late}
     changed = {named[name]: value for name, value in late.items()}
     return [{**HEALTHY, **(changed if step >= num_steps - START_STEPS else {})} for step in range(num_steps)]
+
+
+def test_in_float32_engine_and_trainer_agree_more_closely():
+    history = a_history(rollout_logp_diff_mean=2e-5)
+    assert step_findings(history) == {}
+    limit = logp_limit(GRPOConfig(), is_float32=True)
+    assert "by 2e-05 on average (rollout/logp_diff_mean, above 1e-05)" in step_findings(history, limit)["logp_drift"]
+    for args in (GRPOConfig(kv_cache_dtype="bfloat16"), GRPOConfig(rollout=("http://a:1",))):
+        assert logp_limit(args, is_float32=True) == logp_limit(GRPOConfig(), is_float32=False) == 0.05
 
 
 def test_a_healthy_history_has_no_finding():
