@@ -539,6 +539,21 @@ def test_finding_stop_texts():
     assert text_before_stop("abcab", ["ab"], 1) == ""
 
 
+def test_looking_for_stop_texts_decodes_the_end_of_a_long_completion_only():
+    decoded = []
+
+    def decode(tokens):
+        decoded.append(len(tokens))
+        return letters(tokens)
+
+    tokens = RNG.integers(2, 20, 4000).tolist()
+    stop = ("zazaza",)
+    for num_tokens in range(32, 4001, 32):
+        assert find_stop(decode, tokens[:num_tokens], num_tokens - 32, stop, 0) is None
+    assert sum(decoded) < 20 * 4000
+    assert find_stop(decode, [*tokens, 25, 25, 25, 3], 4000, stop, 0) == 4003, "25 is za"
+
+
 def test_a_stop_text_within_min_tokens_neither_ends_a_completion_nor_cuts_its_text(tiny_model):
     params = SamplingParams(n=2, max_tokens=24, seed=3, temperature=5.0)
     engine = engine_for(tiny_model, tokenizer=Letters(), max_slots=8)

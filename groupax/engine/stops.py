@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from groupax.tokenizer import REPLACEMENT
 
 Decode = Callable[[Sequence[int]], str]
+# Characters that may differ at the beginning of a text that is decoded from the middle of its tokens.
+SPARE_CHARACTERS = 8
 
 
 def find_stop(
@@ -22,9 +24,11 @@ def find_stop(
         stop: texts that end it.
         min_tokens: so many tokens are exempt.
     """
-    exempt = exempt_length(decode, tokens, min_tokens)
     first = max(num_checked, min_tokens) + 1
-    if len(tokens) < first or _first_stop(decode(tokens), stop, exempt) is None:
+    if len(tokens) < first or not any(end in _recent_text(decode, tokens, first - 1, stop) for end in stop):
+        return None
+    exempt = exempt_length(decode, tokens, min_tokens)
+    if _first_stop(decode(tokens), stop, exempt) is None:
         return None
     low, high = first, len(tokens)  # more tokens never take a text away again, so halving finds the fewest
     while low < high:
@@ -44,6 +48,20 @@ def text_before_stop(text: str, stop: Sequence[str], exempt: int = 0) -> str:
 def exempt_length(decode: Decode, tokens: Sequence[int], min_tokens: int) -> int:
     """Returns how many characters the first `min_tokens` tokens make, in which stop texts do not count."""
     return len(decode(tokens[:min_tokens]).rstrip(REPLACEMENT)) if min_tokens else 0
+
+
+def _recent_text(decode: Decode, tokens: Sequence[int], num_checked: int, stop: Sequence[str]) -> str:
+    """Returns the end of the text, in which every stop text lies that ends behind the tokens that were checked.
+
+    It is decoded by itself, so that long completions are not decoded as a whole again and again.
+    """
+    needed = max(map(len, stop)) + SPARE_CHARACTERS
+    num_before = needed
+    while num_before < num_checked:
+        if len(decode(tokens[num_checked - num_before : num_checked])) >= needed:
+            return decode(tokens[num_checked - num_before :])
+        num_before *= 2
+    return decode(tokens)
 
 
 def _first_stop(text: str, stop: Sequence[str], exempt: int) -> int | None:
