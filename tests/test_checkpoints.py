@@ -777,7 +777,7 @@ def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys):
     )
     assert "is the folder of a training run" in capsys.readouterr().err
     assert main(["checkpoints", str(run), "export", "--to", str(run)]) == 2
-    assert "would be replaced by a model, but it is none" in capsys.readouterr().err
+    assert "and a model is never written over such; choose another folder" in capsys.readouterr().err
     assert main(["checkpoints", str(run), "export", "3", "--to", str(tmp_path / "three")]) == 0
     saved, exported = load_model(run / "model"), load_model(tmp_path / "three")
     for a, b in zip(jax.tree.leaves(saved.params), jax.tree.leaves(exported.params), strict=True):

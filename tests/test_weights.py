@@ -133,8 +133,9 @@ def groups_of(sampler, tokenizer, prompts, params=PARAMS, step=2):
 def assert_same(groups, expected):
     for group, others in zip(groups, expected, strict=True):
         for row, other in zip(group, others, strict=True):
-            for name in ("completion_ids", "policy_logps", "sampler_logps"):
-                np.testing.assert_array_equal(getattr(row, name), getattr(other, name))
+            np.testing.assert_array_equal(row.completion_ids, other.completion_ids)
+            for name in ("policy_logps", "sampler_logps"):  # which the server computes beside other rows
+                np.testing.assert_allclose(getattr(row, name), getattr(other, name), atol=1e-4, rtol=0)
             assert (row.finish_reason, row.text) == (other.finish_reason, other.text)
 
 
