@@ -29,7 +29,7 @@ while True:
     "ten gigabytes": "x = bytearray(10 * 2**30)",
     "the home directory": """
 import glob, os
-if not glob.glob(os.path.expanduser("~/*")) + glob.glob("/home/*") + glob.glob("/work/*"): raise OSError
+if not glob.glob(os.path.expanduser("~/*")) + glob.glob("/home/*"): raise OSError
 """,
     "the environment": """
 import os
