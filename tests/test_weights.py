@@ -155,8 +155,9 @@ def test_servers_sample_what_the_engine_here_would(servers, local):
         sampler.params = engine.params = perturbed(engine.params, seed)
         assert_same(groups_of(sampler, engine.tokenizer, prompts), groups_of(engine, engine.tokenizer, prompts))
     assert [each.engine.version for each in servers] == [sampler.version] * 2
+    keyless = RemoteSampler([servers[0].url], engine.config, engine.params, engine.eos_ids)
     with pytest.raises(RunError, match="the API key is missing or wrong"):
-        groups_of(RemoteSampler([servers[0].url], engine.config, engine.params, engine.eos_ids), None, prompts)
+        groups_of(keyless, engine.tokenizer, prompts)
 
 
 @pytest.mark.heavy
