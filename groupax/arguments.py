@@ -1,4 +1,4 @@
-"""From the arguments of a command to its options."""
+"""Parses the arguments of a command into its options."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -420,7 +420,7 @@ def _absolute(source: str | None) -> str | None:
 
 
 def train_defaults(arguments: Sequence[str]) -> Train:
-    """What the flags start from: the recipe's settings, overlaid with those of the --config file.
+    """Returns the defaults of the flags: the recipe's settings, overlaid with those of the --config file.
 
     Raises:
         ValueError: the file is no YAML mapping, or has a key that is no setting.

@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 def hint_for(name: str, known: Iterable[str]) -> str:
-    """What to say of a setting that does not exist: its name here, if it is another library's, or the nearest one."""
+    """Returns a hint for a setting that does not exist: what another library's name is here, or the nearest name."""
     if name in NAMES_ELSEWHERE:
         here = NAMES_ELSEWHERE[name]
         return f"; that is TRL's or transformers' name: here it is {here} (groupax.compat.trl takes TRL's)"

@@ -253,7 +253,7 @@ def compare(arguments: Sequence[str]) -> None:
 
 
 def _eval_defaults(arguments: Sequence[str]) -> Eval:
-    """What the flags start from: a recipe's longest completion, stop texts and arguments for the chat template."""
+    """Returns the defaults of the flags: a recipe's longest completion, stop texts and template arguments."""
     import argparse
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -96,7 +96,7 @@ class _Above(io.TextIOBase):
 
     @property
     def encoding(self) -> str:
-        """That of the stream itself."""
+        """The encoding of the stream itself."""
         return self.rich_proxied_file.encoding
 
     def _shown(self, line: str) -> Text:
@@ -106,7 +106,7 @@ class _Above(io.TextIOBase):
 
 
 class _Reflowed(LiveRender):
-    """What was drawn last, with its height as it is on the terminal now: a narrower one has wrapped its lines."""
+    """Measures what was drawn last by the terminal's present width: a narrower terminal has wrapped its lines."""
 
     def __init__(self, console: Console, renderable: Any) -> None:
         super().__init__(renderable)

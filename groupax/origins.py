@@ -1,4 +1,4 @@
-"""What a browser says of the page that makes a request, for servers that trust this machine.
+"""Recognizes requests that a page of another site makes through the user's browser.
 
 Imports nothing of groupax.
 

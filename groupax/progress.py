@@ -40,7 +40,7 @@ ETA_STEPS = 30
 
 @dataclass(frozen=True)
 class Phase:
-    """What a run is doing.
+    """A stage of a run, which is shown while it lasts.
 
     Attributes:
         name: in words.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from groupax.chat import CHAT_TEMPLATES, render_all
-from groupax.models.families.checks import one_line, shown
+from groupax.models.families.checks import message_of, shown
 from groupax.models.folders import MAX_JSON_BYTES, READ, check_links, read_json
 
 Prompt = str | list[dict[str, Any]]
@@ -52,7 +52,7 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
         tokenizer("a")  # what a file lacks is missed here rather than at the first prompt
     except Exception as error:  # the tokenizers library raises nothing more special
         raise ValueError(
-            f"{folder} has no tokenizer that transformers can load: {type(error).__name__}: {one_line(error)}; get "
+            f"{folder} has no tokenizer that transformers can load: {type(error).__name__}: {message_of(error)}; get "
             "its files anew from where the model is from"
         ) from error
     return prepare_tokenizer(tokenizer, chat_template)

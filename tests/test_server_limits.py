@@ -21,7 +21,7 @@ from groupax.serve.app import Limits, create_app
 from groupax.serve.callers import Callers
 from groupax.serve.connections import Bounds, Connection, Connections
 from groupax.serve.loop import EngineLoop
-from groupax.serve.notices import Notices, visible
+from groupax.serve.notices import Notices
 
 from .test_config_and_data import a_tokenizer
 from .test_engine import engine_for
@@ -213,9 +213,14 @@ def test_names_of_a_server_that_others_reach():
     assert "no name of this server" in Callers("127.0.0.1").refusal_of({"host": "192.0.2.7:8000"})
 
 
-def test_what_strangers_send_is_logged_on_one_line():
-    assert visible("a\n\x1b[2J\u202e\x00") == r"a\n\x1b[2J\u202e\x00"
-    assert len(visible("\U0001f600" * 10_000)) < 250
+def test_what_strangers_send_is_logged_on_one_line(caplog):
+    notices = Notices()
+    notices._pending = {"refused": (2, "a\n\x1b[2J\u202e\x00"), "closed": (1, "\U0001f600" * 10_000)}
+    for kind in list(notices._pending):
+        notices._tell(kind)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == r"groupax serve: 2 refused (a⏎␛[2J\u202e␀)"
+    assert len(messages[1]) < 250
 
 
 # -- requests that make no sense

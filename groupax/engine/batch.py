@@ -100,7 +100,7 @@ class Batch:
 
     @property
     def shape(self) -> CacheShape:
-        """Of each shard's cache."""
+        """Returns the shape of each shard's cache."""
         scheduler, cache = self.scheduler, self.cache
         return CacheShape(scheduler.slots_per_shard, scheduler.share, cache.num_prompt_columns, cache.num_columns)
 
@@ -300,7 +300,7 @@ class Batch:
         return size
 
     def _is_prepared(self, shape: CacheShape) -> bool:  # noqa: ARG002
-        """Whether it is worth changing to this shape now, where that may wait."""
+        """Returns whether it is worth changing to this shape now, where that may wait."""
         return True
 
     def _split(self, shape: CacheShape) -> int:

@@ -67,7 +67,7 @@ class PreparedBatch(Batch):
         return in_steps(size, PROMPT_COLUMNS, PROMPT_STEP)
 
     def _fitting_share(self) -> int:
-        """As many slots for a place as now, or one: that is compiled beside each shape."""
+        """Returns as many slots for a place as now, or one, for which programs are compiled beside each shape."""
         return self.scheduler.share if super()._fitting_share() == self.scheduler.share else 1
 
     def _max_prompts(self) -> int:
@@ -87,7 +87,7 @@ class PreparedBatch(Batch):
 
 
 class Rehearsal(PreparedBatch):
-    """What a batch would do if further sequences joined it now, without any arrays.
+    """A batch without arrays, which finds out what another one would do if further sequences joined it now.
 
     Args:
         batch: which goes on as it is.
@@ -122,7 +122,7 @@ class Rehearsal(PreparedBatch):
 
     @property
     def shape(self) -> CacheShape:
-        """Of each shard's cache."""
+        """Returns the shape of each shard's cache."""
         return self._now
 
     def run(self) -> list[Program]:

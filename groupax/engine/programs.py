@@ -136,7 +136,7 @@ class Programs:
                 thread.join()
 
     def _look_at_weights(self) -> None:
-        """What is known is known for weights of these shapes and dtypes, in these places."""
+        """Forgets all programs if the weights have other shapes, dtypes or shardings than before."""
         params = self.engine.params
         weights = id(params), self.engine.version
         if weights == self._weights:

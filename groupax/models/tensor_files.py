@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from groupax.config import BaseWeights
 from groupax.models import bitsandbytes_format
 from groupax.models.config import ModelConfig
-from groupax.models.families.checks import one_line, shown
+from groupax.models.families.checks import message_of, shown
 from groupax.models.folders import listed, read_json
 from groupax.models.quantize import quantizer
 from groupax.models.specs import EMBEDDING, HEAD, Spec, spec_leaves
@@ -55,7 +55,7 @@ class TensorFile:
             except (SafetensorError, OSError, ValueError) as error:
                 size = self.path.stat().st_size
                 raise ValueError(
-                    f"{self.path} ({size} bytes) is damaged or truncated: {one_line(error)}; get the file anew from "
+                    f"{self.path} ({size} bytes) is damaged or truncated: {message_of(error)}; get the file anew from "
                     "where the model is from"
                 ) from error
         return self._file

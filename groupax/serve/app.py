@@ -271,7 +271,8 @@ class Server:
         if longest + params.max_tokens > engine.config.max_positions:
             raise ApiError(
                 400,
-                f"a prompt of {longest} tokens with max_tokens {params.max_tokens} exceeds the model's "
+                f"a prompt of {'at least ' * (longest > engine.config.max_positions)}{longest} tokens with max_tokens "
+                f"{params.max_tokens} exceeds the model's "
                 f"{engine.config.max_positions} positions; shorten the prompt or lower max_tokens",
                 param=field,
                 code="context_length_exceeded",

@@ -4,6 +4,8 @@ import asyncio
 import logging
 from collections import Counter
 
+from groupax.printable import one_line
+
 logger = logging.getLogger(__name__)
 
 FIRST_S = 1.0  # until the first line of a kind, so that what happens together is one line
@@ -37,10 +39,4 @@ class Notices:
 
     def _tell(self, kind: str) -> None:
         num, first = self._pending.pop(kind)
-        logger.warning("groupax serve: %d %s (%s)", num, kind, visible(first))
-
-
-def visible(text: str) -> str:
-    """Returns the text on one line, its beginning only, with everything that is not printable ASCII escaped."""
-    escaped = text[: MAX_CHARACTERS + 1].encode("unicode_escape").decode("ascii")
-    return escaped if len(escaped) <= MAX_CHARACTERS else f"{escaped[:MAX_CHARACTERS]}..."
+        logger.warning("groupax serve: %d %s (%s)", num, kind, one_line(first, MAX_CHARACTERS))

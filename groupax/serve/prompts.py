@@ -1,25 +1,19 @@
-"""Prompts of requests as token ids, with what is too much for the model refused early. Imports no jax."""
+"""Prompts of requests as token ids. Imports no jax."""
 
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 
-from groupax.chat import render
 from groupax.serve.errors import ApiError
 from groupax.serve.requests import Request
-from groupax.tokenizer import encode_texts
-
-PROBE_CHARACTERS = 8  # per position of the model: what is encoded of a long text to see whether it is too long
-TEMPLATE_ERRORS = (TemplateError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-SLACK_TOKENS = 64  # that fewer of a text's beginning may become when the rest follows
+from groupax.tokenizer import encode_prompts
 
 
 def encoded(request: Request, tokenizer: Any, max_positions: int) -> list[np.ndarray]:
     """Returns the token ids of each prompt of a request.
 
-    Of a long text first a part is encoded, then twice as much: encoding megabytes takes seconds and hundreds of
-    megabytes, and to know that there are too many tokens the beginning is enough.
+    Encoding megabytes takes seconds and hundreds of megabytes: of a text that is too long for the model only an end is
+    encoded that is too long as well.
 
     Args:
         request: its prompts are texts, token ids, or one list of messages.
@@ -27,20 +21,15 @@ def encoded(request: Request, tokenizer: Any, max_positions: int) -> list[np.nda
         max_positions: of the model.
 
     Raises:
-        ApiError: a prompt cannot be encoded, or is longer than the model's context.
+        ApiError: a prompt cannot be encoded.
     """
     name = "messages" if request.is_chat else "prompt"
+    texts = [prompt for prompt in request.prompts if not _is_ids(prompt)]
     try:
-        rendered = [
-            render(tokenizer, prompt, "the conversation") if request.is_chat else prompt for prompt in request.prompts
-        ]
-        texts = [each for each in rendered if isinstance(each, str)]
-        for text in texts:
-            _check_length(text, tokenizer, max_positions, name)
-        ids = iter(encode_texts(tokenizer, texts, [request.is_chat] * len(texts)))
-    except (*TEMPLATE_ERRORS, TypeError) as error:  # what templates raise for their messages
+        ids = iter(encode_prompts(tokenizer, texts, most_tokens=max_positions, name=name))
+    except ValueError as error:
         raise ApiError(400, f"the prompt cannot be encoded: {error}", name) from error
-    return [next(ids) if isinstance(each, str) else np.asarray(each, np.int32) for each in rendered]
+    return [np.asarray(prompt, np.int32) if _is_ids(prompt) else next(ids) for prompt in request.prompts]
 
 
 def check_tokens(request: Request, vocab_size: int) -> None:
@@ -58,21 +47,6 @@ def check_tokens(request: Request, vocab_size: int) -> None:
         largest = max(tokens, default=0)
         if largest >= vocab_size:
             raise ApiError(400, f"{field} names token {largest}; the vocabulary has {vocab_size} tokens", param=field)
-
-
-def _check_length(text: str, tokenizer: Any, max_positions: int, name: str) -> None:
-    num_characters = PROBE_CHARACTERS * max_positions
-    while num_characters < len(text):
-        [ids] = encode_texts(tokenizer, [text[:num_characters]], [True])
-        if len(ids) > max_positions + SLACK_TOKENS:
-            raise ApiError(
-                400,
-                f"the prompt has {len(text)} characters, of which the first {num_characters} are more tokens than "
-                f"the model's {max_positions} positions; shorten it",
-                param=name,
-                code="context_length_exceeded",
-            )
-        num_characters *= 2
 
 
 def _is_ids(prompt: Any) -> bool:

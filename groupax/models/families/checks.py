@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from reprlib import Repr
 from typing import Any
 
+from groupax.printable import one_line
+
 # Far beyond any released model. What is refused here would otherwise be counted up to before the files are compared.
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096
@@ -16,7 +18,7 @@ MAX_SIZE = 2**31 - 1  # what int32 can index
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be.
+    """A kind of value that a key of a file may have.
 
     Attributes:
         description: of the values, as an error states it.
@@ -52,10 +54,9 @@ def shown(value: Any) -> str:
     return _SHORT.repr(value)
 
 
-def one_line(error: BaseException) -> str:
-    """The message of a library's error about a file, which may repeat what the file holds."""
-    text = " ".join(str(error).split())[:300]
-    return "".join(char if char.isprintable() else "?" for char in text)
+def message_of(error: BaseException) -> str:
+    """Returns the message of a library's error about a file, which may repeat what the file holds."""
+    return one_line(" ".join(str(error).split()), 300)
 
 
 _SHORT = Repr()
