@@ -27,14 +27,14 @@ from models import QWEN_7M, parser, show
 from step import DTYPES, GROUP, LONGEST_TOKENS, MEAN_TOKENS, NEW_TOKENS, PROMPT_TOKENS, PROMPTS
 
 from groupax import GRPOConfig, init_model
-from groupax.batch import Row, pack
-from groupax.learner import Learner
 from groupax.models.flops import forward_flops
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.peak import peak_flops
-from groupax.run_parts import learner_settings
-from groupax.step import micro_step, to_rows, zero_totals
+from groupax.runs.build import learner_settings
+from groupax.training.batch import Row, pack
+from groupax.training.learner import Learner
+from groupax.training.step import micro_step, to_rows, zero_totals
 
 ROUNDS = 7
 

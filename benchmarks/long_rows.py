@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_7M, parser, show
 
 from groupax import GRPOConfig, init_model
-from groupax.batch import Row, pack
-from groupax.learner import Learner
 from groupax.models.execution import execution_on
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.peak import peak_memory_bytes
-from groupax.run_parts import learner_settings
-from groupax.step import micro_step, to_rows, zero_totals
+from groupax.runs.build import learner_settings
+from groupax.training.batch import Row, pack
+from groupax.training.learner import Learner
+from groupax.training.step import micro_step, to_rows, zero_totals
 
 LENGTHS = (2048, 4096, 8192, 16_384)
 

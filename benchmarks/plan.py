@@ -83,7 +83,7 @@ def scaling(num_chips: int, rows: int) -> dict[str, Any]:
     from groupax.planning.measured import Measured, step_seconds
     from groupax.planning.programs import own_bytes
     from groupax.planning.run import run_of
-    from groupax.run_parts import mesh_of
+    from groupax.runs.build import mesh_of
 
     args = GRPOConfig(
         mesh="1,-1,1,1,1",

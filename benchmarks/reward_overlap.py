@@ -22,7 +22,7 @@ from groupax import Engine, SamplingParams, init_model
 from groupax.rewards.contract import resolve_rewards
 from groupax.rewards.runner import RewardRunner, RewardSettings
 from groupax.rewards.scoring import score_groups
-from groupax.rollout import rollout
+from groupax.rollouts.sampler import rollout
 
 GROUPS, GROUP, NEW_TOKENS, SLEEP_S = 8, 4, 512, 1.0
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from groupax import GRPOConfig, GRPOTrainer
 from groupax.recipes import load_recipe
-from groupax.run_log import RunLog
-from groupax.trackers.background import BackgroundTracker
+from groupax.runs.log import RunLog
+from groupax.runs.trackers.background import BackgroundTracker
 
 WARM_UP_STEPS = 20
 

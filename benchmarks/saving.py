@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from groupax import GRPOConfig, GRPOTrainer
-from groupax.checkpoints.saver import RunSaver
 from groupax.recipes import load_recipe
-from groupax.run_state import Cursor, Experience
+from groupax.rollouts.state import Cursor, Experience
+from groupax.runs.checkpoints.saver import RunSaver
 
 SAVE_STEPS = 10
 

@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_7M, parser, show
 
 from groupax import GRPOConfig, init_model
-from groupax.batch import Row
-from groupax.learner import Learner
 from groupax.models.flops import forward_flops
-from groupax.run_parts import learner_settings
+from groupax.runs.build import learner_settings
+from groupax.training.batch import Row
+from groupax.training.learner import Learner
 
 PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 512, 8, 128
 

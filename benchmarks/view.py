@@ -21,8 +21,8 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from groupax.rollout import Rollout
-from groupax.rollout_log import TokenScores, rollout_table, write_table
+from groupax.rollouts.sampler import Rollout
+from groupax.runs.rollout_log import TokenScores, rollout_table, write_table
 
 GROUP = 10
 TOKENS = 120

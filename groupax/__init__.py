@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from groupax.config import GRPOConfig as GRPOConfig
     from groupax.engine.engine import Engine as Engine
-    from groupax.engine.params import SamplingParams as SamplingParams
     from groupax.models.checkpoint import Model as Model
     from groupax.models.checkpoint import add_adapter as add_adapter
     from groupax.models.checkpoint import init_model as init_model
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from groupax.models.lora import LoRAConfig as LoRAConfig
     from groupax.models.saving import save_adapter as save_adapter
     from groupax.models.saving import save_model as save_model
+    from groupax.settings.sampling import SamplingParams as SamplingParams
     from groupax.trainer import GRPOTrainer as GRPOTrainer
     from groupax.trainer import TrainResult as TrainResult
 
@@ -28,7 +28,7 @@ _HOME = {
     "GRPOTrainer": "groupax.trainer",
     "LoRAConfig": "groupax.models.lora",
     "Model": "groupax.models.checkpoint",
-    "SamplingParams": "groupax.engine.params",
+    "SamplingParams": "groupax.settings.sampling",
     "TrainResult": "groupax.trainer",
     "add_adapter": "groupax.models.checkpoint",
     "init_model": "groupax.models.checkpoint",

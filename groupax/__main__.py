@@ -1,5 +1,5 @@
 """`python -m groupax`."""
 
-from groupax.cli import entry_point
+from groupax.cli.main import entry_point
 
 entry_point()

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from groupax.chat import check_template_kwargs
-from groupax.field_types import as_given, as_read, check_range, check_text, check_type, nearest, ranged
-from groupax.objective.settings import (
+from groupax.data.chat import check_template_kwargs
+from groupax.settings.fields import as_given, as_read, check_range, check_text, check_type, nearest, ranged
+from groupax.settings.objective import (
     UNCLIPPED,
     ImportanceSamplingLevel,
     KLEstimator,

@@ -11,46 +11,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from groupax.batch import Row
-from groupax.card import license_of, read_card, run_card
-from groupax.checkpoints.choose import Saved
-from groupax.checkpoints.identity import Identity, identity_of, process_of
-from groupax.checkpoints.record import read_policies, read_rollout, stored_dtype, with_scores
-from groupax.checkpoints.saver import RunSaver, patiently, remove_download
-from groupax.collector import Collector
 from groupax.config import GRPOConfig
-from groupax.data import load_examples, named_source
-from groupax.data_files import EVAL_SPLITS
-from groupax.engine.params import SamplingParams
+from groupax.data.files import EVAL_SPLITS
+from groupax.data.prompts import load_examples, named_source
+from groupax.data.tokenizer import eos_token_ids
 from groupax.errors import DivergedError, RewardError
-from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
 from groupax.evaluation.sets import named_sets
-from groupax.health import START_STEPS, UNSCORED_ROLLOUTS, logp_limit, num_unscored_steps, setup_findings
-from groupax.hub import push_folder
-from groupax.learner import Learner, Update
-from groupax.metrics import Metrics
+from groupax.metrics.completions import Metrics
+from groupax.metrics.estimates import Estimate
 from groupax.models.adapted import joined
 from groupax.models.checkpoint import Model, add_adapter
 from groupax.models.lora import counts, trainable_line
-from groupax.models.replacing import ForeignFilesError, check_destination, replace_card
 from groupax.models.saving import save_adapter, save_model, sources_of
 from groupax.models.specs import Params
-from groupax.packing import Shape
 from groupax.parallel import processes
 from groupax.parallel.compilation import compilation
 from groupax.parallel.peak import memory_in_use
+from groupax.parallel.preemption import AbandonedError, StopRequests
 from groupax.parallel.runtime import configure_jax
 from groupax.parallel.transfer import fetched_at_first
-from groupax.pipeline import Pipeline
-from groupax.preemption import AbandonedError, StopRequests
-from groupax.progress import Progress, progress_named, shown_by_the_first
 from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
 from groupax.rewards.runner import RewardRunner, RewardSettings
-from groupax.rollout_log import TokenScores
-from groupax.run_header import run_facts
-from groupax.run_log import Listener, RunLog
-from groupax.run_parts import (
+from groupax.rollouts.collector import Collector
+from groupax.rollouts.pipeline import Pipeline
+from groupax.rollouts.slices import slices_of
+from groupax.rollouts.state import Cursor, Experience
+from groupax.runs.build import (
     check_adapter,
     check_processes,
     engine_for,
@@ -62,12 +49,25 @@ from groupax.run_parts import (
     sampler_for,
     tokenizer_for,
 )
-from groupax.run_state import Cursor, Experience
-from groupax.slices import slices_of
-from groupax.step import TrainState
-from groupax.tokenizer import eos_token_ids
-from groupax.trackers.tracker import check_installed
-from groupax.tracking import RunFolder, free_name
+from groupax.runs.checkpoints.choose import Saved
+from groupax.runs.checkpoints.fingerprint import Identity, identity_of, process_of
+from groupax.runs.checkpoints.record import read_policies, read_rollout, stored_dtype, with_scores
+from groupax.runs.checkpoints.saver import RunSaver, patiently, remove_download
+from groupax.runs.diagnostics import START_STEPS, UNSCORED_ROLLOUTS, logp_limit, num_unscored_steps, setup_findings
+from groupax.runs.folder import RunFolder, free_name
+from groupax.runs.header import run_facts
+from groupax.runs.log import Listener, RunLog
+from groupax.runs.model_card import license_of, read_card, run_card
+from groupax.runs.progress import Progress, progress_named, shown_by_the_first
+from groupax.runs.rollout_log import TokenScores
+from groupax.runs.trackers.tracker import check_installed
+from groupax.settings.sampling import SamplingParams
+from groupax.storage.hub import push_folder
+from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
+from groupax.training.batch import Row
+from groupax.training.learner import Learner, Update
+from groupax.training.packing import Shape
+from groupax.training.step import TrainState
 
 
 @dataclass(frozen=True)

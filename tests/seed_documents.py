@@ -70,7 +70,7 @@ def _code(text):
 IMPORTS = {
     "import easydel as ed": "import groupax.compat.easydel as ed",
     "from easydel.trainers import": "from groupax.compat.easydel import",
-    "from eformer.executor.ray import": "from groupax.parallel.ray import",
+    "from eformer.executor.ray import": "from groupax.launch.ray_functions import",
     "from trl import": "from groupax.compat.trl import",
     "from peft import": "from groupax.compat.hf import",
     "from transformers import BitsAndBytesConfig": "from groupax.compat.hf import BitsAndBytesConfig",
@@ -114,7 +114,7 @@ TUTORIAL = {
     "/dev/shm": "{shm}",
 }
 PROGRAM = {
-    "easydel.scripts": "groupax.scripts",
+    "easydel.scripts": "groupax.compat.easydel.scripts",
     "--max_completion_length 1024": "--max_completion_length 64",
 }
 LAUNCH = {"accelerate launch": "python"}

@@ -66,8 +66,8 @@ def letters(prompts, completion_ids, log_extra):
 
 def main(folder, settings, pause_s, demo):
     from groupax import GRPOConfig, GRPOTrainer
-    from groupax.checkpoints import writer
     from groupax.recipes import load_recipe
+    from groupax.runs.checkpoints import writer
 
     folder = Path(folder)
     phase = Phase(folder / "phase")

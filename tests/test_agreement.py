@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from groupax import Engine, SamplingParams, init_model, load_model
-from groupax.batch import Row, pack
 from groupax.models.decoder import logits
 from groupax.models.execution import DIRECT
 from groupax.objective.aggregation import Denominators
-from groupax.objective.settings import ObjectiveSettings
 from groupax.parallel.mesh import num_data_shards
 from groupax.recipes import load_recipe
-from groupax.step import LOGP_DIFF, across_shards, micro_step, score, to_rows, zero_totals
+from groupax.settings.objective import ObjectiveSettings
+from groupax.training.batch import Row, pack
+from groupax.training.step import LOGP_DIFF, across_shards, micro_step, score, to_rows, zero_totals
 
 from .conftest import TINY, rest_heavy
 

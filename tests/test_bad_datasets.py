@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from groupax.cli import main
-from groupax.data import encode_examples, load_examples
+from groupax.cli.main import main
+from groupax.data.prompts import encode_examples, load_examples
 
 from .test_config_and_data import a_tokenizer
 

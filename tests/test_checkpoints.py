@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, init_model, load_model, save_model
-from groupax.checkpoints import saver, writer
-from groupax.checkpoints.files import damage, seal
-from groupax.checkpoints.identity import FIXED, FREE, ZERO_OR_NOT, tokenizer_fingerprint, weights_fingerprint
-from groupax.checkpoints.store import LocalStore, RemoteStore
-from groupax.cli import main
+from groupax.cli.main import main
 from groupax.errors import DivergedError, PreemptedError, RunError
 from groupax.evaluation.evaluate import Evaluation
 from groupax.evaluation.sets import ONLY_SET
 from groupax.models.lora import LoRAConfig
 from groupax.parallel.mesh import AXES
-from groupax.remote import Remote
 from groupax.rewards import RewardError
+from groupax.runs.checkpoints import saver, writer
+from groupax.runs.checkpoints.files import damage, seal
+from groupax.runs.checkpoints.fingerprint import FIXED, FREE, ZERO_OR_NOT, tokenizer_fingerprint, weights_fingerprint
+from groupax.runs.checkpoints.store import LocalStore, RemoteStore
+from groupax.storage.buckets import Remote
 
 from .conftest import TINY, rest_heavy
 from .stopped_run import final_state
@@ -554,7 +554,7 @@ def test_out_of_memory_costs_nothing(earlier, tmp_path, where, monkeypatch):
 
     def update_until(rows):
         if trainer.cursor.step == 2:
-            monkeypatch.setattr("groupax.learner.micro_step", no_memory)
+            monkeypatch.setattr("groupax.training.learner.micro_step", no_memory)
         return update(rows)
 
     if where == "update":

@@ -13,7 +13,6 @@ import pytest
 import groupax.compat.easydel as ed
 from groupax import Engine, SamplingParams, init_model, load_model, save_model
 from groupax import GRPOConfig as NativeConfig
-from groupax.collector import sampling_params
 from groupax.compat import hf, trl
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.easydel.models import config_settings
@@ -23,7 +22,8 @@ from groupax.models.checkpoint import on_mesh
 from groupax.models.lora import lora_config
 from groupax.models.quantize import dense
 from groupax.parallel.mesh import RULES, make_mesh
-from groupax.run_parts import eval_params
+from groupax.rollouts.collector import sampling_params
+from groupax.runs.build import eval_params
 
 from .conftest import TINY, one_device_mesh
 from .test_config_and_data import a_tokenizer

@@ -13,12 +13,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from groupax import GRPOConfig, init_model, save_model
-from groupax.chat import render
 from groupax.config import NAMES_ELSEWHERE
-from groupax.data import encode_examples, load_examples, visit_order
-from groupax.field_types import Range
-from groupax.slices import slices_of
-from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
+from groupax.data.chat import render
+from groupax.data.prompts import encode_examples, load_examples, visit_order
+from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
+from groupax.rollouts.slices import slices_of
+from groupax.settings.fields import Range
 
 from .conftest import SHARED, TINY
 

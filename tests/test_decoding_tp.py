@@ -13,11 +13,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from groupax import Engine, GRPOConfig, SamplingParams, init_model, load_model, save_model
-from groupax.cli import main
+from groupax.cli.main import main
+from groupax.cli.serve import Serve, engines_of, models_of
 from groupax.engine.batch import Batch
 from groupax.engine.decode import decode_chunk
 from groupax.engine.session import Session
-from groupax.learner import Learner
 from groupax.models.adapted import joined
 from groupax.models.checkpoint import add_adapter, on_mesh
 from groupax.models.exchange import leaves_of, tensors_of
@@ -26,11 +26,11 @@ from groupax.models.peft_format import adapter_json
 from groupax.models.saving import save_adapter
 from groupax.models.specs import model_specs
 from groupax.parallel.mesh import make_mesh
-from groupax.run_parts import learner_settings
-from groupax.serve.command import Serve, engines_of, models_of
+from groupax.runs.build import learner_settings
 from groupax.serve.loop import EngineLoop
+from groupax.serve.protocol import manifest_of, pieces_of
 from groupax.serve.weights import Weights
-from groupax.serve.wire import manifest_of, pieces_of
+from groupax.training.learner import Learner
 
 from .conftest import TINY, one_device_mesh, rest_heavy
 from .test_config_and_data import a_tokenizer

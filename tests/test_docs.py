@@ -35,14 +35,14 @@ def test_the_pages_list_every_built_in_reward():
 
 
 def test_the_pages_list_every_sampling_setting():
-    from groupax.engine.params import SamplingParams
+    from groupax.settings.sampling import SamplingParams
 
     text = (DOCS / "engine.md").read_text()
     assert [name for name in SamplingParams.__annotations__ if f"`{name}`" not in text] == []
 
 
 def test_the_pages_list_every_setting_of_the_objective():
-    from groupax.objective.settings import LossType, ObjectiveSettings
+    from groupax.settings.objective import LossType, ObjectiveSettings
 
     text = (DOCS / "algorithm.md").read_text()
     own = {"entropy_bonus", "temperature"}  # ours, and told in words

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from groupax import Engine, SamplingParams, init_model, load_model
 from groupax.engine.batch import Batch
-from groupax.engine.prefixes import Prefix, PrefixStore
+from groupax.engine.prefix_cache import Prefix, PrefixStore
 from groupax.engine.sampling import (
     History,
     SamplingSettings,
@@ -27,7 +27,7 @@ from groupax.engine.stops import find_stop, text_before_stop
 from groupax.models.decoder import logits
 from groupax.models.quantize import decoding_params
 from groupax.parallel.mesh import AXES
-from groupax.rollout import rollout
+from groupax.rollouts.sampler import rollout
 
 from .conftest import TINY, rest_heavy
 

@@ -9,18 +9,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from groupax.data import encode_examples
-from groupax.engine.params import SamplingParams
+from groupax.cli.summary import BeforeAfter, show, write_report
+from groupax.data.prompts import encode_examples
 from groupax.evaluation.answers import ACCURACY_REWARDS, math_answer, number_answer, tagged_answer
-from groupax.evaluation.estimates import majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to, t_quantile
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation, evaluate, which_solves
 from groupax.evaluation.items import Completion, Item, compare, estimates, item_values, read_items, votes, write_items
 from groupax.evaluation.paired import mcnemar, paired_difference
 from groupax.evaluation.sets import named_sets, sources_by_name
-from groupax.report import BeforeAfter, show, write_report
+from groupax.metrics.estimates import majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to, t_quantile
 from groupax.rewards.contract import resolve_rewards
 from groupax.rewards.maths import last_boxed
 from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.settings.sampling import SamplingParams
 from groupax.trainer import TrainResult
 
 from .conftest import SHARED
@@ -419,7 +419,7 @@ class ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def qwen():
-    from groupax.tokenizer import load_tokenizer
+    from groupax.data.tokenizer import load_tokenizer
 
     folder = SHARED / "tokenizers" / "qwen"
     if not folder.is_dir():
@@ -453,7 +453,7 @@ def corrupted(answer):
 @pytest.mark.long
 def test_the_eval_command_on_gsm8k_with_gold_and_with_corrupted_answers(qwen, stories, tmp_path, monkeypatch, capsys):
     from groupax import Engine
-    from groupax.cli import main
+    from groupax.cli.main import main
 
     the_rows("gsm8k", "gsm8k")
     raw = [json.loads(line) for line in (SHARED / "data/gsm8k/test.jsonl").read_text().splitlines()]

@@ -9,7 +9,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from groupax import Engine, SamplingParams, init_model, load_model, save_model
-from groupax.batch import Row, pack
 from groupax.models.attention import attend
 from groupax.models.config import DynamicRope, LongRope, Rope
 from groupax.models.decoder import causal_hidden, forward, head_weights, logits
@@ -21,10 +20,11 @@ from groupax.models.layers import vocabulary_logits
 from groupax.models.logprobs import token_logprobs
 from groupax.models.rope import frequencies
 from groupax.objective.aggregation import Denominators
-from groupax.objective.settings import ObjectiveSettings
-from groupax.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
 from groupax.parallel.mesh import make_mesh, num_data_shards
-from groupax.step import ROUTER_LOSS, across_shards, micro_step, to_rows, zero_totals
+from groupax.settings.objective import ObjectiveSettings
+from groupax.training.batch import Row, pack
+from groupax.training.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
+from groupax.training.step import ROUTER_LOSS, across_shards, micro_step, to_rows, zero_totals
 
 from .conftest import one_device_mesh, rest_heavy
 

@@ -13,8 +13,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from groupax import GRPOConfig, init_model
-from groupax.batch import Row, attending_by, pack
-from groupax.learner import Learner
 from groupax.models import attention, cudnn, fused_attention, splash
 from groupax.models.checkpoint import on_mesh
 from groupax.models.config import Attention
@@ -23,8 +21,10 @@ from groupax.models.families import read_config
 from groupax.models.fused_attention import fused_for
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh
-from groupax.run_parts import learner_settings
-from groupax.step import micro_step, to_rows, zero_totals
+from groupax.runs.build import learner_settings
+from groupax.training.batch import Row, attending_by, pack
+from groupax.training.learner import Learner
+from groupax.training.step import micro_step, to_rows, zero_totals
 
 from .conftest import TINY, one_device_mesh, rest_heavy
 
@@ -318,5 +318,5 @@ def test_a_run_is_told_before_it_begins(tiny_model):
 
 
 def test_who_uses_no_kernel_imports_none():
-    code = "import sys, groupax.learner; assert not [name for name in sys.modules if 'pallas' in name]"
+    code = "import sys, groupax.training.learner; assert not [name for name in sys.modules if 'pallas' in name]"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,7 +8,7 @@ import pytest
 
 from groupax import GRPOConfig
 from groupax.errors import RewardError
-from groupax.health import (
+from groupax.runs.diagnostics import (
     PATIENCE_STEPS,
     START_STEPS,
     UNSCORED_ROLLOUTS,

@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from groupax.cli import COMMANDS, main
+from groupax.cli.launch import LAUNCHERS, Ray, launch
+from groupax.cli.main import COMMANDS, main
 from groupax.errors import PREEMPTED
-from groupax.launch.command import LAUNCHERS, Ray, launch
+from groupax.launch.argv import LAUNCHED, program_of, split_words
+from groupax.launch.environment import environment_of
 from groupax.launch.hosted import config_of
 from groupax.launch.local import MISTAKE, Stop, local_attempt
 from groupax.launch.output import copied
-from groupax.launch.place import environment_of
-from groupax.launch.ready import wait_for
+from groupax.launch.ray_functions import CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
+from groupax.launch.readiness import wait_for
 from groupax.launch.retries import Outcome, Retries, attempted
 from groupax.launch.slurm import Slurm, script_of, submit, written
-from groupax.launch.words import LAUNCHED, program_of, split_words
-from groupax.parallel.ray import CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
-from groupax.serve.wire import API_KEY_VARIABLE
+from groupax.serve.protocol import API_KEY_VARIABLE
 
 from .slurm_stand_ins import run_job
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
-from groupax.batch import Row, pack
 from groupax.models.adapted import Adapted, joined
 from groupax.models.decoder import logits
 from groupax.models.lora import adapter_specs, counts, lora_config, trainable_line
+from groupax.training.batch import Row, pack
 
 from .conftest import TINY
 from .test_trainer import a_trainer, lines_of

@@ -13,13 +13,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from groupax import GRPOConfig, init_model, save_model
-from groupax.batch import Row
-from groupax.cli import main
-from groupax.learner import Learner
+from groupax.cli.main import main
 from groupax.models.checkpoint import add_adapter, on_mesh
 from groupax.models.lora import LoRAConfig
 from groupax.parallel.mesh import decoding_mesh, make_mesh, slices_along
-from groupax.run_parts import learner_settings
+from groupax.runs.build import learner_settings
+from groupax.training.batch import Row
+from groupax.training.learner import Learner
 
 from .conftest import TINY, one_device_mesh
 from .test_config_and_data import a_tokenizer

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from groupax.metrics import reward_metrics, trl_zero_std_frac
+from groupax.metrics.completions import reward_metrics, trl_zero_std_frac
 from groupax.objective.advantages import group_advantages
 
 NAN = float("nan")

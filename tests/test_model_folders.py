@@ -20,16 +20,16 @@ from safetensors.numpy import load_file, save_file
 
 import groupax
 from groupax import GRPOConfig, LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
-from groupax.card import derived_card, license_of, run_card
-from groupax.cli import main
+from groupax.cli.main import main
 from groupax.compat.hf import CausalLM
+from groupax.data.tokenizer import load_tokenizer
 from groupax.models.families import read_config
-from groupax.models.families.checks import CONFIG, GENERATION, MAX_LAYERS
-from groupax.models.replacing import MANIFEST, ForeignFilesError, check_destination, replacing_folder
 from groupax.models.saving import sources_of
 from groupax.models.summary import find_config
 from groupax.rewards.model import RewardModel
-from groupax.tokenizer import load_tokenizer
+from groupax.runs.model_card import derived_card, license_of, run_card
+from groupax.storage.model_json import CONFIG, GENERATION, MAX_LAYERS
+from groupax.storage.replacing import MANIFEST, ForeignFilesError, check_destination, replacing_folder
 
 from .conftest import TINY, rest_heavy
 from .test_config_and_data import a_tokenizer
@@ -661,7 +661,7 @@ def test_a_save_into_the_midst_of_other_files_adds_to_them(good, tmp_path, monke
 WRITES_FOR_EVER = """
 import sys
 from pathlib import Path
-from groupax.models.replacing import replacing_folder
+from groupax.storage.replacing import replacing_folder
 for number in range(10**6):
     with replacing_folder(Path(sys.argv[1])) as partial:
         for name in ("config.json", "model.safetensors"):
@@ -693,7 +693,7 @@ def test_a_kill_leaves_the_old_model_or_the_new_one(tmp_path):
 
 
 def test_what_appears_while_a_model_is_replaced_is_kept(tmp_path, monkeypatch, caplog):
-    folder, real = tmp_path / "model", groupax.models.replacing._exchange
+    folder, real = tmp_path / "model", groupax.storage.replacing._exchange
 
     def exchange(new, old):
         (old / "late.txt").write_text("mine")
@@ -703,7 +703,7 @@ def test_what_appears_while_a_model_is_replaced_is_kept(tmp_path, monkeypatch, c
         with replacing_folder(folder) as partial:
             (partial / "config.json").write_text(str(number))
             if number:
-                monkeypatch.setattr("groupax.models.replacing._exchange", exchange)
+                monkeypatch.setattr("groupax.storage.replacing._exchange", exchange)
     assert (folder / "config.json").read_text() == "1"
     [left] = [path for path in tmp_path.iterdir() if path != folder]
     assert contents(left) == {"late.txt": b"mine"}
@@ -711,7 +711,7 @@ def test_what_appears_while_a_model_is_replaced_is_kept(tmp_path, monkeypatch, c
 
 
 def test_folders_are_exchanged_without_help_of_the_system(tmp_path, monkeypatch):
-    monkeypatch.setattr("groupax.models.replacing.ctypes.CDLL", lambda _: object())
+    monkeypatch.setattr("groupax.storage.replacing.ctypes.CDLL", lambda _: object())
     for number in range(3):
         with replacing_folder(tmp_path / "model") as partial:
             (partial / "config.json").write_text(str(number))

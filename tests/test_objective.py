@@ -18,7 +18,7 @@ from groupax.objective.losses import LOSSES
 from groupax.objective.masks import top_entropy_threshold
 from groupax.objective.objective import Evidence, empty_objective_tally, policy_objective
 from groupax.objective.ratios import RATIOS
-from groupax.objective.settings import (
+from groupax.settings.objective import (
     ImportanceSamplingLevel,
     KLEstimator,
     LossType,

@@ -22,7 +22,7 @@ from groupax.config import GRPOConfig
 from groupax.objective.aggregation import Denominators
 from groupax.objective.masks import top_entropy_threshold
 from groupax.objective.objective import Evidence, empty_objective_tally, policy_objective
-from groupax.objective.settings import ObjectiveSettings
+from groupax.settings.objective import ObjectiveSettings
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "cases.json").read_text())

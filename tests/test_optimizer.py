@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from groupax.config import GRPOConfig, LRScheduler, OptimizerName, WeightDecayScope
-from groupax.optimizer import (
+from groupax.training.optimizer import (
     OPTIMIZERS,
     OptimizerSettings,
     ScheduleSettings,

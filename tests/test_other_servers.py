@@ -16,12 +16,13 @@ from starlette.routing import Route
 from groupax import GRPOConfig, SamplingParams, load_model
 from groupax.engine.engine import unstarted
 from groupax.errors import RunError
-from groupax.preemption import AbandonedError
+from groupax.parallel.preemption import AbandonedError
 from groupax.rewards import RewardError
-from groupax.rollout import rollout
+from groupax.rollouts.sampler import rollout
 from groupax.serve import client
 from groupax.serve.client import RemoteSampler
-from groupax.serve.others import (
+from groupax.serve.remote import Remote
+from groupax.serve.vllm_sglang import (
     Answered,
     WeightsFolder,
     dialect_of,
@@ -32,7 +33,6 @@ from groupax.serve.others import (
     vllm_answers,
     vllm_request,
 )
-from groupax.serve.remote import Remote
 
 from .other_servers import SGLANG_FIELDS, VLLM, VLLM_FIELDS, SGLang
 from .test_config_and_data import a_tokenizer

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from groupax.batch import Row, pack
-from groupax.packing import PLAIN, Attending, Shape, plan, ranges, round_up
+from groupax.training.batch import Row, pack
+from groupax.training.packing import PLAIN, Attending, Shape, plan, ranges, round_up
 
 RNG = np.random.default_rng(0)
 

@@ -9,11 +9,11 @@ import time
 import pytest
 
 from groupax import GRPOConfig
-from groupax.checkpoints.arrays import read_on_host
 from groupax.errors import PreemptedError
-from groupax.parallel.turns import Turns
-from groupax.preemption import AbandonedError
+from groupax.parallel.fair_lock import Turns
+from groupax.parallel.preemption import AbandonedError
 from groupax.rewards import RewardError
+from groupax.runs.checkpoints.arrays import read_on_host
 
 from .conftest import rest_heavy
 from .stopped_run import final_state, letters

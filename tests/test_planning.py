@@ -17,11 +17,9 @@ from jax.sharding import PartitionSpec
 
 import groupax.engine.batch
 import groupax.engine.engine
-import groupax.learner
+import groupax.training.learner
 from groupax import GRPOConfig, SamplingParams, add_adapter, init_model
-from groupax.batch import Row
-from groupax.cli import main
-from groupax.learner import Learner
+from groupax.cli.main import main
 from groupax.models import attention, splash
 from groupax.models.bitsandbytes_format import quantization_config
 from groupax.models.config import Attention
@@ -38,7 +36,9 @@ from groupax.planning.measured import OTHER, Compiler, Measured, step_seconds
 from groupax.planning.programs import UnfitError, host_bytes, own_bytes
 from groupax.planning.run import run_of
 from groupax.planning.tables import text_of, verdict
-from groupax.run_parts import engine_for, learner_settings, lora_for
+from groupax.runs.build import engine_for, learner_settings, lora_for
+from groupax.training.batch import Row
+from groupax.training.learner import Learner
 
 from .conftest import TINY, one_device_mesh
 
@@ -363,14 +363,14 @@ def test_what_is_planned_is_what_a_real_run_has(name, monkeypatch):
     groups = np.repeat(np.arange(4), 4).tolist()
     rows = [Row(g, prompts[g].astype(np.int32), words, words > 0, 1.0, logp, **more) for g in groups]
     if args.top_entropy_quantile < 1:
-        scored = recording(monkeypatch, groupax.learner, "score")
+        scored = recording(monkeypatch, groupax.training.learner, "score")
         with pytest.raises(Recorded):
             learner.update(rows)
         assert not {shape for shape, _ in scored[0][1]} - {shape for shape, _ in planned_shapes(programs["score"])}
         learner.shapes = []
         rows = [replace(row, policy_mask=row.mask) for row in rows]
         monkeypatch.setattr(Learner, "_with_policy_masks", lambda self, rows: rows)
-    steps = recording(monkeypatch, groupax.learner, "micro_step")
+    steps = recording(monkeypatch, groupax.training.learner, "micro_step")
     with pytest.raises(Recorded):
         learner.update(rows)
     assert planned_shapes(programs["micro_step"]) == steps[0][1]

@@ -6,7 +6,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
-from groupax.models import products
+from groupax.models import matmul
 from groupax.models.decoder import causal_hidden, head_weights
 from groupax.models.families import read_config
 from groupax.models.logprobs import token_logprobs
@@ -59,7 +59,7 @@ def traced(platform):
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 @pytest.mark.parametrize("planner_multiplies_bfloat16", [False, True])
 def test_accelerators_multiply_bfloat16_weights_as_they_are(platform, planner_multiplies_bfloat16, monkeypatch):
-    monkeypatch.setattr(products, "cpu_multiplies_bfloat16", lambda: planner_multiplies_bfloat16)
+    monkeypatch.setattr(matmul, "cpu_multiplies_bfloat16", lambda: planner_multiplies_bfloat16)
     found = products_in(traced(platform))
     wide = [factors for factors in found if any(factor.dtype != jnp.bfloat16 for factor in factors)]
     of_positions = {(4, 8), (16, 4)}  # the angles of 16 positions, for both dims of 4 pairs
@@ -68,7 +68,7 @@ def test_accelerators_multiply_bfloat16_weights_as_they_are(platform, planner_mu
 
 
 def test_a_cpu_without_matrix_units_multiplies_float32(monkeypatch):
-    monkeypatch.setattr(products, "cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(matmul, "cpu_multiplies_bfloat16", lambda: False)
     assert all(factor.dtype == jnp.float32 for factors in products_in(traced("cpu")) for factor in factors)
 
 

@@ -16,13 +16,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from groupax import init_model, save_model
-from groupax.cli import main
+from groupax.cli.main import main
 from groupax.errors import RunError
-from groupax.launch.place import free_port
-from groupax.listening import own_address
+from groupax.launch.environment import free_port
 from groupax.parallel.peers import first as first_peers
 from groupax.parallel.peers import further, listener_at
 from groupax.parallel.processes import _arguments, _bound, _refuse_copies
+from groupax.parallel.sockets import own_address
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax.models import products
-from groupax.models.products import linear_product, times, times_transposed
+from groupax.models import matmul
+from groupax.models.matmul import linear_product, times, times_transposed
 
 from .conftest import rest_heavy
 
@@ -24,9 +24,9 @@ def factors(*shapes, dtype=jnp.bfloat16):
 @pytest.fixture(params=[False, True], ids=["as_float32", "as_bfloat16"])
 def kind_of_cpu(request, monkeypatch):
     """A CPU without and one with matrix units for bfloat16; the latter only where it is one."""
-    if request.param and not products.cpu_multiplies_bfloat16():
+    if request.param and not matmul.cpu_multiplies_bfloat16():
         pytest.skip("this CPU has no matrix units for bfloat16")
-    monkeypatch.setattr(products, "cpu_multiplies_bfloat16", lambda: request.param)
+    monkeypatch.setattr(matmul, "cpu_multiplies_bfloat16", lambda: request.param)
 
 
 @pytest.mark.optimized

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from groupax.live_panel import LivePanel
-from groupax.printable import one_line, printable
-from groupax.progress import PROGRESS_BARS, JsonLines, Progress, TimeLeft, Tqdm, fitting, progress_named
+from groupax.runs.progress import PROGRESS_BARS, JsonLines, Progress, TimeLeft, Tqdm, fitting, progress_named
+from groupax.terminal.panel import LivePanel
+from groupax.terminal.printable import one_line, printable
 
 METRICS = {"reward": 0.5, "step_time": 2.0}
 

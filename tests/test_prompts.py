@@ -12,19 +12,19 @@ import pytest
 import yaml
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model
-from groupax import chat as chats
-from groupax.chat import render, render_all
-from groupax.checkpoints.identity import FIXED, FREE
-from groupax.cli import main, train_defaults
+from groupax.cli.main import main, train_defaults
 from groupax.compat import trl
 from groupax.compat.fields import CompatWarning
-from groupax.data import encode_examples
-from groupax.flags import read_mapping
-from groupax.rollout import rollout
-from groupax.run_parts import eval_params
+from groupax.data import chat as chats
+from groupax.data.chat import render, render_all
+from groupax.data.prompts import encode_examples
+from groupax.data.tokenizer import encode_prompts, load_tokenizer
+from groupax.rollouts.sampler import rollout
+from groupax.runs.build import eval_params
+from groupax.runs.checkpoints.fingerprint import FIXED, FREE
 from groupax.serve.errors import ApiError
 from groupax.serve.requests import parse
-from groupax.tokenizer import encode_prompts, load_tokenizer
+from groupax.settings.json_flags import read_mapping
 
 from .conftest import SHARED, TINY
 from .test_config_and_data import a_tokenizer

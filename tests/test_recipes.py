@@ -5,10 +5,11 @@ import json
 import pytest
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
-from groupax.cli import main, train_defaults
+from groupax.cli.main import main, train_defaults
+from groupax.compat.easydel.scripts.finetune import gsm8k_grpo, numinamath_grpo
 from groupax.config import GRPOConfig
-from groupax.data import load_examples
-from groupax.data_files import MissingSplitError, read_rows
+from groupax.data.files import MissingSplitError, read_rows
+from groupax.data.prompts import load_examples
 from groupax.evaluation.items import read_items
 from groupax.recipes import RECIPES, load_recipe
 from groupax.recipes.countdown import countdown_correct, evaluated, problems
@@ -16,8 +17,7 @@ from groupax.recipes.fit import fitting_length, fitting_template, positions_of
 from groupax.recipes.gsm8k import strict_xml_format
 from groupax.recipes.tldr_length import near_length
 from groupax.rewards.contract import resolve_rewards
-from groupax.scripts.finetune import gsm8k_grpo, numinamath_grpo
-from groupax.trackers.tracker import MODULES, PACKAGES
+from groupax.runs.trackers.tracker import MODULES, PACKAGES
 
 from .conftest import SHARED, TINY
 
@@ -395,7 +395,7 @@ DOCUMENTED = (
 @pytest.mark.heavy
 @pytest.mark.slow
 def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, monkeypatch):
-    monkeypatch.setitem(MODULES, "wandb", "groupax.trackers.jsonl")  # which takes no installation
+    monkeypatch.setitem(MODULES, "wandb", "groupax.runs.trackers.jsonl")  # which takes no installation
     monkeypatch.delitem(PACKAGES, "wandb")
     write_jsonl(tmp_path / "data" / "train.jsonl", GSM8K_ROWS)
     flags = DOCUMENTED.format(length=64, batch=2) + " --top_k 50 --xml_reward 0.125 --correctness_reward 3.0"

@@ -20,9 +20,9 @@ from starlette.routing import Route
 
 from groupax import GRPOConfig, SamplingParams, init_model, save_model
 from groupax.errors import RunError
-from groupax.run_parts import sampler_for
+from groupax.runs.build import sampler_for
 from groupax.serve.client import RemoteSampler
-from groupax.serve.others import WeightsFolder
+from groupax.serve.vllm_sglang import WeightsFolder
 
 from .conftest import TINY
 from .slurm_stand_ins import run_job

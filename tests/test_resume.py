@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from groupax import init_model, save_model
-from groupax.checkpoints import writer
-from groupax.checkpoints.arrays import read_on_host
 from groupax.errors import PREEMPTED, PreemptedError
-from groupax.metrics import is_measured
+from groupax.metrics.completions import is_measured
+from groupax.runs.checkpoints import writer
+from groupax.runs.checkpoints.arrays import read_on_host
 
 from .conftest import TINY
 from .stopped_run import PHASES, final_state, letters
@@ -189,7 +189,7 @@ def test_a_run_that_is_complete_stays_as_it_is(tmp_path, caplog):
 def test_a_second_signal_ends_the_program_at_once():
     code = (
         "import os, signal, sys\n"
-        "from groupax.preemption import StopRequests\n"
+        "from groupax.parallel.preemption import StopRequests\n"
         "with StopRequests() as stop:\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    assert stop.reason == 'SIGTERM'\n"
@@ -222,7 +222,7 @@ def test_a_notice_of_maintenance_stops_the_run(tmp_path, whole, monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
-    monkeypatch.setattr("groupax.preemption.POLL_S", 0.02)
+    monkeypatch.setattr("groupax.parallel.preemption.POLL_S", 0.02)
     trainer = a_run(tmp_path)
     update = trainer.learner.update
 

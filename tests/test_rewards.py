@@ -10,7 +10,7 @@ import pytest
 from groupax.rewards import with_columns
 from groupax.rewards.contract import find_reward, resolve_rewards
 from groupax.rewards.runner import RewardRunner, RewardSettings
-from groupax.rollout import Rollout
+from groupax.rollouts.sampler import Rollout
 
 
 def rollouts_of(texts, conversational=False, **columns):
@@ -279,7 +279,7 @@ def test_every_built_in_reward_has_its_name():
 
 
 def test_the_command_finds_modules_in_the_current_folder(tmp_path, monkeypatch, capsys):
-    from groupax.cli import entry_point
+    from groupax.cli.main import entry_point
 
     (tmp_path / "rewards_of_mine.py").write_text("def short(completions):\n    return [0.5 for _ in completions]\n")
     monkeypatch.chdir(tmp_path)

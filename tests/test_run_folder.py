@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from groupax import load_model
-from groupax.checkpoints import saver
-from groupax.checkpoints.files import damage
-from groupax.cli import exit_status, main
+from groupax.cli.main import exit_status, main
 from groupax.errors import PREEMPTED, PreemptedError
-from groupax.preemption import before_training
+from groupax.parallel.preemption import before_training
 from groupax.rewards import RewardError
-from groupax.run_lock import LOCK, LockedError, RunLock, refuse_locked
-from groupax.tracking import RunFolder
+from groupax.runs.checkpoints import saver
+from groupax.runs.checkpoints.files import damage
+from groupax.runs.folder import RunFolder
+from groupax.storage.lock import LOCK, LockedError, RunLock, refuse_locked
 
 from .conftest import rest_heavy
 from .stopped_run import final_state
@@ -30,7 +30,7 @@ from .test_trainer import a_trainer, count_a, lines_of
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from groupax.run_lock import RunLock
+from groupax.storage.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 if "fork" in sys.argv:
     begun, begins = os.pipe()
@@ -238,7 +238,7 @@ def test_a_folder_in_which_nothing_can_be_written_is_given_up_at_the_end(tmp_pat
 
     trainer = a_trainer(tmp_path, max_steps=3)
     monkeypatch.setattr(RunFolder, "_append", barred)
-    monkeypatch.setattr("groupax.tracking._check_writable", check)
+    monkeypatch.setattr("groupax.runs.folder._check_writable", check)
     trainer.train()
     assert re.search("run cannot be written to .Permission denied.; the run goes on in .*run.1", caplog.text)
     assert len((tmp_path / "run.1" / "metrics.jsonl").read_text().splitlines()) == 3

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig
-from groupax.cli import main
-from groupax.run_log import RunLog
-from groupax.run_report.charts import curve
-from groupax.run_report.contents import contents_of, shown
-from groupax.run_report.record import read_run
-from groupax.run_report.write import write_run_report
-from groupax.tracking import RunFolder
+from groupax.cli.main import main
+from groupax.runs.folder import RunFolder
+from groupax.runs.log import RunLog
+from groupax.runs.report.charts import curve
+from groupax.runs.report.contents import contents_of, shown
+from groupax.runs.report.record import read_run
+from groupax.runs.report.write import write_run_report
 
 from .test_trainer import a_trainer, count_a
 

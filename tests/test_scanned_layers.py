@@ -13,7 +13,7 @@ from groupax.models.decoder import forward
 from groupax.models.execution import DIRECT, execution_on
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
-from groupax.models.repeats import Repeat, repeat_of
+from groupax.models.scan_layers import Repeat, repeat_of
 
 from .conftest import TINY, one_device_mesh
 from .test_mesh import after_updates

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from groupax.engine.params import SamplingParams
 from groupax.engine.plan import CacheShape, Plan, bucket, piece_columns, power_of_two
 from groupax.engine.scheduler import Scheduler, Sequence
+from groupax.settings.sampling import SamplingParams
 
 
 def sequences_of(*prompt_indices):

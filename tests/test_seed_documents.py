@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from groupax.launch.place import free_port
-from groupax.launch.ready import wait_for
+from groupax.launch.environment import free_port
+from groupax.launch.readiness import wait_for
 
 from .conftest import SHARED
 from .seed_documents import TABLE, WITH_SERVER, Not, Run, blocks_of, code_of, replaced

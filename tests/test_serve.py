@@ -17,11 +17,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from groupax import SamplingParams, save_model
+from groupax.cli.serve import Serve, engines_of, models_of
+from groupax.data.tokenizer import context_of, decode, decode_behind
 from groupax.engine.stops import text_before_stop
 from groupax.parallel import peak
 from groupax.serve.answers import Answers, Completion, Vocabulary
 from groupax.serve.app import EventStream, Limits, Server
-from groupax.serve.command import Serve, engines_of, models_of
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop, Growth
 from groupax.serve.metrics import Histogram
@@ -29,7 +30,6 @@ from groupax.serve.prompts import encoded
 from groupax.serve.requests import parse, parse_json
 from groupax.serve.text import TextStream
 from groupax.serve.weights import Weights
-from groupax.tokenizer import context_of, decode, decode_behind
 
 from .test_config_and_data import a_tokenizer
 from .test_engine import engine_for

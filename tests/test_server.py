@@ -21,13 +21,13 @@ import uvicorn
 from jax.sharding import Mesh
 
 from groupax import Engine, SamplingParams, load_model
+from groupax.data.tokenizer import load_tokenizer
 from groupax.models.checkpoint import add_adapter
 from groupax.models.lora import LoRAConfig
 from groupax.parallel.mesh import AXES
 from groupax.recipes import load_recipe
 from groupax.serve.app import Limits, create_app
 from groupax.serve.loop import EngineLoop
-from groupax.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.heavy
 

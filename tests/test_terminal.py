@@ -23,8 +23,8 @@ FULL_LINE = "step 3/20  eta 0:34  reward 0.5  kl 0.0125  length 43.2  rollout to
 RUN = f"""
 import logging, sys, warnings
 import numpy as np
-from groupax.progress import Rich
-from groupax.rollout import Rollout
+from groupax.runs.progress import Rich
+from groupax.rollouts.sampler import Rollout
 
 def rollout(index, text):
     none = np.zeros(0)
@@ -141,7 +141,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines():
 def test_a_log_has_plain_lines_also_before_the_first_step():
     code = f"""
 import time
-from groupax import progress
+from groupax.runs import progress
 progress.SLOW_PHASE_S = 0.05
 with progress.Rich() as shown:
     shown.phase("loading the model")
@@ -174,7 +174,7 @@ with progress.Rich() as shown:
 def test_errors_warnings_and_logs_that_quote_completions_are_printed_visibly():
     code = f"""
 import logging, sys, warnings
-from groupax import cli
+from groupax.cli import main as cli
 def fails(arguments):
     warnings.warn("w " + {HOSTILE!r}, stacklevel=1)
     logging.getLogger("a").warning("l " + {HOSTILE!r})

@@ -16,12 +16,12 @@ import pytest
 from groupax import GRPOConfig
 from groupax.config import TRACKERS
 from groupax.evaluation.evaluate import Evaluation
-from groupax.remote import Remote
-from groupax.rollout import Rollout
-from groupax.run_log import RunLog
-from groupax.trackers.background import MOST_WAITING, BackgroundTracker
-from groupax.trackers.tracker import MODULES, PACKAGES, TrackedRun, open_tracker, samples_of
-from groupax.tracking import RunFolder
+from groupax.rollouts.sampler import Rollout
+from groupax.runs.folder import RunFolder
+from groupax.runs.log import RunLog
+from groupax.runs.trackers.background import MOST_WAITING, BackgroundTracker
+from groupax.runs.trackers.tracker import MODULES, PACKAGES, TrackedRun, open_tracker, samples_of
+from groupax.storage.buckets import Remote
 
 from .test_trainer import PROMPTS, a_trainer
 
@@ -179,7 +179,7 @@ def test_a_tracker_that_raises_or_hangs_changes_nothing(tracked, tmp_path, monke
     (tmp_path / f"broken_{kind.lower()}.py").write_text(BROKEN.replace("{kind}", kind))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(MODULES, "jsonl", f"broken_{kind.lower()}")
-    monkeypatch.setattr("groupax.run_log.CLOSE_S", 0.3)
+    monkeypatch.setattr("groupax.runs.log.CLOSE_S", 0.3)
     trainer = a_tracked_run(tmp_path, "jsonl", weight_distribution_log_steps=0)
     whole = tracked[0].learner.state
     for mine, wanted in zip(jax.tree.leaves(trainer.learner.state), jax.tree.leaves(whole), strict=True):

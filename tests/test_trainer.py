@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_model, save_model
-from groupax.batch import Row
-from groupax.metrics import is_measured, window_mean
-from groupax.objective.settings import LossType
-from groupax.progress import JsonLines
+from groupax.data.tokenizer import last_text
+from groupax.metrics.completions import is_measured, window_mean
 from groupax.rewards import RewardError
-from groupax.tokenizer import last_text
+from groupax.runs.progress import JsonLines
+from groupax.settings.objective import LossType
+from groupax.training.batch import Row
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer

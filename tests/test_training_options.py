@@ -12,14 +12,14 @@ import pytest
 
 from groupax import GRPOConfig, init_model
 from groupax.errors import DivergedError, RunError
-from groupax.health import setup_findings
-from groupax.metrics import logged_metrics, of_rollouts, solved_metrics
+from groupax.metrics.completions import logged_metrics, of_rollouts, solved_metrics
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
-from groupax.packing import Shape
-from groupax.remote import Remote
 from groupax.rewards.scoring import Scored
+from groupax.runs.diagnostics import setup_findings
+from groupax.storage.buckets import Remote
+from groupax.training.packing import Shape
 
 from .conftest import TINY, rest_heavy
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
@@ -555,12 +555,12 @@ def test_running_out_of_memory_is_explained(tmp_path, monkeypatch):
     def no_memory(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes")
 
-    monkeypatch.setattr("groupax.learner.micro_step", no_memory)
+    monkeypatch.setattr("groupax.training.learner.micro_step", no_memory)
     with pytest.raises(
         RunError, match=r"(?s)set micro_batch_tokens \(now 4096\) to 256, or gradient_checkpointing.*7 b"
     ):
         trainer.train()
-    monkeypatch.setattr("groupax.learner.micro_step", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("groupax.training.learner.micro_step", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         a_trainer(tmp_path / "other", max_steps=1).train()
 
@@ -568,10 +568,10 @@ def test_running_out_of_memory_is_explained(tmp_path, monkeypatch):
 def test_the_micro_batch_follows_the_memory(tmp_path, monkeypatch):
     learner = a_trainer(tmp_path).learner
     learner.on_cpu = False
-    monkeypatch.setattr("groupax.learner.free_memory_bytes", lambda mesh: 1e8)
+    monkeypatch.setattr("groupax.training.learner.free_memory_bytes", lambda mesh: 1e8)
     per_token = activation_bytes_per_token(learner.config, 4, "none")
     assert learner._fitting_tokens() == int(0.5e8 / per_token) // 1024 * 1024
-    monkeypatch.setattr("groupax.learner.free_memory_bytes", lambda mesh: 1e12)
+    monkeypatch.setattr("groupax.training.learner.free_memory_bytes", lambda mesh: 1e12)
     assert learner._fitting_tokens() == 65_536
     by_way = [activation_bytes_per_token(learner.config, 4, way) for way in ("full", "dots", "all_dots", "none")]
     assert by_way == sorted(by_way)

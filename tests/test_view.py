@@ -20,12 +20,12 @@ import numpy as np
 import pyarrow
 import pytest
 
-from groupax.cli import main
+from groupax.cli.main import main
 from groupax.evaluation.items import Completion, Item
-from groupax.listening import is_loopback
-from groupax.rollout import Rollout
-from groupax.rollout_log import TokenScores
-from groupax.tracking import RunFolder
+from groupax.parallel.sockets import is_loopback
+from groupax.rollouts.sampler import Rollout
+from groupax.runs.folder import RunFolder
+from groupax.runs.rollout_log import TokenScores
 from groupax.view.rollouts import Step, StepCache, group_summaries
 from groupax.view.runs import Run, Runs
 from groupax.view.series import smoothed, stretch_means, thinned
@@ -357,7 +357,7 @@ def indexed(port, run, num_steps):
 def test_bytes_that_are_no_text_are_shown(tmp_path):
     import pyarrow as pa
 
-    from groupax.rollout_log import rollout_table, write_table
+    from groupax.runs.rollout_log import rollout_table, write_table
 
     write_run(tmp_path / "run", {}, num_steps=1)
     (tmp_path / "run" / "config.json").write_bytes(b'{"name": "\xff\xfe"}')

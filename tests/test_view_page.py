@@ -16,7 +16,7 @@ import pytest
 
 from groupax import init_model, save_model
 from groupax.evaluation.items import Completion, Item
-from groupax.tracking import RunFolder
+from groupax.runs.folder import RunFolder
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer

@@ -17,12 +17,12 @@ from groupax.models.exchange import leaves_of, tensors_of, trained_part, with_te
 from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.peft_format import adapter_json
 from groupax.models.specs import model_specs
-from groupax.rollout import rollout
+from groupax.rollouts.sampler import rollout
 from groupax.serve.app import Limits, create_app
 from groupax.serve.client import RemoteSampler
 from groupax.serve.loop import EngineLoop
+from groupax.serve.protocol import DTYPES, checksum, manifest_of, pieces_of, read_manifest, tensors_in
 from groupax.serve.remote import Refused, Remote
-from groupax.serve.wire import DTYPES, checksum, manifest_of, pieces_of, read_manifest, tensors_in
 
 from .test_server import KEY, demo_model, listening, wait_until
 

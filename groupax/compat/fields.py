@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from groupax.config import AttnImplementation, GRPOConfig
-from groupax.field_types import nearest, shown
+from groupax.settings.fields import nearest, shown
 
 MOST = 1e15  # of any number that is a setting
 

@@ -16,17 +16,17 @@ import numpy as np
 from groupax.compat.fields import tell
 from groupax.config import BaseWeights
 from groupax.engine.engine import Engine
-from groupax.engine.params import SamplingParams
-from groupax.field_types import nearest
-from groupax.hub import push_folder
 from groupax.models.checkpoint import Model, add_adapter, load_adapter, load_model
-from groupax.models.folders import resolve_folder
 from groupax.models.lora import counts, lora_config, trainable_line
 from groupax.models.nf4 import Nf4
 from groupax.models.quantize import dense_params, is_quantized
-from groupax.models.replacing import add_to_folder, can_be_replaced, check_apart
 from groupax.models.saving import save_adapter, save_model, sources_of
 from groupax.parallel import processes
+from groupax.settings.fields import nearest
+from groupax.settings.sampling import SamplingParams
+from groupax.storage.folders import resolve_folder
+from groupax.storage.hub import push_folder
+from groupax.storage.replacing import add_to_folder, can_be_replaced, check_apart
 
 # Arguments of `from_pretrained` that have no meaning here, and why.
 INERT = {

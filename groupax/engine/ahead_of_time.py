@@ -9,13 +9,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.engine.cache import ROWS, empty_cache, place_of
 from groupax.engine.decode import REPLICATED, admit, decode_chunk
-from groupax.engine.params import BIASED_TOKENS, STOP_IDS
 from groupax.engine.plan import CacheShape, max_prompts
 from groupax.engine.slots import slot_table, slots_of
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
 from groupax.models.split import partition_specs
 from groupax.parallel.mesh import num_data_shards
+from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS
 
 CHUNK_STEPS = 32
 

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from groupax.engine.cache import ROWS, Cache, empty_cache, place_of
+from groupax.engine.cache_ops import move, move_slots, rearrange, release, stored_of, take, widen_slots
 from groupax.engine.decode import Chunk, Known, admit, decode_chunk
-from groupax.engine.params import BIASED_TOKENS, STOP_IDS
 from groupax.engine.plan import (
     CACHE_COLUMNS,
     CacheShape,
@@ -30,14 +30,14 @@ from groupax.engine.plan import (
     power_of_two,
     prefill_columns,
 )
-from groupax.engine.prefixes import Prefix, PrefixStore
-from groupax.engine.rearrange import move, move_slots, rearrange, release, stored_of, take, widen_slots
+from groupax.engine.prefix_cache import Prefix, PrefixStore
 from groupax.engine.scheduler import Admission, Scheduler, Sequence
 from groupax.engine.slots import fill, slot_table, slots_of
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.transfer import fetched, placed
+from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS
 
 # With at most so many chunks to go there is no other number of slots any more.
 LAST_CHUNKS = 3

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from groupax.models.config import ModelConfig
 from groupax.parallel.mesh import DATA, RULES
-from groupax.pytree import pytree
+from groupax.parallel.pytree import pytree
 
 ROWS = PartitionSpec(DATA)
 HEADS = PartitionSpec(DATA, RULES["kv_heads"])

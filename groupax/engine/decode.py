@@ -16,7 +16,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from groupax.engine.cache import ROWS, Cache, place_of
-from groupax.engine.params import MAX_LOGPROBS
 from groupax.engine.plan import piece_columns
 from groupax.engine.sampling import History, SamplingSettings, alternatives, sample, uniforms
 from groupax.models.attention import attend_cached, attend_stored, within_window
@@ -27,7 +26,8 @@ from groupax.models.specs import Params, layout_of
 from groupax.models.split import collected_weight, partition_specs
 from groupax.parallel.collectives import gathered
 from groupax.parallel.mesh import DATA, Layout
-from groupax.pytree import pytree
+from groupax.parallel.pytree import pytree
+from groupax.settings.sampling import MAX_LOGPROBS
 
 REPLICATED = PartitionSpec()
 

@@ -9,15 +9,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, special_token_ids
 from groupax.engine.batch import PROGRAMS
 from groupax.engine.cache import cache_dtype, token_bytes
-from groupax.engine.params import SamplingParams
 from groupax.engine.plan import FREE_PART, Plan
-from groupax.engine.prefixes import PrefixStore
+from groupax.engine.prefix_cache import PrefixStore
 from groupax.engine.sampling import row_keys
 from groupax.engine.scheduler import Sequence
 from groupax.engine.session import Session
-from groupax.engine.sharing import check_shared, load_to_decode
+from groupax.engine.tensor_parallel import check_shared, load_to_decode
 from groupax.models.checkpoint import Model
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import check_decoding_weights, decoding_params
@@ -25,7 +25,7 @@ from groupax.models.specs import Params
 from groupax.models.split import laid_out
 from groupax.parallel.mesh import decoding_mesh, is_split
 from groupax.parallel.peak import free_memory_bytes
-from groupax.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, special_token_ids
+from groupax.settings.sampling import SamplingParams
 
 
 class Engine:

@@ -21,12 +21,12 @@ from jax.sharding import NamedSharding
 
 from groupax.engine.batch import cache_maker
 from groupax.engine.cache import ROWS, Cache, empty_cache, place_of
+from groupax.engine.cache_ops import move, move_slots, release, stored_of, take
 from groupax.engine.decode import Known, admit, decode_chunk
-from groupax.engine.params import BIASED_TOKENS, STOP_IDS
 from groupax.engine.plan import CacheShape
-from groupax.engine.rearrange import move, move_slots, release, stored_of, take
 from groupax.engine.slots import slot_table, slots_of
 from groupax.parallel.mesh import num_data_shards
+from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS
 
 if TYPE_CHECKING:
     from groupax.engine.engine import Engine

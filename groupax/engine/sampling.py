@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from groupax.engine.params import MAX_LOGPROBS
-from groupax.pytree import pytree
+from groupax.parallel.pytree import pytree
+from groupax.settings.sampling import MAX_LOGPROBS
 
 
 @pytree

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from groupax.engine.params import SamplingParams
 from groupax.engine.plan import power_of_two, prefill_columns
+from groupax.settings.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from groupax.engine.decode import Chunk

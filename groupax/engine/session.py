@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from groupax.data.tokenizer import context_of, decode_behind
 from groupax.engine.batch import Batch, longest
 from groupax.engine.prepared import PreparedBatch, Rehearsal, copied, usual
 from groupax.engine.programs import Program, Programs
 from groupax.engine.scheduler import Sequence
 from groupax.engine.stops import exempt_length, find_stop, text_before_stop
 from groupax.parallel.mesh import num_data_shards
-from groupax.tokenizer import context_of, decode_behind
 
 if TYPE_CHECKING:
     from groupax.engine.engine import Engine

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from groupax.tokenizer import REPLACEMENT
+from groupax.data.tokenizer import REPLACEMENT
 
 Decode = Callable[[Sequence[int]], str]
 # Characters that may differ at the beginning of a text that is decoded from the middle of its tokens.

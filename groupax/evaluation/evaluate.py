@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from groupax.data import PromptSet
-from groupax.engine.params import SamplingParams
+from groupax.data.prompts import PromptSet
 from groupax.evaluation.answers import ACCURACY_REWARDS
-from groupax.evaluation.estimates import Estimate
 from groupax.evaluation.items import Item, estimates, make_items
 from groupax.evaluation.sets import ONLY_SET
-from groupax.field_types import nearest
-from groupax.metrics import Metrics, completion_metrics, logged_metrics, with_logged
-from groupax.progress import Progress
+from groupax.metrics.completions import Metrics, completion_metrics, logged_metrics, with_logged
+from groupax.metrics.estimates import Estimate
 from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import score_groups
-from groupax.rollout import rollout
+from groupax.rollouts.sampler import rollout
+from groupax.runs.progress import Progress
+from groupax.settings.fields import nearest
+from groupax.settings.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from groupax.engine.engine import Engine

@@ -6,15 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from groupax.errors import PreemptedError, RunError
+from groupax.launch.argv import program_of
 from groupax.launch.local import Stop, attempt
+from groupax.launch.ray_functions import (
+    AcceleratorConfig,
+    CpuAcceleratorConfig,
+    GpuAcceleratorConfig,
+    TpuAcceleratorConfig,
+)
+from groupax.launch.ray_functions import execute as on_hosts
 from groupax.launch.ray_hosts import connect
 from groupax.launch.retries import Retries
-from groupax.launch.words import program_of
-from groupax.parallel.ray import AcceleratorConfig, CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
-from groupax.parallel.ray import execute as on_hosts
 
 if TYPE_CHECKING:
-    from groupax.launch.command import Ray
+    from groupax.cli.launch import Ray
 
 LAST_LINES_S = 1.0  # until what the hosts printed last is here
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from groupax.errors import PREEMPTED
 from groupax.launch import child
+from groupax.launch.environment import environment_of, free_port
 from groupax.launch.output import copied
-from groupax.launch.place import environment_of, free_port
 from groupax.launch.retries import Outcome
 
 MISTAKE = 2  # exit status of groupax, and of Python's parsers of arguments, for what the user can mend

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax.errors import PREEMPTED
-from groupax.launch.place import environment_of, free_port
+from groupax.launch.environment import environment_of, free_port
 from groupax.launch.retries import Ending, Outcome
 
 WORKER_ID = "ray.io/tpu-worker-id"  # label of a slice's hosts

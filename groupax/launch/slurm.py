@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from groupax.errors import PREEMPTED
+from groupax.launch.argv import LAUNCHED, option, options_of, program_of
 from groupax.launch.local import MISTAKE
-from groupax.launch.words import LAUNCHED, option, options_of, program_of
 from groupax.parallel.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
-from groupax.serve.wire import API_KEY_VARIABLE
+from groupax.serve.protocol import API_KEY_VARIABLE
 
 SERVERS = "GROUPAX_SERVERS"
 # A walltime of sbatch: minutes, minutes:seconds, hours:minutes:seconds, with days before a dash.
@@ -259,7 +259,7 @@ attempt() {{
       on "$(listed "${{servers[@]}}")" "$NUM_SERVERS" --output="$SLURM_JOB_NAME-%j-servers.log" --open-mode=append \\
       "${{SERVER[@]}}" &
     server_run=$!
-    "$PYTHON" -m groupax.launch.ready "$SERVER_WAIT_S" "${{addresses[@]}}" &
+    "$PYTHON" -m groupax.launch.readiness "$SERVER_WAIT_S" "${{addresses[@]}}" &
     ready_run=$!
     wait -n "$server_run" "$ready_run" || status=$?
     if running "$ready_run"; then

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
-from groupax.models.products import linear_product
-from groupax.pytree import pytree
+from groupax.models.matmul import linear_product
+from groupax.parallel.pytree import pytree
 
 # A tree of weights, as in `models.specs`.
 Params = dict[str, Any]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.config import Attention
 from groupax.models.layers import scaled, softcapped
-from groupax.models.products import times
+from groupax.models.matmul import times
 
 # Queries that reach beyond so many columns are taken in blocks of so many.
 MOST_COLUMNS = 1024

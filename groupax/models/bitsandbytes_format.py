@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from groupax.models.families.checks import is_number, shown
 from groupax.models.nf4 import BLOCK, CODE, SCALE_BLOCK, Nf4, scale_code
 from groupax.parallel.transfer import placed
+from groupax.storage.model_json import is_number, shown
 
 # What stands behind a weight's name for the further tensors of a quantized one.
 _SCALES, _CODE = "absmax", "quant_map"

@@ -17,14 +17,14 @@ from groupax.models import bitsandbytes_format, peft_format
 from groupax.models.adapted import Frozen, joined
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
-from groupax.models.families.checks import GENERATION, checked, shown, tokens_outside
-from groupax.models.folders import read_json, resolve_folder
 from groupax.models.lora import Adapter, LoRAConfig, init_adapter
 from groupax.models.quantize import is_quantized
 from groupax.models.specs import Params, init_params, model_specs, num_params, param_shardings, split_dims
 from groupax.models.split import laid_out
 from groupax.models.tensor_files import check_tensors, tensors_in, weight_loader, with_head_as_stored
 from groupax.parallel.mesh import check_divides, mesh_for, sizes_text
+from groupax.storage.folders import read_json, resolve_folder
+from groupax.storage.model_json import GENERATION, checked, shown, tokens_outside
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from groupax.models.execution import DIRECT, Execution
 from groupax.models.experts import Routing, mixture
 from groupax.models.layers import NORMS, Weight, gated_mlp, linear, linear_of_parts, scaled, vocabulary_logits
 from groupax.models.lookup import lookup
-from groupax.models.repeats import through_layers
 from groupax.models.rope import Tables, rope_tables, rotate
+from groupax.models.scan_layers import through_layers
 from groupax.models.specs import Params, layer_specs
 from groupax.models.split import collected, collected_weight
 from groupax.parallel.collectives import Axis, entered, index_of, size_of, summed

@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.config import Activation, Experts
 from groupax.models.layers import gated, linear
-from groupax.models.products import times_transposed
+from groupax.models.matmul import times_transposed
 from groupax.parallel.collectives import entered, gathered, index_of, scattered, summed
 from groupax.parallel.mesh import WHOLE, Layout
-from groupax.pytree import pytree
+from groupax.parallel.pytree import pytree
 
 # Rows times their group's matrix, [E, O, I]: with the matrix as checkpoints have it, as in `layers.linear`.
 _ROWS_BY_GROUP = lax.RaggedDotDimensionNumbers(

@@ -1,7 +1,8 @@
 """Completions behind shared prompts, without padding: each prompt is computed once for all rows that continue it.
 
 All tokens lie one behind another, and everything but attention works on them as they lie. Attention sees rectangles, of
-prompts and of stairs of rows (`groupax.packing`): its queries, keys and values are taken there, its outputs taken back.
+prompts and of stairs of rows (`groupax.training.packing`): its queries, keys and values are taken there, its outputs
+taken back.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from groupax.models.specs import Params
 from groupax.models.split import collected_weight
 from groupax.parallel.collectives import Axis, gathered, own_part, size_of, swapped, whole
 from groupax.parallel.mesh import WHOLE, Layout
-from groupax.pytree import pytree
+from groupax.parallel.pytree import pytree
 
 
 @pytree

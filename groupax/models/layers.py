@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 
 from groupax.models.adapted import Adapted, low_rank_product
 from groupax.models.config import Activation, NormKind
+from groupax.models.matmul import linear_product, times, times_transposed
 from groupax.models.nf4 import Nf4, dequantized
-from groupax.models.products import linear_product, times, times_transposed
 from groupax.parallel.collectives import Axis, entered, summed
 from groupax.parallel.platform import traced_platform
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from groupax.models.execution import CPU_LOGITS
 from groupax.models.layers import softcapped
-from groupax.models.products import times, times_transposed
+from groupax.models.matmul import times, times_transposed
 from groupax.parallel.collectives import Axis, entered, index_of
 
 # Fewest tokens of a chunk and fewest words of a block: below, products are slow for their size.

@@ -17,12 +17,12 @@ import regex
 from jaxtyping import Array, Key
 
 from groupax.config import LoRABias
-from groupax.field_types import nearest
 from groupax.models.adapted import Frozen, LowRank, Params
 from groupax.models.config import ModelConfig
-from groupax.models.families.checks import MAX_SIZE, is_number, is_whole, shown
 from groupax.models.quantize import dense
 from groupax.models.specs import Spec, model_specs, num_params
+from groupax.settings.fields import nearest
+from groupax.storage.model_json import MAX_SIZE, is_number, is_whole, shown
 
 PATTERN_TIMEOUT_S = 2.0
 ALL_LINEAR = "all-linear"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from groupax.pytree import pytree
+from groupax.parallel.pytree import pytree
 
 BLOCK = 64
 SCALE_BLOCK = 256

@@ -11,12 +11,12 @@ from safetensors.numpy import save_file
 
 from groupax.models.adapted import LowRank, Params
 from groupax.models.config import ModelConfig
-from groupax.models.families.checks import FLAG, TEXT, TEXTS, Kind, above, checked, is_number, shown, whole
-from groupax.models.folders import ADAPTER_NAME as CONFIG_NAME
 from groupax.models.lora import PREFIX, Adapter, LoRAConfig, adapter_specs, lora_config, module_name
 from groupax.models.specs import model_specs
 from groupax.models.tensor_files import DTYPES, TensorFile, check_finite
 from groupax.parallel.transfer import placed
+from groupax.storage.folders import ADAPTER_NAME as CONFIG_NAME
+from groupax.storage.model_json import FLAG, TEXT, TEXTS, Kind, above, checked, is_number, shown, whole
 
 TENSORS_NAME = "adapter_model.safetensors"
 # What values the keys of `adapter_config.json` may have that are read here.

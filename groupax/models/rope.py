@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from groupax.models.config import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
-from groupax.models.products import times
+from groupax.models.matmul import times
 from groupax.parallel.platform import traced_platform
 
 Tables = tuple[Array, Array]

@@ -13,12 +13,12 @@ from safetensors.numpy import save_file
 from groupax.models import bitsandbytes_format, peft_format
 from groupax.models.checkpoint import Model
 from groupax.models.exchange import joined_tensors, places
-from groupax.models.folders import write_json
 from groupax.models.nf4 import Nf4, nf4_bytes, quantized_nf4
 from groupax.models.quantize import dense
-from groupax.models.replacing import replacing_folder
 from groupax.models.specs import Spec, model_specs
 from groupax.models.tensor_files import INDEX_NAME, cast
+from groupax.storage.folders import write_json
+from groupax.storage.replacing import replacing_folder
 
 SHARD_BYTES = 5 * 10**9
 

@@ -11,11 +11,11 @@ from groupax.models import peft_format
 from groupax.models.bitsandbytes_format import without_nf4
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
-from groupax.models.families.checks import checked_config
-from groupax.models.folders import check_links, read_json
 from groupax.models.lora import LoRAConfig, counts, trainable_line
 from groupax.models.nf4 import nf4_bytes
 from groupax.models.specs import Spec, model_specs, num_params
+from groupax.storage.folders import check_links, read_json
+from groupax.storage.model_json import checked_config
 
 # Float32 masters and two moments of AdamW.
 TRAINED_BYTES = 12

@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from groupax.config import BaseWeights
 from groupax.models import bitsandbytes_format
 from groupax.models.config import ModelConfig
-from groupax.models.families.checks import message_of, shown
-from groupax.models.folders import listed, read_json
 from groupax.models.quantize import quantizer
 from groupax.models.specs import EMBEDDING, HEAD, Spec, spec_leaves
+from groupax.storage.folders import listed, read_json
+from groupax.storage.model_json import message_of, shown
 
 logger = logging.getLogger(__name__)
 INDEX_NAME = "model.safetensors.index.json"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float
 
-from groupax.objective.settings import MultiObjectiveAggregation, ScaleRewards
+from groupax.settings.objective import MultiObjectiveAggregation, ScaleRewards
 
 STD_FLOOR = 1e-4  # keeps groups of almost equal rewards from blowing up
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.objective.settings import ObjectiveSettings
-from groupax.pytree import pytree
+from groupax.parallel.pytree import pytree
+from groupax.settings.objective import ObjectiveSettings
 
 
 @pytree

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from groupax.objective.ratios import clamp_log_ratio
-from groupax.objective.settings import ObjectiveSettings
+from groupax.settings.objective import ObjectiveSettings
 
 
 def rollout_correction(

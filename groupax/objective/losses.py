@@ -13,8 +13,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from groupax.objective.ratios import LOG_RATIO_LIMIT, clamp_log_ratio
-from groupax.objective.settings import ObjectiveSettings
-from groupax.pytree import pytree
+from groupax.parallel.pytree import pytree
+from groupax.settings.objective import ObjectiveSettings
 
 
 @pytree

@@ -11,10 +11,10 @@ from groupax.objective.correction import rollout_correction
 from groupax.objective.kl import ESTIMATORS, bias_corrected
 from groupax.objective.losses import LOSSES, Terms, capped_reinforce, clipped_surrogate, gamma_weight
 from groupax.objective.masks import on_policy_rows
+from groupax.objective.metrics import Tally, empty_tally
 from groupax.objective.ratios import LOG_RATIO_LIMIT, RATIOS
-from groupax.objective.settings import ObjectiveSettings
-from groupax.objective.tally import Tally, empty_tally
-from groupax.pytree import pytree
+from groupax.parallel.pytree import pytree
+from groupax.settings.objective import ObjectiveSettings
 
 
 @pytree

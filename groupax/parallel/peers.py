@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 from groupax.errors import RunError
-from groupax.listening import own_address
+from groupax.parallel.sockets import own_address
 
 PING_S = 5.0
 MOST_UNANSWERED = 8  # pings without a word from a process that then counts as lost

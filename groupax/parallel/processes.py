@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from groupax.errors import RewardError, RunError
-from groupax.listening import own_address
+from groupax.parallel.sockets import own_address
 
 if TYPE_CHECKING:
     from groupax.parallel.peers import Peers

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.config import GRPOConfig
-from groupax.learner import CPU_MICRO_BATCH_TOKENS, compute_dtype, fitting_tokens
 from groupax.models.adapted import Frozen
 from groupax.models.config import ModelConfig
 from groupax.models.execution import execution_on
@@ -15,10 +14,11 @@ from groupax.models.fused_attention import fused_for
 from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.specs import Params, model_specs
 from groupax.models.split import partition_specs
-from groupax.optimizer import make_optimizer, make_schedule
 from groupax.parallel.memory import HOST
-from groupax.run_parts import learner_settings
-from groupax.step import TrainState, state_places
+from groupax.runs.build import learner_settings
+from groupax.training.learner import CPU_MICRO_BATCH_TOKENS, compute_dtype, fitting_tokens
+from groupax.training.optimizer import make_optimizer, make_schedule
+from groupax.training.step import TrainState, state_places
 
 # Optimizer steps of the schedule, which changes nothing of its program.
 _STEPS = 1000

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupax.config import GRPOConfig, mesh_sizes
-from groupax.engine.sharing import undivided
+from groupax.engine.tensor_parallel import undivided
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params, split_dims
@@ -17,7 +17,7 @@ from groupax.planning.devices import Target, target_of
 from groupax.planning.measured import Compiler, Measured
 from groupax.planning.programs import UnfitError
 from groupax.planning.run import Run, run_of
-from groupax.run_parts import mesh_of
+from groupax.runs.build import mesh_of
 
 # More changes than this are no neighbours of what was asked for.
 MOST_CHANGES = 8

@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig
-from groupax.data import prompt_limit
+from groupax.data.prompts import prompt_limit
 from groupax.engine.plan import CacheShape
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
@@ -19,7 +19,7 @@ from groupax.planning.abstract import AbstractModel
 from groupax.planning.programs import Program, UnfitError, host_bytes, own_bytes
 from groupax.planning.rollouts import rollout_of
 from groupax.planning.updates import training_of
-from groupax.slices import Slices, slices_of
+from groupax.rollouts.slices import Slices, slices_of
 
 _LENGTH = "max_completion_length"
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from groupax.batch import Row, attending_by, pack
 from groupax.config import GRPOConfig
 from groupax.models.adapted import joined
 from groupax.models.split import partition_specs
@@ -16,8 +15,9 @@ from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.planning.abstract import AbstractModel, placed_structs, struct_at
 from groupax.planning.programs import Program, host_bytes
-from groupax.slices import Slices
-from groupax.step import ROWS, across_shards, apply_update, micro_step, score, totals_specs, zero_totals
+from groupax.rollouts.slices import Slices
+from groupax.training.batch import Row, attending_by, pack
+from groupax.training.step import ROWS, across_shards, apply_update, micro_step, score, totals_specs, zero_totals
 
 
 @dataclass(frozen=True, eq=False)

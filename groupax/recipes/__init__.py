@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupax.data import Example, Examples, refuse_images
-from groupax.data_files import EVAL_SPLITS, TRAIN_SPLITS, MissingSplitError, kind_of, read_rows
-from groupax.field_types import nearest
+from groupax.data.files import EVAL_SPLITS, TRAIN_SPLITS, MissingSplitError, kind_of, read_rows
+from groupax.data.prompts import Example, Examples, refuse_images
+from groupax.settings.fields import nearest
 
 
 @dataclass(frozen=True)

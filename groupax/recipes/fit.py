@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from groupax.config import GRPOConfig
-from groupax.data import Examples
+from groupax.data.prompts import Examples
+from groupax.data.tokenizer import is_conversational, load_tokenizer
 from groupax.models.bitsandbytes_format import without_nf4
 from groupax.models.families import read_config
-from groupax.models.folders import resolve_folder
 from groupax.models.summary import find_config
 from groupax.recipes import Recipe
-from groupax.tokenizer import is_conversational, load_tokenizer
+from groupax.storage.folders import resolve_folder
 
 FALLBACK_TEMPLATE = "plain"
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from groupax.data import Example
+from groupax.data.prompts import Example
 
 QUESTIONS = ("question", "problem", "prompt")
 

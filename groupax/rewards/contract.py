@@ -15,10 +15,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.field_types import nearest
-from groupax.printable import printable
 from groupax.rewards.builtin import BUILTIN_REWARDS
-from groupax.rollout import Rollout
+from groupax.rollouts.sampler import Rollout
+from groupax.settings.fields import nearest
+from groupax.terminal.printable import printable
 
 GIVEN = ("prompts", "completions", "completion_ids", "batch")
 GIVEN_SINGLY = ("prompt", "completion", "completion_ids")

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupax.preemption import AbandonedError
+from groupax.parallel.preemption import AbandonedError
 from groupax.rewards.calls import as_exception
 
 INTERRUPT = signal.SIGVTALRM  # hardly used by anyone; SIGALRM is what rewards themselves use

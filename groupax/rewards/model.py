@@ -11,16 +11,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from groupax.chat import render
+from groupax.data.chat import render
+from groupax.data.tokenizer import encode_texts, is_conversational, load_tokenizer
 from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import causal_hidden
-from groupax.models.products import times_transposed
+from groupax.models.matmul import times_transposed
 from groupax.models.specs import Params
 from groupax.parallel.mesh import DATA, num_data_shards
 from groupax.parallel.transfer import fetched, placed
-from groupax.rollout import Rollout
-from groupax.tokenizer import encode_texts, is_conversational, load_tokenizer
+from groupax.rollouts.sampler import Rollout
 
 ROWS = PartitionSpec(DATA)
 MICRO_BATCH_TOKENS = 8192

@@ -26,14 +26,14 @@ import numpy as np
 
 from groupax.errors import RewardError
 from groupax.parallel import processes
-from groupax.printable import printable
 from groupax.rewards import ray_workers
 from groupax.rewards.builtin import check_setup
 from groupax.rewards.calls import Logged, call_async, call_in_worker, call_sync
 from groupax.rewards.contract import Reward, Scores, TrainerState, arguments_for, checked_values
 from groupax.rewards.main_thread import MainThread, SignalWanted, call_noticing, hook, unhook
 from groupax.rewards.threads import in_daemon_thread, new_loop
-from groupax.rollout import Rollout
+from groupax.rollouts.sampler import Rollout
+from groupax.terminal.printable import printable
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each further one
 ASYNC_CONCURRENCY = 64  # calls of one async function at a time

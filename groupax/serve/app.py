@@ -23,7 +23,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from groupax.engine.params import SamplingParams
+from groupax.data.tokenizer import context_of, decode
 from groupax.models.checkpoint import Model
 from groupax.serve.answers import Answers, Completion, Vocabulary
 from groupax.serve.callers import Callers
@@ -36,7 +36,7 @@ from groupax.serve.requests import DEFAULT_MAX_TOKENS, Request, parse, parse_jso
 from groupax.serve.stream import CLIENT_GONE, EventStream, fault_of, too_late, unless_gone
 from groupax.serve.text import TextStream
 from groupax.serve.weights import Weights
-from groupax.tokenizer import context_of, decode
+from groupax.settings.sampling import SamplingParams
 
 DRAINED_BODIES = 16  # a body that is too large is read up to so many times the limit, so that its sender gets an answer
 RETRY_S = 1

@@ -4,8 +4,8 @@ import ipaddress
 import socket
 from collections.abc import Iterable, Mapping
 
-from groupax.listening import is_loopback
-from groupax.origins import foreign_page, hostname
+from groupax.parallel.sockets import is_loopback
+from groupax.serve.cross_origin import foreign_page, hostname
 
 
 class Callers:

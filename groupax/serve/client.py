@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from groupax.engine.engine import unstarted
-from groupax.engine.params import SamplingParams
 from groupax.engine.scheduler import Sequence as Completion
 from groupax.errors import RunError
 from groupax.models.config import ModelConfig
@@ -28,10 +27,11 @@ from groupax.models.exchange import leaves_of, places, tensors_of, trained_part
 from groupax.models.lora import Adapter, adapter_specs
 from groupax.models.peft_format import adapter_json
 from groupax.models.specs import Params, model_specs
-from groupax.preemption import AbandonedError
-from groupax.serve.others import Other, WeightsFolder, dialect_of
+from groupax.parallel.preemption import AbandonedError
+from groupax.serve.protocol import PIECE_BYTES, manifest_of, pieces_of
 from groupax.serve.remote import Refused, Remote
-from groupax.serve.wire import PIECE_BYTES, manifest_of, pieces_of
+from groupax.serve.vllm_sglang import Other, WeightsFolder, dialect_of
+from groupax.settings.sampling import SamplingParams
 
 MAX_REQUESTS = 64  # at once
 SENDERS = 2  # of pieces: one makes checksums while the server works on the other's

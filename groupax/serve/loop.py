@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from groupax.engine.engine import Engine
-from groupax.engine.params import SamplingParams
 from groupax.engine.programs import Programs
 from groupax.engine.scheduler import FinishReason, Sequence
 from groupax.engine.session import Session
+from groupax.settings.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 
-from groupax.printable import one_line
+from groupax.terminal.printable import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from groupax.data.tokenizer import encode_prompts
 from groupax.serve.errors import ApiError
 from groupax.serve.requests import Request
-from groupax.tokenizer import encode_prompts
 
 
 def encoded(request: Request, tokenizer: Any, max_positions: int) -> list[np.ndarray]:

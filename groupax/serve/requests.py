@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from groupax.chat import joined_parts
 from groupax.config import MOST_STOPS
-from groupax.engine.params import BIASED_TOKENS, MAX_LOGPROBS, STOP_IDS, SamplingParams
-from groupax.field_types import nearest
+from groupax.data.chat import joined_parts
 from groupax.serve.errors import ApiError
+from groupax.settings.fields import nearest
+from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, STOP_IDS, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's interface; a chat has the server's own
 MAX_BIAS = 100.0

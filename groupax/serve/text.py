@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from groupax.data.tokenizer import REPLACEMENT
 from groupax.engine.stops import text_before_stop
-from groupax.tokenizer import REPLACEMENT
 
 
 class TextStream:

@@ -23,7 +23,7 @@ from groupax.models.lora import LoRAConfig, adapter_specs, init_adapter, lora_co
 from groupax.models.specs import Params, model_specs
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
-from groupax.serve.wire import MAX_PIECE_BYTES, PIECE_BYTES, Place, checksum, read_manifest, tensors_in
+from groupax.serve.protocol import MAX_PIECE_BYTES, PIECE_BYTES, Place, checksum, read_manifest, tensors_in
 
 ALIGNMENT = 64
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qs
 
-from groupax.listening import is_loopback
-from groupax.origins import foreign_page, hostname
+from groupax.parallel.sockets import is_loopback
+from groupax.serve.cross_origin import foreign_page, hostname
 
 HEADERS = {
     # Scripts, styles and data come from the server alone, and text never becomes markup.

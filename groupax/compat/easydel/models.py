@@ -11,10 +11,10 @@ from groupax.compat.easydel.names import CHECKPOINTING, AttentionMechanisms, nam
 from groupax.compat.fields import attention_setting, tell
 from groupax.compat.meshes import tell_whole
 from groupax.config import mesh_sizes
-from groupax.engine.sharing import undivided
-from groupax.field_types import nearest
+from groupax.engine.tensor_parallel import undivided
 from groupax.models.checkpoint import Model, load_model
 from groupax.parallel.mesh import RULES, decoding_mesh, make_mesh
+from groupax.settings.fields import nearest
 
 
 def EasyDeLBaseConfigDict(**settings: Any) -> dict[str, Any]:  # noqa: N802 - EasyDeL's name

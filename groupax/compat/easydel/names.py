@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Any
 
-from groupax.field_types import nearest
+from groupax.settings.fields import nearest
 
 
 class EasyDeLOptimizers(StrEnum):

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 import groupax.trainer as native
-from groupax.chat import render
 from groupax.compat import hf
 from groupax.compat.easydel.config import GRPOConfig
 from groupax.compat.easydel.models import EasyDeLModel
 from groupax.compat.easydel.vinference import SAMPLING, vInference
 from groupax.compat.fields import tell
-from groupax.data import load_examples, own_template_kwargs
-from groupax.tokenizer import is_conversational, prepare_tokenizer
+from groupax.data.chat import render
+from groupax.data.prompts import load_examples, own_template_kwargs
+from groupax.data.tokenizer import is_conversational, prepare_tokenizer
 
 # Columns that hold the question in well-known datasets without a column `prompt`.
 QUESTIONS = ("question", "problem")

@@ -10,9 +10,9 @@ from groupax.compat.easydel.fields import DEFAULTS
 from groupax.compat.easydel.models import shared_by
 from groupax.compat.fields import tell
 from groupax.engine.engine import Engine
-from groupax.engine.params import SamplingParams
-from groupax.field_types import nearest
 from groupax.models.checkpoint import Model, load_model
+from groupax.settings.fields import nearest
+from groupax.settings.sampling import SamplingParams
 
 # What a `vInference` and a `GRPOConfig` may both say of sampling, and the latter's name for it.
 SAMPLING = {

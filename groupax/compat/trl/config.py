@@ -8,11 +8,11 @@ from groupax.compat.fields import Fields, ForeignConfig, as_native, attention_se
 from groupax.compat.meshes import mesh_of, offloaded, tell_whole, zero_stage
 from groupax.compat.trl.fields import DEFAULTS, FORMER, INERT
 from groupax.config import TRACKERS
-from groupax.field_types import nearest, shown
 from groupax.models.checkpoint import Model
 from groupax.parallel.mesh import RULES, is_split, sizes_text
-from groupax.slices import slices_of
-from groupax.trackers.tracker import PACKAGES, is_installed
+from groupax.rollouts.slices import slices_of
+from groupax.runs.trackers.tracker import PACKAGES, is_installed
+from groupax.settings.fields import nearest, shown
 
 # Settings that groupax has under the same name with the same meaning.
 SAME = (

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 import jax
 
 import groupax.trainer as native
-from groupax.chat import unknown_template_kwargs
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import tell
 from groupax.compat.trl.config import GRPOConfig, as_mapping
-from groupax.data import load_examples
-from groupax.field_types import nearest
-from groupax.hub import push_folder
-from groupax.models.folders import resolve_folder
+from groupax.data.chat import unknown_template_kwargs
+from groupax.data.prompts import load_examples
+from groupax.data.tokenizer import load_tokenizer
 from groupax.models.lora import lora_config
 from groupax.parallel.runtime import configure_jax
-from groupax.tokenizer import load_tokenizer
+from groupax.settings.fields import nearest
+from groupax.storage.folders import resolve_folder
+from groupax.storage.hub import push_folder
 
 
 class TrainOutput(NamedTuple):

@@ -20,7 +20,7 @@ from groupax.models.families import (
     qwen3_moe,
     smollm3,
 )
-from groupax.models.families.checks import checked_config, shown
+from groupax.storage.model_json import checked_config, shown
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "cohere": cohere.read_config,

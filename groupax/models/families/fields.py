@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from groupax.models.config import Activation, LongRope, ModelConfig
-from groupax.models.families.checks import shown
 from groupax.models.families.rope import read_rope
+from groupax.storage.model_json import shown
 
 # Keys that say nothing about what the forward pass computes.
 METADATA = frozenset(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from groupax.models.config import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, RopeScaling, YarnRope
-from groupax.models.families.checks import shown
+from groupax.storage.model_json import shown
 
 
 class Parameters:

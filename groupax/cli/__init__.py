@@ -1,0 +1,1 @@
+"""The commands of groupax, one module for each group of them."""

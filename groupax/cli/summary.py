@@ -1,0 +1,314 @@
+"""What a run came to: before and after on the same prompts, in words, as tables, a curve and a file."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from groupax.data.tokenizer import Prompt, is_conversational, last_text
+from groupax.evaluation.evaluate import Evaluation, SetEvaluation
+from groupax.evaluation.items import Comparison, Item, compare, write_items
+from groupax.evaluation.paired import PairedDifference
+from groupax.metrics.completions import Metrics
+from groupax.metrics.estimates import Estimate
+from groupax.terminal.printable import one_line, printable
+from groupax.trainer import TrainResult
+
+NUM_SAMPLES = 2
+CANNOT_BELOW = 0.05  # a model solves less than this share of a task that it cannot do
+
+
+@dataclass(frozen=True, eq=False)
+class BeforeAfter:
+    """Two evaluations on the same prompts, around a run.
+
+    Attributes:
+        before, after: of the starting and of the trained model.
+        result: of the training between them.
+        train_prompts: how many prompts were trained on, and how many were too long: `used`, `dropped`, `truncated`.
+    """
+
+    before: Evaluation
+    after: Evaluation
+    result: TrainResult
+    train_prompts: Mapping[str, int]
+
+
+def write_report(report: BeforeAfter, folder: Path) -> list[Any]:
+    """Write `result.json`, `evaluations/` and, if matplotlib is there, `reward.png` into the run folder.
+
+    Returns:
+        What to tell the user of it (see `show`).
+    """
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    logged = [metrics for metrics in map(json.loads, lines) if "reward" in metrics]
+    comparisons = {
+        name: compare(report.before.sets[name].items, after.items) for name, after in report.after.sets.items()
+    }
+    summary = _summary(report, comparisons, logged)
+    (folder / "result.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    for when, evaluation in (("before", report.before), ("after", report.after)):
+        for name, each in evaluation.sets.items():
+            write_items(folder / "evaluations" / f"{when}.{name}.jsonl", each.items)
+
+    scored = [metrics for metrics in logged if metrics["reward"] is not None]  # steps without any reward have null
+    steps, rewards = [metrics["step"] for metrics in scored], [metrics["reward"] for metrics in scored]
+    has_plot = _plot(steps, rewards, folder / "reward.png")
+    parts: list[Any] = [f"\nmean reward by step\n{text_curve(rewards)}"]
+    for name, comparison in comparisons.items():
+        before, after = report.before.sets[name], report.after.sets[name]
+        title = f"{name}: before and after, {comparison.num_items} held-out prompts"
+        parts += [difference_table(title, comparison, before.metrics, after.metrics), _samples(before, after)]
+    parts.append(_what_was_left_out(summary))
+    if has_plot:
+        parts.append(f"reward curve: {folder / 'reward.png'}")
+    return [*parts, *(f"{name}: {verdict}" for name, verdict in summary["verdicts"].items())]
+
+
+def next_commands(place: str, prompt: Prompt, result: TrainResult) -> list[str]:
+    """Returns what a user can do with a run that has ended, as a text.
+
+    Args:
+        place: the run's folder or URL.
+        prompt: one of those it was trained on.
+        result: of the training.
+    """
+    chat = " --chat" if is_conversational(prompt) else ""
+    model, run = shlex.quote(f"{place.rstrip('/')}/model"), shlex.quote(place)
+    asked = shlex.quote(one_line(last_text(prompt), 60))
+    minutes, seconds = divmod(round(result.train_seconds), 60)
+    return [
+        f"{result.num_steps:,} steps in {minutes}:{seconds:02d}; the model is in {model}\n"
+        f"  groupax view {run}\n"
+        f"  groupax generate --model {model}{chat} --prompt {asked}\n"
+        f"  groupax report {run}"
+    ]
+
+
+def show(parts: Sequence[Any]) -> None:
+    """Print texts, as they are, and rich tables."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for part in parts:
+        if isinstance(part, str):
+            console.print(printable(part), markup=False, soft_wrap=True)
+        else:
+            console.print(part)
+
+
+def verdict(before: SetEvaluation, after: SetEvaluation, comparison: Comparison) -> str:
+    """What two evaluations show, and no more, in a sentence."""
+    name = "pass@1" if "pass@1" in comparison.differences else "reward"
+    if name not in comparison.differences:
+        return "no prompt has a reward, so nothing can be said"
+    difference = comparison.differences[name]
+    solved = after.estimates.get("pass@1")
+    cannot = (
+        solved is not None
+        and max(solved.high, before.estimates["pass@1"].high) < CANNOT_BELOW
+        and not (difference.is_clear and difference.difference.value > 0)
+    )
+    if cannot and solved is not None:
+        return (
+            f"the model cannot do this task: of {comparison.num_items} prompts it solves {_solved(before)} before and "
+            f"{_solved(after)} after training (95 % interval of pass@1 after: {_percent(solved.low)} to "
+            f"{_percent(solved.high)}); start from a model that solves some of them"
+        )
+    change = f"{name} went from {difference.before:.3f} to {difference.after:.3f} ({_difference(difference)})"
+    if not difference.is_clear:
+        return f"no difference is shown: {change}"
+    return f"{'better' if difference.difference.value > 0 else 'worse'}: {change}"
+
+
+def difference_table(title: str, comparison: Comparison, before: Metrics, after: Metrics) -> Any:
+    """The estimates of two evaluations of the same items, with what changed, as a rich table.
+
+    Args:
+        title: above it.
+        comparison: of the two.
+        before, after: lengths and truncation are taken from these.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(printable(title)), title_justify="left")
+    for header in ("", "before", "after", "difference", "p"):
+        table.add_column(header, justify="left" if header == "" else "right", no_wrap=header != "")
+    for name, pair in comparison.differences.items():
+        p_value = "-" if np.isnan(pair.p_value) else f"{pair.p_value:.2g}"
+        table.add_row(name, f"{pair.before:.3f}", f"{pair.after:.3f}", f"{pair.difference}", p_value)
+    for name in ("completions/mean_length", "completions/clipped_ratio"):
+        if name in before and name in after:
+            table.add_row(name, f"{before[name]:.3f}", f"{after[name]:.3f}", "", "")
+    return table
+
+
+def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
+    """Estimates with their intervals as a rich table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(printable(title)), title_justify="left")
+    for header in ("", "mean", "95 % interval", "method", "items"):
+        table.add_column(header, justify="right" if header in ("mean", "items") else "left", no_wrap=header != "")
+    for name, each in estimates.items():
+        table.add_row(
+            name, f"{each.value:.4f}", f"{each.low:.4f} to {each.high:.4f}", each.method, f"{each.num_items:,}"
+        )
+    return table
+
+
+def text_curve(values: Sequence[float], width: int = 64, height: int = 8) -> str:
+    """The values as a bar chart of characters, with the range at the left."""
+    if not values:
+        return ""
+    columns = np.array([chunk.mean() for chunk in np.array_split(np.asarray(values), min(width, len(values)))])
+    low, high = float(columns.min()), float(columns.max())
+    eighths = np.rint((columns - low) / ((high - low) or 1.0) * (8 * height - 1)).astype(int) + 1
+    rows = []
+    for level in range(height - 1, -1, -1):
+        filled = np.clip(eighths - 8 * level, 0, 8)
+        label = f"{high:8.3f} " if level == height - 1 else f"{low:8.3f} " if level == 0 else " " * 9
+        rows.append(label + "".join(" ▁▂▃▄▅▆▇█"[eighth] for eighth in filled))
+    return "\n".join(rows)
+
+
+def plain_estimates(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+    """Estimates as JSON has them; what is no number is null."""
+    return {name: _finite(asdict(each)) for name, each in estimates.items()}
+
+
+def plain_differences(comparison: Comparison) -> dict[str, Any]:
+    """A comparison as JSON has it."""
+    differences = {
+        name: _finite({**asdict(pair), "difference": _finite(asdict(pair.difference))})
+        for name, pair in comparison.differences.items()
+    }
+    return {
+        "items": comparison.num_items,
+        "only_before": comparison.num_only_before,
+        "only_after": comparison.num_only_after,
+        "differences": differences,
+    }
+
+
+def _summary(
+    report: BeforeAfter, comparisons: Mapping[str, Comparison], logged: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The contents of `result.json`."""
+    sets, verdicts = {}, {}
+    for name, comparison in comparisons.items():
+        before, after = report.before.sets[name], report.after.sets[name]
+        verdicts[name] = verdict(before, after, comparison)
+        sets[name] = {
+            "prompts": {kind: int(after.metrics[f"prompts{key}"]) for kind, key in _COUNTS.items()},
+            "completions_truncated": {
+                when: round(each.metrics["completions/clipped_ratio"], 4)
+                for when, each in (("before", before), ("after", after))
+            },
+            "before": plain_estimates(before.estimates),
+            "after": plain_estimates(after.estimates),
+            "comparison": plain_differences(comparison),
+        }
+    solved = {
+        when: {name: evaluation.sets[name].estimates["pass@1"].value for name in sets}
+        for when, evaluation in (("before", report.before), ("after", report.after))
+        if all("pass@1" in evaluation.sets[name].estimates for name in sets)
+    }
+    first = next(iter(sets))
+    return {
+        **{f"pass_at_1_{when}": values[first] for when, values in solved.items() if len(values) == 1},
+        "steps": report.result.num_steps,
+        "train_seconds": round(report.result.train_seconds, 2),
+        "rollout_tokens_per_s": round(report.result.rollout_tokens_per_s, 1),
+        "verdicts": verdicts,
+        "train_prompts": dict(report.train_prompts),
+        "train_completions_truncated": _mean(logged, "completions/clipped_ratio"),
+        "train_groups_without_signal": _mean(logged, "frac_reward_zero_std"),
+        "sets": sets,
+    }
+
+
+_COUNTS = {"used": "", "dropped": "_dropped", "truncated": "_truncated", "unscorable": "_unscorable"}
+
+
+def _mean(logged: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [metrics[name] for metrics in logged if metrics.get(name) is not None]
+    return round(float(np.mean(values)), 4) if values else None
+
+
+def _what_was_left_out(summary: Mapping[str, Any]) -> str:
+    """Prompts that were too long, completions that were cut off, groups without signal: a line per dataset."""
+    counts, clipped = summary["train_prompts"], summary["train_completions_truncated"]
+    rows = [("training", counts, clipped)]
+    rows += [(name, each["prompts"], each["completions_truncated"]["after"]) for name, each in summary["sets"].items()]
+    lines = [
+        f"{name}: {counts['used']:,} prompts; too long: {counts['dropped']:,} dropped, {counts['truncated']:,} cut"
+        + ("" if clipped is None else f"; completions cut off at the limit: {_percent(clipped)}")
+        for name, counts, clipped in rows
+    ]
+    without_signal = summary["train_groups_without_signal"]
+    if without_signal is not None:
+        lines[0] += f"; groups without signal, whose completions all got one reward: {_percent(without_signal)}"
+    return "\n".join(lines)
+
+
+def _solved(evaluation: SetEvaluation) -> str:
+    estimate = evaluation.estimates["pass@1"]
+    return f"{round(estimate.value * estimate.num_items):,}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _difference(pair: PairedDifference) -> str:
+    each = pair.difference
+    return f"difference {each.value:+.3f}, 95 % interval {each.low:+.3f} to {each.high:+.3f}, p = {pair.p_value:.2g}"
+
+
+def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, float) and not np.isfinite(value) else value for key, value in record.items()
+    }
+
+
+def _samples(before: SetEvaluation, after: SetEvaluation) -> Any:
+    """Problems that were not solved before and are now."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="two answers, before and after", title_justify="left", show_lines=True)
+    for header in ("prompt", "before", "after"):
+        table.add_column(header, overflow="fold")
+
+    def worth(item: Item) -> tuple[bool, float]:
+        return bool(item.completions[0].solved), item.completions[0].reward or 0.0
+
+    pairs = list(zip(before.items, after.items, strict=True))
+    gained = sorted((pair for pair in pairs if worth(pair[1]) > worth(pair[0])), key=lambda pair: not worth(pair[1])[0])
+    for first, second in (gained or pairs)[:NUM_SAMPLES]:
+        texts = (last_text(first.prompt), first.completions[0].text, second.completions[0].text)
+        table.add_row(*(Text(one_line(text, 400)) for text in texts))
+    return table
+
+
+def _plot(steps: Sequence[float], rewards: Sequence[float], path: Path) -> bool:
+    """Write the reward curve; False if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, rewards)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("mean reward")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    return True

@@ -1,0 +1,33 @@
+"""`python -m groupax.compat.easydel.scripts.finetune.gsm8k_grpo`: the recipe gsm8k."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from groupax.cli.main import exit_status
+from groupax.compat.easydel.scripts.finetune.flags import Flags, run
+
+NUM_TAGS = 4  # <think>, </think>, <answer>, </answer>
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSM8KFlags(Flags):
+    """Train a model with GRPO on GSM8K. What is not given comes from the recipe gsm8k."""
+
+    xml_reward: float = 0.125
+    """Reward for each of the four tags that occurs exactly once."""
+    correctness_reward: float = 2.0
+    """Reward for the right number."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit status."""
+    flags = tyro.cli(GSM8KFlags, prog="gsm8k_grpo", args=arguments, use_underscores=True)
+    weights = {"gsm8k_accuracy": flags.correctness_reward, "xml_count": NUM_TAGS * flags.xml_reward}
+    return exit_status("gsm8k_grpo", lambda: run("gsm8k", flags, weights, ("xml_reward", "correctness_reward")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Prompts: rows of datasets, chat templates and tokenizers."""

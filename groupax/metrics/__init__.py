@@ -1,0 +1,1 @@
+"""Metrics of completions and their confidence intervals."""

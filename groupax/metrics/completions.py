@@ -1,0 +1,165 @@
+"""What is reported of a step: pure functions from records to numbers by name. Imports no jax."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from groupax.metrics.estimates import pass_at_k, powers_up_to
+from groupax.objective.advantages import Advantages
+from groupax.rewards.scoring import Scored
+from groupax.rollouts.sampler import Rollout
+from groupax.settings.objective import MetricDefinitions, MultiObjectiveAggregation, ScaleRewards
+
+Metrics = dict[str, float]
+
+
+def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Lengths in tokens, of all completions and of those that ended by themselves, and the share that did not.
+
+    `rollout/sampler_gap_mean` is by how much truncated sampling (top-p and so on) raised the log-prob of its draws.
+    """
+    lengths = np.array([len(row.completion_ids) for row in rollouts])
+    stopped = np.array([row.finish_reason == "stop" for row in rollouts])
+    metrics = {f"completions/{kind}_length": float(f(lengths)) for kind, f in _SUMMARIES.items()}
+    terminated = lengths[stopped] if stopped.any() else np.zeros(1)
+    metrics |= {f"completions/{kind}_terminated_length": float(f(terminated)) for kind, f in _SUMMARIES.items()}
+    gaps = np.concatenate([row.sampler_logps - row.policy_logps for row in rollouts])
+    return metrics | {
+        "completions/clipped_ratio": float(1.0 - stopped.mean()),
+        "rollout/sampler_gap_mean": float(gaps.mean()),
+    }
+
+
+_SUMMARIES = {"mean": np.mean, "min": np.min, "max": np.max}
+
+
+def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Advantages) -> Metrics:
+    """Returns the mean and spread of each reward and of their weighted sum.
+
+    `reward_std` is the standard deviation (ddof 1) over all completions, `reward_group_std` the mean of the groups'.
+
+    Args:
+        names: of the K reward functions.
+        rewards: [B, K], NaN where a function does not apply.
+        advantages: of the same rows.
+    """
+    metrics: Metrics = {}
+    for name, column in zip(names, rewards.T, strict=True):
+        known = column[~np.isnan(column)]
+        metrics[f"rewards/{name}/mean"] = float(known.mean()) if known.size else float("nan")
+        metrics[f"rewards/{name}/std"] = float(known.std(ddof=1)) if known.size > 1 else 0.0
+    scorable = advantages.rewards[~np.isnan(advantages.rewards)]
+    return metrics | {
+        "reward": float(scorable.mean()) if scorable.size else float("nan"),
+        "reward_std": float(scorable.std(ddof=1)) if scorable.size > 1 else 0.0,
+        "reward_group_std": float(advantages.group_std.mean()),
+        "frac_reward_zero_std": float(advantages.zero_std.mean()),
+        "rewards/unscorable_frac": 1.0 - scorable.size / len(rewards),
+    }
+
+
+def trl_zero_std_frac(
+    advantages: Advantages, scale: ScaleRewards, aggregation: MultiObjectiveAggregation
+) -> dict[str, float]:
+    """Returns `frac_reward_zero_std` as TRL 1.16 has it, of the standard deviation that advantages are divided by.
+
+    With a deviation per group it is the share of groups where that is 0, and groups with fewer than two rewards have
+    none. With one deviation over the batch it is 1 if that is 0, and 0 otherwise.
+    """
+    known = ~np.isnan(advantages.rewards)
+    if aggregation == "normalize_then_sum":
+        frac = float(advantages.zero_std.all())
+    elif scale == "batch":
+        rewards = advantages.rewards[known]
+        frac = float(rewards.size > 1 and rewards.std(ddof=1) <= 1e-8)
+    else:
+        num_known = known.reshape(len(advantages.zero_std), -1).sum(axis=1)
+        frac = float((advantages.zero_std & (num_known > 1)).mean())
+    return {"frac_reward_zero_std": frac}
+
+
+def solved_metrics(rewards: np.ndarray) -> Metrics:
+    """pass@k for k = 1, 2, 4, ... and the size of a group, and the groups that are solved always or never.
+
+    Args:
+        rewards: [P, G], 1 for solved; groups with one that is not known, NaN, are left out.
+    """
+    G = rewards.shape[1]
+    right = [int(count) for count in (rewards[~np.isnan(rewards).any(axis=1)] == 1.0).sum(axis=1)]
+
+    def mean(values: Sequence[float]) -> float:
+        return float(np.mean(values)) if values else float("nan")
+
+    metrics = {f"pass@{k}": mean([pass_at_k(G, count, k) for count in right]) for k in powers_up_to(G)}
+    return metrics | {
+        "groups/all_right_frac": mean([float(count == G) for count in right]),
+        "groups/all_wrong_frac": mean([float(count == 0) for count in right]),
+    }
+
+
+def scoring_metrics(rounds: Sequence[Scored]) -> Metrics:
+    """Seconds and failures over the rounds of a rollout."""
+    metrics: Metrics = {
+        "time/rollout_s": sum(scored.rollout_s for scored in rounds),
+        "time/reward_s": sum(scored.reward_s for scored in rounds),
+    }
+    for name in rounds[0].failures:
+        metrics[f"rewards/{name}/failures"] = float(sum(scored.failures[name] for scored in rounds))
+    return metrics
+
+
+def logged_metrics(rounds: Sequence[Scored]) -> Metrics:
+    """What reward functions logged over the rounds of a rollout: means over all calls."""
+    calls: dict[str, list[float]] = {}
+    for scored in rounds:
+        for name, values in scored.logged.items():
+            calls.setdefault(name, []).extend(values)
+    return {name: float(np.mean(values)) for name, values in calls.items()}
+
+
+def of_rollouts(sampled: Sequence[Metrics]) -> Metrics:
+    """One record for the rollouts of a step, one or several: as `window_mean`, but seconds and failures add up."""
+    merged = window_mean(sampled)
+    for name in merged:
+        if name.startswith("time/") or name.endswith("/failures"):
+            merged[name] = sum(metrics.get(name, 0.0) for metrics in sampled)
+    return merged
+
+
+def with_logged(own: Mapping[str, float], logged: Mapping[str, float]) -> Metrics:
+    """A run's own metrics and what reward functions logged, under `logged/` if the run has that name itself."""
+    return {**own, **{f"logged/{name}" if name in own else name: value for name, value in logged.items()}}
+
+
+def json_numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as JSON has them: null for what is not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def is_measured(name: str) -> bool:
+    """Whether a metric is read off the machine, or may follow from such, so differs between runs otherwise alike."""
+    return name.startswith(("time/", "memory/", "health/")) or name in ("step_time", "mfu") or name.endswith("_per_s")
+
+
+def window_mean(window: Sequence[Mapping[str, float]], definitions: MetricDefinitions = "groupax") -> Metrics:
+    """One line for several steps: means, but extremes stay extremes and counters keep their last value.
+
+    TRL averages extremes over the steps too.
+
+    A step without a value (NaN), such as the mean of a reward that applied to none of its prompts, is left out.
+    """
+    merged: Metrics = {}
+    for name in dict.fromkeys(name for metrics in window for name in metrics):
+        values = [metrics[name] for metrics in window if name in metrics]
+        values = [value for value in values if not np.isnan(value)] or values
+        kind = name.rpartition("/")[2]
+        if name in ("step", "epoch", "num_tokens", "learning_rate"):
+            merged[name] = values[-1]
+        elif definitions != "trl" and (kind.startswith("min_") or kind.endswith("_min")):
+            merged[name] = min(values)
+        elif definitions != "trl" and (kind.startswith("max_") or kind.endswith("_max")):
+            merged[name] = max(values)
+        else:
+            merged[name] = float(np.mean(values))
+    return merged

@@ -1,0 +1,1 @@
+"""The collection of rollouts: prompts in, scored completions out."""

@@ -1,0 +1,289 @@
+"""Experience: groups of completions with rewards, advantages and log-probs, for updates to train on."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from groupax.config import GRPOConfig
+from groupax.data.prompts import PromptSet, visit_order
+from groupax.engine.engine import Engine
+from groupax.errors import RewardError, RunError, is_out_of_memory
+from groupax.metrics.completions import (
+    Metrics,
+    completion_metrics,
+    logged_metrics,
+    reward_metrics,
+    scoring_metrics,
+    solved_metrics,
+    trl_zero_std_frac,
+    with_logged,
+)
+from groupax.objective.advantages import Advantages, group_advantages
+from groupax.rewards.contract import TrainerState, reward_matrix
+from groupax.rewards.runner import RewardRunner
+from groupax.rewards.scoring import Scored, score_groups
+from groupax.rollouts.sampler import Rollout, Sampler, rollout
+from groupax.rollouts.slices import Slices
+from groupax.rollouts.state import Cursor, Experience, Group
+from groupax.runs.progress import Progress
+from groupax.serve.broadcast_sampler import SamplerForAll
+from groupax.serve.client import RemoteSampler
+from groupax.settings.sampling import SamplingParams
+from groupax.training.batch import Row
+from groupax.training.learner import Learner
+
+
+class Collector:
+    """Samples completions of a run's prompts with the learner's policy, and prepares them for updates.
+
+    Args:
+        args: the run's settings.
+        slices: how rollouts become optimizer steps.
+        prompts: those of the run.
+        tokenizer: theirs.
+        engine: samples; its weights are set to the policy's.
+        learner: computes log-probs; their shapes become known to it, nothing else of it changes.
+        runner: of the reward functions; to be entered while it is used.
+        reward_weights: one per function.
+        solved_by: the function whose 1.0 means solved, if any.
+        num_steps: of the run.
+        progress: shows what it is doing.
+    """
+
+    def __init__(
+        self,
+        args: GRPOConfig,
+        slices: Slices,
+        prompts: PromptSet,
+        tokenizer: Any,
+        engine: Engine | RemoteSampler | SamplerForAll,
+        learner: Learner,
+        runner: RewardRunner,
+        reward_weights: np.ndarray,
+        solved_by: str | None,
+        num_steps: int,
+        progress: Progress,
+    ) -> None:
+        self.args, self.slices, self.prompts, self.tokenizer = args, slices, prompts, tokenizer
+        self.engine, self.learner, self.runner = engine, learner, runner
+        self.reward_weights, self.solved_by, self.num_steps = reward_weights, solved_by, num_steps
+        self.progress = progress
+
+    def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
+        """A rollout by the learner's policy, ready for updates (see `sample` and `scored`).
+
+        Args:
+            cursor: how far the run has come.
+            num_wanted: slices that the next step takes of it.
+
+        A function of cursor and learner, whose known shapes alone may change.
+        """
+        self.engine.params = self.learner.policy
+        experience = self.sample(self.engine, cursor, cursor.step)
+        self.engine.release()
+        return self.scored(experience, cursor, num_wanted)
+
+    def sample(self, engine: Sampler, cursor: Cursor, policy_version: int) -> Experience:
+        """Groups with their rewards and advantages, those to train on first; touches neither learner nor its devices.
+
+        Args:
+            engine: with the weights to sample from.
+            cursor: how far the run will have come when it trains on them; its `num_tokens` does not matter.
+            policy_version: optimizer steps that these weights have seen.
+
+        With `filter_zero_variance` groups without signal make room for groups of further prompts, as long as the
+        budget lasts. What it leaves open is filled up with them, so that a step keeps its size.
+        """
+        args, wanted = self.args, self.slices.prompts_per_rollout
+        budget = int(wanted * args.filter_budget) if args.filter_zero_variance else wanted
+        kept: list[Group] = []
+        flat: list[Group] = []  # without signal
+        rounds: list[Scored] = []
+        while len(kept) < wanted and len(kept) + len(flat) < budget:
+            num_sampled = len(kept) + len(flat)
+            count = min(wanted - len(kept), budget - num_sampled)
+            rounds.append(self._sample(engine, cursor, policy_version, num_sampled, count))
+            for group in rounds[-1].groups:
+                has_signal = not args.filter_zero_variance or not self._advantages([group]).zero_std[0]
+                (kept if has_signal else flat).append(group)
+        num_filled, num_sampled = wanted - len(kept), len(kept) + len(flat)
+        trained, dropped = kept + flat[:num_filled], flat[num_filled:]
+        groups = _with_advantages(trained, self._advantages(trained).values) + dropped
+        self._stop_if_a_reward_never_works(rounds, cursor)
+        rows = [row for group in groups for row in group]
+        num_new = sum(len(row.completion_ids) for row in rows)
+        num_tokens = num_new + sum(len(row.prompt_ids) for row in rows)
+        metrics = self._rollout_metrics(groups) | scoring_metrics(rounds)
+        metrics["epoch"] = (cursor.num_prompts + num_sampled) / len(self.prompts)
+        if args.filter_zero_variance:
+            metrics |= {
+                "filter/sampled_prompts": float(num_sampled),
+                "filter/rounds": float(len(rounds)),
+                "filter/dropped_frac": len(dropped) / num_sampled,
+                "filter/filled_up_frac": num_filled / wanted,
+            }
+        metrics["rollout/tokens_per_s"] = num_new / metrics["time/rollout_s"]
+        metrics["num_tokens"] = float(
+            cursor.num_tokens + num_tokens
+        )  # made right by `scored`; no reward logs that name
+        errors = {name: error for scored in reversed(rounds) for name, error in scored.errors.items()}
+        return Experience(groups, with_logged(metrics, logged_metrics(rounds)), errors, cursor.num_prompts, num_tokens)
+
+    def scored(self, experience: Experience, cursor: Cursor, num_wanted: int) -> Experience:
+        """A rollout with its slices, and log-probs of reference and old policy, which is the learner's as it is now.
+
+        Args:
+            experience: as it was sampled.
+            cursor: how far the run has come.
+            num_wanted: slices that the next update takes, and whose old log-probs it will know by itself.
+        """
+        self.progress.phase("computing log-probs")
+        slices = self._scored(self.cut(experience.groups[: self.slices.prompts_per_rollout]), num_wanted)
+        num_tokens = float(cursor.num_tokens + experience.num_tokens)
+        return replace(experience, slices=slices, metrics=experience.metrics | {"num_tokens": num_tokens})
+
+    def trainer_state(self, cursor: Cursor) -> TrainerState:
+        """What reward functions are told of the run."""
+        return TrainerState(cursor.step, self.num_steps, cursor.num_prompts / len(self.prompts))
+
+    def _sample(self, engine: Sampler, cursor: Cursor, policy_version: int, first: int, count: int) -> Scored:
+        """G completions of each of the next prompts, scored as they end.
+
+        Args:
+            engine: with the weights to sample from.
+            cursor: how far the run has come.
+            policy_version: of these weights.
+            first: prompts of this rollout that were sampled before.
+            count: prompts to sample.
+        """
+        args = self.args
+        visited = self.visited(cursor.num_prompts + first, count)
+        self.runner.state = self.trainer_state(cursor)
+        groups = rollout(
+            engine,
+            self.tokenizer,
+            [self.prompts.examples[i] for i in visited],
+            [self.prompts.token_ids[i] for i in visited],
+            sampling_params(self.args),
+            step=cursor.num_rollouts,
+            policy_version=policy_version,
+            first_prompt=first,
+        )
+        try:
+            with closing(groups):  # on an error too, which keeps them: servers would go on
+                return score_groups(self.progress.counted(groups, "sampling", count, "scoring"), self.runner)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(
+                f"out of memory while sampling; lower max_concurrent_rows (now {args.max_concurrent_rows}) or "
+                f"kv_cache_gb (now {args.kv_cache_gb}). The devices say:\n{error}"
+            ) from error
+
+    def _stop_if_a_reward_never_works(self, rounds: Sequence[Scored], cursor: Cursor) -> None:
+        """A function that fails for all of a rollout is broken, or what it asks is down: no prompts for that."""
+        num_completions = sum(len(group) for scored in rounds for group in scored.groups)
+        for reward in self.runner.rewards:
+            if sum(s.failures[reward.name] for s in rounds) == num_completions:
+                error = next(s.errors[reward.name] for s in rounds if reward.name in s.errors)
+                first = cursor.num_rollouts == 0
+                which = "the first rollout" if first else f"the rollout of step {cursor.step + 1}"
+                advice = "" if first else "\nNothing was trained on it, and a resumed run samples it again"
+                raise RewardError(
+                    f"the reward function {reward.name!r} failed for every completion of {which}:\n{error}{advice}"
+                )
+
+    def _rollout_metrics(self, groups: Sequence[Group]) -> Metrics:
+        rows = [row for group in groups for row in group]
+        names = [reward.name for reward in self.runner.rewards]
+        advantages, args = self._advantages(groups), self.args
+        metrics = completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), advantages)
+        if args.metric_definitions == "trl":
+            metrics |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
+        if self.solved_by:
+            rewards = np.array([[row.rewards[self.solved_by] for row in group] for group in groups], float)
+            metrics |= solved_metrics(rewards)
+        return metrics
+
+    def _advantages(self, groups: Sequence[Group]) -> Advantages:
+        rows = [row for group in groups for row in group]
+        return group_advantages(
+            reward_matrix([reward.name for reward in self.runner.rewards], rows),
+            self.reward_weights,
+            self.args.num_generations,
+            self.args.scale_rewards,
+            self.args.multi_objective_aggregation,
+        )
+
+    def cut(self, groups: Sequence[Group]) -> list[list[Row]]:
+        """The slices of a rollout."""
+        rows = [self._row(index, row) for index, group in enumerate(groups) for row in group]
+        return [rows[start : start + self.slices.rows] for start in range(0, len(rows), self.slices.rows)]
+
+    def _scored(self, slices: list[list[Row]], num_wanted: int) -> list[list[Row]]:
+        """The slices with log-probs of reference and old policy, but for the old ones that the next update will know.
+
+        Args:
+            slices: of a rollout.
+            num_wanted: how many the next update takes.
+        """
+        learner = self.learner
+        if learner.reference is not None:
+            with learner.reference_on_devices() as reference:
+                slices = [_with(part, "ref_logp", learner.logprobs(reference, part)[0]) for part in slices]
+        # an update's own would have its dropout, against which the next pass would compare another one
+        num_known = 0 if learner.dropout_rate and self.slices.num_passes > 1 else num_wanted
+        slices[num_known:] = [
+            _with(part, "old_logp", learner.logprobs(learner.policy, part)[0]) for part in slices[num_known:]
+        ]
+        return slices
+
+    def _row(self, index: int, row: Rollout) -> Row:
+        counts = not (self.args.mask_truncated_completions and row.finish_reason == "length")
+        return Row(
+            group=index,
+            prompt=row.prompt_ids,
+            completion=row.completion_ids,
+            mask=np.full(len(row.completion_ids), counts),
+            advantage=row.advantage,
+            rollout_logp=row.policy_logps,
+            policy_version=row.policy_version,
+            sampler_logp=None if self.args.rollout_correction == "none" else row.sampler_logps,
+        )
+
+    def visited(self, first: int, count: int) -> list[int]:
+        """The examples at positions of the run."""
+        num, args = len(self.prompts), self.args
+        return visit_order(num, first, count, args.seed, args.prompt_order, self.slices.prompts_per_epoch(num))
+
+
+def sampling_params(args: GRPOConfig) -> SamplingParams:
+    """How rollouts are sampled."""
+    return SamplingParams(
+        n=args.num_generations,
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        stop=args.stop,
+        seed=args.seed,
+    )
+
+
+def _with(rows: Sequence[Row], name: str, values: Sequence[np.ndarray]) -> list[Row]:
+    """The rows with a field of theirs set."""
+    return [replace(row, **{name: value}) for row, value in zip(rows, values, strict=True)]
+
+
+def _with_advantages(groups: Sequence[Group], advantages: np.ndarray) -> list[Group]:
+    by_group = advantages.reshape(len(groups), -1)
+    return [
+        [replace(row, advantage=float(value)) for row, value in zip(group, values, strict=True)]
+        for group, values in zip(groups, by_group, strict=True)
+    ]

@@ -1,0 +1,191 @@
+"""Rollouts made ahead of their updates, each in a thread of its own, while the main thread trains.
+
+    main thread     begin ──► update ──► begin ──► collect (waits) ──► update ...
+    rollout r         └► samples ──► rewards ────────┘▲
+    rollout r + 1                └► samples ──► rewards
+
+Which policy samples which rollout is fixed beforehand: that of `max_staleness` optimizer steps before the first update
+on it. So a run is the same however long things take, and a checkpoint needs to hold those policies only, not what is
+under way. One rollout is sampled at a time; its rewards may take longer.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+from groupax.engine.engine import Engine
+from groupax.engine.scheduler import Sequence
+from groupax.models.specs import Params
+from groupax.parallel.fair_lock import Turns
+from groupax.rollouts.collector import Collector
+from groupax.rollouts.sampler import Sampler
+from groupax.rollouts.state import Cursor, Experience
+from groupax.serve.client import RemoteSampler
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Weights to sample a rollout from.
+
+    Attributes:
+        version: optimizer steps that they have seen.
+        trained: what is trained, in compute dtype (see `Learner.snapshot`).
+    """
+
+    version: int
+    trained: Params
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A rollout that was begun.
+
+    Attributes:
+        number: of the rollout in the run.
+        policy: that samples it.
+        cursor: how far the run will have come; its `num_prompts` may have to wait for the rollout before.
+        sampled: nothing is left to be decoded.
+        result: the rollout.
+    """
+
+    number: int
+    policy: Policy
+    cursor: Cursor
+    sampled: threading.Event = field(default_factory=threading.Event)
+    result: "Future[Experience]" = field(default_factory=Future)
+
+
+class Pipeline:
+    """The rollouts of a run that are made ahead of their updates. As a context it ends what still runs.
+
+    Args:
+        collector: what makes one; its engine, learner and reward runner take turns on the devices from now on.
+        max_staleness: optimizer steps between a policy and the first update on what it sampled.
+        num_steps: of the run.
+    """
+
+    def __init__(self, collector: Collector, max_staleness: int, num_steps: int) -> None:
+        self.collector, self.max_staleness, self.num_steps = collector, max_staleness, num_steps
+        self.turns = Turns()
+        self._jobs: deque[_Job] = deque()
+        self._threads: list[threading.Thread] = []
+        self._saved: dict[int, Policy] = {}
+
+    def __enter__(self) -> "Pipeline":
+        self.turns = self.collector.learner.turn = self.collector.runner.turn = Turns()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.turns.close()
+        for thread in self._threads:
+            while thread.is_alive():
+                self.collector.runner.cancel()
+                if isinstance(self.collector.engine, RemoteSampler):
+                    self.collector.engine.give_up()
+                thread.join(0.05)
+        self._jobs.clear()
+        self._threads.clear()
+        self.collector.learner.turn, self.collector.runner.turn = None, nullcontext()
+
+    def begin(self, cursor: Cursor) -> None:
+        """Begin all rollouts that the policy of this moment samples, or one that was restored.
+
+        Args:
+            cursor: how far the run has come.
+        """
+        now: Policy | None = None
+        steps = self.collector.slices.steps_per_rollout
+        number = cursor.num_rollouts + len(self._jobs)
+        while number * steps < self.num_steps and number * steps - self.max_staleness <= cursor.step:
+            policy = self._saved.pop(number, None)
+            if policy is None:
+                policy = now = now or Policy(cursor.step, self.collector.learner.snapshot())
+            ahead = (number - cursor.num_rollouts) * self.collector.slices.prompts_per_rollout
+            step, num_prompts = max(number * steps, cursor.step), cursor.num_prompts + ahead
+            at = replace(cursor, step=step, num_rollouts=number, num_prompts=num_prompts)
+            before = self._jobs[-1] if self._jobs else None
+            self._jobs.append(_Job(number, policy, at))
+            thread = threading.Thread(target=self._make, args=(self._jobs[-1], before), name="rollout", daemon=True)
+            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+            thread.start()
+            number += 1
+
+    def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
+        """The next rollout, ready for updates, as `Collector.collect` gives it; waits for it.
+
+        Raises:
+            Exception: what went wrong while it was made.
+        """
+        begun_s = time.perf_counter()
+        job = self._jobs[0]
+        self.collector.runner.serve([job.result])
+        self.collector.runner.state = self.collector.trainer_state(job.cursor)
+        metrics = {"time/wait_s": time.perf_counter() - begun_s}
+        experience = self.collector.scored(job.result.result(), cursor, num_wanted)
+        self._jobs.popleft()
+        return replace(experience, metrics=experience.metrics | metrics)
+
+    def settle(self) -> None:
+        """Wait until nothing is under way any more."""
+        self.collector.runner.serve([job.result for job in self._jobs])
+
+    def policies(self, cursor: Cursor) -> Mapping[int, Policy]:
+        """Those older than the learner's that sample the rollouts to come, by the rollout's number."""
+        begun = {job.number: job.policy for job in self._jobs} | self._saved
+        return {number: policy for number, policy in begun.items() if policy.version < cursor.step}
+
+    def restore(self, policies: Mapping[int, Policy]) -> None:
+        """Have these policies sample these rollouts."""
+        self._saved = dict(policies)
+
+    # -- in the threads
+
+    def _make(self, job: _Job, before: _Job | None) -> None:
+        try:
+            job.result.set_result(self._made(job, before))
+        except BaseException as error:  # noqa: BLE001 - handed to the main thread
+            job.result.set_exception(error)
+        finally:
+            job.sampled.set()
+
+    def _made(self, job: _Job, before: _Job | None) -> Experience:
+        collector, cursor = self.collector, job.cursor
+        if before is not None:
+            before.sampled.wait()
+            if collector.args.filter_zero_variance:  # how many prompts it visited follows from its rewards
+                earlier = before.result.result()
+                cursor = replace(cursor, num_prompts=earlier.first_prompt + len(earlier.groups))
+        with self.turns:
+            collector.engine.params = collector.learner.policy_of(job.policy.trained)
+        sampler = _InTurn(collector.engine, self.turns)
+        if not collector.args.filter_zero_variance:  # which may sample again
+            sampler.ended = job.sampled
+        return collector.sample(sampler, cursor, job.policy.version)
+
+
+class _InTurn:
+    """An engine that takes its turn for each chunk of decoding, or servers, which have devices of their own."""
+
+    def __init__(self, engine: Sampler, turns: Turns) -> None:
+        self.engine, self.turns = engine, turns
+        self.ended: threading.Event | None = None
+        self.sequences = engine.sequences
+
+    def stream(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
+        if isinstance(self.engine, Engine):
+            turn, updates = self.turns, self.engine.updates(sequences)
+        else:
+            turn, updates = nullcontext(), ((sequence, 0) for sequence in self.engine.stream(sequences))
+        while True:
+            with turn:
+                update = next(updates, None)
+            if update is None:
+                break
+            if update[0].finish_reason:
+                yield update[0]
+        if self.ended is not None:
+            self.ended.set()

@@ -1,0 +1,126 @@
+"""Prompts to groups of completions, through the engine."""
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from groupax.data.tokenizer import Prompt, decode, is_conversational, special_token_ids
+from groupax.engine.scheduler import FinishReason
+from groupax.engine.scheduler import Sequence as Completion
+from groupax.settings.sampling import SamplingParams
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """What samples completions: an `Engine`, or what stands for one elsewhere."""
+
+    def sequences(
+        self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
+    ) -> list[Completion]:
+        """Unstarted sequences (see `Engine.sequences`)."""
+        ...
+
+    def stream(self, sequences: Iterable[Completion]) -> Iterator[Completion]:
+        """Run sequences to their ends, each yielded as soon as it is finished."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One completion of one prompt, on the host.
+
+    Attributes:
+        prompt_index: of the prompt in its rollout.
+        sample_index: of the completion in its group.
+        example: the dataset row with the prompt.
+        prompt_ids: token ids of the prompt.
+        completion_ids: token ids of the completion, its stop token or the tokens of its stop text included.
+        policy_logps: natural log-probability of each completion token under softmax(logits / temperature), by the
+            engine.
+        sampler_logps: the same under the truncated distribution that was drawn from.
+        finish_reason: a stop token or text, or the limit of tokens.
+        policy_version: optimizer steps that the sampling weights had seen.
+        text: the completion as its tokens say it, its stop text included, without special tokens.
+        rewards: by reward function, None where one does not apply; empty before scoring.
+        advantage: NaN before scoring.
+        extra: what reward functions logged of it beside its rewards.
+    """
+
+    prompt_index: int
+    sample_index: int
+    example: Mapping[str, Any]
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+    policy_logps: np.ndarray
+    sampler_logps: np.ndarray
+    finish_reason: FinishReason
+    policy_version: int
+    text: str
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    advantage: float = float("nan")
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt as the dataset has it."""
+        return self.example["prompt"]
+
+    @property
+    def completion(self) -> str | list[dict[str, str]]:
+        """The completion in the prompt's own form: a string, or a list with the assistant's message."""
+        return [{"role": "assistant", "content": self.text}] if is_conversational(self.prompt) else self.text
+
+
+def rollout(
+    engine: Sampler,
+    tokenizer: Any,
+    examples: Any,
+    prompt_ids: Sequence[np.ndarray],
+    params: SamplingParams,
+    step: int,
+    policy_version: int = 0,
+    first_prompt: int = 0,
+) -> Generator[list[Rollout], None, None]:
+    """The groups of completions of each prompt, each as soon as its last completion ends.
+
+    A stop text that is a special token is looked for as that token: servers may not find it in their texts.
+
+    Args:
+        engine: with the weights to sample from.
+        tokenizer: for the completions' text.
+        examples: dataset rows, by index.
+        prompt_ids: their prompts' token ids.
+        params: how to sample; `n` is the size of a group.
+        step: distinguishes rollouts with the same seed.
+        policy_version: recorded in each rollout.
+        first_prompt: index of the first of these prompts in its rollout.
+    """
+    if params.stop:
+        assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
+        special = special_token_ids(tokenizer, params.stop)
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
+    unfinished: dict[int, list[Any]] = {}
+    for sequence in engine.stream(engine.sequences(list(prompt_ids), params, step, first_prompt)):
+        group = unfinished.setdefault(sequence.prompt_index, [])
+        group.append(sequence)
+        if len(group) < params.n:
+            continue
+        group = sorted(unfinished.pop(sequence.prompt_index), key=lambda member: member.sample_index)
+        texts = decode(tokenizer, [member.tokens for member in group])
+        yield [
+            Rollout(
+                prompt_index=member.prompt_index,
+                sample_index=member.sample_index,
+                example=examples[member.prompt_index - first_prompt],
+                prompt_ids=member.prompt,
+                completion_ids=np.asarray(member.tokens, np.int32),
+                policy_logps=np.asarray(member.policy_logps, np.float32),
+                sampler_logps=np.asarray(member.sampler_logps, np.float32),
+                finish_reason=member.finish_reason,
+                policy_version=policy_version,
+                text=text,
+            )
+            for member, text in zip(group, texts, strict=True)
+        ]

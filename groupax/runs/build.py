@@ -1,0 +1,243 @@
+"""The parts of a run, as its settings ask for them."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from groupax.config import GRPOConfig, mesh_sizes
+from groupax.data.prompts import Examples, PromptSet, encode_examples, prompt_limit
+from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
+from groupax.engine.engine import Engine
+from groupax.models.checkpoint import Model, load_model, on_mesh
+from groupax.models.lora import LoRAConfig, lora_config
+from groupax.models.specs import Params
+from groupax.objective.entropy import EntropyControl
+from groupax.parallel import processes
+from groupax.parallel.mesh import make_mesh
+from groupax.parallel.peak import free_memory_bytes
+from groupax.rollouts.collector import sampling_params
+from groupax.runs.checkpoints.record import stored_dtype
+from groupax.serve.broadcast_sampler import SamplerForAll
+from groupax.serve.client import RemoteSampler
+from groupax.serve.protocol import API_KEY_VARIABLE
+from groupax.serve.vllm_sglang import WeightsFolder
+from groupax.settings.objective import ObjectiveSettings
+from groupax.settings.sampling import SamplingParams
+from groupax.training.learner import LearnerSettings
+from groupax.training.optimizer import OptimizerSettings, ScheduleSettings
+
+# Of the memory that is free before the first step, for keys and values while updates run; those take half of it.
+KV_PART_BESIDE_UPDATES = 0.4
+
+
+def check_processes(args: GRPOConfig) -> None:
+    """See that nothing is asked for that several processes cannot do.
+
+    Raises:
+        ValueError: something is.
+    """
+    num = processes.num_processes()
+    if num > 1 and args.max_staleness:
+        raise ValueError(f"max_staleness is set, which is not built for several processes, and there are {num}")
+
+
+def model_for(args: GRPOConfig, model: str | Path | Model) -> Model:
+    """The model on the mesh that is asked for, loaded if it is a name.
+
+    Raises:
+        ValueError: there is no such model, or the mesh does not divide it.
+    """
+    mesh = mesh_of(args)
+    if not isinstance(model, Model):
+        return load_model(model, mesh=mesh, weights=args.base_weights, replicated=args.mesh_replicate)
+    return model if mesh is None else on_mesh(model, mesh, args.mesh_replicate)
+
+
+def mesh_of(args: GRPOConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
+    """The mesh that is asked for, if one is.
+
+    Args:
+        args: of the run.
+        devices: None for all that there are.
+
+    Raises:
+        ValueError: it does not fit the devices.
+    """
+    if args.mesh is None and args.mesh_dcn is None:
+        return None
+    sizes = mesh_sizes(args.mesh) if args.mesh else (-1, 1, 1, 1, 1)
+    return make_mesh(sizes, devices, None if args.mesh_dcn is None else mesh_sizes(args.mesh_dcn))
+
+
+def lora_for(args: GRPOConfig, peft_config: Any) -> LoRAConfig | None:
+    """The adapter that is asked for, by settings or by a `LoRAConfig` or a `peft.LoraConfig`.
+
+    Raises:
+        ValueError: by both.
+    """
+    if peft_config is not None:
+        if args.lora_r:
+            raise ValueError(f"peft_config and lora_r ({args.lora_r}) both ask for an adapter; leave lora_r at 0")
+        return lora_config(peft_config)
+    if not args.lora_r:
+        return None
+    return LoRAConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=args.lora_target_modules,
+        bias=args.lora_bias,
+        use_rslora=args.use_rslora,
+        modules_to_save=args.lora_modules_to_save,
+    )
+
+
+def check_adapter(args: GRPOConfig, model: Model, was_loaded: bool) -> None:
+    """See that settings about an adapter's base have one.
+
+    Args:
+        args: of the run.
+        model: with its adapter, if it has one.
+        was_loaded: for this run, and not before.
+
+    Raises:
+        ValueError: they have not.
+    """
+    if args.base_weights != "same" and (model.adapter is None or not was_loaded):
+        raise ValueError(
+            f"base_weights {args.base_weights!r} quantizes the base of an adapter while it is loaded: give the "
+            "model as a folder or hub id, and set lora_r, e.g. to 16"
+        )
+    if model.adapter is not None and args.sync_ref_model:
+        raise ValueError("sync_ref_model moves the reference, which of an adapter is its base; set it to False")
+    if model.adapter is not None and args.offload_reference:
+        raise ValueError(
+            "offload_reference keeps the reference off the devices, which of an adapter is its base and always needed; "
+            "set it to False"
+        )
+
+
+def tokenizer_for(args: GRPOConfig, model: Model, given: Any) -> Any:
+    """The tokenizer that was given, or the one in the model's folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if given is not None:
+        return prepare_tokenizer(given, args.chat_template)
+    if model.source is None:
+        raise ValueError("a model that was made in memory has no tokenizer; give one as processing_class")
+    return load_tokenizer(model.source, args.chat_template)
+
+
+def prompts_for(
+    args: GRPOConfig,
+    model: Model,
+    tokenizer: Any,
+    examples: Examples,
+    max_completion_length: int | None = None,
+    dataset: str = "",
+) -> PromptSet:
+    """The prompts of examples, as many of their tokens as leave room for completions.
+
+    Args:
+        args: of the run.
+        model: whose context they share with completions.
+        tokenizer: its.
+        examples: with a column `prompt`.
+        max_completion_length: of evaluations, if they have one of their own.
+        dataset: what to call the examples in an error.
+
+    Raises:
+        ValueError: a prompt is too long, and `prompt_overflow` is "error"; or it has tokens that the model lacks.
+    """
+    name = "max_completion_length" if max_completion_length is None else "eval_max_completion_length"
+    length = max_completion_length or args.max_completion_length
+    limit = prompt_limit(model.config.max_positions, length, args.max_prompt_length, name)
+    prompts = encode_examples(examples, tokenizer, limit, args.prompt_overflow, args.chat_template_kwargs, dataset)
+    largest = max((int(ids.max()) for ids in prompts.token_ids if len(ids)), default=0)
+    if largest >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token {largest}, the model's vocabulary has {model.config.vocab_size} tokens: is "
+            "this its tokenizer?"
+        )
+    return prompts
+
+
+def learner_settings(args: GRPOConfig) -> LearnerSettings:
+    """The part of the settings that says how updates are computed."""
+    entropy = args.part(EntropyControl)
+    return args.part(
+        LearnerSettings,
+        objective=args.part(ObjectiveSettings, entropy_bonus=entropy.active),
+        entropy=entropy,
+        optimizer=args.part(OptimizerSettings),
+        schedule=args.part(ScheduleSettings),
+    )
+
+
+def engine_for(
+    args: GRPOConfig, model: Model, params: Params, eos_ids: tuple[int, ...], tokenizer: Any = None
+) -> Engine:
+    """The engine in this process, which has the weights `params` at first.
+
+    It gets the tokenizer if there are stop texts, for which it reads what it samples.
+    """
+    return Engine(
+        model.config,
+        params,
+        model.mesh,
+        eos_ids,
+        tokenizer=tokenizer if args.stop or args.eval_stop else None,
+        max_slots=args.max_concurrent_rows,
+        kv_bytes=_kv_bytes(args, model),
+        kv_dtype=None if args.kv_cache_dtype == "same" else args.kv_cache_dtype,
+        weights=args.decoding_weights,
+        tp=args.decoding_tp,
+    )
+
+
+def _kv_bytes(args: GRPOConfig, model: Model) -> int | None:
+    """Most memory for keys and values; None leaves it to what is free whenever a rollout begins."""
+    if args.kv_cache_gb is not None:
+        return int(args.kv_cache_gb * 1e9)
+    if args.max_staleness:  # then an update is under way beside it
+        return int(KV_PART_BESIDE_UPDATES * free_memory_bytes(model.mesh))
+    return None
+
+
+def sampler_for(
+    args: GRPOConfig, model: Model, engine: Engine, params: Params, run_folder: Path
+) -> Engine | RemoteSampler | SamplerForAll:
+    """What samples rollouts: the engine, or servers, which have the weights `params` at first."""
+    if not args.rollout_servers:
+        return engine
+    shared, key = None, os.environ.get(API_KEY_VARIABLE)
+    if args.rollout_correction != "none":
+        folder = Path(args.rollout_folder or run_folder / "rollout_weights").expanduser()
+        shared = WeightsFolder(folder, model, jnp.dtype(stored_dtype(model)), is_own=args.rollout_folder is None)
+    servers, eos_ids = args.rollout_servers, engine.eos_ids
+    timeout_s = args.rollout_timeout_s
+    sampler = RemoteSampler(
+        servers, model.config, params, eos_ids, model.adapter, shared, api_key=key, timeout_s=timeout_s
+    )
+    return sampler if processes.num_processes() == 1 else SamplerForAll(sampler, params)
+
+
+def eval_params(args: GRPOConfig) -> SamplingParams:
+    """How evaluations are sampled."""
+    return replace(
+        sampling_params(args),
+        n=args.eval_num_generations,
+        max_tokens=args.eval_max_completion_length or args.max_completion_length,
+        temperature=args.eval_temperature,
+        top_k=args.eval_top_k,
+        top_p=args.eval_top_p,
+        min_p=args.eval_min_p,
+        stop=args.stop if args.eval_stop is None else args.eval_stop,
+    )

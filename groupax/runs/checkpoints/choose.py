@@ -1,0 +1,199 @@
+"""Which checkpoint a run continues. Imports no jax beyond what says what a run is."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from groupax.runs.checkpoints.files import CHECKSUMS, STATE, damage
+from groupax.runs.checkpoints.fingerprint import Identity, differences, forbidden, told
+from groupax.runs.checkpoints.store import PREFIX, LocalStore, RemoteStore, Store, name_of
+from groupax.storage.buckets import Remote, is_remote
+
+FORMAT = 4  # of `state.json`
+# What a state of that format has at least.
+ENTRIES = {"cursor", "devices", "identity", "learner", "log", "metrics_bytes", "model", "rollout", "versions"}
+Tell = Callable[..., None]  # text, and whether it is a warning
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A whole checkpoint.
+
+    Attributes:
+        step: of the run.
+        where: its place, to be told.
+        folder: its files, locally.
+        state: the contents of its `state.json`.
+    """
+
+    step: int
+    where: str
+    folder: Path
+    state: Mapping[str, Any]
+
+
+class Fault(NamedTuple):
+    """Why a checkpoint cannot be continued.
+
+    Attributes:
+        text: names the checkpoint and says what is wrong.
+        was_whole: it was written to its end, once.
+    """
+
+    text: str
+    was_whole: bool
+
+
+def store_of(run: str, scratch: Path) -> Store:
+    """The checkpoints of a run by its folder or URL; those in a bucket pass through the local folder `scratch`."""
+    return RemoteStore(Remote(run), scratch) if is_remote(run) else LocalStore(Path(run).expanduser() / "checkpoints")
+
+
+def split_path(path: str) -> tuple[str, int | None]:
+    """A run's folder and, if the path is one of its checkpoints, that one's step."""
+    head, _, name = path.rstrip("/").rpartition("/")
+    number = name.removeprefix(PREFIX)
+    if name.startswith(PREFIX) and number.isdigit():
+        return head.removesuffix("/checkpoints") if head.endswith("/checkpoints") else str(Path(head).parent), int(
+            number
+        )
+    return path.rstrip("/"), None
+
+
+def readable_checkpoints(store: Store, faults: dict[int, Fault]) -> Iterator[Saved]:
+    """The checkpoints that can be continued by this groupax, newest first.
+
+    Args:
+        store: where they lie.
+        faults: gets, by step, what is wrong with each of the others that was looked at.
+    """
+    for step in reversed(store.steps()):
+        saved = Saved(step, store.where(step), store.local(step), store.state(step))
+        damaged = damage(saved.folder)
+        text = _unreadable(saved) if damaged is None else f"the checkpoint {saved.where} is damaged: {damaged}"
+        if text:
+            faults[step] = Fault(text, store.is_atomic or (saved.folder / CHECKSUMS).is_file())
+        else:
+            yield saved
+
+
+def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, tell: Tell) -> Saved | None:
+    """The checkpoint that a run goes on from; None if it begins at its start.
+
+    Args:
+        resume: "auto" takes the newest checkpoint of the run's own folder that can be read, if it is of the same run;
+            "never" none; a run's folder or checkpoint has that one continued.
+        output: the checkpoints in the run's own folder.
+        scratch: for downloads.
+        identity: of this run.
+        tell: takes a text and `warning`.
+
+    Raises:
+        ValueError: the checkpoint that `resume` names is not there, damaged, or of a run that cannot be continued with
+            this model, tokenizer, data or these settings; or there are checkpoints, and none of them can be read.
+    """
+    if resume == "never":
+        return None
+    faults: dict[int, Fault] = {}
+    begun = next(readable_checkpoints(output, faults), None)
+    if resume == "auto":
+        if begun is None:
+            _refuse_to_lose(faults)
+        _tell_passed_over(faults, tell)
+        if begun is None:
+            return None
+        return begun if _same_run(begun, identity, tell) else None
+    if begun is not None and begun.state.get("origin") == resume:  # this run itself, which was stopped
+        _tell_passed_over(faults, tell)
+        _check(begun, identity, tell)
+        return begun
+    run, step = split_path(resume)
+    store = store_of(run, scratch)
+    if step is not None and step not in store.steps():
+        raise ValueError(f"resume: there is no checkpoint {resume}; {_there_are(store, run)}")
+    faults = {}
+    found = readable_checkpoints(store, faults)
+    saved = next((saved for saved in found if step in (None, saved.step)), None)
+    if saved is not None:
+        _tell_passed_over(faults if step is None else {}, tell)
+        _check(saved, identity, tell)
+        return saved
+    if step is not None:
+        raise ValueError(f"resume: {faults[step].text}; {_there_are(store, run)}")
+    if faults:
+        raise ValueError(f"resume: no checkpoint of {run} can be continued:\n{_listed(faults)}")
+    raise ValueError(f"resume: {_there_are(store, run)}")
+
+
+def _refuse_to_lose(faults: Mapping[int, Fault]) -> None:
+    """See that a run is not begun anew over checkpoints that cannot be read; uploads that were cut off are none.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if any(fault.was_whole for fault in faults.values()):
+        raise ValueError(
+            f"this run has checkpoints, but none of them can be continued:\n{_listed(faults)}\nNothing was changed. "
+            "Use the groupax that wrote them, or begin a new run: with resume='never', which moves this one aside, or "
+            "in another output_dir"
+        )
+
+
+def _tell_passed_over(faults: Mapping[int, Fault], tell: Tell) -> None:
+    for fault in faults.values():
+        tell(f"{fault.text}; it is not used", warning=True)
+
+
+def _listed(faults: Mapping[int, Fault]) -> str:
+    return "\n".join(f"  {fault.text}" for fault in faults.values())
+
+
+def _same_run(saved: Saved, identity: Identity, tell: Tell) -> bool:
+    found = differences(saved.state["identity"], identity)
+    if found:
+        tell(
+            f"the checkpoint {saved.where} is of another run, so this one begins at its start; different are\n"
+            f"{told(found)}\nTo continue the earlier run on purpose, set resume to its folder",
+            warning=True,
+        )
+    return not found
+
+
+def _check(saved: Saved, identity: Identity, tell: Tell) -> None:
+    found = differences(saved.state["identity"], identity)
+    refused = forbidden(found)
+    if refused:
+        raise ValueError(
+            f"resume: {saved.where} cannot be continued by this run; different are\n{told(refused)}\nGive the same, or "
+            "export the checkpoint (groupax checkpoints RUN_DIR export) and start a new run from that model"
+        )
+    if found:
+        tell(f"{saved.where} is continued with other settings:\n{told(found)}", warning=True)
+
+
+def _unreadable(saved: Saved) -> str:
+    """Why this groupax cannot continue a checkpoint whose files are whole; empty if it can."""
+    state = saved.state
+    if "format" not in state:
+        return f"the checkpoint {saved.where} is damaged: its {STATE} has no format"
+    if state["format"] != FORMAT:
+        versions = state.get("versions")
+        version = versions.get("groupax") if isinstance(versions, Mapping) else None
+        return (
+            f"the checkpoint {saved.where} has format {state['format']!r}, written by groupax {version}, and this "
+            f"groupax reads {FORMAT}; its weights can be exported (groupax checkpoints RUN_DIR export)"
+        )
+    missing = sorted(ENTRIES - state.keys())
+    return f"the checkpoint {saved.where} is damaged: its {STATE} has no {', '.join(missing)}" if missing else ""
+
+
+def _there_are(store: Store, run: str) -> str:
+    steps = store.steps()
+    if steps:
+        return f"the checkpoints of {run} are {', '.join(f'checkpoints/{name_of(step)}' for step in steps)}"
+    if isinstance(store, LocalStore) and not store.folder.parent.is_dir():
+        return f"there is no run in {run}; a run is named by its output_dir, its checkpoints are RUN/checkpoints/step_N"
+    return (
+        f"{run} has no checkpoint: nothing was saved there before the run stopped; start the run again from its start"
+    )

@@ -1,0 +1,258 @@
+"""A run's state as a checkpoint's files, and back.
+
+state.json            cursor, what adapts, log, what the run is, versions
+params/ optimizer/    master weights, or the adapters, and the optimizer's state
+reference/            only if it moves
+rollout.parquet       only while there are updates left on a rollout: its completions, what they were scored with
+policies/             only with max_staleness: earlier policies, which sample rollouts to come
+"""
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from groupax.models.checkpoint import Model
+from groupax.objective.entropy import EntropyState
+from groupax.parallel.processes import num_processes
+from groupax.parallel.transfer import fetched_at_first
+from groupax.rollouts.pipeline import Policy
+from groupax.rollouts.sampler import Rollout
+from groupax.rollouts.state import Cursor, Experience
+from groupax.runs.checkpoints import arrays
+from groupax.runs.checkpoints.choose import FORMAT
+from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
+from groupax.runs.rollout_log import simple_column
+from groupax.training.batch import Row
+from groupax.training.learner import Learner
+from groupax.training.packing import Shape
+from groupax.training.step import TrainState
+
+PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rollout.parquet"
+POLICIES = "policies"
+SCORED = ("old_logp", "ref_logp")  # of the rows of slices; the rest of a row follows from its rollout
+BY_NAME = ("rewards", "extra")  # the fields of a rollout that are mappings
+
+
+def state_of(
+    cursor: Cursor,
+    learner: Learner,
+    experience: Experience | None,
+    policies: Mapping[int, Policy],
+    identity: Identity,
+    model: Model,
+) -> dict[str, Any]:
+    """What `state.json` says of the run, without its log."""
+    return {
+        "format": FORMAT,
+        "step": cursor.step,
+        "cursor": asdict(cursor),
+        "learner": {
+            "num_updates": learner.num_updates,
+            "entropy": asdict(learner.entropy),
+            "shapes": [asdict(shape) for shape in learner.shapes],
+            "shapes_of": _made_for(learner),
+        },
+        "rollout": None
+        if experience is None
+        else {
+            "metrics": experience.metrics,
+            "errors": dict(experience.errors),
+            "first_prompt": experience.first_prompt,
+            "num_tokens": experience.num_tokens,
+            "num_used": experience.num_used,
+        },
+        "policies": [{"rollout": number, "version": policy.version} for number, policy in policies.items()],
+        "identity": identity,
+        "model": {
+            "config": dict(model.hf_config),
+            "generation_config": dict(model.generation_config),
+            "dtype": stored_dtype(model),
+        },
+        "versions": versions(),
+        "devices": devices_of(learner.mesh),
+        "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def stored_dtype(model: Model) -> str:
+    """The dtype in which a model's files had its weights."""
+    return model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "float32"
+
+
+def begin_writing(
+    learner: Learner, policies: Mapping[int, Policy], with_optimizer: bool
+) -> Callable[[Path], Callable[[], None]]:
+    """What writes a run's arrays into a folder, in the background (see `arrays.begin_writing`).
+
+    Of several processes all must call this, and the first one can write.
+    """
+    trees = _trees(learner, with_optimizer)
+    if policies:
+        trees[POLICIES] = {str(policy.version): policy.trained for policy in policies.values()}
+    if num_processes() > 1:
+        trees = fetched_at_first(trees)
+
+    def begin(folder: Path) -> Callable[[], None]:
+        waits = [arrays.begin_writing(folder / name, tree) for name, tree in trees.items()]
+
+        def wait() -> None:
+            for each in waits:
+                each()
+
+        return wait
+
+    return begin
+
+
+def restore_learner(learner: Learner, folder: Path, state: Mapping[str, Any]) -> None:
+    """Make a new learner what the saved one was, on its own mesh. Its arrays are freed before those of the folder come.
+
+    Raises:
+        ValueError: the folder has other arrays.
+    """
+    learner.num_updates = state["num_updates"]
+    learner.entropy = EntropyState(**state["entropy"])
+    if state["shapes_of"] == _made_for(learner):
+        learner.shapes = [_shape(record) for record in state["shapes"]]
+    like = {name: arrays.abstract(tree) for name, tree in _trees(learner, with_optimizer=True).items()}
+    for leaf in jax.tree.leaves(_trees(learner, with_optimizer=True)):
+        leaf.delete()
+    params = arrays.read(folder / PARAMS, like[PARAMS])
+    if has_optimizer(folder):
+        optimizer = arrays.read(folder / OPTIMIZER, like[OPTIMIZER])
+    else:
+        optimizer = _scheduled(jax.jit(learner.optimizer.init)(params), learner.num_updates)
+    reference = arrays.read(folder / REFERENCE, like[REFERENCE]) if REFERENCE in like else None
+    learner.restore(TrainState(params, optimizer), reference)
+
+
+def read_policies(folder: Path, state: Sequence[Mapping[str, int]], learner: Learner) -> dict[int, Policy]:
+    """The policies that sample rollouts to come, by the rollout's number.
+
+    Args:
+        folder: of the checkpoint.
+        state: what `state.json` says of them.
+        learner: of the run.
+
+    Raises:
+        ValueError: the folder has other arrays.
+    """
+    if not state:
+        return {}
+    like = arrays.abstract(learner.snapshot())
+    trained = arrays.read(folder / POLICIES, {str(each["version"]): like for each in state})
+    return {each["rollout"]: Policy(each["version"], trained[str(each["version"])]) for each in state}
+
+
+def has_optimizer(folder: Path) -> bool:
+    """Whether a checkpoint has the optimizer's state."""
+    return (folder / OPTIMIZER).is_dir()
+
+
+def write_rollout(experience: Experience, folder: Path) -> None:
+    """Write the completions of a rollout with rewards and advantages, and what its rows were scored with."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rollouts = [row for group in experience.groups for row in group]
+    trained = [row for part in experience.slices for row in part]
+    columns: dict[str, list[Any]] = {"group": [i for i, group in enumerate(experience.groups) for _ in group]}
+    for field in fields(Rollout):
+        if field.name not in ("example", *BY_NAME):
+            columns[field.name] = [getattr(row, field.name) for row in rollouts]
+    for name in BY_NAME:
+        keys = dict.fromkeys(key for row in rollouts for key in getattr(row, name))
+        columns |= {f"{name}/{key}": [getattr(row, name).get(key) for row in rollouts] for key in keys}
+    for name in SCORED:
+        values = [getattr(row, name) for row in trained]
+        columns[name] = [*values, *[None] * (len(rollouts) - len(trained))]
+    # what reward functions log, and texts, may be what Parquet has no kind for
+    kinds = {name: simple_column if name == "text" or name.startswith("extra/") else pyarrow.array for name in columns}
+    table = pyarrow.table({name: kinds[name](values) for name, values in columns.items()})
+    pyarrow.parquet.write_table(table, folder / ROLLOUT)
+
+
+def read_rollout(
+    folder: Path, state: Mapping[str, Any], example_of: Callable[[int], Any]
+) -> tuple[Experience, list[dict[str, np.ndarray | None]]]:
+    """A rollout as `write_rollout` has written it.
+
+    Args:
+        folder: of the checkpoint.
+        state: what `state.json` says of the rollout.
+        example_of: the dataset row of a prompt by its index in the rollout.
+
+    Returns:
+        The rollout without its slices, and what each completion was scored with.
+    """
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(folder / ROLLOUT)
+    columns = {
+        name: table[name].to_pylist() if name.startswith("extra/") else _values(table[name])
+        for name in table.column_names
+    }
+    names = [field.name for field in fields(Rollout) if field.name in columns]
+    mappings = {name: [key for key in columns if key.startswith(f"{name}/")] for name in BY_NAME}
+    groups: list[list[Rollout]] = [[] for _ in range(1 + max(columns["group"]))]
+    for index, group in enumerate(columns["group"]):
+        own = {name: columns[name][index] for name in names}
+        own |= {name: {key.partition("/")[2]: columns[key][index] for key in keys} for name, keys in mappings.items()}
+        groups[group].append(Rollout(example=example_of(own["prompt_index"]), **own))
+    scored = [{name: columns[name][index] for name in SCORED} for index in range(table.num_rows)]
+    return Experience(groups=groups, **state), scored
+
+
+def with_scores(slices: Sequence[Sequence[Row]], scores: Sequence[Mapping[str, np.ndarray | None]]) -> list[list[Row]]:
+    """The rows of slices with what they were scored with; there may be more scores than rows."""
+    each = iter(scores)
+    return [[replace(row, **next(each)) for row in part] for part in slices]
+
+
+def _trees(learner: Learner, with_optimizer: bool) -> dict[str, Any]:
+    trees: dict[str, Any] = {PARAMS: learner.state.params}
+    if with_optimizer:
+        trees[OPTIMIZER] = learner.state.opt_state
+    if learner.settings.sync_ref_model:
+        trees[REFERENCE] = learner.reference
+    return trees
+
+
+def _scheduled(opt_state: Any, num_updates: int) -> Any:
+    """A fresh optimizer state whose learning rate is that of the update to come."""
+
+    def counted(state: Any) -> Any:
+        if not isinstance(state, optax.ScaleByScheduleState):
+            return state
+        return state._replace(count=jax.numpy.full_like(state.count, num_updates))
+
+    return jax.tree.map(counted, opt_state, is_leaf=lambda state: isinstance(state, optax.ScaleByScheduleState))
+
+
+def _made_for(learner: Learner) -> list[Any]:
+    """What sets how large shapes are: others must not outlive it, say where they have run out of memory."""
+    return [learner.settings.micro_batch_tokens, learner.mesh.devices.flat[0].device_kind]
+
+
+def _shape(record: Mapping[str, Any]) -> Shape:
+    def tuples(value: Any) -> Any:
+        return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+    return Shape(**{name: tuples(value) for name, value in record.items()})
+
+
+def _values(column: Any) -> list[Any]:
+    """A column's values; lists of numbers as arrays of their own dtype."""
+    import pyarrow
+
+    kind = column.type
+    if not pyarrow.types.is_list(kind) or not pyarrow.types.is_primitive(kind.value_type):
+        return column.to_pylist()
+    dtype = kind.value_type.to_pandas_dtype()
+    return [None if value is None else np.asarray(value, dtype) for value in column.to_pylist()]

@@ -1,0 +1,295 @@
+"""Saves a run as it goes, and brings it back."""
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from groupax.config import GRPOConfig
+from groupax.errors import PreemptedError, RunError
+from groupax.models.checkpoint import Model
+from groupax.parallel import processes
+from groupax.parallel.preemption import StopRequests
+from groupax.rollouts.pipeline import Policy
+from groupax.rollouts.state import Cursor, Experience
+from groupax.runs.checkpoints.choose import Saved, Tell, split_path, store_of, to_continue
+from groupax.runs.checkpoints.files import STATE
+from groupax.runs.checkpoints.fingerprint import Identity, devices_of, digest, versions
+from groupax.runs.checkpoints.record import begin_writing, has_optimizer, restore_learner, state_of, write_rollout
+from groupax.runs.checkpoints.store import LocalStore, RemoteStore, Store
+from groupax.runs.checkpoints.writer import CheckpointWriter, SaveSettings, Snapshot
+from groupax.runs.folder import RunFolder
+from groupax.runs.log import RunLog
+from groupax.settings.fields import nearest
+from groupax.training.learner import Learner
+
+# How long the end of a run waits for room, and between two tries.
+PATIENCE_S, RETRY_END_S = 1800.0, 5.0
+MEND_S = 60.0  # until it gives up a folder in which nothing can be written, on a disk that has room
+
+
+class RunSaver:
+    """The checkpoints of one run.
+
+    Args:
+        args: when to save, and what to continue.
+        identity: what the run is.
+        model: that it began with.
+        folder: where it is written; prepared by `begin`.
+        learner: new; `begin` makes it the saved one.
+        log: tells what happens; likewise.
+        policies: the earlier ones that sample rollouts to come (see `Pipeline.policies`).
+    """
+
+    def __init__(
+        self,
+        args: GRPOConfig,
+        identity: Identity,
+        model: Model,
+        folder: RunFolder,
+        learner: Learner,
+        log: RunLog,
+        policies: Callable[[Cursor], Mapping[int, Policy]],
+    ) -> None:
+        self.args, self.identity, self.model = args, identity, model
+        self.folder, self.learner, self.log, self.policies = folder, learner, log, policies
+        self.origin = args.resume if args.resume not in ("auto", "never") else None
+        self.scratch = folder.path / "checkpoints" if folder.remote else Path(tempfile.gettempdir())
+        self.store: Store = (
+            RemoteStore(folder.remote, self.scratch) if folder.remote else LocalStore(folder.path / "checkpoints")
+        )
+        self.writer = CheckpointWriter(self.store, args.part(SaveSettings), log.message, folder.sync)
+
+    def begin(self) -> Saved | None:
+        """Bring back the learner that `resume` asks for, and prepare the run folder; None for a run from its start.
+
+        The log has to be brought back with `RunLog.resume`.
+
+        Raises:
+            ValueError: `resume` names what cannot be continued.
+        """
+        saved = processes.at_first(
+            lambda: to_continue(self.args.resume, self.store, self.scratch, self.identity, self.log.message)
+        )
+        saved = saved and self._seen_by_all(saved)
+        config, identity = self.args.to_dict(), digest(self.identity)
+        if saved is None:
+            self.folder.start(config, identity, afresh=self.args.resume != "auto")
+            return None
+        self._tell(saved)
+        restore_learner(self.learner, saved.folder, saved.state["learner"])
+        num_bytes = saved.state["metrics_bytes"]
+        is_another = saved.where != self.store.where(saved.step)  # a run of its own, that begins where that one was
+        if is_another or not processes.is_first():
+            self.folder.start(config, identity)
+            return saved
+        metrics = self.folder.metrics(num_bytes)
+        if len(metrics) < num_bytes:
+            self.log.message(f"metrics.jsonl has {len(metrics)} bytes of the {num_bytes} it had", warning=True)
+        self.folder.resume(config, metrics, saved.step)
+        for step in self.store.steps():
+            if step > saved.step:
+                self.log.message(f"{self.store.where(step)} is now {self.store.set_aside(step)}")
+        self.writer.last_step = saved.step
+        return saved
+
+    def save_if_due(self, cursor: Cursor, experience: Experience | None) -> None:
+        """Begin to write a checkpoint if it is time for one."""
+        self.writer.look()
+        due = self.writer.due(cursor.step) or self._is_judged_here(cursor)
+        if cursor.step and processes.of_first(due):
+            self.save(cursor, experience)
+
+    def save(self, cursor: Cursor, experience: Experience | None) -> None:
+        """Begin to write a checkpoint of the run as it is now; the first process writes it."""
+        policies = self.policies(cursor)
+        begin = begin_writing(self.learner, policies, self.args.save_optimizer_state)
+        if not processes.is_first():
+            return
+        self.folder.flush()
+        self.log.tell_fault()
+        self._follow_folder()
+        self._tell_if_unknown(cursor.step)
+        state = {
+            **state_of(cursor, self.learner, experience, policies, self.identity, self.model),
+            "log": self.log.state(),
+            "metrics": self.log.last | (self.log.evaluated if cursor.evaluated_step == cursor.step else {}),
+            "metrics_bytes": self.folder.num_metrics_bytes,
+            "origin": self.origin,
+        }
+
+        def begin_with_metrics(folder: Path) -> Callable[[], None]:
+            self.folder.settle()
+            return begin(folder)
+
+        def write_more(folder: Path) -> None:
+            if experience is not None:
+                write_rollout(experience, folder)
+
+        text = json.dumps(state)  # now, as the log goes on
+        self.writer.save(Snapshot(cursor.step, text, begin_with_metrics, write_more))
+
+    def save_and_wait(self, cursor: Cursor, experience: Experience | None) -> bool:
+        """Have a checkpoint of the run as it is now; returns whether there is one."""
+        self.writer.wait()
+        if processes.of_first(self.writer.newest() != cursor.step):
+            self.save(cursor, experience)
+            self.writer.wait()
+        return processes.of_first(self.writer.newest() == cursor.step)
+
+    def stop(self, cursor: Cursor, experience: Experience | None, reason: str) -> None:
+        """The run was asked to stop: have its state saved.
+
+        Raises:
+            PreemptedError: always.
+        """
+        if not cursor.step:
+            message = (
+                f"stopped ({reason}) before the first step was made; nothing was saved. To begin again, start it as "
+                "before"
+            )
+            self.log.message(message, warning=True)
+            raise PreemptedError(message)
+        if self.save_and_wait(cursor, experience):
+            kept = f"its state is in {self.store.where(cursor.step)}"
+        elif newest := self.writer.newest():
+            kept = f"its state could not be saved; the newest one is {self.store.where(newest)}"
+        else:
+            kept = "its state could not be saved"
+        message = processes.of_first(f"stopped ({reason}) after step {cursor.step}; {kept}. {self._how_to_go_on}")
+        self.log.message(message, warning=True)
+        raise PreemptedError(message)
+
+    def fail(self, cursor: Cursor, experience: Experience | None, whole: bool) -> None:
+        """The run cannot go on: keep what was achieved.
+
+        Args:
+            cursor: of the run.
+            experience: likewise.
+            whole: whether cursor, experience and learner belong together; otherwise the newest checkpoint has to do.
+        """
+        if cursor.step and whole:
+            self.save_and_wait(cursor, experience)
+        self.writer.wait()
+        if newest := self.writer.newest():
+            self.log.message(f"the run's state is in {self.store.where(newest)}. {self._how_to_go_on}", warning=True)
+
+    def end(self, cursor: Cursor, experience: Experience | None) -> None:
+        """The last step was made, maybe in the middle of a rollout: a longer run goes on with the rest of it.
+
+        Raises:
+            RunError: the last checkpoint could not be written.
+        """
+        self.writer.wait()
+        if self.args.do_last_save and not self.save_and_wait(cursor, experience):
+            raise RunError(f"the last checkpoint could not be written to {self.store.where(cursor.step)}")
+
+    def _seen_by_all(self, saved: Saved) -> Saved:
+        """The checkpoint that the first process has chosen, for this one.
+
+        Raises:
+            ValueError: a process does not see it.
+        """
+        if not processes.is_first() and str(saved.folder) != saved.where:  # a download of that process
+            run, _ = split_path(saved.where)
+            saved = replace(saved, folder=store_of(run, self.scratch).local(saved.step))
+        seen = processes.exchanged((saved.folder / STATE).is_file())
+        if not all(seen):
+            blind = ", ".join(str(number) for number, sees in enumerate(seen) if not sees)
+            raise ValueError(
+                f"resume: processes {blind} do not see the checkpoint {saved.where}; output_dir must be a folder that "
+                "all hosts share, or in a bucket"
+            )
+        return saved
+
+    def _follow_folder(self) -> None:
+        """Write checkpoints where the run folder is now."""
+        place = self.folder.path / "checkpoints"
+        if isinstance(self.store, LocalStore) and self.store.folder != place.resolve():
+            self.writer.wait()
+            self.store = self.writer.store = LocalStore(place)
+            self.writer.last_step = None
+
+    @property
+    def _how_to_go_on(self) -> str:
+        again = "start it again as before (resume is 'auto')" if self.args.resume != "never" else "set resume"
+        command = f", or: groupax resume {self.folder.place}" if self.folder.command is not None else ""
+        return f"To go on, {again}{command}"
+
+    def _tell(self, saved: Saved) -> None:
+        if saved.step < self.identity["num_steps"]:  # a complete run is told by the trainer
+            self.log.message(f"going on after step {saved.step}, from {saved.where}")
+        then, now = saved.state["versions"], versions()
+        changed = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
+        if changed:
+            self.log.message(
+                f"libraries have changed since: {', '.join(changed)}; numbers may differ slightly", warning=True
+            )
+        devices = devices_of(self.learner.mesh)
+        if saved.state["devices"] != devices:
+            self.log.message(
+                f"devices have changed from {saved.state['devices']} to {devices}; sums may round differently"
+            )
+        if not has_optimizer(saved.folder):
+            self.log.message(
+                "the checkpoint has no optimizer state (save_optimizer_state); it begins anew", warning=True
+            )
+
+    def _is_judged_here(self, cursor: Cursor) -> bool:
+        """Whether the policy, as it is now, was evaluated to find the best checkpoint, of which there is none yet."""
+        name, is_known = self.args.metric_for_best_model, self.writer.last_step == cursor.step
+        return name in self.log.evaluated and cursor.evaluated_step == cursor.step and not is_known
+
+    def _tell_if_unknown(self, step: int) -> None:
+        name, metrics = self.args.metric_for_best_model, self.log.last | self.log.evaluated
+        will_be_evaluated = step < self.args.eval_steps and name is not None and name.startswith("eval_")
+        if name is not None and name not in metrics and not will_be_evaluated:
+            self.log.findings(
+                step,
+                {
+                    "metric_for_best_model": f"metric_for_best_model is {name!r}, which is not among the metrics so far"
+                    f"{nearest(name, metrics)}; no checkpoint is the best one"
+                },
+            )
+
+
+def remove_download(saved: Saved) -> None:
+    """Remove the local copy of a checkpoint that came from a bucket."""
+    if str(saved.folder) != saved.where:
+        shutil.rmtree(saved.folder, ignore_errors=True)
+
+
+def patiently(action: Callable[[], None], folder: RunFolder, tell: Tell, stop: StopRequests) -> None:
+    """Do what needs room on a disk or an answer from a server, and try again for a while if it fails.
+
+    If it fails for another reason than room, the run goes on in another folder after `MEND_S` (see
+    `RunFolder.give_way`).
+
+    Raises:
+        RunError: it failed for `PATIENCE_S`, or the run was asked to stop meanwhile.
+    """
+    begun_s, told, place = time.monotonic(), False, folder.place
+    while True:
+        try:
+            action()
+            return
+        except (OSError, RunError, SafetensorError) as error:
+            if any(processes.exchanged(stop.reason is not None or time.monotonic() - begun_s > PATIENCE_S)):
+                raise RunError(f"the end of the run could not be saved in {place}: {error}") from error
+            if not told:
+                tell(
+                    f"the end of the run cannot be saved in {place}: {error}. Make room or mend the folder; it is "
+                    f"tried again for {PATIENCE_S / 60:.0f} minutes",
+                    warning=True,
+                )
+            told = True
+            if processes.of_first(time.monotonic() - begun_s > MEND_S):
+                with suppress(OSError):  # then there is nothing but to wait
+                    processes.at_first(folder.give_way)
+            time.sleep(RETRY_END_S)

@@ -1,0 +1,216 @@
+"""Model cards: the `README.md` of a model's folder, which the hub shows. Imports no jax.
+
+Names of models, datasets and functions come from elsewhere. They stand in cards as inline code of one line and as JSON
+strings, so that they are neither markup nor metadata.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from groupax.config import GRPOConfig
+from groupax.metrics.completions import Metrics
+
+CARD_NAME = "README.md"
+# What of a run a reader wants to know first, by the names of `GRPOConfig`.
+_SETTINGS = (
+    "loss_type",
+    "beta",
+    "prompts_per_step",
+    "num_generations",
+    "max_completion_length",
+    "temperature",
+    "optimizer",
+    "learning_rate",
+    "lr_scheduler_type",
+    "base_weights",
+    "seed",
+)
+_METRICS = ("reward", "pass@1", "completions/mean_length", "entropy", "kl")
+_ESTIMATES = ("pass@1", "reward")  # of held-out prompts
+_PACKAGES = ("groupax", "jax", "transformers")
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,59}")
+_MAX_CARD_BYTES, _MAX_CHARS = 1 << 20, 200
+
+FULL_USAGE = """\
+```python
+from transformers import pipeline
+
+generator = pipeline("text-generation", model=".")  # this folder, or its id on the hub
+prompt = {prompt}
+print(generator(prompt, max_new_tokens=64)[0]["generated_text"])
+```
+"""
+ADAPTER_USAGE = """\
+```python
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+folder = "."  # this folder, or its id on the hub
+model = AutoPeftModelForCausalLM.from_pretrained(folder)  # with its base
+tokenizer = AutoTokenizer.from_pretrained(folder)
+prompt = {prompt}
+input_ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+print(tokenizer.decode(model.generate(input_ids=input_ids, max_new_tokens=64)[0], skip_special_tokens=True))
+```
+"""
+
+
+def run_card(
+    args: GRPOConfig,
+    base: str | None,
+    adapter: Mapping[str, Any] | None,
+    dataset: str,
+    rewards: Sequence[str],
+    num_steps: int,
+    metrics: Metrics,
+    estimates: Mapping[int, Mapping[str, Mapping[str, Any]]] | None = None,
+    is_chat: bool = False,
+    license_id: str | None = None,
+) -> str:
+    """The card of a model that a run has trained.
+
+    Args:
+        args: the run's settings.
+        base: the model that it began with; None for one that was made in memory.
+        adapter: the settings of the adapter that was trained; None if all weights were.
+        dataset: what the prompts are from: a file, a hub id, or words.
+        rewards: names of the reward functions.
+        num_steps: optimizer steps so far.
+        metrics: of the last logged step.
+        estimates: means over held-out prompts, by the step after which they were measured, the set and the metric.
+        is_chat: the tokenizer has a chat template.
+        license_id: the base's.
+    """
+    what = "A fine-tune of" if adapter is None else "A LoRA adapter for"
+    rows = [("prompts", shown_name(dataset)), ("rewards", ", ".join(rewards)), ("optimizer steps", str(num_steps))]
+    rows += [(name, str(getattr(args, name))) for name in _SETTINGS]
+    rows += [(f"adapter: {name}", str(value)) for name, value in (adapter or {}).items()]
+    rows += [
+        (f"{name} (training samples of the last step)", f"{metrics[name]:.4g}") for name in _METRICS if name in metrics
+    ]
+    rows += [(f"version of {name}", number) for name, number in _versions().items()]
+    parts = [
+        f"{what} {code(shown_name(base))}, trained with Group Relative Policy Optimization "
+        "([GRPO](https://arxiv.org/abs/2402.03300)) by [groupax](https://pypi.org/project/groupax).",
+        _held_out(estimates or {}),
+        f"## Use\n\n{_usage(adapter is not None, is_chat)}",
+        f"## Training\n\n{_table(('', ''), rows)}",
+    ]
+    return card("GRPO run", "\n\n".join(filter(None, parts)), base, adapter is not None, license_id)
+
+
+def derived_card(how: str, base: str | None, of_source: str | None, is_chat: bool = False) -> str:
+    """The card of a model that was made of another one, with what that one's card says behind it.
+
+    Args:
+        how: what was done, a sentence in Markdown.
+        base: what it was made of.
+        of_source: the `README.md` of what it was made of, if there is one.
+        is_chat: the tokenizer has a chat template.
+    """
+    body = "" if of_source is None else f"\n\n## Its source\n\n{_without_front(of_source)}"
+    text = f"{how}\n\n## Use\n\n{_usage(False, is_chat)}{body}"
+    return card("Model", text, base, license_id=license_of(of_source))
+
+
+def card(title: str, text: str, base: str | None, is_adapter: bool = False, license_id: str | None = None) -> str:
+    """A card with the metadata that the hub reads."""
+    front = ["tags:", "- groupax", "- grpo", f"library_name: {'peft' if is_adapter else 'transformers'}"]
+    if base and shown_name(base) == base and _HUB_ID.fullmatch(base):
+        front += [f"base_model: {json.dumps(base)}"]
+    if license_id:
+        front += [f"license: {license_id}"]
+    return "\n".join(["---", *front, "pipeline_tag: text-generation", "---", "", f"# {title}", "", text, ""])
+
+
+def shown_name(model: str | None) -> str:
+    """A hub id as it is, and of a folder its own name: where it lies is nobody's business."""
+    if model is None:
+        return "a model made in memory"
+    return Path(model).name if Path(model).is_absolute() or os.path.exists(model) else model  # noqa: PTH110 - of any text
+
+
+def read_card(folder: Path | None) -> str | None:
+    """The `README.md` of a folder; None if there is none."""
+    path = None if folder is None else folder / CARD_NAME
+    if path is None or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return file.read(_MAX_CARD_BYTES).decode("utf-8", errors="replace")
+
+
+def license_of(text: str | None) -> str | None:
+    """The licence that a card's metadata names by one of the hub's identifiers."""
+    parts = (text or "").split("---\n", 2)
+    if len(parts) < 3 or parts[0].strip():
+        return None
+    try:
+        front = yaml.safe_load(parts[1])
+    except (yaml.YAMLError, RecursionError, ValueError):  # the card of a stranger; what it does not say is not known
+        return None
+    named = front.get("license") if isinstance(front, dict) else None
+    return named if isinstance(named, str) and _LICENSE.fullmatch(named) else None
+
+
+def code(text: str) -> str:
+    """A text as inline code of one line, in which nothing is markup, also within a table."""
+    plain = "".join(char if char.isprintable() else " " for char in text)
+    plain = plain if len(plain) <= _MAX_CHARS else f"{plain[:_MAX_CHARS]}..."
+    return f"`{plain.replace('`', chr(39)).replace('|', '/').strip() or ' '}`"
+
+
+def _held_out(estimates: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
+    """A table of the first and the last means; empty if there are none."""
+    if not estimates:
+        return ""
+    steps = sorted({min(estimates), max(estimates)})
+    rows = []
+    for name, last in estimates[steps[-1]].items():
+        for key in _ESTIMATES:
+            if key in last:
+                values = [str(estimates[step][name].get(key, "")) for step in steps]
+                rows.append((f"{name}: {key} ({last[key].num_items} prompts)", *values))
+    if not rows:
+        return ""
+    columns = ("", *(f"after step {step}" for step in steps))
+    return f"## Held-out prompts\n\nMeans with 95 % intervals.\n\n{_table(columns, rows)}"
+
+
+def _usage(is_adapter: bool, is_chat: bool) -> str:
+    question = "Why is the sky blue?"
+    if not is_chat:
+        prompt = json.dumps(question)
+    elif is_adapter:
+        messages = json.dumps([{"role": "user", "content": question}])
+        prompt = f"tokenizer.apply_chat_template({messages}, tokenize=False, add_generation_prompt=True)"
+    else:
+        prompt = json.dumps([{"role": "user", "content": question}])
+    return (ADAPTER_USAGE if is_adapter else FULL_USAGE).format(prompt=prompt)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # groupax from a source tree that is not installed
+            continue
+    return found
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(map(code, row))} |" for row in rows]
+    return "\n".join([f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *lines])
+
+
+def _without_front(text: str) -> str:
+    parts = text.split("---\n", 2)
+    return (parts[2] if text.startswith("---\n") and len(parts) == 3 else text).strip()

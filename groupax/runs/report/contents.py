@@ -1,0 +1,250 @@
+"""What a report says, whatever its form. Imports no jax."""
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupax.recipes import RECIPES, load_recipe
+from groupax.runs.model_card import shown_name
+from groupax.runs.report.charts import number
+from groupax.runs.report.record import BeforeAndAfter, RunRecord
+from groupax.runs.rollout_log import beginning
+from groupax.terminal.printable import printable
+
+# What is drawn, by title: metrics that belong together; a star stands for any name.
+CURVES = {
+    "reward": ("reward",),
+    "reward functions": ("rewards/*/mean",),
+    "evaluation": ("eval_*pass@1", "eval_*reward"),
+    "KL to the reference, nats": ("kl",),
+    "entropy, nats": ("entropy",),
+    "completion length, tokens": ("completions/mean_length", "completions/max_length"),
+    "truncated, zero-variance groups": ("completions/clipped_ratio", "frac_reward_zero_std"),
+    "clipped tokens": ("clip_ratio/region_mean",),
+    "gradient norm": ("grad_norm",),
+    "learning rate": ("learning_rate",),
+    "tokens/s": ("rollout/tokens_per_s", "train/tokens_per_s"),
+    "engine against trainer, nats": ("rollout/logp_diff_mean",),
+    "padding": ("padding_frac",),
+    "memory, bytes": ("memory/peak_bytes", "memory/process_bytes", "memory/arrays_bytes"),
+    "update over weight": ("weights/update_ratio_mean", "weights/update_ratio_max"),
+}
+TIMES = {"time/rollout_s": "sampling", "time/reward_s": "waiting for rewards", "time/train_s": "update"}
+TIMES_AHEAD = {"time/wait_s": "waiting for rollouts", "time/train_s": "update"}  # where those are made beside updates
+TEXT_CHARACTERS = 4000
+
+Rows = list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values by name over steps."""
+
+    title: str
+    steps: Sequence[float]
+    series: Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A report.
+
+    Attributes:
+        title: of the page.
+        subject: what was trained on what, a table.
+        summary, settings, hardware, times, evaluations: tables; the first row is the head.
+        verdicts: sentences about evaluations.
+        findings: each with `step`, `name`, `text`.
+        curves: of metrics.
+        time_split: seconds by what they went to.
+        samples: completions early and late.
+    """
+
+    title: str
+    subject: Rows
+    summary: Rows
+    verdicts: Sequence[str]
+    findings: Sequence[Mapping[str, Any]]
+    curves: Sequence[Curve]
+    samples: Sequence[BeforeAndAfter]
+    evaluations: Rows
+    time_split: Mapping[str, float]
+    times: Rows
+    settings: Rows
+    hardware: Rows
+
+
+def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents:
+    """What there is to say of a run.
+
+    Args:
+        run: read from its folder.
+        price_per_hour: of a device, or of the machine if it trains on CPU.
+    """
+    split = _time_split(run)
+    return Contents(
+        title=f"groupax run {run.name}",
+        subject=_subject(run),
+        summary=_summary(run, price_per_hour),
+        verdicts=[f"{name}: {text}" for name, text in ((run.result or {}).get("verdicts") or {}).items()],
+        findings=run.findings,
+        curves=_curves(run),
+        samples=run.samples,
+        evaluations=_evaluations(run),
+        time_split=split,
+        times=_times(split),
+        settings=[("setting", "value", "default")]
+        + [(name, _plain(value), _plain(default)) for name, (value, default) in run.settings.items()],
+        hardware=_hardware(run),
+    )
+
+
+def shown(text: str) -> str:
+    """A text of others with control characters made visible, cut where it is too long to be read."""
+    return printable(beginning(text, TEXT_CHARACTERS))
+
+
+def _subject(run: RunRecord) -> Rows:
+    """What was trained on what: the run's own words about it, and the command that does it again."""
+    facts = run.processes[-1].get("run", {}) if run.processes else {}
+    command = run.command or {}
+    recipe = load_recipe(command["recipe"]) if command.get("recipe") in RECIPES else None
+    model = facts.get("model") or command.get("model") or (recipe and recipe.model)
+    rewards = command.get("reward_funcs") or (recipe.reward_funcs if recipe else [])
+    named = {
+        "model": model and shown_name(model),
+        "parameters": facts.get("parameters"),
+        "recipe": command.get("recipe"),
+        "dataset": command.get("dataset") or (None if command.get("recipe") else facts.get("dataset")),
+        "held-out prompts": ", ".join(command.get("eval_dataset") or []),
+        "prompts": facts.get("prompts"),
+        "reward functions": facts.get("rewards") or ", ".join(rewards),
+        "steps": facts.get("steps"),
+        "command": repeating_command(command, run.settings) if command else "none: the run was begun from Python",
+    }
+    return [("", ""), *((label, str(value)) for label, value in named.items() if value)]
+
+
+def repeating_command(command: Mapping[str, Any], settings: Mapping[str, tuple[Any, Any]]) -> str:
+    """Returns the command line that asks for the same run.
+
+    Args:
+        command: contents of `command.json`.
+        settings: those that are not the defaults, with their values and the defaults.
+    """
+    recipe = command.get("recipe")
+    own = json.loads(json.dumps(dict(load_recipe(recipe).config))) if recipe in RECIPES else {}
+    options = {name: value for name, value in command.items() if value}
+    options |= {name: value for name, (value, _) in settings.items() if name not in own or own[name] != value}
+    return " ".join(["groupax train", *(_option(name, value) for name, value in options.items())])
+
+
+def _option(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no_{name}"
+    values = value if isinstance(value, list) else [value]
+    return " ".join([f"--{name}", *(shlex.quote(str(each)) for each in values)])
+
+
+def _summary(run: RunRecord, price_per_hour: float | None) -> Rows:
+    first, last = run.metrics[0], run.metrics[-1]
+    seconds = run.total("step_time")
+    count, kind = run.num_paid
+    hours = count * seconds / 3600
+    rows = [("", ""), ("optimizer steps", f"{run.num_steps:,}")]
+    for name in ("reward", "pass@1", "kl", "entropy", "completions/mean_length"):
+        if name in last:
+            before = number(first.get(name, math.nan))
+            rows.append((name, f"{before} → {number(last[name])} (first and last logged step)"))
+    rows += [
+        ("sampled tokens", f"{last.get('num_tokens', math.nan):,.0f}"),
+        ("time in steps", _duration(seconds)),
+        (f"{kind} hours", f"{hours:.3g} ({count} x {seconds / 3600:.3g} h)"),
+    ]
+    if price_per_hour is not None:
+        rows.append(("cost", f"{hours * price_per_hour:,.2f} at {price_per_hour:g} per {kind} hour"))
+    return [*rows, ("findings", str(len(run.findings)))]
+
+
+def _evaluations(run: RunRecord) -> Rows:
+    """Estimates before and after from the result, and of evaluations in the loop those of the first and the last."""
+    rows: Rows = [("set", "", "before", "after", "difference, 95 % interval", "p")]
+    for name, each in ((run.result or {}).get("sets") or {}).items():
+        for estimate, pair in each["comparison"]["differences"].items():
+            change = pair["difference"]
+            value, low, high = (_signed(change.get(key)) for key in ("value", "low", "high"))
+            interval = f"{value} [{low}, {high}]"
+            rows.append((name, estimate, _cell(pair["before"]), _cell(pair["after"]), interval, _cell(pair["p_value"])))
+    if len(rows) == 1 and run.evaluations:
+        first, last = run.evaluations[0], run.evaluations[-1]
+        rows = [("", f"step {first['step']:.0f}", f"step {last['step']:.0f}")]
+        rows += [
+            (name.removeprefix("eval_"), number(first.get(name, math.nan)), number(last[name]))
+            for name in last
+            if name.startswith("eval_") and not name.endswith(("_low", "_high"))
+        ]
+    return rows if len(rows) > 1 else []
+
+
+def _curves(run: RunRecord) -> list[Curve]:
+    curves = []
+    for title, patterns in CURVES.items():
+        lines = run.evaluations if title == "evaluation" else run.metrics
+        names = dict.fromkeys(name for line in (*lines[:1], *lines[-1:]) for name in line)
+        found = [name for pattern in patterns for name in names if _matches(name, pattern)]
+        series = {name: [line.get(name, math.nan) for line in lines] for name in found}
+        series = {name: values for name, values in series.items() if any(map(math.isfinite, values))}
+        if series:
+            curves.append(Curve(title, [line["step"] for line in lines], series))
+    return curves
+
+
+def _matches(name: str, pattern: str) -> bool:
+    before, star, after = pattern.partition("*")
+    long_enough = len(name) >= len(before) + len(after)
+    return long_enough and name.startswith(before) and name.endswith(after) if star else name == pattern
+
+
+def _time_split(run: RunRecord) -> dict[str, float]:
+    times = TIMES_AHEAD if any("time/wait_s" in line for line in run.metrics) else TIMES
+    split = {label: run.total(name) for name, label in times.items()}
+    return split | {"the rest": max(0.0, run.total("step_time") - sum(split.values()))}
+
+
+def _times(split: Mapping[str, float]) -> Rows:
+    total = sum(split.values()) or 1.0
+    return [("", "time", "share")] + [
+        (name, _duration(seconds), f"{100 * seconds / total:.0f} %") for name, seconds in split.items()
+    ]
+
+
+def _hardware(run: RunRecord) -> Rows:
+    rows: Rows = [("process", "devices", "processor", "software")] if run.processes else []
+    for process in run.processes:
+        versions = ", ".join(f"{name} {version}" for name, version in process.get("versions", {}).items())
+        devices = f"{process.get('num_devices')} x {process.get('kind')}, mesh {_plain(process.get('mesh'))}"
+        processor = f"{process.get('processor')}, {process.get('cores')} cores"
+        software = f"Python {process.get('python')}, {versions}"
+        rows.append((f"since {process.get('started_at')}", devices, processor, software))
+    return rows
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else number(value)
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.3f}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"

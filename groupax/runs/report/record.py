@@ -1,0 +1,231 @@
+"""What a run's folder says of it. Imports no jax."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupax.config import GRPOConfig
+from groupax.evaluation.items import read_items
+from groupax.metrics.completions import Metrics
+from groupax.runs.rollout_log import prompt_text
+
+MOST_SAMPLES = 4
+MOST_TABLES = 40  # of rollouts that are looked through for a prompt
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion; `reward` is the sum of what functions gave, None if none applies."""
+
+    text: str
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class BeforeAndAfter:
+    """Completions of a prompt, early and late in a run.
+
+    Attributes:
+        prompt: as text.
+        before, after: one completion each.
+        when: what they are from, e.g. ("step 1", "step 120").
+    """
+
+    prompt: str
+    before: Answer
+    after: Answer
+    when: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run.
+
+    Attributes:
+        name: of its folder.
+        metrics: lines of training, by step.
+        evaluations: lines of evaluations in the loop, with `eval_...`.
+        settings: those that are not the defaults: the value and the default.
+        processes: what worked on it (see `checkpoints.identity.process_of`).
+        findings: each with `step`, `name`, `text`.
+        result: contents of `result.json`, if there is one.
+        samples: completions early and late; of the same prompts where there are such.
+        command: contents of `command.json`: what `groupax train` was asked for beside settings, if it began the run.
+    """
+
+    name: str
+    metrics: Sequence[Metrics]
+    evaluations: Sequence[Metrics]
+    settings: Mapping[str, tuple[Any, Any]]
+    processes: Sequence[Mapping[str, Any]]
+    findings: Sequence[Mapping[str, Any]]
+    result: Mapping[str, Any] | None
+    samples: Sequence[BeforeAndAfter]
+    command: Mapping[str, Any] | None
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that were made."""
+        return int(self.metrics[-1]["step"])
+
+    def total(self, name: str) -> float:
+        """The sum of a metric over all steps; a line has the mean of the steps since the one before."""
+        steps = [0.0, *(line["step"] for line in self.metrics)]
+        parts = [
+            (now - before) * line.get(name, 0.0)
+            for before, now, line in zip(steps, steps[1:], self.metrics, strict=False)
+        ]
+        return sum(part for part in parts if math.isfinite(part))
+
+    @property
+    def num_paid(self) -> tuple[int, str]:
+        """Of what hours are counted, and its name: accelerators one by one, CPUs as a machine."""
+        last = self.processes[-1] if self.processes else {}
+        if last.get("platform", "cpu") == "cpu":
+            return 1, "machine"
+        return int(last["num_devices"]), "device"
+
+
+def read_run(folder: Path) -> RunRecord:
+    """What a run has left in its folder, while it goes on or afterwards.
+
+    Raises:
+        ValueError: the folder has no run, or none that has come to a logged step.
+    """
+    if not (folder / "metrics.jsonl").is_file():
+        raise ValueError(f"{folder} is no run folder: it has no metrics.jsonl")
+    lines = _json_lines(folder / "metrics.jsonl")
+    metrics = [line for line in lines if "loss" in line and "step" in line]
+    if not metrics:
+        raise ValueError(f"the run in {folder} has not come to a logged step yet; its metrics.jsonl has no line")
+    config = _json(folder / "config.json") or {}
+    defaults = json.loads(json.dumps(GRPOConfig().to_dict()))
+    return RunRecord(
+        name=folder.resolve().name,
+        metrics=metrics,
+        evaluations=[line for line in lines if any(name.startswith("eval_") for name in line)],
+        settings={name: (value, defaults.get(name)) for name, value in config.items() if value != defaults.get(name)},
+        processes=(_json(folder / "run.json") or {}).get("processes", []),
+        findings=[line for line in _json_lines(folder / "findings.jsonl") if "text" in line],
+        result=_json(folder / "result.json"),
+        samples=_of_evaluations(folder / "evaluations") or _of_rollouts(folder / "rollouts"),
+        command=_json(folder / "command.json"),
+    )
+
+
+def _of_evaluations(folder: Path) -> list[BeforeAndAfter]:
+    """Of the first set that was evaluated twice: the items that gained most, and the one that lost most."""
+    for before, after in _twice(folder):
+        try:
+            earlier, later = ({item.key: item for item in read_items(path)} for path in (before, after))
+        except ValueError:  # written by another version, or damaged
+            continue
+        when = _when(before), _when(after)
+        pairs = [
+            BeforeAndAfter(prompt_text(earlier[key].prompt), _answer(earlier[key]), _answer(later[key]), when)
+            for key in earlier.keys() & later.keys()
+        ]
+        ordered = sorted(pairs, key=lambda pair: ((pair.before.reward or 0) - (pair.after.reward or 0), pair.prompt))
+        lost = [pair for pair in ordered[-1:] if (pair.after.reward or 0) < (pair.before.reward or 0)]
+        if ordered:
+            return ordered[: MOST_SAMPLES - len(lost)] + lost
+    return []
+
+
+def _twice(folder: Path) -> list[tuple[Path, Path]]:
+    """The earliest and the latest file of each set: `before.SET`, `step_N.SET` by N, `after.SET`."""
+    order = {"before": -1, "after": 1 << 62}
+    by_set: dict[str, list[tuple[int, Path]]] = {}
+    for path in folder.glob("*.jsonl"):
+        start, _, name = path.stem.partition(".")
+        number = start.removeprefix("step_")
+        if name and (start in order or number.isdigit()):
+            by_set.setdefault(name, []).append((order[start] if start in order else int(number), path))
+    ordered = [sorted(files) for _, files in sorted(by_set.items())]
+    return [(files[0][1], files[-1][1]) for files in ordered if len(files) > 1]
+
+
+def _when(path: Path) -> str:
+    start = path.stem.partition(".")[0]
+    number = start.removeprefix("step_")
+    return f"step {int(number)}" if number.isdigit() else f"{start} training"
+
+
+def _answer(item: Any) -> Answer:
+    first = item.completions[0]
+    return Answer(first.text, first.reward)
+
+
+def _of_rollouts(folder: Path) -> list[BeforeAndAfter]:
+    """The first completion of prompts that were visited early and late; else of one that was and of another."""
+    files = sorted(folder.glob("step_*.parquet"))
+    if len(files) < 2:
+        return []
+    first = _first_answers(files[0])
+    pairs: dict[str, BeforeAndAfter] = {}
+    last: dict[str, Answer] = {}
+    for path in reversed(files[1:][-MOST_TABLES:]):
+        later = _first_answers(path)
+        last = last or later
+        for prompt in first.keys() & later.keys() - pairs.keys():
+            pairs[prompt] = BeforeAndAfter(prompt, first[prompt], later[prompt], (_step(files[0]), _step(path)))
+        if len(pairs) >= MOST_SAMPLES:
+            break
+    if pairs:
+        return [pairs[prompt] for prompt in sorted(pairs)][:MOST_SAMPLES]
+    nothing, when = Answer("", None), (_step(files[0]), _step(files[-1]))
+    early = [BeforeAndAfter(prompt, answer, nothing, when) for prompt, answer in first.items()]
+    late = [BeforeAndAfter(prompt, nothing, answer, when) for prompt, answer in last.items()]
+    return early[: MOST_SAMPLES // 2] + late[: MOST_SAMPLES // 2]
+
+
+def _step(path: Path) -> str:
+    return f"step {int(path.stem.rpartition('_')[2])}"
+
+
+def _first_answers(path: Path) -> dict[str, Answer]:
+    """The first completion of each prompt; nothing of a file that cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.read_schema(path).names
+        rewards = [name for name in names if name.startswith("rewards/")]
+        rows = pq.read_table(path, columns=["prompt", "completion", "sample_index", *rewards]).to_pylist()
+    except (OSError, pa.ArrowException):
+        return {}
+    answers: dict[str, Answer] = {}
+    for row in rows:
+        if row["sample_index"] == 0:
+            known = [row[name] for name in rewards if row[name] is not None]
+            answers.setdefault(row["prompt"], Answer(row["completion"], float(sum(known)) if known else None))
+    return answers
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None if it is not there or holds none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file of lines; null is NaN, and what is no object, like a line half written, is left out."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    lines = []
+    for line in text.split("\n"):
+        try:
+            record = json.loads(line) if line else None
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            lines.append({name: math.nan if value is None else value for name, value in record.items()})
+    return lines

@@ -1,0 +1,57 @@
+"""TensorBoard: event files in `tensorboard/` of the run folder, written by tensorboardX. Imports no jax.
+
+Scalars are float32 there, as its format has them.
+"""
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from groupax.metrics.completions import Metrics
+from groupax.runs.trackers.tracker import Sample, TrackedRun
+
+
+class TensorBoardTracker:
+    """Adds an event file to the folder; TensorBoard's readers leave out what earlier ones have of later steps."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from tensorboardX import SummaryWriter
+
+        purge_step = run.first_step + 1 if run.first_step else None
+        self.writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge_step, flush_secs=10)
+        text = html.escape(json.dumps(dict(run.config), indent=2))
+        self.writer.add_text("config", f"<pre>{text}</pre>", run.first_step)
+
+    def metrics(self, step: int, metrics: Metrics) -> None:
+        """See `Tracker`."""
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """See `Tracker`."""
+        rows = [sample.row for sample in samples]
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(str(value))}</td>" for value in row.values()) + "</tr>" for row in rows
+        )
+        self.writer.add_text("samples", f"<table><tr>{head}</tr>{body}</table>", samples[0].step)
+
+    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        """See `Tracker`."""
+        for name, each in values.items():
+            self.writer.add_histogram(name, each, step)
+
+    def finding(self, step: int, name: str, text: str) -> None:
+        """See `Tracker`."""
+        self.writer.add_text(f"findings/{name}", html.escape(text), step)
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self.writer.close()
+
+
+def open_tracker(run: TrackedRun) -> TensorBoardTracker:
+    """See `tracker.open_tracker`."""
+    return TensorBoardTracker(run)

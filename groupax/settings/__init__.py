@@ -1,0 +1,1 @@
+"""The settings of a run: how they are declared, checked and parsed, and the records that its parts take."""

@@ -1,0 +1,239 @@
+"""Which values the keys of a model's JSON files may have. Imports no jax.
+
+Files are checked before a family reads them, so that readers compute with numbers of the right kind and size only.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from reprlib import Repr
+from typing import Any
+
+from groupax.terminal.printable import one_line
+
+# Far beyond any released model. What is refused here would otherwise be counted up to before the files are compared.
+MAX_LAYERS = 4096
+MAX_EXPERTS = 4096
+MAX_SIZE = 2**31 - 1  # what int32 can index
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value that a key of a file may have.
+
+    Attributes:
+        description: of the values, as an error states it.
+        accepts: whether a value is one of them.
+        is_number: values are floats; files may have integers in their places.
+    """
+
+    description: str
+    accepts: Callable[[Any], bool]
+    is_number: bool = False
+
+    def or_null(self) -> "Kind":
+        """The same, and null."""
+        return replace(
+            self,
+            description=f"{self.description}, or null",
+            accepts=lambda value: value is None or self.accepts(value),
+        )
+
+
+def is_whole(value: Any, low: int, high: int) -> bool:
+    """Whether a value is an integer, which true and false are not, within bounds."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number."""
+    return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) < 1e300 and value == value
+
+
+def shown(value: Any) -> str:
+    """A value of a file as an error shows it: not too long, in one line, and without control characters."""
+    return _SHORT.repr(value)
+
+
+def message_of(error: BaseException) -> str:
+    """Returns the message of a library's error about a file, which may repeat what the file holds."""
+    return one_line(" ".join(str(error).split()), 300)
+
+
+_SHORT = Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong = 2, 80, 40
+
+
+def whole(low: int = 1, high: int = MAX_SIZE) -> Kind:
+    """Integers within bounds."""
+    return Kind(f"a whole number from {low} to {high}", lambda value: is_whole(value, low, high))
+
+
+def above(low: int) -> Kind:
+    """Finite numbers above a bound."""
+    return Kind(f"a finite number above {low}", lambda value: is_number(value) and value > low, is_number=True)
+
+
+def list_of(kind: Kind) -> Kind:
+    """Lists in which each entry is of one kind."""
+    return Kind(
+        f"a list, each entry {kind.description}",
+        lambda value: isinstance(value, list) and all(map(kind.accepts, value)),
+    )
+
+
+ANY_NUMBER = Kind("a finite number", is_number, is_number=True)
+NOT_NEGATIVE = Kind("a finite number of at least 0", lambda value: is_number(value) and value >= 0, is_number=True)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+TEXT = Kind("a string", lambda value: isinstance(value, str))
+TABLE = Kind("an object", lambda value: isinstance(value, Mapping)).or_null()
+TEXTS = list_of(TEXT).or_null()
+DTYPE = Kind("float32, bfloat16 or float16", lambda value: value in ("float32", "bfloat16", "float16")).or_null()
+TOKEN = whole(0)
+TOKENS = Kind(
+    f"{TOKEN.description}, or a list of such",
+    lambda value: all(map(TOKEN.accepts, value if isinstance(value, list) else [value])),
+).or_null()
+
+# Of `config.json`: all keys that a family reads. A test compares this with the readers.
+CONFIG: Mapping[str, Kind] = {
+    "architectures": TEXTS,
+    "attention_bias": FLAG,
+    "attention_multiplier": above(0),
+    "attn_logit_softcapping": above(0).or_null(),
+    "decoder_sparse_step": whole(),
+    "embedding_multiplier": above(0),
+    "dtype": DTYPE,
+    "eos_token_id": TOKENS,
+    "final_logit_softcapping": above(0).or_null(),
+    "head_dim": whole().or_null(),
+    "hidden_act": TEXT.or_null(),
+    "hidden_activation": TEXT.or_null(),
+    "hidden_size": whole(),
+    "id2label": TABLE,
+    "intermediate_size": whole(),
+    "layer_norm_eps": above(0),
+    "layer_types": TEXTS,
+    "logit_scale": above(0),
+    "logits_scaling": above(0),
+    "max_position_embeddings": whole(),
+    "max_window_layers": whole(0),
+    "mlp_bias": FLAG,
+    "mlp_only_layers": list_of(whole(0)).or_null(),
+    "model_type": TEXT,
+    "moe_intermediate_size": whole(),
+    "no_rope_layer_interval": whole(),
+    "no_rope_layers": list_of(whole(0, 1)).or_null(),
+    "norm_topk_prob": FLAG,
+    "num_attention_heads": whole(),
+    "num_experts": whole(1, MAX_EXPERTS).or_null(),
+    "num_experts_per_tok": whole(1, MAX_EXPERTS),
+    "num_hidden_layers": whole(1, MAX_LAYERS),
+    "num_key_value_heads": whole().or_null(),
+    "num_labels": whole().or_null(),
+    "num_local_experts": whole(1, MAX_EXPERTS).or_null(),
+    "original_max_position_embeddings": whole(2).or_null(),
+    "partial_rotary_factor": Kind(
+        "a number above 0 and at most 1", lambda value: is_number(value) and 0 < value <= 1
+    ).or_null(),
+    "quantization_config": TABLE,
+    "query_pre_attn_scalar": above(0),
+    "residual_multiplier": ANY_NUMBER,
+    "rms_norm_eps": above(0),
+    "rope_local_base_freq": above(1),
+    "rope_parameters": TABLE,
+    "rope_scaling": TABLE,
+    "rope_theta": above(1).or_null(),
+    "router_aux_loss_coef": NOT_NEGATIVE,
+    "sliding_window": whole().or_null(),
+    "sliding_window_pattern": whole().or_null(),
+    "tie_word_embeddings": FLAG,
+    "torch_dtype": DTYPE,
+    "use_qk_norm": FLAG,
+    "use_sliding_window": FLAG,
+    "vocab_size": whole(),
+}
+# Of a table of rotary parameters, in either notation; null stands for no entry.
+ROPE: Mapping[str, Kind] = {
+    "attention_factor": above(0),
+    "beta_fast": above(0),
+    "beta_slow": above(0),
+    "factor": above(0),
+    "full_attention": TABLE,
+    "high_freq_factor": above(0),
+    "long_factor": list_of(above(0)),
+    "low_freq_factor": above(0),
+    "mscale": NOT_NEGATIVE,
+    "mscale_all_dim": NOT_NEGATIVE,
+    "original_max_position_embeddings": whole(2),
+    "partial_rotary_factor": CONFIG["partial_rotary_factor"],
+    "rope_theta": above(1),
+    "rope_type": TEXT,
+    "short_factor": list_of(above(0)),
+    "sliding_attention": TABLE,
+    "truncate": FLAG,
+    "type": TEXT,
+}
+# Of `generation_config.json`: which tokens end a completion, and what `compat.hf` takes of it.
+GENERATION: Mapping[str, Kind] = {
+    "do_sample": FLAG,
+    "eos_token_id": TOKENS,
+    "max_length": whole().or_null(),
+    "max_new_tokens": whole().or_null(),
+    "min_p": ANY_NUMBER.or_null(),
+    "num_return_sequences": whole().or_null(),
+    "pad_token_id": whole(-1).or_null(),
+    "repetition_penalty": above(0).or_null(),
+    "temperature": NOT_NEGATIVE.or_null(),
+    "top_k": whole(-1).or_null(),
+    "top_p": ANY_NUMBER.or_null(),
+}
+
+
+def checked(content: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
+    """The content of a file, in which each value is one that its key can have.
+
+    Args:
+        content: of the file, or of a table in it.
+        kinds: of some keys; others may have any value.
+        where: the name of the file or the table, for the error.
+
+    Raises:
+        ValueError: a key has such a value.
+    """
+    for key, kind in kinds.items():
+        if key in content and not kind.accepts(content[key]):
+            raise ValueError(f"{where} has {key}={shown(content[key])}; it must be {kind.description}")
+    numbers = {key for key, value in content.items() if value is not None and key in kinds and kinds[key].is_number}
+    return {key: float(value) if key in numbers else value for key, value in content.items()}
+
+
+def checked_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """A parsed `config.json` in which each value is one that its key can have; flags that are null are off.
+
+    Raises:
+        ValueError: a key, also one of the rotary parameters, has another value.
+    """
+    flags = {key: False for key, value in hf.items() if value is None and CONFIG.get(key) is FLAG}
+    tables = {
+        name: _checked_rope(hf[name], f"{name} of config.json")
+        for name in ("rope_parameters", "rope_scaling")
+        if hf.get(name)
+    }
+    return checked({**hf, **flags}, CONFIG, "config.json") | tables
+
+
+def _checked_rope(table: Any, where: str) -> dict[str, Any]:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where} is {shown(table)}; it must be {TABLE.description}")
+    table = checked({key: value for key, value in table.items() if value is not None}, ROPE, where)
+    if table.get("low_freq_factor", 0.0) == table.get("high_freq_factor", 1.0):
+        raise ValueError(f"{where} has low_freq_factor and high_freq_factor of one value; they must differ")
+    kinds = [kind for kind in ("full_attention", "sliding_attention") if table.get(kind)]
+    return table | {kind: _checked_rope(table[kind], f"{kind} of {where}") for kind in kinds}
+
+
+def tokens_outside(content: Mapping[str, Any], vocab_size: int) -> list[int]:
+    """The end-of-sequence tokens of a file that a model's vocabulary does not have."""
+    named = content.get("eos_token_id")
+    listed = named if isinstance(named, list) else [] if named is None else [named]
+    return [token for token in listed if token >= vocab_size]

@@ -1,0 +1,1 @@
+"""The optimizer step: batches of rows, packing, gradients, updates."""
