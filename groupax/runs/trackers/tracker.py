@@ -11,9 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from groupax.config import TrackerName
-from groupax.metrics.completions import Metrics
-from groupax.rollouts.sampler import Rollout
 from groupax.runs.rollout_log import beginning, prompt_text, valid_text
+from groupax.types import Metrics, Rollout
 
 SAMPLE_CHARACTERS = 4000  # of a text in a table of samples
 
@@ -80,7 +79,7 @@ class Tracker(Protocol):
     def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         """Distributions by name, [N] each."""
 
-    def finding(self, step: int, name: str, text: str) -> None:
+    def diagnostic(self, step: int, name: str, text: str) -> None:
         """Something is off (see `groupax.runs.diagnostics`)."""
 
     def close(self) -> None:
