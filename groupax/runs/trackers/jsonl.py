@@ -9,9 +9,13 @@ from typing import Any
 
 import numpy as np
 
+<<<<<<< HEAD
 from groupax.types import Metrics
+=======
+>>>>>>> house
 from groupax.runs.folder import TRACKED
 from groupax.runs.trackers.tracker import Sample, TrackedRun
+from groupax.types import Metrics
 
 
 class JsonLinesTracker:

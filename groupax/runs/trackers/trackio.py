@@ -6,8 +6,12 @@ from typing import Any
 
 import numpy as np
 
+<<<<<<< HEAD
 from groupax.types import Metrics
+=======
+>>>>>>> house
 from groupax.runs.trackers.tracker import Sample, TrackedRun
+from groupax.types import Metrics
 
 
 class TrackioTracker:
