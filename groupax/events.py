@@ -2,8 +2,8 @@
 
     trainer, collector, evaluation ──► EventStream ──► terminal, diagnostics, run folder, trackers, profile, listeners
 
-Whatever happens in a run is an event, a frozen record. Everything that reports on a run is a sink: a callable that takes
-every event and ignores those it has no use for.
+Whatever happens in a run is an event, a frozen record. Everything that reports on a run is a sink: a callable that
+takes every event and ignores those it has no use for.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

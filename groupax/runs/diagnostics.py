@@ -108,8 +108,8 @@ def reward_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
         errors: First error of each reward function, by name.
     """
     return {
-        f"reward {name}": f"the reward function {name!r} failed; its completions go without that reward (reported once, "
-        f"counted in rewards/{name}/failures):\n{error}"
+        f"reward {name}": f"the reward function {name!r} failed; its completions go without that reward (reported "
+        f"once, counted in rewards/{name}/failures):\n{error}"
         for name, error in errors.items()
     }
 

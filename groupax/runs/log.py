@@ -9,40 +9,16 @@ import numpy as np
 
 from groupax.config import GRPOConfig
 from groupax.evaluation.evaluate import Evaluation
-<<<<<<< HEAD
 from groupax.events import Evaluated, Event, EventStream, Listener, RolloutScored, StepEnded, TokenScores
 from groupax.metrics.completions import of_rollouts, window_mean, with_logged
 from groupax.parallel import processes
 from groupax.parallel.compilation import compilation
 from groupax.runs.diagnostics import LOGP_DRIFT, Diagnostics
-=======
-from groupax.metrics.completions import of_rollouts, window_mean, with_logged
-from groupax.parallel import processes
-from groupax.parallel.compilation import compilation
-from groupax.runs.diagnostics import LOGP_DRIFT, remembered, reward_findings, step_findings
->>>>>>> house
 from groupax.runs.folder import RunFolder
 from groupax.runs.folder_sink import FolderSink
 from groupax.runs.profiling import Profile
-<<<<<<< HEAD
 from groupax.runs.trackers.sink import Trackers
 from groupax.types import Metrics, Rollout
-=======
-from groupax.runs.progress import Progress
-from groupax.runs.rollout_log import TokenScores
-from groupax.runs.trackers.background import CLOSE_S, BackgroundTracker, Call
-from groupax.runs.trackers.tracker import TrackedRun, finite, samples_of
-from groupax.types import Metrics, Rollout
-
-MOST_SAMPLES = 16  # completions of a step that trackers are told
-SAMPLES_INTERVAL_S = 30.0  # between two such tables
-TRACKER = "tracker_"  # begins the names of findings about trackers
-
-Event = Literal["begin", "step_begin", "step_end", "log", "evaluate", "end"]
-# Is told of an event, the optimizer steps that were made, and metrics if there are any. A run ends after the step at
-# which one returns True.
-Listener = Callable[[Event, int, Metrics], bool | None]
->>>>>>> house
 
 
 class RunLog:

@@ -54,7 +54,7 @@ class Progress:
     def __enter__(self) -> Self:
         self._depth += 1
         if self._depth == 1:
-            self.open()
+            self._open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,11 +86,15 @@ class Progress:
             case _:
                 pass
 
-    def open(self) -> None:
-        """Starts to show the run."""
-
     def close(self) -> None:
-        """Stops to show the run; a second call does nothing."""
+        """Stops showing the run; a second call does nothing."""
+        self._close()
+
+    def _open(self) -> None:
+        """Starts showing the run."""
+
+    def _close(self) -> None:
+        """Stops showing the run."""
 
     def _describe(self, facts: Mapping[str, str]) -> None:
         """Shows what the run is."""

@@ -47,12 +47,12 @@ class Tqdm(Progress):
         super().__init__()
         self.bar: Any = None
 
-    def open(self) -> None:
+    def _open(self) -> None:
         from tqdm import tqdm
 
         self.bar = tqdm(total=self.num_steps or None, initial=self.step_shown, unit="step")
 
-    def close(self) -> None:
+    def _close(self) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None

@@ -64,7 +64,7 @@ class Rich(Progress):
         self._timer: threading.Timer | None = None
         self._is_open = False
 
-    def open(self) -> None:
+    def _open(self) -> None:
         self._is_open, self.opened_s = True, time.monotonic()
         if self.is_live:
             from groupax.terminal.panel import LivePanel
@@ -72,7 +72,7 @@ class Rich(Progress):
             self._live = LivePanel(self.console, self._panel, REFRESHES_PER_S)
             self._live.start()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._is_open = False
         self._stop_timer()
         if self._live is not None:

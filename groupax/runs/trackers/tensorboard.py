@@ -9,10 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-<<<<<<< HEAD
-from groupax.types import Metrics
-=======
->>>>>>> house
 from groupax.runs.trackers.tracker import Sample, TrackedRun
 from groupax.types import Metrics
 

@@ -6,10 +6,6 @@ from typing import Any
 
 import numpy as np
 
-<<<<<<< HEAD
-from groupax.types import Metrics
-=======
->>>>>>> house
 from groupax.runs.trackers.tracker import Sample, TrackedRun
 from groupax.types import Metrics
 
