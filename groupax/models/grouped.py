@@ -1,7 +1,7 @@
 """Completions behind shared prompts, without padding: each prompt is computed once for all rows that continue it.
 
 All tokens lie one behind another, and everything but attention works on them as they lie. Attention sees rectangles, of
-prompts and of stairs of rows (`groupax.training.packing`): its queries, keys and values are taken there, its outputs
+prompts and of tiles of rows (`groupax.training.packing`): its queries, keys and values are taken there, its outputs
 taken back.
 """
 
@@ -35,17 +35,17 @@ class Ragged:
             padding lies between.
         targets: what each of the last R tokens predicts; there is room for R of rows.
         prompts: the prompts as rectangle, each ending at the last column: where its tokens are, -1 for none.
-        stairs: for one range of columns after another where the tokens of the rows are that reach into it, -1 for none;
+        tiles: for one range of columns after another where the tokens of the rows are that reach into it, -1 for none;
             the longest row comes first.
-        prompt_of: the prompt of each row of the first stair.
-        slots: where in the prompts' and then the stairs' cells, laid in a row, each token is; -1 for padding.
+        prompt_of: the prompt of each row of the first tile.
+        slots: where in the prompts' and then the tiles' cells, laid in a row, each token is; -1 for padding.
     """
 
     tokens: Int[Any, "M"]
     positions: Int[Any, "M"]
     targets: Int[Any, "R"]
     prompts: Int[Any, "P S"]
-    stairs: list[Int[Any, "_ _"]]
+    tiles: list[Int[Any, "_ _"]]
     prompt_of: Int[Any, "B"]
     slots: Int[Any, "M"]
 
@@ -75,7 +75,7 @@ def grouped_logprobs(
     """
     shared = layout.axis("tokens")
     starts = jnp.sum(ragged.prompts < 0, axis=1)
-    sides = [ragged.prompts, *ragged.stairs]
+    sides = [ragged.prompts, *ragged.tiles]
     cells = jnp.concatenate([side.reshape(-1) for side in sides])
     ends = np.cumsum([side.size for side in sides])
 
@@ -99,7 +99,7 @@ def grouped_logprobs(
             B = own_q.shape[0]
             of = ragged.prompt_of[:B]
             own_k, own_v = (
-                jnp.concatenate([x[:B] for x in of_stairs[: last + 1]], axis=1) for of_stairs in (row_k, row_v)
+                jnp.concatenate([x[:B] for x in of_tiles[: last + 1]], axis=1) for of_tiles in (row_k, row_v)
             )
             behind = lookup(prompt_k, of), lookup(prompt_v, of), starts[of]
             outs.append(attend_with_prompt(own_q, own_k, own_v, *behind, how, fused))
@@ -166,7 +166,7 @@ def _taken_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, tuple
 
 def _taken_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
     index, inverse = saved
-    # a sum of several stairs' gradients would be made anew for each item that is taken of it
+    # a sum of several tiles' gradients would be made anew for each item that is taken of it
     flat = jax.lax.optimization_barrier(gradient.reshape(index.size, *gradient.shape[index.ndim :]))
     return taken(flat, inverse, index.reshape(-1)), None, None
 

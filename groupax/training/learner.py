@@ -31,7 +31,7 @@ from groupax.parallel.mesh import is_split, num_data_shards, sizes_text
 from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
 from groupax.parallel.transfer import fetched
 from groupax.settings.objective import ObjectiveSettings
-from groupax.training.batch import Packed, Row, attending_by, pack
+from groupax.training.batch import Packed, Row, attention_cost_with, pack
 from groupax.training.offload import offloaded
 from groupax.training.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
 from groupax.training.packing import Shape
@@ -374,7 +374,7 @@ class Learner:
             self.shapes,
             self.settings.share_prefix,
             self.longest,
-            attending_by(self.execution.attention),
+            attention_cost_with(self.execution.attention),
         )
         return packed
 
