@@ -21,7 +21,7 @@ from groupax.models.logprobs import token_logprobs
 from groupax.models.lookup import lookup
 from groupax.models.specs import Params
 from groupax.models.split import collected_weight
-from groupax.parallel.collectives import Axis, gathered, own_part, size_of, swapped, whole
+from groupax.parallel.collectives import Axis, all_gather, all_gather_invariant, all_to_all, axis_size, local_slice
 from groupax.parallel.mesh import WHOLE, Layout
 from groupax.parallel.pytree import pytree
 
@@ -85,7 +85,7 @@ def grouped_logprobs(
         q, k, v = _all_tokens(q, k, v, shared)
         M = ragged.tokens.shape[0]
         out = jnp.pad(attend_to_all(how, q[:M], k[:M], v[:M]), ((0, q.shape[0] - M), (0, 0), (0, 0)))
-        return swapped(out, shared, 0, 1), kept
+        return all_to_all(out, shared, 0, 1), kept
 
     def attend_to_all(how: Attention, q: Array, k: Array, v: Array) -> Array:
         def in_rectangles(x: Array) -> list[Array]:
@@ -110,7 +110,7 @@ def grouped_logprobs(
         config, params, tokens, positions, attend_in_groups, execution=execution, layout=layout
     )
     M, R = ragged.tokens.shape[0], ragged.targets.shape[0]
-    of_rows = own_tokens(gathered(hidden, shared, 0)[M - R : M], layout)
+    of_rows = own_tokens(all_gather(hidden, shared, 0)[M - R : M], layout)
     head = collected_weight(layout, ("vocab", "embed"), head_weights(params))
     targets, vocabulary = own_tokens(ragged.targets, layout), layout.axis("vocab")
     logp, entropy = token_logprobs(
@@ -123,7 +123,7 @@ def grouped_logprobs(
         vocabulary,
         execution.chunk_logits,
     )
-    return whole(logp, shared, 0)[:R], whole(entropy, shared, 0)[:R], routings
+    return all_gather_invariant(logp, shared, 0)[:R], all_gather_invariant(entropy, shared, 0)[:R], routings
 
 
 def own_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..."]:
@@ -131,18 +131,18 @@ def own_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..
     axis = layout.axis("tokens")
     if axis is None:
         return x
-    unused = -x.shape[0] % size_of(axis)
-    return own_part(jnp.pad(x, ((0, unused), *((0, 0),) * (x.ndim - 1))), axis, 0)
+    unused = -x.shape[0] % axis_size(axis)
+    return local_slice(jnp.pad(x, ((0, unused), *((0, 0),) * (x.ndim - 1))), axis, 0)
 
 
 def _all_tokens(
     q: Float[Array, "m N H"], k: Float[Array, "m K H"], v: Float[Array, "m K H"], axis: Axis
 ) -> tuple[Float[Array, "M n H"], Float[Array, "M k H"], Float[Array, "M k H"]]:
     """All tokens' queries of a device's heads, and the keys and values that these use."""
-    q = swapped(q, axis, 1, 0)
-    if k.shape[1] % size_of(axis) == 0:
-        return q, swapped(k, axis, 1, 0), swapped(v, axis, 1, 0)
-    k, v = (own_kv_heads(gathered(x, axis, 0), q.shape[1], axis) for x in (k, v))
+    q = all_to_all(q, axis, 1, 0)
+    if k.shape[1] % axis_size(axis) == 0:
+        return q, all_to_all(k, axis, 1, 0), all_to_all(v, axis, 1, 0)
+    k, v = (own_kv_heads(all_gather(x, axis, 0), q.shape[1], axis) for x in (k, v))
     return q, k, v
 
 
