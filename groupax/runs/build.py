@@ -24,8 +24,8 @@ from groupax.rollouts.collector import sampling_params
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.serve.broadcast_sampler import SamplerForAll
 from groupax.serve.client import RemoteSampler
-from groupax.serve.protocol import API_KEY_VARIABLE
 from groupax.serve.vllm_sglang import WeightsFolder
+from groupax.settings import environment as env
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import LearnerSettings
@@ -217,7 +217,7 @@ def sampler_for(
     """What samples rollouts: the engine, or servers, which have the weights `params` at first."""
     if not args.rollout_servers:
         return engine
-    shared, key = None, os.environ.get(API_KEY_VARIABLE)
+    shared, key = None, os.environ.get(env.API_KEY)
     if args.rollout_correction != "none":
         folder = Path(args.rollout_folder or run_folder / "rollout_weights").expanduser()
         shared = WeightsFolder(folder, model, jnp.dtype(stored_dtype(model)), is_own=args.rollout_folder is None)
