@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 
 # A room imports from those above it only.
 ROOMS = [
-    ["errors", "terminal", "types"],
+    ["errors", "terminal", "types", "events"],
     ["settings"],
     ["config", "storage", "parallel"],
     ["objective", "data"],
@@ -39,11 +39,9 @@ ROOMS = [
 UPWARDS = {
     ("config", "data"),
     ("data", "models"),
-    ("evaluation", "runs"),
     ("launch", "cli"),
     ("launch", "serve"),
     ("metrics", "rollouts"),
-    ("rollouts", "runs"),
     ("view", "serve"),
 }
 WITHOUT_JAX = [
@@ -61,7 +59,8 @@ WITHOUT_JAX = [
     "groupax.serve.protocol",
     "groupax.training.packing",
     "groupax.parallel.preemption",
-    "groupax.runs.progress",
+    "groupax.runs.progress.named",
+    "groupax.events",
     "groupax.storage.buckets",
     "groupax.storage.lock",
     "groupax.rollouts.state",

@@ -158,7 +158,7 @@ def test_a_run_that_goes_on_and_damaged_files_are_read_as_far_as_they_go(run, tm
     folder = tmp_path / "run"
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": null, "reward": nu')
-    (folder / "findings.jsonl").write_bytes(b'{"step": 3, "name": "\xff<b>", "text": "<i>odd</i>"}\n[1]\nnothing\n')
+    (folder / "diagnostics.jsonl").write_bytes(b'{"step": 3, "name": "\xff<b>", "text": "<i>odd</i>"}\n[1]\nnothing\n')
     (folder / "run.json").write_text("{")
     (folder / "config.json").unlink()
     shutil.rmtree(folder / "evaluations")

@@ -65,7 +65,7 @@ def logged(folder):
 
 
 def findings_of(folder):
-    return [json.loads(line) for line in (folder / "findings.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "diagnostics.jsonl").read_text().splitlines()]
 
 
 def test_the_trackers_are_those_of_the_settings():

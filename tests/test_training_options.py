@@ -17,7 +17,7 @@ from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
 from groupax.rewards.scoring import Scored
-from groupax.runs.diagnostics import setup_findings
+from groupax.runs.diagnostics import setup_diagnostics
 from groupax.storage.buckets import Remote
 from groupax.training.packing import Shape
 
@@ -516,8 +516,8 @@ def test_rollouts_may_decode_with_fewer_bits_and_little_memory(tmp_path):
 
 
 def test_fewer_bits_without_a_correction_are_told():
-    assert "rollout_correction" in setup_findings(GRPOConfig(decoding_weights="bfloat16"), [1])["decoding_weights"]
-    assert not setup_findings(GRPOConfig(), [1])
+    assert "rollout_correction" in setup_diagnostics(GRPOConfig(decoding_weights="bfloat16"), [1])["decoding_weights"]
+    assert not setup_diagnostics(GRPOConfig(), [1])
     with pytest.raises(ValueError, match="kv_cache_gb must be between"):
         GRPOConfig(kv_cache_gb=0)
 

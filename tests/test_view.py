@@ -80,7 +80,7 @@ def write_run(folder, config, num_steps=NUM_STEPS):
             if index % G
         }
         run.write_rollouts(step, rows, scored)
-    run.write_finding(3, "kl_runaway", f"KL runs away {HOSTILE}")
+    run.write_diagnostic(3, "kl_runaway", f"KL runs away {HOSTILE}")
     return run
 
 

@@ -53,7 +53,7 @@ class RunLog:
         memory: Callable[[], Metrics] = dict,
         logp_limit: float = LOGP_DRIFT,
     ) -> None:
-        if not processes.is_first():
+        if not processes.is_primary():
             args = replace(args, log_completions=False, report_to=(), profile=0)
         self.args, self.num_steps, self.memory = args, num_steps, memory
         self.listeners, self.ends = listeners, False

@@ -81,12 +81,12 @@ PROGRESS_BARS: dict[str, type[Progress]] = {"rich": Rich, "tqdm": Tqdm, "json": 
 
 def progress_named(name: str) -> Progress:
     """Returns the display that `progress_bar` names, or a silent one if another process is going to show the run."""
-    return PROGRESS_BARS[name]() if processes.may_be_first() else Silent()
+    return PROGRESS_BARS[name]() if processes.may_be_primary() else Silent()
 
 
 def primary_only(progress: Progress) -> Progress:
     """Returns the display in the primary process, which alone shows the run, and a silent one in the others."""
-    if processes.is_first():
+    if processes.is_primary():
         return progress
     progress.close()
     return Silent()
