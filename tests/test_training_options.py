@@ -12,6 +12,18 @@ import pytest
 
 from groupax import GRPOConfig, init_model
 from groupax.errors import DivergedError, RunError
+from groupax.events import (
+    CheckpointSaved,
+    Diagnosed,
+    Message,
+    PhaseAdvanced,
+    PhaseStarted,
+    RolloutScored,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    StepStarted,
+)
 from groupax.metrics.completions import logged_metrics, of_rollouts, solved_metrics
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.lora import LoRAConfig
@@ -450,7 +462,7 @@ def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
         np.testing.assert_array_equal(a, b)
 
 
-# -- refusals and findings
+# -- refusals and diagnostics
 
 
 @pytest.mark.parametrize(
@@ -700,16 +712,22 @@ def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
 def test_listeners_are_told_and_can_end_a_run(tmp_path):
     told = []
 
-    def listen(event, step, metrics):
-        told.append((event, step))
-        assert ("reward" in metrics) == (event in ("step_end", "log"))
-        return event == "step_end" and step == 2
+    def listen(event):
+        told.append(type(event))
+        if isinstance(event, StepEnded):
+            assert event.logged["reward"] == event.metrics["reward"]
+            assert len(event.rollouts) == len(event.scores) == 16
+        return isinstance(event, StepEnded) and event.step == 2
 
     trainer = a_trainer(tmp_path, max_steps=5)
     trainer.listeners = [listen]
     assert trainer.train().num_steps == 2
-    events = ["begin", *["step_begin", "log", "step_end"] * 2, "end"]
-    assert [event for event, _ in told] == events
+    assert [each for each in told if each not in (Diagnosed, Message, PhaseStarted, PhaseAdvanced)] == [
+        RunStarted,
+        *[StepStarted, RolloutScored, StepEnded] * 2,
+        CheckpointSaved,
+        RunEnded,
+    ]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 

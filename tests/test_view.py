@@ -22,9 +22,9 @@ import pytest
 
 from groupax.cli.main import main
 from groupax.evaluation.items import Completion, Item
+from groupax.events import TokenScores
 from groupax.parallel.sockets import is_loopback
 from groupax.runs.folder import RunFolder
-from groupax.runs.rollout_log import TokenScores
 from groupax.types import Rollout
 from groupax.view.rollouts import Step, StepCache, group_summaries
 from groupax.view.runs import Run, Runs

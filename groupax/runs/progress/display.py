@@ -4,7 +4,7 @@ import logging
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from groupax.events import (
     Diagnosed,
@@ -51,7 +51,7 @@ class Progress:
         self.shows_samples = True
         self._depth = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Progress":
         self._depth += 1
         if self._depth == 1:
             self._open()

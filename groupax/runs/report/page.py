@@ -7,7 +7,7 @@ import html
 import math
 from collections.abc import Sequence
 
-from groupax.runs.progress import sparkline
+from groupax.runs.progress.rich import sparkline
 from groupax.runs.report.charts import bar, curve, legend, number
 from groupax.runs.report.contents import Contents, Curve, Rows, shown
 from groupax.runs.report.record import Answer, BeforeAndAfter
