@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from groupax.data.chat import check_template_kwargs
 from groupax.settings.fields import as_given, as_read, check_range, check_text, check_type, nearest, ranged
 from groupax.settings.objective import (
     UNCLIPPED,
@@ -18,6 +17,7 @@ from groupax.settings.objective import (
     RolloutCorrection,
     ScaleRewards,
 )
+from groupax.settings.template_kwargs import check_template_kwargs
 
 PromptOverflow = Literal["error", "drop", "truncate_left"]
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
