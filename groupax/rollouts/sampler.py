@@ -9,7 +9,6 @@ import numpy as np
 from groupax.data.tokenizer import Prompt, decode, is_conversational, special_token_ids
 from groupax.engine.scheduler import FinishReason
 from groupax.engine.scheduler import Sequence as Completion
-from groupax.models.specs import Params
 from groupax.settings.sampling import SamplingParams
 
 
@@ -33,12 +32,12 @@ class PolicySampler(Sampler, Protocol):
     """A sampler whose weights are replaced before each rollout."""
 
     @property
-    def params(self) -> Params:
+    def params(self) -> dict[str, Any]:
         """The weights to sample from."""
         ...
 
     @params.setter
-    def params(self, params: Params) -> None: ...
+    def params(self, params: dict[str, Any]) -> None: ...
 
     def release(self) -> None:
         """Frees copies of the weights that only sampling needs; the next rollout makes them again."""
