@@ -49,7 +49,7 @@ class Cancellable(Protocol):
     """A sampler that another thread can interrupt while it waits, as one that asks servers."""
 
     def cancel(self) -> None:
-        """Cancels everything that is being sampled; its consumers get an `AbandonedError`."""
+        """Cancels everything that is being sampled; its consumers get a `RolloutCancelled`."""
         ...
 
 

@@ -23,6 +23,7 @@ from groupax.parallel.peak import free_memory_bytes
 from groupax.rollouts.collector import sampling_params
 from groupax.rollouts.sampler import PolicySampler
 from groupax.runs.checkpoints.record import stored_dtype
+from groupax.settings import environment as env
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import LearnerSettings
@@ -214,10 +215,9 @@ def sampler_for(args: GRPOConfig, model: Model, engine: Engine, params: Params, 
         return engine
     from groupax.serve.broadcast_sampler import BroadcastSampler
     from groupax.serve.client import RemoteSampler
-    from groupax.serve.protocol import API_KEY_VARIABLE
     from groupax.serve.vllm_sglang import WeightsFolder
 
-    shared, key = None, os.environ.get(API_KEY_VARIABLE)
+    shared, key = None, os.environ.get(env.API_KEY)
     if args.rollout_correction != "none":
         folder = Path(args.rollout_folder or run_folder / "rollout_weights").expanduser()
         shared = WeightsFolder(folder, model, jnp.dtype(stored_dtype(model)), is_own=args.rollout_folder is None)
