@@ -12,7 +12,6 @@ from groupax.config import GRPOConfig
 from groupax.data.prompts import PromptSet, visit_order
 from groupax.errors import RewardError, RunError, is_out_of_memory
 from groupax.metrics.completions import (
-    Metrics,
     completion_metrics,
     logged_metrics,
     reward_metrics,
@@ -22,16 +21,16 @@ from groupax.metrics.completions import (
     with_logged,
 )
 from groupax.objective.advantages import Advantages, group_advantages
-from groupax.rewards.contract import TrainerState, reward_matrix
+from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
-from groupax.rollouts.sampler import PolicySampler, Rollout, Sampler, rollout
+from groupax.rollouts.sampler import PolicySampler, Sampler, rollout
 from groupax.rollouts.slices import Slices
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.runs.progress import Progress
 from groupax.settings.sampling import SamplingParams
-from groupax.training.batch import Row
 from groupax.training.learner import Learner
+from groupax.types import Metrics, Rollout, Row, TrainerState
 
 
 class Collector:
