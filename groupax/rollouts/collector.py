@@ -258,18 +258,8 @@ class Collector:
 
 
 def sampling_params(args: GRPOConfig) -> SamplingParams:
-    """How rollouts are sampled."""
-    return SamplingParams(
-        n=args.num_generations,
-        max_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        stop=args.stop,
-        seed=args.seed,
-    )
+    """Returns the sampling parameters of rollouts."""
+    return args.part(SamplingParams, n=args.num_generations, max_tokens=args.max_completion_length)
 
 
 def _with(rows: Sequence[Row], name: str, values: Sequence[np.ndarray]) -> list[Row]:

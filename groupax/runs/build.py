@@ -230,14 +230,6 @@ def sampler_for(args: GRPOConfig, model: Model, engine: Engine, params: Params, 
 
 
 def eval_params(args: GRPOConfig) -> SamplingParams:
-    """How evaluations are sampled."""
-    return replace(
-        sampling_params(args),
-        n=args.eval_num_generations,
-        max_tokens=args.eval_max_completion_length or args.max_completion_length,
-        temperature=args.eval_temperature,
-        top_k=args.eval_top_k,
-        top_p=args.eval_top_p,
-        min_p=args.eval_min_p,
-        stop=args.stop if args.eval_stop is None else args.eval_stop,
-    )
+    """Returns the sampling parameters of evaluations."""
+    max_tokens = args.eval_max_completion_length or args.max_completion_length
+    return replace(sampling_params(args), n=args.eval_num_generations, max_tokens=max_tokens, **args.eval_sampling)
