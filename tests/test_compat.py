@@ -619,7 +619,7 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
 @pytest.mark.heavy
 def test_a_callback_that_will_not_be_heard_is_told(folder, tmp_path):
     class Saving:
-        def on_save(self, args, state, control, **more):
+        def on_substep_end(self, args, state, control, **more):
             raise AssertionError
 
     trainer = trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path, max_steps=1), PROMPTS)
