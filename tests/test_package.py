@@ -18,7 +18,8 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 
 # A room imports from those above it only.
 ROOMS = [
-    ["errors", "terminal", "types", "events"],
+    ["errors", "terminal", "types"],
+    ["events"],
     ["settings"],
     ["config", "storage", "parallel"],
     ["objective", "data"],

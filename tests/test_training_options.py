@@ -19,6 +19,7 @@ from groupax.events import (
     PhaseAdvanced,
     PhaseStarted,
     RolloutScored,
+    RunDescribed,
     RunEnded,
     RunStarted,
     StepEnded,
@@ -709,7 +710,7 @@ def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
     assert sizes == [6, 6, 4] * 2  # two rollouts of 8 completions an epoch; the fifth prompt is left out
 
 
-def test_listeners_are_told_and_can_end_a_run(tmp_path):
+def test_listeners_receive_events_and_can_end_a_run(tmp_path):
     told = []
 
     def listen(event):
@@ -723,6 +724,7 @@ def test_listeners_are_told_and_can_end_a_run(tmp_path):
     trainer.listeners = [listen]
     assert trainer.train().num_steps == 2
     assert [each for each in told if each not in (Diagnosed, Message, PhaseStarted, PhaseAdvanced)] == [
+        RunDescribed,
         RunStarted,
         *[StepStarted, RolloutScored, StepEnded] * 2,
         CheckpointSaved,

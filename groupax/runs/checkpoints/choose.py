@@ -11,7 +11,7 @@ from groupax.runs.checkpoints.fingerprint import Identity, differences, forbidde
 from groupax.runs.checkpoints.store import PREFIX, LocalStore, RemoteStore, Store, name_of
 from groupax.storage.buckets import Remote, is_remote
 
-FORMAT = 4  # of `state.json`
+FORMAT = 5  # of `state.json`
 # What a state of that format has at least.
 ENTRIES = {"cursor", "devices", "identity", "learner", "log", "metrics_bytes", "model", "rollout", "versions"}
 
