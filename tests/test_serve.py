@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from groupax import SamplingParams, save_model
 from groupax.cli.serve import Serve, engines_of, models_of
 from groupax.data.tokenizer import context_of, decode, decode_behind
-from groupax.engine.stops import text_before_stop
+from groupax.engine.stop_strings import text_before_stop
 from groupax.parallel import peak
 from groupax.serve.answers import Answers, Completion, Vocabulary
 from groupax.serve.app import EventStream, Limits, Server
