@@ -31,8 +31,9 @@ from groupax.parallel.peak import memory_in_use
 from groupax.parallel.preemption import AbandonedError, StopRequests
 from groupax.parallel.runtime import configure_jax
 from groupax.parallel.transfer import fetched_at_first
-from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
-from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
+from groupax.rewards.runner import RewardRunner
+from groupax.settings.rewards import RewardSettings
 from groupax.rollouts.collector import Collector
 from groupax.rollouts.pipeline import Pipeline
 from groupax.rollouts.slices import slices_of
@@ -149,7 +150,7 @@ class GRPOTrainer:
         for name, examples in eval_examples.items():
             check_columns(self.rewards, columns, examples[0], f"eval_dataset {name!r}")
         self.reward_runner = RewardRunner(self.rewards, args.part(RewardSettings))
-        self.reward_weights = weights_of(args.reward_weights, self.rewards)
+        self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
         self.solved_by = which_solves(args.solved_by, self.rewards)
         check_installed(args.report_to)
         log_bytes = None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9)

@@ -8,8 +8,9 @@ import pytest
 
 from groupax.rewards import code_tests
 from groupax.rewards.code import program
-from groupax.rewards.contract import resolve_rewards
-from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.rewards.resolve import resolve_rewards
+from groupax.rewards.runner import RewardRunner
+from groupax.settings.rewards import RewardSettings
 from groupax.rewards.sandbox import Limits, passes
 from groupax.rewards.seccomp import filter_program
 

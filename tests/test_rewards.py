@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from groupax.rewards import with_columns
-from groupax.rewards.contract import find_reward, resolve_rewards
-from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.rewards.resolve import find_reward, resolve_rewards
+from groupax.rewards.runner import RewardRunner
+from groupax.settings.rewards import RewardSettings
 from groupax.rollouts.sampler import Rollout
 
 

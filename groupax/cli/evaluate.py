@@ -152,8 +152,9 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
     from groupax.parallel.compilation import compilation
     from groupax.parallel.runtime import configure_jax
     from groupax.recipes.fit import fitting_length, fitting_template, positions_of
-    from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
-    from groupax.rewards.runner import RewardRunner, RewardSettings
+    from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
+    from groupax.rewards.runner import RewardRunner
+    from groupax.settings.rewards import RewardSettings
 
     recipe = load_recipe(command.recipe) if command.recipe else None
     model = command.model or (recipe and recipe.model)
@@ -168,7 +169,7 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
     for name, rows in datasets.items():
         check_columns(rewards, columns, rows[0], f"dataset {name!r}")
     own = recipe.config if recipe and command.reward_funcs is None else {}
-    weights = weights_of(command.reward_weights or own.get("reward_weights"), rewards)
+    weights = resolve_weights(command.reward_weights or own.get("reward_weights"), rewards)
     solved_by = which_solves(command.solved_by or own.get("solved_by"), rewards)
 
     sampling, notes = command.sampling, []
