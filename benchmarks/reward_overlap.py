@@ -21,9 +21,9 @@ from models import QWEN_7M, parser
 from groupax import Engine, SamplingParams, init_model
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
-from groupax.settings.rewards import RewardSettings
 from groupax.rewards.scoring import score_groups
 from groupax.rollouts.sampler import rollout
+from groupax.settings.rewards import RewardSettings
 
 GROUPS, GROUP, NEW_TOKENS, SLEEP_S = 8, 4, 512, 1.0
 

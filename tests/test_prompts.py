@@ -118,7 +118,7 @@ def test_parts_that_are_no_text_are_refused_here_and_by_the_server(kind):
         ("{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", user("abc"), "needs more than 1024 MiB"),
         ("{% for i in range(99) %}{{ 'x' * 999999 }}{% endfor %}", user("abc"), "writes 98,999,901 characters"),
         (TEXT, user("a\ud800"), "has half of a surrogate pair"),
-        (TEXT, user("abc", when={1, 2}), "has a value that JSON does not have"),
+        (TEXT, user("abc", when={1, 2}), "has a value that JSON cannot represent"),
     ],
 )
 def test_what_a_template_loses_or_fails_at_is_told(template, messages, fault):
@@ -216,7 +216,7 @@ def test_arguments_that_change_nothing_are_refused(qwen):
     for wrong in ("enable_thinking", ["a"], 3, {1: 2}):
         with pytest.raises(ValueError, match="chat_template_kwargs must be a mapping of names"):
             GRPOConfig(chat_template_kwargs=wrong)
-    with pytest.raises(ValueError, match="a value that JSON does not have"):
+    with pytest.raises(ValueError, match="a value that JSON cannot represent"):
         GRPOConfig(chat_template_kwargs={"x": {1, 2}})
 
 

@@ -274,7 +274,7 @@ def test_the_limit_does_not_count_while_a_call_waits_for_a_worker_that_another_f
 
 
 def test_processes_need_functions_that_can_be_imported():
-    with pytest.raises(ValueError, match=r"cannot be sent to another process .* top of a module"):
+    with pytest.raises(ValueError, match=r"cannot be sent to another process .* top level of a module"):
         RewardRunner(resolve_rewards(lambda completions: [], []), RewardSettings(reward_workers=1))
 
 

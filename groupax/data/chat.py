@@ -16,6 +16,7 @@ from typing import Any
 
 from groupax.data import template_process
 from groupax.settings.fields import nearest
+from groupax.settings.template_kwargs import RESERVED, check_json, check_template_kwargs
 
 # Chat templates by name, for `GRPOConfig.chat_template`.
 CHAT_TEMPLATES = {
@@ -28,48 +29,8 @@ CHAT_TEMPLATES = {
         "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
     ),
 }
-# Arguments of a template that `render` sets itself, and those of `apply_chat_template` that are not the template's.
-RESERVED = (
-    "messages",
-    "conversation",
-    "conversations",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tools",
-    "documents",
-    "tokenize",
-    "tokenizer_kwargs",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "sanitize_control_tokens",
-)
 PROBE = "groupaxprobe"
 BATCH, BATCH_CHARACTERS = 256, 1 << 22  # conversations that are rendered at a time, and their characters
-
-
-def check_template_kwargs(given: Any, name: str) -> None:
-    """Checks arguments for a chat template as far as that goes without the template.
-
-    Args:
-        given: the arguments by name.
-        name: what to call them in an error.
-
-    Raises:
-        ValueError: they are no mapping of names, or one of them is not the user's to set.
-    """
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise ValueError(
-            f"{name} must be a mapping of names to values, e.g. {{'enable_thinking': False}}, got {given!r}"
-        )
-    for key in given:
-        if key in RESERVED:
-            raise ValueError(f"{name} has {key!r}, which groupax sets itself or does not support; leave it out")
-    _json(given, name)
 
 
 def unknown_template_kwargs(tokenizer: Any, given: Mapping[str, Any]) -> dict[str, str]:
@@ -200,7 +161,7 @@ def _checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
                 f"{where}: the content must be a text or a list of text parts, got {type(content).__name__} "
                 f"{_shown(content)}"
             )
-        _json(message, where)
+        check_json(message, where)
         checked.append(message)
     if not any("".join(texts_of(message)).strip() for message in checked):
         raise ValueError(f"{name} is empty: no message has any text: {_shown(messages)}")
@@ -222,24 +183,6 @@ def texts_of(message: Mapping[str, Any]) -> list[str]:
 
 def _without_none(part: Any) -> Any:
     return {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
-
-
-def _json(value: Any, where: str) -> str:
-    """Returns the value as JSON of valid characters.
-
-    Raises:
-        ValueError: there is none.
-    """
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has half of a surrogate pair, which is no character; remove it") from error
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{where} has a value that JSON does not have ({error}); make it a text or a number"
-        ) from error
-    return text
 
 
 def _as_read(message: Mapping[str, Any], takes_text: bool, takes_parts: bool) -> dict[str, Any]:

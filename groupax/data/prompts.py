@@ -9,9 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from groupax.config import PromptOrder, PromptOverflow
-from groupax.data.chat import check_template_kwargs
 from groupax.data.files import TRAIN_SPLITS, check_texts, read_rows
 from groupax.data.tokenizer import SPARE_TOKENS, encode_prompts, is_conversational
+from groupax.settings.template_kwargs import check_template_kwargs
 
 Example = Mapping[str, Any]
 MOST_ROWS = 50_000_000  # of a dataset that is no `datasets.Dataset` and is read whole

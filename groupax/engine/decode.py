@@ -17,14 +17,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from groupax.engine.cache import ROWS, Cache, place_of
 from groupax.engine.plan import piece_columns
-from groupax.engine.sampling import History, SamplingSettings, alternatives, sample, uniforms
+from groupax.engine.sampling import History, SamplingArrays, alternatives, sample, uniforms
 from groupax.models.attention import attend_cached, attend_stored, within_window
 from groupax.models.config import Attention, ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.layers import vocabulary_logits
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import collected_weight, partition_specs
-from groupax.parallel.collectives import gathered
+from groupax.parallel.collectives import all_gather
 from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.pytree import pytree
 from groupax.settings.sampling import MAX_LOGPROBS
@@ -52,7 +52,7 @@ class Slots:
     key: UInt32[Array, "B 2"]
     remaining: Int[Array, "B"]
     stop_ids: Int[Array, "B E"]
-    settings: SamplingSettings
+    settings: SamplingArrays
 
 
 @pytree
@@ -302,7 +302,7 @@ def _decode_chunk(
         hidden, layers, _ = forward(config, params, slots.token, slots.position, attend_to_past, layers, layout=layout)
         _, _, keys, values = (list(each) for each in zip(*layers, strict=True))
         head = collected_weight(layout, ("vocab", "embed"), head_weights(params))
-        logits = gathered(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
+        logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
         tokens = lax.dynamic_update_index_in_dim(cache.tokens, slots.token, current, axis=1)
         history = History(
             prompt_tokens=cache.prompt_tokens,

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from groupax.errors import RewardError, RunError
 from groupax.parallel.sockets import own_address
+from groupax.settings import environment as env
 
 if TYPE_CHECKING:
     from groupax.parallel.peers import Peers
 
-COORDINATOR, NUM_PROCESSES, PROCESS_ID = "GROUPAX_COORDINATOR", "GROUPAX_NUM_PROCESSES", "GROUPAX_PROCESS_ID"
 ADDRESS_BYTES = 1024
 HEARTBEAT_S = 1800
 LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"  # the user's choice
@@ -69,56 +69,56 @@ def num_processes() -> int:
     return 1 if _peers is None else _peers.num_processes
 
 
-def number() -> int:
+def process_index() -> int:
     """Of this process; 0 is the first."""
-    return 0 if _peers is None else _peers.number
+    return 0 if _peers is None else _peers.process_index
 
 
-def is_first() -> bool:
+def is_primary() -> bool:
     """Whether this is the process that writes."""
-    return number() == 0
+    return process_index() == 0
 
 
-def may_be_first() -> bool:
+def may_be_primary() -> bool:
     """Whether this process may be the first one of a run that it has not joined yet, by its launcher's variables."""
-    return all(os.environ.get(name) in (None, "0") for name in (PROCESS_ID, "SLURM_PROCID"))
+    return all(os.environ.get(name) in (None, "0") for name in (env.PROCESS_INDEX, "SLURM_PROCID"))
 
 
-def exchanged(value: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """What all processes give, by their numbers: any object that can be pickled. All must call this.
 
     Raises:
         RunError: another process has ended.
     """
-    return [value] if _peers is None else _peers.exchanged(value)
+    return [value] if _peers is None else _peers.all_gather_object(value)
 
 
-def of_first(value: Any) -> Any:
+def broadcast_object(value: Any) -> Any:
     """What the first process gives."""
-    return value if _peers is None else _peers.exchanged(value if is_first() else None)[0]
+    return value if _peers is None else _peers.all_gather_object(value if is_primary() else None)[0]
 
 
-def at_first(function: Callable[[], Any]) -> Any:
+def run_on_primary(function: Callable[[], Any]) -> Any:
     """Have the first process call the function; what it returns or raises, all return or raise."""
     if _peers is None:
         return function()
     returned = raised = None
-    if is_first():
+    if is_primary():
         try:
             returned = function()
         except Exception as error:  # noqa: BLE001 - raised everywhere
             raised = error if _survives(error) else OSError(str(error))
-    returned, raised = of_first((returned, raised))
+    returned, raised = broadcast_object((returned, raised))
     if raised is not None:
         raise raised
     return returned
 
 
-def first_text(text: str | None) -> str | None:
+def first_not_none(text: str | None) -> str | None:
     """The text of the first process that gives one; None if none does."""
     if _peers is None:
         return text
-    return next((each for each in exchanged(text) if each is not None), None)
+    return next((each for each in all_gather_object(text) if each is not None), None)
 
 
 def fail(error: BaseException) -> None:
@@ -133,16 +133,22 @@ def fail(error: BaseException) -> None:
 
 def _arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Of `jax.distributed.initialize`; None for a process of its own."""
-    given = {name: environment[name] for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if environment.get(name)}
+    given = {
+        name: environment[name]
+        for name in (env.COORDINATOR, env.NUM_PROCESSES, env.PROCESS_INDEX)
+        if environment.get(name)
+    }
     if given:
-        missing = [name for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if name not in given]
+        missing = [name for name in (env.COORDINATOR, env.NUM_PROCESSES, env.PROCESS_INDEX) if name not in given]
         if missing:
             raise ValueError(f"{', '.join(given)} is set, but not {', '.join(missing)}; set all three, or none")
-        address, count, own = given[COORDINATOR], given[NUM_PROCESSES], given[PROCESS_ID]
+        address, count, own = given[env.COORDINATOR], given[env.NUM_PROCESSES], given[env.PROCESS_INDEX]
         if not (count.isdigit() and own.isdigit() and int(own) < int(count)):
-            raise ValueError(f"{NUM_PROCESSES}={count} and {PROCESS_ID}={own} must be a number and one from 0 below it")
+            raise ValueError(
+                f"{env.NUM_PROCESSES}={count} and {env.PROCESS_INDEX}={own} must be a number and one from 0 below it"
+            )
         if not address.rpartition(":")[2].isdigit():
-            raise ValueError(f"{COORDINATOR} must be host:port, it is {address!r}")
+            raise ValueError(f"{env.COORDINATOR} must be host:port, it is {address!r}")
         if int(count) == 1:
             return None
         everything = {} if environment.get(LOCAL_DEVICES) else ALL_DEVICES
@@ -178,7 +184,7 @@ def _refuse_copies(environment: Mapping[str, str]) -> None:
         ValueError: there are several processes, none of which knows of the others.
     """
     count = environment.get("WORLD_SIZE", "1")
-    if "TORCHELASTIC_RUN_ID" in environment and count != "1" and not environment.get(COORDINATOR):
+    if "TORCHELASTIC_RUN_ID" in environment and count != "1" and not environment.get(env.COORDINATOR):
         raise ValueError(
             f"a launcher of PyTorch has started {count} processes of this program, each of which would be a run of its "
             "own; one process uses all devices of a host: start the program with python, on several hosts with groupax "
@@ -191,18 +197,18 @@ def _meet(own: int, count: int) -> "Peers":
     import numpy as np
     from jax.experimental.multihost_utils import process_allgather
 
-    from groupax.parallel.peers import first, further, listener_at
+    from groupax.parallel.peers import accept_peers, connect_to_primary, listen_for_peers
 
     listener, data = None, b""
     if own == 0:
-        host = os.environ.get(COORDINATOR, "").rpartition(":")[0].strip("[]") or None
-        listener, address = listener_at(host)
+        host = os.environ.get(env.COORDINATOR, "").rpartition(":")[0].strip("[]") or None
+        listener, address = listen_for_peers(host)
         data = pickle.dumps(address)
         assert len(data) <= ADDRESS_BYTES, "host names are short"
     row = np.frombuffer(data.ljust(ADDRESS_BYTES, b"\0"), np.uint8)
     told = np.asarray(process_allgather(row))[0].tobytes()
     address = pickle.loads(told)
-    return further(own, count, address) if listener is None else first(listener, address[2], count)
+    return connect_to_primary(own, count, address) if listener is None else accept_peers(listener, address[2], count)
 
 
 def _survives(error: Exception) -> bool:

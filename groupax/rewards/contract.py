@@ -104,7 +104,7 @@ def split_per_completion(arguments: Mapping[str, Any], num_completions: int) -> 
 
 
 def checked_values(name: str, returned: Any, rollouts: Sequence[Rollout]) -> tuple[np.ndarray, list[str]]:
-    """Returns a function's rewards, [B] float64 with NaN for None and for unusable values, and what is wrong with these.
+    """Returns a function's rewards, [B] float64 with NaN for None and for unusable values, and errors about the latter.
 
     Raises:
         ValueError: It returned something else than a list with one value per completion.

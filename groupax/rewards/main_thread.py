@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupax.parallel.preemption import AbandonedError
+from groupax.parallel.preemption import RolloutCancelled
 from groupax.rewards.calls import as_exception
 
 INTERRUPT = signal.SIGVTALRM  # rarely used otherwise; reward functions themselves use SIGALRM
@@ -33,7 +33,7 @@ class NeedsMainThreadError(Exception):
 
 
 class _SignalRequested(BaseException):
-    """Leaves a function that calls `signal.signal`. It is no Exception, so that `except Exception` does not catch it."""
+    """Leaves a function that calls `signal.signal`. No Exception, so that `except Exception` does not catch it."""
 
 
 class _Interrupted(BaseException):
@@ -151,7 +151,7 @@ class MainThread:
         except _Interrupted:  # also if it came at the last moment
             self._current = None
             job.future.set_exception(TimeoutError("interrupted in the main thread"))
-        except (KeyboardInterrupt, AbandonedError):  # meant for this thread, not for the function
+        except (KeyboardInterrupt, RolloutCancelled):  # meant for this thread, not for the function
             raise
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             job.future.set_exception(as_exception(error))

@@ -34,8 +34,8 @@ def resolve_rewards(functions: Any, columns: Sequence[str], processing_classes: 
 
     Args:
         functions: Callables; reward models as a folder, hub id, `Model` or `ModelReward`; "module:function" references;
-            or names of built-in rewards, which may have options and columns: "soft_overlong(max_length=512, buffer=64)",
-            "math_accuracy(answer=solution)".
+            or names of built-in rewards, with options and columns if need be: "soft_overlong(max_length=512,
+            buffer=64)", "math_accuracy(answer=solution)".
         columns: Columns of the dataset in addition to the prompt. A function that requires another argument is refused.
         processing_classes: Tokenizers of the reward models, one per function; None for the model's own.
 

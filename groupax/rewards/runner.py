@@ -43,7 +43,7 @@ class RewardRunner:
         settings: How to call them.
 
     Attributes:
-        turn: A context that is held while reward models compute.
+        device_lock: Lock to hold while reward models compute.
 
     Raises:
         ValueError: `reward_workers` is set and a function cannot be sent to another process, or Ray is not installed.
@@ -52,7 +52,7 @@ class RewardRunner:
 
     def __init__(self, rewards: Sequence[Reward], settings: RewardSettings) -> None:
         self.rewards, self.settings = rewards, settings
-        self.turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.device_lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._own = _ThreadState()
         self._running: set[concurrent.futures.Future[Scores]] = set()
         self._home: int | None = None  # the thread of the context
@@ -146,13 +146,13 @@ class RewardRunner:
 
     def _is_ours(self, index: int) -> bool:
         """Returns whether this process makes the calls for the group (or rollout) of this index."""
-        return index % processes.num_processes() == processes.number()
+        return index % processes.num_processes() == processes.process_index()
 
     def _from_all_processes(self, called: list[list[Scores]], num_groups: int) -> list[list[Scores]]:
         """Returns the scores of the calls in all processes, in the order of their groups."""
         if processes.num_processes() == 1:
             return called
-        shares = [iter(share) for share in processes.exchanged(called)]
+        shares = [iter(share) for share in processes.all_gather_object(called)]
         num_calls = num_groups if self.settings.reward_batch == "group" else min(num_groups, 1)
         return [next(shares[index % len(shares)]) for index in range(num_calls)]
 
@@ -162,7 +162,7 @@ class RewardRunner:
         scores: dict[str, list[Scores]] = {}
         for reward in self.rewards:
             if reward.on_device and rollouts:
-                with self.turn:
+                with self.device_lock:
                     returned = reward.function(rollouts)
                 values, faults = checked_values(reward.name, returned, rollouts)
                 scores[reward.name] = _split(Scores(values, len(faults), "\n".join(faults[:1])), groups)

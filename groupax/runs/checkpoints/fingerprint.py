@@ -7,7 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig
 from groupax.models.checkpoint import Model
-from groupax.parallel.transfer import fetched
+from groupax.parallel.transfer import to_host
 
 # Settings that say how a run is computed, shown, limited and saved; they may differ at any time.
 FREE = {
@@ -51,12 +51,7 @@ FREE = {
     "max_bad_steps",
     "eval_steps",
     "eval_num_generations",
-    "eval_temperature",
-    "eval_top_p",
-    "eval_top_k",
-    "eval_min_p",
     "eval_max_completion_length",
-    "eval_stop",
     "solved_by",
     "logging_steps",
     "profile",
@@ -77,7 +72,7 @@ FREE = {
     "metric_for_best_model",
     "greater_is_better",
     "resume",
-}
+} | {field.name for field in fields(GRPOConfig) if field.metadata.get("resume") == "free"}
 # Settings on which the saved state itself depends.
 FIXED = {
     "seed",
@@ -195,7 +190,7 @@ def weights_fingerprint(params: Any) -> str:
     named = jax.tree_util.tree_leaves_with_path(params)
     sums = [_digest(jnp.asarray(leaf)) for _, leaf in named]
     lines = [
-        f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} {[int(part) for part in fetched(digest)]}"
+        f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} {[int(part) for part in to_host(digest)]}"
         for (path, leaf), digest in zip(named, sums, strict=True)
     ]
     return _sha256(line.encode() for line in lines)

@@ -20,18 +20,17 @@ import optax
 from groupax.models.checkpoint import Model
 from groupax.objective.entropy import EntropyState
 from groupax.parallel.processes import num_processes
-from groupax.parallel.transfer import fetched_at_first
+from groupax.parallel.transfer import to_host_on_primary
 from groupax.rollouts.pipeline import Policy
-from groupax.rollouts.sampler import Rollout
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.choose import FORMAT
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.rollout_log import simple_column
-from groupax.training.batch import Row
 from groupax.training.learner import Learner
 from groupax.training.packing import Shape
 from groupax.training.step import TrainState
+from groupax.types import Rollout, Row
 
 PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rollout.parquet"
 POLICIES = "policies"
@@ -96,7 +95,7 @@ def begin_writing(
     if policies:
         trees[POLICIES] = {str(policy.version): policy.trained for policy in policies.values()}
     if num_processes() > 1:
-        trees = fetched_at_first(trees)
+        trees = to_host_on_primary(trees)
 
     def begin(folder: Path) -> Callable[[], None]:
         waits = [arrays.begin_writing(folder / name, tree) for name, tree in trees.items()]
