@@ -15,7 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from groupax import GRPOConfig, init_model, save_model
 from groupax.config import NAMES_ELSEWHERE
 from groupax.data.chat import render
-from groupax.data.prompts import encode_examples, load_examples, visit_order
+from groupax.data.examples import load_examples
+from groupax.data.order import visit_order
+from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
 from groupax.rollouts.slices import slices_of
 from groupax.settings.fields import Range
