@@ -28,9 +28,9 @@ from groupax.models.specs import Params
 from groupax.parallel import processes
 from groupax.parallel.compilation import compilation
 from groupax.parallel.peak import memory_in_use
-from groupax.parallel.preemption import AbandonedError, StopRequests
+from groupax.parallel.preemption import PreemptionHandler, RolloutCancelled
 from groupax.parallel.runtime import configure_jax
-from groupax.parallel.transfer import fetched_at_first
+from groupax.parallel.transfer import to_host_on_primary
 from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
 from groupax.rewards.runner import RewardRunner, RewardSettings
 from groupax.rollouts.collector import Collector
@@ -52,7 +52,7 @@ from groupax.runs.build import (
 from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of, process_of
 from groupax.runs.checkpoints.record import read_policies, read_rollout, stored_dtype, with_scores
-from groupax.runs.checkpoints.saver import RunSaver, patiently, remove_download
+from groupax.runs.checkpoints.saver import RunSaver, remove_download, retry_while_disk_full
 from groupax.runs.diagnostics import START_STEPS, UNSCORED_ROLLOUTS, logp_limit, num_unscored_steps, setup_findings
 from groupax.runs.folder import RunFolder, free_name
 from groupax.runs.header import run_facts
@@ -153,7 +153,7 @@ class GRPOTrainer:
         self.solved_by = which_solves(args.solved_by, self.rewards)
         check_installed(args.report_to)
         log_bytes = None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9)
-        self._unseen: Any = None if processes.is_first() else tempfile.TemporaryDirectory(prefix="groupax-process-")
+        self._unseen: Any = None if processes.is_primary() else tempfile.TemporaryDirectory(prefix="groupax-process-")
         self.run_folder = RunFolder(self._unseen.name if self._unseen else args.output_dir, log_bytes)
         self.listeners = listeners
 
@@ -238,7 +238,7 @@ class GRPOTrainer:
         Raises:
             LockedError: another run works in it.
         """
-        is_taken = processes.at_first(self.run_folder.lock)
+        is_taken = processes.run_on_primary(self.run_folder.lock)
         try:
             yield
         finally:
@@ -253,7 +253,7 @@ class GRPOTrainer:
             several = processes.num_processes() > 1
             with (
                 self.progress,
-                StopRequests(watch, processes.first_text if several else None) as stop,
+                PreemptionHandler(watch, processes.first_not_none if several else None) as stop,
                 self.reward_runner,
                 self.pipeline or nullcontext(),
             ):
@@ -263,7 +263,7 @@ class GRPOTrainer:
                 log.event("begin", self.cursor.step)
                 try:
                     self._loop(log, saver, stop)
-                except AbandonedError:
+                except RolloutCancelled:
                     saver.stop(*self._settled(log), stop.reason or "")
                 except Exception as error:
                     if several and not isinstance(error, (RewardError, DivergedError)):  # which all processes raise
@@ -279,7 +279,7 @@ class GRPOTrainer:
             log.close()
         return TrainResult(self.cursor.step, train_seconds, log.rollout_tokens_per_s, log.last)
 
-    def _loop(self, log: RunLog, saver: RunSaver, stop: StopRequests) -> None:
+    def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
         while True:
             if self._evaluation_is_due:
                 with stop.abandonable():
@@ -287,7 +287,7 @@ class GRPOTrainer:
                 self.cursor = replace(self.cursor, evaluated_step=self.cursor.step)
                 log.evaluation(self.cursor.step, evaluation)
             saver.save_if_due(self.cursor, self.experience)
-            if self.cursor.step >= self.num_steps or any(processes.exchanged(log.ends)):
+            if self.cursor.step >= self.num_steps or any(processes.all_gather_object(log.ends)):
                 return
             stop.check()
             log.event("step_begin", self.cursor.step)
@@ -305,7 +305,7 @@ class GRPOTrainer:
             self._stop_if_nothing_is_scored(log)
             self._stop_if_diverged(log, stop, rows, update)
 
-    def _rows_of_earlier_rollouts(self, log: RunLog, stop: StopRequests) -> list[Row]:
+    def _rows_of_earlier_rollouts(self, log: RunLog, stop: PreemptionHandler) -> list[Row]:
         """What the next step takes of rollouts that it uses up; the rest it takes of `experience`."""
         rows: list[Row] = []
         while self._num_left < (wanted := self.slices.per_step - len(rows) // self.slices.rows):
@@ -322,7 +322,7 @@ class GRPOTrainer:
                 break
         return rows
 
-    def _sample_rollout(self, log: RunLog, stop: StopRequests, num_wanted: int) -> None:
+    def _sample_rollout(self, log: RunLog, stop: PreemptionHandler, num_wanted: int) -> None:
         if self.pipeline is not None:
             self.progress.phase("waiting for the rollout")
         with stop.abandonable(), self._shapes_kept():
@@ -383,10 +383,10 @@ class GRPOTrainer:
             log.forget_rollouts()
         return self.cursor, self.experience
 
-    def _stop_if_diverged(self, log: RunLog, stop: StopRequests, rows: Sequence[Row], update: Update) -> None:
+    def _stop_if_diverged(self, log: RunLog, stop: PreemptionHandler, rows: Sequence[Row], update: Update) -> None:
         if update.made:
             return
-        path = processes.at_first(lambda: self.run_folder.write_bad_batch(self.cursor.step, rows))
+        path = processes.run_on_primary(lambda: self.run_folder.write_bad_batch(self.cursor.step, rows))
         loss, grad_norm = update.metrics["loss"], update.metrics["grad_norm"]
         log.message(
             f"step {self.cursor.step}: the loss ({loss}) or the gradient's norm ({grad_norm}) is not finite; the "
@@ -395,8 +395,10 @@ class GRPOTrainer:
         )
         if self.cursor.num_bad_steps >= self.args.max_bad_steps:
             self._save_result(log)
-            patiently(lambda: processes.at_first(self.run_folder.sync), self.run_folder, log.message, stop)
-            folder, batches = processes.at_first(lambda: [*map(self.run_folder.place_of, ("model", "bad_steps"))])
+            retry_while_disk_full(
+                lambda: processes.run_on_primary(self.run_folder.sync), self.run_folder, log.message, stop
+            )
+            folder, batches = processes.run_on_primary(lambda: [*map(self.run_folder.place_of, ("model", "bad_steps"))])
             raise DivergedError(
                 f"{self.cursor.num_bad_steps} updates in a row were not finite (max_bad_steps), the last one in step "
                 f"{self.cursor.step}; the model as it was before them is in {folder}, their batches are in "
@@ -429,12 +431,12 @@ class GRPOTrainer:
         saver = RunSaver(self.args, self._identity, self._model, self.run_folder, self.learner, log, policies)
         model_folder = self.run_folder.path / "model"
         if not (self.run_folder.path / "metrics.jsonl").exists():  # an earlier run may be moved aside, with its model
-            processes.at_first(lambda: check_destination(model_folder, source_folders(self._model)))
+            processes.run_on_primary(lambda: check_destination(model_folder, source_folders(self._model)))
         saved = saver.begin()
         self.run_folder.write_tokenizer(self.tokenizer)
         if saved is not None:
             self._restore(saved, log)
-        processes.at_first(lambda: check_destination(model_folder, source_folders(self._model)))
+        processes.run_on_primary(lambda: check_destination(model_folder, source_folders(self._model)))
         facts = {**self._facts, "dataset": self.dataset_name}
         self.run_folder.write_process({**process_of(self._model.mesh), "run": facts})
         log.logp_limit = logp_limit(self.args, str(self.learner.dtype) == "float32")
@@ -464,21 +466,21 @@ class GRPOTrainer:
                 "new run, set resume='never' or another output_dir"
             )
 
-    def _end(self, log: RunLog, saver: RunSaver, stop: StopRequests) -> None:
+    def _end(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
         """Save the last checkpoint, the model and what trackers wrote; as long as there is no room for them, wait."""
 
         def save() -> None:
             self.progress.phase("writing the model")
-            processes.at_first(self.run_folder.flush)
+            processes.run_on_primary(self.run_folder.flush)
             log.tell_fault()
             saver.end(*self._settled(log))
             self._save_result(log)
-            processes.at_first(lambda: (self.run_folder.settle(), self.run_folder.sync()))
+            processes.run_on_primary(lambda: (self.run_folder.settle(), self.run_folder.sync()))
 
         if log.trackers:
             self.progress.phase(f"sending to {', '.join(self.args.report_to)}")
         log.end_tracking()
-        patiently(save, self.run_folder, log.message, stop)
+        retry_while_disk_full(save, self.run_folder, log.message, stop)
 
     def _save_result(self, log: RunLog) -> None:
         """Save the model in the run's `model/`, or beside it if somebody wrote into that while the run trained."""
@@ -552,8 +554,10 @@ class GRPOTrainer:
         and the first one writes.
         """
         params = self.learner.state.params
-        params = fetched_at_first(params) if processes.num_processes() > 1 else params
-        return processes.at_first(lambda: self._write_model(params, Path(folder or self.run_folder.path / "model")))
+        params = to_host_on_primary(params) if processes.num_processes() > 1 else params
+        return processes.run_on_primary(
+            lambda: self._write_model(params, Path(folder or self.run_folder.path / "model"))
+        )
 
     def _write_model(self, params: Params, folder: Path) -> Path:
         if self._model.adapter is not None:
@@ -570,11 +574,11 @@ class GRPOTrainer:
             private: of a repository that is made.
         """
         folder = self.save_model()
-        return processes.at_first(lambda: push_folder(folder, repo_id, private))
+        return processes.run_on_primary(lambda: push_folder(folder, repo_id, private))
 
     def write_card(self) -> None:
         """Write the card of the run's `model/` anew, with the evaluations that were made since it was saved."""
-        processes.at_first(lambda: replace_card(self.run_folder.path / "model", self._card()))
+        processes.run_on_primary(lambda: replace_card(self.run_folder.path / "model", self._card()))
 
     def _card(self) -> str:
         adapter = self._model.adapter
@@ -623,6 +627,6 @@ class GRPOTrainer:
 
 def _told(args: GRPOConfig) -> GRPOConfig:
     """What a run's log goes by: with several processes the first one tells of it."""
-    if processes.is_first():
+    if processes.is_primary():
         return args
     return replace(args, log_completions=False, report_to=(), profile=0)

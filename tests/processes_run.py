@@ -37,10 +37,10 @@ def letters(prompts, completion_ids, log_extra, log_metric, trainer_state):
     """No signal for some of the prompts."""
     from groupax.parallel import processes
 
-    if FAULT and FAULT != "raise" and processes.number() == int(FAULTY) and trainer_state.step >= 2 and not SENT:
+    if FAULT and FAULT != "raise" and processes.process_index() == int(FAULTY) and trainer_state.step >= 2 and not SENT:
         SENT.append(FAULT)  # a second signal would end the process at once
         os.kill(os.getpid(), getattr(signal, FAULT))
-    log_extra("scored_by", [processes.number()] * len(prompts))
+    log_extra("scored_by", [processes.process_index()] * len(prompts))
     log_metric("letters", float(sum(len(ids) for ids in completion_ids)))
     return [0.0 if p[0] in "ab" else ids.count(3) / len(ids) for p, ids in zip(prompts, completion_ids, strict=True)]
 
@@ -48,22 +48,22 @@ def letters(prompts, completion_ids, log_extra, log_metric, trainer_state):
 def raising(event, step, metrics):
     from groupax.parallel import processes
 
-    if FAULT == "raise" and processes.number() == int(FAULTY) and event == "step_end" and step == 2:
+    if FAULT == "raise" and processes.process_index() == int(FAULTY) and event == "step_end" and step == 2:
         raise KeyError("the disk of this host")
 
 
 def main(folder, num_devices, settings):
     from groupax import GRPOConfig, GRPOTrainer
     from groupax.parallel import processes
-    from groupax.parallel.transfer import fetched_at_first
+    from groupax.parallel.transfer import to_host_on_primary
 
     jax.config.update("jax_num_cpu_devices", num_devices)
     prompts = [{"prompt": text} for text in ("abc", "bcd", "ca", "dabc", "ef", "fed", "ge", "hi")]
     args = GRPOConfig(**{**SETTINGS, "output_dir": str(folder / "run"), **settings})
     trainer = GRPOTrainer(str(folder.parent / "model"), letters, args, prompts, prompts[:3], listeners=[raising])
     trainer.train()
-    state = fetched_at_first({"state": trainer.learner.state, "reference": trainer.learner.reference})
-    if processes.is_first():
+    state = to_host_on_primary({"state": trainer.learner.state, "reference": trainer.learner.reference})
+    if processes.is_primary():
         flat = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
         np.savez(folder / "final.npz", **flat)
 

@@ -16,13 +16,13 @@ from groupax import GRPOConfig, init_model
 from groupax.models import attention, cudnn, fused_attention, splash
 from groupax.models.checkpoint import reshard
 from groupax.models.config import Attention
-from groupax.models.execution import Fused, execution_on
+from groupax.models.execution import FusedAttention, execution_on
 from groupax.models.families import read_config
 from groupax.models.fused_attention import fused_for
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
-from groupax.training.batch import Row, attending_by, pack
+from groupax.training.batch import Row, attention_cost_with, pack
 from groupax.training.learner import Learner
 from groupax.training.step import micro_step, to_rows, zero_totals
 
@@ -152,7 +152,7 @@ def after_update(model, attends, **settings):
     learner.execution = replace(learner.execution, attention=attends)
     rows = long_rows(model.config.vocab_size)
     logps = learner.logprobs(learner.policy, rows)[0]
-    assert len(learner.shapes[0].stairs) > 1
+    assert len(learner.shapes[0].tiles) > 1
     return learner, learner.update(rows).metrics, logps
 
 
@@ -175,30 +175,30 @@ def a_model(**change):
 @pytest.mark.heavy
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_an_update_by_a_kernel_is_the_same_update(kernel):
-    assert_same_update(a_model(), Fused(kernel, emulated=True))
+    assert_same_update(a_model(), FusedAttention(kernel, emulated=True))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("checkpointing", ["full", "dots", "all_dots"])
 def test_layers_that_are_computed_again_and_loops_have_kernels_too(checkpointing):
     settings = {"gradient_checkpointing": checkpointing, "scan_layers": True}
-    assert_same_update(a_model(), Fused("splash", emulated=True), **settings)
+    assert_same_update(a_model(), FusedAttention("splash", emulated=True), **settings)
 
 
 @pytest.mark.heavy
 def test_windows_and_softcaps_of_a_family():
     change = {"model_type": "gemma2", "sliding_window": 100, "query_pre_attn_scalar": 8, "head_dim": 8}
-    assert_same_update(a_model(**change, attn_logit_softcapping=5.0), Fused("splash", emulated=True))
+    assert_same_update(a_model(**change, attn_logit_softcapping=5.0), FusedAttention("splash", emulated=True))
 
 
 @pytest.mark.long
 def test_devices_that_split_heads_have_kernels_of_their_own_ones():
     model = a_model(num_hidden_layers=1)
     split = reshard(model, make_mesh((1, 2, 1, 2, 1)))
-    assert_same_update(model, Fused("splash", emulated=True), split)
+    assert_same_update(model, FusedAttention("splash", emulated=True), split)
 
 
-def test_narrow_stairs_stay_plain(monkeypatch):
+def test_narrow_tiles_stay_plain(monkeypatch):
     def unexpected(*_):
         raise AssertionError
 
@@ -206,15 +206,15 @@ def test_narrow_stairs_stay_plain(monkeypatch):
         monkeypatch.setattr(splash, name, unexpected)
         monkeypatch.setattr(cudnn, name, unexpected)
     q, k, starts = draw(0, 1, 127, 2, 64), draw(1, 1, 127, 1, 64), jnp.array([3])
-    short, splash_kernel = Attention(0.1), Fused("splash")
+    short, splash_kernel = Attention(0.1), FusedAttention("splash")
     fused_attention.attend(q, k, k, starts, short, splash_kernel)
     fused_attention.attend_with_prompt(q, k, k, k, k, starts, short, splash_kernel)
     wide, prompt = draw(2, 1, 128, 1, 64), draw(3, 1, 1024, 1, 64)
-    fused_attention.attend_with_prompt(wide, wide, wide, prompt, prompt, starts, short, Fused("cudnn"))
+    fused_attention.attend_with_prompt(wide, wide, wide, prompt, prompt, starts, short, FusedAttention("cudnn"))
     with pytest.raises(AssertionError):
         fused_attention.attend_with_prompt(wide, wide, wide, prompt, prompt, starts, short, splash_kernel)
     with pytest.raises(AssertionError):
-        fused_attention.attend_with_prompt(wide, wide, wide, wide, wide, starts, short, Fused("cudnn"))
+        fused_attention.attend_with_prompt(wide, wide, wide, wide, wide, starts, short, FusedAttention("cudnn"))
 
 
 def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
@@ -232,7 +232,7 @@ def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
     params = shapes(jax.eval_shape(lambda: init_model({**TINY, **change}, mesh=mesh).params), jnp.bfloat16)
     static = {"config": config, "settings": settings, "mesh": mesh}
     totals = jax.eval_shape(lambda params: zero_totals(params, **static), params)
-    [part, *_] = pack(long_rows(96), 1, 4096, (), "always", (200, 200), attending_by(Fused("cudnn")))[0]
+    [part, *_] = pack(long_rows(96), 1, 4096, (), "always", (200, 200), attention_cost_with(FusedAttention("cudnn")))[0]
     scalar = jnp.float32(1)
     traced = micro_step.trace(
         params,
@@ -241,7 +241,7 @@ def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
         Denominators(scalar, scalar),
         scalar,
         **static,
-        execution=execution_on("gpu", "none", attention=Fused("cudnn")),
+        execution=execution_on("gpu", "none", attention=FusedAttention("cudnn")),
     )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmax(" in text
@@ -276,7 +276,7 @@ GEMMA2 = {"model_type": "gemma2", "sliding_window": 100, "query_pre_attn_scalar"
 def test_kernels_are_taken_where_there_are_some(device, change, dtype, kernel):
     config = read_config({**TINY, **change})
     for asked in ("auto", "fused"):
-        assert fused_for(asked, device, config, jnp.dtype(dtype)) == Fused(kernel)
+        assert fused_for(asked, device, config, jnp.dtype(dtype)) == FusedAttention(kernel)
     assert fused_for("plain", device, config, jnp.dtype(dtype)) is None
 
 

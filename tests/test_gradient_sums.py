@@ -13,7 +13,7 @@ from groupax.models.adapted import Adapted, LowRank
 from groupax.models.layers import linear, rms_norm, vocabulary_logits
 from groupax.models.logprobs import token_logprobs
 from groupax.models.lookup import lookup
-from groupax.parallel.collectives import entered, gathered, summed
+from groupax.parallel.collectives import all_gather, psum, psum_grad
 from groupax.parallel.mesh import AXES, make_mesh
 
 TOKENS, DIM = 8192, 16
@@ -113,9 +113,9 @@ def test_what_devices_add_up(axis):
         spec = jax.sharding.PartitionSpec(axis)
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(parts)
 
-    forward = on_devices(lambda x: summed(x, axis))
-    shared = on_devices(lambda x: jax.vjp(lambda w: entered(w, axis), x)[1](x)[0])
-    split = on_devices(lambda x: jax.vjp(lambda w: gathered(w, axis, 0), x[0, :64])[1](x[0])[0][None])
+    forward = on_devices(lambda x: psum(x, axis))
+    shared = on_devices(lambda x: jax.vjp(lambda w: psum_grad(w, axis), x)[1](x)[0])
+    split = on_devices(lambda x: jax.vjp(lambda w: all_gather(w, axis, 0), x[0, :64])[1](x[0])[0][None])
     assert relative_error(exact(forward)[0], total) < 1e-2
     assert relative_error(exact(shared)[0], total) < 1e-2
     assert relative_error(exact(split).reshape(256, DIM), total) < 4e-3

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from groupax import GRPOConfig, SamplingParams, load_model
 from groupax.engine.engine import unstarted
 from groupax.errors import RunError
-from groupax.parallel.preemption import AbandonedError
+from groupax.parallel.preemption import RolloutCancelled
 from groupax.rewards import RewardError
 from groupax.rollouts.sampler import rollout
 from groupax.serve import client
@@ -236,7 +236,7 @@ def test_what_is_given_up_keeps_neither_the_server_nor_the_process(scripted, sam
     scripted.told = ["nothing"]
     giving_up = threading.Thread(target=lambda: scripted.asked.wait(60) and sampler.give_up())
     giving_up.start()
-    with pytest.raises(AbandonedError):
+    with pytest.raises(RolloutCancelled):
         sampled(sampler)
     for thread in (giving_up, *rollout_threads()):
         thread.join(60)

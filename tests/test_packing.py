@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from groupax.training.batch import Row, pack
-from groupax.training.packing import PLAIN, Attending, Shape, plan, ranges, round_up
+from groupax.training.packing import PLAIN, AttentionCost, Shape, plan, ranges, round_up
 
 RNG = np.random.default_rng(0)
 
@@ -43,9 +43,9 @@ def test_every_row_lies_in_one_place_with_its_prompt(shards, budget, share_prefi
             assert ragged.tokens[own].tolist() == [row.prompt[-1], *row.completion[:-1]]
             assert ragged.positions[own].tolist() == list(range(len(row.prompt) - 1, len(row.prompt) - 1 + length))
             assert evidence.rollout_logp[position, :length].tolist() == np.float32(row.rollout_logp).tolist()
-            of_shard = [np.split(stair, shards)[shard] for stair in ragged.stairs]
+            of_shard = [np.split(tile, shards)[shard] for tile in ragged.tiles]
             [b] = np.flatnonzero(of_shard[0][:, 0] == M - R + cells[0])
-            of_row = np.concatenate([stair[b] for stair in of_shard if b < len(stair)])
+            of_row = np.concatenate([tile[b] for tile in of_shard if b < len(tile)])
             assert (of_row[:length] == M - R + cells[:length]).all()
             assert (of_row[length:] < 0).all()
             prompt_cells = ragged.prompts[shard * (P // shards) + np.split(ragged.prompt_of, shards)[shard][b]]
@@ -78,7 +78,7 @@ def test_known_sizes_stand_for_one_that_is_not():
 def test_slots_and_cells_are_inverse():
     [part], _ = pack(rows_of(3, 4), 1, 10_000)
     batch, ragged = part.batch, part.batch.ragged
-    sides = [ragged.prompts, *ragged.stairs]
+    sides = [ragged.prompts, *ragged.tiles]
     all_cells = np.concatenate([side.reshape(-1) for side in sides])
     for cells, slots in ((batch.cells.reshape(-1), batch.slots), (all_cells, ragged.slots)):
         used = np.flatnonzero(slots >= 0)
@@ -137,47 +137,47 @@ def of_one_prompt(columns, lengths):
     return [Row(0, prompt, np.zeros(n, int), np.ones(n, bool), 1.0, np.zeros(n)) for n in lengths]
 
 
-def stairs_of(lengths, attending=PLAIN):
-    [each] = plan(of_one_prompt(64, lengths), 1, 10**6, share_prefix="always", attending=attending)
-    return each.shape.stairs
+def tiles_of(lengths, attention_cost=PLAIN):
+    [each] = plan(of_one_prompt(64, lengths), 1, 10**6, share_prefix="always", attention_cost=attention_cost)
+    return each.shape.tiles
 
 
-def test_few_rows_reach_into_the_last_stairs():
-    stairs = stairs_of([10] * 8 + [30] * 8 + [120] * 2 + [500])
-    assert stairs[0][0] >= 19
-    assert stairs[-1] == (2, 512)
-    assert len(stairs) <= 5
-    assert all(rows >= later and end < last for (rows, end), (later, last) in pairwise(stairs))
-    num_scores = PLAIN.num_scores(stairs, 64)
+def test_few_rows_reach_into_the_last_tiles():
+    tiles = tiles_of([10] * 8 + [30] * 8 + [120] * 2 + [500])
+    assert tiles[0][0] >= 19
+    assert tiles[-1] == (2, 512)
+    assert len(tiles) <= 5
+    assert all(rows >= later and end < last for (rows, end), (later, last) in pairwise(tiles))
+    num_scores = PLAIN.num_scores(tiles, 64)
     needed = sum(n * (64 + n) for n in [10] * 8 + [30] * 8 + [120] * 2 + [500])
     assert num_scores < 2 * needed
     assert num_scores < 0.2 * PLAIN.num_scores(((24, 512),), 64)
 
 
 def test_rows_of_one_length_save_what_is_hidden():
-    assert stairs_of([16] * 8) == ((8, 16),)
-    assert stairs_of([512] * 8) == ((8, 256), (8, 512))
-    assert stairs_of([512] * 8, Attending(128, "from_first")) == ((8, 512),)
+    assert tiles_of([16] * 8) == ((8, 16),)
+    assert tiles_of([512] * 8) == ((8, 256), (8, 512))
+    assert tiles_of([512] * 8, AttentionCost(128, "from_first")) == ((8, 512),)
 
 
 @pytest.mark.parametrize("narrowest", [16, 128])
 @pytest.mark.parametrize("longest", [40, 300, 512])
-def test_no_stair_is_too_narrow(narrowest, longest):
+def test_no_tile_is_too_narrow(narrowest, longest):
     for num_long in (1, 4, 8):
-        stairs = stairs_of([20] * 8 + [40] * 4 + [longest - 1] * num_long, Attending(narrowest))
-        assert stairs[-1][1] >= longest - 1
-        if len(stairs) > 1:
-            assert all(end - first >= narrowest for _, first, end in ranges(stairs))
-    assert len(stairs) > 1 or longest < 2 * narrowest
+        tiles = tiles_of([20] * 8 + [40] * 4 + [longest - 1] * num_long, AttentionCost(narrowest))
+        assert tiles[-1][1] >= longest - 1
+        if len(tiles) > 1:
+            assert all(end - first >= narrowest for _, first, end in ranges(tiles))
+    assert len(tiles) > 1 or longest < 2 * narrowest
 
 
-def test_kernels_want_fewer_stairs_for_what_they_pass_over():
-    def num_stairs(length, computed):
-        return len(stairs_of([length] * 8, Attending(128, computed)))
+def test_kernels_need_fewer_tiles_for_the_scores_they_skip():
+    def num_tiles(length, computed):
+        return len(tiles_of([length] * 8, AttentionCost(128, computed)))
 
-    assert num_stairs(2048, "all") > num_stairs(2048, "seen") == num_stairs(2048, "from_first") == 1
+    assert num_tiles(2048, "all") > num_tiles(2048, "seen") == num_tiles(2048, "from_first") == 1
     mixed = [40] * 12 + [1000] * 2
-    assert len(stairs_of(mixed, Attending(128, "seen"))) > 1 < len(stairs_of(mixed, Attending(128, "from_first")))
+    assert len(tiles_of(mixed, AttentionCost(128, "seen"))) > 1 < len(tiles_of(mixed, AttentionCost(128, "from_first")))
 
 
 @pytest.mark.parametrize(("prompt", "length", "size", "budget"), [(900, 60, 16, 3840), (225, 20, 8, 980)])
@@ -192,7 +192,7 @@ def test_empty_completions_have_a_row():
     assert sorted(part.rows[part.rows >= 0]) == list(range(8))
 
 
-def test_a_known_shape_is_taken_where_its_stairs_have_room():
+def test_a_known_shape_is_used_where_its_tiles_have_room():
     shape = Shape(640, 640, (2, 64), ((8, 64), (2, 128)))
     for lengths, fits in (
         ([64] * 8, True),

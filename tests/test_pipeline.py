@@ -10,8 +10,8 @@ import pytest
 
 from groupax import GRPOConfig
 from groupax.errors import PreemptedError
-from groupax.parallel.fair_lock import Turns
-from groupax.parallel.preemption import AbandonedError
+from groupax.parallel.fair_lock import FairLock
+from groupax.parallel.preemption import RolloutCancelled
 from groupax.rewards import RewardError
 from groupax.runs.checkpoints.arrays import read_on_host
 
@@ -216,17 +216,17 @@ def test_refusals(settings, message):
 
 
 def test_turns_go_to_who_has_waited_longest():
-    turns, order, waiting = Turns(), [], []
+    lock, order, waiting = FairLock(), [], []
 
     def wait(name):
-        with turns:
+        with lock:
             order.append(name)
 
-    with turns:
+    with lock:
         for name in "abc":
             waiting.append(threading.Thread(target=wait, args=(name,)))
             waiting[-1].start()
-            while len(turns._waiting) < len(waiting):
+            while len(lock._waiting) < len(waiting):
                 time.sleep(0.001)
     for thread in waiting:
         thread.join()
@@ -234,20 +234,20 @@ def test_turns_go_to_who_has_waited_longest():
 
 
 def test_closed_turns_are_refused():
-    turns, refused = Turns(), []
+    lock, refused = FairLock(), []
 
     def wait():
         try:
-            with turns:
+            with lock:
                 pass
-        except AbandonedError:
+        except RolloutCancelled:
             refused.append(True)
 
-    with turns:
+    with lock:
         thread = threading.Thread(target=wait)
         thread.start()
-        turns.close()
+        lock.close()
         thread.join()
     assert refused
-    with pytest.raises(AbandonedError), turns:
+    with pytest.raises(RolloutCancelled), lock:
         pass

@@ -19,8 +19,7 @@ from groupax import init_model, save_model
 from groupax.cli.main import main
 from groupax.errors import RunError
 from groupax.launch.environment import free_port
-from groupax.parallel.peers import first as first_peers
-from groupax.parallel.peers import further, listener_at
+from groupax.parallel.peers import accept_peers, connect_to_primary, listen_for_peers
 from groupax.parallel.processes import _arguments, _bound, _refuse_copies
 from groupax.parallel.sockets import own_address
 
@@ -174,32 +173,32 @@ def test_copies_of_pytorchs_launchers_are_refused():
 
 PEER = """
 import pickle, sys
-from groupax.parallel.peers import further
-peers = further(int(sys.argv[1]), 3, pickle.loads(bytes.fromhex(sys.argv[2])))
-assert peers.exchanged({"number": peers.number})[0] == "first"
-big = peers.exchanged(bytes(3_000_000))
+from groupax.parallel.peers import connect_to_primary
+peers = connect_to_primary(int(sys.argv[1]), 3, pickle.loads(bytes.fromhex(sys.argv[2])))
+assert peers.all_gather_object({"number": peers.process_index})[0] == "first"
+big = peers.all_gather_object(bytes(3_000_000))
 assert [len(each) for each in big] == [0, 3_000_000, 3_000_000]
 if sys.argv[3] == "leave":
     peers.leave()
-elif peers.number == 2:
+elif peers.process_index == 2:
     if sys.argv[3] == "raise":
         peers.fail(KeyError("a disk"))
     sys.stdin.read()
 else:
-    peers.exchanged(None)
+    peers.all_gather_object(None)
 """
 
 
 def peers_of_three(end):
-    listener, address = listener_at("127.0.0.1")
+    listener, address = listen_for_peers("127.0.0.1")
     command, told = [sys.executable, "-W", "ignore", "-c", PEER], pickle.dumps(address).hex()
     others = [
         subprocess.Popen([*command, str(own), told, end], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
         for own in (1, 2)
     ]
-    peers = first_peers(listener, address[2], 3)
-    assert peers.exchanged("first") == ["first", {"number": 1}, {"number": 2}]
-    assert [len(each) for each in peers.exchanged(b"")] == [0, 3_000_000, 3_000_000]
+    peers = accept_peers(listener, address[2], 3)
+    assert peers.all_gather_object("first") == ["first", {"number": 1}, {"number": 2}]
+    assert [len(each) for each in peers.all_gather_object(b"")] == [0, 3_000_000, 3_000_000]
     return peers, others
 
 
@@ -224,7 +223,7 @@ def test_all_are_told_what_ended_one(monkeypatch, end, told):
     if end == "kill":
         others[1].kill()
     with pytest.raises(RunError, match=told):
-        peers.exchanged(None)
+        peers.all_gather_object(None)
     errors = [other.communicate()[1].decode() for other in others]
     assert f"groupax: {told}. Process 1 stops too" in errors[0]
     assert f"RunError: {told}" in errors[0]
@@ -232,7 +231,7 @@ def test_all_are_told_what_ended_one(monkeypatch, end, told):
 
 
 def test_silent_and_foreign_connections_hold_up_no_start():
-    listener, address = listener_at("127.0.0.1")
+    listener, address = listen_for_peers("127.0.0.1")
     hosts, port, secret = address
     with ExitStack() as strangers:
         silent = [strangers.enter_context(socket.create_connection((hosts[0], port))) for _ in range(3)]
@@ -243,18 +242,18 @@ def test_silent_and_foreign_connections_hold_up_no_start():
             subprocess.Popen([*command, str(own), pickle.dumps(address).hex(), "leave"], stderr=subprocess.PIPE)
             for own in (1, 2)
         ]
-        peers = first_peers(listener, secret, 3)
-        assert peers.exchanged("first") == ["first", {"number": 1}, {"number": 2}]
-        peers.exchanged(b"")
+        peers = accept_peers(listener, secret, 3)
+        assert peers.all_gather_object("first") == ["first", {"number": 1}, {"number": 2}]
+        peers.all_gather_object(b"")
         peers.leave()
         assert [other.communicate()[1] for other in others] == [b"", b""]
 
 
 def test_processes_that_do_not_connect_are_named(monkeypatch):
     monkeypatch.setattr("groupax.parallel.peers.GATHER_S", 0.2)
-    listener, (_, _, secret) = listener_at("127.0.0.1")
+    listener, (_, _, secret) = listen_for_peers("127.0.0.1")
     with pytest.raises(RunError, match=r"processes 1, 2 of 3 did not connect to process 0 at port \d+ in 0 s"):
-        first_peers(listener, secret, 3)
+        accept_peers(listener, secret, 3)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +273,7 @@ def test_a_coordinator_listens_at_the_address_that_it_was_given(host, bound):
 def test_a_process_that_cannot_be_reached_is_told(monkeypatch):
     monkeypatch.setattr("groupax.parallel.peers.CONNECT_S", 0.1)
     with pytest.raises(RunError, match=r"process 1 cannot reach process 0 at port \d+ .*127.0.0.1"):
-        further(1, 2, (["127.0.0.1"], free_port("127.0.0.1"), b"secret"))
+        connect_to_primary(1, 2, (["127.0.0.1"], free_port("127.0.0.1"), b"secret"))
 
 
 # -- whole runs

@@ -227,7 +227,7 @@ def test_training_goes_on_after_a_lost_node_to_the_same_weights(cluster, tmp_pat
 
         from groupax import GRPOConfig, GRPOTrainer
         from groupax.parallel import processes
-        from groupax.parallel.transfer import fetched
+        from groupax.parallel.transfer import to_host
 
         nodes = Path(output_dir).with_suffix(".nodes")
         nodes.mkdir(exist_ok=True)
@@ -250,7 +250,7 @@ def test_training_goes_on_after_a_lost_node_to_the_same_weights(cluster, tmp_pat
         prompts = [{"prompt": text} for text in ("abc", "bcd", "ca", "dabc")]
         trainer = GRPOTrainer(model, letters, args, prompts)
         step = trainer.train().num_steps
-        params = fetched(trainer.learner.state.params)
+        params = to_host(trainer.learner.state.params)
         return processes.num_processes(), step, [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
 
     environment = {"env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}}

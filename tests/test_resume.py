@@ -189,8 +189,8 @@ def test_a_run_that_is_complete_stays_as_it_is(tmp_path, caplog):
 def test_a_second_signal_ends_the_program_at_once():
     code = (
         "import os, signal, sys\n"
-        "from groupax.parallel.preemption import StopRequests\n"
-        "with StopRequests() as stop:\n"
+        "from groupax.parallel.preemption import PreemptionHandler\n"
+        "with PreemptionHandler() as stop:\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    assert stop.reason == 'SIGTERM'\n"
         "    print('still here', flush=True)\n"

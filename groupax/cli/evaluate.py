@@ -119,7 +119,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     with progress_named("rich") as progress:
         progress.phase("loading libraries")
         result = run_eval(command, progress)
-    if not processes.is_first():
+    if not processes.is_primary():
         return
     for name, each in result.items():
         for way, evaluation in each.items():
@@ -219,7 +219,7 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
     for finding in reward_findings(errors).values():
         progress.message(finding, warning=True)
     seconds = time.perf_counter() - started_s
-    processes.at_first(lambda: _write(command, model, solved_by, result, seconds, progress))
+    processes.run_on_primary(lambda: _write(command, model, solved_by, result, seconds, progress))
     return result
 
 

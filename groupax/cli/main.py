@@ -387,7 +387,7 @@ def _train_and_report(trainer: "GRPOTrainer", is_evaluated: bool) -> list[Any]:
     counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
     after = trainer.evaluate()
     trainer.write_card()
-    if not processes.is_first():
+    if not processes.is_primary():
         return []
     trainer.progress.phase("writing the report")
     trainer.run_folder.flush()
@@ -397,7 +397,7 @@ def _train_and_report(trainer: "GRPOTrainer", is_evaluated: bool) -> list[Any]:
 
 
 def _next_commands(trainer: "GRPOTrainer", result: Any) -> list[Any]:
-    if not processes.is_first():
+    if not processes.is_primary():
         return []
 
     from groupax.cli.summary import next_commands

@@ -415,12 +415,12 @@ def save_policy(trainer: Any, folder: Any) -> None:
         trainer.save_model()
         return
     check_disjoint(Path(folder), source_folders(trainer.model))
-    if processes.at_first(lambda: is_replaceable(Path(folder))):
+    if processes.run_on_primary(lambda: is_replaceable(Path(folder))):
         trainer.save_model(folder)
         return
     with tempfile.TemporaryDirectory() as name:
         saved = trainer.save_model(Path(name) / "model")
-        processes.at_first(lambda: merge_into_folder(saved, Path(folder)))
+        processes.run_on_primary(lambda: merge_into_folder(saved, Path(folder)))
 
 
 def beside_what_is_there(save: Callable[[Path], Any], folder: Any, sources: Collection[Path] = ()) -> None:

@@ -47,7 +47,7 @@ def check_messages(messages: Any, name: str) -> list[dict[str, Any]]:
         if (content is None or content == []) and not message.get("tool_calls"):
             raise ValueError(f"{where} has no content: {short_repr(given)}")
         if isinstance(content, list):
-            parts = [without_none(part) for part in content]
+            parts = [_without_none(part) for part in content]
             join_text_parts(parts, where)
             message["content"] = parts
         elif content is not None and not isinstance(content, str):
@@ -68,7 +68,7 @@ def message_texts(message: Mapping[str, Any]) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
-def without_none(part: Any) -> Any:
+def _without_none(part: Any) -> Any:
     return {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from groupax.terminal.printable import one_line
+from groupax.terminal.printable import error_line
 
 WORKER = Path(__file__).with_name("template_worker.py")
 
@@ -70,7 +70,7 @@ class TemplateProcess:
                         raise TemplateError(self._end(), len(values), ended=True)
                     answer = json.loads(answered)
                     if "error" in answer:
-                        raise TemplateError(one_line(answer["error"], 1100), len(values), ended=False)
+                        raise TemplateError(error_line(answer["error"], 1100), len(values), ended=False)
                     values.append(answer["value"])
             except TemplateError:
                 raise

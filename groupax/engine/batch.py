@@ -36,7 +36,7 @@ from groupax.engine.slots import fill, slot_table, slots_of
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
-from groupax.parallel.transfer import fetched, placed
+from groupax.parallel.transfer import to_device, to_host
 from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS
 
 # With at most so many chunks to go there is no other number of slots any more.
@@ -228,7 +228,7 @@ class Batch:
                 continue
             if self._generations[sequence] != self.prefixes.generation:
                 continue  # some of it was computed by other weights
-            stored = fetched(stored_of(self.cache, self.slots, slot, slot // self.scheduler.share))
+            stored = to_host(stored_of(self.cache, self.slots, slot, slot // self.scheduler.share))
             of_prompt = slice(self.cache.num_prompt_columns - (len(sequence.prompt) - 1), None)
             of_row = slice(int(stored["start"]), int(stored["start"]) + len(sequence.tokens))
             pairs = zip(stored["prompt_k"], stored["k"], strict=True)
@@ -385,13 +385,13 @@ class Batch:
             return None
         lengths, k, v = gathered
         arrays = (starts + lengths, k, v)
-        return Known(*placed(arrays, jax.tree.map(lambda x: NamedSharding(self.mesh, place_of(x)), arrays)))
+        return Known(*to_device(arrays, jax.tree.map(lambda x: NamedSharding(self.mesh, place_of(x)), arrays)))
 
     def _idle_slots(self) -> np.ndarray:
         return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased)
 
     def _on_rows(self, array: np.ndarray) -> jax.Array:
-        return placed(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))
+        return to_device(np.ascontiguousarray(array), NamedSharding(self.mesh, ROWS))
 
 
 def longest(sequences: Iterable[Sequence], chunk_steps: int) -> tuple[int, int]:
@@ -411,7 +411,7 @@ def _fetched(chunk: Chunk, running: list[Sequence]) -> Chunk:
     """The chunk on the host, its alternatives only if a sequence wants them."""
     if not any(sequence.params.logprobs for sequence in running):
         chunk = replace(chunk, alternatives=None, alternative_logps=None)
-    return fetched(chunk)
+    return to_host(chunk)
 
 
 @lru_cache(maxsize=64)

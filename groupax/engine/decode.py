@@ -24,7 +24,7 @@ from groupax.models.decoder import forward, head_weights
 from groupax.models.layers import vocabulary_logits
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import collected_weight, partition_specs
-from groupax.parallel.collectives import gathered
+from groupax.parallel.collectives import all_gather
 from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.pytree import pytree
 from groupax.settings.sampling import MAX_LOGPROBS
@@ -302,7 +302,7 @@ def _decode_chunk(
         hidden, layers, _ = forward(config, params, slots.token, slots.position, attend_to_past, layers, layout=layout)
         _, _, keys, values = (list(each) for each in zip(*layers, strict=True))
         head = collected_weight(layout, ("vocab", "embed"), head_weights(params))
-        logits = gathered(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
+        logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
         tokens = lax.dynamic_update_index_in_dim(cache.tokens, slots.token, current, axis=1)
         history = History(
             prompt_tokens=cache.prompt_tokens,

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from groupax.models.nf4 import BLOCK, CODE, SCALE_BLOCK, Nf4, scale_code
-from groupax.parallel.transfer import placed
+from groupax.parallel.transfer import to_device
 from groupax.storage.model_json import is_number
 from groupax.terminal.printable import short_repr
 
@@ -113,4 +113,4 @@ def read_nf4(name: str, shape: tuple[int, ...], get: Callable[[str], np.ndarray]
     if not is_number(state.get("nested_offset")) or not np.isfinite(scale_scales).all():
         raise ValueError(f"{name} has scales that are not finite; the file is damaged")
     offset = np.float32(state["nested_offset"])
-    return placed(Nf4(codes.reshape(shape[0], -1), scales.reshape(-1), scale_scales.reshape(-1), offset), sharding)
+    return to_device(Nf4(codes.reshape(shape[0], -1), scales.reshape(-1), scale_scales.reshape(-1), offset), sharding)

@@ -24,7 +24,7 @@ from groupax.models.rope import Tables, rope_tables, rotate
 from groupax.models.scan_layers import through_layers
 from groupax.models.specs import Params, layer_specs
 from groupax.models.split import collected, collected_weight
-from groupax.parallel.collectives import Axis, entered, index_of, size_of, summed
+from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
 from groupax.parallel.mesh import WHOLE, Layout
 
 # (how the layer attends, what it keeps, queries [M, N, H], keys [M, K, H], values [M, K, H])
@@ -120,9 +120,9 @@ def _embedded(params: Params, tokens: Int[Array, "M"], layout: Layout) -> Float[
     table, axis = collected_weight(layout, ("vocab", "embed"), params["embed"]), layout.axis("vocab")
     if axis is None:
         return lookup(table, tokens)
-    own = tokens - index_of(axis) * table.shape[0]
+    own = tokens - axis_index(axis) * table.shape[0]
     is_own = (own >= 0) & (own < table.shape[0])
-    return summed(jnp.where(is_own[:, None], lookup(table, jnp.where(is_own, own, 0)), 0), axis)
+    return psum(jnp.where(is_own[:, None], lookup(table, jnp.where(is_own, own, 0)), 0), axis)
 
 
 def _attention(
@@ -135,7 +135,7 @@ def _attention(
     layout: Layout,
 ) -> tuple[Float[Array, "M D"], Any]:
     M, axis = h.shape[0], layout.axis("heads")
-    h, weights = entered(h, axis), _within_heads(config, weights, layout)
+    h, weights = psum_grad(h, axis), _within_heads(config, weights, layout)
     q, k = (linear(h, weights[name], weights.get(f"{name}_bias")) for name in ("q", "k"))
     if config.qk_norm == "all_heads":
         q, k = _normed(config, q, weights["q_norm"]), _normed(config, k, weights["k_norm"])
@@ -160,7 +160,7 @@ def _within_heads(config: ModelConfig, weights: Params, layout: Layout) -> Param
     names = [] if layout.axis("kv_heads") else ["k", "v", "k_bias", "v_bias", "k_norm"]
     names += ["q_norm", "k_norm"] if config.qk_norm == "head" else []
     return {
-        name: jax.tree.map(lambda x: entered(x, axis), weight) if name in names else weight
+        name: jax.tree.map(lambda x: psum_grad(x, axis), weight) if name in names else weight
         for name, weight in weights.items()
     }
 
@@ -174,8 +174,8 @@ def own_kv_heads(x: Float[Array, "M K H"], num_own: int, axis: Axis) -> Float[Ar
         axis: over which the query heads are split.
     """
     K = x.shape[1]
-    per_kv_head = num_own * size_of(axis) // K
-    first = index_of(axis) * num_own
+    per_kv_head = num_own * axis_size(axis) // K
+    first = axis_index(axis) * num_own
     if num_own % per_kv_head and per_kv_head % num_own:
         return x[:, (first + jnp.arange(num_own)) // per_kv_head]
     return lax.dynamic_slice_in_dim(x, first // per_kv_head, max(1, num_own // per_kv_head), 1)

@@ -12,7 +12,7 @@ ACCELERATOR_LOGITS = 1 << 26
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedAttention:
     """Attention by a kernel (see `models.fused_attention`).
 
     Attributes:
@@ -39,7 +39,7 @@ class Execution:
     checkpointing: Checkpointing = "none"
     scan_layers: bool = False
     chunk_logits: int = CPU_LOGITS
-    attention: Fused | None = None
+    attention: FusedAttention | None = None
 
 
 # Layers of their own, as the engine has them, and nothing kept back.
@@ -47,7 +47,10 @@ DIRECT = Execution()
 
 
 def execution_on(
-    platform: str, checkpointing: Checkpointing, scan_layers: bool | None = None, attention: Fused | None = None
+    platform: str,
+    checkpointing: Checkpointing,
+    scan_layers: bool | None = None,
+    attention: FusedAttention | None = None,
 ) -> Execution:
     """What suits a kind of device.
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from groupax.models.config import Activation, Experts
 from groupax.models.layers import gated, linear
 from groupax.models.matmul import times_transposed
-from groupax.parallel.collectives import entered, gathered, index_of, scattered, summed
+from groupax.parallel.collectives import all_gather, axis_index, psum, psum_grad, reduce_scatter
 from groupax.parallel.mesh import WHOLE, Layout
 from groupax.parallel.pytree import pytree
 
@@ -57,10 +57,10 @@ def mixture(
     if experts.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     apart, within = layout.axis("expert"), layout.axis("expert_ffn")
-    all_x, all_weights = (gathered(entered(each, within), apart, 0) for each in (x, weights.astype(x.dtype)))
+    all_x, all_weights = (all_gather(psum_grad(each, within), apart, 0) for each in (x, weights.astype(x.dtype)))
     own_chosen = chosen
     if apart is not None:
-        own_chosen = lax.all_gather(chosen, apart, tiled=True) - index_of(apart) * gate.shape[0]
+        own_chosen = lax.all_gather(chosen, apart, tiled=True) - axis_index(apart) * gate.shape[0]
     arrays = all_x, all_weights, own_chosen, gate, up, down
     # XLA's CPU backend has no grouped product; what it makes of one costs as many products as there are experts, of
     # each choice, and the order of its sums depends on the number of rows.
@@ -69,7 +69,7 @@ def mixture(
         cpu=partial(one_by_one, activation=activation),
         default=partial(grouped, activation=activation, some_elsewhere=apart is not None),
     )
-    return summed(scattered(out, apart, 0), within), Routing(probs, chosen)
+    return psum(reduce_scatter(out, apart, 0), within), Routing(probs, chosen)
 
 
 def grouped(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from groupax.config import AttnImplementation
 from groupax.models import attention
 from groupax.models.config import Attention, ModelConfig
-from groupax.models.execution import Fused
+from groupax.models.execution import FusedAttention
 
 # By a v4's stated peaks (planning.counting; 32 heads over 8 of 128 dims) splash takes about half of the plain form's
 # time with 128 queries, as long with 64, and with 32 twice as long, since a block has 128.
@@ -23,7 +23,7 @@ _FIRST_CAPABILITY, _FEW_DIMS = (8, 0), 128
 _WIDE_CAPABILITY, _MANY_DIMS = (9, 0), 256
 
 
-def fused_for(asked: AttnImplementation, device: Any, config: ModelConfig, dtype: Any) -> Fused | None:
+def fused_for(asked: AttnImplementation, device: Any, config: ModelConfig, dtype: Any) -> FusedAttention | None:
     """The kernel that updates attend with on a device; None for the plain form.
 
     Args:
@@ -39,7 +39,7 @@ def fused_for(asked: AttnImplementation, device: Any, config: ModelConfig, dtype
         return None
     fault = _fault(device, config, str(dtype))
     if fault is None:
-        return Fused("splash" if device.platform == "tpu" else "cudnn")
+        return FusedAttention("splash" if device.platform == "tpu" else "cudnn")
     if asked == "fused":
         raise ValueError(f"attn_implementation is 'fused', and {fault}; set it to 'auto' or 'plain'")
     return None
@@ -73,7 +73,7 @@ def attend(
     v: Float[Array, "B T K H"],
     starts: Int[Array, "B"],
     how: Attention,
-    fused: Fused | None,
+    fused: FusedAttention | None,
 ) -> Float[Array, "B T N H"]:
     """`attention.attend`, fused where it pays; a query before its row's start then gets numbers without meaning."""
     if fused is None or not _pays(fused, q.shape[1], 0):
@@ -95,7 +95,7 @@ def attend_with_prompt(
     prompt_v: Float[Array, "B S K H"],
     prompt_starts: Int[Array, "B"],
     how: Attention,
-    fused: Fused | None,
+    fused: FusedAttention | None,
 ) -> Float[Array, "B T N H"]:
     """`attention.attend_with_prompt`, fused where it pays."""
     arrays = (q, k, v, prompt_k, prompt_v, prompt_starts)
@@ -110,7 +110,7 @@ def attend_with_prompt(
     return cudnn.attend_with_prompt(*arrays, how, "xla" if fused.emulated else "cudnn")
 
 
-def _pays(fused: Fused, queries: int, before: int) -> bool:
+def _pays(fused: FusedAttention, queries: int, before: int) -> bool:
     """Whether so many queries behind so many columns take less time fused."""
     needed, computed = queries * (2 * before + queries), (before + queries) ** 2
     extra = fused.kernel == "cudnn" and computed > MOST_EXTRA_SCORES * needed

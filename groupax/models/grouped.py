@@ -1,7 +1,7 @@
 """Completions behind shared prompts, without padding: each prompt is computed once for all rows that continue it.
 
 All tokens lie one behind another, and everything but attention works on them as they lie. Attention sees rectangles, of
-prompts and of stairs of rows (`groupax.training.packing`): its queries, keys and values are taken there, its outputs
+prompts and of tiles of rows (`groupax.training.packing`): its queries, keys and values are taken there, its outputs
 taken back.
 """
 
@@ -21,7 +21,7 @@ from groupax.models.logprobs import token_logprobs
 from groupax.models.lookup import lookup
 from groupax.models.specs import Params
 from groupax.models.split import collected_weight
-from groupax.parallel.collectives import Axis, gathered, own_part, size_of, swapped, whole
+from groupax.parallel.collectives import Axis, all_gather, all_gather_invariant, all_to_all, axis_size, local_slice
 from groupax.parallel.mesh import WHOLE, Layout
 from groupax.parallel.pytree import pytree
 
@@ -35,17 +35,17 @@ class Ragged:
             padding lies between.
         targets: what each of the last R tokens predicts; there is room for R of rows.
         prompts: the prompts as rectangle, each ending at the last column: where its tokens are, -1 for none.
-        stairs: for one range of columns after another where the tokens of the rows are that reach into it, -1 for none;
+        tiles: for one range of columns after another where the tokens of the rows are that reach into it, -1 for none;
             the longest row comes first.
-        prompt_of: the prompt of each row of the first stair.
-        slots: where in the prompts' and then the stairs' cells, laid in a row, each token is; -1 for padding.
+        prompt_of: the prompt of each row of the first tile.
+        slots: where in the prompts' and then the tiles' cells, laid in a row, each token is; -1 for padding.
     """
 
     tokens: Int[Any, "M"]
     positions: Int[Any, "M"]
     targets: Int[Any, "R"]
     prompts: Int[Any, "P S"]
-    stairs: list[Int[Any, "_ _"]]
+    tiles: list[Int[Any, "_ _"]]
     prompt_of: Int[Any, "B"]
     slots: Int[Any, "M"]
 
@@ -75,7 +75,7 @@ def grouped_logprobs(
     """
     shared = layout.axis("tokens")
     starts = jnp.sum(ragged.prompts < 0, axis=1)
-    sides = [ragged.prompts, *ragged.stairs]
+    sides = [ragged.prompts, *ragged.tiles]
     cells = jnp.concatenate([side.reshape(-1) for side in sides])
     ends = np.cumsum([side.size for side in sides])
 
@@ -85,7 +85,7 @@ def grouped_logprobs(
         q, k, v = _all_tokens(q, k, v, shared)
         M = ragged.tokens.shape[0]
         out = jnp.pad(attend_to_all(how, q[:M], k[:M], v[:M]), ((0, q.shape[0] - M), (0, 0), (0, 0)))
-        return swapped(out, shared, 0, 1), kept
+        return all_to_all(out, shared, 0, 1), kept
 
     def attend_to_all(how: Attention, q: Array, k: Array, v: Array) -> Array:
         def in_rectangles(x: Array) -> list[Array]:
@@ -99,7 +99,7 @@ def grouped_logprobs(
             B = own_q.shape[0]
             of = ragged.prompt_of[:B]
             own_k, own_v = (
-                jnp.concatenate([x[:B] for x in of_stairs[: last + 1]], axis=1) for of_stairs in (row_k, row_v)
+                jnp.concatenate([x[:B] for x in of_tiles[: last + 1]], axis=1) for of_tiles in (row_k, row_v)
             )
             behind = lookup(prompt_k, of), lookup(prompt_v, of), starts[of]
             outs.append(attend_with_prompt(own_q, own_k, own_v, *behind, how, fused))
@@ -110,7 +110,7 @@ def grouped_logprobs(
         config, params, tokens, positions, attend_in_groups, execution=execution, layout=layout
     )
     M, R = ragged.tokens.shape[0], ragged.targets.shape[0]
-    of_rows = own_tokens(gathered(hidden, shared, 0)[M - R : M], layout)
+    of_rows = own_tokens(all_gather(hidden, shared, 0)[M - R : M], layout)
     head = collected_weight(layout, ("vocab", "embed"), head_weights(params))
     targets, vocabulary = own_tokens(ragged.targets, layout), layout.axis("vocab")
     logp, entropy = token_logprobs(
@@ -123,7 +123,7 @@ def grouped_logprobs(
         vocabulary,
         execution.chunk_logits,
     )
-    return whole(logp, shared, 0)[:R], whole(entropy, shared, 0)[:R], routings
+    return all_gather_invariant(logp, shared, 0)[:R], all_gather_invariant(entropy, shared, 0)[:R], routings
 
 
 def own_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..."]:
@@ -131,18 +131,18 @@ def own_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..
     axis = layout.axis("tokens")
     if axis is None:
         return x
-    unused = -x.shape[0] % size_of(axis)
-    return own_part(jnp.pad(x, ((0, unused), *((0, 0),) * (x.ndim - 1))), axis, 0)
+    unused = -x.shape[0] % axis_size(axis)
+    return local_slice(jnp.pad(x, ((0, unused), *((0, 0),) * (x.ndim - 1))), axis, 0)
 
 
 def _all_tokens(
     q: Float[Array, "m N H"], k: Float[Array, "m K H"], v: Float[Array, "m K H"], axis: Axis
 ) -> tuple[Float[Array, "M n H"], Float[Array, "M k H"], Float[Array, "M k H"]]:
     """All tokens' queries of a device's heads, and the keys and values that these use."""
-    q = swapped(q, axis, 1, 0)
-    if k.shape[1] % size_of(axis) == 0:
-        return q, swapped(k, axis, 1, 0), swapped(v, axis, 1, 0)
-    k, v = (own_kv_heads(gathered(x, axis, 0), q.shape[1], axis) for x in (k, v))
+    q = all_to_all(q, axis, 1, 0)
+    if k.shape[1] % axis_size(axis) == 0:
+        return q, all_to_all(k, axis, 1, 0), all_to_all(v, axis, 1, 0)
+    k, v = (own_kv_heads(all_gather(x, axis, 0), q.shape[1], axis) for x in (k, v))
     return q, k, v
 
 
@@ -166,7 +166,7 @@ def _taken_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, tuple
 
 def _taken_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
     index, inverse = saved
-    # a sum of several stairs' gradients would be made anew for each item that is taken of it
+    # a sum of several tiles' gradients would be made anew for each item that is taken of it
     flat = jax.lax.optimization_barrier(gradient.reshape(index.size, *gradient.shape[index.ndim :]))
     return taken(flat, inverse, index.reshape(-1)), None, None
 

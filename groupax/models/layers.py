@@ -16,7 +16,7 @@ from groupax.models.adapted import Adapted, low_rank_product
 from groupax.models.config import Activation, NormKind
 from groupax.models.matmul import linear_product, times, times_transposed
 from groupax.models.nf4 import Nf4, dequantized
-from groupax.parallel.collectives import Axis, entered, summed
+from groupax.parallel.collectives import Axis, psum, psum_grad
 from groupax.parallel.platform import traced_platform
 
 # A matrix, one with fewer bits and scales (see `models.quantize`), or either with a low-rank change beside it.
@@ -104,7 +104,7 @@ def linear_of_parts(x: Float[Array, "*M I"], weight: Weight, bias: Array | None,
     """`linear`, of inputs that are split over a mesh axis like the weight's; the result is whole."""
     if axis is None:
         return linear(x, weight, bias)
-    y = summed(linear(x, weight), axis)
+    y = psum(linear(x, weight), axis)
     return y if bias is None else y + _for_last(bias, y)
 
 
@@ -199,6 +199,6 @@ def gated_mlp(
     With an axis, inside a shard_map, each of its devices has a part of the F dim.
     """
     gate_bias, up_bias, down_bias = biases
-    x = entered(x, axis)
+    x = psum_grad(x, axis)
     between = gated(activation, linear(x, gate, gate_bias), linear(x, up, up_bias))
     return linear_of_parts(between, down, down_bias, axis)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from groupax.models.execution import CPU_LOGITS
 from groupax.models.layers import softcapped
 from groupax.models.matmul import times, times_transposed
-from groupax.parallel.collectives import Axis, entered, index_of
+from groupax.parallel.collectives import Axis, axis_index, psum_grad
 
 # Fewest tokens of a chunk and fewest words of a block: below, products are slow for their size.
 FEWEST_TOKENS = 64
@@ -49,7 +49,7 @@ def token_logprobs(
         chunk_logits: logits in flight, in numbers.
     """
     if axis is not None:
-        hidden, targets = entered(hidden, axis), targets - index_of(axis) * head.shape[0]
+        hidden, targets = psum_grad(hidden, axis), targets - axis_index(axis) * head.shape[0]
     return _token_logprobs(hidden, head, targets, _Logits(temperature, softcap, axis, chunk_logits), entropy_gradient)
 
 

@@ -14,7 +14,7 @@ from groupax.models.config import ModelConfig
 from groupax.models.lora import PREFIX, Adapter, LoRAConfig, adapter_specs, lora_config, module_name
 from groupax.models.specs import model_specs
 from groupax.models.tensor_files import DTYPES, TensorFile, check_finite
-from groupax.parallel.transfer import placed
+from groupax.parallel.transfer import to_device
 from groupax.storage.folders import ADAPTER_NAME as CONFIG_NAME
 from groupax.storage.model_json import FLAG, TEXT, TEXTS, Kind, above, integer, is_number, validate
 from groupax.terminal.printable import short_repr
@@ -102,7 +102,7 @@ def read_tensors(config: ModelConfig, lora: LoRAConfig, folder: Path, sharding: 
     def read(spec: Any) -> Any:
         array = file.get_tensor(spec.name)
         check_finite(array, f"{path}: {spec.name}")
-        return placed(array.astype(np.float32), sharding)
+        return to_device(array.astype(np.float32), sharding)
 
     return jax.tree.map(read, specs)
 

@@ -10,9 +10,9 @@ from jaxtyping import Array
 from groupax.models.adapted import Adapted, LowRank, Params
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Spec, layout_of, model_specs
-from groupax.parallel.collectives import entered, gathered
+from groupax.parallel.collectives import all_gather, psum_grad
 from groupax.parallel.mesh import Layout
-from groupax.parallel.transfer import placed
+from groupax.parallel.transfer import to_device
 
 Dims = tuple[str | None, ...]
 
@@ -34,7 +34,7 @@ def partition_specs(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
 def laid_out(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
     """The weights on a mesh, split as it says; those that lie there already are not copied."""
     specs = partition_specs(config, mesh, params)
-    return placed(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    return to_device(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
 
 def _specs(layout: Layout, spec: Any, weight: Any) -> Any:
@@ -77,9 +77,9 @@ def collected_weight(layout: Layout, dims: Dims, weight: Any) -> Any:
         a = collected_weight(layout, (None, of_in), weight.change.a)
         b = collected_weight(layout, (of_out, None), weight.change.b)
         # of a and b one is whole where the matrix is split
-        a = a if of_out == "embed" else entered(a, layout.axis(of_out))
-        b = b if of_in == "embed" else entered(b, layout.axis(of_in))
+        a = a if of_out == "embed" else psum_grad(a, layout.axis(of_out))
+        b = b if of_in == "embed" else psum_grad(b, layout.axis(of_in))
         return replace(weight, base=base, change=LowRank(a, b))
     if not isinstance(weight, Array) or "embed" not in dims:
         return weight
-    return gathered(weight, layout.axis("embed"), dims.index("embed"))
+    return all_gather(weight, layout.axis("embed"), dims.index("embed"))

@@ -17,32 +17,32 @@ from jaxtyping import Array, Float, Int, Shaped
 Axis = str | None
 
 
-def index_of(axis: Axis) -> Int[Array, ""] | int:
+def axis_index(axis: Axis) -> Int[Array, ""] | int:
     """Of the device along the axis."""
     return 0 if axis is None else lax.axis_index(axis)
 
 
-def size_of(axis: Axis) -> int:
+def axis_size(axis: Axis) -> int:
     """Devices along the axis."""
     return 1 if axis is None else lax.axis_size(axis)
 
 
-def entered(x: Float[Array, "..."], axis: Axis) -> Float[Array, "..."]:
+def psum_grad(x: Float[Array, "..."], axis: Axis) -> Float[Array, "..."]:
     """Something whole, where each device goes on with a part of its own: its gradients are summed."""
     return x if axis is None else _entered(x, axis)
 
 
-def summed(x: Float[Array, "..."], axis: Axis) -> Float[Array, "..."]:
+def psum(x: Float[Array, "..."], axis: Axis) -> Float[Array, "..."]:
     """Something partial, made whole."""
     return x if axis is None else _summed(x, axis)
 
 
-def whole(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
+def all_gather_invariant(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
     """Something split along `dim`, made whole."""
     return x if axis is None else _whole(x, axis, dim)
 
 
-def gathered(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
+def all_gather(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
     """Something split along `dim`, all of it on each device, which goes on with it in its own way.
 
     The devices' gradients are summed, in float32, and each gets those of its part.
@@ -50,17 +50,17 @@ def gathered(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..
     return x if axis is None else _gathered(x, axis, dim)
 
 
-def scattered(x: Float[Array, "..."], axis: Axis, dim: int) -> Float[Array, "..."]:
+def reduce_scatter(x: Float[Array, "..."], axis: Axis, dim: int) -> Float[Array, "..."]:
     """Something partial, made split along `dim`."""
     return x if axis is None else lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
-def swapped(x: Float[Array, "..."], axis: Axis, to_split: int, to_gather: int) -> Float[Array, "..."]:
+def all_to_all(x: Float[Array, "..."], axis: Axis, to_split: int, to_gather: int) -> Float[Array, "..."]:
     """Something split along one dim, split along another instead."""
     return x if axis is None else lax.all_to_all(x, axis, to_split, to_gather, tiled=True)
 
 
-def own_part(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
+def local_slice(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
     """A device's part along `dim` of something whole. Its gradient is partial."""
     if axis is None:
         return x
@@ -92,7 +92,7 @@ def _whole(x: Array, axis: str, dim: int) -> Array:
 
 _whole.defvjp(
     lambda x, axis, dim: (_whole(x, axis, dim), None),
-    lambda axis, dim, _, gradient: (own_part(gradient, axis, dim),),
+    lambda axis, dim, _, gradient: (local_slice(gradient, axis, dim),),
 )
 
 
@@ -103,5 +103,5 @@ def _gathered(x: Array, axis: str, dim: int) -> Array:
 
 _gathered.defvjp(
     lambda x, axis, dim: (lax.all_gather(x, axis, axis=dim, tiled=True), None),
-    lambda axis, dim, _, gradient: (scattered(gradient.astype(jnp.float32), axis, dim).astype(gradient.dtype),),
+    lambda axis, dim, _, gradient: (reduce_scatter(gradient.astype(jnp.float32), axis, dim).astype(gradient.dtype),),
 )

@@ -7,10 +7,10 @@ not keep.
 import threading
 from collections import deque
 
-from groupax.parallel.preemption import AbandonedError
+from groupax.parallel.preemption import RolloutCancelled
 
 
-class Turns:
+class FairLock:
     """A lock for which who has waited longest comes next, and which can be closed."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Turns:
             try:
                 self._free.wait_for(lambda: self._closed or (not self._taken and self._waiting[0] is mine))
                 if self._closed:
-                    raise AbandonedError
+                    raise RolloutCancelled
                 self._taken = True
             finally:
                 self._waiting.remove(mine)
@@ -37,7 +37,7 @@ class Turns:
             self._free.notify_all()
 
     def close(self) -> None:
-        """Whoever wants a turn from now on gets an `AbandonedError`."""
+        """Whoever wants a turn from now on gets a `RolloutCancelled`."""
         with self._free:
             self._closed = True
             self._free.notify_all()

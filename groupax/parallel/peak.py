@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.parallel.accelerators import CHIPS
-from groupax.parallel.processes import exchanged
-from groupax.parallel.transfer import placed
+from groupax.parallel.processes import all_gather_object
+from groupax.parallel.transfer import to_device
 
 _SIZE, _PRODUCTS = 768, 4
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -45,7 +45,7 @@ def _measured_flops(mesh: Mesh, dtype: Any) -> float:
         return jax.lax.fori_loop(0, _PRODUCTS, lambda _, y: times(y, x[0]), x[0])[None]
 
     program = jax.jit(jax.shard_map(products, mesh=mesh, in_specs=split, out_specs=split))
-    x = placed(jnp.ones((num_devices, _SIZE, _SIZE), dtype), NamedSharding(mesh, split))
+    x = to_device(jnp.ones((num_devices, _SIZE, _SIZE), dtype), NamedSharding(mesh, split))
     seconds = float("inf")
     for _ in range(4):  # the first one compiles
         started_s = time.perf_counter()
@@ -91,14 +91,14 @@ def free_memory_bytes(mesh: Mesh) -> float:
     """
     stats = [stats for device in mesh.local_devices if (stats := device.memory_stats()) and "bytes_limit" in stats]
     if stats:
-        return min(exchanged(float(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats))))
+        return min(all_gather_object(float(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats))))
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError as error:
         raise RuntimeError("the devices do not say how much memory they have; set kv_bytes") from error
     available = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024.0
     free = min(available, container_free_bytes(_text(Path("/proc/self/cgroup")), _CGROUPS))
-    machines = exchanged((socket.gethostname(), len(mesh.local_devices), free))
+    machines = all_gather_object((socket.gethostname(), len(mesh.local_devices), free))
     num_devices = {name: sum(num for other, num, _ in machines if other == name) for name, _, _ in machines}
     return min(num_bytes / num_devices[name] for name, _, num_bytes in machines)
 

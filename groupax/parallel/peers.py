@@ -41,19 +41,19 @@ Address = tuple[list[str], int, bytes]  # hosts to try, port, secret
 
 
 class Peers:
-    """The other processes of a run. Made by `first` or `further`, in all of them at the same time.
+    """The other processes of a run. Made by `accept_peers` or `connect_to_primary`, in all of them at the same time.
 
     Args:
-        number: of this process.
+        process_index: of this process.
         connections: to the others by their numbers; of all but process 0 only to that one.
 
     Attributes:
-        number: likewise.
+        process_index: likewise.
         num_processes: of the run.
     """
 
-    def __init__(self, number: int, num_processes: int, connections: Mapping[int, Connection]) -> None:
-        self.number, self.num_processes = number, num_processes
+    def __init__(self, process_index: int, num_processes: int, connections: Mapping[int, Connection]) -> None:
+        self.process_index, self.num_processes = process_index, num_processes
         self._connections = dict(connections)
         self._locks = {other: threading.Lock() for other in connections}
         self._changed = threading.Condition()
@@ -70,7 +70,7 @@ class Peers:
         """Whether this process or another one has ended before its time."""
         return self._has_failed or self._notice is not None
 
-    def exchanged(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """What all processes give, by their numbers. Each must call this, and all in the same order.
 
         Raises:
@@ -80,7 +80,7 @@ class Peers:
         with self._changed:
             self._round += 1
             number = self._round
-        if self.number:
+        if self.process_index:
             self._send(0, ("give", number, data))
         else:
             self._gather(0, number, data)
@@ -102,13 +102,13 @@ class Peers:
                 raise RunError(self._notice) from error
             told, self._has_failed = self.failed, True
         if not told:
-            text = f"process {self.number} failed: {type(error).__name__}: {error}"
+            text = f"process {self.process_index} failed: {type(error).__name__}: {error}"
             for other in self._connections:
                 self._send(other, ("failed", text))
 
     def leave(self) -> None:
         """Wait until all processes have come to their ends, or one has failed."""
-        if self.number:
+        if self.process_index:
             self._send(0, ("left",))
         else:
             self._leaves(0)
@@ -192,13 +192,13 @@ class Peers:
             self._notice = text
             self._changed.notify_all()
             by_itself = self._has_failed
-        if not self.number:
+        if not self.process_index:
             for each in self._connections:
                 self._send(each, ("failed", text))
         if not by_itself:
             print(
-                f"groupax: {text}. Process {self.number} stops too; the newest checkpoint is what there is, and the "
-                "run goes on from it when all are started again",
+                f"groupax: {text}. Process {self.process_index} stops too; once all processes are started again, the "
+                "run resumes from its newest checkpoint",
                 file=sys.stderr,
                 flush=True,
             )
@@ -228,7 +228,7 @@ def end_now() -> None:
     os._exit(1)
 
 
-def listener_at(host: str | None) -> tuple[socket.socket, Address]:
+def listen_for_peers(host: str | None) -> tuple[socket.socket, Address]:
     """Returns a listening socket of process 0 and what the other processes have to know to reach it.
 
     It listens at the one address that `host` names on this machine, and at all addresses only if there is none.
@@ -243,7 +243,7 @@ def listener_at(host: str | None) -> tuple[socket.socket, Address]:
     return listener, ([*names], int(listener.getsockname()[1]), secrets.token_bytes(16))
 
 
-def first(listener: socket.socket, secret: bytes, num_processes: int) -> Peers:
+def accept_peers(listener: socket.socket, secret: bytes, num_processes: int) -> Peers:
     """Returns the peers of process 0, once all others have connected. Closes the listener.
 
     Connections are greeted beside each other, so that one which says nothing holds up nobody.
@@ -290,7 +290,7 @@ def first(listener: socket.socket, secret: bytes, num_processes: int) -> Peers:
     return Peers(0, num_processes, connections)
 
 
-def further(number: int, num_processes: int, address: Address) -> Peers:
+def connect_to_primary(number: int, num_processes: int, address: Address) -> Peers:
     """The peers of another process.
 
     Raises:

@@ -22,11 +22,11 @@ QUIET = {"maintenance-event": "NONE", "preempted": "FALSE"}  # what the server s
 POLL_S = 5.0
 
 
-class AbandonedError(BaseException):
+class RolloutCancelled(BaseException):
     """Work that can be done again was given up for a request to stop. No Exception, so that nobody swallows it."""
 
 
-class StopRequests:
+class PreemptionHandler:
     """Notices requests to stop. As a context it takes the signals, and gives them back at the end.
 
     Signals need the main thread; in another one there are notices only.
@@ -49,7 +49,7 @@ class StopRequests:
         self._handlers: dict[int, Any] = {}
         self._closed = threading.Event()
 
-    def __enter__(self) -> "StopRequests":
+    def __enter__(self) -> "PreemptionHandler":
         self._in_main_thread = threading.current_thread() is threading.main_thread()
         if self._in_main_thread:
             self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
@@ -68,7 +68,7 @@ class StopRequests:
         """A request to stop ends the block at once.
 
         Raises:
-            AbandonedError: there is one.
+            RolloutCancelled: there is one.
         """
         try:
             self._abandonable = self.agreed is None
@@ -81,12 +81,12 @@ class StopRequests:
         """Stop here if that was asked for.
 
         Raises:
-            AbandonedError: it was.
+            RolloutCancelled: it was.
         """
         if self.agreed is not None:
             self.reason = self.agreed(self.reason)
         if self.reason is not None:
-            raise AbandonedError
+            raise RolloutCancelled
 
     def _handle(self, number: int, _: object) -> None:
         if self._noticed:  # our own signal, to wake the main thread
@@ -99,7 +99,7 @@ class StopRequests:
             self.reason = self.reason or signal.Signals(number).name
         if self._abandonable:
             self._abandonable = False
-            raise AbandonedError
+            raise RolloutCancelled
 
     def _notice(self, text: str) -> None:
         """In the thread that watches."""
@@ -116,11 +116,11 @@ def before_training() -> Iterator[None]:
     Raises:
         PreemptedError: there was one; the user is told.
     """
-    with StopRequests() as stop:
+    with PreemptionHandler() as stop:
         try:
             with stop.abandonable():
                 yield
-        except AbandonedError:
+        except RolloutCancelled:
             message = f"stopped ({stop.reason}) before training began; nothing was saved. Start it again as before"
             print(message, file=sys.stderr)
             raise PreemptedError(message) from None

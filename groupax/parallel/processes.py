@@ -69,56 +69,56 @@ def num_processes() -> int:
     return 1 if _peers is None else _peers.num_processes
 
 
-def number() -> int:
+def process_index() -> int:
     """Of this process; 0 is the first."""
-    return 0 if _peers is None else _peers.number
+    return 0 if _peers is None else _peers.process_index
 
 
-def is_first() -> bool:
+def is_primary() -> bool:
     """Whether this is the process that writes."""
-    return number() == 0
+    return process_index() == 0
 
 
-def may_be_first() -> bool:
+def may_be_primary() -> bool:
     """Whether this process may be the first one of a run that it has not joined yet, by its launcher's variables."""
     return all(os.environ.get(name) in (None, "0") for name in (PROCESS_ID, "SLURM_PROCID"))
 
 
-def exchanged(value: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """What all processes give, by their numbers: any object that can be pickled. All must call this.
 
     Raises:
         RunError: another process has ended.
     """
-    return [value] if _peers is None else _peers.exchanged(value)
+    return [value] if _peers is None else _peers.all_gather_object(value)
 
 
-def of_first(value: Any) -> Any:
+def broadcast_object(value: Any) -> Any:
     """What the first process gives."""
-    return value if _peers is None else _peers.exchanged(value if is_first() else None)[0]
+    return value if _peers is None else _peers.all_gather_object(value if is_primary() else None)[0]
 
 
-def at_first(function: Callable[[], Any]) -> Any:
+def run_on_primary(function: Callable[[], Any]) -> Any:
     """Have the first process call the function; what it returns or raises, all return or raise."""
     if _peers is None:
         return function()
     returned = raised = None
-    if is_first():
+    if is_primary():
         try:
             returned = function()
         except Exception as error:  # noqa: BLE001 - raised everywhere
             raised = error if _survives(error) else OSError(str(error))
-    returned, raised = of_first((returned, raised))
+    returned, raised = broadcast_object((returned, raised))
     if raised is not None:
         raise raised
     return returned
 
 
-def first_text(text: str | None) -> str | None:
+def first_not_none(text: str | None) -> str | None:
     """The text of the first process that gives one; None if none does."""
     if _peers is None:
         return text
-    return next((each for each in exchanged(text) if each is not None), None)
+    return next((each for each in all_gather_object(text) if each is not None), None)
 
 
 def fail(error: BaseException) -> None:
@@ -191,18 +191,18 @@ def _meet(own: int, count: int) -> "Peers":
     import numpy as np
     from jax.experimental.multihost_utils import process_allgather
 
-    from groupax.parallel.peers import first, further, listener_at
+    from groupax.parallel.peers import accept_peers, connect_to_primary, listen_for_peers
 
     listener, data = None, b""
     if own == 0:
         host = os.environ.get(COORDINATOR, "").rpartition(":")[0].strip("[]") or None
-        listener, address = listener_at(host)
+        listener, address = listen_for_peers(host)
         data = pickle.dumps(address)
         assert len(data) <= ADDRESS_BYTES, "host names are short"
     row = np.frombuffer(data.ljust(ADDRESS_BYTES, b"\0"), np.uint8)
     told = np.asarray(process_allgather(row))[0].tobytes()
     address = pickle.loads(told)
-    return further(own, count, address) if listener is None else first(listener, address[2], count)
+    return connect_to_primary(own, count, address) if listener is None else accept_peers(listener, address[2], count)
 
 
 def _survives(error: Exception) -> bool:

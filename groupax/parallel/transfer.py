@@ -8,10 +8,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from groupax.parallel.memory import on_devices
-from groupax.parallel.processes import is_first, num_processes
+from groupax.parallel.processes import is_primary, num_processes
 
 
-def placed(tree: Any, sharding: Any) -> Any:
+def to_device(tree: Any, sharding: Any) -> Any:
     """Arrays on the devices; those that lie there already are not copied.
 
     Args:
@@ -24,7 +24,7 @@ def placed(tree: Any, sharding: Any) -> Any:
     return jax.tree.map(_placed, tree, shardings)
 
 
-def fetched(tree: Any) -> Any:
+def to_host(tree: Any) -> Any:
     """Arrays on the host, whole, in every process. All must call this."""
     if num_processes() == 1:
         return jax.device_get(tree)
@@ -37,12 +37,12 @@ def fetched(tree: Any) -> Any:
     return jax.device_get(jax.tree.unflatten(structure, leaves))
 
 
-def fetched_at_first(tree: Any) -> Any:
+def to_host_on_primary(tree: Any) -> Any:
     """A copy of the arrays on the host of the first process, one after another; None in their places in the others."""
 
     def of_one(leaf: Any) -> Any:
-        array = fetched(leaf)
-        return np.array(array) if is_first() else None
+        array = to_host(leaf)
+        return np.array(array) if is_primary() else None
 
     return jax.tree.map(of_one, tree)
 

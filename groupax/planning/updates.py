@@ -16,7 +16,7 @@ from groupax.parallel.mesh import num_data_shards
 from groupax.planning.abstract import AbstractModel, placed_structs, struct_at
 from groupax.planning.programs import Program, host_bytes
 from groupax.rollouts.slices import Slices
-from groupax.training.batch import Row, attending_by, pack
+from groupax.training.batch import Row, attention_cost_with, pack
 from groupax.training.step import ROWS, across_shards, apply_update, micro_step, score, totals_specs, zero_totals
 
 
@@ -34,8 +34,8 @@ def training_of(of_model: AbstractModel, slices: Slices, longest: tuple[int, int
     config, mesh, args, updates = of_model.config, of_model.mesh, of_model.args, slices.steps_per_rollout
     settings = of_model.settings.objective
     rows = [_row(index // args.num_generations, longest, args, updates) for index in range(slices.rows)]
-    attending = attending_by(of_model.execution.attention)
-    parts, _ = pack(rows, num_data_shards(mesh), tokens, (), args.share_prefix, longest, attending)
+    attention_cost = attention_cost_with(of_model.execution.attention)
+    parts, _ = pack(rows, num_data_shards(mesh), tokens, (), args.share_prefix, longest, attention_cost)
     largest = max(parts, key=lambda part: part.num_cells)
     batch = jax.tree.map(lambda x: struct_at(x, NamedSharding(mesh, ROWS)), largest.batch)
     static: dict[str, Any] = {"config": config, "mesh": mesh}

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupax.parallel.preemption import AbandonedError
+from groupax.parallel.preemption import RolloutCancelled
 from groupax.rewards.calls import as_exception
 
 INTERRUPT = signal.SIGVTALRM  # hardly used by anyone; SIGALRM is what rewards themselves use
@@ -151,7 +151,7 @@ class MainThread:
         except Interrupted:  # also if it came at the last moment
             self._current = None
             job.future.set_exception(TimeoutError("interrupted in the main thread"))
-        except (KeyboardInterrupt, AbandonedError):  # of this thread, and not of the function
+        except (KeyboardInterrupt, RolloutCancelled):  # of this thread, and not of the function
             raise
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             job.future.set_exception(as_exception(error))

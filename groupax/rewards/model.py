@@ -19,7 +19,7 @@ from groupax.models.decoder import causal_hidden
 from groupax.models.matmul import times_transposed
 from groupax.models.specs import Params
 from groupax.parallel.mesh import DATA, num_data_shards
-from groupax.parallel.transfer import fetched, placed
+from groupax.parallel.transfer import to_device, to_host
 from groupax.rollouts.sampler import Rollout
 
 ROWS = PartitionSpec(DATA)
@@ -90,9 +90,9 @@ class RewardModel:
             for position, index in enumerate(part):
                 starts[position] = length - len(token_ids[index])
                 tokens[position, starts[position] :] = token_ids[index]
-            on_rows = placed((tokens, starts), NamedSharding(self.model.mesh, ROWS))
+            on_rows = to_device((tokens, starts), NamedSharding(self.model.mesh, ROWS))
             scored = sequence_scores(self.model.params, *on_rows, config=self.model.config, mesh=self.model.mesh)
-            values[part] = fetched(scored).astype(np.float64)[: len(part)]
+            values[part] = to_host(scored).astype(np.float64)[: len(part)]
         return values
 
     def _text(self, row: Rollout) -> str:

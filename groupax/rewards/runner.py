@@ -85,7 +85,7 @@ class RewardRunner:
         settings: how to run them.
 
     Attributes:
-        turn: is held while reward models compute.
+        device_lock: Lock to hold while reward models compute.
 
     Raises:
         ValueError: `reward_workers` is set and a function cannot be sent to another process, or ray is not installed.
@@ -94,7 +94,7 @@ class RewardRunner:
 
     def __init__(self, rewards: Sequence[Reward], settings: RewardSettings) -> None:
         self.rewards, self.settings = rewards, settings
-        self.turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.device_lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._own = _Scoring()
         self._running: set[concurrent.futures.Future[Scores]] = set()
         self._home: int | None = None  # the thread of the context
@@ -170,13 +170,13 @@ class RewardRunner:
 
     def _is_ours(self, index: int) -> bool:
         """Whether this process has functions called for the call of that index."""
-        return index % processes.num_processes() == processes.number()
+        return index % processes.num_processes() == processes.process_index()
 
     def _of_all(self, called: list[list[Scores]], num_groups: int) -> list[list[Scores]]:
         """What the functions have said in all processes, in the order of the calls."""
         if processes.num_processes() == 1:
             return called
-        shares = [iter(share) for share in processes.exchanged(called)]
+        shares = [iter(share) for share in processes.all_gather_object(called)]
         num_calls = num_groups if self.settings.reward_batch == "group" else min(num_groups, 1)
         return [next(shares[index % len(shares)]) for index in range(num_calls)]
 
@@ -232,7 +232,7 @@ class RewardRunner:
         scores: dict[str, list[Scores]] = {}
         for reward in self.rewards:
             if reward.on_device and rollouts:
-                with self.turn:
+                with self.device_lock:
                     returned = reward.function(rollouts)
                 values, faults = checked_values(reward.name, returned, rollouts)
                 whole = Scores(values, len(faults), "\n".join(faults[:1]))

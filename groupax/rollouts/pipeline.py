@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from groupax.engine.engine import Engine
 from groupax.engine.scheduler import Sequence
 from groupax.models.specs import Params
-from groupax.parallel.fair_lock import Turns
+from groupax.parallel.fair_lock import FairLock
 from groupax.rollouts.collector import Collector
 from groupax.rollouts.sampler import Sampler
 from groupax.rollouts.state import Cursor, Experience
@@ -70,17 +70,17 @@ class Pipeline:
 
     def __init__(self, collector: Collector, max_staleness: int, num_steps: int) -> None:
         self.collector, self.max_staleness, self.num_steps = collector, max_staleness, num_steps
-        self.turns = Turns()
+        self.device_lock = FairLock()
         self._jobs: deque[_Job] = deque()
         self._threads: list[threading.Thread] = []
         self._saved: dict[int, Policy] = {}
 
     def __enter__(self) -> "Pipeline":
-        self.turns = self.collector.learner.turn = self.collector.runner.turn = Turns()
+        self.device_lock = self.collector.learner.device_lock = self.collector.runner.device_lock = FairLock()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.turns.close()
+        self.device_lock.close()
         for thread in self._threads:
             while thread.is_alive():
                 self.collector.runner.cancel()
@@ -89,7 +89,7 @@ class Pipeline:
                 thread.join(0.05)
         self._jobs.clear()
         self._threads.clear()
-        self.collector.learner.turn, self.collector.runner.turn = None, nullcontext()
+        self.collector.learner.device_lock, self.collector.runner.device_lock = None, nullcontext()
 
     def begin(self, cursor: Cursor) -> None:
         """Begin all rollouts that the policy of this moment samples, or one that was restored.
@@ -159,29 +159,29 @@ class Pipeline:
             if collector.args.filter_zero_variance:  # how many prompts it visited follows from its rewards
                 earlier = before.result.result()
                 cursor = replace(cursor, num_prompts=earlier.first_prompt + len(earlier.groups))
-        with self.turns:
+        with self.device_lock:
             collector.engine.params = collector.learner.policy_of(job.policy.trained)
-        sampler = _InTurn(collector.engine, self.turns)
+        sampler = _LockedSampler(collector.engine, self.device_lock)
         if not collector.args.filter_zero_variance:  # which may sample again
             sampler.ended = job.sampled
         return collector.sample(sampler, cursor, job.policy.version)
 
 
-class _InTurn:
-    """An engine that takes its turn for each chunk of decoding, or servers, which have devices of their own."""
+class _LockedSampler:
+    """A sampler that holds the device lock for each chunk an engine decodes; servers have devices of their own."""
 
-    def __init__(self, engine: Sampler, turns: Turns) -> None:
-        self.engine, self.turns = engine, turns
+    def __init__(self, engine: Sampler, device_lock: FairLock) -> None:
+        self.engine, self.device_lock = engine, device_lock
         self.ended: threading.Event | None = None
         self.sequences = engine.sequences
 
     def stream(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
         if isinstance(self.engine, Engine):
-            turn, updates = self.turns, self.engine.updates(sequences)
+            lock, updates = self.device_lock, self.engine.updates(sequences)
         else:
-            turn, updates = nullcontext(), ((sequence, 0) for sequence in self.engine.stream(sequences))
+            lock, updates = nullcontext(), ((sequence, 0) for sequence in self.engine.stream(sequences))
         while True:
-            with turn:
+            with lock:
                 update = next(updates, None)
             if update is None:
                 break

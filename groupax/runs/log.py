@@ -238,7 +238,7 @@ class RunLog:
 
     def message(self, text: str, warning: bool = False) -> None:
         """Something that the user should read; of several processes the first one tells it."""
-        if processes.is_first():
+        if processes.is_primary():
             self.progress.message(text, warning)
 
     def end_tracking(self) -> None:

@@ -399,12 +399,12 @@ PROGRESS_BARS: dict[str, type[Progress]] = {"rich": Rich, "tqdm": Tqdm, "json": 
 
 def progress_named(name: str) -> Progress:
     """Returns the way to show a run that `progress_bar` names; nothing is shown where another process will show it."""
-    return PROGRESS_BARS[name]() if processes.may_be_first() else Progress()
+    return PROGRESS_BARS[name]() if processes.may_be_primary() else Progress()
 
 
 def shown_by_the_first(progress: Progress) -> Progress:
     """Returns the progress, or in all processes but the first, which alone shows the run, one that shows nothing."""
-    if processes.is_first():
+    if processes.is_primary():
         return progress
     progress.close()
     return Progress()

@@ -10,7 +10,7 @@ import numpy as np
 from groupax.engine.scheduler import Sequence as Completion
 from groupax.models.specs import Params
 from groupax.parallel import processes
-from groupax.parallel.transfer import fetched_at_first
+from groupax.parallel.transfer import to_host_on_primary
 from groupax.serve.client import RemoteSampler
 from groupax.settings.sampling import SamplingParams
 
@@ -48,11 +48,11 @@ class SamplerForAll:
         """
         if self.params is not self._given:
             copies = self._copied(self.params)
-            if processes.is_first():
+            if processes.is_primary():
                 self._sampler.params = copies
             self._given = self.params
         sequences = list(sequences)
-        for index, values in processes.at_first(lambda: self._made(sequences)):
+        for index, values in processes.run_on_primary(lambda: self._made(sequences)):
             for name, value in zip(GROWN, values, strict=True):
                 setattr(sequences[index], name, value)
             yield sequences[index]
@@ -72,7 +72,7 @@ class SamplerForAll:
                 return leaf
             known, copy = self._copies.get(id(leaf), (None, None))
             if known is None or known() is not leaf:
-                copy = fetched_at_first(leaf)
+                copy = to_host_on_primary(leaf)
             copies[id(leaf)] = weakref.ref(leaf), copy
             return copy
 

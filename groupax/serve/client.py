@@ -27,7 +27,7 @@ from groupax.models.lora import Adapter, adapter_specs
 from groupax.models.named_tensors import host_tensors, param_leaves, specs_by_name, trained_params
 from groupax.models.peft_format import adapter_config_dict
 from groupax.models.specs import Params, model_specs
-from groupax.parallel.preemption import AbandonedError
+from groupax.parallel.preemption import RolloutCancelled
 from groupax.serve.protocol import PIECE_BYTES, manifest_of, pieces_of
 from groupax.serve.remote import Refused, Remote
 from groupax.serve.vllm_sglang import Other, WeightsFolder, dialect_of
@@ -133,7 +133,7 @@ class RemoteSampler:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def give_up(self) -> None:
-        """Give up what is under way; who waits for it gets an `AbandonedError`. From any thread."""
+        """Give up what is under way; who waits for it gets a `RolloutCancelled`. From any thread."""
         for requests in list(self._under_way):
             requests.give_up()
 
@@ -170,7 +170,7 @@ class RemoteSampler:
             if attempt % len(self.servers) == 0:
                 requests.given_up.wait(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-        raise AbandonedError
+        raise RolloutCancelled
 
     def _silent(self, last: str) -> str:
         return f"no server has sampled for {self.patience_s:.0f} s; the last one asked says: {last}"
@@ -309,14 +309,14 @@ class _Requests:
 
         Raises:
             OSError: there is none to be had.
-            AbandonedError: it was given up before.
+            RolloutCancelled: it was given up before.
         """
         with closing(server.connection()) as connection:
             connection.connect()
             opened = connection.sock  # which the connection forgets at the beginning of the answer
             with self._lock:
                 if self.given_up.is_set():
-                    raise AbandonedError
+                    raise RolloutCancelled
                 self._open.add(opened)
             try:
                 yield connection

@@ -28,7 +28,7 @@ def one_line(text: str, limit: int = 160) -> str:
     return visible if len(visible) <= limit else f"{visible[: limit - 1]}…"
 
 
-def error_line(error: BaseException, limit: int = 300) -> str:
+def error_line(error: BaseException | str, limit: int = 300) -> str:
     """Returns an error's message, which may quote untrusted text, as one visible line."""
     return one_line(" ".join(str(error).split()), limit)
 

@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
 from groupax.config import SharePrefix
-from groupax.models.execution import Fused
+from groupax.models.execution import FusedAttention
 from groupax.models.fused_attention import FEWEST_QUERIES
 from groupax.models.grouped import Ragged
 from groupax.objective.objective import Evidence
 from groupax.parallel.pytree import pytree
-from groupax.training.packing import PLAIN, Attending, MicroBatchPlan, Part, Shape, plan, ranges
+from groupax.training.packing import PLAIN, AttentionCost, MicroBatchPlan, Part, Shape, plan, ranges
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ def pack(
     known: Sequence[Shape] = (),
     share_prefix: SharePrefix = "auto",
     longest: tuple[int, int] = (0, 0),
-    attending: Attending = PLAIN,
+    attention_cost: AttentionCost = PLAIN,
 ) -> tuple[list[Packed], list[Shape]]:
     """Cut rows into micro-batches of about `micro_batch_tokens` tokens per shard.
 
@@ -107,22 +107,22 @@ def pack(
             what takes less.
         longest: tokens of the longest prompt and completion that may come, for which shapes are made where that costs
             little.
-        attending: how rows attend.
+        attention_cost: how rows attend.
 
     Returns:
         The micro-batches, and the shapes that are known from now on.
     """
-    planned = plan(rows, num_shards, micro_batch_tokens, known, share_prefix, longest, attending)
+    planned = plan(rows, num_shards, micro_batch_tokens, known, share_prefix, longest, attention_cost)
     new = dict.fromkeys(each.shape for each in planned if each.shape not in known)
     present = [name for name in _OPTIONAL if any(getattr(row, name) is not None for row in rows)]
     return [_packed(rows, present, each) for each in planned], [*known, *new]
 
 
-def attending_by(fused: Fused | None) -> Attending:
-    """What kernels, or plain attention, want of stairs."""
+def attention_cost_with(fused: FusedAttention | None) -> AttentionCost:
+    """What kernels, or plain attention, want of tiles."""
     if fused is None:
         return PLAIN
-    return Attending(FEWEST_QUERIES, "seen" if fused.kernel == "splash" else "from_first")
+    return AttentionCost(FEWEST_QUERIES, "seen" if fused.kernel == "splash" else "from_first")
 
 
 # What a row may have, and its dtype on the devices.
@@ -201,8 +201,8 @@ def _ragged(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[R
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     of_rows = np.zeros(shape.rows[0], np.int32)
     of_rows[: len(lengths)] = [prompt_of[row] for row in longest_first]
-    stairs, before = [], P * S
-    for num_rows, first, end in ranges(shape.stairs):
+    tiles, before = [], P * S
+    for num_rows, first, end in ranges(shape.tiles):
         columns = end - first
         cells = np.full((num_rows, columns), -1, np.int32)
         for b, row in enumerate(longest_first):
@@ -211,7 +211,7 @@ def _ragged(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[R
                 break
             cells[b, :size] = np.arange(begin, begin + size)
             slots[begin : begin + size] = before + b * columns + np.arange(size)
-        stairs.append(cells)
+        tiles.append(cells)
         before += cells.size
-    ragged = Ragged(tokens, positions, targets, prompts, stairs, of_rows, slots)
+    ragged = Ragged(tokens, positions, targets, prompts, tiles, of_rows, slots)
     return ragged, [begin - (M - R) for begin in begins[:-1]]

@@ -29,9 +29,9 @@ from groupax.objective.metrics import Tally
 from groupax.parallel.memory import on_devices, on_host
 from groupax.parallel.mesh import is_split, num_data_shards, sizes_text
 from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
-from groupax.parallel.transfer import fetched
+from groupax.parallel.transfer import to_host
 from groupax.settings.objective import ObjectiveSettings
-from groupax.training.batch import Packed, Row, attending_by, pack
+from groupax.training.batch import Packed, Row, attention_cost_with, pack
 from groupax.training.offload import offloaded
 from groupax.training.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
 from groupax.training.packing import Shape
@@ -125,7 +125,7 @@ class Learner:
         shapes: of the micro-batches so far, which have programs.
         num_updates: optimizer steps that changed the weights.
         entropy: state of the entropy bonus.
-        turn: is held while programs run that others on the same devices must not come between; None if there are none.
+        device_lock: Lock held while a program runs, so that no other one on these devices comes between; None for none.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Learner:
         self.longest = longest
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
-        self.turn: AbstractContextManager[None] | None = None
+        self.device_lock: AbstractContextManager[None] | None = None
 
     @cached_property
     def micro_batch_tokens(self) -> int:
@@ -224,7 +224,7 @@ class Learner:
                     execution=self.execution,
                     dropout_rate=self.dropout_rate,
                 )
-                if self.turn or (self.on_cpu and (self.config.experts or is_split(self.mesh))):
+                if self.device_lock or (self.on_cpu and (self.config.experts or is_split(self.mesh))):
                     jax.block_until_ready(totals)  # collectives of virtual devices can starve each other in a queue
             scored.append(pair)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
@@ -244,7 +244,7 @@ class Learner:
             )
             totals = replace(totals, grads={})  # their memory can go
             self.policy = self._policy()
-            loss, tally, grad_norm, made = fetched((totals.loss, totals.tally, grad_norm, made))
+            loss, tally, grad_norm, made = to_host((totals.loss, totals.tally, grad_norm, made))
         metrics = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": learning_rate}
         metrics |= _means(tally, num_tokens) | {"update_skipped": float(not made), "loss_tokens": float(num_tokens)}
         if settings.objective.entropy_bonus:
@@ -275,7 +275,7 @@ class Learner:
     def _distributions(self, before: Params) -> dict[str, np.ndarray]:
         """The norm of each weight that is trained, and how far it has moved from what it was before."""
         with self._turn():
-            norms, changes = fetched(norms_and_changes(before, self.state.params))
+            norms, changes = to_host(norms_and_changes(before, self.state.params))
         return {"weights/norms": norms, "weights/update_ratios": changes}
 
     def snapshot(self) -> Params:
@@ -303,7 +303,7 @@ class Learner:
                     mesh=self.mesh,
                     execution=self.execution,
                 )
-                scored.append(fetched(pair))
+                scored.append(to_host(pair))
         logps, entropies = zip(*scored, strict=True)
         return _by_row(packed, logps, rows), _by_row(packed, entropies, rows)
 
@@ -329,7 +329,7 @@ class Learner:
         return self.state.params if self.dtype == jnp.float32 else compute_view(self.state.params, dtype=self.dtype)
 
     def _turn(self) -> AbstractContextManager[None]:
-        return self.turn or nullcontext()
+        return self.device_lock or nullcontext()
 
     def _dropout_key(self) -> jax.Array | None:
         """Of the next update, the same for all of its micro-batches."""
@@ -374,7 +374,7 @@ class Learner:
             self.shapes,
             self.settings.share_prefix,
             self.longest,
-            attending_by(self.execution.attention),
+            attention_cost_with(self.execution.attention),
         )
         return packed
 
@@ -438,7 +438,7 @@ def _by_row(packed: Sequence[Packed], values: Sequence[Any], rows: Sequence[Row]
     """What was computed in rectangles, [B, T] each, as the rows had it."""
     result: list[np.ndarray] = [np.zeros(0)] * len(rows)
     for part, rectangle in zip(packed, values, strict=True):
-        for index, value in zip(part.rows, fetched(rectangle), strict=True):
+        for index, value in zip(part.rows, to_host(rectangle), strict=True):
             if index >= 0:
                 result[index] = value[: len(rows[index].completion)]
     return result

@@ -1,14 +1,14 @@
 """Which rows are computed together, and in which shape. Imports no jax.
 
 Tokens lie one behind another, without padding but at one place; only attention sees rows side by side, longest first,
-and takes their queries in a few stairs, each for a range of columns and for as many rows as reach into it:
+and takes their queries in a few query tiles, each for a range of columns and for as many rows as reach into it:
 
-    row 0  |  stair 0  |  stair 1  |     stair 2     |
-    row 1  |           |           |-----------------'
-    row 2  |           |-----------'
-    row 3  |-----------'
+    row 0  |  tile 0  |  tile 1  |     tile 2     |
+    row 1  |          |          |----------------'
+    row 2  |          |----------'
+    row 3  |----------'
 
-A stair's queries see their own columns and those before them, so that little of what is hidden is computed. Every shape
+A tile's queries see their own columns and those before them, so that little of what is hidden is computed. Every shape
 is a program of its own, so a step is put together from micro-batches of a base size, its half, its quarter and its
 eighth, and a shape that was used before is used again where it fits.
 """
@@ -29,10 +29,10 @@ FEWEST_ROW_COLUMNS = 16
 FEWEST_TOKENS = 32
 # The room for rows' tokens comes in so many.
 ROW_TOKENS = 64
-# Stairs of rows in one micro-batch.
-MOST_STAIRS = 5
-# A stair more has to save such a part of the scores.
-WORTH_A_STAIR = 0.12
+# Tiles of rows in one micro-batch.
+MAX_TILES = 5
+# A tile more has to save such a part of the scores.
+MIN_TILE_SAVING = 0.12
 # Most queries of a kernel's block.
 FUSED_BLOCK = 512
 # What a query costs per column that it may see, in units of what a token costs in all else.
@@ -55,21 +55,21 @@ Side = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Attending:
-    """How stairs are computed, as far as it matters which ones there are.
+class AttentionCost:
+    """How tiles are computed, as far as it matters which ones there are.
 
     Attributes:
         narrowest: fewest columns of one, where there are several.
-        computed: which scores are: "all" of a stair's queries on the columns up to its end; what they have "seen" of
-            these, in blocks; or that "from_first" column on, as if the columns before the stair were queries too.
+        computed: which scores are: "all" of a tile's queries on the columns up to its end; what they have "seen" of
+            these, in blocks; or that "from_first" column on, as if the columns before the tile were queries too.
     """
 
     narrowest: int = FEWEST_ROW_COLUMNS
     computed: Literal["all", "seen", "from_first"] = "all"
 
-    def num_scores(self, stairs: Sequence[Side], prompt_columns: int) -> int:
+    def num_scores(self, tiles: Sequence[Side], prompt_columns: int) -> int:
         """Scores that are computed for the rows behind their prompts."""
-        return sum(self._scores(rows, prompt_columns, *columns) for rows, *columns in ranges(stairs))
+        return sum(self._scores(rows, prompt_columns, *columns) for rows, *columns in ranges(tiles))
 
     def num_prompt_scores(self, prompts: int, columns: int) -> int:
         """Scores that are computed for the prompts themselves."""
@@ -77,7 +77,7 @@ class Attending:
 
     def cost(self, shape: "Shape") -> float:
         """What computing a micro-batch takes, in tokens."""
-        scores = self.num_prompt_scores(*shape.prompts) + self.num_scores(shape.stairs, shape.prompts[1])
+        scores = self.num_prompt_scores(*shape.prompts) + self.num_scores(shape.tiles, shape.prompts[1])
         return shape.tokens + COLUMN_COST * scores
 
     def _scores(self, rows: int, before: int, first: int, end: int) -> int:
@@ -89,7 +89,7 @@ class Attending:
         return rows * width * (before + end)
 
 
-PLAIN = Attending()
+PLAIN = AttentionCost()
 
 
 @dataclass(frozen=True)
@@ -100,24 +100,24 @@ class Shape:
         tokens: of prompts and rows together.
         row_tokens: room for the rows' part of them.
         prompts: number and columns of the prompts' rectangle.
-        stairs: for each, how many rows it has and its last column, where the next one begins.
+        tiles: for each, how many rows it has and its last column, where the next one begins.
     """
 
     tokens: int
     row_tokens: int
     prompts: Side
-    stairs: tuple[Side, ...]
+    tiles: tuple[Side, ...]
 
     @property
     def rows(self) -> Side:
         """Number and columns of all rows, as the objective sees them."""
-        return self.stairs[0][0], self.stairs[-1][1]
+        return self.tiles[0][0], self.tiles[-1][1]
 
 
-def ranges(stairs: Sequence[Side]) -> list[tuple[int, int, int]]:
-    """Of each stair the number of rows, its first column and its end."""
-    firsts = [0, *(end for _, end in stairs)]
-    return [(rows, first, end) for (rows, end), first in zip(stairs, firsts, strict=False)]
+def ranges(tiles: Sequence[Side]) -> list[tuple[int, int, int]]:
+    """Of each tile the number of rows, its first column and its end."""
+    firsts = [0, *(end for _, end in tiles)]
+    return [(rows, first, end) for (rows, end), first in zip(tiles, firsts, strict=False)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +149,7 @@ def plan(
     known: Sequence[Shape] = (),
     share_prefix: SharePrefix = "auto",
     longest: Side = (0, 0),
-    attending: Attending = PLAIN,
+    attention_cost: AttentionCost = PLAIN,
 ) -> list[MicroBatchPlan]:
     """Micro-batches of at most about `micro_batch_tokens` tokens per shard.
 
@@ -163,7 +163,7 @@ def plan(
         share_prefix: whether rows of a group share their prompt, as far as they are on one shard, or each has its own;
             "auto" does what costs less.
         longest: tokens of the longest prompt and completion that may come.
-        attending: how stairs are computed.
+        attention_cost: how tiles are computed.
     """
     plans = []
     for share in {"always": (True,), "never": (False,), "auto": (True, False)}[share_prefix]:
@@ -171,11 +171,11 @@ def plan(
         for sizes in _sizes(parts, num_shards, micro_batch_tokens, known):
             batches = _filled(rows, parts, num_shards, sizes)
             if batches is not None:
-                plans.append(_in_shapes(batches, sizes, known, longest, attending))
+                plans.append(_in_shapes(batches, sizes, known, longest, attention_cost))
 
     def price(plan: list[MicroBatchPlan]) -> float:
         shapes = {each.shape for each in plan}
-        cost = sum(attending.cost(each.shape) + MICRO_BATCH_COST for each in plan)
+        cost = sum(attention_cost.cost(each.shape) + MICRO_BATCH_COST for each in plan)
         compiling = len(known) ** 2 * (COMPILE_PART * cost + COMPILE_TOKENS)
         return cost + compiling * len(shapes - set(known))
 
@@ -225,16 +225,16 @@ def _in_shapes(
     sizes: Sequence[int],
     known: Sequence[Shape],
     longest: Side,
-    attending: Attending,
+    attention_cost: AttentionCost,
 ) -> list[MicroBatchPlan]:
     """Each micro-batch with its shape: a known one of its size that fits, else a new one, with room for later steps."""
     planned, shapes = [], list(known)
     every = [part for shards in batches for shard in shards for part in shard]
     for shards, size in zip(batches, sizes, strict=True):
         fitting = (shape for shape in shapes if shape.tokens == size and all(_fits(shape, shard) for shard in shards))
-        shape = min(fitting, key=attending.cost, default=None)
+        shape = min(fitting, key=attention_cost.cost, default=None)
         if shape is None:
-            shape = _new_shape(shards, size, every, shapes, longest, attending)
+            shape = _make_bucket(shards, size, every, shapes, longest, attention_cost)
             shapes.append(shape)
         planned.append(MicroBatchPlan(shards, shape))
     return planned
@@ -314,13 +314,13 @@ def _balanced(parts: Sequence[Part], rooms: Sequence[int]) -> list[list[Part]]:
     return bins
 
 
-def _new_shape(
+def _make_bucket(
     shards: Sequence[Sequence[Part]],
     size: int,
     every: Sequence[Part],
     known: Sequence[Shape],
     longest: Side,
-    attending: Attending,
+    attention_cost: AttentionCost,
 ) -> Shape:
     """A shape of so many tokens that holds these parts and likely those of later steps, to judge by all of this step.
 
@@ -336,25 +336,25 @@ def _new_shape(
     widest, longest_row = (-(-columns // 8) * 8 for columns in longest)
     S = _columns(max(part.prompt for part in every), FEWEST_PROMPT_COLUMNS, widest)
     for wider in (*(shape.prompts[1] for shape in known), max(widest, FEWEST_PROMPT_COLUMNS)):
-        extra = attending.num_prompt_scores(P, wider) - attending.num_prompt_scores(P, S)
+        extra = attention_cost.num_prompt_scores(P, wider) - attention_cost.num_prompt_scores(P, S)
         if wider > S and COLUMN_COST * extra <= WIDER * size:
             S = wider
 
-    def few(stairs: Sequence[Side]) -> tuple[Side, ...]:
-        return _few(stairs, attending, S)
+    def few(tiles: Sequence[Side]) -> tuple[Side, ...]:
+        return _merge_tiles(tiles, attention_cost, S)
 
     lengths = [_lengths(shard) for shard in shards]
-    stairs = few(_stairs(lengths, _lengths(every), share, spare, attending.narrowest, longest_row))
-    for more in (*(shape.stairs for shape in alike), ((1, max(longest_row, FEWEST_ROW_COLUMNS)),)):
-        wider = few(_united(stairs, more))
-        extra = attending.num_scores(wider, S) - attending.num_scores(stairs, S)
+    tiles = few(_tiles(lengths, _lengths(every), share, spare, attention_cost.narrowest, longest_row))
+    for more in (*(shape.tiles for shape in alike), ((1, max(longest_row, FEWEST_ROW_COLUMNS)),)):
+        wider = few(_union_tiles(tiles, more))
+        extra = attention_cost.num_scores(wider, S) - attention_cost.num_scores(tiles, S)
         if COLUMN_COST * extra <= WIDER * size:
-            stairs = wider
+            tiles = wider
     return Shape(
         tokens=size,
         row_tokens=min(size, -(-num_row_tokens // ROW_TOKENS) * ROW_TOKENS),
         prompts=(P, S),
-        stairs=stairs,
+        tiles=tiles,
     )
 
 
@@ -375,10 +375,10 @@ def _lengths(parts: Sequence[Part]) -> list[int]:
     return [length for part in parts for length in part.lengths]
 
 
-def _stairs(
+def _tiles(
     lengths: Sequence[Sequence[int]], every: Sequence[int], share: float, spare: float, narrowest: int, longest: int
 ) -> list[Side]:
-    """Many stairs that hold the rows of each shard and, with some to spare, such a share of all rows."""
+    """Many tiles that hold the rows of each shard and, with some to spare, such a share of all rows."""
     last = _columns(max(every), FEWEST_ROW_COLUMNS, longest)
     ends = [min(narrowest, last)]
     while ends[-1] < last:
@@ -393,31 +393,31 @@ def _stairs(
 
 
 def _reaching(lengths: Sequence[int], first: int) -> int:
-    """How many rows reach into a stair that begins there; all do into the first one, empty ones too."""
+    """How many rows reach into a tile that begins there; all do into the first one, empty ones too."""
     return sum(max(length, 1) > first for length in lengths)
 
 
-def _united(some: Sequence[Side], others: Sequence[Side]) -> list[Side]:
-    """Stairs that hold what either of these hold."""
-    ends = sorted({end for stairs in (some, others) for _, end in stairs})
-    return [(max(rows for stairs in (some, others) for rows, last in stairs if last >= end), end) for end in ends]
+def _union_tiles(some: Sequence[Side], others: Sequence[Side]) -> list[Side]:
+    """Tiles that hold what either of these hold."""
+    ends = sorted({end for tiles in (some, others) for _, end in tiles})
+    return [(max(rows for tiles in (some, others) for rows, last in tiles if last >= end), end) for end in ends]
 
 
-def _few(stairs: Sequence[Side], attending: Attending, prompt_columns: int) -> tuple[Side, ...]:
-    """At most `MOST_STAIRS`, fewer where that costs little, and none too narrow: neighbours are put together."""
+def _merge_tiles(tiles: Sequence[Side], attention_cost: AttentionCost, prompt_columns: int) -> tuple[Side, ...]:
+    """At most `MAX_TILES`, fewer where that costs little, and none too narrow: neighbours are put together."""
 
-    def scores(stairs: Sequence[Side]) -> int:
-        return attending.num_scores(stairs, prompt_columns)
+    def scores(tiles: Sequence[Side]) -> int:
+        return attention_cost.num_scores(tiles, prompt_columns)
 
-    def num_narrow(stairs: Sequence[Side]) -> int:
-        return sum(end - first < attending.narrowest for _, first, end in ranges(stairs))
+    def num_narrow(tiles: Sequence[Side]) -> int:
+        return sum(end - first < attention_cost.narrowest for _, first, end in ranges(tiles))
 
-    few = [(_count(rows), end) for rows, end in stairs]
+    few = [(_count(rows), end) for rows, end in tiles]
     while len(few) > 1:
         merged = [[*few[:k], (few[k][0], few[k + 1][1]), *few[k + 2 :]] for k in range(len(few) - 1)]
         best = min(merged, key=lambda each: (num_narrow(each), scores(each)))
-        is_dear = scores(best) > (1 + WORTH_A_STAIR) * scores(few)
-        if len(few) <= MOST_STAIRS and not num_narrow(few) and is_dear:
+        is_dear = scores(best) > (1 + MIN_TILE_SAVING) * scores(few)
+        if len(few) <= MAX_TILES and not num_narrow(few) and is_dear:
             break
         few = best
     return tuple(few)
@@ -431,7 +431,7 @@ def _fits(shape: Shape, parts: Sequence[Part]) -> bool:
         and len(parts) <= shape.prompts[0]
         and max((part.prompt for part in parts), default=0) <= shape.prompts[1]
         and max(lengths, default=0) <= shape.rows[1]
-        and all(_reaching(lengths, first) <= rows for rows, first, _ in ranges(shape.stairs))
+        and all(_reaching(lengths, first) <= rows for rows, first, _ in ranges(shape.tiles))
     )
 
 

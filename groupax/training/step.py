@@ -25,10 +25,10 @@ from groupax.models.split import partition_specs
 from groupax.objective.aggregation import Denominators
 from groupax.objective.metrics import Tally, across_devices, empty_tally, merge
 from groupax.objective.objective import empty_objective_tally, old_logprobs, policy_objective
-from groupax.parallel.collectives import summed
+from groupax.parallel.collectives import psum
 from groupax.parallel.mesh import DATA, TOKENS, Layout, is_split
 from groupax.parallel.pytree import pytree
-from groupax.parallel.transfer import placed
+from groupax.parallel.transfer import to_device
 from groupax.settings.objective import ObjectiveSettings
 from groupax.training.batch import MicroBatch
 from groupax.training.offload import places_on_host, updated_in_parts
@@ -71,7 +71,7 @@ class Totals:
 
 def to_rows(tree: Any, mesh: Mesh) -> Any:
     """Put host arrays on the devices, their first dim split over the data axes."""
-    return placed(tree, NamedSharding(mesh, ROWS))
+    return to_device(tree, NamedSharding(mesh, ROWS))
 
 
 @partial(jax.jit, static_argnames=("optimizer", "config", "mesh", "offload_optimizer"))
@@ -399,4 +399,4 @@ def _balance(routings: list[Routing], batch: MicroBatch, layout: Layout) -> Floa
     """This shard's part of the micro-batch's load-balancing loss, times the micro-batch's number of loss tokens."""
     num_tokens = lax.psum(jnp.sum(batch.evidence.mask).astype(jnp.float32), DATA)
     counted = own_tokens(batch.ragged.slots >= 0, layout)
-    return summed(load_balancing_loss(routings, counted, TOKENS), layout.axis("tokens")) * num_tokens
+    return psum(load_balancing_loss(routings, counted, TOKENS), layout.axis("tokens")) * num_tokens

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig
 from groupax.models.checkpoint import Model
-from groupax.parallel.transfer import fetched
+from groupax.parallel.transfer import to_host
 
 # Settings that say how a run is computed, shown, limited and saved; they may differ at any time.
 FREE = {
@@ -195,7 +195,7 @@ def weights_fingerprint(params: Any) -> str:
     named = jax.tree_util.tree_leaves_with_path(params)
     sums = [_digest(jnp.asarray(leaf)) for _, leaf in named]
     lines = [
-        f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} {[int(part) for part in fetched(digest)]}"
+        f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} {[int(part) for part in to_host(digest)]}"
         for (path, leaf), digest in zip(named, sums, strict=True)
     ]
     return _sha256(line.encode() for line in lines)

@@ -20,7 +20,7 @@ import optax
 from groupax.models.checkpoint import Model
 from groupax.objective.entropy import EntropyState
 from groupax.parallel.processes import num_processes
-from groupax.parallel.transfer import fetched_at_first
+from groupax.parallel.transfer import to_host_on_primary
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.sampler import Rollout
 from groupax.rollouts.state import Cursor, Experience
@@ -96,7 +96,7 @@ def begin_writing(
     if policies:
         trees[POLICIES] = {str(policy.version): policy.trained for policy in policies.values()}
     if num_processes() > 1:
-        trees = fetched_at_first(trees)
+        trees = to_host_on_primary(trees)
 
     def begin(folder: Path) -> Callable[[], None]:
         waits = [arrays.begin_writing(folder / name, tree) for name, tree in trees.items()]

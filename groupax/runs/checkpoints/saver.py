@@ -15,7 +15,7 @@ from groupax.config import GRPOConfig
 from groupax.errors import PreemptedError, RunError
 from groupax.models.checkpoint import Model
 from groupax.parallel import processes
-from groupax.parallel.preemption import StopRequests
+from groupax.parallel.preemption import PreemptionHandler
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.choose import Saved, Tell, split_path, store_of, to_continue
@@ -74,7 +74,7 @@ class RunSaver:
         Raises:
             ValueError: `resume` names what cannot be continued.
         """
-        saved = processes.at_first(
+        saved = processes.run_on_primary(
             lambda: to_continue(self.args.resume, self.store, self.scratch, self.identity, self.log.message)
         )
         saved = saved and self._seen_by_all(saved)
@@ -86,7 +86,7 @@ class RunSaver:
         restore_learner(self.learner, saved.folder, saved.state["learner"])
         num_bytes = saved.state["metrics_bytes"]
         is_another = saved.where != self.store.where(saved.step)  # a run of its own, that begins where that one was
-        if is_another or not processes.is_first():
+        if is_another or not processes.is_primary():
             self.folder.start(config, identity)
             return saved
         metrics = self.folder.metrics(num_bytes)
@@ -103,14 +103,14 @@ class RunSaver:
         """Begin to write a checkpoint if it is time for one."""
         self.writer.look()
         due = self.writer.due(cursor.step) or self._is_judged_here(cursor)
-        if cursor.step and processes.of_first(due):
+        if cursor.step and processes.broadcast_object(due):
             self.save(cursor, experience)
 
     def save(self, cursor: Cursor, experience: Experience | None) -> None:
         """Begin to write a checkpoint of the run as it is now; the first process writes it."""
         policies = self.policies(cursor)
         begin = begin_writing(self.learner, policies, self.args.save_optimizer_state)
-        if not processes.is_first():
+        if not processes.is_primary():
             return
         self.folder.flush()
         self.log.tell_fault()
@@ -138,10 +138,10 @@ class RunSaver:
     def save_and_wait(self, cursor: Cursor, experience: Experience | None) -> bool:
         """Have a checkpoint of the run as it is now; returns whether there is one."""
         self.writer.wait()
-        if processes.of_first(self.writer.newest() != cursor.step):
+        if processes.broadcast_object(self.writer.newest() != cursor.step):
             self.save(cursor, experience)
             self.writer.wait()
-        return processes.of_first(self.writer.newest() == cursor.step)
+        return processes.broadcast_object(self.writer.newest() == cursor.step)
 
     def stop(self, cursor: Cursor, experience: Experience | None, reason: str) -> None:
         """The run was asked to stop: have its state saved.
@@ -162,7 +162,9 @@ class RunSaver:
             kept = f"its state could not be saved; the newest one is {self.store.where(newest)}"
         else:
             kept = "its state could not be saved"
-        message = processes.of_first(f"stopped ({reason}) after step {cursor.step}; {kept}. {self._how_to_go_on}")
+        message = processes.broadcast_object(
+            f"stopped ({reason}) after step {cursor.step}; {kept}. {self._how_to_go_on}"
+        )
         self.log.message(message, warning=True)
         raise PreemptedError(message)
 
@@ -196,10 +198,10 @@ class RunSaver:
         Raises:
             ValueError: a process does not see it.
         """
-        if not processes.is_first() and str(saved.folder) != saved.where:  # a download of that process
+        if not processes.is_primary() and str(saved.folder) != saved.where:  # a download of that process
             run, _ = split_path(saved.where)
             saved = replace(saved, folder=store_of(run, self.scratch).local(saved.step))
-        seen = processes.exchanged((saved.folder / STATE).is_file())
+        seen = processes.all_gather_object((saved.folder / STATE).is_file())
         if not all(seen):
             blind = ", ".join(str(number) for number, sees in enumerate(seen) if not sees)
             raise ValueError(
@@ -265,7 +267,7 @@ def remove_download(saved: Saved) -> None:
         shutil.rmtree(saved.folder, ignore_errors=True)
 
 
-def patiently(action: Callable[[], None], folder: RunFolder, tell: Tell, stop: StopRequests) -> None:
+def retry_while_disk_full(action: Callable[[], None], folder: RunFolder, tell: Tell, stop: PreemptionHandler) -> None:
     """Do what needs room on a disk or an answer from a server, and try again for a while if it fails.
 
     If it fails for another reason than room, the run goes on in another folder after `MEND_S` (see
@@ -280,7 +282,7 @@ def patiently(action: Callable[[], None], folder: RunFolder, tell: Tell, stop: S
             action()
             return
         except (OSError, RunError, SafetensorError) as error:
-            if any(processes.exchanged(stop.reason is not None or time.monotonic() - begun_s > PATIENCE_S)):
+            if any(processes.all_gather_object(stop.reason is not None or time.monotonic() - begun_s > PATIENCE_S)):
                 raise RunError(f"the end of the run could not be saved in {place}: {error}") from error
             if not told:
                 tell(
@@ -289,7 +291,7 @@ def patiently(action: Callable[[], None], folder: RunFolder, tell: Tell, stop: S
                     warning=True,
                 )
             told = True
-            if processes.of_first(time.monotonic() - begun_s > MEND_S):
+            if processes.broadcast_object(time.monotonic() - begun_s > MEND_S):
                 with suppress(OSError):  # then there is nothing but to wait
-                    processes.at_first(folder.give_way)
+                    processes.run_on_primary(folder.give_way)
             time.sleep(RETRY_END_S)
