@@ -17,8 +17,8 @@ from groupax.compat import trl
 from groupax.compat.fields import CompatWarning
 from groupax.data import chat as chats
 from groupax.data.chat import render, render_all
-from groupax.data.template_process import TemplateProcess
 from groupax.data.prompts import encode_examples
+from groupax.data.template_process import TemplateProcess
 from groupax.data.tokenizer import encode_prompts, load_tokenizer
 from groupax.rollouts.sampler import rollout
 from groupax.runs.build import eval_params

@@ -11,8 +11,8 @@ import numpy as np
 from groupax.data.chat import CHAT_TEMPLATES, render_all
 from groupax.storage.folders import MAX_JSON_BYTES, READ, check_links, read_json
 from groupax.terminal.printable import error_line, short_repr
+from groupax.types import Prompt
 
-Prompt = str | list[dict[str, Any]]
 # What transformers calls a tokenizer that is no family's own.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 CHARACTERS_PER_TOKEN = 8  # more than most texts have
@@ -85,8 +85,8 @@ def _check_files(folder: Path) -> None:
         if code and not _is_generic(folder):
             raise ValueError(
                 f"{folder / name} asks for a tokenizer that is Python code of the folder (auto_map: "
-                f"{short_repr(code)}), which groupax never runs. If tokenizer.json is all there is to it, remove auto_map and set "
-                "tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json"
+                f"{short_repr(code)}), which groupax never runs. If tokenizer.json is all there is to it, remove "
+                "auto_map and set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json"
             )
     for key in ("vocab", "merges", "fast_tokenizer_files"):  # which transformers opens where they lie
         named = config.get(key)
