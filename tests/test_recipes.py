@@ -8,8 +8,8 @@ from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapte
 from groupax.cli.main import main, train_defaults
 from groupax.compat.easydel.scripts.finetune import gsm8k_grpo, numinamath_grpo
 from groupax.config import GRPOConfig
-from groupax.data.files import MissingSplitError, read_rows
-from groupax.data.prompts import load_examples
+from groupax.data.examples import load_examples
+from groupax.data.sources import MissingSplitError, read_rows
 from groupax.evaluation.items import read_items
 from groupax.recipes import RECIPES, load_recipe
 from groupax.recipes.countdown import countdown_correct, evaluated, problems

@@ -16,7 +16,7 @@ from groupax.runs.diagnostics import reward_findings
 from groupax.runs.progress import Progress, progress_named, shown_by_the_first
 from groupax.settings.command_line import parsed
 from groupax.settings.sampling import SamplingParams
-from groupax.storage.lock import refuse_locked
+from groupax.storage.lock import check_unlocked
 
 DEFAULT_MAX_TOKENS = 512
 Given = tyro.conf.Positional
@@ -275,7 +275,7 @@ def _check(command: Eval) -> None:
         )
     if command.limit is not None and command.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {command.limit}")
-    refuse_locked(command.output_dir)
+    check_unlocked(command.output_dir)
     if (command.output_dir / "metrics.jsonl").exists():
         raise ValueError(
             f"--output_dir {command.output_dir} is the folder of a training run, which has a result.json of its own; "
@@ -293,8 +293,8 @@ def _ways(sampling: SamplingParams, greedy: bool) -> dict[str, SamplingParams]:
 
 def _load_sets(command: Eval, recipe: Any) -> dict[str, Any]:
     """The rows of each set, with prompts."""
-    from groupax.data.files import EVAL_SPLITS
-    from groupax.data.prompts import load_examples
+    from groupax.data.examples import load_examples
+    from groupax.data.sources import EVAL_SPLITS
     from groupax.evaluation.sets import sources_by_name
 
     if command.dataset:
