@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from groupax.config import GRPOConfig
-from groupax.data.prompts import PromptSet, visit_order
+from groupax.data.order import visit_order
+from groupax.data.prompts import PromptSet
 from groupax.errors import RewardError, RunError, is_out_of_memory
 from groupax.events import Emit, PhaseStarted, counted
 from groupax.metrics.completions import (

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig, mesh_sizes
-from groupax.data.prompts import Examples, PromptSet, encode_examples, prompt_limit
+from groupax.data.examples import Examples
+from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
-from groupax.models.checkpoint import Model, load_model, on_mesh
+from groupax.models.checkpoint import Model, load_model, reshard
 from groupax.models.lora import LoRAConfig, lora_config
 from groupax.models.specs import Params
 from groupax.objective.entropy import EntropyControl
@@ -53,7 +54,7 @@ def model_for(args: GRPOConfig, model: str | Path | Model) -> Model:
     mesh = mesh_of(args)
     if not isinstance(model, Model):
         return load_model(model, mesh=mesh, weights=args.base_weights, replicated=args.mesh_replicate)
-    return model if mesh is None else on_mesh(model, mesh, args.mesh_replicate)
+    return model if mesh is None else reshard(model, mesh, args.mesh_replicate)
 
 
 def mesh_of(args: GRPOConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
