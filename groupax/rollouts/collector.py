@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from groupax.config import GRPOConfig
-from groupax.data.prompts import PromptSet, visit_order
-from groupax.engine.engine import Engine
+from groupax.data.order import visit_order
+from groupax.data.prompts import PromptSet
 from groupax.errors import RewardError, RunError, is_out_of_memory
 from groupax.metrics.completions import (
     completion_metrics,
@@ -25,12 +25,10 @@ from groupax.objective.advantages import Advantages, group_advantages
 from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
-from groupax.rollouts.sampler import Sampler, rollout
+from groupax.rollouts.sampler import PolicySampler, Sampler, rollout
 from groupax.rollouts.slices import Slices
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.runs.progress import Progress
-from groupax.serve.broadcast_sampler import SamplerForAll
-from groupax.serve.client import RemoteSampler
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Learner
 from groupax.types import Metrics, Rollout, Row, TrainerState
@@ -59,7 +57,7 @@ class Collector:
         slices: Slices,
         prompts: PromptSet,
         tokenizer: Any,
-        engine: Engine | RemoteSampler | SamplerForAll,
+        engine: PolicySampler,
         learner: Learner,
         runner: RewardRunner,
         reward_weights: np.ndarray,
