@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupax.config import GRPOConfig, mesh_sizes
-from groupax.engine.tensor_parallel import undivided
+from groupax.engine.tensor_parallel import indivisible_dims
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params, split_dims
@@ -153,7 +153,7 @@ def _changes(config: ModelConfig, plan: Plan) -> Iterator[Asked]:
     may_share = args.decoding_weights in ("same", "bfloat16") and args.base_weights == "same" and not args.max_staleness
     if is_rollout and is_copied and may_share:
         tp = 2 * args.decoding_tp
-        if not plan.mesh.devices.size % tp and not undivided(config, decoding_mesh(plan.mesh, tp)):
+        if not plan.mesh.devices.size % tp and not indivisible_dims(config, decoding_mesh(plan.mesh, tp)):
             yield asked.changed(f"--decoding_tp {tp}", decoding_tp=tp)
     if is_rollout and is_copied and args.decoding_weights == "same" and args.decoding_tp == 1:
         yield asked.changed("--decoding_weights int8", decoding_weights="int8")
