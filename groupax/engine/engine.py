@@ -23,7 +23,7 @@ from groupax.models.config import ModelConfig
 from groupax.models.quantize import check_decoding_weights, decoding_params
 from groupax.models.specs import Params
 from groupax.models.split import laid_out
-from groupax.parallel.mesh import decoding_mesh, is_split
+from groupax.parallel.mesh import decoding_mesh, splits_model
 from groupax.parallel.peak import free_memory_bytes
 from groupax.settings.sampling import SamplingParams
 
@@ -143,7 +143,7 @@ class Engine:
         self.config = config
         self.weights = weights
         self.mesh = decoding_mesh(mesh, tp)
-        self._gathers = is_split(mesh) or tp > 1
+        self._gathers = splits_model(mesh) or tp > 1
         if tp > 1:
             validate_tp(config, self.mesh, params, weights)
         self._given: Params = params
