@@ -39,6 +39,7 @@ from groupax.rollouts.slices import slices_of
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.build import (
     check_adapter,
+    check_objective,
     check_processes,
     engine_for,
     eval_params,
@@ -134,6 +135,7 @@ class GRPOTrainer:
         self._is_introduced = False
         self.progress.phase("loading the data")
         check_processes(args)
+        check_objective(args)
         lora = lora_for(args, peft_config)
         if train_dataset is None:
             raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")

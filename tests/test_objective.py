@@ -16,7 +16,7 @@ from groupax.objective.entropy import EntropyControl, EntropyState, applied_coef
 from groupax.objective.kl import ESTIMATORS
 from groupax.objective.losses import LOSSES
 from groupax.objective.masks import top_entropy_threshold
-from groupax.objective.objective import Evidence, empty_objective_tally, policy_objective
+from groupax.objective.objective import LossInputs, zero_metrics, policy_objective
 from groupax.objective.ratios import RATIOS
 from groupax.settings.objective import (
     ImportanceSamplingLevel,
@@ -148,7 +148,7 @@ def loss_of(batch, settings, counts=None, entropy_coef=0.0):
     counts = counts or counts_of(np.asarray(batch["mask"]))
     batch = {name: None if x is None else jnp.asarray(x) for name, x in batch.items()}
     logp, entropy = batch.pop("logp"), batch.pop("entropy")
-    return policy_objective(logp, entropy, Evidence(**batch), counts, settings, entropy_coef)[0]
+    return policy_objective(logp, entropy, LossInputs(**batch), counts, settings, entropy_coef)[0]
 
 
 def numpy_loss(batch, settings, top_entropy=False, entropy_coef=0.0):
@@ -243,8 +243,8 @@ def test_the_empty_tally_has_the_names_of_a_full_one(loss_type, case):
     settings = ObjectiveSettings(loss_type=loss_type, **case)
     batch = {name: None if x is None else jnp.asarray(x) for name, x in given_for(settings, a_batch()).items()}
     logp, entropy = batch.pop("logp"), batch.pop("entropy")
-    tally = policy_objective(logp, entropy, Evidence(**batch), counts_of(batch["mask"]), settings)[1]
-    assert jax.tree.structure(tally) == jax.tree.structure(empty_objective_tally(settings))
+    tally = policy_objective(logp, entropy, LossInputs(**batch), counts_of(batch["mask"]), settings)[1]
+    assert jax.tree.structure(tally) == jax.tree.structure(zero_metrics(settings))
 
 
 @pytest.mark.parametrize("importance_sampling_level", get_args(ImportanceSamplingLevel))
@@ -425,7 +425,7 @@ def test_expected_kl_gradient_over_a_small_policy(estimator, corrected, off_poli
         losses = []
         for answer in range(5):
             old, reference = sampled_from[answer, None, None], ref[answer, None, None]
-            evidence = Evidence(jnp.zeros(1), jnp.ones((1, 1), bool), old, old, reference)
+            evidence = LossInputs(jnp.zeros(1), jnp.ones((1, 1), bool), old, old, reference)
             losses.append(policy_objective(logp[answer, None, None], zero, evidence, one, settings)[0])
         return jnp.sum(jnp.exp(sampled_from) * jnp.stack(losses))
 

@@ -21,7 +21,7 @@ import pytest
 from groupax.config import GRPOConfig
 from groupax.objective.aggregation import Denominators
 from groupax.objective.masks import top_entropy_threshold
-from groupax.objective.objective import Evidence, empty_objective_tally, policy_objective
+from groupax.objective.objective import LossInputs, zero_metrics, policy_objective
 from groupax.settings.objective import ObjectiveSettings
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -63,7 +63,7 @@ def test_loss_and_gradient_are_the_recorded_ones(case):
     mask = mask.astype(bool)
     settings = settings_of(case)
     quantile = case["options"].get("top_entropy_quantile")
-    evidence = Evidence(
+    evidence = LossInputs(
         advantages=advantages,
         mask=mask,
         rollout_logp=old,
@@ -96,11 +96,11 @@ def test_metrics_in_trls_definitions_are_the_recorded_ones(case):
     logps, old, ref, entropy, mask, advantages = (jnp.asarray(ARRAYS[f"{case['id']}/{name}"]) for name in names)
     mask = mask.astype(bool)
     settings = replace(settings_of(case), metric_definitions="trl")
-    evidence = Evidence(advantages, mask, old, old, ref if settings.beta else None)
+    evidence = LossInputs(advantages, mask, old, old, ref if settings.beta else None)
     counts = Denominators(jnp.float32(len(mask)), jnp.float32(mask.sum()))
     tally = policy_objective(logps, entropy, evidence, counts, settings)[1]
     expected = {*tally.sums, *tally.minima, *tally.maxima}
-    assert set(empty_objective_tally(settings).sums) == set(tally.sums)
+    assert set(zero_metrics(settings).sums) == set(tally.sums)
     assert expected >= set(case["metrics"]) - {"policy_loss", "entropy_coef", "aux_loss"}
     reported = {name: float(total) / float(counts.num_tokens) for name, total in tally.sums.items()}
     reported |= {name: float(value) for name, value in (tally.minima | tally.maxima).items()}

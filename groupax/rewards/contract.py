@@ -3,9 +3,7 @@
 See docs/rewards.md for the contract with examples.
 """
 
-import ast
 import functools
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +16,7 @@ import numpy as np
 from groupax.rewards.builtin import BUILTIN_REWARDS
 from groupax.rollouts.sampler import Rollout
 from groupax.settings.fields import nearest
+from groupax.settings.references import import_attribute, parse_call
 from groupax.terminal.printable import printable
 
 GIVEN = ("prompts", "completions", "completion_ids", "batch")
@@ -207,53 +206,22 @@ def find_reward(reference: str) -> Any:
     Raises:
         ValueError: there is none, or the options cannot be read.
     """
-    name, options, columns = _parse_call(reference)
+    name, options, columns = parse_call("reward", reference)
     if name in BUILTIN_REWARDS:
         function: Any = BUILTIN_REWARDS[name]
     else:
-        module, colon, attribute = name.partition(":")
-        if not colon:
+        if ":" not in name:
             raise ValueError(
                 f"there is no built-in reward {name!r}{nearest(name, BUILTIN_REWARDS)} (built in are "
                 f"{', '.join(sorted(BUILTIN_REWARDS))}); one of your own is named as 'module:function'"
             )
-        function = _imported(name, module, attribute)
+        function = import_attribute("reward", name)
     known = inspect.signature(function).parameters
     for option in options:
         if option not in known:
             raise ValueError(f"reward {name!r} has no option {option!r}{nearest(option, known)}")
     function = functools.partial(function, **options) if options else function
     return with_columns(function, **columns) if columns else function
-
-
-def _imported(name: str, module: str, attribute: str) -> Any:
-    """The function of a "module:function" reference.
-
-    Raises:
-        ValueError: there is no such module or function; says where modules are looked for, or what is alike.
-    """
-    if module.endswith(".py") or "/" in module:
-        plain = module.removesuffix(".py").strip("./").replace("/", ".")
-        raise ValueError(f"reward {name!r} names a file; name the module, without .py: '{plain}:{attribute}'")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # one that the module itself imports
-            raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
-        beside = [path.stem for path in Path().glob("*.py")]
-        raise ValueError(
-            f"reward {name!r} cannot be imported: there is no module {error.name!r}; it is looked for in the current "
-            f"folder ({Path.cwd()}), in PYTHONPATH and among what is installed{nearest(error.name, beside)}"
-        ) from error
-    except ImportError as error:
-        raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
-    if not hasattr(found, attribute):
-        functions = [each for each, value in vars(found).items() if callable(value) and not each.startswith("_")]
-        have = f"; it has {', '.join(functions[:8])}" if functions else ""
-        raise ValueError(
-            f"reward {name!r}: module {module!r} has no {attribute!r}{have}{nearest(attribute, functions)}"
-        )
-    return getattr(found, attribute)
 
 
 def arguments_for(
@@ -354,30 +322,6 @@ def _reward_model(item: Any, tokenizer: Any) -> Any:
     from groupax.rewards.model import RewardModel
 
     return RewardModel(item, tokenizer)
-
-
-def _parse_call(reference: str) -> tuple[str, dict[str, Any], dict[str, str]]:
-    """The name, the options (literals) and the columns (bare words) of "name(option=1, argument=column)"."""
-    name, bracket, rest = reference.partition("(")
-    if not bracket:
-        return reference, {}, {}
-    try:
-        call = ast.parse(f"f({rest}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("options are named")
-        options, columns = {}, {}
-        for keyword in call.keywords:
-            if keyword.arg is None:
-                raise ValueError("options are named")
-            if isinstance(keyword.value, ast.Name):
-                columns[keyword.arg] = keyword.value.id
-            else:
-                options[keyword.arg] = ast.literal_eval(keyword.value)
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(
-            f"reward {reference!r} cannot be read ({error}); write it like name(option=1, argument=column)"
-        ) from error
-    return name.strip(), options, columns
 
 
 def _name(function: Any) -> str:
