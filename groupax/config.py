@@ -19,6 +19,7 @@ from groupax.settings.objective import (
     RolloutCorrection,
     ScaleRewards,
 )
+from groupax.settings.references import reference_to
 from groupax.settings.template_kwargs import check_template_kwargs
 
 PromptOverflow = Literal["error", "drop", "truncate_left"]

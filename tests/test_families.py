@@ -22,9 +22,10 @@ from groupax.models.rope import frequencies
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh, num_data_shards
 from groupax.settings.objective import ObjectiveSettings
-from groupax.training.batch import Row, pack
+from groupax.training.batch import pack
 from groupax.training.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
 from groupax.training.step import ROUTER_LOSS, across_shards, micro_step, to_rows, zero_totals
+from groupax.types import Row
 
 from .conftest import one_device_mesh, rest_heavy
 

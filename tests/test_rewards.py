@@ -10,7 +10,7 @@ import pytest
 from groupax.rewards import with_columns
 from groupax.rewards.contract import find_reward, resolve_rewards
 from groupax.rewards.runner import RewardRunner, RewardSettings
-from groupax.rollouts.sampler import Rollout
+from groupax.types import Rollout
 
 
 def rollouts_of(texts, conversational=False, **columns):
@@ -248,7 +248,10 @@ def test_rubbish_is_named_and_counts_as_no_reward(returned, message, num_failure
     [
         ([], "reward_funcs is empty"),
         ("think_anser_format", "did you mean think_answer_format"),
-        ("no.such.module:f", r"there is no module 'no'; it is searched for in the current folder \(.*\), in PYTHONPATH"),
+        (
+            "no.such.module:f",
+            r"there is no module 'no'; it is searched for in the current folder \(.*\), in PYTHONPATH",
+        ),
         ("my_rewards.py:f", "names a file; name the module, without .py: 'my_rewards:f'"),
         ("./parts/my_rewards.py:f", "without .py: 'parts.my_rewards:f'"),
         ("json:lods", "module 'json' has no 'lods'; it has .*; did you mean loads"),

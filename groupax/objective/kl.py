@@ -43,9 +43,7 @@ def find_estimator(kl_estimator: str | Estimator) -> Estimator:
     return resolve("kl_estimator", kl_estimator, ESTIMATORS, ("logp", "ref_logp"))
 
 
-def bias_corrected(
-    kl: Float[Array, "B T"], ratio: Float[Array, "B T"], estimator: Estimator
-) -> Float[Array, "B T"]:
+def bias_corrected(kl: Float[Array, "B T"], ratio: Float[Array, "B T"], estimator: Estimator) -> Float[Array, "B T"]:
     """Weights estimates by the importance ratio, so that their expected gradient is exact at any policy.
 
     The gradient of k2 is itself an estimate of the KL's, so its ratio is a constant. Any other estimate is one of the

@@ -66,7 +66,7 @@ class Loss:
     Attributes:
         token_loss: (terms, settings) -> the loss of each token, [B, T].
         aggregation: (lengths, counts, settings) -> the weight of each row's token losses, [B] (see `aggregation`).
-        metrics: (terms, settings) -> metrics by name; values of shape [B, T] or [B, 1] are averaged over loss tokens,
+        metrics: (terms, settings) -> metrics by name; values of shape [B, T] or [B] are averaged over loss tokens,
             and `RowMin` and `RowMax` are extremes over rows.
         uses_correction: whether `token_loss` takes `terms.correction` into account. Otherwise its losses are multiplied
             by it.
@@ -189,7 +189,7 @@ def vespo_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "
 def vespo_metrics(terms: TokenTerms, settings: ObjectiveSettings) -> LossMetrics:
     """Returns the weight of each row, under TRL's name with TRL's definitions."""
     name = "vespo/phi_seq_mean" if settings.metric_definitions == "trl" else "vespo/phi_mean"
-    return {name: vespo_weight(terms, settings)}
+    return {name: vespo_weight(terms, settings)[:, 0]}
 
 
 # By `loss_type`; `settings.objective.LossType` has the same names.

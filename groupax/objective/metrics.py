@@ -37,7 +37,7 @@ class RowMax(NamedTuple):
     values: Array
 
 
-# The metrics of a loss by name: values per token, [B, T], or per row, [B, 1], are averaged over loss tokens.
+# The metrics of a loss by name: values per token, [B, T], or per row, [B], are averaged over loss tokens.
 LossMetrics = Mapping[str, Array | RowMin | RowMax]
 
 
@@ -64,41 +64,45 @@ def join(a: MetricSums, b: MetricSums) -> MetricSums:
     return MetricSums(a.sums | b.sums, a.minima | b.minima, a.maxima | b.maxima)
 
 
-def psum(metrics: MetricSums, axes: tuple[str, ...]) -> MetricSums:
+def psum_metrics(metrics: MetricSums, axes: tuple[str, ...]) -> MetricSums:
     """Adds up the metrics of all devices along these mesh axes."""
     return MetricSums(lax.psum(metrics.sums, axes), lax.pmin(metrics.minima, axes), lax.pmax(metrics.maxima, axes))
 
 
 def sum_metrics(
-    metrics: LossMetrics, mask: Bool[Array, "B T"], tokens_per_row: Float[Array, ""] | None = None
+    metrics: LossMetrics,
+    mask: Bool[Array, "B T"],
+    tokens_per_row: Float[Array, ""] | None = None,
+    of_sequences: bool = False,
 ) -> MetricSums:
     """Reduces the metrics of a loss over the loss tokens of these rows.
 
     Args:
         metrics: values by name.
         mask: loss tokens.
-        tokens_per_row: mean number of loss tokens of a row of the step. If given, the row means are added up and
-            multiplied by it, so that the metric comes out as a mean over rows, as TRL has it.
+        tokens_per_row: mean number of loss tokens of a row of the step. If given, metrics with a value per row come out
+            as means over rows, as TRL has them.
+        of_sequences: whether all metrics have one value per row, repeated for each of its tokens.
     """
     total = MetricSums({}, {}, {})
     is_counted = jnp.any(mask, axis=-1)
     for name, values in metrics.items():
         if isinstance(values, RowMin):
-            total.minima[name] = jnp.min(row_means(values.values, mask), initial=jnp.inf, where=is_counted)
+            total.minima[name] = jnp.min(_row_means(values.values, mask), initial=jnp.inf, where=is_counted)
         elif isinstance(values, RowMax):
-            total.maxima[name] = jnp.max(row_means(values.values, mask), initial=-jnp.inf, where=is_counted)
-        elif tokens_per_row is not None:
-            total.sums[name] = jnp.sum(row_means(values, mask)) * tokens_per_row
+            total.maxima[name] = jnp.max(_row_means(values.values, mask), initial=-jnp.inf, where=is_counted)
+        elif tokens_per_row is not None and (of_sequences or jnp.ndim(values) == 1):
+            total.sums[name] = jnp.sum(_row_means(values, mask)) * tokens_per_row
         else:
             total.sums[name] = jnp.sum(_per_token(values, mask), where=mask)
     return total
 
 
-def row_means(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
-    """Computes each row's mean over its loss tokens; 0 without any."""
+def _row_means(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
     lengths = jnp.maximum(jnp.sum(mask, axis=-1), 1)
     return jnp.sum(_per_token(values, mask), axis=-1, where=mask) / lengths.astype(jnp.float32)
 
 
 def _per_token(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    values = values[:, None] if jnp.ndim(values) == 1 else values
     return jnp.broadcast_to(values, mask.shape).astype(jnp.float32)

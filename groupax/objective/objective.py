@@ -1,6 +1,5 @@
 """The objective of one micro-batch: ratios, policy loss, masks, correction, KL, aggregation and metrics."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 from groupax.objective.aggregation import Denominators, aggregate
 from groupax.objective.correction import rollout_correction
 from groupax.objective.kl import bias_corrected, find_estimator
-from groupax.objective.losses import Loss, TokenTerms, find_loss
+from groupax.objective.losses import TokenTerms, find_loss
 from groupax.objective.masks import on_policy_rows
 from groupax.objective.metrics import MetricSums, sum_metrics, zeros_like
 from groupax.objective.ratios import LOG_RATIO_LIMIT, RATIOS
@@ -66,7 +65,9 @@ def policy_objective(
     logp, entropy = _masked(logp, mask), _masked(entropy, mask)
     terms = _terms(logp, entropy, inputs, settings)
     in_trl = settings.metric_definitions == "trl"
-    metrics = _loss_metrics(loss, terms, counts, settings)
+    tokens_per_row = counts.num_tokens / counts.num_rows if in_trl else None
+    of_sequences = settings.importance_sampling_level == "sequence"
+    metrics = sum_metrics(loss.metrics(terms, settings), mask, tokens_per_row, of_sequences)
     metrics.sums["entropy"] = jnp.sum(entropy, where=mask)
     metrics.sums["ratio/clamped_frac"] = _count(jnp.abs(terms.log_ratio) > LOG_RATIO_LIMIT, mask)
     if terms.correction is not None:
@@ -104,17 +105,16 @@ def zero_metrics(settings: ObjectiveSettings) -> MetricSums:
     Raises:
         ValueError: the settings name a loss or an estimator that does not exist, or that returns the wrong shape.
     """
-    row, token = jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.float32)
-    one = jax.ShapeDtypeStruct((), jnp.float32)
-    inputs = LossInputs(
-        advantages=row,
-        mask=jax.ShapeDtypeStruct((2, 3), bool),
-        rollout_logp=token,
-        ref_logp=token if settings.beta > 0 else None,
-        sampler_logp=token if settings.rollout_correction != "none" else None,
-    )
-    objective = partial(policy_objective, settings=settings)
-    return zeros_like(jax.eval_shape(objective, token, token, inputs, Denominators(one, one))[1])
+
+    def of_two_rows() -> MetricSums:
+        token = jnp.zeros((2, 3))
+        ref_logp = token if settings.beta > 0 else None
+        sampler_logp = token if settings.rollout_correction != "none" else None
+        inputs = LossInputs(jnp.zeros(2), token > 0, token, None, ref_logp, sampler_logp)
+        counts = Denominators(jnp.float32(1.0), jnp.float32(1.0))
+        return policy_objective(token, token, inputs, counts, settings)[1]
+
+    return zeros_like(jax.eval_shape(of_two_rows))
 
 
 def _masked(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
@@ -134,22 +134,6 @@ def _terms(
     ratio = RATIOS[settings.importance_sampling_level](log_ratio, mask)
     advantage, entropy = inputs.advantages[:, None], lax.stop_gradient(entropy)
     return TokenTerms(logp, log_ratio, ratio, advantage, mask, entropy, correction)
-
-
-def _loss_metrics(loss: Loss, terms: TokenTerms, counts: Denominators, settings: ObjectiveSettings) -> MetricSums:
-    """Sums up the loss's own metrics; TRL averages those with one value per row over rows."""
-    metrics = loss.metrics(terms, settings)
-    if settings.metric_definitions != "trl":
-        return sum_metrics(metrics, terms.mask)
-    of_sequences = settings.importance_sampling_level == "sequence"
-
-    def is_per_row(values: Any) -> bool:
-        return of_sequences or jnp.shape(values)[-1:] == (1,)
-
-    per_row: LossMetrics = {name: values for name, values in metrics.items() if is_per_row(values)}
-    per_token: LossMetrics = {name: values for name, values in metrics.items() if name not in per_row}
-    of_rows = sum_metrics(per_row, terms.mask, counts.num_tokens / counts.num_rows)
-    return join(of_rows, sum_metrics(per_token, terms.mask))
 
 
 def _kl(

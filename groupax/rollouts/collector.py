@@ -13,7 +13,6 @@ from groupax.data.prompts import PromptSet, visit_order
 from groupax.engine.engine import Engine
 from groupax.errors import RewardError, RunError, is_out_of_memory
 from groupax.metrics.completions import (
-    Metrics,
     completion_metrics,
     logged_metrics,
     reward_metrics,
@@ -23,18 +22,18 @@ from groupax.metrics.completions import (
     with_logged,
 )
 from groupax.objective.advantages import Advantages, find_advantage_estimator, group_advantages
-from groupax.rewards.contract import TrainerState, reward_matrix
+from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
-from groupax.rollouts.sampler import Rollout, Sampler, rollout
+from groupax.rollouts.sampler import Sampler, rollout
 from groupax.rollouts.slices import Slices
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.runs.progress import Progress
 from groupax.serve.broadcast_sampler import SamplerForAll
 from groupax.serve.client import RemoteSampler
 from groupax.settings.sampling import SamplingParams
-from groupax.training.batch import Row
 from groupax.training.learner import Learner
+from groupax.types import Metrics, Rollout, Row, TrainerState
 
 
 class Collector:

@@ -18,6 +18,7 @@ from groupax.models.lora import LoRAConfig, lora_config
 from groupax.models.specs import Params
 from groupax.objective.advantages import find_advantage_estimator
 from groupax.objective.entropy import EntropyControl
+from groupax.objective.kl import find_estimator
 from groupax.objective.objective import zero_metrics
 from groupax.parallel import processes
 from groupax.parallel.mesh import make_mesh
@@ -26,8 +27,8 @@ from groupax.rollouts.collector import sampling_params
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.serve.broadcast_sampler import SamplerForAll
 from groupax.serve.client import RemoteSampler
-from groupax.serve.protocol import API_KEY_VARIABLE
 from groupax.serve.vllm_sglang import WeightsFolder
+from groupax.settings import environment as env
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import LearnerSettings
@@ -55,6 +56,7 @@ def check_objective(args: GRPOConfig) -> None:
         ValueError: one does not.
     """
     zero_metrics(learner_settings(args).objective)
+    find_estimator(args.kl_estimator)
     find_advantage_estimator(args.advantage_estimator)
 
 
@@ -229,7 +231,7 @@ def sampler_for(
     """What samples rollouts: the engine, or servers, which have the weights `params` at first."""
     if not args.rollout_servers:
         return engine
-    shared, key = None, os.environ.get(API_KEY_VARIABLE)
+    shared, key = None, os.environ.get(env.API_KEY)
     if args.rollout_correction != "none":
         folder = Path(args.rollout_folder or run_folder / "rollout_weights").expanduser()
         shared = WeightsFolder(folder, model, jnp.dtype(stored_dtype(model)), is_own=args.rollout_folder is None)

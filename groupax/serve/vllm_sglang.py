@@ -20,7 +20,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.engine.scheduler import FinishReason
 from groupax.engine.scheduler import Sequence as Completion
 from groupax.errors import RunError
 from groupax.models.checkpoint import Model
@@ -28,6 +27,7 @@ from groupax.models.saving import save_model
 from groupax.models.specs import Params
 from groupax.serve.remote import Refused, Remote
 from groupax.settings.sampling import SamplingParams
+from groupax.types import FinishReason
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}  # by what they say of their models
 BUSY = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)

@@ -24,6 +24,7 @@ class Bound:
     options: tuple[tuple[str, Any], ...]
 
     def __call__(self, *args: Any) -> Any:
+        """Calls the function with these arguments and the options."""
         return self.function(*args, **dict(self.options))
 
 

@@ -23,7 +23,7 @@ from groupax.models.grouped import grouped_logprobs, own_tokens, taken
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import partition_specs
 from groupax.objective.aggregation import Denominators
-from groupax.objective.metrics import MetricSums, join, merge, psum
+from groupax.objective.metrics import MetricSums, join, merge, psum_metrics
 from groupax.objective.objective import old_logprobs, policy_objective, zero_metrics
 from groupax.parallel.collectives import psum
 from groupax.parallel.mesh import DATA, TOKENS, Layout, is_split
@@ -286,7 +286,7 @@ def across_shards(totals: Totals, *, config: ModelConfig, mesh: Mesh) -> Totals:
             for index, grad in zip(indices, lax.psum([leaves[index] for index in indices], axes), strict=True):
                 leaves[index] = grad
         loss = lax.psum(own.loss, DATA)
-        return Totals(jax.tree.unflatten(structure, leaves), loss, psum(own.metrics, DATA))
+        return Totals(jax.tree.unflatten(structure, leaves), loss, psum_metrics(own.metrics, DATA))
 
     of_totals = totals_specs(config, mesh, totals.grads, totals)
     structure = jax.tree.structure(totals)
