@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from groupax.config import GRPOConfig
-from groupax.data.files import EVAL_SPLITS
-from groupax.data.prompts import load_examples, named_source
+from groupax.data.examples import describe_source, load_examples
+from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import eos_token_ids
 from groupax.errors import DivergedError, RewardError
 from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
@@ -22,7 +22,7 @@ from groupax.metrics.estimates import Estimate
 from groupax.models.adapted import joined
 from groupax.models.checkpoint import Model, add_adapter
 from groupax.models.lora import counts, trainable_line
-from groupax.models.saving import save_adapter, save_model, sources_of
+from groupax.models.saving import save_adapter, save_model, source_folders
 from groupax.models.specs import Params
 from groupax.parallel import processes
 from groupax.parallel.compilation import compilation
@@ -30,8 +30,8 @@ from groupax.parallel.peak import memory_in_use
 from groupax.parallel.preemption import PreemptionHandler, RolloutCancelled
 from groupax.parallel.runtime import configure_jax
 from groupax.parallel.transfer import to_host_on_primary
-from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
-from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
+from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.collector import Collector
 from groupax.rollouts.pipeline import Pipeline
 from groupax.rollouts.slices import slices_of
@@ -61,6 +61,7 @@ from groupax.runs.model_card import license_of, read_card, run_card
 from groupax.runs.progress import Progress, progress_named, shown_by_the_first
 from groupax.runs.rollout_log import TokenScores
 from groupax.runs.trackers.tracker import check_installed
+from groupax.settings.rewards import RewardSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
@@ -150,7 +151,7 @@ class GRPOTrainer:
         for name, examples in eval_examples.items():
             check_columns(self.rewards, columns, examples[0], f"eval_dataset {name!r}")
         self.reward_runner = RewardRunner(self.rewards, args.part(RewardSettings))
-        self.reward_weights = weights_of(args.reward_weights, self.rewards)
+        self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
         self.solved_by = which_solves(args.solved_by, self.rewards)
         check_installed(args.report_to)
         log_bytes = None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9)
@@ -169,7 +170,7 @@ class GRPOTrainer:
         self.progress.phase("encoding the prompts")
         self.tokenizer = tokenizer_for(args, self._model, processing_class)
         self.eos_ids = eos_token_ids(self.tokenizer, self._model.generation_config, self._model.hf_config)
-        name = named_source(train_dataset, "train_dataset")
+        name = describe_source(train_dataset, "train_dataset")
         self.prompts = prompts_for(args, self._model, self.tokenizer, train_examples, dataset=name)
         self.eval_prompts = {
             name: prompts_for(
@@ -432,12 +433,12 @@ class GRPOTrainer:
         saver = RunSaver(self.args, self._identity, self._model, self.run_folder, self.learner, log, policies)
         model_folder = self.run_folder.path / "model"
         if not (self.run_folder.path / "metrics.jsonl").exists():  # an earlier run may be moved aside, with its model
-            processes.run_on_primary(lambda: check_destination(model_folder, sources_of(self._model)))
+            processes.run_on_primary(lambda: check_destination(model_folder, source_folders(self._model)))
         saved = saver.begin()
         self.run_folder.write_tokenizer(self.tokenizer)
         if saved is not None:
             self._restore(saved, log)
-        processes.run_on_primary(lambda: check_destination(model_folder, sources_of(self._model)))
+        processes.run_on_primary(lambda: check_destination(model_folder, source_folders(self._model)))
         facts = {**self._facts, "dataset": self.dataset_name}
         self.run_folder.write_process({**process_of(self._model.mesh), "run": facts})
         log.logp_limit = logp_limit(self.args, str(self.learner.dtype) == "float32")

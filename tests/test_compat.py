@@ -18,7 +18,7 @@ from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.easydel.models import config_settings
 from groupax.compat.easydel.trainer import with_sampling
 from groupax.compat.fields import CompatWarning
-from groupax.models.checkpoint import on_mesh
+from groupax.models.checkpoint import reshard
 from groupax.models.lora import lora_config
 from groupax.models.quantize import dense
 from groupax.parallel.mesh import RULES, make_mesh
@@ -236,14 +236,14 @@ def test_how_launchers_are_replaced_is_told(tmp_path):
     config = trl.GRPOConfig(deepspeed=str(tmp_path / "zero.json"))
     whole = init_model(TINY, mesh=make_mesh())
     with pytest.warns(CompatWarning, match=r"deepspeed=ZeRO stage 3: .*\(1,4,1,1,1\) over the 4 .* are split over"):
-        config.tell_mesh(on_mesh(whole, make_mesh((1, 4, 1, 1, 1))))
+        config.tell_mesh(reshard(whole, make_mesh((1, 4, 1, 1, 1))))
     with pytest.warns(CompatWarning, match="fsdp='no_shard': .*has to fit on one"):
         trl.GRPOConfig(fsdp="no_shard").tell_mesh(whole)
     with (
         pytest.warns(CompatWarning, match="are split over"),
         pytest.warns(CompatWarning, match=r"kv_heads \(2\) does not divide by tp=4"),
     ):
-        config.tell_mesh(on_mesh(whole, make_mesh((1, 1, 1, 4, 1)), RULES))
+        config.tell_mesh(reshard(whole, make_mesh((1, 1, 1, 4, 1)), RULES))
     with pytest.raises(ValueError, match=r"nowhere\.json' cannot be read"):
         trl.GRPOConfig(deepspeed="nowhere.json").to_native()
 

@@ -19,10 +19,10 @@ from groupax.engine.batch import Batch
 from groupax.engine.decode import decode_chunk
 from groupax.engine.session import Session
 from groupax.models.adapted import joined
-from groupax.models.checkpoint import add_adapter, on_mesh
-from groupax.models.exchange import leaves_of, tensors_of
+from groupax.models.checkpoint import add_adapter, reshard
 from groupax.models.lora import LoRAConfig, adapter_specs
-from groupax.models.peft_format import adapter_json
+from groupax.models.named_tensors import host_tensors, param_leaves
+from groupax.models.peft_format import adapter_config_dict
 from groupax.models.saving import save_adapter
 from groupax.models.specs import model_specs
 from groupax.parallel.mesh import make_mesh
@@ -48,7 +48,7 @@ def sharpened(model):
 
 def engine_on(model, num_devices, tp, **settings):
     devices = jax.devices()[:num_devices]
-    model = on_mesh(model, make_mesh(of=devices))
+    model = reshard(model, make_mesh(of=devices))
     settings = {"chunk_steps": 8, "kv_bytes": 1 << 26, **settings}
     return Engine(model.config, model.params, model.mesh, (1,), tp=tp, **settings)
 
@@ -268,7 +268,7 @@ def test_a_server_holds_its_models_in_parts(folder):
     lora = one_each["adapted"].adapter
     trained, base = (jax.tree.map(lambda x: 0.9 * x, each) for each in (lora.trained, one_each["base"].params))
     specs = adapter_specs(models["base"].config, lora.config)
-    push(weights, "adapted", specs, trained, adapter=adapter_json(lora, models["base"].config))
+    push(weights, "adapted", specs, trained, adapter=adapter_config_dict(lora, models["base"].config))
     push(weights, "base", model_specs(models["base"].config), base)
     assert engines["base"].version == 5
     assert parts(engines["base"].params["layers"][0]["down"]) == {(32, 32)}
@@ -279,7 +279,7 @@ def test_a_server_holds_its_models_in_parts(folder):
 
 def push(weights, name, specs, params, **given):
     """Send weights to a server's model."""
-    tensors = tensors_of(specs, leaves_of(specs, params))
+    tensors = host_tensors(specs, param_leaves(specs, params))
     given |= {"model": name, "version": 5, "replaces": weights.state(name), "tensors": manifest_of(tensors)}
     begun = weights.begin(given)
 

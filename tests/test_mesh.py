@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from groupax import GRPOConfig, init_model, save_model
 from groupax.cli.main import main
-from groupax.models.checkpoint import add_adapter, on_mesh
+from groupax.models.checkpoint import add_adapter, reshard
 from groupax.models.lora import LoRAConfig
 from groupax.parallel.mesh import decoding_mesh, make_mesh, slices_along
 from groupax.runs.build import learner_settings
@@ -63,8 +63,8 @@ def after_updates(model, num=1, **settings):
 
 
 def assert_same_update(model, shape, replicated=(), atol=2e-6, **settings):
-    split = on_mesh(model, make_mesh(shape), replicated)
-    one, on_one = after_updates(on_mesh(model, one_device_mesh()), **settings)
+    split = reshard(model, make_mesh(shape), replicated)
+    one, on_one = after_updates(reshard(model, one_device_mesh()), **settings)
     many, on_many = after_updates(split, **settings)
     assert on_many["grad_norm"] == pytest.approx(on_one["grad_norm"], rel=1e-5)
     for a, b in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(many.state.params), strict=True):

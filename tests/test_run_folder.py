@@ -20,7 +20,7 @@ from groupax.rewards import RewardError
 from groupax.runs.checkpoints import saver
 from groupax.runs.checkpoints.files import damage
 from groupax.runs.folder import RunFolder
-from groupax.storage.lock import LOCK, LockedError, RunLock, refuse_locked
+from groupax.storage.lock import LOCK, LockedError, RunLock, check_unlocked
 
 from .conftest import rest_heavy
 from .stopped_run import final_state
@@ -115,9 +115,9 @@ def test_a_lock_is_of_the_file_that_lies_in_the_folder(tmp_path):
     lock.release()
     assert other.is_in_place
     with pytest.raises(LockedError):
-        refuse_locked(tmp_path / "run")
+        check_unlocked(tmp_path / "run")
     other.release()
-    refuse_locked(tmp_path / "run")
+    check_unlocked(tmp_path / "run")
     assert not list((tmp_path / "run").iterdir())
 
 

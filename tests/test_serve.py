@@ -4,6 +4,8 @@ import asyncio
 import gc
 import json
 import queue
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -18,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from groupax import SamplingParams, save_model
 from groupax.cli.serve import Serve, engines_of, models_of
-from groupax.data.tokenizer import context_of, decode, decode_behind
+from groupax.data.tokenizer import context_tokens, decode, decode_after
 from groupax.engine.stops import text_before_stop
 from groupax.parallel import peak
 from groupax.serve.answers import Answers, Completion, Vocabulary
@@ -193,8 +195,8 @@ def a_tokenizer_of_words():
 )
 def test_completions_keep_the_space_before_their_first_word(prompt, tokens, text):
     tokenizer = a_tokenizer_of_words()
-    context = context_of(tokenizer, prompt)
-    assert decode_behind(tokenizer, context, tokens) == text
+    context = context_tokens(tokenizer, prompt)
+    assert decode_after(tokenizer, context, tokens) == text
     stream = TextStream(lambda ids: decode(tokenizer, [ids])[0], (), context)
     assert "".join([stream.add([token]) for token in tokens]) + stream.end(text) == text
     vocabulary = Vocabulary(tokenizer)
@@ -208,9 +210,9 @@ def test_a_prompt_that_ends_within_a_character_is_no_context():
             return [bytes(row).decode(errors="replace") for row in rows]
 
     whole, cut = "né".encode(), "né".encode()[:-1]
-    assert context_of(Bytes(), whole) == list(whole)
-    assert context_of(Bytes(), cut) == []
-    assert decode_behind(Bytes(), context_of(Bytes(), cut), whole[-1:] + b"x") == "\ufffdx"
+    assert context_tokens(Bytes(), whole) == list(whole)
+    assert context_tokens(Bytes(), cut) == []
+    assert decode_after(Bytes(), context_tokens(Bytes(), cut), whole[-1:] + b"x") == "\ufffdx"
 
 
 def test_texts_and_stops_of_a_session_stand_behind_the_prompt(tiny_model):
@@ -414,3 +416,8 @@ def test_an_error_inside_a_stream_is_told_and_counted(caplog):
     told = [json.loads(message["body"].removeprefix(b"data: ")) for message in sent[1:]]
     assert (told[0], told[1]["error"]["message"][:26]) == ({"a": 1}, "an error inside the server")
     assert "POST /v1/completions failed" in caplog.text
+
+
+def test_the_trainer_imports_nothing_of_the_server():
+    code = "import sys, groupax.trainer; assert not any(name.startswith('groupax.serve') for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

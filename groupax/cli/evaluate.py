@@ -16,7 +16,7 @@ from groupax.runs.diagnostics import reward_findings
 from groupax.runs.progress import Progress, progress_named, shown_by_the_first
 from groupax.settings.command_line import parsed
 from groupax.settings.sampling import SamplingParams
-from groupax.storage.lock import refuse_locked
+from groupax.storage.lock import check_unlocked
 
 DEFAULT_MAX_TOKENS = 512
 Given = tyro.conf.Positional
@@ -152,8 +152,9 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
     from groupax.parallel.compilation import compilation
     from groupax.parallel.runtime import configure_jax
     from groupax.recipes.fit import fitting_length, fitting_template, positions_of
-    from groupax.rewards.contract import check_columns, resolve_rewards, weights_of
-    from groupax.rewards.runner import RewardRunner, RewardSettings
+    from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
+    from groupax.rewards.runner import RewardRunner
+    from groupax.settings.rewards import RewardSettings
 
     recipe = load_recipe(command.recipe) if command.recipe else None
     model = command.model or (recipe and recipe.model)
@@ -168,7 +169,7 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
     for name, rows in datasets.items():
         check_columns(rewards, columns, rows[0], f"dataset {name!r}")
     own = recipe.config if recipe and command.reward_funcs is None else {}
-    weights = weights_of(command.reward_weights or own.get("reward_weights"), rewards)
+    weights = resolve_weights(command.reward_weights or own.get("reward_weights"), rewards)
     solved_by = which_solves(command.solved_by or own.get("solved_by"), rewards)
 
     sampling, notes = command.sampling, []
@@ -274,7 +275,7 @@ def _check(command: Eval) -> None:
         )
     if command.limit is not None and command.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {command.limit}")
-    refuse_locked(command.output_dir)
+    check_unlocked(command.output_dir)
     if (command.output_dir / "metrics.jsonl").exists():
         raise ValueError(
             f"--output_dir {command.output_dir} is the folder of a training run, which has a result.json of its own; "
@@ -292,8 +293,8 @@ def _ways(sampling: SamplingParams, greedy: bool) -> dict[str, SamplingParams]:
 
 def _load_sets(command: Eval, recipe: Any) -> dict[str, Any]:
     """The rows of each set, with prompts."""
-    from groupax.data.files import EVAL_SPLITS
-    from groupax.data.prompts import load_examples
+    from groupax.data.examples import load_examples
+    from groupax.data.sources import EVAL_SPLITS
     from groupax.evaluation.sets import sources_by_name
 
     if command.dataset:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from groupax.data.tokenizer import context_of, decode_behind
+from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.batch import Batch, longest
 from groupax.engine.prepared import PreparedBatch, Rehearsal, copied, usual
 from groupax.engine.programs import Program, Programs
@@ -224,7 +224,7 @@ class Session:
         stop, tokenizer = sequence.params.stop, self.engine.tokenizer
         if tokenizer is None or not (stop or sequence.finish_reason):
             return
-        text_of = partial(decode_behind, tokenizer, context_of(tokenizer, sequence.prompt))
+        text_of = partial(decode_after, tokenizer, context_tokens(tokenizer, sequence.prompt))
         if stop and sequence.finish_reason != "abort":
             kept = find_stop(text_of, sequence.tokens, num_before, stop, sequence.params.min_tokens)
             if kept is not None:

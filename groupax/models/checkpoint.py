@@ -21,10 +21,11 @@ from groupax.models.lora import Adapter, LoRAConfig, init_adapter
 from groupax.models.quantize import is_quantized
 from groupax.models.specs import Params, init_params, model_specs, num_params, param_shardings, split_dims
 from groupax.models.split import laid_out
-from groupax.models.tensor_files import check_tensors, tensors_in, weight_loader, with_head_as_stored
+from groupax.models.tensor_files import check_tensors, find_tensors, make_weight_loader, resolve_tied_head
 from groupax.parallel.mesh import check_divides, mesh_for, sizes_text
 from groupax.storage.folders import read_json, resolve_folder
-from groupax.storage.model_json import GENERATION, checked, shown, tokens_outside
+from groupax.storage.model_json import GENERATION, out_of_vocabulary, validate
+from groupax.terminal.printable import short_repr
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def load_model(
         raise ValueError(f"{folder}: {error}") from error
     _tell_endless(folder, hf_config, generation_config)
     config = config if max_positions is None else replace(config, max_positions=max_positions)
-    stored, tensors = with_head_as_stored(config, tensors_in(folder), folder)
+    stored, tensors = resolve_tied_head(config, find_tensors(folder), folder)
     quantized = {name for name in tensors if is_nf4 and f"{name}.{bitsandbytes_format.FURTHER[0]}" in tensors}
     check_tensors(stored, tensors, folder, quantized)
     if stored != config:
@@ -128,7 +129,7 @@ def load_model(
     check_divides(split_dims(config), mesh, replicated)
     if is_nf4 or weights != "same":
         _check_whole(mesh)
-    load = weight_loader(mesh, tensors, dtype, weights, quantized)
+    load = make_weight_loader(mesh, tensors, dtype, weights, quantized)
     params = jax.tree.map(load, model_specs(config), param_shardings(config, mesh))
     return Model(config, params, mesh, hf_config, generation_config, folder, _absolute(name_or_path))
 
@@ -139,16 +140,16 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     content = read_json(path)
-    return checked(content, GENERATION, str(path))
+    return validate(content, GENERATION, str(path))
 
 
 def _tell_endless(folder: Path, hf_config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> None:
     for name, content in (("config.json", hf_config), ("generation_config.json", generation_config)):
-        outside = tokens_outside(content, hf_config["vocab_size"])
+        outside = out_of_vocabulary(content, hf_config["vocab_size"])
         if outside:
             logger.warning(
                 "%s names the end-of-sequence tokens %s; the vocabulary has %s tokens, so that they end no completion",
-                *(folder / name, shown(outside), hf_config["vocab_size"]),
+                *(folder / name, short_repr(outside), hf_config["vocab_size"]),
             )
 
 
@@ -168,7 +169,7 @@ def load_adapter(model: Model, name_or_path: str | os.PathLike[str]) -> Model:
         raise ValueError(f"{name_or_path} is no adapter: it has no {peft_format.CONFIG_NAME}")
     if model.adapter is not None:
         raise ValueError(f"{model.name or 'the model'} has an adapter already; give its base")
-    lora = peft_format.stored_config(read_json(folder / peft_format.CONFIG_NAME), folder)
+    lora = peft_format.read_lora_config(read_json(folder / peft_format.CONFIG_NAME), folder)
     trained = peft_format.read_tensors(model.config, lora, folder, _replicated(model.mesh))
     return replace(_with_adapter(model, lora, trained), name=_absolute(name_or_path))
 
@@ -213,7 +214,7 @@ def _check_whole(mesh: Mesh) -> None:
         )
 
 
-def on_mesh(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model:
+def reshard(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model:
     """The model on another mesh.
 
     Raises:

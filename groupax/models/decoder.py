@@ -106,10 +106,10 @@ def forward(
     kept = list(kept) if kept is not None else [None] * config.num_layers
 
     def numbered(x: Array, weights: Params, index: int) -> tuple[Array, Routing | None]:
-        x, kept[index], routing = layer(x, weights, kept[index], config.first_alike(index))
+        x, kept[index], routing = layer(x, weights, kept[index], config.first_similar_layer(index))
         return x, routing
 
-    kinds = [config.first_alike(index) if scans else index for index in range(config.num_layers)]
+    kinds = [config.first_similar_layer(index) if scans else index for index in range(config.num_layers)]
     x, routings = through_layers(numbered, x, params["layers"], kinds)
     routings = [routing for routing in routings if routing is not None]
     return Forward(scaled(_normed(config, x, params["final_norm"]), config.hidden_scale), kept, routings)

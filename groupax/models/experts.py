@@ -46,7 +46,7 @@ def mixture(
 ) -> tuple[Float[Array, "M D"], Routing]:
     """The sum over each token's likeliest experts of weight * down(activation(gate x) * up x).
 
-    The weights are the softmax of the router's logits, of all experts, divided by their sum if `experts.normalized`
+    The weights are the softmax of the router's logits, of all experts, divided by their sum if `experts.norm_topk_prob`
     (arXiv:2401.04088, section 2.1). No token is dropped. Where experts are split over a mesh axis, a device computes
     its own ones for the tokens of all.
     """
@@ -54,7 +54,7 @@ def mixture(
     exps = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
     probs = exps / jnp.sum(exps, axis=-1, keepdims=True)
     weights, chosen = lax.top_k(probs, experts.per_token)
-    if experts.normalized:
+    if experts.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     apart, within = layout.axis("expert"), layout.axis("expert_ffn")
     all_x, all_weights = (all_gather(psum_grad(each, within), apart, 0) for each in (x, weights.astype(x.dtype)))

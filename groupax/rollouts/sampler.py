@@ -14,7 +14,7 @@ from groupax.types import Rollout
 
 @runtime_checkable
 class Sampler(Protocol):
-    """What samples completions: an `Engine`, or what stands for one elsewhere."""
+    """Samples completions: an `Engine`, or servers that take its place."""
 
     def sequences(
         self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
@@ -23,7 +23,33 @@ class Sampler(Protocol):
         ...
 
     def stream(self, sequences: Iterable[Completion]) -> Iterator[Completion]:
-        """Run sequences to their ends, each yielded as soon as it is finished."""
+        """Runs sequences to their ends and yields each as soon as it is finished."""
+        ...
+
+
+@runtime_checkable
+class PolicySampler(Sampler, Protocol):
+    """A sampler whose weights are replaced before each rollout."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The weights to sample from."""
+        ...
+
+    @params.setter
+    def params(self, params: dict[str, Any]) -> None: ...
+
+    def release(self) -> None:
+        """Frees copies of the weights that only sampling needs; the next rollout makes them again."""
+        ...
+
+
+@runtime_checkable
+class Cancellable(Protocol):
+    """A sampler that another thread can interrupt while it waits, as one that asks servers."""
+
+    def cancel(self) -> None:
+        """Cancels everything that is being sampled; its consumers get a `RolloutCancelled`."""
         ...
 
 

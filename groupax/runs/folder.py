@@ -17,7 +17,7 @@ from groupax.evaluation.items import Item, write_items
 from groupax.metrics.completions import json_numbers
 from groupax.runs.rollout_log import RolloutLog, TokenScores, write_table
 from groupax.storage.buckets import Remote, is_remote
-from groupax.storage.lock import LOCK, LockedError, RunLock, refuse_locked
+from groupax.storage.lock import LOCK, LockedError, RunLock, check_unlocked
 from groupax.types import Metrics, Rollout
 
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
@@ -91,7 +91,7 @@ class RunFolder:
             if self.remote is not None:
                 self.remote.check()
             else:
-                refuse_locked(self.path)
+                check_unlocked(self.path)
                 _check_writable(self.path)
         except OSError as error:
             raise ValueError(f"output_dir {self.place} cannot be written to ({error}); choose another") from error

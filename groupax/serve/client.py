@@ -23,9 +23,9 @@ from groupax.engine.engine import unstarted
 from groupax.engine.scheduler import Sequence as Completion
 from groupax.errors import RunError
 from groupax.models.config import ModelConfig
-from groupax.models.exchange import leaves_of, places, tensors_of, trained_part
 from groupax.models.lora import Adapter, adapter_specs
-from groupax.models.peft_format import adapter_json
+from groupax.models.named_tensors import host_tensors, param_leaves, specs_by_name, trained_params
+from groupax.models.peft_format import adapter_config_dict
 from groupax.models.specs import Params, model_specs
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.serve.protocol import PIECE_BYTES, manifest_of, pieces_of
@@ -79,7 +79,7 @@ class RemoteSampler:
         self.servers = [Remote(url, api_key, timeout_s) for url in urls]
         self._shared = shared
         self._others: dict[Remote, Other | None] = {}  # of those that have been asked what they are
-        self._settings = None if adapter is None else adapter_json(adapter, config)
+        self._settings = None if adapter is None else adapter_config_dict(adapter, config)
         self._specs = model_specs(config) if adapter is None else adapter_specs(config, adapter.config)
         self._under_way: set[_Requests] = set()
         self.version = 0
@@ -129,13 +129,13 @@ class RemoteSampler:
                 yield from done.result()
         finally:
             self._under_way.discard(requests)
-            requests.give_up()
+            requests.cancel()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def give_up(self) -> None:
-        """Give up what is under way; who waits for it gets a `RolloutCancelled`. From any thread."""
+    def cancel(self) -> None:
+        """Cancels everything under way, whose consumers get a `RolloutCancelled`. From any thread."""
         for requests in list(self._under_way):
-            requests.give_up()
+            requests.cancel()
 
     def _complete(self, number: int, group: list[Completion], requests: "_Requests") -> list[Completion]:
         """A prompt's completions, from the server whose turn it is or from one after it."""
@@ -235,17 +235,17 @@ class RemoteSampler:
             other.reload(self._shared.written(self.params, version))
             server.state, server.version, server.pushed = f"version {version}", version, version
             return
-        part = self.params if self._settings is None else trained_part(self._specs, self.params)
-        leaves = leaves_of(self._specs, part)
+        part = self.params if self._settings is None else trained_params(self._specs, self.params)
+        leaves = param_leaves(self._specs, part)
         with closing(server.connection()) as connection:
             held = self._held_by(server, connection)
             known = server.leaves if held["state"] == server.state else []
             same = {index for index, leaf in enumerate(known) if leaf() is leaves[index]}
             server.state = None
-            at = places(self._specs)
+            at = specs_by_name(self._specs)
             wanted = {name for name, parts in at.items() if not all(index in same for index, _ in parts)}
             if wanted:
-                held = self._upload(server, connection, held, tensors_of(self._specs, leaves, wanted))
+                held = self._upload(server, connection, held, host_tensors(self._specs, leaves, wanted))
         server.state, server.version, server.pushed = held["state"], held["version"], self.version
         server.leaves = [weakref.ref(leaf) for leaf in leaves]
 
@@ -324,7 +324,7 @@ class _Requests:
                 with self._lock:
                     self._open.discard(opened)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Have them end at once: threads that wait for an answer would keep the process, and servers busy."""
         with self._lock:
             self.given_up.set()

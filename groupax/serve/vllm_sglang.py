@@ -12,7 +12,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
@@ -314,13 +314,9 @@ def seed_of(key: np.ndarray) -> int:
 
 
 def _shared_settings(params: SamplingParams) -> dict[str, Any]:
+    """Returns what both servers call and mean as `SamplingParams` does: its real numbers, and the stop strings."""
     return {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
+        **{field.name: getattr(params, field.name) for field in fields(params) if field.type is float},
         "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()} or None,
         "stop": list(params.stop),
     }

@@ -115,18 +115,18 @@ def parse_call(what: str, reference: str) -> tuple[str, dict[str, Any], dict[str
     try:
         call = ast.parse(f"f({rest}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("options are named")
+            raise ValueError("options have names")
         options, words = {}, {}
         for keyword in call.keywords:
             if keyword.arg is None:
-                raise ValueError("options are named")
+                raise ValueError("options have names")
             if isinstance(keyword.value, ast.Name):
                 words[keyword.arg] = keyword.value.id
             else:
                 options[keyword.arg] = ast.literal_eval(keyword.value)
     except (SyntaxError, ValueError) as error:
         example = "name(option=1, argument=column)" if what == "reward" else "module:function(option=1)"
-        raise ValueError(f"{what} {reference!r} cannot be read ({error}); write it like {example}") from error
+        raise ValueError(f"{what} {reference!r} cannot be parsed ({error}); write it as {example}") from error
     return name.strip(), options, words
 
 
@@ -142,17 +142,17 @@ def import_attribute(what: str, name: str) -> Any:
     """
     module, _, attribute = name.partition(":")
     if module.endswith(".py") or "/" in module:
-        plain = module.removesuffix(".py").strip("./").replace("/", ".")
-        raise ValueError(f"{what} {name!r} names a file; name the module, without .py: '{plain}:{attribute}'")
+        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
+        raise ValueError(f"{what} {name!r} names a file; name the module, without .py: '{dotted}:{attribute}'")
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # one that the module itself imports
             raise ValueError(f"{what} {name!r} cannot be imported: {error}") from error
-        files = [path.stem for path in Path().glob("*.py")]
+        local_modules = [path.stem for path in Path().glob("*.py")]
         raise ValueError(
-            f"{what} {name!r} cannot be imported: there is no module {error.name!r}; it is searched for in the current "
-            f"folder ({Path.cwd()}), in PYTHONPATH and among the installed packages{nearest(error.name, files)}"
+            f"{what} {name!r} cannot be imported: there is no module {error.name!r} in the current folder "
+            f"({Path.cwd()}), in PYTHONPATH or among the installed packages{nearest(error.name, local_modules)}"
         ) from error
     except ImportError as error:
         raise ValueError(f"{what} {name!r} cannot be imported: {error}") from error
