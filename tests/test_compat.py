@@ -241,7 +241,7 @@ def test_how_launchers_are_replaced_is_told(tmp_path):
         trl.GRPOConfig(fsdp="no_shard").tell_mesh(whole)
     with (
         pytest.warns(CompatWarning, match="are split over"),
-        pytest.warns(CompatWarning, match=r"kv_heads \(2\) does not divide by tp=4"),
+        pytest.warns(CompatWarning, match=r"kv_heads \(2\) is not divisible by tp=4"),
     ):
         config.tell_mesh(reshard(whole, make_mesh((1, 1, 1, 4, 1)), RULES))
     with pytest.raises(ValueError, match=r"nowhere\.json' cannot be read"):
@@ -522,7 +522,7 @@ def test_devices_that_split_heads_share_weights_to_decode_with_too(folder):
     for dims, settings in (((1, -1, 1, 2, 1), {"decoding_tp": 2}), ((1, 1, 1, 4, 1), {})):
         with pytest.warns(CompatWarning) as told:
             model = load(folder, sharding_axis_dims=dims)
-        assert "vocab (13) does not divide by tp" in " ".join(str(each.message) for each in told)
+        assert "vocab (13) is not divisible by tp" in " ".join(str(each.message) for each in told)
         assert model.trainer_settings == settings
         answers.append(ed.vInference(model, a_tokenizer(eos_token="<eos>"), max_new_tokens=8, seed=1).generate("abc"))
     assert answers[0] == answers[1]

@@ -550,7 +550,7 @@ def test_what_only_this_machine_reaches_is_known():
 def test_ports_that_are_none_are_told(command, capsys):
     for port in ("70000", "-1"):
         assert main([*command, f"--port={port}"]) == 2
-        assert f"127.0.0.1, port {port}, cannot be listened at" in capsys.readouterr().err
+        assert f"cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err
 
 
 def test_the_command_tells_its_address_and_needs_a_token_elsewhere(folder, monkeypatch, capsys):

@@ -26,7 +26,7 @@ from groupax.objective.entropy import EntropyControl, EntropyState, applied_coef
 from groupax.objective.masks import top_entropy_threshold
 from groupax.objective.metrics import MetricSums
 from groupax.parallel.memory import on_devices, on_host
-from groupax.parallel.mesh import is_split, num_data_shards, sizes_text
+from groupax.parallel.mesh import format_mesh, num_data_shards, splits_model
 from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
 from groupax.parallel.transfer import to_host
 from groupax.settings.objective import ObjectiveSettings
@@ -148,7 +148,7 @@ class Learner:
         self.dropout_rate = adapter.config.lora_dropout if adapter else 0.0
         if self.dropout_rate and self.mesh.shape["tp"] > 1:
             raise ValueError(
-                f"mesh {sizes_text(self.mesh)}: lora_dropout {self.dropout_rate} is not built for inputs that are "
+                f"mesh {format_mesh(self.mesh)}: lora_dropout {self.dropout_rate} is not built for inputs that are "
                 "split over tp; set it to 0, or tp to 1"
             )
         self.state: TrainState = init_state(
@@ -224,7 +224,7 @@ class Learner:
                     execution=self.execution,
                     dropout_rate=self.dropout_rate,
                 )
-                if self.device_lock or (self.on_cpu and (self.config.experts or is_split(self.mesh))):
+                if self.device_lock or (self.on_cpu and (self.config.experts or splits_model(self.mesh))):
                     jax.block_until_ready(totals)  # collectives of virtual devices can starve each other in a queue
             scored.append(pair)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))

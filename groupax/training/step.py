@@ -26,7 +26,7 @@ from groupax.objective.aggregation import Denominators
 from groupax.objective.metrics import MetricSums, join, merge, psum_metrics
 from groupax.objective.objective import old_logprobs, policy_objective, zero_metrics
 from groupax.parallel.collectives import psum
-from groupax.parallel.mesh import DATA, TOKENS, Layout, is_split
+from groupax.parallel.mesh import DATA, TOKENS, Layout, splits_model
 from groupax.parallel.pytree import pytree
 from groupax.parallel.transfer import to_device
 from groupax.settings.objective import ObjectiveSettings
@@ -99,7 +99,7 @@ def init_state(
 
 def _placed(state: TrainState, config: ModelConfig, mesh: Mesh) -> TrainState:
     """The state where the mesh wants it: what has a weight's name and shape, like the weight, and all else whole."""
-    if not is_split(mesh):
+    if not splits_model(mesh):
         return state
 
     def constrained(x: Array, spec: PartitionSpec) -> Array:
