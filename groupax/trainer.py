@@ -50,6 +50,7 @@ from groupax.rollouts.slices import slices_of
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.build import (
     check_adapter,
+    check_objective,
     check_processes,
     engine_for,
     eval_params,
@@ -149,6 +150,7 @@ class GRPOTrainer:
         self._is_introduced = False
         emit(PhaseStarted("loading the data"))
         check_processes(args)
+        check_objective(args)
         lora = lora_for(args, peft_config)
         if train_dataset is None:
             raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")

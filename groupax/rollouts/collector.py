@@ -22,7 +22,7 @@ from groupax.metrics.completions import (
     trl_zero_std_frac,
     with_logged,
 )
-from groupax.objective.advantages import Advantages, group_advantages
+from groupax.objective.advantages import Advantages, find_advantage_estimator, group_advantages
 from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
@@ -214,6 +214,7 @@ class Collector:
             self.args.num_generations,
             self.args.scale_rewards,
             self.args.multi_objective_aggregation,
+            find_advantage_estimator(self.args.advantage_estimator),
         )
 
     def cut(self, groups: Sequence[Group]) -> list[list[Row]]:
