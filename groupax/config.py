@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 from groupax.settings.fields import as_given, as_read, check_range, check_text, check_type, nearest, ranged, shown
 from groupax.settings.objective import (

@@ -395,7 +395,9 @@ DOCUMENTED = (
 @pytest.mark.heavy
 @pytest.mark.slow
 def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, monkeypatch):
-    monkeypatch.setitem(BUILT_IN, "wandb", "groupax.runs.trackers.jsonl:JsonLinesTracker")  # which takes no installation
+    monkeypatch.setitem(
+        BUILT_IN, "wandb", "groupax.runs.trackers.jsonl:JsonLinesTracker"
+    )  # which takes no installation
     monkeypatch.delitem(PACKAGES, "wandb")
     write_jsonl(tmp_path / "data" / "train.jsonl", GSM8K_ROWS)
     flags = DOCUMENTED.format(length=64, batch=2) + " --top_k 50 --xml_reward 0.125 --correctness_reward 3.0"

@@ -8,6 +8,7 @@ import struct
 import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -321,10 +322,30 @@ def test_wandb_without_a_key_asks_for_none(tmp_path, monkeypatch):
         wandb.teardown()
 
 
+def test_the_tracker_and_the_listener_of_the_document(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[1] / "docs" / "monitoring.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    [tracker] = [block for block in blocks if "class CSVTracker" in block]
+    [listener] = [block for block in blocks if "def stop_when_solved" in block]
+    (tmp_path / "my_trackers.py").write_text(tracker)
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(listener, namespace := {})
+    trainer = a_trainer(tmp_path, num_letters, report_to=("my_trackers:CSVTracker",), max_steps=5)
+    trainer.listeners = [namespace["stop_when_solved"]]
+    assert trainer.train().num_steps == 1
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert (tmp_path / "run" / "rewards.csv").read_text() == f"1,{line['reward']}\n"
+
+
+def test_a_tracker_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="module 'csv' has no 'CSVTracker'"):
+        a_trainer(tmp_path, report_to=("csv:CSVTracker",))
+
+
 @pytest.mark.parametrize(
     ("report_to", "message"),
     [
-        (("wandbb",), "did you mean wandb"),
+        (("wandbb",), "or trackers of your own as 'module:class', got 'wandbb'; did you mean wandb"),
         (("jsonl", "jsonl"), "names a tracker twice"),
     ],
 )
