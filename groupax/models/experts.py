@@ -12,7 +12,7 @@ from groupax.models.config import Activation, Experts
 from groupax.models.layers import gated, linear
 from groupax.models.matmul import times_transposed
 from groupax.parallel.collectives import all_gather, axis_index, psum, psum_grad, reduce_scatter
-from groupax.parallel.mesh import WHOLE, Layout
+from groupax.parallel.mesh import REPLICATED, Layout
 from groupax.parallel.pytree import pytree
 
 # Rows times their group's matrix, [E, O, I]: with the matrix as checkpoints have it, as in `layers.linear`.
@@ -42,11 +42,11 @@ def mixture(
     up: Float[Array, "e F D"],
     down: Float[Array, "e D F"],
     activation: Activation = "silu",
-    layout: Layout = WHOLE,
+    layout: Layout = REPLICATED,
 ) -> tuple[Float[Array, "M D"], Routing]:
     """The sum over each token's likeliest experts of weight * down(activation(gate x) * up x).
 
-    The weights are the softmax of the router's logits, of all experts, divided by their sum if `experts.normalized`
+    The weights are the softmax of the router's logits, of all experts, divided by their sum if `experts.norm_topk_prob`
     (arXiv:2401.04088, section 2.1). No token is dropped. Where experts are split over a mesh axis, a device computes
     its own ones for the tokens of all.
     """
@@ -54,7 +54,7 @@ def mixture(
     exps = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
     probs = exps / jnp.sum(exps, axis=-1, keepdims=True)
     weights, chosen = lax.top_k(probs, experts.per_token)
-    if experts.normalized:
+    if experts.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     apart, within = layout.axis("expert"), layout.axis("expert_ffn")
     all_x, all_weights = (all_gather(psum_grad(each, within), apart, 0) for each in (x, weights.astype(x.dtype)))

@@ -47,7 +47,7 @@ def layer_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) 
 
 NORMS: dict[NormKind, Callable[[Array, Array, float], Array]] = {
     "rms": rms_norm,
-    "rms_around_zero": rms_norm_around_zero,
+    "zero_centered_rms": rms_norm_around_zero,
     "layer": layer_norm,
 }
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {

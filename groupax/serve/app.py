@@ -21,7 +21,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from groupax.data.tokenizer import context_of, decode
+from groupax.data.tokenizer import context_tokens, decode
 from groupax.models.checkpoint import Model
 from groupax.serve.cross_origin import CallerCheck
 from groupax.serve.errors import ApiError
@@ -268,7 +268,7 @@ class Server:
             TextStream(
                 lambda ids: decode(tokenizer, [ids])[0],
                 each.params.stop,
-                context_of(tokenizer, each.prompt),
+                context_tokens(tokenizer, each.prompt),
                 each.params.min_tokens,
             )
             for each in job.sequences

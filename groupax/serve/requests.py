@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from groupax.config import MOST_STOPS
-from groupax.data.chat import joined_parts
+from groupax.data.messages import join_text_parts
 from groupax.serve.errors import ApiError
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, STOP_IDS, SamplingParams
@@ -47,7 +47,7 @@ def _prompts(value: Any) -> list[Any]:
 
 def _content(value: Any) -> Any:
     try:
-        return joined_parts(value, "a message") if isinstance(value, list) else value
+        return join_text_parts(value, "a message") if isinstance(value, list) else value
     except ValueError as error:
         raise ApiError(400, str(error), "messages") from error
 
@@ -131,7 +131,8 @@ class Request(BaseModel):
             ApiError: a setting is out of its range.
         """
         max_tokens = default_max_tokens if self.max_tokens is None else self.max_tokens
-        settings = {name: getattr(self, name) for name in SETTINGS} | {"stop_token_ids": tuple(self.stop_token_ids)}
+        settings: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
+        settings["stop_token_ids"] = tuple(self.stop_token_ids)
         try:
             return SamplingParams(**settings, max_tokens=max_tokens, logprobs=self.logprobs or 0)
         except ValueError as error:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from groupax.data.tokenizer import REPLACEMENT
-from groupax.engine.stops import text_before_stop
+from groupax.engine.stop_strings import text_before_stop
 
 
 class TextStream:
@@ -14,7 +14,7 @@ class TextStream:
     Args:
         decode: Decodes tokens to text.
         stop: Stop strings.
-        context: The preceding tokens (see `tokenizer.context_of`).
+        context: The preceding tokens (see `tokenizer.context_tokens`).
         min_tokens: Number of tokens in which a stop string may not end.
     """
 

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from groupax.models.adapted import Frozen, joined
 from groupax.models.checkpoint import Model
-from groupax.models.exchange import leaves_of, with_tensors
 from groupax.models.lora import LoRAConfig, adapter_specs, init_adapter, lora_config
+from groupax.models.named_tensors import param_leaves, replace_tensors
 from groupax.models.specs import Params, model_specs
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
@@ -203,11 +203,11 @@ class Weights:
         held, config = self._held[model], self.models[model].config
         tensors = tensors_in(upload.data, upload.extents)
         if upload.lora is None:
-            return Held(with_tensors(model_specs(config), held.base, tensors))
+            return Held(replace_tensors(model_specs(config), held.base, tensors))
         specs = adapter_specs(config, upload.lora)
         trained = held.trained if held.lora == upload.lora else self._new_adapter(model, upload.lora)
         assert trained is not None, "an adapter has weights"
-        return Held(held.base, upload.lora, with_tensors(specs, trained, tensors))
+        return Held(held.base, upload.lora, replace_tensors(specs, trained, tensors))
 
     def take_over(self, upload: Upload, held: Held) -> dict[str, Any]:
         """Gives an engine its new weights. Must be run between two chunks.
@@ -245,7 +245,7 @@ class Weights:
             if held.lora is not None:
                 raise ValueError(f"{model} has an adapter; send that, or start the server with its base")
             specs = model_specs(config)
-            leaves_of(specs, held.base)
+            param_leaves(specs, held.base)
         else:
             if held.base is not _base(self.models[model]):
                 raise ValueError(f"the base of {model} was changed by uploads; start the server again")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupax.models.config import ModelConfig
-from groupax.models.families.fields import model_config, require, sliding_layers, windows_of
+from groupax.models.families.fields import layer_windows, model_config, require, sliding_layers
 
 KEYS = (
     "attention_bias",
@@ -22,7 +22,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Norms before and behind each part, softcaps, and a sliding window in every other layer."""
     hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **with_defaults(hf)}
     sliding = sliding_layers(hf, lambda index: index % 2 == 0)
-    return model_config(hf, KEYS, windows=windows_of(sliding, hf.get("sliding_window", 4096)), **differs(hf))
+    return model_config(hf, KEYS, windows=layer_windows(sliding, hf.get("sliding_window", 4096)), **differs(hf))
 
 
 def with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,8 +35,8 @@ def with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
 def differs(hf: Mapping[str, Any]) -> dict[str, Any]:
     """What Gemma 2 and 3 have in common."""
     return {
-        "block": "both_norms",
-        "norm": "rms_around_zero",
+        "block": "sandwich_norm",
+        "norm": "zero_centered_rms",
         "attention_scale": float(hf.get("query_pre_attn_scalar", 256)) ** -0.5,
         "attention_softcap": hf.get("attn_logit_softcapping"),
         "logit_softcap": hf.get("final_logit_softcapping"),
