@@ -79,7 +79,7 @@ from groupax.storage.hub import push_folder
 from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
 from groupax.training.learner import Learner, Update
 from groupax.training.packing import Shape
-from groupax.training.step import TrainState
+from groupax.training.state import TrainState
 from groupax.types import Metrics, Row
 
 
@@ -377,7 +377,7 @@ class GRPOTrainer:
         self.experience = experience.after(num, update.logps[len(rows) :])
         if not self._num_left:
             self.experience = None
-        num_bad_steps = 0 if update.made else self.cursor.num_bad_steps + 1
+        num_bad_steps = 0 if update.applied else self.cursor.num_bad_steps + 1
         self.cursor = replace(self.cursor, step=self.cursor.step + 1, num_bad_steps=num_bad_steps)
         self._begun_at = self._state_before = None
         return batch, update, scored
@@ -401,7 +401,7 @@ class GRPOTrainer:
         return self.cursor, self.experience
 
     def _stop_if_diverged(self, stop: PreemptionHandler, rows: Sequence[Row], update: Update) -> None:
-        if update.made:
+        if update.applied:
             return
         path = processes.run_on_primary(lambda: self.run_folder.write_bad_batch(self.cursor.step, rows))
         loss, grad_norm = update.metrics["loss"], update.metrics["grad_norm"]
