@@ -81,7 +81,7 @@ def test_words_are_a_command_or_a_program():
         ),
         (["slurm", "--file", "/nowhere/a.sbatch", "--dry_run", "--", *TRAIN], "cannot be written"),
         (["ray", "--tpu", "v4-64", "--hosts", "2", "--", *TRAIN], "leave out --hosts"),
-        (["ray", "--tpu", "v4-63", "--", *TRAIN], "no size of a slice"),
+        (["ray", "--tpu", "v4-63", "--", *TRAIN], "is not a known size"),
         (["ray", "--env", "NOT_SET_HERE", "--", *TRAIN], "not set here"),
     ],
 )
