@@ -17,7 +17,7 @@ from typing import Any
 
 from groupax.errors import PREEMPTED
 from groupax.launch import child
-from groupax.launch.environment import process_environment, free_port
+from groupax.launch.environment import free_port, process_environment
 from groupax.launch.output import copy_lines
 from groupax.launch.retries import Outcome
 

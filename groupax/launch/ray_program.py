@@ -15,8 +15,8 @@ from groupax.launch.ray_functions import (
     CpuAcceleratorConfig,
     GpuAcceleratorConfig,
     TpuAcceleratorConfig,
+    execute,
 )
-from groupax.launch.ray_functions import execute
 from groupax.launch.ray_hosts import connect
 from groupax.launch.retries import Retries
 
