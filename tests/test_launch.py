@@ -373,7 +373,7 @@ def test_a_job_is_started_again_after_failures_and_ends_with_the_last_status(tmp
     assert status == 0, out
     assert out.count("srun on 127.0.0.1,127.0.0.2") == 2
     assert "0 2 127.0.0.1:14690 [\"it's $HOME\", '']" in out
-    assert "ended with status 3; restarting in 0 s (1 of at most 3 times)" in out
+    assert "ended with status 3; restarting in 0 s (1 of 3 times)" in out
     for name in ("seen0", "seen1"):
         (tmp_path / name).unlink()
     status, out = run_job(tmp_path, script_of(Slurm(backoff_s=0, restarts=1), words), STATUSES="3 4")

@@ -124,9 +124,8 @@ def attempt_on_hosts(
     with call.reservation() as reserved:
         nodes = {node["NodeID"]: node for node in ray.nodes()}
         node_of: dict[int, str] = placement_group_table(reserved.group)["bundles_to_node_id"]
-        bundles = _in_order(
-            {bundle: nodes[node].get("Labels", {}) for bundle, node in node_of.items() if node in nodes}
-        )
+        labels = {bundle: nodes[node].get("Labels", {}) for bundle, node in node_of.items() if node in nodes}
+        bundles = _in_order(labels)
         if len(bundles) != call.num_hosts:
             return Outcome("preempted", "a host was lost before the start", [])
         hosts = _create_hosts(reserved, bundles, call.runtime_env)

@@ -1,9 +1,9 @@
 """The job script that `groupax launch slurm` writes.
 
 It relies on three facts about SLURM. A `--signal` without "B:" goes to all tasks and not to the script: before the time
-limit the trainers receive SIGTERM, save their state and end with status 75, and the job requeues itself. SIGTERM sent to
-srun would kill its tasks, so the script never uses it to request a stop. After a node failure or a preemption by another
-job, SLURM requeues the job.
+limit the trainers receive SIGTERM, save their state and end with status 75, and the job requeues itself. SIGTERM sent
+to srun would kill its tasks, so the script never uses it to request a stop. After a node failure or a preemption by
+another job, SLURM requeues the job.
 """
 
 import re
@@ -140,8 +140,8 @@ if ((NUM_SERVERS)); then
   {rollout}
 fi
 
-# Runs one task on each of these nodes, with all that the job has there. Call it in the background only: srun replaces the
-# subshell, so that it receives the signals.
+# Runs one task on each of these nodes, with all that the job has there. Call it in the background only: srun replaces
+# the subshell, so that it receives the signals.
 on() {{
   local where="$1" number="$2" label=()
   shift 2
@@ -217,7 +217,7 @@ for ((restart = 0; ; restart++)); do
     echo "groupax launch: ended with status $status; not restarted again after $restart restarts"
     exit "$status"
   fi
-  echo "groupax launch: ended with status $status; restarting in $wait_s s ($((restart + 1)) of at most $RESTARTS times)"
+  echo "groupax launch: ended with status $status; restarting in $wait_s s ($((restart + 1)) of $RESTARTS times)"
   sleep "$wait_s"
   wait_s=$((wait_s * 2 < 300 ? wait_s * 2 : 300))
 done
