@@ -16,7 +16,7 @@ from typing import Any
 from groupax.evaluation.items import Item, write_items
 from groupax.metrics.completions import json_numbers
 from groupax.runs.rollout_log import RolloutLog, TokenScores, write_table
-from groupax.storage.buckets import Remote, is_remote
+from groupax.storage.buckets import RemoteFolder, is_remote
 from groupax.storage.lock import LOCK, LockedError, RunLock, check_unlocked
 from groupax.types import Metrics, Rollout
 
@@ -60,7 +60,7 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str], rollout_log_bytes: int | None = None) -> None:
         self.place = str(path if is_remote(path) else Path(path).expanduser())
-        self.remote = Remote(self.place) if is_remote(path) else None
+        self.remote = RemoteFolder(self.place) if is_remote(path) else None
         if self.remote is None and not Path(self.place).name:
             raise ValueError(
                 f"output_dir {self.place!r} has no name of its own, by which an earlier run could be moved aside"
