@@ -87,7 +87,10 @@ FILES = {
     "no_image.jsonl": (b'{"prompt": "a", "image": null, "images": []}', None),
     "ids.jsonl": (b'{"prompt": "a", "prompt_ids": "abc"}', "prompt 0: the column prompt_ids must have a list of token"),
     "negative_ids.jsonl": (b'{"prompt": "a", "prompt_ids": [-1]}', "must have a list of token ids"),
-    "arguments.jsonl": (b'{"prompt": "a", "chat_template_kwargs": {"x": 1}}', "prompt 0 is a string, which is not rendered"),
+    "arguments.jsonl": (
+        b'{"prompt": "a", "chat_template_kwargs": {"x": 1}}',
+        "prompt 0 is a string, which is not rendered",
+    ),
     "arguments_are_text.jsonl": (b'{"prompt": "a", "chat_template_kwargs": "x"}', "must be a mapping of names"),
     "object.json": (b'{"prompt": "a"}', "must contain a list of rows, it contains a dict with the keys prompt"),
     "lines.json": (ROW * 2, "Extra data.*if it has a row on each line, name it .jsonl"),

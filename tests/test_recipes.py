@@ -16,7 +16,7 @@ from groupax.recipes.countdown import countdown_correct, evaluated, problems
 from groupax.recipes.fit import fitting_length, fitting_template, positions_of
 from groupax.recipes.gsm8k import strict_xml_format
 from groupax.recipes.tldr_length import near_length
-from groupax.rewards.contract import resolve_rewards
+from groupax.rewards.resolve import resolve_rewards
 from groupax.runs.trackers.tracker import MODULES, PACKAGES
 
 from .conftest import SHARED, TINY
