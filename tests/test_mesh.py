@@ -167,15 +167,15 @@ def test_runs_on_eight_devices_end_as_on_one(kind, meshes, stories):
 @pytest.mark.parametrize(
     ("change", "shape", "replicated", "message"),
     [
-        ({}, (1, 1, 1, 4, 1), (), r"kv_heads \(2\) does not divide by tp=4.*mesh_replicate kv_heads"),
-        ({"hidden_size": 34, "head_dim": 8}, (1, 4, 1, 1, 1), (), r"embed \(34\) does not divide by fsdp=4"),
-        ({}, (1, 1, 1, 4, 1), ("kv_head",), "names kv_head; dims that meshes split are embed, vocab, heads"),
-        ({"model_type": "olmo2"}, (2, 1, 1, 2, 1), (), r"heads \(1\) does not divide"),
+        ({}, (1, 1, 1, 4, 1), (), r"kv_heads \(2\) is not divisible by tp=4.*mesh_replicate kv_heads"),
+        ({"hidden_size": 34, "head_dim": 8}, (1, 4, 1, 1, 1), (), r"embed \(34\) is not divisible by fsdp=4"),
+        ({}, (1, 1, 1, 4, 1), ("kv_head",), "names kv_head; dims that meshes shard are embed, vocab, heads"),
+        ({"model_type": "olmo2"}, (2, 1, 1, 2, 1), (), r"heads \(1\) is not divisible"),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8},
             (1, 1, 1, 1, 4),
             (),
-            "6 heads on each device",
+            "the 6 heads of each device are not divisible",
         ),
     ],
 )
@@ -199,9 +199,9 @@ def test_mesh_settings_are_checked(mesh, message):
 
 
 def test_a_mesh_has_all_devices():
-    with pytest.raises(ValueError, match="mesh 3,1,1,1,1 asks for 3 devices, there are 4"):
+    with pytest.raises(ValueError, match="mesh 3,1,1,1,1 needs 3 devices, but there are 4"):
         make_mesh((3, 1, 1, 1, 1))
-    with pytest.raises(ValueError, match="mesh 3,-1,1,1,1 asks for a multiple of 3, there are 4 devices"):
+    with pytest.raises(ValueError, match="mesh 3,-1,1,1,1 needs a multiple of 3 devices, but there are 4"):
         make_mesh((3, -1, 1, 1, 1))
     assert dict(make_mesh((1, -1, 1, 2, 1)).shape) == {"dp": 1, "fsdp": 2, "ep": 1, "tp": 2, "sp": 1}
 
@@ -233,8 +233,8 @@ def test_slices_lie_along_the_axes_that_are_asked_for():
 @pytest.mark.parametrize(
     ("shape", "dcn", "told"),
     [
-        ((1, -1, 1, 1, 1), (2, 1, 1, 1, 1), r"mesh 1,8,1,1,1: dp \(1\) does not divide by 2 slices.*mesh_dcn"),
-        ((-1, 1, 1, 1, 1), (4, 1, 1, 1, 1), r"mesh_dcn 4,1,1,1,1 asks for 4 slices, the devices are of 2"),
+        ((1, -1, 1, 1, 1), (2, 1, 1, 1, 1), r"mesh 1,8,1,1,1: dp \(1\) is not divisible by 2 slices.*mesh_dcn"),
+        ((-1, 1, 1, 1, 1), (4, 1, 1, 1, 1), r"mesh_dcn 4,1,1,1,1 needs 4 slices, but the devices belong to 2"),
     ],
 )
 def test_meshes_that_slices_cannot_have(shape, dcn, told):
@@ -245,7 +245,7 @@ def test_meshes_that_slices_cannot_have(shape, dcn, told):
 def test_by_default_slices_lie_along_the_first_axis():
     assert slices_along((4, 8, 1, 1, 1), 2) == [2, 1, 1, 1, 1]
     assert slices_along((1, 8, 1, 1, 1), 1) == [1, 1, 1, 1, 1]
-    with pytest.raises(ValueError, match=r"mesh 1,16,1,1,1: dp \(1\) does not divide by 2 slices"):
+    with pytest.raises(ValueError, match=r"mesh 1,16,1,1,1: dp \(1\) is not divisible by 2 slices"):
         slices_along((1, 16, 1, 1, 1), 2)
 
 

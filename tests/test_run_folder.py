@@ -213,7 +213,7 @@ def test_what_becomes_of_the_folder_costs_nothing_that_is_in_memory(tmp_path, ca
     assert (run / "rollouts" / "step_000006.parquet").exists()
     assert damage(run / "checkpoints" / "step_000006") is None
     assert load_model(run / "model").config.vocab_size == 13
-    assert {"config.json", "run.json", "findings.jsonl", "tokenizer"} <= set(os.listdir(run))
+    assert {"config.json", "run.json", "diagnostics.jsonl", "tokenizer"} <= set(os.listdir(run))
     assert len(re.findall(told, caplog.text)) == 1
     assert "could not be written" not in caplog.text
     assert caplog.text.count("were deleted or moved") + caplog.text.count("the run goes on in") == 1

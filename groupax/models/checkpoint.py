@@ -22,7 +22,7 @@ from groupax.models.quantize import is_quantized
 from groupax.models.specs import Params, init_params, model_specs, num_params, param_shardings, split_dims
 from groupax.models.split import laid_out
 from groupax.models.tensor_files import check_tensors, find_tensors, make_weight_loader, resolve_tied_head
-from groupax.parallel.mesh import check_divides, mesh_for, sizes_text
+from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
 from groupax.storage.folders import read_json, resolve_folder
 from groupax.storage.model_json import GENERATION, out_of_vocabulary, validate
 from groupax.terminal.printable import short_repr
@@ -64,8 +64,8 @@ def init_model(
 ) -> Model:
     """A model with random weights from the contents of a `config.json`; the rest as in `load_model`."""
     config = read_config(hf_config)
-    mesh = mesh or mesh_for(num_params(config) * jnp.dtype(dtype).itemsize)
-    check_divides(split_dims(config), mesh, replicated)
+    mesh = mesh or default_mesh(num_params(config) * jnp.dtype(dtype).itemsize)
+    check_divisible(split_dims(config), mesh, replicated)
     return Model(config, init_params(config, jax.random.key(seed), mesh, dtype), mesh, dict(hf_config), {})
 
 
@@ -86,7 +86,7 @@ def load_model(
         name_or_path: a folder with `config.json` and safetensors files, or with a PEFT adapter, or a hub id like
             "Qwen/Qwen3-0.6B".
         dtype: of the weights in memory; None keeps each tensor's own.
-        mesh: where to put them; by default a copy on every device (see `parallel.mesh.mesh_for`).
+        mesh: where to put them; by default a copy on every device (see `parallel.mesh.default_mesh`).
         weights: "int8", "float8" or "nf4" quantize the layers' matrices, each as it is read.
         base: the base of an adapter, if it is not where `adapter_config.json` says.
         max_positions: the longest sequence; None for what `config.json` says, and for the original context if rotary
@@ -125,8 +125,8 @@ def load_model(
     check_tensors(stored, tensors, folder, quantized)
     if stored != config:
         config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}
-    mesh = mesh or mesh_for(num_params(config) * 4)
-    check_divides(split_dims(config), mesh, replicated)
+    mesh = mesh or default_mesh(num_params(config) * 4)
+    check_divisible(split_dims(config), mesh, replicated)
     if is_nf4 or weights != "same":
         _check_whole(mesh)
     load = make_weight_loader(mesh, tensors, dtype, weights, quantized)
@@ -209,7 +209,7 @@ def _with_adapter(model: Model, lora: LoRAConfig, trained: Params) -> Model:
 def _check_whole(mesh: Mesh) -> None:
     if mesh.shape["tp"] * mesh.shape["ep"] > 1:
         raise ValueError(
-            f"mesh {sizes_text(mesh)}: quantized weights lie whole on every device and cannot be multiplied in parts; "
+            f"mesh {format_mesh(mesh)}: quantized weights lie whole on every device and cannot be multiplied in parts; "
             "have tp and ep 1, or the base as it is stored"
         )
 
@@ -224,7 +224,7 @@ def reshard(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model
         return model
     if is_quantized(model.params):
         _check_whole(mesh)
-    check_divides(split_dims(model.config), mesh, replicated)
+    check_divisible(split_dims(model.config), mesh, replicated)
     if model.adapter is None:
         return replace(model, params=laid_out(model.config, mesh, model.params), mesh=mesh)
     adapter = model.adapter

@@ -25,7 +25,7 @@ from groupax.models.scan_layers import through_layers
 from groupax.models.specs import Params, layer_specs
 from groupax.models.split import collected, collected_weight
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
-from groupax.parallel.mesh import WHOLE, Layout
+from groupax.parallel.mesh import REPLICATED, Layout
 
 # (how the layer attends, what it keeps, queries [M, N, H], keys [M, K, H], values [M, K, H])
 # -> (what each token attended to [M, N, H], what the layer keeps from now on)
@@ -66,7 +66,7 @@ def forward(
     attend: Attend,
     kept: Sequence[Any] | None = None,
     execution: Execution = DIRECT,
-    layout: Layout = WHOLE,
+    layout: Layout = REPLICATED,
 ) -> Forward:
     """The forward pass.
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from groupax.engine.engine import unstarted
-from groupax.engine.scheduler import Sequence as Completion
+from groupax.engine.engine import new_sequences
+from groupax.engine.sequence import Sequence as Completion
 from groupax.errors import RunError
 from groupax.models.config import ModelConfig
 from groupax.models.lora import Adapter, adapter_specs
@@ -107,7 +107,7 @@ class RemoteSampler:
         """Unstarted sequences (see `Engine.sequences`)."""
         if params.logprobs:
             raise ValueError("alternatives (logprobs) of remote completions are not fetched; ask the server itself")
-        return unstarted(prompts, params, self.eos_ids, step, first_prompt)
+        return new_sequences(prompts, params, self.eos_ids, step, first_prompt)
 
     def stream(self, sequences: Iterable[Completion]) -> Iterator[Completion]:
         """Run sequences to their ends, those of a prompt yielded as soon as all of them are finished.
