@@ -125,7 +125,7 @@ def test_accuracy_rewards_exist():
     assert find_correctness_reward(None, rewards) == "gsm8k_accuracy"
     assert find_correctness_reward(None, rewards[:1]) is None
     with pytest.raises(
-        ValueError, match="solved_by is 'count_b', which is not a reward function .*; did you mean count_a"
+        ValueError, match=r"solved_by is 'count_b', which is not a reward function .*; did you mean count_a"
     ):
         find_correctness_reward("count_b", rewards)
 
