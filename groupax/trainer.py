@@ -16,7 +16,7 @@ from groupax.data.examples import describe_source, load_examples
 from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import eos_token_ids
 from groupax.errors import DivergedError, RewardError
-from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
+from groupax.evaluation.evaluate import Evaluation, evaluate, find_correctness_reward
 from groupax.evaluation.sets import named_sets
 from groupax.events import (
     EventStream,
@@ -167,7 +167,7 @@ class GRPOTrainer:
             check_columns(self.rewards, columns, examples[0], f"eval_dataset {name!r}")
         self.reward_runner = RewardRunner(self.rewards, args.part(RewardSettings))
         self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
-        self.solved_by = which_solves(args.solved_by, self.rewards)
+        self.solved_by = find_correctness_reward(args.solved_by, self.rewards)
         check_installed(args.report_to)
         log_bytes = None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9)
         self._unseen: Any = None if processes.is_primary() else tempfile.TemporaryDirectory(prefix="groupax-process-")

@@ -25,7 +25,7 @@ from groupax.events import (
     StepEnded,
     StepStarted,
 )
-from groupax.metrics.completions import logged_metrics, of_rollouts, solved_metrics
+from groupax.metrics.completions import logged_metrics, merge_rollouts, solved_metrics
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
@@ -763,7 +763,7 @@ def test_failures_and_seconds_of_a_steps_rollouts_add_up():
         {"time/rollout_s": 2.0, "rewards/a/failures": 0.0, "reward": np.nan, "completions/max_length": 9, "epoch": 0.2},
         {"time/rollout_s": 3.0, "rewards/a/failures": 1.0, "reward": 4.0, "completions/max_length": 4.0, "epoch": 0.3},
     ]  # fmt: skip
-    assert of_rollouts(sampled) == {
+    assert merge_rollouts(sampled) == {
         "time/rollout_s": 6.0,
         "rewards/a/failures": 3.0,
         "reward": 2.5,
