@@ -171,8 +171,8 @@ def _check(saved: Saved, identity: Identity, emit: Emit) -> None:
     refused = incompatible(found)
     if refused:
         raise ValueError(
-            f"resume: {saved.where} cannot be continued by this run; different are\n{describe(refused)}\nGive the same, "
-            "or export the checkpoint (groupax checkpoints RUN_DIR export) and start a new run from that model"
+            f"resume: {saved.where} cannot be continued by this run; different are\n{describe(refused)}\nGive the "
+            "same, or export the checkpoint (groupax checkpoints RUN_DIR export) and start a new run from that model"
         )
     if found:
         emit(Message(f"{saved.where} is continued with other settings:\n{describe(found)}", warning=True))
