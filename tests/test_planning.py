@@ -702,7 +702,7 @@ def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
     assert "cpu:2: 2 devices, dp 2\n4 completions of 16 tokens in each rollout, 1 update on them" in done.stdout
     [record] = json.loads(out.read_text())
     assert (record["fits"], record["fault"], record["mesh"]) == (True, None, [2, 1, 1, 1, 1])
-    names = ["admit", "decode_chunk", "micro_step", "across_shards", "apply_update"]
+    names = ["admit", "decode_chunk", "micro_step", "all_reduce", "apply_update"]
     assert [program["name"] for program in record["programs"]] == names
     lines = done.stdout.splitlines()
     for heading, cells in (("memory of a device, MB", 8), ("one run of each program on a device", 4)):

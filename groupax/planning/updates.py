@@ -17,7 +17,8 @@ from groupax.planning.abstract import AbstractModel, sharded_structs, struct_wit
 from groupax.planning.programs import Program, host_bytes
 from groupax.rollouts.slices import Slices
 from groupax.training.batch import attention_cost_with, pack
-from groupax.training.step import ROWS, across_shards, apply_update, micro_step, score, totals_specs, zero_totals
+from groupax.training.state import apply_update
+from groupax.training.step import ROWS, accumulator_pspecs, all_reduce, micro_step, score, zero_grads
 from groupax.types import Row
 
 
@@ -80,8 +81,8 @@ def _trace_update(model_state: AbstractModel, batch: Any, num_micro_batches: int
     config, mesh, scalar = model_state.config, model_state.mesh, model_state.scalar
     static: dict[str, Any] = {"config": config, "mesh": mesh}
     objective = {**static, "settings": model_state.settings.objective}
-    totals = jax.eval_shape(lambda params: zero_totals(params, **objective), model_state.policy)
-    totals = sharded_structs(totals, totals_specs(config, mesh, model_state.policy, totals), mesh)
+    totals = jax.eval_shape(lambda params: zero_grads(params, **objective), model_state.policy)
+    totals = sharded_structs(totals, accumulator_pspecs(config, mesh, model_state.policy, totals), mesh)
     counts: Any = jax.tree.unflatten(jax.tree.structure(Denominators(jnp.zeros(()), jnp.zeros(()))), [scalar, scalar])
     dropout_key = _key(mesh) if model_state.dropout_rate else None
     steps = micro_step.trace(
@@ -90,7 +91,7 @@ def _trace_update(model_state: AbstractModel, batch: Any, num_micro_batches: int
         execution=model_state.execution,
         dropout_rate=model_state.dropout_rate,
     )
-    sums = across_shards.trace(totals, **static)
+    sums = all_reduce.trace(totals, **static)
     grads = jax.eval_shape(lambda totals: totals.grads, sums.out_info)
     grads = sharded_structs(grads, partition_specs(config, mesh, model_state.masters), mesh)
     offload = model_state.args.offload_optimizer
@@ -101,7 +102,7 @@ def _trace_update(model_state: AbstractModel, batch: Any, num_micro_batches: int
     moved_bytes = 2 * host_bytes(state)  # each array comes and goes
     return [
         Program("micro_step", steps, {**model_state.own, "gradients": totals}, num_micro_batches * updates),
-        Program("across_shards", sums, {"gradients": totals}, updates),
+        Program("all_reduce", sums, {"gradients": totals}, updates),
         Program("apply_update", update, {**state, "gradients": grads}, updates, transferred_bytes=moved_bytes),
     ]
 
