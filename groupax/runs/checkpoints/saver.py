@@ -223,7 +223,7 @@ class RunSaver:
     @property
     def _how_to_go_on(self) -> str:
         again = "start it again as before (resume is 'auto')" if self.args.resume != "never" else "set resume"
-        command = f", or: groupax resume {self.folder.place}" if self.folder.command is not None else ""
+        command = f", or: groupax resume {self.folder.uri}" if self.folder.command is not None else ""
         return f"To go on, {again}{command}"
 
     def _tell(self, saved: Saved) -> None:
@@ -280,7 +280,7 @@ def retry_while_disk_full(action: Callable[[], None], folder: RunFolder, emit: E
     Raises:
         RunError: it failed for `PATIENCE_S`, or the run was asked to stop meanwhile.
     """
-    begun_s, told, place = time.monotonic(), False, folder.place
+    begun_s, told, place = time.monotonic(), False, folder.uri
     while True:
         try:
             action()
