@@ -223,7 +223,7 @@ def test_what_becomes_of_the_folder_costs_nothing_that_is_in_memory(tmp_path, ca
 
 
 def test_a_folder_in_which_nothing_can_be_written_is_given_up_at_the_end(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(saver, "MEND_S", 0.0)
+    monkeypatch.setattr(saver, "REPAIR_S", 0.0)
     monkeypatch.setattr(saver, "RETRY_END_S", 0.01)
     write = MetricsFile.append
 
@@ -326,7 +326,7 @@ def test_stopping_before_the_first_step_says_that_nothing_was_saved(tmp_path, ca
     with pytest.raises(PreemptedError) as stopped:
         trainer.train()
     assert stopped.value.code == PREEMPTED
-    assert caplog.text.count("nothing was saved. To begin again, start it as before") == 1
+    assert caplog.text.count("nothing was saved. To start over, run it as before") == 1
     with pytest.raises(ValueError, match=r"has no checkpoint: nothing was saved there .*; start the run") as error:
         a_trainer(tmp_path, resume=str(tmp_path / "run")).train()
     assert str(error.value).count("no checkpoint") == 1
