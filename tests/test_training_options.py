@@ -324,7 +324,7 @@ def test_masters_move_in_bfloat16_as_in_float32(tmp_path):
         rows = fixed_rows(trainer)
         start = leaves(trainer)
         for _ in range(100):
-            assert trainer.learner.update(rows).made
+            assert trainer.learner.update(rows).applied
         moved[dtype] = np.concatenate([(a - b).ravel() for a, b in zip(leaves(trainer), start, strict=True)])
     cosine = moved["float32"] @ moved["bfloat16"] / np.prod([np.linalg.norm(x) for x in moved.values()])
     assert cosine > 0.99
@@ -612,7 +612,7 @@ def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
     made = []
     trainer.learner.update = lambda rows: updated.append(rows) or made.append(update(rows)) or made[-1]
     trainer.train()
-    assert all(each.made and np.isfinite(each.metrics["loss"]) for each in made)
+    assert all(each.applied and np.isfinite(each.metrics["loss"]) for each in made)
     assert [len(rows) for rows in updated] == [6] * 8
     for rows in updated:
         for row in rows:
