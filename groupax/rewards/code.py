@@ -61,7 +61,9 @@ def code_tests(
     names = [""] * len(completions) if entry_point is None else [name or "" for name in entry_point]
 
     def reward(completion: Any, prompt: Any, sources: Any, name: str) -> float | None:
-        return _passed_frac(completion_text(completion), prompt, _sources(sources, partial_credit), name, limits, sandbox)
+        return _passed_frac(
+            completion_text(completion), prompt, _sources(sources, partial_credit), name, limits, sandbox
+        )
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         return list(pool.map(reward, completions, prompts, tests, names))
