@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 # How a row of numbers is normalized: by its root mean square, the same with weights around 0, or by mean and deviation.
-NormKind = Literal["rms", "rms_around_zero", "layer"]
+NormKind = Literal["rms", "zero_centered_rms", "layer"]
 # What queries and keys are normalized over: nothing, each head with weights for all, each with its own, or all at once.
 QKNorm = Literal["none", "head", "each_head", "all_heads"]
 # The function within the feed-forward part, by Hugging Face's name.
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 # Where a block has norms: before attention and feed-forward, behind them, both, or once before the two side by side.
-BlockKind = Literal["pre_norm", "post_norm", "both_norms", "parallel"]
+BlockKind = Literal["pre_norm", "post_norm", "sandwich_norm", "parallel"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionConfig:
     """How a layer attends.
 
     Attributes:
@@ -105,7 +105,7 @@ class Experts:
         num: E, of which each token goes through `per_token`, by the probabilities of a router.
         per_token: experts of a token.
         ffn_size: of each.
-        normalized: a token's weights are divided by their sum.
+        norm_topk_prob: a token's weights are divided by their sum.
         layers: those with experts; the others have an ordinary feed-forward part.
         aux_loss_coef: weight of the load-balancing loss that the model was trained with.
         router_name, gate_name, up_name, down_name: of the weights in a layer of a checkpoint; `{expert}` is a number.
@@ -114,7 +114,7 @@ class Experts:
     num: int
     per_token: int
     ffn_size: int
-    normalized: bool
+    norm_topk_prob: bool
     layers: tuple[int, ...]
     aux_loss_coef: float = 0.0
     router_name: str = "mlp.gate"
@@ -195,11 +195,11 @@ class ModelConfig:
         if self.experts and not 1 <= self.experts.per_token <= self.experts.num:
             raise ValueError(f"a token goes through 1 to {self.experts.num} experts, got {self.experts.per_token}")
 
-    def attention(self, layer: int) -> Attention:
+    def attention(self, layer: int) -> AttentionConfig:
         """How this layer attends."""
-        return Attention(self.attention_scale, self.attention_softcap, self.windows[layer])
+        return AttentionConfig(self.attention_scale, self.attention_softcap, self.windows[layer])
 
-    def first_alike(self, layer: int) -> int:
+    def first_layer_of_kind(self, layer: int) -> int:
         """The first layer of the same kind."""
         kinds = [
             (rope, window, self.has_experts(i))

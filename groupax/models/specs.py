@@ -92,7 +92,7 @@ def model_specs(config: ModelConfig) -> Params:
 _BLOCK_NORMS: dict[BlockKind, dict[str, str]] = {
     "pre_norm": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "post_norm": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
-    "both_norms": {
+    "sandwich_norm": {
         "attention_norm": "input_layernorm",
         "attention_out_norm": "post_attention_layernorm",
         "mlp_norm": "pre_feedforward_layernorm",
@@ -103,7 +103,7 @@ _BLOCK_NORMS: dict[BlockKind, dict[str, str]] = {
 
 
 def _norm_init(config: ModelConfig) -> Literal["ones", "zeros"]:
-    return "zeros" if config.norm == "rms_around_zero" else "ones"
+    return "zeros" if config.norm == "zero_centered_rms" else "ones"
 
 
 def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.config import GRPOConfig
-from groupax.models.adapted import joined
+from groupax.models.adapted import apply_adapter
 from groupax.models.split import partition_specs
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
@@ -72,7 +72,7 @@ def training_of(of_model: AbstractModel, slices: Slices, longest: tuple[int, int
     passes = own_passes + slices.per_rollout * (args.beta > 0)
     if passes:
         of_reference = {"base" if of_model.frozen else "reference": of_model.reference}
-        params = joined(of_model.frozen, of_model.policy) if own_passes else of_model.reference
+        params = apply_adapter(of_model.frozen, of_model.policy) if own_passes else of_model.reference
         scores = score.trace(params, batch, **of_step)
         scored = of_model.own if own_passes and not args.offload_reference else of_reference
         programs.insert(0, Program("score", scores, scored, num_parts * passes))

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from groupax.models.adapted import Frozen, joined
+from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.checkpoint import Model
 from groupax.models.exchange import leaves_of, with_tensors
-from groupax.models.lora import LoRAConfig, adapter_specs, init_adapter, lora_config
+from groupax.models.lora import LoRAConfig, adapter_specs, as_lora_config, init_adapter
 from groupax.models.specs import Params, model_specs
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
@@ -49,7 +49,7 @@ class Held:
         """What the forward pass reads."""
         if self.lora is None or self.trained is None:
             return self.base
-        return joined(Frozen(self.base, np.float32(self.lora.scale)), self.trained)
+        return apply_adapter(FrozenBase(self.base, np.float32(self.lora.scale)), self.trained)
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ class Weights:
             raise ApiError(400, f"piece_bytes must be in [1, {MAX_PIECE_BYTES}], got {size!r}", param="piece_bytes")
         self._check_state(model, given.get("replaces"))
         try:
-            lora = None if given.get("adapter") is None else lora_config(given["adapter"], has_weights=True)
+            lora = None if given.get("adapter") is None else as_lora_config(given["adapter"], has_weights=True)
             where = read_manifest(given.get("tensors"))
             self._check_tensors(model, lora, where)
         except (ValueError, TypeError) as error:

@@ -14,13 +14,13 @@ import numpy as np
 from groupax.config import AttnImplementation, Checkpointing, SharePrefix
 from groupax.errors import RunError, is_out_of_memory
 from groupax.metrics.completions import Metrics
-from groupax.models.adapted import Frozen, joined
+from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.checkpoint import Model
 from groupax.models.config import ModelConfig
-from groupax.models.execution import execution_on
+from groupax.models.execution import execution_for
 from groupax.models.flops import activation_bytes_per_token, forward_flops
-from groupax.models.fused_attention import fused_for
-from groupax.models.quantize import in_dtype, is_quantized
+from groupax.models.fused_attention import select_fused_attention
+from groupax.models.quantize import cast_unquantized, is_quantized
 from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators
 from groupax.objective.entropy import EntropyControl, EntropyState, applied_coef, next_entropy_state
@@ -137,14 +137,16 @@ class Learner:
         platform = model.mesh.devices.flat[0].platform
         self.on_cpu = platform == "cpu"
         self.dtype: Any = compute_dtype(platform, settings.dtype)
-        fused = fused_for(settings.attn_implementation, model.mesh.devices.flat[0], model.config, self.dtype)
-        self.execution = execution_on(platform, settings.gradient_checkpointing, settings.scan_layers, fused)
+        fused = select_fused_attention(
+            settings.attn_implementation, model.mesh.devices.flat[0], model.config, self.dtype
+        )
+        self.execution = execution_for(platform, settings.gradient_checkpointing, settings.scan_layers, fused)
         adapter = model.adapter
         if adapter is None and is_quantized(model.params):
             raise ValueError(
                 "the weights are quantized and cannot be trained; train an adapter: set lora_r, e.g. to 16"
             )
-        self.frozen = adapter and Frozen(in_dtype(adapter.frozen.params, self.dtype), adapter.frozen.scale)
+        self.frozen = adapter and FrozenBase(cast_unquantized(adapter.frozen.params, self.dtype), adapter.frozen.scale)
         self.dropout_rate = adapter.config.lora_dropout if adapter else 0.0
         if self.dropout_rate and self.mesh.shape["tp"] > 1:
             raise ValueError(
@@ -189,7 +191,7 @@ class Learner:
         """The reference's weights, on the devices for as long as the block runs."""
         assert self.reference is not None, "the config requires beta > 0"
         _ = self.micro_batch_tokens  # what fits is found beside what stays
-        yield in_dtype(on_devices(self.reference), self.dtype)
+        yield cast_unquantized(on_devices(self.reference), self.dtype)
 
     def _kept(self, reference: Params) -> Params:
         return on_host(reference) if self.settings.offload_reference else reference
@@ -286,7 +288,7 @@ class Learner:
 
     def policy_of(self, snapshot: Params) -> Params:
         """The weights to sample from, of a snapshot."""
-        return joined(self.frozen, snapshot)
+        return apply_adapter(self.frozen, snapshot)
 
     def logprobs(self, params: Params, rows: Sequence[Row]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Log-probs of each row's completion tokens under some weights, and the entropies of their distributions."""
@@ -322,7 +324,7 @@ class Learner:
             self.reference = self._kept(reference)
 
     def _policy(self) -> Params:
-        return joined(self.frozen, self._trained())
+        return apply_adapter(self.frozen, self._trained())
 
     def _trained(self) -> Params:
         """What is trained, in compute dtype: the masters themselves where they have it."""

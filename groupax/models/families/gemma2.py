@@ -35,8 +35,8 @@ def with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
 def differs(hf: Mapping[str, Any]) -> dict[str, Any]:
     """What Gemma 2 and 3 have in common."""
     return {
-        "block": "both_norms",
-        "norm": "rms_around_zero",
+        "block": "sandwich_norm",
+        "norm": "zero_centered_rms",
         "attention_scale": float(hf.get("query_pre_attn_scalar", 256)) ** -0.5,
         "attention_softcap": hf.get("attn_logit_softcapping"),
         "logit_softcap": hf.get("final_logit_softcapping"),

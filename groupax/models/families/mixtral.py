@@ -18,7 +18,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         num=needed(hf, "num_local_experts"),
         per_token=needed(hf, "num_experts_per_tok"),
         ffn_size=needed(hf, "intermediate_size"),
-        normalized=True,
+        norm_topk_prob=True,
         layers=tuple(range(num_layers)),
         aux_loss_coef=hf.get("router_aux_loss_coef", 0.001),
         router_name="block_sparse_moe.gate",

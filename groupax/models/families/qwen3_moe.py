@@ -30,7 +30,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         num=needed(hf, "num_experts", "num_local_experts"),
         per_token=needed(hf, "num_experts_per_tok"),
         ffn_size=needed(hf, "moe_intermediate_size"),
-        normalized=hf.get("norm_topk_prob", False),
+        norm_topk_prob=hf.get("norm_topk_prob", False),
         layers=tuple(index for index in layers if (index + 1) % step == 0 and index not in dense),
         aux_loss_coef=hf.get("router_aux_loss_coef", 0.001),
     )
