@@ -32,9 +32,10 @@ from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.peak import peak_flops
 from groupax.runs.build import learner_settings
-from groupax.training.batch import Row, pack
+from groupax.training.batch import pack
 from groupax.training.learner import Learner
 from groupax.training.step import micro_step, to_rows, zero_totals
+from groupax.types import Row
 
 ROUNDS = 7
 

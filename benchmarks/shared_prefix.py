@@ -21,8 +21,8 @@ from models import QWEN_7M, parser, show
 from groupax import GRPOConfig, init_model
 from groupax.models.flops import forward_flops
 from groupax.runs.build import learner_settings
-from groupax.training.batch import Row
 from groupax.training.learner import Learner
+from groupax.types import Row
 
 PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS = 2, 512, 8, 128
 

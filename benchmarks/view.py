@@ -21,8 +21,8 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from groupax.rollouts.sampler import Rollout
 from groupax.runs.rollout_log import TokenScores, rollout_table, write_table
+from groupax.types import Rollout
 
 GROUP = 10
 TOKENS = 120

@@ -17,6 +17,7 @@ from groupax.settings.objective import (
     RolloutCorrection,
     ScaleRewards,
 )
+from groupax.settings.sampling import EvalSamplingSettings, RolloutSamplingSettings
 from groupax.settings.template_kwargs import check_template_kwargs
 
 PromptOverflow = Literal["error", "drop", "truncate_left"]
@@ -98,7 +99,7 @@ _OF_ADAPTER = ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_bias",
 
 @_refusing_unknown_fields
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig:
+class GRPOConfig(RolloutSamplingSettings, EvalSamplingSettings):
     """Settings of a GRPO run. Names are TRL's where the concept is the same.
 
     One optimizer step trains on `prompts_per_step` prompts with `num_generations` completions each.
@@ -164,23 +165,6 @@ class GRPOConfig:
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments for the chat template, e.g. {"enable_thinking": false} for Qwen3. A dataset's column of this name has
     arguments of a row, which go before these."""
-
-    # Sampling
-    temperature: float = ranged(
-        1.0, 1e3, low=1e-6, because="greedy completions of one prompt are all the same, which leaves nothing to compare"
-    )
-    """Divides the logits, in sampling and in training alike."""
-    top_k: int = ranged(0, 10**9)
-    """Sample from the k likeliest tokens; 0 is off."""
-    top_p: float = ranged(1.0, 1, low=1e-6)
-    """Sample from the fewest tokens that hold this mass; 1 is off."""
-    min_p: float = ranged(0.0, 1, is_open=True)
-    """Sample from tokens at least this fraction as likely as the likeliest; 0 is off."""
-    repetition_penalty: float = ranged(1.0, 1e3, low=1e-3)
-    """Makes tokens that occurred less likely, in sampling alone: the policy that is trained knows none. 1 is off."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a completion, e.g. "</answer>". Their tokens are part of it and are trained on, and reward
-    functions see them; such a completion does not count as truncated."""
 
     # Objective
     loss_type: LossType = "dapo"
@@ -362,18 +346,8 @@ class GRPOConfig:
     """Evaluate on eval_dataset every so many steps; 0 never does."""
     eval_num_generations: int = ranged(1, 2**16, low=1)
     """Completions per prompt in evaluation; above 1, pass@k and maj@k up to that k are reported."""
-    eval_temperature: float = ranged(0.0, 1e3, low=1e-6, also=0)
-    """Sampling temperature in evaluation; 0 is greedy."""
-    eval_top_p: float = ranged(1.0, 1, low=1e-6)
-    """In evaluation: draw from the likeliest tokens that hold this probability."""
-    eval_top_k: int = ranged(0, 10**9)
-    """In evaluation: draw from the likeliest tokens only; 0 keeps all."""
-    eval_min_p: float = ranged(0.0, 1, is_open=True)
-    """In evaluation: drop tokens less likely than this share of the likeliest one's probability."""
     eval_max_completion_length: int | None = ranged(None, 10**9, low=1)
     """Longest completion in evaluation; None takes max_completion_length."""
-    eval_stop: tuple[str, ...] | None = None
-    """Texts that end a completion in evaluation; None takes stop."""
 
     # Checkpoints
     save_steps: int = ranged(0, 10**9)

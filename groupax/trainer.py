@@ -18,7 +18,6 @@ from groupax.data.tokenizer import eos_token_ids
 from groupax.errors import DivergedError, RewardError
 from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
 from groupax.evaluation.sets import named_sets
-from groupax.metrics.completions import Metrics
 from groupax.metrics.estimates import Estimate
 from groupax.models.adapted import apply_adapter
 from groupax.models.checkpoint import Model, add_adapter
@@ -64,10 +63,10 @@ from groupax.runs.trackers.tracker import check_installed
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
-from groupax.training.batch import Row
 from groupax.training.learner import Learner, Update
 from groupax.training.packing import Shape
 from groupax.training.step import TrainState
+from groupax.types import Metrics, Row
 
 
 @dataclass(frozen=True)

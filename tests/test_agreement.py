@@ -19,8 +19,9 @@ from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.recipes import load_recipe
 from groupax.settings.objective import ObjectiveSettings
-from groupax.training.batch import Row, pack
+from groupax.training.batch import pack
 from groupax.training.step import LOGP_DIFF, across_shards, micro_step, score, to_rows, zero_totals
+from groupax.types import Row
 
 from .conftest import TINY, rest_heavy
 

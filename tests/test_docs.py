@@ -1,6 +1,7 @@
 """The Python on pages that promise to run does run."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_the_pages_list_every_sampling_setting():
     from groupax.settings.sampling import SamplingParams
 
     text = (DOCS / "engine.md").read_text()
-    assert [name for name in SamplingParams.__annotations__ if f"`{name}`" not in text] == []
+    assert [field.name for field in fields(SamplingParams) if f"`{field.name}`" not in text] == []
 
 
 def test_the_pages_list_every_setting_of_the_objective():

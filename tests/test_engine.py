@@ -14,7 +14,7 @@ from groupax.engine.batch import Batch
 from groupax.engine.prefix_cache import Prefix, PrefixStore
 from groupax.engine.sampling import (
     History,
-    SamplingSettings,
+    SamplingArrays,
     alternatives,
     block_width,
     changed_logits,
@@ -252,7 +252,7 @@ def settings_array(B, logit_bias=None, **settings):
     columns = {name: jnp.full(B, value) for name, value in {**OFF, **settings}.items()}
     columns = {name: x.astype(jnp.int32 if isinstance(OFF[name], int) else jnp.float32) for name, x in columns.items()}
     bias = logit_bias or {-1: 0.0}
-    return SamplingSettings(
+    return SamplingArrays(
         **columns,
         bias_tokens=jnp.tile(jnp.asarray(list(bias), jnp.int32), (B, 1)),
         bias=jnp.tile(jnp.asarray(list(bias.values()), jnp.float32), (B, 1)),

@@ -13,7 +13,7 @@ from groupax.models.attention import attend
 from groupax.models.config import DynamicRope, LongRope, Rope
 from groupax.models.decoder import causal_hidden, forward, head_weights, logits
 from groupax.models.execution import Execution
-from groupax.models.experts import Routing, load_balancing_loss
+from groupax.models.experts import Routing, load_balancing_loss, loop_over_experts, ragged_experts
 from groupax.models.families import FAMILIES, read_config
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.layers import vocabulary_logits
@@ -22,9 +22,10 @@ from groupax.models.rope import frequencies
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh, num_data_shards
 from groupax.settings.objective import ObjectiveSettings
-from groupax.training.batch import Row, pack
+from groupax.training.batch import pack
 from groupax.training.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
 from groupax.training.step import ROUTER_LOSS, across_shards, micro_step, to_rows, zero_totals
+from groupax.types import Row
 
 from .conftest import one_device_mesh, rest_heavy
 

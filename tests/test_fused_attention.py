@@ -22,9 +22,10 @@ from groupax.models.fused_attention import select_fused_attention
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
-from groupax.training.batch import Row, attention_cost_with, pack
+from groupax.training.batch import attention_cost_with, pack
 from groupax.training.learner import Learner
 from groupax.training.step import micro_step, to_rows, zero_totals
+from groupax.types import Row
 
 from .conftest import TINY, one_device_mesh, rest_heavy
 

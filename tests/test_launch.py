@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from groupax.cli.launch import LAUNCHERS, Ray, launch
+from groupax.cli.launch import LAUNCHERS, launch
 from groupax.cli.main import COMMANDS, main
 from groupax.errors import PREEMPTED
 from groupax.launch.argv import LAUNCHED, program_of, split_words
 from groupax.launch.environment import environment_of
-from groupax.launch.hosted import config_of
 from groupax.launch.local import MISTAKE, Stop, local_attempt
 from groupax.launch.output import copied
 from groupax.launch.ray_functions import CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
+from groupax.launch.ray_program import Ray, config_of
 from groupax.launch.readiness import wait_for
 from groupax.launch.retries import Outcome, Retries, attempted
 from groupax.launch.slurm import Slurm, script_of, submit, written
-from groupax.serve.protocol import API_KEY_VARIABLE
+from groupax.settings import environment as env
 
 from .slurm_stand_ins import run_job
 
@@ -404,7 +404,7 @@ def test_trainers_start_when_the_servers_answer(tmp_path):
             port = server.server_address[1]
             assert wait_for([f"http://127.0.0.2:{port}"], 60.0) == []
             text = script_of(Slurm(nodes=2, server_nodes=1), ["train", "--model", "m"])
-            shown = f"import os, sys; print('trains', sys.argv[1:], len(os.environ['{API_KEY_VARIABLE}']))"
+            shown = f"import os, sys; print('trains', sys.argv[1:], len(os.environ['{env.API_KEY}']))"
             trainer = f"TRAINER=({sys.executable} -Sc {shlex.quote(shown)} train)"
             text = re.sub(r"^TRAINER=.*$", lambda _: trainer, text, flags=re.MULTILINE)
             text = re.sub(

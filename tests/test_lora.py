@@ -13,7 +13,8 @@ from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapte
 from groupax.models.adapted import AdaptedWeight, apply_adapter
 from groupax.models.decoder import logits
 from groupax.models.lora import adapter_specs, as_lora_config, count_params, trainable_params_line
-from groupax.training.batch import Row, pack
+from groupax.training.batch import pack
+from groupax.types import Row
 
 from .conftest import TINY
 from .test_trainer import a_trainer, lines_of

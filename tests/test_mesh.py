@@ -18,8 +18,8 @@ from groupax.models.checkpoint import add_adapter, on_mesh
 from groupax.models.lora import LoRAConfig
 from groupax.parallel.mesh import decoding_mesh, make_mesh, slices_along
 from groupax.runs.build import learner_settings
-from groupax.training.batch import Row
 from groupax.training.learner import Learner
+from groupax.types import Row
 
 from .conftest import TINY, one_device_mesh
 from .test_config_and_data import a_tokenizer

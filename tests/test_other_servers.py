@@ -234,7 +234,7 @@ def test_what_is_given_up_keeps_neither_the_server_nor_the_process(scripted, sam
     assert scripted.left.wait(60)
     scripted.asked.clear()
     scripted.told = ["nothing"]
-    giving_up = threading.Thread(target=lambda: scripted.asked.wait(60) and sampler.give_up())
+    giving_up = threading.Thread(target=lambda: scripted.asked.wait(60) and sampler.cancel())
     giving_up.start()
     with pytest.raises(RolloutCancelled):
         sampled(sampler)

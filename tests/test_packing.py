@@ -5,8 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from groupax.training.batch import Row, pack
+from groupax.training.batch import pack
 from groupax.training.packing import PLAIN, AttentionCost, Shape, plan, ranges, round_up
+from groupax.types import Row
 
 RNG = np.random.default_rng(0)
 

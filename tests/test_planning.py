@@ -37,8 +37,8 @@ from groupax.planning.programs import UnfitError, host_bytes, own_bytes
 from groupax.planning.run import run_of
 from groupax.planning.tables import text_of, verdict
 from groupax.runs.build import engine_for, learner_settings, lora_for
-from groupax.training.batch import Row
 from groupax.training.learner import Learner
+from groupax.types import Row
 
 from .conftest import TINY, one_device_mesh
 

@@ -10,7 +10,7 @@ import pytest
 from groupax.rewards import with_columns
 from groupax.rewards.contract import find_reward, resolve_rewards
 from groupax.rewards.runner import RewardRunner, RewardSettings
-from groupax.rollouts.sampler import Rollout
+from groupax.types import Rollout
 
 
 def rollouts_of(texts, conversational=False, **columns):

@@ -4,6 +4,8 @@ import asyncio
 import gc
 import json
 import queue
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -414,3 +416,8 @@ def test_an_error_inside_a_stream_is_told_and_counted(caplog):
     told = [json.loads(message["body"].removeprefix(b"data: ")) for message in sent[1:]]
     assert (told[0], told[1]["error"]["message"][:26]) == ({"a": 1}, "an error inside the server")
     assert "POST /v1/completions failed" in caplog.text
+
+
+def test_the_trainer_imports_nothing_of_the_server():
+    code = "import sys, groupax.trainer; assert not any(name.startswith('groupax.serve') for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

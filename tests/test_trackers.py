@@ -16,12 +16,12 @@ import pytest
 from groupax import GRPOConfig
 from groupax.config import TRACKERS
 from groupax.evaluation.evaluate import Evaluation
-from groupax.rollouts.sampler import Rollout
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
 from groupax.runs.trackers.background import MOST_WAITING, BackgroundTracker
 from groupax.runs.trackers.tracker import MODULES, PACKAGES, TrackedRun, open_tracker, samples_of
 from groupax.storage.buckets import Remote
+from groupax.types import Rollout
 
 from .test_trainer import PROMPTS, a_trainer
 

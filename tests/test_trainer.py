@@ -15,7 +15,7 @@ from groupax.metrics.completions import is_measured, window_mean
 from groupax.rewards import RewardError
 from groupax.runs.progress import JsonLines
 from groupax.settings.objective import LossType
-from groupax.training.batch import Row
+from groupax.types import Row
 
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer

@@ -7,9 +7,9 @@ import pytest
 
 from groupax import GRPOTrainer, init_model
 from groupax.compat.trl import GRPOConfig
-from groupax.rollouts.sampler import Rollout
 from groupax.rollouts.state import Experience
 from groupax.training.learner import Update
+from groupax.types import Rollout
 
 from .conftest import TINY, one_device_mesh
 from .test_config_and_data import a_tokenizer

@@ -23,9 +23,9 @@ import pytest
 from groupax.cli.main import main
 from groupax.evaluation.items import Completion, Item
 from groupax.parallel.sockets import is_loopback
-from groupax.rollouts.sampler import Rollout
 from groupax.runs.folder import RunFolder
 from groupax.runs.rollout_log import TokenScores
+from groupax.types import Rollout
 from groupax.view.rollouts import Step, StepCache, group_summaries
 from groupax.view.runs import Run, Runs
 from groupax.view.series import smoothed, stretch_means, thinned

@@ -32,36 +32,6 @@ class Local:
     """When a process has failed the others are asked to stop, and killed after so long."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ray:
-    """Start a program on the hosts of a Ray cluster: groupax launch ray --tpu v4-64 -- train ..."""
-
-    tpu: str | None = None
-    """Type of a TPU slice, as v4-64, v5e-32, v6e-16; it says how many hosts there are."""
-    hosts: int = 1
-    """Without --tpu: how many nodes."""
-    gpus: int = 0
-    """Without --tpu: GPUs of each node."""
-    cpus: int = 1
-    """Cores that are asked for on each host."""
-    address: str | None = None
-    """Of the cluster; by default RAY_ADDRESS, the one this machine belongs to, or a new one here."""
-    env: tuple[str, ...] = ()
-    """Variables of the processes, each NAME=VALUE, or NAME for the value here."""
-    pip: tuple[str, ...] = ()
-    """Packages to install for them."""
-    working_dir: Path | None = None
-    """A folder that is copied to all hosts and is where they run."""
-    restarts: int = 3
-    """Most times that all are started again after one failed."""
-    preemptions: int = 1000
-    """The same after one was preempted or its machine was lost."""
-    backoff_s: float = 1.0
-    """Before the first such start; doubled each further time, up to a minute."""
-    grace_s: float = 60.0
-    """When a host has failed the others are asked to stop, and killed after so long."""
-
-
 def launch(arguments: Sequence[str]) -> int | None:
     """`groupax launch`: the exit status of what was started.
 
@@ -111,11 +81,9 @@ def slurm(arguments: Sequence[str], words: Sequence[str]) -> int:
 
 def ray(arguments: Sequence[str], words: Sequence[str]) -> int:
     """`groupax launch ray`."""
-    command = parsed(Ray, "launch ray", arguments)
+    from groupax.launch.ray_program import Ray, launch_on_ray
 
-    from groupax.launch.hosted import launch_on_ray
-
-    return launch_on_ray(command, words, tell)
+    return launch_on_ray(parsed(Ray, "launch ray", arguments), words, tell)
 
 
 def tell(text: str) -> None:

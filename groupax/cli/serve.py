@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from groupax.config import DecodingWeights
 from groupax.parallel.sockets import is_loopback, listen
 from groupax.serve.notices import Notices
-from groupax.serve.protocol import API_KEY_VARIABLE
+from groupax.settings import environment as env
 from groupax.settings.command_line import parsed
 
 OTHER_FILES = 256  # that the server has open beside its connections
@@ -104,7 +104,7 @@ def serve(arguments: Sequence[str]) -> None:
         raise ValueError(f"a server needs starlette and uvicorn: pip install 'groupax[serve]' ({error})") from error
     from groupax.serve.loop import EngineLoop
 
-    keys = tuple(key for key in (*command.api_key, os.environ.get(API_KEY_VARIABLE, "")) if key)
+    keys = tuple(key for key in (*command.api_key, os.environ.get(env.API_KEY, "")) if key)
     listener = listen(command.host, command.port)  # before the model is loaded, so that one in use is told at once
     models = models_of(command)
     loop = EngineLoop(engines_of(command, models), command.max_queue).start()

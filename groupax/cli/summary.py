@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from groupax.data.tokenizer import Prompt, is_conversational, last_text
+from groupax.data.tokenizer import is_conversational, last_text
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation
 from groupax.evaluation.items import Comparison, Item, compare, write_items
 from groupax.evaluation.paired import PairedDifference
-from groupax.metrics.completions import Metrics
 from groupax.metrics.estimates import Estimate
 from groupax.terminal.printable import one_line, printable
 from groupax.trainer import TrainResult
+from groupax.types import Metrics, Prompt
 
 NUM_SAMPLES = 2
 CANNOT_BELOW = 0.05  # a model solves less than this share of a task that it cannot do

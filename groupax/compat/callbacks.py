@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupax.compat.fields import tell
-from groupax.metrics.completions import Metrics
 from groupax.runs.log import Event
+from groupax.types import Metrics
 
 # What a callback's method is called, by event.
 METHODS: dict[Event, str] = {

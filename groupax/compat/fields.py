@@ -8,8 +8,11 @@ from typing import Any, ClassVar
 
 from groupax.config import AttnImplementation, GRPOConfig
 from groupax.settings.fields import nearest, shown
+from groupax.settings.sampling import EvalSamplingSettings
 
 MOST = 1e15  # of any number that is a setting
+# Sampling parameters whose values in evaluation do not follow those of rollouts.
+EVAL_SAMPLING = tuple(EvalSamplingSettings().eval_sampling)
 
 
 class CompatWarning(UserWarning):
@@ -136,13 +139,13 @@ def as_native(settings: Mapping[str, Any], names: Mapping[str, str] = MappingPro
 
 
 def sampled_alike(settings: Mapping[str, Any], num_generations: int) -> dict[str, Any]:
-    """Settings by which evaluations are sampled as rollouts are.
+    """Returns the settings that sample evaluations as rollouts are sampled.
 
     Args:
-        settings: native ones, of rollouts.
-        num_generations: completions of each prompt in evaluation.
+        settings: native settings of rollouts.
+        num_generations: number of completions of each prompt in evaluation.
     """
-    alike = {f"eval_{name}": settings[name] for name in ("temperature", "top_p", "top_k", "min_p")}
+    alike = {f"eval_{name}": settings[name] for name in EVAL_SAMPLING if name in settings}
     return {**alike, "eval_num_generations": num_generations}
 
 

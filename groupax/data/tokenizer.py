@@ -11,8 +11,8 @@ import numpy as np
 from groupax.data.chat import CHAT_TEMPLATES, render_all
 from groupax.storage.folders import MAX_JSON_BYTES, READ, check_links, read_json
 from groupax.storage.model_json import message_of, shown
+from groupax.types import Prompt
 
-Prompt = str | list[dict[str, Any]]
 # What transformers calls a tokenizer that is no family's own.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 CHARACTERS_PER_TOKEN = 8  # more than most texts have

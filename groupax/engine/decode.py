@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from groupax.engine.cache import ROWS, Cache, place_of
 from groupax.engine.plan import piece_columns
-from groupax.engine.sampling import History, SamplingSettings, alternatives, sample, uniforms
+from groupax.engine.sampling import History, SamplingArrays, alternatives, sample, uniforms
 from groupax.models.attention import attend_cached, attend_masked, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decoder import forward, head_weights
@@ -52,7 +52,7 @@ class Slots:
     key: UInt32[Array, "B 2"]
     remaining: Int[Array, "B"]
     stop_ids: Int[Array, "B E"]
-    settings: SamplingSettings
+    settings: SamplingArrays
 
 
 @pytree

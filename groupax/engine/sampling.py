@@ -15,8 +15,9 @@ from groupax.settings.sampling import MAX_LOGPROBS
 
 
 @pytree
-class SamplingSettings:
-    """`SamplingParams` of each row, as arrays; `logit_bias` as tokens, padded with -1, and what is added to them."""
+class SamplingArrays:
+    """The numbers of each row's `SamplingParams`, by the same names, and its `logit_bias`: tokens, padded with -1, and
+    their biases."""
 
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
@@ -70,7 +71,7 @@ class Sampled:
 def sample(
     logits: Float[Array, "B V"],
     uniform: Float[Array, "B 2"],
-    settings: SamplingSettings,
+    settings: SamplingArrays,
     history: History,
 ) -> Sampled:
     """Draw one token per row. The draw depends on the row's logits, history, settings and numbers in [0, 1) alone."""
@@ -112,7 +113,7 @@ def sample(
     return Sampled(token, logp(policy, policy_log_sum, token), sampler_logp)
 
 
-def changed_logits(logits: Float[Array, "B V"], settings: SamplingSettings, history: History) -> Float[Array, "B V"]:
+def changed_logits(logits: Float[Array, "B V"], settings: SamplingArrays, history: History) -> Float[Array, "B V"]:
     """The logits with bias, without stop tokens where it is too early for them, and with the penalties."""
     V = logits.shape[-1]
     rows = jnp.arange(logits.shape[0])[:, None]
@@ -138,7 +139,7 @@ def changed_logits(logits: Float[Array, "B V"], settings: SamplingSettings, hist
 
 
 def alternatives(
-    logits: Float[Array, "B V"], settings: SamplingSettings
+    logits: Float[Array, "B V"], settings: SamplingArrays
 ) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
     """The policy's likeliest tokens and their log-probs, `MAX_LOGPROBS` of them or the whole vocabulary.
 
@@ -157,11 +158,11 @@ def alternatives(
     return lax.cond(jnp.any(settings.logprobs > 0), search, lambda: nothing)
 
 
-def _are_truncated(settings: SamplingSettings) -> Bool[Array, ""]:
+def _are_truncated(settings: SamplingArrays) -> Bool[Array, ""]:
     return jnp.any((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0))
 
 
-def _are_changed(settings: SamplingSettings, history: History) -> Bool[Array, ""]:
+def _are_changed(settings: SamplingArrays, history: History) -> Bool[Array, ""]:
     by_row = (
         (settings.repetition_penalty != 1)
         | (settings.presence_penalty != 0)
@@ -204,7 +205,7 @@ def _fold_in_all(key: Array, prompts: Array, samples: Array) -> Array:
     return jax.vmap(fold)(prompts, samples)
 
 
-def kept_tokens(scaled: Float[Array, "B V"], settings: SamplingSettings) -> Bool[Array, "B V"]:
+def kept_tokens(scaled: Float[Array, "B V"], settings: SamplingArrays) -> Bool[Array, "B V"]:
     """Which tokens the sampler may draw: those at or above a threshold that top-k, top-p and min-p set.
 
     Args:

@@ -8,17 +8,17 @@ possible, because each shard computes the prompts of its own slots.
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from groupax.engine.plan import power_of_two, prefill_columns
 from groupax.settings.sampling import SamplingParams
+from groupax.types import FinishReason
 
 if TYPE_CHECKING:
     from groupax.engine.decode import Chunk
 
-FinishReason = Literal["stop", "length", "abort"]
 
 # Prompts are computed in several programs instead of one if that saves each shard so many tokens of padding.
 PADDING_TOKENS = 512

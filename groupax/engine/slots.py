@@ -1,31 +1,24 @@
 """Slots on the host: a table with a row per slot, and its way to the devices."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from groupax.engine.decode import Slots
-from groupax.engine.sampling import SamplingSettings
+from groupax.engine.sampling import SamplingArrays
 from groupax.engine.scheduler import Sequence
+from groupax.settings.sampling import SamplingParams
 
-# Settings of a slot that are one number each, and its dtype.
-SETTINGS = {
-    "temperature": "f4",
-    "top_k": "i4",
-    "top_p": "f4",
-    "min_p": "f4",
-    "min_tokens": "i4",
-    "repetition_penalty": "f4",
-    "presence_penalty": "f4",
-    "frequency_penalty": "f4",
-    "logprobs": "i4",
-}
+_DTYPES = {int: "i4", float: "f4"}
+_ARRAYS = {each.name for each in fields(SamplingArrays)}
+_NUMBERS = [each for each in fields(SamplingParams) if each.name in _ARRAYS]  # what the devices need of them
 
 
 def slot_table(num_slots: int, num_stop_ids: int, num_biased: int) -> np.ndarray:
-    """Idle slots on the host, a structured array with a field per field of `Slots` and `SamplingSettings`."""
-    fields = [
+    """Idle slots on the host, a structured array with a field per field of `Slots` and `SamplingArrays`."""
+    columns = [
         ("token", "i4"),
         ("position", "i4"),
         ("start", "i4"),
@@ -33,11 +26,12 @@ def slot_table(num_slots: int, num_stop_ids: int, num_biased: int) -> np.ndarray
         ("remaining", "i4"),
         ("stop_ids", "i4", num_stop_ids),
     ]
-    settings = list(SETTINGS.items())
+    numbers = [(each.name, _DTYPES[each.type]) for each in _NUMBERS]
     bias = [("bias_tokens", "i4", num_biased), ("bias", "f4", num_biased)]
-    table = np.zeros(num_slots, fields + settings + bias)
+    table = np.zeros(num_slots, columns + numbers + bias)
     table["stop_ids"] = table["bias_tokens"] = -1
-    table["repetition_penalty"] = 1.0
+    for each in _NUMBERS:
+        table[each.name] = each.default
     return table
 
 
@@ -49,14 +43,14 @@ def fill(row: np.void, sequence: Sequence, column: int) -> None:
     row["key"] = sequence.key
     row["remaining"] = sequence.params.max_tokens
     row["stop_ids"][: len(sequence.stop_ids)] = sequence.stop_ids
-    for name in SETTINGS:
-        row[name] = getattr(sequence.params, name)
+    for each in _NUMBERS:
+        row[each.name] = getattr(sequence.params, each.name)
     for place, (token, bias) in enumerate(sequence.params.logit_bias.items()):
         row["bias_tokens"][place], row["bias"][place] = token, bias
 
 
 def slots_of(table: np.ndarray, put: Callable[[np.ndarray], Any]) -> Slots:
     """The table's columns as `Slots`, each put where `put` puts it."""
-    fields = {name: put(table[name]) for name in table.dtype.names or ()}
-    settings = SamplingSettings(**{name: fields.pop(name) for name in (*SETTINGS, "bias_tokens", "bias")})
-    return Slots(**fields, settings=settings)
+    columns = {name: put(table[name]) for name in table.dtype.names or ()}
+    settings = SamplingArrays(**{each.name: columns.pop(each.name) for each in fields(SamplingArrays)})
+    return Slots(**columns, settings=settings)

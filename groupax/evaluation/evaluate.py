@@ -10,7 +10,7 @@ from groupax.data.prompts import PromptSet
 from groupax.evaluation.answers import ACCURACY_REWARDS
 from groupax.evaluation.items import Item, estimates, make_items
 from groupax.evaluation.sets import ONLY_SET
-from groupax.metrics.completions import Metrics, completion_metrics, logged_metrics, with_logged
+from groupax.metrics.completions import completion_metrics, logged_metrics, with_logged
 from groupax.metrics.estimates import Estimate
 from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner
@@ -19,6 +19,7 @@ from groupax.rollouts.sampler import rollout
 from groupax.runs.progress import Progress
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
+from groupax.types import Metrics
 
 if TYPE_CHECKING:
     from groupax.engine.engine import Engine

@@ -14,7 +14,7 @@ import numpy as np
 from groupax.evaluation.answers import ACCURACY_REWARDS, ANSWERS
 from groupax.evaluation.paired import PairedDifference, paired_difference
 from groupax.metrics.estimates import Estimate, majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to
-from groupax.rollouts.sampler import Rollout
+from groupax.types import Rollout
 
 
 @dataclass(frozen=True)

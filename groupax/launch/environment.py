@@ -2,7 +2,7 @@
 
 import socket
 
-from groupax.parallel.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from groupax.settings import environment as env
 
 
 def environment_of(process: int, num_processes: int, coordinator: str) -> dict[str, str]:
@@ -13,7 +13,11 @@ def environment_of(process: int, num_processes: int, coordinator: str) -> dict[s
         num_processes: how many there are.
         coordinator: host:port at which process 0 waits for the others.
     """
-    return {COORDINATOR: coordinator, NUM_PROCESSES: str(num_processes), PROCESS_ID: str(process)}
+    return {
+        env.COORDINATOR: coordinator,
+        env.NUM_PROCESSES: str(num_processes),
+        env.PROCESS_INDEX: str(process),
+    }
 
 
 def free_port(host: str = "") -> int:

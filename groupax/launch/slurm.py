@@ -18,10 +18,8 @@ from pathlib import Path
 from groupax.errors import PREEMPTED
 from groupax.launch.argv import LAUNCHED, option, options_of, program_of
 from groupax.launch.local import MISTAKE
-from groupax.parallel.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
-from groupax.serve.protocol import API_KEY_VARIABLE
+from groupax.settings import environment as env
 
-SERVERS = "GROUPAX_SERVERS"
 # A walltime of sbatch: minutes, minutes:seconds, hours:minutes:seconds, with days before a dash.
 _TIME = re.compile(r"\d+(-\d+(:\d+(:\d+)?)?|:\d+(:\d+)?)?")
 
@@ -149,11 +147,11 @@ def script_of(command: Slurm, words: Sequence[str]) -> str:
         f"SERVER=({shlex.join(server)})",
         _BODY.format(
             rollout='TRAINER+=(--rollout "${addresses[@]}")' if adds_servers else ":",
-            coordinator=COORDINATOR,
-            num_processes=NUM_PROCESSES,
-            process_id=PROCESS_ID,
-            api_key=API_KEY_VARIABLE,
-            servers=SERVERS,
+            coordinator=env.COORDINATOR,
+            num_processes=env.NUM_PROCESSES,
+            process_id=env.PROCESS_INDEX,
+            api_key=env.API_KEY,
+            servers=env.SERVERS,
             preempted=PREEMPTED,
             mistake=MISTAKE,
         ),

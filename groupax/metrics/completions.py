@@ -8,10 +8,8 @@ import numpy as np
 from groupax.metrics.estimates import pass_at_k, powers_up_to
 from groupax.objective.advantages import Advantages
 from groupax.rewards.scoring import Scored
-from groupax.rollouts.sampler import Rollout
 from groupax.settings.objective import MetricDefinitions, MultiObjectiveAggregation, ScaleRewards
-
-Metrics = dict[str, float]
+from groupax.types import Metrics, Rollout
 
 
 def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:

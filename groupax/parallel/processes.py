@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from groupax.errors import RewardError, RunError
 from groupax.parallel.sockets import own_address
+from groupax.settings import environment as env
 
 if TYPE_CHECKING:
     from groupax.parallel.peers import Peers
 
-COORDINATOR, NUM_PROCESSES, PROCESS_ID = "GROUPAX_COORDINATOR", "GROUPAX_NUM_PROCESSES", "GROUPAX_PROCESS_ID"
 ADDRESS_BYTES = 1024
 HEARTBEAT_S = 1800
 LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"  # the user's choice
@@ -81,7 +81,7 @@ def is_primary() -> bool:
 
 def may_be_primary() -> bool:
     """Whether this process may be the first one of a run that it has not joined yet, by its launcher's variables."""
-    return all(os.environ.get(name) in (None, "0") for name in (PROCESS_ID, "SLURM_PROCID"))
+    return all(os.environ.get(name) in (None, "0") for name in (env.PROCESS_INDEX, "SLURM_PROCID"))
 
 
 def all_gather_object(value: Any) -> list[Any]:
@@ -133,16 +133,22 @@ def fail(error: BaseException) -> None:
 
 def _arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Of `jax.distributed.initialize`; None for a process of its own."""
-    given = {name: environment[name] for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if environment.get(name)}
+    given = {
+        name: environment[name]
+        for name in (env.COORDINATOR, env.NUM_PROCESSES, env.PROCESS_INDEX)
+        if environment.get(name)
+    }
     if given:
-        missing = [name for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if name not in given]
+        missing = [name for name in (env.COORDINATOR, env.NUM_PROCESSES, env.PROCESS_INDEX) if name not in given]
         if missing:
             raise ValueError(f"{', '.join(given)} is set, but not {', '.join(missing)}; set all three, or none")
-        address, count, own = given[COORDINATOR], given[NUM_PROCESSES], given[PROCESS_ID]
+        address, count, own = given[env.COORDINATOR], given[env.NUM_PROCESSES], given[env.PROCESS_INDEX]
         if not (count.isdigit() and own.isdigit() and int(own) < int(count)):
-            raise ValueError(f"{NUM_PROCESSES}={count} and {PROCESS_ID}={own} must be a number and one from 0 below it")
+            raise ValueError(
+                f"{env.NUM_PROCESSES}={count} and {env.PROCESS_INDEX}={own} must be a number and one from 0 below it"
+            )
         if not address.rpartition(":")[2].isdigit():
-            raise ValueError(f"{COORDINATOR} must be host:port, it is {address!r}")
+            raise ValueError(f"{env.COORDINATOR} must be host:port, it is {address!r}")
         if int(count) == 1:
             return None
         everything = {} if environment.get(LOCAL_DEVICES) else ALL_DEVICES
@@ -178,7 +184,7 @@ def _refuse_copies(environment: Mapping[str, str]) -> None:
         ValueError: there are several processes, none of which knows of the others.
     """
     count = environment.get("WORLD_SIZE", "1")
-    if "TORCHELASTIC_RUN_ID" in environment and count != "1" and not environment.get(COORDINATOR):
+    if "TORCHELASTIC_RUN_ID" in environment and count != "1" and not environment.get(env.COORDINATOR):
         raise ValueError(
             f"a launcher of PyTorch has started {count} processes of this program, each of which would be a run of its "
             "own; one process uses all devices of a host: start the program with python, on several hosts with groupax "
@@ -195,7 +201,7 @@ def _meet(own: int, count: int) -> "Peers":
 
     listener, data = None, b""
     if own == 0:
-        host = os.environ.get(COORDINATOR, "").rpartition(":")[0].strip("[]") or None
+        host = os.environ.get(env.COORDINATOR, "").rpartition(":")[0].strip("[]") or None
         listener, address = listen_for_peers(host)
         data = pickle.dumps(address)
         assert len(data) <= ADDRESS_BYTES, "host names are short"

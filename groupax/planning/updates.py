@@ -16,8 +16,9 @@ from groupax.parallel.mesh import num_data_shards
 from groupax.planning.abstract import AbstractModel, placed_structs, struct_at
 from groupax.planning.programs import Program, host_bytes
 from groupax.rollouts.slices import Slices
-from groupax.training.batch import Row, attention_cost_with, pack
+from groupax.training.batch import attention_cost_with, pack
 from groupax.training.step import ROWS, across_shards, apply_update, micro_step, score, totals_specs, zero_totals
+from groupax.types import Row
 
 
 @dataclass(frozen=True, eq=False)

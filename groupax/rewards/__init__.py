@@ -7,7 +7,7 @@ from typing import Any
 _PUBLIC = {
     "RewardError": "groupax.errors",
     "RewardModel": "groupax.rewards.model",
-    "TrainerState": "groupax.rewards.contract",
+    "TrainerState": "groupax.types",
     "with_columns": "groupax.rewards.contract",
     "BUILTIN_REWARDS": "groupax.rewards.builtin",
     "code_tests": "groupax.rewards.code",

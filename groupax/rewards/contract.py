@@ -16,38 +16,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from groupax.rewards.builtin import BUILTIN_REWARDS
-from groupax.rollouts.sampler import Rollout
 from groupax.settings.fields import nearest
 from groupax.terminal.printable import printable
+from groupax.types import Rollout, TrainerState
 
 GIVEN = ("prompts", "completions", "completion_ids", "batch")
 GIVEN_SINGLY = ("prompt", "completion", "completion_ids")
 BESIDE = ("trainer_state", "log_extra", "log_metric")
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """Where the run stands, for rewards that change with it.
-
-    Attributes:
-        step: optimizer steps that were made.
-        num_steps: optimizer steps of the whole run.
-        epoch: passes over the dataset so far.
-    """
-
-    step: int = 0
-    num_steps: int = 0
-    epoch: float = 0.0
-
-    @property
-    def global_step(self) -> int:
-        """`step`, as transformers calls it."""
-        return self.step
-
-    @property
-    def max_steps(self) -> int:
-        """`num_steps`, as transformers calls it."""
-        return self.num_steps
 
 
 @dataclass(frozen=True)

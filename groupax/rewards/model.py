@@ -20,7 +20,7 @@ from groupax.models.matmul import matmul_nt
 from groupax.models.specs import Params
 from groupax.parallel.mesh import DATA, num_data_shards
 from groupax.parallel.transfer import to_device, to_host
-from groupax.rollouts.sampler import Rollout
+from groupax.types import Rollout
 
 ROWS = PartitionSpec(DATA)
 MICRO_BATCH_TOKENS = 8192

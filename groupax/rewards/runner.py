@@ -29,11 +29,11 @@ from groupax.parallel import processes
 from groupax.rewards import ray_workers
 from groupax.rewards.builtin import check_setup
 from groupax.rewards.calls import Logged, call_async, call_in_worker, call_sync
-from groupax.rewards.contract import Reward, Scores, TrainerState, arguments_for, checked_values
+from groupax.rewards.contract import Reward, Scores, arguments_for, checked_values
 from groupax.rewards.main_thread import MainThread, SignalWanted, call_noticing, hook, unhook
 from groupax.rewards.threads import in_daemon_thread, new_loop
-from groupax.rollouts.sampler import Rollout
 from groupax.terminal.printable import printable
+from groupax.types import Rollout, TrainerState
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each further one
 ASYNC_CONCURRENCY = 64  # calls of one async function at a time

@@ -8,7 +8,7 @@ import numpy as np
 
 from groupax.rewards.contract import rewards_by_name
 from groupax.rewards.runner import RewardRunner
-from groupax.rollouts.sampler import Rollout
+from groupax.types import Rollout
 
 
 @dataclass(frozen=True, eq=False)

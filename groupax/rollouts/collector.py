@@ -10,10 +10,8 @@ import numpy as np
 
 from groupax.config import GRPOConfig
 from groupax.data.prompts import PromptSet, visit_order
-from groupax.engine.engine import Engine
 from groupax.errors import RewardError, RunError, is_out_of_memory
 from groupax.metrics.completions import (
-    Metrics,
     completion_metrics,
     logged_metrics,
     reward_metrics,
@@ -23,18 +21,16 @@ from groupax.metrics.completions import (
     with_logged,
 )
 from groupax.objective.advantages import Advantages, group_advantages
-from groupax.rewards.contract import TrainerState, reward_matrix
+from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
-from groupax.rollouts.sampler import Rollout, Sampler, rollout
+from groupax.rollouts.sampler import PolicySampler, Sampler, rollout
 from groupax.rollouts.slices import Slices
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.runs.progress import Progress
-from groupax.serve.broadcast_sampler import SamplerForAll
-from groupax.serve.client import RemoteSampler
 from groupax.settings.sampling import SamplingParams
-from groupax.training.batch import Row
 from groupax.training.learner import Learner
+from groupax.types import Metrics, Rollout, Row, TrainerState
 
 
 class Collector:
@@ -60,7 +56,7 @@ class Collector:
         slices: Slices,
         prompts: PromptSet,
         tokenizer: Any,
-        engine: Engine | RemoteSampler | SamplerForAll,
+        engine: PolicySampler,
         learner: Learner,
         runner: RewardRunner,
         reward_weights: np.ndarray,
@@ -262,18 +258,8 @@ class Collector:
 
 
 def sampling_params(args: GRPOConfig) -> SamplingParams:
-    """How rollouts are sampled."""
-    return SamplingParams(
-        n=args.num_generations,
-        max_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        stop=args.stop,
-        seed=args.seed,
-    )
+    """Returns the sampling parameters of rollouts."""
+    return args.part(SamplingParams, n=args.num_generations, max_tokens=args.max_completion_length)
 
 
 def _with(rows: Sequence[Row], name: str, values: Sequence[np.ndarray]) -> list[Row]:

@@ -22,9 +22,8 @@ from groupax.engine.scheduler import Sequence
 from groupax.models.specs import Params
 from groupax.parallel.fair_lock import FairLock
 from groupax.rollouts.collector import Collector
-from groupax.rollouts.sampler import Sampler
+from groupax.rollouts.sampler import Cancellable, Sampler
 from groupax.rollouts.state import Cursor, Experience
-from groupax.serve.client import RemoteSampler
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,8 @@ class Pipeline:
         for thread in self._threads:
             while thread.is_alive():
                 self.collector.runner.cancel()
-                if isinstance(self.collector.engine, RemoteSampler):
-                    self.collector.engine.give_up()
+                if isinstance(self.collector.engine, Cancellable):
+                    self.collector.engine.cancel()
                 thread.join(0.05)
         self._jobs.clear()
         self._threads.clear()

@@ -1,20 +1,20 @@
 """Prompts to groups of completions, through the engine."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.data.tokenizer import Prompt, decode, is_conversational, special_token_ids
-from groupax.engine.scheduler import FinishReason
+from groupax.data.tokenizer import decode, special_token_ids
 from groupax.engine.scheduler import Sequence as Completion
 from groupax.settings.sampling import SamplingParams
+from groupax.types import Rollout
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """What samples completions: an `Engine`, or what stands for one elsewhere."""
+    """Samples completions: an `Engine`, or servers that take its place."""
 
     def sequences(
         self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
@@ -23,54 +23,34 @@ class Sampler(Protocol):
         ...
 
     def stream(self, sequences: Iterable[Completion]) -> Iterator[Completion]:
-        """Run sequences to their ends, each yielded as soon as it is finished."""
+        """Runs sequences to their ends and yields each as soon as it is finished."""
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class Rollout:
-    """One completion of one prompt, on the host.
-
-    Attributes:
-        prompt_index: of the prompt in its rollout.
-        sample_index: of the completion in its group.
-        example: the dataset row with the prompt.
-        prompt_ids: token ids of the prompt.
-        completion_ids: token ids of the completion, its stop token or the tokens of its stop text included.
-        policy_logps: natural log-probability of each completion token under softmax(logits / temperature), by the
-            engine.
-        sampler_logps: the same under the truncated distribution that was drawn from.
-        finish_reason: a stop token or text, or the limit of tokens.
-        policy_version: optimizer steps that the sampling weights had seen.
-        text: the completion as its tokens say it, its stop text included, without special tokens.
-        rewards: by reward function, None where one does not apply; empty before scoring.
-        advantage: NaN before scoring.
-        extra: what reward functions logged of it beside its rewards.
-    """
-
-    prompt_index: int
-    sample_index: int
-    example: Mapping[str, Any]
-    prompt_ids: np.ndarray
-    completion_ids: np.ndarray
-    policy_logps: np.ndarray
-    sampler_logps: np.ndarray
-    finish_reason: FinishReason
-    policy_version: int
-    text: str
-    rewards: Mapping[str, float | None] = field(default_factory=dict)
-    advantage: float = float("nan")
-    extra: Mapping[str, Any] = field(default_factory=dict)
+@runtime_checkable
+class PolicySampler(Sampler, Protocol):
+    """A sampler whose weights are replaced before each rollout."""
 
     @property
-    def prompt(self) -> Prompt:
-        """The prompt as the dataset has it."""
-        return self.example["prompt"]
+    def params(self) -> dict[str, Any]:
+        """The weights to sample from."""
+        ...
 
-    @property
-    def completion(self) -> str | list[dict[str, str]]:
-        """The completion in the prompt's own form: a string, or a list with the assistant's message."""
-        return [{"role": "assistant", "content": self.text}] if is_conversational(self.prompt) else self.text
+    @params.setter
+    def params(self, params: dict[str, Any]) -> None: ...
+
+    def release(self) -> None:
+        """Frees copies of the weights that only sampling needs; the next rollout makes them again."""
+        ...
+
+
+@runtime_checkable
+class Cancellable(Protocol):
+    """A sampler that another thread can interrupt while it waits, as one that asks servers."""
+
+    def cancel(self) -> None:
+        """Cancels everything that is being sampled; its consumers get a `RolloutCancelled`."""
+        ...
 
 
 def rollout(

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from groupax.metrics.completions import Metrics
-from groupax.rollouts.sampler import Rollout
+from groupax.types import Metrics, Rollout
 
 if TYPE_CHECKING:
-    from groupax.training.batch import Row
+    from groupax.types import Row
 
 Group = list[Rollout]
 

@@ -21,11 +21,9 @@ from groupax.parallel import processes
 from groupax.parallel.mesh import make_mesh
 from groupax.parallel.peak import free_memory_bytes
 from groupax.rollouts.collector import sampling_params
+from groupax.rollouts.sampler import PolicySampler
 from groupax.runs.checkpoints.record import stored_dtype
-from groupax.serve.broadcast_sampler import SamplerForAll
-from groupax.serve.client import RemoteSampler
-from groupax.serve.protocol import API_KEY_VARIABLE
-from groupax.serve.vllm_sglang import WeightsFolder
+from groupax.settings import environment as env
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import LearnerSettings
@@ -211,13 +209,15 @@ def _kv_bytes(args: GRPOConfig, model: Model) -> int | None:
     return None
 
 
-def sampler_for(
-    args: GRPOConfig, model: Model, engine: Engine, params: Params, run_folder: Path
-) -> Engine | RemoteSampler | SamplerForAll:
-    """What samples rollouts: the engine, or servers, which have the weights `params` at first."""
+def sampler_for(args: GRPOConfig, model: Model, engine: Engine, params: Params, run_folder: Path) -> PolicySampler:
+    """Returns what samples rollouts: the engine, or servers that start with the weights `params`."""
     if not args.rollout_servers:
         return engine
-    shared, key = None, os.environ.get(API_KEY_VARIABLE)
+    from groupax.serve.broadcast_sampler import BroadcastSampler
+    from groupax.serve.client import RemoteSampler
+    from groupax.serve.vllm_sglang import WeightsFolder
+
+    shared, key = None, os.environ.get(env.API_KEY)
     if args.rollout_correction != "none":
         folder = Path(args.rollout_folder or run_folder / "rollout_weights").expanduser()
         shared = WeightsFolder(folder, model, jnp.dtype(stored_dtype(model)), is_own=args.rollout_folder is None)
@@ -226,18 +226,10 @@ def sampler_for(
     sampler = RemoteSampler(
         servers, model.config, params, eos_ids, model.adapter, shared, api_key=key, timeout_s=timeout_s
     )
-    return sampler if processes.num_processes() == 1 else SamplerForAll(sampler, params)
+    return sampler if processes.num_processes() == 1 else BroadcastSampler(sampler, params)
 
 
 def eval_params(args: GRPOConfig) -> SamplingParams:
-    """How evaluations are sampled."""
-    return replace(
-        sampling_params(args),
-        n=args.eval_num_generations,
-        max_tokens=args.eval_max_completion_length or args.max_completion_length,
-        temperature=args.eval_temperature,
-        top_k=args.eval_top_k,
-        top_p=args.eval_top_p,
-        min_p=args.eval_min_p,
-        stop=args.stop if args.eval_stop is None else args.eval_stop,
-    )
+    """Returns the sampling parameters of evaluations."""
+    max_tokens = args.eval_max_completion_length or args.max_completion_length
+    return replace(sampling_params(args), n=args.eval_num_generations, max_tokens=max_tokens, **args.eval_sampling)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from groupax.evaluation.items import Item, write_items
-from groupax.metrics.completions import Metrics, json_numbers
-from groupax.rollouts.sampler import Rollout
+from groupax.metrics.completions import json_numbers
 from groupax.runs.rollout_log import RolloutLog, TokenScores, write_table
 from groupax.storage.buckets import Remote, is_remote
 from groupax.storage.lock import LOCK, LockedError, RunLock, refuse_locked
+from groupax.types import Metrics, Rollout
 
 STEP_FOLDERS = ("rollouts", "evaluations", "bad_steps")  # with files named for steps
 TRACKED = "tracked.jsonl"  # of the tracker "jsonl", which goes on in it
@@ -32,8 +32,8 @@ class RunFolder:
     Layout: `config.json`; `run.json`, which run it is and what worked on it; `command.json`, what the command line was
     asked for; `tokenizer/`; `metrics.jsonl`, one line per logged step, written at once; `findings.jsonl`, a line with
     `step`, `name` and `text` for each (see `groupax.runs.diagnostics`); `rollouts/step_N.parquet`, one row per
-    completion (see `RolloutLog`); `evaluations/step_N.SET.jsonl`, one line per item; `bad_steps/`, batches whose update was not finite;
-    `checkpoints/`; `model/`, written by the trainer at the end.
+    completion (see `RolloutLog`); `evaluations/step_N.SET.jsonl`, one line per item; `bad_steps/`, batches whose update
+    was not finite; `checkpoints/`; `model/`, written by the trainer at the end.
 
     What cannot be written because the disk is full or read-only waits in memory until it can (`fault`, `flush`). Files
     that are deleted while the run goes on are written again where their content is known, and a run that loses its

@@ -9,10 +9,9 @@ import numpy as np
 
 from groupax.config import GRPOConfig
 from groupax.evaluation.evaluate import Evaluation
-from groupax.metrics.completions import Metrics, of_rollouts, window_mean, with_logged
+from groupax.metrics.completions import of_rollouts, window_mean, with_logged
 from groupax.parallel import processes
 from groupax.parallel.compilation import compilation
-from groupax.rollouts.sampler import Rollout
 from groupax.runs.diagnostics import LOGP_DRIFT, remembered, reward_findings, step_findings
 from groupax.runs.folder import RunFolder
 from groupax.runs.profiling import Profile
@@ -20,6 +19,7 @@ from groupax.runs.progress import Progress
 from groupax.runs.rollout_log import TokenScores
 from groupax.runs.trackers.background import CLOSE_S, BackgroundTracker, Call
 from groupax.runs.trackers.tracker import TrackedRun, finite, samples_of
+from groupax.types import Metrics, Rollout
 
 MOST_SAMPLES = 16  # completions of a step that trackers are told
 SAMPLES_INTERVAL_S = 30.0  # between two such tables

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from groupax.config import GRPOConfig
-from groupax.metrics.completions import Metrics
+from groupax.types import Metrics
 
 CARD_NAME = "README.md"
 # What of a run a reader wants to know first, by the names of `GRPOConfig`.

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from groupax.data.tokenizer import last_text
 from groupax.metrics.completions import json_numbers
 from groupax.parallel import processes
-from groupax.rollouts.sampler import Rollout
 from groupax.terminal.printable import one_line, printable
+from groupax.types import Rollout
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

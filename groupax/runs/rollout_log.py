@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from groupax.data.tokenizer import Prompt
-from groupax.rollouts.sampler import Rollout
+from groupax.types import Prompt, Rollout
 
 KEPT_FRAC = 0.8  # of the budget, when files have to go
 ABOUT = b"groupax"  # key of a file's own metadata: {"step", "reward"}

@@ -17,7 +17,7 @@ from groupax.settings.sampling import SamplingParams
 GROWN = ("tokens", "policy_logps", "sampler_logps", "versions", "text", "finish_reason")
 
 
-class SamplerForAll:
+class BroadcastSampler:
     """A `rollout.Sampler` for each of several processes: the first one asks servers, and all get the completions.
 
     Args:

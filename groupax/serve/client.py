@@ -129,13 +129,13 @@ class RemoteSampler:
                 yield from done.result()
         finally:
             self._under_way.discard(requests)
-            requests.give_up()
+            requests.cancel()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def give_up(self) -> None:
-        """Give up what is under way; who waits for it gets a `RolloutCancelled`. From any thread."""
+    def cancel(self) -> None:
+        """Cancels everything under way, whose consumers get a `RolloutCancelled`. From any thread."""
         for requests in list(self._under_way):
-            requests.give_up()
+            requests.cancel()
 
     def _complete(self, number: int, group: list[Completion], requests: "_Requests") -> list[Completion]:
         """A prompt's completions, from the server whose turn it is or from one after it."""
@@ -324,7 +324,7 @@ class _Requests:
                 with self._lock:
                     self._open.discard(opened)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Have them end at once: threads that wait for an answer would keep the process, and servers busy."""
         with self._lock:
             self.given_up.set()

@@ -21,9 +21,10 @@ import numpy as np
 
 from groupax.engine.engine import Engine
 from groupax.engine.programs import Programs
-from groupax.engine.scheduler import FinishReason, Sequence
+from groupax.engine.scheduler import Sequence
 from groupax.engine.session import Session
 from groupax.settings.sampling import SamplingParams
+from groupax.types import FinishReason
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-API_KEY_VARIABLE = "GROUPAX_API_KEY"  # of server and client
 PIECE_BYTES = 16 << 20
 MAX_PIECE_BYTES = 64 << 20
 DTYPES: dict[str, Any] = {

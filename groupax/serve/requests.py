@@ -286,24 +286,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-# Fields of `SamplingParams`, which have the same names in a request, and how each is read.
+_READ_BY_TYPE = {float: _number, int: _small_integer, bool: _flag}
+_READ_BY_NAME = {"seed": _integer, "stop": _stops, "stop_token_ids": _ids, "logit_bias": _biases}
+# Fields of `SamplingParams` that have the same names in a request, and how each is read.
 SETTINGS: dict[str, Callable[[str, Any], Any]] = {
-    "n": _small_integer,
-    "min_tokens": _small_integer,
-    "temperature": _number,
-    "top_k": _small_integer,
-    "top_p": _number,
-    "min_p": _number,
-    "repetition_penalty": _number,
-    "presence_penalty": _number,
-    "frequency_penalty": _number,
-    "logit_bias": _biases,
-    "seed": _integer,
-    "stop": _stops,
-    "stop_token_ids": _ids,
-    "ignore_eos": _flag,
+    each.name: _READ_BY_NAME.get(each.name) or _READ_BY_TYPE[each.type]
+    for each in fields(SamplingParams)
+    if each.name not in ("max_tokens", "logprobs")
 }
-assert {*SETTINGS, "max_tokens", "logprobs"} == {each.name for each in fields(SamplingParams)}, "all of them"
 STREAM_OPTIONS = {"include_usage", "include_obfuscation"}  # the second changes nothing here
 COMMON_FIELDS = {"model", "max_tokens", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids"}
 COMMON_FIELDS |= {"row_keys", "weights_state"}

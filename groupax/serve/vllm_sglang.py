@@ -12,7 +12,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.engine.scheduler import FinishReason
 from groupax.engine.scheduler import Sequence as Completion
 from groupax.errors import RunError
 from groupax.models.checkpoint import Model
@@ -28,6 +27,7 @@ from groupax.models.saving import save_model
 from groupax.models.specs import Params
 from groupax.serve.remote import Refused, Remote
 from groupax.settings.sampling import SamplingParams
+from groupax.types import FinishReason
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}  # by what they say of their models
 BUSY = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -314,13 +314,9 @@ def seed_of(key: np.ndarray) -> int:
 
 
 def _shared_settings(params: SamplingParams) -> dict[str, Any]:
+    """Returns what both servers call and mean as `SamplingParams` does: its real numbers, and the stop strings."""
     return {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
+        **{field.name: getattr(params, field.name) for field in fields(params) if field.type is float},
         "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()} or None,
         "stop": list(params.stop),
     }

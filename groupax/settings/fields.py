@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import os
 import types
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
+
+# How a setting may change when a run is resumed: freely, only where `resume` names the checkpoint, never, or only
+# between values that are not 0.
+Resume = Literal["free", "explicit", "fixed", "fixed_zero"]
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "None"}
 _NUMBERS = {int: (int, np.integer), float: (int, float, np.integer, np.floating)}
@@ -20,33 +25,48 @@ class Range:
 
     Attributes:
         low: the least one.
-        high: the greatest one, or with `is_open` what all are below.
+        high: the greatest one, or with `is_open` what all are below; infinite for no limit.
         is_open: `high` itself is not allowed.
         also: one more number that is allowed.
         because: why others make no sense, for the user who tries them.
     """
 
     low: int | float = 0
-    high: int | float
+    high: int | float = math.inf
     is_open: bool = False
     also: int | float | None = None
     because: str = ""
 
     def has(self, number: int | float) -> bool:
         """Whether the number is one of them."""
-        inside = self.low <= number < self.high or (number == self.high and not self.is_open)
+        inside = self.low <= number < self.high or (number == self.high < math.inf and not self.is_open)
         return inside or (self.also is not None and number == self.also)
 
     def __str__(self) -> str:
         also = "" if self.also is None else f"{_number(self.also)} or "
+        if self.high == math.inf:
+            return f"{also}at least {_number(self.low)}"
         if self.is_open:
             return f"{also}at least {_number(self.low)} and below {_number(self.high)}"
         return f"{also}between {_number(self.low)} and {_number(self.high)}"
 
 
-def ranged(default: Any, high: int | float, low: int | float = 0, **more: Any) -> Any:
-    """A dataclass field of numbers, or of a list of numbers, with the range that they are in (see `Range`)."""
-    return dataclasses.field(default=default, metadata={"range": Range(low=low, high=high, **more)})
+def setting(default: Any, *, resume: Resume = "explicit", **metadata: Any) -> Any:
+    """Returns a dataclass field with how the setting may change when a run is resumed."""
+    return dataclasses.field(default=default, metadata={"resume": resume, **metadata})
+
+
+def ranged(
+    default: Any, high: int | float = math.inf, low: int | float = 0, *, resume: Resume = "explicit", **more: Any
+) -> Any:
+    """Returns a `setting` of a number, or of a list of numbers, with its range (see `Range`)."""
+    return setting(default, resume=resume, range=Range(low=low, high=high, **more))
+
+
+def like(record: type, name: str, **changes: Any) -> Any:
+    """Returns a `setting` with the default and the range of another record's field, up to `changes`."""
+    field = next(field for field in dataclasses.fields(record) if field.name == name)
+    return setting(**{"default": field.default, **field.metadata, **changes})
 
 
 def check_range(field: dataclasses.Field[Any], value: Any) -> None:

@@ -1,83 +1,126 @@
-"""How to sample. Imports no jax."""
+"""Sampling parameters: of one request, of rollouts and of evaluations, all from one declaration. Imports no jax.
+
+A field of `SamplingSettings` is a sampling parameter everywhere: `SamplingParams` and `GRPOConfig` inherit it, and the
+engine's arrays, the server's requests, the requests to other servers and the command line follow from it. A new one
+takes its field here (with an `eval_` one, if evaluations should set their own) and its rule in `engine/sampling.py`.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from groupax.settings.fields import check_range, like, ranged
 
 MAX_LOGPROBS = 20
-# Stop tokens and biased tokens, powers of two, that every slot has room for; requests with more of them compile again.
+# Stop tokens and biased tokens that every slot has room for, powers of two; requests with more of them compile again.
 STOP_IDS = 256
 BIASED_TOKENS = 512
 MIN_TEMPERATURE = 1e-6  # below it logits over temperature leave float32
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Settings of one request. All are runtime values: changing them compiles nothing.
+class SamplingSettings:
+    """The distribution that tokens are drawn from, and the texts that end a completion.
 
-    The logits are changed first, if at all: `logit_bias` is added, stop tokens are ruled out before `min_tokens`, and
-    the penalties are applied. The sampler draws from softmax(logits / temperature), cut to the `top_k` likeliest
-    tokens, then to the fewest tokens that hold `top_p` of what is left, then to those at least `min_p` times as likely
-    as the likeliest. Tokens that tie with the last one kept are kept.
-
-    Attributes:
-        n: completions per prompt.
-        max_tokens: the longest completion, in tokens, its end-of-sequence token included.
-        min_tokens: tokens in which neither a stop token nor a stop text ends a completion; a stop text counts if it
-            ends after them.
-        temperature: 0 takes the likeliest token (log-probs are then those at temperature 1); else at least 1e-6.
-        top_k: 0 keeps all.
-        top_p: in (0, 1]; 1 keeps all.
-        min_p: in [0, 1); 0 keeps all.
-        repetition_penalty: divides positive logits of tokens that occurred in prompt or completion and multiplies
-            negative ones; 1 is off (arXiv:1909.05858, section 4.1).
-        presence_penalty: taken off the logits of tokens that occurred in the completion; 0 is off.
-        frequency_penalty: taken off as often as they occurred; 0 is off.
-        logit_bias: added to the logits of these tokens.
-        seed: same seed, same prompts, same completions, in whatever batch they run; of 64 bits, with a sign.
-        stop: texts that end a completion, or one text; its tokens include them, its text does not. One that is written
-            like a special token is that token.
-        stop_token_ids: tokens that end a completion beside the model's own end-of-sequence tokens, or one token.
-        ignore_eos: the model's own end-of-sequence tokens end nothing.
-        logprobs: likeliest alternatives to report for each token, at most 20.
+    The sampler draws from softmax(logits / temperature), cut to the `top_k` likeliest tokens, then to the fewest tokens
+    that hold `top_p` of the remaining mass, then to those at least `min_p` times as likely as the likeliest. Tokens
+    that tie with the last one kept are kept.
     """
 
-    n: int = 1
-    max_tokens: int = 256
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0
+    temperature: float = ranged(1.0, 1e3, low=MIN_TEMPERATURE, also=0)
+    """Divides the logits. 0 is greedy: it takes the likeliest token, whose log-probs are those at temperature 1."""
+    top_k: int = ranged(0, 2**31 - 1)
+    """Sample from the k likeliest tokens; 0 keeps all."""
+    top_p: float = ranged(1.0, 1, low=1e-6)
+    """Sample from the fewest tokens that hold this probability mass; 1 keeps all."""
+    min_p: float = ranged(0.0, 1, is_open=True)
+    """Sample from tokens at least this fraction as likely as the likeliest; 0 keeps all."""
+    repetition_penalty: float = ranged(1.0, 1e3, low=1e-3)
+    """Divides positive logits of tokens that occurred in prompt or completion and multiplies negative ones; 1 is off
+    (arXiv:1909.05858, section 4.1)."""
     stop: Sequence[str] = ()
+    """Stop strings: texts that end a completion. Its tokens include them, its text does not. One that is written like a
+    special token is that token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(SamplingSettings):
+    """Sampling parameters of one request. All are runtime values: changing them compiles nothing.
+
+    The logits are changed first, if at all: `logit_bias` is added, stop tokens are ruled out before `min_tokens`, and
+    the penalties are applied. The sampler draws from them as `SamplingSettings` says.
+    """
+
+    n: int = ranged(1, low=1)
+    """Completions per prompt."""
+    max_tokens: int = ranged(256, low=1)
+    """Longest completion in tokens, its end-of-sequence token included."""
+    min_tokens: int = 0
+    """Number of tokens in which neither a stop token nor a stop string ends a completion; a stop string counts if it
+    ends after them."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that occurred in the completion; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that a token occurred in the completion; 0 is off."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    seed: int = ranged(0, (1 << 63) - 1, low=-(1 << 63))
+    """The same seed and prompts give the same completions, in whatever batch they run."""
     stop_token_ids: tuple[int, ...] | int = ()
+    """Tokens that end a completion, in addition to the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
-    logprobs: int = 0
+    """Do not end completions at the model's own end-of-sequence tokens."""
+    logprobs: int = ranged(0, MAX_LOGPROBS)
+    """Number of likeliest alternatives to report for each token."""
 
     def __post_init__(self) -> None:
-        texts, ids = self.stop, self.stop_token_ids  # a text is a sequence too, but not of texts that were meant
+        texts, ids = self.stop, self.stop_token_ids  # a text is a sequence too, but not the sequence that was meant
         object.__setattr__(self, "stop", (texts,) if isinstance(texts, str) else tuple(texts))
         object.__setattr__(self, "stop_token_ids", (ids,) if isinstance(ids, int) else tuple(ids))
-        limits = {
-            "n": (self.n >= 1, "at least 1"),
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "min_tokens": (0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens = {self.max_tokens}]"),
-            "temperature": (
-                self.temperature == 0 or self.temperature >= MIN_TEMPERATURE,
-                f"0 (greedy) or at least {MIN_TEMPERATURE}",
-            ),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
-            "seed": (-(1 << 63) <= self.seed < 1 << 63, "an integer of 64 bits"),
-            "logprobs": (0 <= self.logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
-            "stop": (all(self.stop), "texts that are not empty"),
-        }
-        for name, (valid, rule) in limits.items():
-            if not valid:
-                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+        for each in fields(self):
+            check_range(each, getattr(self, each.name))
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens must be in [0, max_tokens = {self.max_tokens}], got {self.min_tokens}")
+        if not all(self.stop):
+            raise ValueError(f"stop must be texts that are not empty, got {self.stop!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSamplingSettings(SamplingSettings):
+    """Sampling of rollouts, as far as training narrows it."""
+
+    temperature: float = ranged(
+        1.0,
+        1e3,
+        low=MIN_TEMPERATURE,
+        because="greedy completions of one prompt are all the same, which leaves nothing to compare",
+    )
+    """Divides the logits, in sampling and in training alike."""
+    repetition_penalty: float = like(SamplingSettings, "repetition_penalty")
+    """Makes tokens that occurred less likely, in sampling alone: the policy that is trained has no penalty. 1 is
+    off."""
+    stop: tuple[str, ...] = ()
+    """Stop strings: texts that end a completion, e.g. "</answer>". Their tokens are part of it and are trained on, and
+    reward functions see them; such a completion does not count as truncated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSamplingSettings:
+    """Sampling of evaluations; what has no field here is as in rollouts."""
+
+    eval_temperature: float = like(SamplingSettings, "temperature", default=0.0, resume="free")
+    """Sampling temperature in evaluation; 0 is greedy."""
+    eval_top_k: int = like(SamplingSettings, "top_k", resume="free")
+    """Sample from the k likeliest tokens in evaluation; 0 keeps all."""
+    eval_top_p: float = like(SamplingSettings, "top_p", resume="free")
+    """Sample from the fewest tokens that hold this probability mass in evaluation; 1 keeps all."""
+    eval_min_p: float = like(SamplingSettings, "min_p", resume="free")
+    """Sample from tokens at least this fraction as likely as the likeliest in evaluation; 0 keeps all."""
+    eval_stop: tuple[str, ...] | None = like(SamplingSettings, "stop", default=None, resume="free")
+    """Stop strings in evaluation; None takes stop."""
+
+    @property
+    def eval_sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingSettings` that evaluations set on their own."""
+        own = {each.name: getattr(self, each.name) for each in fields(EvalSamplingSettings)}
+        return {name.removeprefix("eval_"): value for name, value in own.items() if value is not None}

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Int, UInt32
 
 from groupax.config import SharePrefix
 from groupax.models.execution import FusedAttention
@@ -19,36 +19,7 @@ from groupax.models.grouped import RaggedBatch
 from groupax.objective.objective import Evidence
 from groupax.parallel.pytree import pytree
 from groupax.training.packing import PLAIN, AttentionCost, MicroBatchPlan, Part, Shape, plan, ranges
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One completion, ready to be trained on.
-
-    Attributes:
-        group: rows of one prompt share it.
-        prompt: token ids of the prompt.
-        completion: token ids of the completion, its stop token included.
-        mask: which completion tokens count in the loss.
-        advantage: of the completion.
-        rollout_logp: the engine's log-probability of each completion token under the policy that sampled it.
-        old_logp: of each completion token, as in `objective.Evidence`; None as long as the policy is the one that
-            sampled it.
-        ref_logp, sampler_logp, policy_mask: likewise; None where there is none, in all rows of a step alike.
-        policy_version: optimizer steps that the policy had seen which sampled it.
-    """
-
-    group: int
-    prompt: Int[np.ndarray, "S"]
-    completion: Int[np.ndarray, "T"]
-    mask: Bool[np.ndarray, "T"]
-    advantage: float
-    rollout_logp: Float[np.ndarray, "T"]
-    old_logp: Float[np.ndarray, "T"] | None = None
-    ref_logp: Float[np.ndarray, "T"] | None = None
-    sampler_logp: Float[np.ndarray, "T"] | None = None
-    policy_mask: Bool[np.ndarray, "T"] | None = None
-    policy_version: int = 0
+from groupax.types import Row
 
 
 @pytree

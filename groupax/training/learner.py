@@ -13,7 +13,6 @@ import numpy as np
 
 from groupax.config import AttnImplementation, Checkpointing, SharePrefix
 from groupax.errors import RunError, is_out_of_memory
-from groupax.metrics.completions import Metrics
 from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.checkpoint import Model
 from groupax.models.config import ModelConfig
@@ -31,7 +30,7 @@ from groupax.parallel.mesh import is_split, num_data_shards, sizes_text
 from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
 from groupax.parallel.transfer import to_host
 from groupax.settings.objective import ObjectiveSettings
-from groupax.training.batch import Packed, Row, attention_cost_with, pack
+from groupax.training.batch import Packed, attention_cost_with, pack
 from groupax.training.offload import offloaded
 from groupax.training.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
 from groupax.training.packing import Shape
@@ -49,6 +48,7 @@ from groupax.training.step import (
     to_rows,
     zero_totals,
 )
+from groupax.types import Metrics, Row
 
 # Activations of more tokens fall out of a CPU's caches.
 CPU_MICRO_BATCH_TOKENS = 4096

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from groupax.config import SharePrefix
 
 if TYPE_CHECKING:
-    from groupax.training.batch import Row
+    from groupax.types import Row
 
 # The smallest sizes of a shape, so that shapes are few.
 FEWEST_PROMPT_COLUMNS = 16

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from groupax.compat.fields import tell
 from groupax.engine.engine import Engine
 from groupax.models.checkpoint import Model, load_model
 from groupax.settings.fields import nearest
-from groupax.settings.sampling import SamplingParams
+from groupax.settings.sampling import SamplingParams, SamplingSettings
 
 # What a `vInference` and a `GRPOConfig` may both say of sampling, and the latter's name for it.
 SAMPLING = {
@@ -64,12 +65,11 @@ class vInference:  # noqa: N801 - EasyDeL's name
 
     def generate(self, prompts: Any) -> list[list[str]]:
         """The completions of each prompt, as text."""
-        given = {name: self.given[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in self.given}
+        given = {each.name: self.given[each.name] for each in fields(SamplingSettings) if each.name in self.given}
         given |= {} if self.do_sample else {"temperature": 0.0}
         params = SamplingParams(
             n=self.given.get("num_return_sequences", 1),
             max_tokens=self.given.get("max_new_tokens", DEFAULTS["max_completion_length"]),
-            repetition_penalty=self.given.get("repetition_penalty", 1.0),
             seed=self.seed,
             **given,
         )

@@ -4,7 +4,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from groupax.compat.fields import Fields, ForeignConfig, as_native, attention_setting, sampled_alike, steps_of, tell
+from groupax.compat.fields import (
+    EVAL_SAMPLING,
+    Fields,
+    ForeignConfig,
+    as_native,
+    attention_setting,
+    sampled_alike,
+    steps_of,
+    tell,
+)
 from groupax.compat.meshes import mesh_of, offloaded, tell_whole, zero_stage
 from groupax.compat.trl.fields import DEFAULTS, FORMER, INERT
 from groupax.config import TRACKERS
@@ -87,10 +96,7 @@ NAMES = {
     "prompts_per_step": "per_device_train_batch_size * gradient_accumulation_steps / num_generations",
     "updates_per_rollout": "steps_per_generation / gradient_accumulation_steps",
     "eval_num_generations": "num_generations_eval",
-    "eval_temperature": "temperature",
-    "eval_top_p": "top_p",
-    "eval_top_k": "top_k",
-    "eval_min_p": "min_p",
+    **{f"eval_{name}": name for name in EVAL_SAMPLING},
     "learning_rate_end": "lr_scheduler_kwargs",
     "warmup_ratio": "warmup_steps below 1, or warmup_ratio",
     "rollout_correction_min": "vllm_importance_sampling_clip_min",

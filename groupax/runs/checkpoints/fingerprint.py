@@ -7,7 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,7 @@ FREE = {
     "max_bad_steps",
     "eval_steps",
     "eval_num_generations",
-    "eval_temperature",
-    "eval_top_p",
-    "eval_top_k",
-    "eval_min_p",
     "eval_max_completion_length",
-    "eval_stop",
     "solved_by",
     "logging_steps",
     "profile",
@@ -77,7 +72,7 @@ FREE = {
     "metric_for_best_model",
     "greater_is_better",
     "resume",
-}
+} | {field.name for field in fields(GRPOConfig) if field.metadata.get("resume") == "free"}
 # Settings on which the saved state itself depends.
 FIXED = {
     "seed",

@@ -22,16 +22,15 @@ from groupax.objective.entropy import EntropyState
 from groupax.parallel.processes import num_processes
 from groupax.parallel.transfer import to_host_on_primary
 from groupax.rollouts.pipeline import Policy
-from groupax.rollouts.sampler import Rollout
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.choose import FORMAT
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.rollout_log import simple_column
-from groupax.training.batch import Row
 from groupax.training.learner import Learner
 from groupax.training.packing import Shape
 from groupax.training.step import TrainState
+from groupax.types import Rollout, Row
 
 PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rollout.parquet"
 POLICIES = "policies"

@@ -9,8 +9,8 @@ from typing import Any
 
 from groupax.config import GRPOConfig
 from groupax.evaluation.items import read_items
-from groupax.metrics.completions import Metrics
 from groupax.runs.rollout_log import prompt_text
+from groupax.types import Metrics
 
 MOST_SAMPLES = 4
 MOST_TABLES = 40  # of rollouts that are looked through for a prompt

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from groupax.metrics.completions import Metrics
 from groupax.runs.folder import TRACKED
 from groupax.runs.trackers.tracker import Sample, TrackedRun
+from groupax.types import Metrics
 
 
 class JsonLinesTracker:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from groupax.metrics.completions import Metrics
 from groupax.runs.trackers.tracker import Sample, TrackedRun
+from groupax.types import Metrics
 
 
 class TensorBoardTracker:

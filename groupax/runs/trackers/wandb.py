@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from groupax.metrics.completions import Metrics
 from groupax.runs.trackers.tracker import Sample, TrackedRun
+from groupax.types import Metrics
 
 
 class WandbTracker:

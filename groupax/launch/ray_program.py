@@ -3,7 +3,9 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from groupax.errors import PreemptedError, RunError
 from groupax.launch.argv import program_of
@@ -18,10 +20,37 @@ from groupax.launch.ray_functions import execute as on_hosts
 from groupax.launch.ray_hosts import connect
 from groupax.launch.retries import Retries
 
-if TYPE_CHECKING:
-    from groupax.cli.launch import Ray
-
 LAST_LINES_S = 1.0  # until what the hosts printed last is here
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ray:
+    """Start a program on the hosts of a Ray cluster: groupax launch ray --tpu v4-64 -- train ..."""
+
+    tpu: str | None = None
+    """Type of a TPU slice, as v4-64, v5e-32, v6e-16; it says how many hosts there are."""
+    hosts: int = 1
+    """Without --tpu: how many nodes."""
+    gpus: int = 0
+    """Without --tpu: GPUs of each node."""
+    cpus: int = 1
+    """Cores that are asked for on each host."""
+    address: str | None = None
+    """Of the cluster; by default RAY_ADDRESS, the one this machine belongs to, or a new one here."""
+    env: tuple[str, ...] = ()
+    """Variables of the processes, each NAME=VALUE, or NAME for the value here."""
+    pip: tuple[str, ...] = ()
+    """Packages to install for them."""
+    working_dir: Path | None = None
+    """A folder that is copied to all hosts and is where they run."""
+    restarts: int = 3
+    """Most times that all are started again after one failed."""
+    preemptions: int = 1000
+    """The same after one was preempted or its machine was lost."""
+    backoff_s: float = 1.0
+    """Before the first such start; doubled each further time, up to a minute."""
+    grace_s: float = 60.0
+    """When a host has failed the others are asked to stop, and killed after so long."""
 
 
 def run_program(words: Sequence[str], grace_s: float) -> None:
@@ -42,7 +71,7 @@ def run_program(words: Sequence[str], grace_s: float) -> None:
         raise RunError(outcome.why)
 
 
-def launch_on_ray(command: "Ray", words: Sequence[str], tell: Callable[[str], None]) -> int:
+def launch_on_ray(command: Ray, words: Sequence[str], tell: Callable[[str], None]) -> int:
     """`groupax launch ray`; the exit status.
 
     Raises:
@@ -64,7 +93,7 @@ def launch_on_ray(command: "Ray", words: Sequence[str], tell: Callable[[str], No
     return 0
 
 
-def config_of(command: "Ray") -> AcceleratorConfig:
+def config_of(command: Ray) -> AcceleratorConfig:
     """The hosts that a command asks for.
 
     Raises:
