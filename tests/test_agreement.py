@@ -107,8 +107,8 @@ def test_a_training_step_finds_the_engines_logps(stories):
         )
     totals = across_shards(totals, config=model.config, mesh=model.mesh)
     num_tokens = sum(len(row.completion) for row in rows)
-    assert float(totals.tally.sums[f"{LOGP_DIFF}_mean"]) < 5e-6 * num_tokens
-    assert float(totals.tally.maxima[f"{LOGP_DIFF}_max"]) < 1e-4
+    assert float(totals.metrics.sums[f"{LOGP_DIFF}_mean"]) < 5e-6 * num_tokens
+    assert float(totals.metrics.maxima[f"{LOGP_DIFF}_max"]) < 1e-4
 
 
 @pytest.mark.heavy

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from groupax.cli.main import main
-from groupax.data.prompts import encode_examples, load_examples
+from groupax.data.examples import load_examples
+from groupax.data.prompts import encode_examples
 
 from .test_config_and_data import a_tokenizer
 

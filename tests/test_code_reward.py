@@ -8,10 +8,11 @@ import pytest
 
 from groupax.rewards import code_tests
 from groupax.rewards.code import program
-from groupax.rewards.contract import resolve_rewards
-from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.rewards.resolve import resolve_rewards
+from groupax.rewards.runner import RewardRunner
 from groupax.rewards.sandbox import Limits, passes
 from groupax.rewards.seccomp import filter_program
+from groupax.settings.rewards import RewardSettings
 
 from .test_reward_functions import read_lines
 from .test_trainer import a_trainer, lines_of

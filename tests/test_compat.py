@@ -18,7 +18,8 @@ from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.easydel.models import config_settings
 from groupax.compat.easydel.trainer import with_sampling
 from groupax.compat.fields import CompatWarning
-from groupax.models.checkpoint import on_mesh
+from groupax.events import Evaluated, StepEnded
+from groupax.models.checkpoint import reshard
 from groupax.models.lora import as_lora_config
 from groupax.models.quantize import dense
 from groupax.parallel.mesh import RULES, make_mesh
@@ -236,14 +237,14 @@ def test_how_launchers_are_replaced_is_told(tmp_path):
     config = trl.GRPOConfig(deepspeed=str(tmp_path / "zero.json"))
     whole = init_model(TINY, mesh=make_mesh())
     with pytest.warns(CompatWarning, match=r"deepspeed=ZeRO stage 3: .*\(1,4,1,1,1\) over the 4 .* are split over"):
-        config.tell_mesh(on_mesh(whole, make_mesh((1, 4, 1, 1, 1))))
+        config.tell_mesh(reshard(whole, make_mesh((1, 4, 1, 1, 1))))
     with pytest.warns(CompatWarning, match="fsdp='no_shard': .*has to fit on one"):
         trl.GRPOConfig(fsdp="no_shard").tell_mesh(whole)
     with (
         pytest.warns(CompatWarning, match="are split over"),
-        pytest.warns(CompatWarning, match=r"kv_heads \(2\) does not divide by tp=4"),
+        pytest.warns(CompatWarning, match=r"kv_heads \(2\) is not divisible by tp=4"),
     ):
-        config.tell_mesh(on_mesh(whole, make_mesh((1, 1, 1, 4, 1)), RULES))
+        config.tell_mesh(reshard(whole, make_mesh((1, 1, 1, 4, 1)), RULES))
     with pytest.raises(ValueError, match=r"nowhere\.json' cannot be read"):
         trl.GRPOConfig(deepspeed="nowhere.json").to_native()
 
@@ -335,11 +336,11 @@ def test_callbacks_learn_of_the_best_evaluation():
 
     listener = CallbackListener([Watch], args, 1, State(), {})
     for step, reward in enumerate((0.5, 0.2, 0.7, 0.6), 1):
-        listener("evaluate", step, {"eval_reward": reward})
+        listener(Evaluated(step, {"eval_reward": reward}))
     assert told == [(None, None), (0.5, 1), (0.5, 1), (0.7, 3)]
     args.greater_is_better = False
-    listener("evaluate", 5, {"eval_reward": 0.1})
-    listener("log", 5, {"eval_reward": 0.0})
+    listener(Evaluated(5, {"eval_reward": 0.1}))
+    listener(StepEnded(5, {}, {"eval_reward": 0.0}))
     assert (listener.state.best_metric, listener.state.best_global_step) == (0.1, 5)
 
 
@@ -522,7 +523,7 @@ def test_devices_that_split_heads_share_weights_to_decode_with_too(folder):
     for dims, settings in (((1, -1, 1, 2, 1), {"decoding_tp": 2}), ((1, 1, 1, 4, 1), {})):
         with pytest.warns(CompatWarning) as told:
             model = load(folder, sharding_axis_dims=dims)
-        assert "vocab (13) does not divide by tp" in " ".join(str(each.message) for each in told)
+        assert "vocab (13) is not divisible by tp" in " ".join(str(each.message) for each in told)
         assert model.trainer_settings == settings
         answers.append(ed.vInference(model, a_tokenizer(eos_token="<eos>"), max_new_tokens=8, seed=1).generate("abc"))
     assert answers[0] == answers[1]
@@ -618,12 +619,12 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
 @pytest.mark.heavy
 def test_a_callback_that_will_not_be_heard_is_told(folder, tmp_path):
     class Saving:
-        def on_save(self, args, state, control, **more):
+        def on_substep_end(self, args, state, control, **more):
             raise AssertionError
 
     trainer = trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path, max_steps=1), PROMPTS)
     trainer.add_callback(Saving())
-    with pytest.warns(CompatWarning, match="Saving's on_save will not be called"):
+    with pytest.warns(CompatWarning, match="Saving's on_substep_end will not be called"):
         trainer.train()
 
 

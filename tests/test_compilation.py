@@ -32,10 +32,10 @@ def test_compiling_is_told_while_it_lasts_and_not_of_what_is_read_back(monkeypat
     record, now_s = Compilation(), 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     assert not record.is_under_way
-    record._event(REQUESTED)
+    record._on_event(REQUESTED)
     assert not record.is_under_way
     now_s += 1.0
     assert record.is_under_way
-    record._duration(COMPILED, 1.0)
+    record._on_duration(COMPILED, 1.0)
     assert not record.is_under_way
     assert record.seconds == 1.0

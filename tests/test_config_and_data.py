@@ -15,7 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from groupax import GRPOConfig, init_model, save_model
 from groupax.config import NAMES_ELSEWHERE
 from groupax.data.chat import render
-from groupax.data.prompts import encode_examples, load_examples, visit_order
+from groupax.data.examples import load_examples
+from groupax.data.order import visit_order
+from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
 from groupax.rollouts.slices import slices_of
 from groupax.settings.fields import Range
@@ -47,7 +49,7 @@ def test_trls_names_point_to_ours():
         ({"num_generations": 1}, "at least 2 completions"),
         (
             {"loss_type": "ppo"},
-            "loss_type must be one of grpo, bnpo, .*, vespo, got 'ppo'",
+            "loss_type must be one of grpo, bnpo, .*, vespo or a function, .*, got 'ppo'",
         ),
         ({"temperature": 0.0}, "temperature must be between 1e-06 and 1000, got 0.0: greedy completions"),
         ({"prompts_per_step": 0}, "prompts_per_step must be between 0.0001 and 1,000,000, got 0; the default is 8"),
@@ -193,7 +195,7 @@ def test_messages_without_content_are_refused():
     tokenizer = a_tokenizer(eos_token="<eos>")
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     for message in ({"role": "user", "content": None}, {"role": "user", "text": "hello"}):
-        with pytest.raises(ValueError, match=r"prompt 0: message 2 of 2 has no content: \{'role'"):
+        with pytest.raises(ValueError, match=r"prompt 0: message 2 of 2 has no content: \{('content'|'role')"):
             render(tokenizer, [{"role": "system", "content": "x"}, message], "prompt 0")
     calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     assert render(tokenizer, [calls, {"role": "user", "content": "abc"}], "prompt 0") == "abc"

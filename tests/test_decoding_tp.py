@@ -19,10 +19,10 @@ from groupax.engine.batch import Batch
 from groupax.engine.decode import decode_chunk
 from groupax.engine.session import Session
 from groupax.models.adapted import apply_adapter
-from groupax.models.checkpoint import add_adapter, on_mesh
-from groupax.models.exchange import leaves_of, tensors_of
+from groupax.models.checkpoint import add_adapter, reshard
 from groupax.models.lora import LoRAConfig, adapter_specs
-from groupax.models.peft_format import adapter_json
+from groupax.models.named_tensors import host_tensors, param_leaves
+from groupax.models.peft_format import adapter_config_dict
 from groupax.models.saving import save_adapter
 from groupax.models.specs import model_specs
 from groupax.parallel.mesh import make_mesh
@@ -48,7 +48,7 @@ def sharpened(model):
 
 def engine_on(model, num_devices, tp, **settings):
     devices = jax.devices()[:num_devices]
-    model = on_mesh(model, make_mesh(of=devices))
+    model = reshard(model, make_mesh(devices=devices))
     settings = {"chunk_steps": 8, "kv_bytes": 1 << 26, **settings}
     return Engine(model.config, model.params, model.mesh, (1,), tp=tp, **settings)
 
@@ -181,8 +181,8 @@ def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
-        ({}, {"tp": 3}, "to decode with tp 3 takes a multiple of 3 devices, and the mesh has 4"),
-        ({}, {"tp": 0}, "to decode with tp 0 takes a multiple"),
+        ({}, {"tp": 3}, "decoding with tp 3 needs a multiple of 3 devices, but the mesh has 4"),
+        ({}, {"tp": 0}, "decoding with tp 0 needs a multiple"),
         ({}, {"tp": 4}, r"with tp 4, which does not divide kv_heads \(2\); choose a smaller tp"),
         ({"model_type": "olmo2"}, {"tp": 2}, r"heads \(1\), kv_heads \(1\)"),
         ({}, {"tp": 2, "weights": "int8"}, "weights in int8 lie whole on every device: decode with tp 1 instead of 2"),
@@ -241,7 +241,7 @@ def test_commands_load_weights_split(folder, capsys, tmp_path):
         texts.append(capsys.readouterr().out.rpartition("\n\n")[0])
     assert texts[0] == texts[1] != ""
     assert main([*argv, "--tp", "8"]) == 2
-    assert "groupax generate: to decode with tp 8 takes a multiple of 8 devices" in capsys.readouterr().err
+    assert "groupax generate: decoding with tp 8 needs a multiple of 8 devices" in capsys.readouterr().err
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "answer": "c"}\n')
     argv = ["eval", "--model", str(folder / "model"), "--dataset", str(tmp_path / "rows.jsonl"), "--tp", "2"]
     argv += ["--reward_funcs", "think_answer_format", "--max_tokens", "8", "--output_dir", str(tmp_path / "out")]
@@ -268,7 +268,7 @@ def test_a_server_holds_its_models_in_parts(folder):
     lora = one_each["adapted"].adapter
     trained, base = (jax.tree.map(lambda x: 0.9 * x, each) for each in (lora.trained, one_each["base"].params))
     specs = adapter_specs(models["base"].config, lora.config)
-    push(weights, "adapted", specs, trained, adapter=adapter_json(lora, models["base"].config))
+    push(weights, "adapted", specs, trained, adapter=adapter_config_dict(lora, models["base"].config))
     push(weights, "base", model_specs(models["base"].config), base)
     assert engines["base"].version == 5
     assert parts(engines["base"].params["layers"][0]["down"]) == {(32, 32)}
@@ -279,7 +279,7 @@ def test_a_server_holds_its_models_in_parts(folder):
 
 def push(weights, name, specs, params, **given):
     """Send weights to a server's model."""
-    tensors = tensors_of(specs, leaves_of(specs, params))
+    tensors = host_tensors(specs, param_leaves(specs, params))
     given |= {"model": name, "version": 5, "replaces": weights.state(name), "tensors": manifest_of(tensors)}
     begun = weights.begin(given)
 

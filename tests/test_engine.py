@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from groupax import Engine, SamplingParams, init_model, load_model
 from groupax.engine.batch import Batch
-from groupax.engine.prefix_cache import Prefix, PrefixStore
+from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.engine.sampling import (
     History,
     SamplingArrays,
@@ -23,7 +23,7 @@ from groupax.engine.sampling import (
     sample,
     uniforms,
 )
-from groupax.engine.stops import find_stop, text_before_stop
+from groupax.engine.stop_strings import find_stop, text_before_stop
 from groupax.models.decoder import logits
 from groupax.models.quantize import decoding_params
 from groupax.parallel.mesh import AXES
@@ -798,7 +798,7 @@ def test_the_store_keeps_the_most_recent_within_its_size():
         zeros = np.zeros((1, len(tokens), 1), np.float32)
         return Prefix(np.array(tokens), [zeros], [zeros])
 
-    store = PrefixStore(max_bytes=48)  # six tokens of eight bytes
+    store = PrefixCache(max_bytes=48)  # six tokens of eight bytes
     store.add(prefix(1, 2))
     store.add(prefix(3, 4))
     assert store.find(np.array([1, 2, 9]))[0] == 2

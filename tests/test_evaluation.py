@@ -17,9 +17,10 @@ from groupax.evaluation.items import Completion, Item, compare, estimates, item_
 from groupax.evaluation.paired import mcnemar, paired_difference
 from groupax.evaluation.sets import named_sets, sources_by_name
 from groupax.metrics.estimates import majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to, t_quantile
-from groupax.rewards.contract import resolve_rewards
 from groupax.rewards.maths import last_boxed
-from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.rewards.resolve import resolve_rewards
+from groupax.rewards.runner import RewardRunner
+from groupax.settings.rewards import RewardSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.trainer import TrainResult
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from groupax import GRPOConfig, init_model
 from groupax.models import attention, cudnn, fused_attention, splash
-from groupax.models.checkpoint import on_mesh
+from groupax.models.checkpoint import reshard
 from groupax.models.config import AttentionConfig
 from groupax.models.execution import FusedAttention, execution_for
 from groupax.models.families import read_config
@@ -157,9 +157,9 @@ def after_update(model, attends, **settings):
     return learner, learner.update(rows).metrics, logps
 
 
-def assert_same_update(model, attends, on_mesh=None, **settings):
+def assert_same_update(model, attends, reshard=None, **settings):
     plain, of_plain, logps = after_update(model, None, **settings)
-    fused, of_fused, fused_logps = after_update(on_mesh or model, attends, **settings)
+    fused, of_fused, fused_logps = after_update(reshard or model, attends, **settings)
     for a, b in zip(logps, fused_logps, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     for name in ("loss", "grad_norm", "entropy"):
@@ -195,7 +195,7 @@ def test_windows_and_softcaps_of_a_family():
 @pytest.mark.long
 def test_devices_that_split_heads_have_kernels_of_their_own_ones():
     model = a_model(num_hidden_layers=1)
-    split = on_mesh(model, make_mesh((1, 2, 1, 2, 1)))
+    split = reshard(model, make_mesh((1, 2, 1, 2, 1)))
     assert_same_update(model, FusedAttention("splash", emulated=True), split)
 
 

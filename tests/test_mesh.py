@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from groupax import GRPOConfig, init_model, save_model
 from groupax.cli.main import main
-from groupax.models.checkpoint import add_adapter, on_mesh
+from groupax.models.checkpoint import add_adapter, reshard
 from groupax.models.lora import LoRAConfig
 from groupax.parallel.mesh import decoding_mesh, make_mesh, slices_along
 from groupax.runs.build import learner_settings
@@ -63,8 +63,8 @@ def after_updates(model, num=1, **settings):
 
 
 def assert_same_update(model, shape, replicated=(), atol=2e-6, **settings):
-    split = on_mesh(model, make_mesh(shape), replicated)
-    one, on_one = after_updates(on_mesh(model, one_device_mesh()), **settings)
+    split = reshard(model, make_mesh(shape), replicated)
+    one, on_one = after_updates(reshard(model, one_device_mesh()), **settings)
     many, on_many = after_updates(split, **settings)
     assert on_many["grad_norm"] == pytest.approx(on_one["grad_norm"], rel=1e-5)
     for a, b in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(many.state.params), strict=True):
@@ -167,15 +167,15 @@ def test_runs_on_eight_devices_end_as_on_one(kind, meshes, stories):
 @pytest.mark.parametrize(
     ("change", "shape", "replicated", "message"),
     [
-        ({}, (1, 1, 1, 4, 1), (), r"kv_heads \(2\) does not divide by tp=4.*mesh_replicate kv_heads"),
-        ({"hidden_size": 34, "head_dim": 8}, (1, 4, 1, 1, 1), (), r"embed \(34\) does not divide by fsdp=4"),
-        ({}, (1, 1, 1, 4, 1), ("kv_head",), "names kv_head; dims that meshes split are embed, vocab, heads"),
-        ({"model_type": "olmo2"}, (2, 1, 1, 2, 1), (), r"heads \(1\) does not divide"),
+        ({}, (1, 1, 1, 4, 1), (), r"kv_heads \(2\) is not divisible by tp=4.*mesh_replicate kv_heads"),
+        ({"hidden_size": 34, "head_dim": 8}, (1, 4, 1, 1, 1), (), r"embed \(34\) is not divisible by fsdp=4"),
+        ({}, (1, 1, 1, 4, 1), ("kv_head",), "names kv_head; dims that meshes shard are embed, vocab, heads"),
+        ({"model_type": "olmo2"}, (2, 1, 1, 2, 1), (), r"heads \(1\) is not divisible"),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8},
             (1, 1, 1, 1, 4),
             (),
-            "6 heads on each device",
+            "the 6 heads of each device are not divisible",
         ),
     ],
 )
@@ -199,9 +199,9 @@ def test_mesh_settings_are_checked(mesh, message):
 
 
 def test_a_mesh_has_all_devices():
-    with pytest.raises(ValueError, match="mesh 3,1,1,1,1 asks for 3 devices, there are 4"):
+    with pytest.raises(ValueError, match="mesh 3,1,1,1,1 needs 3 devices, but there are 4"):
         make_mesh((3, 1, 1, 1, 1))
-    with pytest.raises(ValueError, match="mesh 3,-1,1,1,1 asks for a multiple of 3, there are 4 devices"):
+    with pytest.raises(ValueError, match="mesh 3,-1,1,1,1 needs a multiple of 3 devices, but there are 4"):
         make_mesh((3, -1, 1, 1, 1))
     assert dict(make_mesh((1, -1, 1, 2, 1)).shape) == {"dp": 1, "fsdp": 2, "ep": 1, "tp": 2, "sp": 1}
 
@@ -233,8 +233,8 @@ def test_slices_lie_along_the_axes_that_are_asked_for():
 @pytest.mark.parametrize(
     ("shape", "dcn", "told"),
     [
-        ((1, -1, 1, 1, 1), (2, 1, 1, 1, 1), r"mesh 1,8,1,1,1: dp \(1\) does not divide by 2 slices.*mesh_dcn"),
-        ((-1, 1, 1, 1, 1), (4, 1, 1, 1, 1), r"mesh_dcn 4,1,1,1,1 asks for 4 slices, the devices are of 2"),
+        ((1, -1, 1, 1, 1), (2, 1, 1, 1, 1), r"mesh 1,8,1,1,1: dp \(1\) is not divisible by 2 slices.*mesh_dcn"),
+        ((-1, 1, 1, 1, 1), (4, 1, 1, 1, 1), r"mesh_dcn 4,1,1,1,1 needs 4 slices, but the devices belong to 2"),
     ],
 )
 def test_meshes_that_slices_cannot_have(shape, dcn, told):
@@ -245,7 +245,7 @@ def test_meshes_that_slices_cannot_have(shape, dcn, told):
 def test_by_default_slices_lie_along_the_first_axis():
     assert slices_along((4, 8, 1, 1, 1), 2) == [2, 1, 1, 1, 1]
     assert slices_along((1, 8, 1, 1, 1), 1) == [1, 1, 1, 1, 1]
-    with pytest.raises(ValueError, match=r"mesh 1,16,1,1,1: dp \(1\) does not divide by 2 slices"):
+    with pytest.raises(ValueError, match=r"mesh 1,16,1,1,1: dp \(1\) is not divisible by 2 slices"):
         slices_along((1, 16, 1, 1, 1), 2)
 
 

@@ -24,12 +24,13 @@ from groupax.cli.main import main
 from groupax.compat.hf import CausalLM
 from groupax.data.tokenizer import load_tokenizer
 from groupax.models.families import read_config
-from groupax.models.saving import sources_of
+from groupax.models.saving import source_folders
 from groupax.models.summary import find_config
 from groupax.rewards.model import RewardModel
 from groupax.runs.model_card import derived_card, license_of, run_card
+from groupax.storage.manifest import MANIFEST
 from groupax.storage.model_json import CONFIG, GENERATION, MAX_LAYERS
-from groupax.storage.replacing import MANIFEST, ForeignFilesError, check_destination, replacing_folder
+from groupax.storage.replacing import ForeignFilesError, check_destination, replacing_folder
 
 from .conftest import TINY, rest_heavy
 from .test_config_and_data import a_tokenizer
@@ -794,5 +795,5 @@ def test_a_derived_card_takes_the_licence_of_its_source():
 
 
 def test_the_sources_of_a_model_are_known(good):
-    assert set(sources_of(load_model(good / "adapter"))) == {good / "adapter", good / "base"}
-    assert sources_of(init_model(TINY, dtype=jnp.float32)) == []
+    assert set(source_folders(load_model(good / "adapter"))) == {good / "adapter", good / "base"}
+    assert source_folders(init_model(TINY, dtype=jnp.float32)) == []

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from groupax import GRPOConfig, SamplingParams, load_model
-from groupax.engine.engine import unstarted
+from groupax.engine.engine import new_sequences
 from groupax.errors import RunError
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.rewards import RewardError
@@ -48,7 +48,7 @@ PATIENCE_S = 10.0  # with a server that fails
 
 
 def test_requests_have_the_settings_under_their_names():
-    group = unstarted([np.array([4, 5])], PARAMS, eos_ids=(2,))
+    group = new_sequences([np.array([4, 5])], PARAMS, eos_ids=(2,))
     request = vllm_request(group, "m")
     assert request.keys() == VLLM_FIELDS
     told = {"prompt": [4, 5], "n": 3, "max_tokens": 7, "top_k": 4, "temperature": 0.5, "stop": ["x"]}
@@ -60,8 +60,8 @@ def test_requests_have_the_settings_under_their_names():
     assert body["input_ids"] == [4, 5]
     assert (settings["n"], settings["max_new_tokens"], settings["top_k"]) == (3, 7, 4)
     assert (settings["stop_token_ids"], settings["ignore_eos"]) == ([2], False)
-    assert sglang_request(unstarted([np.array([4])], SamplingParams(), ()))["sampling_params"]["ignore_eos"]
-    assert sglang_request(unstarted([np.array([4])], SamplingParams(), ()))["sampling_params"]["top_k"] == -1
+    assert sglang_request(new_sequences([np.array([4])], SamplingParams(), ()))["sampling_params"]["ignore_eos"]
+    assert sglang_request(new_sequences([np.array([4])], SamplingParams(), ()))["sampling_params"]["top_k"] == -1
     json.dumps([request, body])
 
 

@@ -537,7 +537,7 @@ TRAIN = GRPOConfig(
 
 def a_plan(largest, args=TRAIN, devices="v5e-1", shape=(1, 1, 1, 1, 1), fault=None):
     """What is known when a program is too large."""
-    mesh = make_mesh(shape, of=jax.devices()[: math.prod(shape)])
+    mesh = make_mesh(shape, devices=jax.devices()[: math.prod(shape)])
     run = None if fault else run_of(read_config(TINY), mesh, args)
     programs = tuple(
         Measured(name, 1, {OTHER: 2e9 if name == largest else 1e8}, Counts(), 0.0)
@@ -625,14 +625,14 @@ def test_a_candidate_that_is_no_run_is_passed_over(few_bytes, monkeypatch):
     def of_candidate(config, asked, *_, **__):
         tried.append(asked.changes)
         if len(tried) == 1:
-            raise ValueError("heads (4) does not divide by tp=16")
+            raise ValueError("heads (4) is not divisible by tp=16")
         return a_plan("", asked.args, devices=asked.devices)
 
     monkeypatch.setattr(fitting, "plan_of", of_candidate)
     found = fitting_plan(read_config(TINY), plan, None, Compiler(), told.append)
     assert tried == [("--mesh 1,-1,1,1,1",), ("--max_concurrent_rows 8",)]
     assert found.asked.args.max_concurrent_rows == 8
-    assert "heads (4) does not divide by tp=16" in told
+    assert "heads (4) is not divisible by tp=16" in told
 
 
 def test_nothing_fits_where_nothing_can(few_bytes):
@@ -740,7 +740,7 @@ def test_models_are_read_and_settings_refused(config_file, tmp_path, capsys):
     status, error = told("--model", str(tmp_path / "nothing"))
     assert (status, "nothing" in error) == (2, True)
     status, error = told("--model", str(config_file), "--mesh", "1,1,1,4,1")
-    assert (status, "kv_heads (2) does not divide by tp=4" in error) == (2, True)
+    assert (status, "kv_heads (2) is not divisible by tp=4" in error) == (2, True)
     status, error = told("--model", str(config_file), "--recipe", "gsm8k", "--max_completion_length", "513")
     assert (status, "max_completion_length 513 leaves no room" in error) == (2, True)
 

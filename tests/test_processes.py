@@ -19,8 +19,8 @@ from groupax import init_model, save_model
 from groupax.cli.main import main
 from groupax.errors import RunError
 from groupax.launch.environment import free_port
-from groupax.parallel.peers import accept_peers, connect_to_primary, listen_for_peers
-from groupax.parallel.processes import _arguments, _bound, _refuse_copies
+from groupax.parallel.processes import _bind_address, _distributed_arguments, _refuse_torchrun
+from groupax.parallel.rendezvous import accept_peers, connect_to_primary, listen_for_peers
 from groupax.parallel.sockets import own_address
 
 from .conftest import TINY
@@ -113,14 +113,14 @@ def assert_same_run(one, several):
 )
 def test_variables_are_checked(environment, message):
     with pytest.raises(ValueError, match=message):
-        _arguments(environment)
+        _distributed_arguments(environment)
 
 
 def test_one_process_joins_nobody():
-    assert _arguments({}) is None
-    assert _arguments(dict(zip(VARIABLES, ("a:1", "1", "0"), strict=True))) is None
-    assert _arguments({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert _arguments({"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
+    assert _distributed_arguments({}) is None
+    assert _distributed_arguments(dict(zip(VARIABLES, ("a:1", "1", "0"), strict=True))) is None
+    assert _distributed_arguments({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert _distributed_arguments({"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
 
 
 @pytest.mark.parametrize("chosen", [{}, {"JAX_LOCAL_DEVICE_IDS": "1"}])
@@ -129,9 +129,9 @@ def test_one_process_of_a_host_has_all_its_devices(chosen):
     every = {} if chosen else {"local_device_ids": []}
     given = dict(zip(VARIABLES, ("a:1", "2", "1"), strict=True))
     own = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
-    assert _arguments(given | chosen) == own | every
-    assert _arguments({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "8"} | chosen) == every
-    assert _arguments({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"} | chosen) == {}
+    assert _distributed_arguments(given | chosen) == own | every
+    assert _distributed_arguments({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "8"} | chosen) == every
+    assert _distributed_arguments({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"} | chosen) == {}
 
 
 JOINS = """
@@ -165,15 +165,15 @@ def test_a_step_of_slurm_is_joined(several_on_a_host):
 def test_copies_of_pytorchs_launchers_are_refused():
     torchrun = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}
     with pytest.raises(ValueError, match="has started 4 processes of this program"):
-        _refuse_copies(torchrun)
-    _refuse_copies({**torchrun, "WORLD_SIZE": "1"})
-    _refuse_copies({**torchrun, "GROUPAX_COORDINATOR": "a:1"})
-    _refuse_copies({"WORLD_SIZE": "4"})
+        _refuse_torchrun(torchrun)
+    _refuse_torchrun({**torchrun, "WORLD_SIZE": "1"})
+    _refuse_torchrun({**torchrun, "GROUPAX_COORDINATOR": "a:1"})
+    _refuse_torchrun({"WORLD_SIZE": "4"})
 
 
 PEER = """
 import pickle, sys
-from groupax.parallel.peers import connect_to_primary
+from groupax.parallel.rendezvous import connect_to_primary
 peers = connect_to_primary(int(sys.argv[1]), 3, pickle.loads(bytes.fromhex(sys.argv[2])))
 assert peers.all_gather_object({"number": peers.process_index})[0] == "first"
 big = peers.all_gather_object(bytes(3_000_000))
@@ -214,7 +214,7 @@ def test_processes_exchange_objects_and_leave_together():
     ("end", "told"),
     [
         ("raise", "process 2 failed: KeyError: 'a disk'"),
-        ("kill", "process 2 of 3 ended without a word: it was killed, or its machine is lost"),
+        ("kill", "process 2 of 3 ended without a message: it was killed, or its machine is lost"),
     ],
 )
 def test_all_are_told_what_ended_one(monkeypatch, end, told):
@@ -250,9 +250,9 @@ def test_silent_and_foreign_connections_hold_up_no_start():
 
 
 def test_processes_that_do_not_connect_are_named(monkeypatch):
-    monkeypatch.setattr("groupax.parallel.peers.GATHER_S", 0.2)
+    monkeypatch.setattr("groupax.parallel.rendezvous.GATHER_S", 0.2)
     listener, (_, _, secret) = listen_for_peers("127.0.0.1")
-    with pytest.raises(RunError, match=r"processes 1, 2 of 3 did not connect to process 0 at port \d+ in 0 s"):
+    with pytest.raises(RunError, match=r"processes 1, 2 of 3 did not connect to process 0 on port \d+ within 0 s"):
         accept_peers(listener, secret, 3)
 
 
@@ -263,16 +263,16 @@ def test_processes_that_do_not_connect_are_named(monkeypatch):
 def test_a_coordinator_listens_at_the_address_that_it_was_given(host, bound):
     assert own_address(host) == bound
     address = f"[{host}]:5" if ":" in host else f"{host}:5"
-    told = _bound({"coordinator_address": address, "process_id": 0})
+    told = _bind_address({"coordinator_address": address, "process_id": 0})
     assert told == (
         {} if bound is None else {"coordinator_bind_address": f"[{bound}]:5" if ":" in bound else f"{bound}:5"}
     )
-    assert _bound({"coordinator_address": address, "process_id": 1}) == {}
+    assert _bind_address({"coordinator_address": address, "process_id": 1}) == {}
 
 
 def test_a_process_that_cannot_be_reached_is_told(monkeypatch):
-    monkeypatch.setattr("groupax.parallel.peers.CONNECT_S", 0.1)
-    with pytest.raises(RunError, match=r"process 1 cannot reach process 0 at port \d+ .*127.0.0.1"):
+    monkeypatch.setattr("groupax.parallel.rendezvous.CONNECT_S", 0.1)
+    with pytest.raises(RunError, match=r"process 1 cannot reach process 0 on port \d+ .*127.0.0.1"):
         connect_to_primary(1, 2, (["127.0.0.1"], free_port("127.0.0.1"), b"secret"))
 
 
@@ -292,7 +292,10 @@ def test_two_processes_are_one_run(place, one_process):
     assert statuses == [0, 0], errors
     assert assert_same_run(one_process, place / "two") == {0, 1}
     # one writes, and the checkpoint goes on in one process as in two
-    assert sorted(path.name for path in (place / "two" / "run").glob("*.jsonl")) == ["findings.jsonl", "metrics.jsonl"]
+    assert sorted(path.name for path in (place / "two" / "run").glob("*.jsonl")) == [
+        "diagnostics.jsonl",
+        "metrics.jsonl",
+    ]
 
 
 @pytest.mark.long
@@ -325,7 +328,7 @@ def test_a_killed_process_stops_the_other_and_all_go_on(place, one_process, kill
     assert processes[killed].wait(timeout=1200) == -signal.SIGKILL
     assert processes[1 - killed].wait(timeout=600) != 0
     text = (folder / f"err{1 - killed}").read_text()
-    assert f"process {killed} of 2 ended without a word: it was killed" in text
+    assert f"process {killed} of 2 ended without a message: it was killed" in text
     statuses, errors = run(folder, 2, 2, {"save_steps": 1})
     assert statuses == [0, 0], errors
     assert_same_run(one_process, folder)

@@ -18,6 +18,7 @@ from groupax.compat.fields import CompatWarning
 from groupax.data import chat as chats
 from groupax.data.chat import render, render_all
 from groupax.data.prompts import encode_examples
+from groupax.data.template_process import TemplateProcess
 from groupax.data.tokenizer import encode_prompts, load_tokenizer
 from groupax.rollouts.sampler import rollout
 from groupax.runs.build import eval_params
@@ -108,7 +109,7 @@ def test_parts_that_are_no_text_are_refused_here_and_by_the_server(kind):
         (
             "{{ raise_exception('no\x1b[2J\nway') }}",
             user("abc"),
-            r"the chat template fails: TemplateError: no \[2J way",
+            r"the chat template fails: TemplateError: no␛\[2J way",
         ),
         ("{{ messages[0].a.b }}", user("abc"), "the chat template fails: UndefinedError"),
         ("{{ ''.__class__.__mro__ }}", user("abc"), "the chat template fails: SecurityError"),
@@ -139,7 +140,7 @@ def test_a_template_may_leave_out_thoughts_and_change_spaces_and_capitals(qwen):
 @pytest.mark.heavy
 @pytest.mark.parametrize("template", [LOOPS, "{{ 9 ** (9 ** 9) }}"])
 def test_a_template_without_an_end_is_stopped(monkeypatch, template):
-    monkeypatch.setattr(chats, "_PROCESS", process := chats._TemplateProcess(deadline_s=1))
+    monkeypatch.setattr(chats, "TEMPLATES", process := TemplateProcess(deadline_s=1))
     assert render(with_template(TEXT), user("abc"), "p") == "user:abc;"
     started_s = time.monotonic()
     with pytest.raises(ValueError, match="prompt 0: the chat template fails: it was still running after 1 s"):
@@ -152,7 +153,7 @@ def test_a_template_without_an_end_is_stopped(monkeypatch, template):
 
 
 def test_the_prompt_at_which_a_template_does_not_end_is_named(monkeypatch):
-    monkeypatch.setattr(chats, "_PROCESS", process := chats._TemplateProcess(deadline_s=1))
+    monkeypatch.setattr(chats, "TEMPLATES", process := TemplateProcess(deadline_s=1))
     template = "{{ messages[0].content }}{% if messages[0].content == 'c' %}" + LOOPS + "{% endif %}"
     with pytest.raises(ValueError, match="prompt 2: the chat template fails: it was still running"):
         encode_prompts(with_template(template), [user(text) for text in "abcd"])
@@ -160,7 +161,7 @@ def test_the_prompt_at_which_a_template_does_not_end_is_named(monkeypatch):
 
 
 def test_a_process_that_was_killed_is_started_anew(monkeypatch):
-    monkeypatch.setattr(chats, "_PROCESS", process := chats._TemplateProcess())
+    monkeypatch.setattr(chats, "TEMPLATES", process := TemplateProcess())
     tokenizer = with_template(TEXT)
     assert render(tokenizer, user("abc"), "p") == "user:abc;"
     os.kill(process._process.pid, signal.SIGKILL)

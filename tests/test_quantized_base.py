@@ -9,7 +9,7 @@ import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, LoRAConfig, add_adapter, load_model, save_model
 from groupax.models.bitsandbytes_format import quantization_config
-from groupax.models.checkpoint import on_mesh
+from groupax.models.checkpoint import reshard
 from groupax.models.layers import linear
 from groupax.models.nf4 import CODE, Nf4, dequantize_nf4, nf4_bytes, quantize_nf4
 from groupax.models.quantize import decoding_params, dense, is_quantized, quantizer
@@ -31,7 +31,7 @@ def saved(tmp_path_factory):
 def test_weights_in_fewer_bits_are_not_put_on_a_mesh_that_would_split_them(saved):
     model = load_model(saved, weights="int8", mesh=make_mesh((4, 1, 1, 1, 1)))
     with pytest.raises(ValueError, match="quantized weights lie whole on every device"):
-        on_mesh(model, make_mesh((2, 1, 1, 2, 1)))
+        reshard(model, make_mesh((2, 1, 1, 2, 1)))
 
 
 def test_numbers_of_the_code_are_kept_and_others_become_the_nearest():

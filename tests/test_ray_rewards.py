@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig
-from groupax.rewards.contract import resolve_rewards
-from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.rewards.resolve import resolve_rewards
+from groupax.rewards.runner import RewardRunner
+from groupax.settings.rewards import RewardSettings
 
 from .test_rewards import rollouts_of
 from .test_trainer import a_trainer, lines_of

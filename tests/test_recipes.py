@@ -8,15 +8,15 @@ from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapte
 from groupax.cli.main import main, train_defaults
 from groupax.compat.easydel.scripts.finetune import gsm8k_grpo, numinamath_grpo
 from groupax.config import GRPOConfig
-from groupax.data.files import MissingSplitError, read_rows
-from groupax.data.prompts import load_examples
+from groupax.data.examples import load_examples
+from groupax.data.sources import MissingSplitError, read_rows
 from groupax.evaluation.items import read_items
 from groupax.recipes import RECIPES, load_recipe
 from groupax.recipes.countdown import countdown_correct, evaluated, problems
 from groupax.recipes.fit import fitting_length, fitting_template, positions_of
 from groupax.recipes.gsm8k import strict_xml_format
 from groupax.recipes.tldr_length import near_length
-from groupax.rewards.contract import resolve_rewards
+from groupax.rewards.resolve import resolve_rewards
 from groupax.runs.trackers.tracker import MODULES, PACKAGES
 
 from .conftest import SHARED, TINY

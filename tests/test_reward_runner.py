@@ -14,8 +14,9 @@ import pytest
 
 from groupax.errors import PreemptedError
 from groupax.rewards import RewardError
-from groupax.rewards.contract import resolve_rewards
-from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.rewards.resolve import resolve_rewards
+from groupax.rewards.runner import RewardRunner
+from groupax.settings.rewards import RewardSettings
 
 from .test_rewards import rollouts_of, scores_of
 from .test_trainer import a_trainer, count_a, lines_of
@@ -273,7 +274,7 @@ def test_the_limit_does_not_count_while_a_call_waits_for_a_worker_that_another_f
 
 
 def test_processes_need_functions_that_can_be_imported():
-    with pytest.raises(ValueError, match=r"cannot be sent to another process .* top of a module"):
+    with pytest.raises(ValueError, match=r"cannot be sent to another process .* top level of a module"):
         RewardRunner(resolve_rewards(lambda completions: [], []), RewardSettings(reward_workers=1))
 
 
@@ -282,8 +283,9 @@ def test_a_hanging_function_does_not_keep_the_interpreter(tmp_path):
     script.write_text(
         "import sys, time\n"
         f"sys.path.insert(0, {str(os.getcwd())!r})\n"
-        "from groupax.rewards.contract import resolve_rewards\n"
-        "from groupax.rewards.runner import RewardRunner, RewardSettings\n"
+        "from groupax.rewards.resolve import resolve_rewards\n"
+        "from groupax.rewards.runner import RewardRunner\n"
+        "from groupax.settings.rewards import RewardSettings\n"
         "runner = RewardRunner(resolve_rewards(lambda completions: time.sleep(600), []), RewardSettings())\n"
         "class Row: prompt, completion, text, example = 'p', 'c', 'c', {}\n"
         "import numpy\n"
@@ -387,7 +389,7 @@ def test_an_interrupt_saves_the_run(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("way", ["raises", "returns"])
-def test_errors_that_quote_completions_are_visible_in_findings_and_exceptions(way):
+def test_errors_that_quote_completions_are_visible_in_diagnostics_and_exceptions(way):
     hostile = "\x1b]0;owned\x07\x1b[2J\u202eGREEN"
 
     class Value:

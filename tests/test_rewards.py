@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from groupax.rewards import with_columns
-from groupax.rewards.contract import find_reward, resolve_rewards
-from groupax.rewards.runner import RewardRunner, RewardSettings
+from groupax.rewards.resolve import find_reward, resolve_rewards
+from groupax.rewards.runner import RewardRunner
+from groupax.settings.rewards import RewardSettings
 from groupax.types import Rollout
 
 
@@ -248,7 +249,7 @@ def test_rubbish_is_named_and_counts_as_no_reward(returned, message, num_failure
     [
         ([], "reward_funcs is empty"),
         ("think_anser_format", "did you mean think_answer_format"),
-        ("no.such.module:f", r"there is no module 'no'; it is looked for in the current folder \(.*\), in PYTHONPATH"),
+        ("no.such.module:f", r"there is no module 'no' in the current folder \(.*\), in PYTHONPATH or"),
         ("my_rewards.py:f", "names a file; name the module, without .py: 'my_rewards:f'"),
         ("./parts/my_rewards.py:f", "without .py: 'parts.my_rewards:f'"),
         ("json:lods", "module 'json' has no 'lods'; it has .*; did you mean loads"),
@@ -256,8 +257,8 @@ def test_rubbish_is_named_and_counts_as_no_reward(returned, message, num_failure
         (lambda completions, anser: [], "needs an argument 'anser'; did you mean answer"),
         (lambda x, /, completions: [], "needs an argument 'x'"),
         ("xml_format(tag=('a',))", "has no option 'tag'; did you mean tags"),
-        ("xml_format('a')", "write it like name"),
-        ("xml_format(tags=", "write it like name"),
+        ("xml_format('a')", "write it as name"),
+        ("xml_format(tags=", "write it as name"),
         ("./nowhere", "neither a model folder nor a hub id"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,

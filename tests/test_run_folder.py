@@ -20,7 +20,7 @@ from groupax.rewards import RewardError
 from groupax.runs.checkpoints import saver
 from groupax.runs.checkpoints.files import damage
 from groupax.runs.folder import RunFolder
-from groupax.storage.lock import LOCK, LockedError, RunLock, refuse_locked
+from groupax.storage.lock import LOCK, LockedError, RunLock, check_unlocked
 
 from .conftest import rest_heavy
 from .stopped_run import final_state
@@ -115,9 +115,9 @@ def test_a_lock_is_of_the_file_that_lies_in_the_folder(tmp_path):
     lock.release()
     assert other.is_in_place
     with pytest.raises(LockedError):
-        refuse_locked(tmp_path / "run")
+        check_unlocked(tmp_path / "run")
     other.release()
-    refuse_locked(tmp_path / "run")
+    check_unlocked(tmp_path / "run")
     assert not list((tmp_path / "run").iterdir())
 
 
@@ -213,7 +213,7 @@ def test_what_becomes_of_the_folder_costs_nothing_that_is_in_memory(tmp_path, ca
     assert (run / "rollouts" / "step_000006.parquet").exists()
     assert damage(run / "checkpoints" / "step_000006") is None
     assert load_model(run / "model").config.vocab_size == 13
-    assert {"config.json", "run.json", "findings.jsonl", "tokenizer"} <= set(os.listdir(run))
+    assert {"config.json", "run.json", "diagnostics.jsonl", "tokenizer"} <= set(os.listdir(run))
     assert len(re.findall(told, caplog.text)) == 1
     assert "could not be written" not in caplog.text
     assert caplog.text.count("were deleted or moved") + caplog.text.count("the run goes on in") == 1

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from groupax.engine.plan import CacheShape, Plan, bucket, piece_columns, power_of_two
-from groupax.engine.scheduler import Scheduler, Sequence
+from groupax.engine.scheduler import Scheduler
+from groupax.engine.sequence import Sequence
 from groupax.settings.sampling import SamplingParams
 
 
@@ -24,7 +25,7 @@ def names(slots):
 def finish(scheduler, *slots):
     for slot in slots:
         scheduler.slots[slot].finish_reason = "stop"
-    return scheduler.retire()
+    return scheduler.free_finished()
 
 
 def test_sequences_of_a_prompt_share_places_and_shards():
@@ -61,7 +62,7 @@ def test_shrinking_keeps_every_running_sequence_on_its_shard():
     scheduler.admit(8)
     finish(scheduler, 0, 1, 3, 5, 6)
     assert scheduler.num_slots_needed() == 2
-    kept = scheduler.shrink(2)
+    kept = scheduler.compact(2)
     assert kept.reshape(2, 2).tolist() == [[2, 0], [0, 3]]
     assert names(scheduler.slots) == [(0, 2), None, (1, 0), (1, 3)]
     assert (scheduler.slots_per_shard, scheduler.share) == (2, 1)
@@ -89,21 +90,21 @@ def test_those_that_are_not_far_make_room_and_begin_again():
     slots = scheduler.slots
     for slot, length in enumerate((5, 1, 0, 2, 3, 3, 9, 0)):
         slots[slot].tokens += [7] * length
-    places, rows = scheduler.evict(num_places=1, share=2)
+    places, rows = scheduler.preempt(num_prompt_slots=1, share=2)
     assert places.tolist() == [0, 1]
     assert rows.tolist() == [0, 1, 2, 3]
     assert [len(sequence.tokens) for sequence in scheduler.slots] == [5, 1, 9, 0]
     assert (scheduler.slots_per_shard, scheduler.share) == (2, 2)
     assert [[s.tokens for s in bundle] for bundle in scheduler.waiting] == [[[], []], [[], []], [[]]]
-    places, rows = scheduler.evict(num_places=1, share=1)
+    places, rows = scheduler.preempt(num_prompt_slots=1, share=1)
     assert (places.tolist(), rows.tolist()) == ([0, 0], [0, 0])
     assert [len(sequence.tokens) for sequence in scheduler.slots] == [5, 9]
     assert [len(bundle) for bundle in scheduler.waiting] == [1] * 7
     scheduler.grow(2)
     assert [sequence and len(sequence.tokens) for sequence in scheduler.slots] == [5, None, 9, None]
-    assert scheduler.num_unplaced() == 5, "of seven that wait, two have a free slot"
+    assert scheduler.num_blocked() == 5, "of seven that wait, two have a free slot"
     assert len(scheduler.admit(8)[0].placed) == 2
-    assert scheduler.num_unplaced() == 5
+    assert scheduler.num_blocked() == 5
 
 
 def test_slots_beside_running_sequences_are_free_once_their_places_are_split():
@@ -114,11 +115,11 @@ def test_slots_beside_running_sequences_are_free_once_their_places_are_split():
     scheduler.submit(sequences_of(2, 2, 2, 2))
     finish(scheduler, 1, 2, 3, 5, 6)
     assert scheduler.num_stranded == 5
-    assert [scheduler.num_unplaced(share) for share in (4, 2, 1)] == [4, 2, 0]
+    assert [scheduler.num_blocked(share) for share in (4, 2, 1)] == [4, 2, 0]
     scheduler.split(2)
     assert scheduler.num_stranded == 3
     assert len(scheduler.admit(8)[0].placed) == 2
-    assert scheduler.num_unplaced(2) == 2
+    assert scheduler.num_blocked(2) == 2
 
 
 def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():

@@ -41,7 +41,7 @@ tokens, attends = int(sys.argv[3]), sys.argv[4]
 lengths = {"max_completion_length": 1024, "max_prompt_length": 512}
 args = GRPOConfig(prompts_per_step=256, **lengths, micro_batch_tokens=tokens, attn_implementation=attends)
 target = target_of("v5e-4")
-run = run_of(config, make_mesh(of=target.devices), args, None, target.chip.memory_bytes)
+run = run_of(config, make_mesh(devices=target.devices), args, None, target.chip.memory_bytes)
 [program] = [program for program in run.programs if program.name == "micro_step"]
 measured = Compiler().measured(run, program)
 print(json.dumps({**measured.memory, "flops": measured.counts.flops, "product_bytes": measured.counts.product_bytes}))

@@ -12,12 +12,25 @@ import pytest
 
 from groupax import GRPOConfig, init_model
 from groupax.errors import DivergedError, RunError
+from groupax.events import (
+    CheckpointSaved,
+    Diagnosed,
+    Message,
+    PhaseAdvanced,
+    PhaseStarted,
+    RolloutScored,
+    RunDescribed,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    StepStarted,
+)
 from groupax.metrics.completions import logged_metrics, of_rollouts, solved_metrics
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
 from groupax.rewards.scoring import Scored
-from groupax.runs.diagnostics import setup_findings
+from groupax.runs.diagnostics import setup_diagnostics
 from groupax.storage.buckets import Remote
 from groupax.training.packing import Shape
 
@@ -450,7 +463,7 @@ def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
         np.testing.assert_array_equal(a, b)
 
 
-# -- refusals and findings
+# -- refusals and diagnostics
 
 
 @pytest.mark.parametrize(
@@ -516,8 +529,8 @@ def test_rollouts_may_decode_with_fewer_bits_and_little_memory(tmp_path):
 
 
 def test_fewer_bits_without_a_correction_are_told():
-    assert "rollout_correction" in setup_findings(GRPOConfig(decoding_weights="bfloat16"), [1])["decoding_weights"]
-    assert not setup_findings(GRPOConfig(), [1])
+    assert "rollout_correction" in setup_diagnostics(GRPOConfig(decoding_weights="bfloat16"), [1])["decoding_weights"]
+    assert not setup_diagnostics(GRPOConfig(), [1])
     with pytest.raises(ValueError, match="kv_cache_gb must be between"):
         GRPOConfig(kv_cache_gb=0)
 
@@ -697,19 +710,26 @@ def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
     assert sizes == [6, 6, 4] * 2  # two rollouts of 8 completions an epoch; the fifth prompt is left out
 
 
-def test_listeners_are_told_and_can_end_a_run(tmp_path):
+def test_listeners_receive_events_and_can_end_a_run(tmp_path):
     told = []
 
-    def listen(event, step, metrics):
-        told.append((event, step))
-        assert ("reward" in metrics) == (event in ("step_end", "log"))
-        return event == "step_end" and step == 2
+    def listen(event):
+        told.append(type(event))
+        if isinstance(event, StepEnded):
+            assert event.logged["reward"] == event.metrics["reward"]
+            assert len(event.rollouts) == len(event.scores) == 16
+        return isinstance(event, StepEnded) and event.step == 2
 
     trainer = a_trainer(tmp_path, max_steps=5)
     trainer.listeners = [listen]
     assert trainer.train().num_steps == 2
-    events = ["begin", *["step_begin", "log", "step_end"] * 2, "end"]
-    assert [event for event, _ in told] == events
+    assert [each for each in told if each not in (Diagnosed, Message, PhaseStarted, PhaseAdvanced)] == [
+        RunDescribed,
+        RunStarted,
+        *[StepStarted, RolloutScored, StepEnded] * 2,
+        CheckpointSaved,
+        RunEnded,
+    ]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 

@@ -22,9 +22,9 @@ import pytest
 
 from groupax.cli.main import main
 from groupax.evaluation.items import Completion, Item
+from groupax.events import TokenScores
 from groupax.parallel.sockets import is_loopback
 from groupax.runs.folder import RunFolder
-from groupax.runs.rollout_log import TokenScores
 from groupax.types import Rollout
 from groupax.view.rollouts import Step, StepCache, group_summaries
 from groupax.view.runs import Run, Runs
@@ -80,7 +80,7 @@ def write_run(folder, config, num_steps=NUM_STEPS):
             if index % G
         }
         run.write_rollouts(step, rows, scored)
-    run.write_finding(3, "kl_runaway", f"KL runs away {HOSTILE}")
+    run.write_diagnostic(3, "kl_runaway", f"KL runs away {HOSTILE}")
     return run
 
 
@@ -550,7 +550,7 @@ def test_what_only_this_machine_reaches_is_known():
 def test_ports_that_are_none_are_told(command, capsys):
     for port in ("70000", "-1"):
         assert main([*command, f"--port={port}"]) == 2
-        assert f"127.0.0.1, port {port}, cannot be listened at" in capsys.readouterr().err
+        assert f"cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err
 
 
 def test_the_command_tells_its_address_and_needs_a_token_elsewhere(folder, monkeypatch, capsys):

@@ -13,9 +13,9 @@ from groupax import Engine, SamplingParams
 from groupax.errors import RunError
 from groupax.models.adapted import apply_adapter
 from groupax.models.checkpoint import add_adapter
-from groupax.models.exchange import leaves_of, tensors_of, trained_part, with_tensors
 from groupax.models.lora import LoRAConfig, adapter_specs
-from groupax.models.peft_format import adapter_json
+from groupax.models.named_tensors import host_tensors, param_leaves, replace_tensors, trained_params
+from groupax.models.peft_format import adapter_config_dict
 from groupax.models.specs import model_specs
 from groupax.rollouts.sampler import rollout
 from groupax.serve.app import Limits, create_app
@@ -78,13 +78,13 @@ def test_manifests_that_are_none_are_refused(entry, message):
 
 def test_weights_become_tensors_and_weights_again(tiny_model):
     specs, others = model_specs(tiny_model.config), perturbed(tiny_model.params, 1)
-    tensors = tensors_of(specs, leaves_of(specs, others))
+    tensors = host_tensors(specs, param_leaves(specs, others))
     for one, other in zip(
-        jax.tree.leaves(with_tensors(specs, tiny_model.params, tensors)), jax.tree.leaves(others), strict=True
+        jax.tree.leaves(replace_tensors(specs, tiny_model.params, tensors)), jax.tree.leaves(others), strict=True
     ):
         np.testing.assert_array_equal(one, other)
     name = next(iter(tensors))
-    changed = with_tensors(specs, tiny_model.params, {name: tensors[name]})
+    changed = replace_tensors(specs, tiny_model.params, {name: tensors[name]})
     same = [a is b for a, b in zip(jax.tree.leaves(changed), jax.tree.leaves(tiny_model.params), strict=True)]
     assert same.count(False) == 1
 
@@ -92,7 +92,7 @@ def test_weights_become_tensors_and_weights_again(tiny_model):
 def test_an_adapters_part_of_the_weights_is_found(tiny_model):
     adapted = add_adapter(tiny_model, replace(LORA, modules_to_save=("norm",)))
     specs = adapter_specs(tiny_model.config, adapted.adapter.config)
-    part = trained_part(specs, adapted.params)
+    part = trained_params(specs, adapted.params)
     assert jax.tree.structure(part) == jax.tree.structure(adapted.adapter.trained)
     again = apply_adapter(adapted.adapter.frozen, part)
     assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(adapted.params), strict=True))
@@ -195,7 +195,7 @@ def test_a_torn_or_late_upload_is_never_used(servers):
     server = servers[0]
     remote = Remote(server.url, KEY, 60.0)
     specs = model_specs(server.model.config)
-    tensors = tensors_of(specs, leaves_of(specs, perturbed(server.engine.params, 5)))
+    tensors = host_tensors(specs, param_leaves(specs, perturbed(server.engine.params, 5)))
     path = "/groupax/v1/weights"
     before = server.engine.params
 
@@ -237,7 +237,7 @@ def test_a_torn_or_late_upload_is_never_used(servers):
         ({"tensors": manifest_of({"model.norm.weight": np.zeros(3, np.float32)})}, None),
         ({"version": -1}, None),
         ({"adapter": {"r": 0}}, None),
-        ({"adapter": adapter_json(add_adapter(server.model, LORA).adapter, server.model.config)}, None),
+        ({"adapter": adapter_config_dict(add_adapter(server.model, LORA).adapter, server.model.config)}, None),
         ({"nonsense": 1}, None),
     ):
         with pytest.raises(Refused) as caught:
@@ -247,7 +247,7 @@ def test_a_torn_or_late_upload_is_never_used(servers):
     put(early, range(num_pieces))
     assert remote.ask("POST", f"{early}/commit")["version"] == 9
     assert server.engine.version == 9
-    for one, other in zip(leaves_of(specs, server.engine.params), leaves_of(specs, before), strict=True):
+    for one, other in zip(param_leaves(specs, server.engine.params), param_leaves(specs, before), strict=True):
         assert not np.array_equal(one, other)
     before, late = server.engine.params, begin(version=10)
     put(late, range(num_pieces))

@@ -87,7 +87,7 @@ def inspect(arguments: Sequence[str]) -> None:
     command = parsed(Inspect, "inspect", arguments)
 
     from groupax.models.lora import LoRAConfig
-    from groupax.models.summary import find_config, summary
+    from groupax.models.summary import find_config, summarize
 
     hf_config, lora = find_config(command.model)
     if command.lora_r:
@@ -97,7 +97,7 @@ def inspect(arguments: Sequence[str]) -> None:
             bias=command.lora_bias,
             modules_to_save=command.lora_modules_to_save,
         )
-    print(printable(summary(hf_config, lora)))
+    print(printable(summarize(hf_config, lora)))
 
 
 def merge(arguments: Sequence[str]) -> None:

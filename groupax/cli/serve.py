@@ -176,7 +176,7 @@ def models_of(command: Serve) -> "dict[str, Model]":
     Raises:
         ValueError: there is no such model or adapter, two have one name, or devices cannot share the weights.
     """
-    from groupax.engine.tensor_parallel import load_to_decode
+    from groupax.engine.tensor_parallel import load_sharded
     from groupax.models.checkpoint import load_adapter
     from groupax.parallel.mesh import make_mesh
 
@@ -185,7 +185,7 @@ def models_of(command: Serve) -> "dict[str, Model]":
     if name in folders or len(folders) < len(command.adapter):
         raise ValueError(f"each model needs a name of its own, got {name} and {', '.join(command.adapter)}")
     mesh = make_mesh(command.mesh) if command.mesh else None
-    base = load_to_decode(command.model, command.dtype, mesh, command.tp)
+    base = load_sharded(command.model, command.dtype, mesh, command.tp)
     return {name: base, **{each: load_adapter(base, folder) for each, folder in folders.items()}}
 
 
@@ -195,7 +195,7 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
 
     from groupax.data.tokenizer import load_tokenizer
     from groupax.engine.engine import Engine
-    from groupax.engine.plan import FREE_PART
+    from groupax.engine.plan import FREE_FRAC
     from groupax.parallel.peak import free_memory_bytes
 
     base = next(iter(models.values()))
@@ -211,7 +211,7 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
     engines = {each: Engine.of(model, tokenizer, **settings) for each, model in models.items()}
     jax.block_until_ready([engine.params for engine in engines.values()])  # which may be copies
     kv_gb = command.kv_cache_gb
-    kv_bytes = FREE_PART * free_memory_bytes(base.mesh) if kv_gb is None else kv_gb * 1e9
+    kv_bytes = FREE_FRAC * free_memory_bytes(base.mesh) if kv_gb is None else kv_gb * 1e9
     for engine in engines.values():
         engine.kv_bytes = int(kv_bytes / len(engines))
     return engines

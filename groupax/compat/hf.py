@@ -20,13 +20,13 @@ from groupax.models.checkpoint import Model, add_adapter, load_adapter, load_mod
 from groupax.models.lora import as_lora_config, count_params, trainable_params_line
 from groupax.models.nf4 import Nf4
 from groupax.models.quantize import dense_params, is_quantized
-from groupax.models.saving import save_adapter, save_model, sources_of
+from groupax.models.saving import save_adapter, save_model, source_folders
 from groupax.parallel import processes
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.folders import resolve_folder
 from groupax.storage.hub import push_folder
-from groupax.storage.replacing import add_to_folder, can_be_replaced, check_apart
+from groupax.storage.replacing import check_disjoint, is_replaceable, merge_into_folder
 
 # Arguments of `from_pretrained` that have no meaning here, and why.
 INERT = {
@@ -269,7 +269,7 @@ class CausalLM:
     def save_pretrained(self, folder: Any, **inert: Any) -> None:
         """Write a folder that transformers, or peft if there is an adapter, loads; weights in 8 bits as numbers."""
         tell_inert(inert, {"safe_serialization", "max_shard_size"}, "save_pretrained")
-        sources = sources_of(self.model)
+        sources = source_folders(self.model)
         if self.model.adapter is not None:
             beside_what_is_there(partial(save_adapter, self.model), folder, sources)
         else:
@@ -414,13 +414,13 @@ def save_policy(trainer: Any, folder: Any) -> None:
         tell(f"{folder} is the run's folder, with a config.json of its own; the model is in {own / 'model'}")
         trainer.save_model()
         return
-    check_apart(Path(folder), sources_of(trainer.model))
-    if processes.run_on_primary(lambda: can_be_replaced(Path(folder))):
+    check_disjoint(Path(folder), source_folders(trainer.model))
+    if processes.run_on_primary(lambda: is_replaceable(Path(folder))):
         trainer.save_model(folder)
         return
     with tempfile.TemporaryDirectory() as name:
         saved = trainer.save_model(Path(name) / "model")
-        processes.run_on_primary(lambda: add_to_folder(saved, Path(folder)))
+        processes.run_on_primary(lambda: merge_into_folder(saved, Path(folder)))
 
 
 def beside_what_is_there(save: Callable[[Path], Any], folder: Any, sources: Collection[Path] = ()) -> None:
@@ -430,13 +430,13 @@ def beside_what_is_there(save: Callable[[Path], Any], folder: Any, sources: Coll
         ForeignFilesError: it holds files of a model that groupax did not write.
         ValueError: it is one of the sources, or one lies in the other.
     """
-    check_apart(Path(folder), sources)
-    if can_be_replaced(Path(folder)):
+    check_disjoint(Path(folder), sources)
+    if is_replaceable(Path(folder)):
         save(Path(folder))
         return
     with tempfile.TemporaryDirectory() as name:
         save(Path(name) / "model")
-        add_to_folder(Path(name) / "model", Path(folder))
+        merge_into_folder(Path(name) / "model", Path(folder))
 
 
 def as_model(model: Any, weights: BaseWeights = "same") -> str | Path | Model:

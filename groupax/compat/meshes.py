@@ -72,6 +72,6 @@ def tell_whole(model: Model, setting: str) -> None:
     """Say which dims stay whole because they do not divide by the mesh that a setting asked for."""
     for dim, size, axis in indivisible(split_dims(model.config), model.mesh):
         tell(
-            f"{setting}: {dim} ({size}) does not divide by {axis}={model.mesh.shape[axis]}; it stays whole on every "
+            f"{setting}: {dim} ({size}) is not divisible by {axis}={model.mesh.shape[axis]}; it stays whole on every "
             "device"
         )

@@ -1,65 +1,19 @@
 """Files, folders and hub ids with rows of data. Imports no jax."""
 
 import csv
-import glob
 import io
 import json
-import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from groupax.settings.fields import nearest
+from groupax.terminal.printable import error_line
 
 COMPRESSIONS = (".gz", ".zst", ".bz2")
-TRAIN_SPLITS = ("train",)
-EVAL_SPLITS = ("test", "validation")
 BYTE_ORDER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
-class MissingSplitError(ValueError):
-    """A source of data has no split of the names asked for."""
-
-
-def read_rows(
-    source: str | os.PathLike[str], name: str, splits: Sequence[str] = TRAIN_SPLITS, subset: str | None = None
-) -> Any:
-    """Returns the rows of a file or of several, of a split of a folder, or of a split of a hub id.
-
-    A folder's split is what its files are named for: `test.jsonl`, `data/test-00000-of-00002.parquet`; or it is a
-    folder that `datasets` has written with `save_to_disk`.
-
-    Args:
-        source: a file of one of the kinds in `READERS`, which may be compressed; a pattern of such, e.g. data/*.jsonl;
-            a folder; or a hub id.
-        name: what to call it in an error.
-        splits: the first that there is, is read.
-        subset: the configuration of a hub id that has several; in a folder the subfolder of that name, if there is one.
-
-    Raises:
-        MissingSplitError: there is none of these splits.
-        ValueError: the source cannot be read.
-    """
-    path = Path(source).expanduser()
-    try:
-        if path.is_dir():
-            return _read_folder(path, name, splits, subset)
-        if path.is_file():
-            return read_file(path, name)
-        if path.exists():
-            raise ValueError(f"{name}: {path} is neither a file nor a folder")
-        if glob.has_magic(str(source)):
-            return _read_pattern(path, name)
-    except OSError as error:
-        raise ValueError(f"{name}: {path} cannot be read: {error}") from error
-    if kind_of(path) is not None:
-        near = nearest(path.name, [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else [])
-        raise ValueError(f"{name}: there is no file {path}{near}")
-    return _read_hub(str(source), name, splits, subset)
-
-
-def kind_of(path: Path) -> str | None:
+def file_kind(path: Path) -> str | None:
     """Returns the kind of a file that rows are read from, as `READERS` has it, or None."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     if suffixes and suffixes[-1] in COMPRESSIONS:
@@ -73,7 +27,7 @@ def read_file(path: Path, name: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: it is of no kind in `READERS`, or it is damaged. Names the line.
     """
-    kind = kind_of(path)
+    kind = file_kind(path)
     if kind is None:
         raise ValueError(
             f"{name}: {path} is not a {KINDS} file (or one of the first four compressed as .gz, .zst or .bz2)"
@@ -119,7 +73,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no whole Parquet file: {_line(error)}") from error
+        raise ValueError(f"{path} is no whole Parquet file: {error_line(error, 500)}") from error
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -147,7 +101,7 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a table with a line of names; all values are texts."""
-    delimiter = "\t" if kind_of(path) == ".tsv" else ","
+    delimiter = "\t" if file_kind(path) == ".tsv" else ","
     csv.field_size_limit(1 << 30)
     lines = csv.reader(io.StringIO(_text_of(path), newline=""), delimiter=delimiter, strict=True)
     rows: list[dict[str, Any]] = []
@@ -190,7 +144,7 @@ def _text_of(path: Path) -> str:
         else:
             data = path.read_bytes()
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {_line(error)}") from error
+        raise ValueError(f"{path} cannot be read: {error_line(error, 500)}") from error
     coding = BYTE_ORDER_MARKS.get(data[:2])
     try:
         if coding is None:
@@ -235,65 +189,3 @@ def _check_row(row: Any, where: str) -> None:
             f"{type(row).__name__}: {row!r:.60}"
         )
     check_texts(row, where)
-
-
-def _read_pattern(pattern: Path, name: str) -> list[dict[str, Any]]:
-    files = sorted(Path(path) for path in glob.glob(str(pattern), recursive=True))  # noqa: PTH207 - of an absolute pattern too
-    if not files:
-        raise ValueError(f"{name}: no file has a name like {pattern}")
-    return [row for path in files for row in read_file(path, name)]
-
-
-def _read_folder(folder: Path, name: str, splits: Sequence[str], subset: str | None) -> Any:
-    is_dict, is_one = (folder / "dataset_dict.json").is_file(), (folder / "dataset_info.json").is_file()
-    if is_dict or (is_one and (folder / "state.json").is_file()):
-        saved = _load_from_disk(folder, name)
-        return _pick(saved, splits, f"{name}: the folder {folder}") if is_dict else saved
-    folder = folder / subset if subset and (folder / subset).is_dir() else folder
-    files = sorted(path for path in folder.rglob("*") if kind_of(path) is not None and path.is_file())
-    by_split: dict[str, list[Path]] = {}
-    for path in files:
-        by_split.setdefault(re.split(r"[-.]", path.name)[0], []).append(path)
-    chosen = _pick(by_split, splits, f"{name}: the folder {folder}")
-    return [row for path in chosen for row in read_file(path, name)]
-
-
-def _load_from_disk(folder: Path, name: str) -> Any:
-    import pyarrow
-    from datasets import load_from_disk
-
-    try:
-        return load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-        raise ValueError(
-            f"{name}: the folder {folder} is not a whole dataset of save_to_disk: {_line(error)}"
-        ) from error
-
-
-def _pick(by_split: Mapping[str, Any], splits: Sequence[str], where: str) -> Any:
-    for split in splits:
-        if split in by_split:
-            return by_split[split]
-    found = ", ".join(by_split) or f"no {KINDS} file"
-    raise MissingSplitError(f"{where} has no split {' or '.join(splits)}, it has {found}; give the file itself")
-
-
-def _read_hub(source: str, name: str, splits: Sequence[str], subset: str | None) -> Any:
-    from datasets import get_dataset_split_names, load_dataset
-    from datasets.exceptions import DatasetsError
-
-    try:
-        names = get_dataset_split_names(source, subset) if len(splits) > 1 else splits
-        _pick(dict.fromkeys(names), splits, f"{name}: {source}")
-        return load_dataset(source, subset, split=next(split for split in splits if split in names))
-    except MissingSplitError:
-        raise
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:  # network, name, split and script of the hub's
-        raise ValueError(
-            f"{name}: there is no file or folder {source}, and the hub does not give it: {_line(error)}"
-        ) from error
-
-
-def _line(error: Exception) -> str:
-    """Returns an error's text in one line."""
-    return " ".join(str(error).split())[:500]

@@ -1,94 +1,121 @@
-"""The program in which chat templates are rendered. It runs in a process of its own and imports nothing of groupax.
+"""The process in which chat templates are rendered, as seen by those who ask it. Imports no jax."""
 
-A chat template is a program that comes with a model: it can loop for ever or fill the memory, also within one operation
-that no exception interrupts. So the kernel ends this process when a request takes too long, and refuses it memory.
-
-A request is a line of JSON, {"action": ..., **arguments}. So are its answers: a {"value": ...} for each thing that was
-asked for, up to the first {"error": ...}.
-"""
-
+import atexit
 import json
-import re
-import resource
+import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MEMORY_BYTES = 1 << 30  # beside what the process has when it is ready
-MOST_CHARACTERS = 1 << 26  # of a rendered conversation
-GENERATION_TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+from groupax.terminal.printable import error_line
+
+WORKER = Path(__file__).with_name("template_worker.py")
 
 
-def render(template: str, conversations: list[list[dict[str, Any]]], arguments: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields each conversation as the template writes it.
+class TemplateError(Exception):
+    """A template fails.
 
     Args:
-        template: in Jinja.
-        conversations: their messages.
-        arguments: for each conversation.
-
-    Raises:
-        ValueError: a text is longer than `MOST_CHARACTERS`.
+        message: what is wrong, in one line.
+        index: at which of the things that were asked for.
+        ended: the process had to end over it.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template
 
-    for messages, more in zip(conversations, arguments, strict=True):
-        [text], _ = render_jinja_template(conversations=[messages], chat_template=template, **more)
-        if len(text) > MOST_CHARACTERS:
-            raise ValueError(f"it writes {len(text):,} characters, at most {MOST_CHARACTERS:,} are allowed")
-        yield text
+    def __init__(self, message: str, index: int, ended: bool) -> None:
+        super().__init__(message)
+        self.index, self.ended = index, ended
 
 
-def variables(template: str) -> Iterator[list[str]]:
-    """Yields the names, all at once, of the variables that the template reads and does not set itself."""
-    from jinja2 import meta
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    used = meta.find_undeclared_variables(environment.parse(GENERATION_TAGS.sub("", template)))
-    yield sorted(used - {*environment.globals, "raise_exception", "strftime_now"})
-
-
-# What a request can ask for, by name.
-ACTIONS: dict[str, Callable[..., Iterator[Any]]] = {"render": render, "variables": variables}
-
-
-def answers(line: str, deadline_s: int) -> Iterator[dict[str, Any]]:
-    """Yields the answers to a request, of which the first error is the last one."""
-    request = json.loads(line)
-    signal.alarm(deadline_s)
-    try:
-        for value in ACTIONS[request.pop("action")](**request):
-            yield {"value": value}
-    except MemoryError:
-        yield {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
-    except Exception as error:  # noqa: BLE001 - whatever a template can cause is told to whoever asked
-        yield {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
-    finally:
-        signal.alarm(0)
-
-
-def main(deadline_s: int) -> None:
-    """Answers requests until there are no more.
+class TemplateProcess:
+    """A process that runs `groupax.data.template_process`, started when it is first asked. One thread asks at a time.
 
     Args:
         deadline_s: the longest that a request may take.
     """
-    import transformers.utils.chat_template_utils
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end of the requests ends this process
-    memory = Path("/proc/self/statm")
-    if memory.exists():
-        size = int(memory.read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
-    assert transformers.utils.chat_template_utils, "imported before the limit of memory, and not within a deadline"
-    told, sys.stdout = sys.stdout, sys.stderr  # what is printed by others is no answer
-    for line in sys.stdin:
-        for answer in answers(line, deadline_s):
-            print(json.dumps(answer), file=told, flush=True)
+    def __init__(self, deadline_s: int = 10) -> None:
+        self.deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._owner = 0
+
+    def ask(self, request: Mapping[str, Any], count: int) -> list[Any]:
+        """Returns the values that answer a request.
+
+        Args:
+            request: what to do.
+            count: how many values there are.
+
+        Raises:
+            TemplateError: the template fails, or takes too much time or memory.
+        """
+        line = json.dumps(request)
+        values: list[Any] = []
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None, "it is a pipe"
+            assert process.stdout is not None, "it is a pipe"
+            try:
+                with suppress(BrokenPipeError):  # then there is no answer either
+                    process.stdin.write(line + "\n")
+                    process.stdin.flush()
+                while len(values) < count:
+                    answered = process.stdout.readline()
+                    if not answered.endswith("\n"):
+                        raise TemplateError(self._end(), len(values), ended=True)
+                    answer = json.loads(answered)
+                    if "error" in answer:
+                        raise TemplateError(error_line(answer["error"], 1100), len(values), ended=False)
+                    values.append(answer["value"])
+            except TemplateError:
+                raise
+            except BaseException:  # answers that nobody has read would be taken for those to the next request
+                process.kill()
+                self._end()
+                raise
+        return values
+
+    def close(self) -> None:
+        """Ends the process, if it is this one's."""
+        with self._lock:
+            if self._process is not None and self._owner == os.getpid():
+                self._end()
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._owner != os.getpid():
+            self._process = None  # a fork has its parent's pipes
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
+        if self._process is None:
+            # -P: this package's folder, which has a data.py and the like, is no place to import from
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(WORKER), str(self.deadline_s)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is for those who ask
+            )
+            self._owner = os.getpid()
+        return self._process
+
+    def _end(self) -> str:
+        """Ends the process and returns why it does not answer any more."""
+        assert self._process is not None, "it is running"
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None, "they are pipes"
+            with suppress(BrokenPipeError):  # what was written last is not read any more
+                pipe.close()
+        status, self._process = self._process.wait(), None
+        if status == -signal.SIGALRM:
+            return f"it was still running after {self.deadline_s} s"
+        return f"the process that renders it ended with status {status}; is there too little memory?"
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+TEMPLATES = TemplateProcess()
+atexit.register(TEMPLATES.close)

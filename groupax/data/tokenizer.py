@@ -10,7 +10,7 @@ import numpy as np
 
 from groupax.data.chat import CHAT_TEMPLATES, render_all
 from groupax.storage.folders import MAX_JSON_BYTES, READ, check_links, read_json
-from groupax.storage.model_json import message_of, shown
+from groupax.terminal.printable import error_line, short_repr
 from groupax.types import Prompt
 
 # What transformers calls a tokenizer that is no family's own.
@@ -52,7 +52,7 @@ def load_tokenizer(folder: str | os.PathLike[str], chat_template: str | None = N
         tokenizer("a")  # what a file lacks is missed here rather than at the first prompt
     except Exception as error:  # the tokenizers library raises nothing more special
         raise ValueError(
-            f"{folder} has no tokenizer that transformers can load: {type(error).__name__}: {message_of(error)}; get "
+            f"{folder} has no tokenizer that transformers can load: {type(error).__name__}: {error_line(error)}; get "
             "its files anew from where the model is from"
         ) from error
     return prepare_tokenizer(tokenizer, chat_template)
@@ -84,16 +84,16 @@ def _check_files(folder: Path) -> None:
         code = code.get("AutoTokenizer") if isinstance(code, dict) else code
         if code and not _is_generic(folder):
             raise ValueError(
-                f"{folder / name} asks for a tokenizer that is Python code of the folder (auto_map: {shown(code)}), "
-                "which groupax never runs. If tokenizer.json is all there is to it, remove auto_map and set "
-                "tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json"
+                f"{folder / name} asks for a tokenizer that is Python code of the folder (auto_map: "
+                f"{short_repr(code)}), which groupax never runs. If tokenizer.json is all there is to it, remove "
+                "auto_map and set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json"
             )
     for key in ("vocab", "merges", "fast_tokenizer_files"):  # which transformers opens where they lie
         named = config.get(key)
         for name in named if isinstance(named, list) else [named]:
             if isinstance(name, str) and not (folder / Path(name).name == folder / name and (folder / name).is_file()):
                 raise ValueError(
-                    f"{folder / 'tokenizer_config.json'} has {key}={shown(named)}, which is no file of the folder"
+                    f"{folder / 'tokenizer_config.json'} has {key}={short_repr(named)}, which is no file of the folder"
                 )
 
 
@@ -168,7 +168,7 @@ def encode_prompts(
     tokenizer: Any,
     prompts: Sequence[Any],
     template_kwargs: Sequence[Mapping[str, Any]] | None = None,
-    most_tokens: int | None = None,
+    max_tokens_kept: int | None = None,
     name: str = "prompt",
 ) -> list[np.ndarray]:
     """Returns the token ids of each prompt: strings as the tokenizer encodes them, messages by its chat template.
@@ -177,7 +177,7 @@ def encode_prompts(
         tokenizer: with the template.
         prompts: strings or lists of messages.
         template_kwargs: for each prompt arguments for the template.
-        most_tokens: of a prompt that has more, only an end that has more too may be encoded; None encodes all.
+        max_tokens_kept: of a prompt that has more, only an end that has more too may be encoded; None encodes all.
         name: what to call a prompt in an error, before its index.
 
     Raises:
@@ -194,13 +194,13 @@ def encode_prompts(
         next(written) if flag else _checked_text(prompt, given, f"{name} {index}")
         for index, (prompt, given, flag) in enumerate(zip(prompts, arguments, rendered, strict=True))
     ]
-    if most_tokens is None:
+    if max_tokens_kept is None:
         return encode_texts(tokenizer, texts, rendered)
-    longest = CHARACTERS_PER_TOKEN * (most_tokens + SPARE_TOKENS)
+    longest = CHARACTERS_PER_TOKEN * (max_tokens_kept + SPARE_TOKENS)
     encoded = encode_texts(tokenizer, [text if len(text) <= longest else "" for text in texts], rendered)
     for index, text in enumerate(texts):
         if len(text) > longest:
-            encoded[index] = _encode_end(tokenizer, text, rendered[index], most_tokens)
+            encoded[index] = _encode_end(tokenizer, text, rendered[index], max_tokens_kept)
     return encoded
 
 
@@ -217,12 +217,12 @@ def _checked_text(prompt: str, template_kwargs: Mapping[str, Any], name: str) ->
     return prompt
 
 
-def _encode_end(tokenizer: Any, text: str, rendered: bool, most_tokens: int) -> np.ndarray:
-    """Returns the token ids of a text, or of an end of it that has more than `most_tokens` already."""
-    num_characters = CHARACTERS_PER_TOKEN * (most_tokens + SPARE_TOKENS)
+def _encode_end(tokenizer: Any, text: str, rendered: bool, max_tokens_kept: int) -> np.ndarray:
+    """Returns the token ids of a text, or of an end of it that has more than `max_tokens_kept` already."""
+    num_characters = CHARACTERS_PER_TOKEN * (max_tokens_kept + SPARE_TOKENS)
     while num_characters < len(text):
         [ids] = encode_texts(tokenizer, [text[-num_characters:]], [rendered])
-        if len(ids) > most_tokens + SPARE_TOKENS:
+        if len(ids) > max_tokens_kept + SPARE_TOKENS:
             return ids
         num_characters *= 4
     [ids] = encode_texts(tokenizer, [text], [rendered])
@@ -246,20 +246,20 @@ def decode(tokenizer: Any, completions: Sequence[Sequence[int]]) -> list[str]:
     return tokenizer.batch_decode([list(ids) for ids in completions], skip_special_tokens=True)
 
 
-def context_of(tokenizer: Any, prompt: Sequence[int] | np.ndarray) -> list[int]:
+def context_tokens(tokenizer: Any, prompt: Sequence[int] | np.ndarray) -> list[int]:
     """The last tokens of a prompt, to read a completion behind; none where the prompt ends within a character."""
     context = [int(token) for token in prompt[-CONTEXT_TOKENS:]]
     return [] if decode(tokenizer, [context])[0].endswith(REPLACEMENT) else context
 
 
-def decode_behind(tokenizer: Any, context: Sequence[int], tokens: Sequence[int]) -> str:
+def decode_after(tokenizer: Any, context: Sequence[int], tokens: Sequence[int]) -> str:
     """The text that a completion adds to that of its prompt, without special tokens.
 
     By themselves tokens of SentencePiece lose the space before their first word, which `decode` leaves out as TRL does.
 
     Args:
         tokenizer: of the model.
-        context: see `context_of`.
+        context: see `context_tokens`.
         tokens: of the completion.
     """
     before, both = decode(tokenizer, [context, [*context, *tokens]])

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from groupax.engine.cache import ROWS, empty_cache, place_of
+from groupax.engine.cache import ROWS, empty_cache, pspec_of
 from groupax.engine.decode import REPLICATED, admit, decode_chunk
 from groupax.engine.plan import CacheShape, max_prompts
-from groupax.engine.slots import slot_table, slots_of
+from groupax.engine.slots import slot_table, to_slots
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
 from groupax.models.split import partition_specs
@@ -45,20 +45,20 @@ def traced_programs(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, place))
 
     params = jax.tree.map(as_in, params, partition_specs(config, mesh, params))
-    num_slots, num_places = num_shards * shape.num_slots, num_shards * shape.num_places
-    sizes = (num_places, shape.num_prompt_columns, num_slots, shape.num_columns)
-    cache = jax.tree.map(lambda x: as_in(x, place_of(x)), jax.eval_shape(lambda: empty_cache(config, *sizes, kv_dtype)))
+    num_slots, num_prompt_slots = num_shards * shape.num_slots, num_shards * shape.num_prompt_slots
+    sizes = (num_prompt_slots, shape.num_prompt_columns, num_slots, shape.num_columns)
+    cache = jax.tree.map(lambda x: as_in(x, pspec_of(x)), jax.eval_shape(lambda: empty_cache(config, *sizes, kv_dtype)))
     table = slot_table(num_slots, STOP_IDS, BIASED_TOKENS)
-    slots = jax.tree.map(on_rows, jax.eval_shape(lambda: slots_of(table, jnp.asarray)))
+    slots = jax.tree.map(on_rows, jax.eval_shape(lambda: to_slots(table, jnp.asarray)))
     num_prompts = num_shards * prompts_at_once(shape)
     prompts = numbers(num_prompts, shape.num_prompt_columns), numbers(num_prompts)
     is_new = on_rows(np.zeros(num_slots, bool))
     static = {"config": config, "mesh": mesh}
     column = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    admits = admit.trace(params, cache, slots, *prompts, numbers(num_places), is_new, slots, **static)
+    admits = admit.trace(params, cache, slots, *prompts, numbers(num_prompt_slots), is_new, slots, **static)
     return admits, decode_chunk.trace(params, cache, slots, column, num_steps=CHUNK_STEPS, **static), params, cache
 
 
 def prompts_at_once(shape: CacheShape) -> int:
     """Prompts that are computed in one admission on each shard, if as many wait."""
-    return min(shape.num_places, max_prompts(shape.num_prompt_columns))
+    return min(shape.num_prompt_slots, max_prompts(shape.num_prompt_columns))

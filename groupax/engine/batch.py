@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from groupax.engine.cache import ROWS, Cache, empty_cache, place_of
-from groupax.engine.cache_ops import move, move_slots, rearrange, release, stored_of, take, widen_slots
+from groupax.engine.cache import ROWS, Cache, empty_cache, pspec_of
+from groupax.engine.cache_ops import move, move_slots, read_slot, rearrange, release, take, widen_slots
 from groupax.engine.decode import Chunk, Known, admit, decode_chunk
 from groupax.engine.plan import (
     CACHE_COLUMNS,
@@ -30,9 +30,10 @@ from groupax.engine.plan import (
     power_of_two,
     prefill_columns,
 )
-from groupax.engine.prefix_cache import Prefix, PrefixStore
-from groupax.engine.scheduler import Admission, Scheduler, Sequence
-from groupax.engine.slots import fill, slot_table, slots_of
+from groupax.engine.prefix_cache import Prefix, PrefixCache
+from groupax.engine.scheduler import Admission, Scheduler
+from groupax.engine.sequence import Sequence
+from groupax.engine.slots import fill, slot_table, to_slots
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
@@ -42,7 +43,7 @@ from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS
 # With at most so many chunks to go there is no other number of slots any more.
 LAST_CHUNKS = 3
 # All that is compiled for decoding.
-PROGRAMS: tuple[Any, ...] = (admit, decode_chunk, move, move_slots, release, stored_of, take, widen_slots)
+PROGRAMS: tuple[Any, ...] = (admit, decode_chunk, move, move_slots, release, read_slot, take, widen_slots)
 
 
 class Batch:
@@ -75,7 +76,7 @@ class Batch:
         sequences: list[Sequence],
         chunk_steps: int,
         kv_dtype: Any,
-        prefixes: PrefixStore,
+        prefixes: PrefixCache,
         patience: int,
     ) -> None:
         self.config, self.mesh, self.plan, self.prefixes = config, mesh, plan, prefixes
@@ -89,13 +90,13 @@ class Batch:
         self.scheduler.submit(sequences)
         self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
         sizes = (
-            num_shards * shape.num_places,
+            num_shards * shape.num_prompt_slots,
             shape.num_prompt_columns,
             num_shards * shape.num_slots,
             self._columns(chunk_steps),
         )
         self.cache: Cache = cache_maker(config, *sizes, kv_dtype, mesh)()
-        self.slots = slots_of(self._idle_slots(), self._on_rows)
+        self.slots = to_slots(self._idle_slots(), self._on_rows)
         self.column = 0
 
     @property
@@ -113,7 +114,7 @@ class Batch:
         """Put further sequences behind those that wait. Before they are admitted, `fit` has to be called."""
         self.scheduler.submit(sequences)
 
-    def fit(self) -> None:
+    def reserve(self) -> None:
         """Have prompt columns, places and slots for what waits, as far as memory allows.
 
         A longer prompt makes all of them wider; running sequences begin again if there is no room for that.
@@ -134,18 +135,18 @@ class Batch:
             # what begins again may share no places
             num_slots = self.plan.smaller(replace(wanted, share=1, num_columns=columns)).num_slots
             share = min(shape.share, num_slots)
-            places, rows = scheduler.evict(num_slots // share, share)
+            places, rows = scheduler.preempt(num_slots // share, share)
             self._rearrange(rows, places, target, columns)
             shape = self.shape
             wanted = replace(shape, share=self._fitting_share(), num_prompt_columns=prompt_columns)
         expected = max(shape.num_columns, expected_columns(longest_completion))
         # as many prompts as in twice the slots, and no more rows
         split = self._split(replace(wanted, num_columns=expected))
-        if not scheduler.num_unplaced(split):
+        if not scheduler.num_blocked(split):
             wanted = replace(wanted, share=split)
-        num_unplaced = scheduler.num_unplaced(wanted.share)
+        num_blocked = scheduler.num_blocked(wanted.share)
         larger = wanted
-        while num_unplaced > scheduler.num_shards * (larger.num_slots - shape.num_slots):
+        while num_blocked > scheduler.num_shards * (larger.num_slots - shape.num_slots):
             larger = replace(larger, num_slots=2 * larger.num_slots)
             if not (self.plan.allows(replace(larger, num_columns=expected)) and self._may_have(larger.num_slots)):
                 break
@@ -155,12 +156,12 @@ class Batch:
             return
         more = wanted.num_slots > shape.num_slots
         rows = self._indices(wanted.num_slots, shape.num_slots, 1) if more else None
-        places = self._indices(wanted.num_places, shape.num_places, shape.share // wanted.share)
+        places = self._indices(wanted.num_prompt_slots, shape.num_prompt_slots, shape.share // wanted.share)
         scheduler.split(wanted.share)
         scheduler.grow(wanted.num_slots)
         self._rearrange(rows, places, self.column, shape.num_columns, prompt_columns)
 
-    def spread(self) -> None:
+    def rebalance(self) -> None:
         """Split places, once half of all slots are idle in places where others still run, and something waits."""
         scheduler, shape = self.scheduler, self.shape
         if not scheduler.waiting or 2 * scheduler.num_stranded < len(scheduler.slots):
@@ -168,11 +169,11 @@ class Batch:
         share = self._split(shape)
         if share == shape.share or not self._is_prepared(replace(shape, share=share)):
             return
-        places = self._indices(shape.num_slots // share, shape.num_places, shape.share // share)
+        places = self._indices(shape.num_slots // share, shape.num_prompt_slots, shape.share // share)
         scheduler.split(share)
         self._rearrange(None, places, self.column, shape.num_columns)
 
-    def make_room(self) -> None:
+    def grow_cache(self) -> None:
         """Have columns for another chunk: they are moved, made more or fewer, or slots are given up or added."""
         scheduler, shape = self.scheduler, self.shape
         target = scheduler.num_fed
@@ -185,14 +186,16 @@ class Batch:
         rows = places = None
         if not self.plan.allows(shape):
             shape = self.plan.smaller(shape)
-            places, rows = scheduler.evict(shape.num_places, shape.share)
+            places, rows = scheduler.preempt(shape.num_prompt_slots, shape.share)
         elif (
-            scheduler.num_unplaced()
+            scheduler.num_blocked()
             and self.plan.allows(doubled)
             and self._may_have(doubled.num_slots)
             and self._is_prepared(doubled)
         ):
-            rows, places = (self._indices(2 * number, number, 1) for number in (shape.num_slots, shape.num_places))
+            rows, places = (
+                self._indices(2 * number, number, 1) for number in (shape.num_slots, shape.num_prompt_slots)
+            )
             scheduler.grow(doubled.num_slots)
         self._rearrange(rows, places, target, shape.num_columns)
 
@@ -219,7 +222,7 @@ class Batch:
         grown = self.scheduler.append(_fetched(chunk, running))
         return [(sequence, lengths[id(sequence)]) for sequence in grown]
 
-    def keep_prefixes(self) -> None:
+    def store_prefixes(self) -> None:
         """Store what was computed for the sequences that have just ended, if that is wanted."""
         if not self.prefixes.max_bytes:
             return
@@ -228,7 +231,7 @@ class Batch:
                 continue
             if self._generations[sequence] != self.prefixes.generation:
                 continue  # some of it was computed by other weights
-            stored = to_host(stored_of(self.cache, self.slots, slot, slot // self.scheduler.share))
+            stored = to_host(read_slot(self.cache, self.slots, slot, slot // self.scheduler.share))
             of_prompt = slice(self.cache.num_prompt_columns - (len(sequence.prompt) - 1), None)
             of_row = slice(int(stored["start"]), int(stored["start"]) + len(sequence.tokens))
             pairs = zip(stored["prompt_k"], stored["k"], strict=True)
@@ -238,16 +241,16 @@ class Batch:
             fed = np.array([*sequence.prompt, *sequence.tokens[:-1]], np.int32)
             self.prefixes.add(Prefix(fed, k, v))
 
-    def retire(self) -> None:
+    def free_finished(self) -> None:
         """Free the slots of the sequences that have ended."""
-        freed = self.scheduler.retire()
+        freed = self.scheduler.free_finished()
         if not freed:
             return
         released = np.zeros(len(self.scheduler.slots), bool)
         released[freed] = True
         self.slots = release(self.slots, self._on_rows(released))
 
-    def shrink(self) -> None:
+    def compact(self) -> None:
         """Have half as many slots or fewer, once so many have nothing to do any more; after each chunk.
 
         Each number of slots is a program of its own, for which the last few chunks are not worth it.
@@ -266,7 +269,7 @@ class Batch:
         if not self._is_prepared(replace(self.shape, num_slots=needed, share=1)):
             return
         share = scheduler.share
-        kept = scheduler.shrink(needed)
+        kept = scheduler.compact(needed)
         self._rearrange(kept, kept // share, self.column, self.cache.num_columns)
 
     # -- shapes, which a batch that is served chooses among those that are compiled (see `prepared`)
@@ -307,7 +310,7 @@ class Batch:
         """How many slots a place of this shape should have, the most with which the fewest are left without a place."""
         halved = [replace(shape, share=shape.share >> times) for times in range(shape.share.bit_length())]
         allowed = (each.share for each in halved if self.plan.allows(each))
-        return min(allowed, key=self.scheduler.num_unplaced, default=shape.share)
+        return min(allowed, key=self.scheduler.num_blocked, default=shape.share)
 
     def _may_have(self, num_slots: int) -> bool:
         """Whether each shard may have so many slots."""
@@ -372,7 +375,7 @@ class Batch:
             self._on_rows(starts),
             self._on_rows(source),
             self._on_rows(is_new),
-            slots_of(admitted, self._on_rows),
+            to_slots(admitted, self._on_rows),
             self._known(prompts, starts),
             config=self.config,
             mesh=self.mesh,
@@ -385,7 +388,7 @@ class Batch:
             return None
         lengths, k, v = gathered
         arrays = (starts + lengths, k, v)
-        return Known(*to_device(arrays, jax.tree.map(lambda x: NamedSharding(self.mesh, place_of(x)), arrays)))
+        return Known(*to_device(arrays, jax.tree.map(lambda x: NamedSharding(self.mesh, pspec_of(x)), arrays)))
 
     def _idle_slots(self) -> np.ndarray:
         return slot_table(len(self.scheduler.slots), self.num_stop_ids, self.num_biased)
@@ -419,5 +422,5 @@ def cache_maker(config: ModelConfig, *sizes_dtype_mesh: Any) -> Callable[[], Cac
     """A program that makes an empty cache of these sizes on the devices."""
     *sizes, dtype, mesh = sizes_dtype_mesh
     make = partial(empty_cache, config, *sizes, dtype)
-    places = jax.tree.map(lambda x: NamedSharding(mesh, place_of(x)), jax.eval_shape(make))
+    places = jax.tree.map(lambda x: NamedSharding(mesh, pspec_of(x)), jax.eval_shape(make))
     return jax.jit(make, out_shardings=places)

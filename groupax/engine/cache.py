@@ -53,7 +53,7 @@ class Cache:
         return self.prompt_tokens.shape[1]
 
 
-def place_of(x: Any) -> PartitionSpec:
+def pspec_of(x: Any) -> PartitionSpec:
     """Where an array of a cache lies: rows on their devices, of keys and values the heads too."""
     return HEADS if x.ndim == 4 else ROWS
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from groupax.engine.cache import ROWS, Cache, place_of
+from groupax.engine.cache import ROWS, Cache, pspec_of
 from groupax.engine.decode import REPLICATED, Slots
 
 
@@ -82,15 +82,15 @@ def move(
         return lax.slice_in_dim(jnp.roll(padded, shift, axis), 0, num_columns, axis=axis)
 
     given = () if rows is None else (rows,)
-    in_specs = (place_of(x), REPLICATED, *(ROWS for _ in given))
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=place_of(x), check_vma=False)(x, shift, *given)
+    in_specs = (pspec_of(x), REPLICATED, *(ROWS for _ in given))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, shift, *given)
 
 
 @partial(jax.jit, static_argnames="mesh")
 def take(x: Array, places: Int[Array, "Q"], *, mesh: Mesh) -> Array:
     """Some rows of an array, each from its own device."""
     return jax.shard_map(
-        lambda x, places: x[places], mesh=mesh, in_specs=(place_of(x), ROWS), out_specs=place_of(x), check_vma=False
+        lambda x, places: x[places], mesh=mesh, in_specs=(pspec_of(x), ROWS), out_specs=pspec_of(x), check_vma=False
     )(x, places)
 
 
@@ -122,7 +122,7 @@ def widen_slots(slots: Slots, *, num_stop_ids: int, num_biased: int) -> Slots:
 
 
 @jax.jit
-def stored_of(cache: Cache, slots: Slots, slot: Int[Array, ""], place: Int[Array, ""]) -> dict[str, Any]:
+def read_slot(cache: Cache, slots: Slots, slot: Int[Array, ""], place: Int[Array, ""]) -> dict[str, Any]:
     """The keys and values of one slot and of its prompt, per layer, and the slot's first column."""
     rows = {"k": (cache.k, slot), "v": (cache.v, slot), "prompt_k": (cache.prompt_k, place)}
     rows["prompt_v"] = (cache.prompt_v, place)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from groupax.engine.cache import ROWS, Cache, place_of
+from groupax.engine.cache import ROWS, Cache, pspec_of
 from groupax.engine.plan import piece_columns
 from groupax.engine.sampling import History, SamplingArrays, alternatives, sample, uniforms
 from groupax.models.attention import attend_cached, attend_masked, within_window
@@ -154,8 +154,8 @@ def admit(
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
 
     given = () if known is None else (known,)
-    places = jax.tree.map(place_of, cache)
-    of_known = jax.tree.map(place_of, given)
+    places = jax.tree.map(pspec_of, cache)
+    of_known = jax.tree.map(pspec_of, given)
     in_specs = (partition_specs(config, mesh, params), places, *(ROWS,) * 6, *of_known)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(places, ROWS), check_vma=False)
     return program(params, cache, slots, prompts, prompt_starts, source, is_new, admitted, *given)
@@ -181,7 +181,7 @@ def decode_chunk(
         config, mesh, num_steps: static.
     """
 
-    layout, places = layout_of(config, mesh), jax.tree.map(place_of, cache)
+    layout, places = layout_of(config, mesh), jax.tree.map(pspec_of, cache)
 
     def local(params: Params, cache: Cache, slots: Slots, column: Array) -> tuple[Cache, Slots, Chunk]:
         return _decode_chunk(config, num_steps, params, cache, slots, column, layout)

@@ -12,18 +12,18 @@ from jax.sharding import Mesh
 from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, special_token_ids
 from groupax.engine.batch import PROGRAMS
 from groupax.engine.cache import cache_dtype, token_bytes
-from groupax.engine.plan import FREE_PART, Plan
-from groupax.engine.prefix_cache import PrefixStore
+from groupax.engine.plan import FREE_FRAC, Plan
+from groupax.engine.prefix_cache import PrefixCache
 from groupax.engine.sampling import row_keys
-from groupax.engine.scheduler import Sequence
+from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
-from groupax.engine.tensor_parallel import check_shared, load_to_decode
+from groupax.engine.tensor_parallel import load_sharded, validate_tp
 from groupax.models.checkpoint import Model
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import check_decoding_weights, decoding_params
 from groupax.models.specs import Params
 from groupax.models.split import shard_params
-from groupax.parallel.mesh import decoding_mesh, is_split
+from groupax.parallel.mesh import decoding_mesh, splits_model
 from groupax.parallel.peak import free_memory_bytes
 from groupax.settings.sampling import SamplingParams
 
@@ -91,7 +91,7 @@ class Engine:
         Raises:
             ValueError: there is no such model, it has no tokenizer, or devices cannot share its weights.
         """
-        model = load_to_decode(name_or_path, dtype, mesh, tp)
+        model = load_sharded(name_or_path, dtype, mesh, tp)
         assert model.source is not None, "a loaded model has a folder"
         return cls.of(model, load_tokenizer(model.source, chat_template), tp=tp, **settings)
 
@@ -143,9 +143,9 @@ class Engine:
         self.config = config
         self.weights = weights
         self.mesh = decoding_mesh(mesh, tp)
-        self._gathers = is_split(mesh) or tp > 1
+        self._gathers = splits_model(mesh) or tp > 1
         if tp > 1:
-            check_shared(config, self.mesh, params, weights)
+            validate_tp(config, self.mesh, params, weights)
         self._given: Params = params
         self._params: Params | None = None
         self.version = 0
@@ -156,7 +156,7 @@ class Engine:
         self.kv_bytes = kv_bytes
         check_decoding_weights(params, weights)
         self.kv_dtype = cache_dtype(kv_dtype, weights, params["embed"].dtype, self.mesh.devices.flat[0].platform)
-        self.prefixes = PrefixStore(prefix_bytes)
+        self.prefixes = PrefixCache(prefix_bytes)
         self.before_chunk: Callable[[], object] | None = None
 
     @property
@@ -237,7 +237,7 @@ class Engine:
             assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
             special = special_token_ids(self.tokenizer, params.stop)
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special)) if special else params
-        return unstarted(prompts, params, self.eos_ids, step, first_prompt)
+        return new_sequences(prompts, params, self.eos_ids, step, first_prompt)
 
     def stream(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
         """Run sequences to their ends, each yielded as soon as it is finished."""
@@ -266,7 +266,7 @@ class Engine:
         allowed = self.kv_bytes
         if allowed is None:
             jax.block_until_ready(self.params)  # gathered and converted ones take theirs first
-            allowed = int(FREE_PART * free_memory_bytes(self.mesh))
+            allowed = int(FREE_FRAC * free_memory_bytes(self.mesh))
         return Plan(allowed // self.bytes_per_token, self.config.num_layers, self.max_slots)
 
     @property
@@ -315,7 +315,7 @@ def _is_one_prompt(prompts: Any) -> bool:
     return isinstance(prompts, str)
 
 
-def unstarted(
+def new_sequences(
     prompts: list[np.ndarray], params: SamplingParams, eos_ids: tuple[int, ...], step: int = 0, first_prompt: int = 0
 ) -> list[Sequence]:
     """Unstarted sequences of prompts, as `Engine.sequences` gives them, not checked against any model.

@@ -19,9 +19,9 @@ PIECE_TOKENS = 4096
 PIECE_SCORES = 1 << 28
 PIECE_COLUMNS = 64
 # The part of the free memory that keys and values may take if nothing else is said.
-FREE_PART = 0.8
+FREE_FRAC = 0.8
 # Until completions are seen to be longer, they are expected to take this part of `max_tokens`.
-EXPECTED_PART = 0.5
+EXPECTED_FRAC = 0.5
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class CacheShape:
     num_columns: int
 
     @property
-    def num_places(self) -> int:
+    def num_prompt_slots(self) -> int:
         """Prompts that it holds."""
         return self.num_slots // self.share
 
     @property
     def num_tokens(self) -> int:
         """Tokens whose keys and values it has room for."""
-        return self.num_places * self.num_prompt_columns + self.num_slots * self.num_columns
+        return self.num_prompt_slots * self.num_prompt_columns + self.num_slots * self.num_columns
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Plan:
     def planned_tokens(self, shape: CacheShape) -> int:
         """The most tokens whose keys and values exist at once under this shape."""
         moved = -(-shape.num_tokens // self.num_layers)
-        num_prompts = min(shape.num_places, max_prompts(shape.num_prompt_columns))
+        num_prompts = min(shape.num_prompt_slots, max_prompts(shape.num_prompt_columns))
         return shape.num_tokens + moved + num_prompts * shape.num_prompt_columns
 
     def allows(self, shape: CacheShape) -> bool:
@@ -116,7 +116,7 @@ class Plan:
     def smaller(self, shape: CacheShape) -> CacheShape:
         """The shape with fewer slots that is allowed: fewer places first, then fewer slots in the last one."""
         while not self.allows(shape) and shape.num_slots > 1:
-            share = shape.share if shape.num_places > 1 else shape.share // 2
+            share = shape.share if shape.num_prompt_slots > 1 else shape.share // 2
             shape = replace(shape, num_slots=shape.num_slots // 2, share=share)
         return shape
 
@@ -128,7 +128,7 @@ def longest_columns(prompt: int, completion: int, chunk_steps: int) -> tuple[int
 
 def expected_columns(longest_completion: int) -> int:
     """The columns that completions are expected to need, of which the longest has at most so many tokens."""
-    return bucket(int(EXPECTED_PART * longest_completion), CACHE_COLUMNS)
+    return bucket(int(EXPECTED_FRAC * longest_completion), CACHE_COLUMNS)
 
 
 def piece_columns(num_prompts: int, num_columns: int, num_heads: int) -> int:

@@ -24,7 +24,7 @@ class Prefix:
         return sum(array.nbytes for array in (*self.k, *self.v))
 
 
-class PrefixStore:
+class PrefixCache:
     """The most recently used prefixes that fit into `max_bytes` of host memory.
 
     Attributes:

@@ -16,7 +16,8 @@ import numpy as np
 from groupax.engine.batch import Batch, longest
 from groupax.engine.plan import CACHE_COLUMNS, CacheShape, max_prompts, power_of_two
 from groupax.engine.programs import Admit, Begin, Change, Decode, Program, Programs
-from groupax.engine.scheduler import Scheduler, Sequence
+from groupax.engine.scheduler import Scheduler
+from groupax.engine.sequence import Sequence
 from groupax.parallel.mesh import num_data_shards
 
 PROMPT_COLUMNS, PROMPT_STEP = 128, 4
@@ -127,9 +128,9 @@ class Rehearsal(PreparedBatch):
 
     def run(self) -> list[Program]:
         """Returns all programs that are needed until the last of the sequences has ended."""
-        self.fit()
-        self.spread()
-        self.make_room()
+        self.reserve()
+        self.rebalance()
+        self.grow_cache()
         self.needed += future(self.shape, self._last_columns(), self.plan.allows)
         return self.needed
 

@@ -20,11 +20,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from groupax.engine.batch import cache_maker
-from groupax.engine.cache import ROWS, Cache, empty_cache, place_of
-from groupax.engine.cache_ops import move, move_slots, release, stored_of, take
+from groupax.engine.cache import ROWS, Cache, empty_cache, pspec_of
+from groupax.engine.cache_ops import move, move_slots, read_slot, release, take
 from groupax.engine.decode import Known, admit, decode_chunk
 from groupax.engine.plan import CacheShape
-from groupax.engine.slots import slot_table, slots_of
+from groupax.engine.slots import slot_table, to_slots
 from groupax.parallel.mesh import num_data_shards
 from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS
 
@@ -200,13 +200,13 @@ def lowered_programs(engine: "Engine", params: Any, program: Program) -> Iterato
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, ROWS))
 
     def placed(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, place_of(x)))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, pspec_of(x)))
 
     def numbers(*sizes: int) -> jax.ShapeDtypeStruct:
         return on_rows(np.zeros(sizes, np.int32))
 
     def sizes(shape: CacheShape) -> tuple[int, int, int, int]:
-        places, slots = num_shards * shape.num_places, num_shards * shape.num_slots
+        places, slots = num_shards * shape.num_prompt_slots, num_shards * shape.num_slots
         return places, shape.num_prompt_columns, slots, shape.num_columns
 
     def cache_of(shape: CacheShape) -> Cache:
@@ -214,7 +214,7 @@ def lowered_programs(engine: "Engine", params: Any, program: Program) -> Iterato
 
     def slots_for(shape: CacheShape) -> Any:
         table = slot_table(num_shards * shape.num_slots, STOP_IDS, BIASED_TOKENS)
-        return jax.tree.map(on_rows, jax.eval_shape(lambda: slots_of(table, jnp.asarray)))
+        return jax.tree.map(on_rows, jax.eval_shape(lambda: to_slots(table, jnp.asarray)))
 
     match program:
         case Begin(shape):
@@ -225,12 +225,12 @@ def lowered_programs(engine: "Engine", params: Any, program: Program) -> Iterato
             yield decode_chunk.lower(params, cache, slots, column, num_steps=engine.chunk_steps, **static)
             yield release.lower(slots, on_rows(np.zeros(num_shards * shape.num_slots, bool)))
             if engine.prefixes.max_bytes:
-                yield stored_of.lower(cache, slots, 0, 0)
+                yield read_slot.lower(cache, slots, 0, 0)
         case Admit(shape, (num_prompts, length)):
             cache, slots = cache_of(shape), slots_for(shape)
             num_prompts *= num_shards
             is_new = on_rows(np.zeros(num_shards * shape.num_slots, bool))
-            prompts = numbers(num_prompts, length), numbers(num_prompts), numbers(num_shards * shape.num_places)
+            prompts = numbers(num_prompts, length), numbers(num_prompts), numbers(num_shards * shape.num_prompt_slots)
             yield admit.lower(params, cache, slots, *prompts, is_new, slots, None, **static)
             if engine.prefixes.max_bytes:
                 per_prompt = sizes(replace(shape, num_slots=num_prompts // num_shards, share=1, num_columns=length))
@@ -247,7 +247,7 @@ def lowered_programs(engine: "Engine", params: Any, program: Program) -> Iterato
             added = after.num_prompt_columns != before.num_prompt_columns
             has_places = has_rows or added or before.share != after.share
             rows = numbers(num_shards * after.num_slots) if has_rows else None
-            places = numbers(num_shards * after.num_places) if has_places else None
+            places = numbers(num_shards * after.num_prompt_slots) if has_places else None
             kinds = {(x.shape, x.dtype): (x, axis) for x, axis in ((cache.tokens, 1), (cache.k[0], 3), (cache.v[0], 2))}
             for x, axis in kinds.values():
                 yield move.lower(x, rows, shift, axis=axis, num_columns=after.num_columns, mesh=mesh)

@@ -7,14 +7,13 @@ possible, because each shard computes the prompts of its own slots.
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from groupax.engine.plan import power_of_two, prefill_columns
-from groupax.settings.sampling import SamplingParams
-from groupax.types import FinishReason
+from groupax.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from groupax.engine.decode import Chunk
@@ -22,57 +21,6 @@ if TYPE_CHECKING:
 
 # Prompts are computed in several programs instead of one if that saves each shard so many tokens of padding.
 PADDING_TOKENS = 512
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A prompt and the completion that grows behind it.
-
-    Attributes:
-        prompt_index: position of the prompt in the request; sequences of one prompt share its computation.
-        sample_index: which of the prompt's completions.
-        prompt: token ids, at least one.
-        params: how to sample.
-        stop_ids: tokens that end it.
-        key: [2] uint32, the source of its randomness.
-        tokens: sampled so far, an ending stop token included.
-        policy_logps, sampler_logps: natural log-probs of each of them (see `sampling.Sampled`).
-        alternatives: for each token the likeliest ones and their log-probs, as many as `params.logprobs`.
-        versions: for each token that of the weights which made it (see `Engine.version`).
-        finish_reason: a stop token or text, the limit of tokens, or `cancel`; None while it runs.
-        text: what the tokens add to the prompt's, without special ones and without the stop text; empty until it is
-            finished, and if the engine has no tokenizer.
-        request: which of a session's requests it belongs to; each numbers its prompts by itself.
-    """
-
-    prompt_index: int
-    sample_index: int
-    prompt: np.ndarray
-    params: SamplingParams
-    stop_ids: tuple[int, ...]
-    key: np.ndarray
-    tokens: list[int] = field(default_factory=list)
-    policy_logps: list[float] = field(default_factory=list)
-    sampler_logps: list[float] = field(default_factory=list)
-    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    text: str = ""
-    request: int = 0
-
-    @property
-    def group(self) -> tuple[int, int]:
-        """The same for the sequences of one prompt."""
-        return self.request, self.prompt_index
-
-    def cancel(self) -> None:
-        """End it: it is finished, with what it has, after the next chunk."""
-        self.finish_reason = self.finish_reason or "abort"
-
-    def cut(self, num_tokens: int) -> None:
-        """Keep the first tokens only."""
-        for values in (self.tokens, self.policy_logps, self.sampler_logps, self.alternatives, self.versions):
-            del values[num_tokens:]
 
 
 @dataclass(frozen=True)
@@ -137,7 +85,7 @@ class Scheduler:
         """The largest number of tokens that a running sequence has fed behind its prompt."""
         return max((_progress(sequence) for sequence in self.running), default=0)
 
-    def num_unplaced(self, share: int = 1) -> int:
+    def num_blocked(self, share: int = 1) -> int:
         """Waiting sequences for which no place would be free.
 
         Args:
@@ -259,7 +207,7 @@ class Scheduler:
         shards = np.array([sequence is not None for sequence in self.slots]).reshape(-1, self.slots_per_shard)
         return int(shards.sum(axis=1).max())
 
-    def shrink(self, slots_per_shard: int) -> np.ndarray:
+    def compact(self, slots_per_shard: int) -> np.ndarray:
         """Give each shard fewer slots, enough for its running sequences, and each slot a place of its own.
 
         Returns:
@@ -276,14 +224,14 @@ class Scheduler:
         self.slots_per_shard, self.share = slots_per_shard, 1
         return np.array(kept, np.int32)
 
-    def evict(self, num_places: int, share: int) -> tuple[np.ndarray, np.ndarray]:
+    def preempt(self, num_prompt_slots: int, share: int) -> tuple[np.ndarray, np.ndarray]:
         """Keep on each shard the places and in them the slots that are furthest; the other sequences start again.
 
         These go to the front of the queue. There they are sampled once more, which costs the least for those that are
         not far.
 
         Args:
-            num_places: places per shard to keep, at most as many as there are.
+            num_prompt_slots: places per shard to keep, at most as many as there are.
             share: slots per place to keep, likewise.
 
         Returns:
@@ -293,7 +241,7 @@ class Scheduler:
         for shard in range(self.num_shards):
             own = self.slots[shard * self.slots_per_shard : (shard + 1) * self.slots_per_shard]
             places = [range(first, first + self.share) for first in range(0, len(own), self.share)]
-            furthest = sorted(places, key=lambda place: -max(_progress(own[slot]) for slot in place))[:num_places]
+            furthest = sorted(places, key=lambda place: -max(_progress(own[slot]) for slot in place))[:num_prompt_slots]
             for place in sorted(furthest, key=lambda place: place.start):
                 kept_places.append(place.start // self.share)
                 kept_slots.append(sorted(sorted(place, key=lambda slot: -_progress(own[slot]))[:share]))
@@ -301,7 +249,7 @@ class Scheduler:
         kept = slots + self.slots_per_shard * np.arange(self.num_shards)[:, None]
         evicted = [sequence for slot, sequence in enumerate(self.slots) if sequence and slot not in kept]
         self.slots = [self.slots[slot] for slot in kept.reshape(-1)]
-        self.slots_per_shard, self.share = num_places * share, share
+        self.slots_per_shard, self.share = num_prompt_slots * share, share
         others = self.queued
         self.waiting.clear()
         for sequence in evicted:
@@ -327,7 +275,7 @@ class Scheduler:
         self.slots = [slot for first in shards for slot in (*self.slots[first : first + self.slots_per_shard], *added)]
         self.slots_per_shard = slots_per_shard
 
-    def retire(self) -> list[int]:
+    def free_finished(self) -> list[int]:
         """Free the slots of finished sequences; returns them."""
         freed = [slot for slot, sequence in enumerate(self.slots) if sequence and sequence.finish_reason]
         for slot in freed:

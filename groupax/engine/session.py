@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from groupax.data.tokenizer import context_of, decode_behind
+from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.batch import Batch, longest
 from groupax.engine.prepared import PreparedBatch, Rehearsal, copied, usual
 from groupax.engine.programs import Program, Programs
-from groupax.engine.scheduler import Sequence
-from groupax.engine.stops import exempt_length, find_stop, text_before_stop
+from groupax.engine.sequence import Sequence
+from groupax.engine.stop_strings import exempt_length, find_stop, text_before_stop
 from groupax.parallel.mesh import num_data_shards
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Session:
         cancelled = batch.scheduler.cancelled()
         for sequence in cancelled:
             self._finish(sequence, len(sequence.tokens))
-        batch.retire()
+        batch.free_finished()
         for sequence in cancelled:
             self._told.pop(id(sequence), None)
             if id(sequence) in self._ended:
@@ -127,9 +127,9 @@ class Session:
             else:
                 yield sequence, 0
         if has_more or has_new:
-            batch.fit()
-        batch.spread()
-        batch.make_room()
+            batch.reserve()
+        batch.rebalance()
+        batch.grow_cache()
         batch.admit(self.engine.params)
         if batch.scheduler.running:
             yield from self._decode(batch)
@@ -203,9 +203,9 @@ class Session:
         for sequence, num_before in grown:
             sequence.versions += [self.engine.version] * (len(sequence.tokens) - num_before)
             self._finish(sequence, num_before)
-        batch.keep_prefixes()
-        batch.retire()
-        batch.shrink()
+        batch.store_prefixes()
+        batch.free_finished()
+        batch.compact()
         in_slots = {id(sequence) for sequence in batch.scheduler.running}
         for sequence, _ in grown:
             key = id(sequence)
@@ -224,7 +224,7 @@ class Session:
         stop, tokenizer = sequence.params.stop, self.engine.tokenizer
         if tokenizer is None or not (stop or sequence.finish_reason):
             return
-        text_of = partial(decode_behind, tokenizer, context_of(tokenizer, sequence.prompt))
+        text_of = partial(decode_after, tokenizer, context_tokens(tokenizer, sequence.prompt))
         if stop and sequence.finish_reason != "abort":
             kept = find_stop(text_of, sequence.tokens, num_before, stop, sequence.params.min_tokens)
             if kept is not None:

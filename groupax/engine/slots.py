@@ -8,7 +8,7 @@ import numpy as np
 
 from groupax.engine.decode import Slots
 from groupax.engine.sampling import SamplingArrays
-from groupax.engine.scheduler import Sequence
+from groupax.engine.sequence import Sequence
 from groupax.settings.sampling import SamplingParams
 
 _DTYPES = {int: "i4", float: "f4"}
@@ -49,7 +49,7 @@ def fill(row: np.void, sequence: Sequence, column: int) -> None:
         row["bias_tokens"][place], row["bias"][place] = token, bias
 
 
-def slots_of(table: np.ndarray, put: Callable[[np.ndarray], Any]) -> Slots:
+def to_slots(table: np.ndarray, put: Callable[[np.ndarray], Any]) -> Slots:
     """The table's columns as `Slots`, each put where `put` puts it."""
     columns = {name: put(table[name]) for name in table.dtype.names or ()}
     settings = SamplingArrays(**{each.name: columns.pop(each.name) for each in fields(SamplingArrays)})

@@ -20,7 +20,7 @@ from groupax.storage.folders import resolve_folder
 MAY_BE_WHOLE = ("vocab",)
 
 
-def load_to_decode(
+def load_sharded(
     name_or_path: str | os.PathLike[str], dtype: Any = None, mesh: Mesh | None = None, tp: int = 1
 ) -> Model:
     """A model to decode with, each device with its part of the weights from the files on.
@@ -40,7 +40,7 @@ def load_to_decode(
     return load_model(name_or_path, dtype, mesh, replicated=MAY_BE_WHOLE)
 
 
-def check_shared(config: ModelConfig, mesh: Mesh, params: Params, weights: str) -> None:
+def validate_tp(config: ModelConfig, mesh: Mesh, params: Params, weights: str) -> None:
     """See that devices can share the weights of a model to decode with.
 
     Args:
@@ -57,7 +57,7 @@ def check_shared(config: ModelConfig, mesh: Mesh, params: Params, weights: str) 
     _check_divides(config, mesh)
 
 
-def undivided(config: ModelConfig, mesh: Mesh) -> dict[str, int]:
+def indivisible_dims(config: ModelConfig, mesh: Mesh) -> dict[str, int]:
     """The dims, with their sizes, that keep devices of a mesh from sharing a model's weights to decode with."""
     return {dim: size for dim, size, _ in indivisible(split_dims(config), mesh) if dim not in MAY_BE_WHOLE}
 
@@ -74,7 +74,7 @@ def _refuse_quantized(what: str, mesh: Mesh) -> None:
 
 
 def _check_divides(config: ModelConfig, mesh: Mesh) -> None:
-    found = undivided(config, mesh)
+    found = indivisible_dims(config, mesh)
     if found:
         told = ", ".join(f"{dim} ({size})" for dim, size in found.items())
         raise ValueError(

@@ -10,13 +10,13 @@ from groupax.data.prompts import PromptSet
 from groupax.evaluation.answers import ACCURACY_REWARDS
 from groupax.evaluation.items import Item, estimates, make_items
 from groupax.evaluation.sets import ONLY_SET
+from groupax.events import Emit, counted, ignore
 from groupax.metrics.completions import completion_metrics, logged_metrics, with_logged
 from groupax.metrics.estimates import Estimate
 from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import score_groups
 from groupax.rollouts.sampler import rollout
-from groupax.runs.progress import Progress
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
 from groupax.types import Metrics
@@ -77,7 +77,7 @@ def evaluate(
     prompts: PromptSet,
     params: SamplingParams,
     solved_by: str | None = None,
-    progress: Progress | None = None,
+    emit: Emit = ignore,
     phase: str = "evaluating",
 ) -> SetEvaluation:
     """Sample `params.n` completions of every prompt and score them.
@@ -90,16 +90,14 @@ def evaluate(
         prompts: the evaluation set.
         params: how to sample.
         solved_by: the reward whose 1 means that a completion is right; without one there are no pass@k and maj@k.
-        progress: shows how many prompts are done.
-        phase: what it calls that.
+        emit: Receives the phases of sampling and scoring.
+        phase: Name of the sampling phase.
 
     Raises:
         RewardError: a call failed and the runner is to stop for it.
     """
     groups = rollout(engine, tokenizer, prompts.examples, prompts.token_ids, params, step=0)
-    if progress is not None:
-        groups = progress.counted(groups, phase, len(prompts), f"{phase}, scoring")
-    scored = score_groups(groups, runner)
+    scored = score_groups(counted(groups, emit, phase, len(prompts), f"{phase}, scoring"), runner)
     names = [reward.name for reward in runner.rewards]
     items = make_items(scored.groups, names, weights, solved_by)
     found = estimates(items)

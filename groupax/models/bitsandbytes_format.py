@@ -10,7 +10,8 @@ from safetensors import SafetensorError
 
 from groupax.models.nf4 import BLOCK, CODE, SCALE_BLOCK, Nf4, scale_code
 from groupax.parallel.transfer import to_device
-from groupax.storage.model_json import is_number, shown
+from groupax.storage.model_json import is_number
+from groupax.terminal.printable import short_repr
 
 # What stands behind a weight's name for the further tensors of a quantized one.
 _SCALES, _CODE = "absmax", "quant_map"
@@ -96,10 +97,10 @@ def read_nf4(name: str, shape: tuple[int, ...], get: Callable[[str], np.ndarray]
     state = state if isinstance(state, dict) else {}
     if (state.get("blocksize"), state.get("nested_blocksize")) != (BLOCK, SCALE_BLOCK):
         raise ValueError(
-            f"{name} is quantized in another way than nf4 in blocks of {BLOCK} and {SCALE_BLOCK}: {shown(state)}"
+            f"{name} is quantized in another way than nf4 in blocks of {BLOCK} and {SCALE_BLOCK}: {short_repr(state)}"
         )
     if state.get("shape") != list(shape):
-        raise ValueError(f"{name} has shape {shown(state.get('shape'))}, config.json says {list(shape)}")
+        raise ValueError(f"{name} has shape {short_repr(state.get('shape'))}, config.json says {list(shape)}")
     for part, (dtype, size) in sizes.items():
         if arrays[part].dtype != dtype or arrays[part].size != size:
             raise ValueError(

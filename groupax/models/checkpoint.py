@@ -21,10 +21,11 @@ from groupax.models.lora import Adapter, LoRAConfig, init_adapter
 from groupax.models.quantize import is_quantized
 from groupax.models.specs import Params, init_params, model_specs, num_params, param_shardings, split_dims
 from groupax.models.split import shard_params
-from groupax.models.tensor_files import check_tensors, tensors_in, weight_loader, with_head_as_stored
-from groupax.parallel.mesh import check_divides, mesh_for, sizes_text
+from groupax.models.tensor_files import check_tensors, find_tensors, make_weight_loader, resolve_tied_head
+from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
 from groupax.storage.folders import read_json, resolve_folder
-from groupax.storage.model_json import GENERATION, checked, shown, tokens_outside
+from groupax.storage.model_json import GENERATION, out_of_vocabulary, validate
+from groupax.terminal.printable import short_repr
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,8 @@ def init_model(
 ) -> Model:
     """A model with random weights from the contents of a `config.json`; the rest as in `load_model`."""
     config = read_config(hf_config)
-    mesh = mesh or mesh_for(num_params(config) * jnp.dtype(dtype).itemsize)
-    check_divides(split_dims(config), mesh, replicated)
+    mesh = mesh or default_mesh(num_params(config) * jnp.dtype(dtype).itemsize)
+    check_divisible(split_dims(config), mesh, replicated)
     return Model(config, init_params(config, jax.random.key(seed), mesh, dtype), mesh, dict(hf_config), {})
 
 
@@ -85,7 +86,7 @@ def load_model(
         name_or_path: a folder with `config.json` and safetensors files, or with a PEFT adapter, or a hub id like
             "Qwen/Qwen3-0.6B".
         dtype: of the weights in memory; None keeps each tensor's own.
-        mesh: where to put them; by default a copy on every device (see `parallel.mesh.mesh_for`).
+        mesh: where to put them; by default a copy on every device (see `parallel.mesh.default_mesh`).
         weights: "int8", "float8" or "nf4" quantize the layers' matrices, each as it is read.
         base: the base of an adapter, if it is not where `adapter_config.json` says.
         max_positions: the longest sequence; None for what `config.json` says, and for the original context if rotary
@@ -119,16 +120,16 @@ def load_model(
         raise ValueError(f"{folder}: {error}") from error
     _tell_endless(folder, hf_config, generation_config)
     config = config if max_positions is None else replace(config, max_positions=max_positions)
-    stored, tensors = with_head_as_stored(config, tensors_in(folder), folder)
+    stored, tensors = resolve_tied_head(config, find_tensors(folder), folder)
     quantized = {name for name in tensors if is_nf4 and f"{name}.{bitsandbytes_format.FURTHER[0]}" in tensors}
     check_tensors(stored, tensors, folder, quantized)
     if stored != config:
         config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}
-    mesh = mesh or mesh_for(num_params(config) * 4)
-    check_divides(split_dims(config), mesh, replicated)
+    mesh = mesh or default_mesh(num_params(config) * 4)
+    check_divisible(split_dims(config), mesh, replicated)
     if is_nf4 or weights != "same":
         _check_whole(mesh)
-    load = weight_loader(mesh, tensors, dtype, weights, quantized)
+    load = make_weight_loader(mesh, tensors, dtype, weights, quantized)
     params = jax.tree.map(load, model_specs(config), param_shardings(config, mesh))
     return Model(config, params, mesh, hf_config, generation_config, folder, _absolute(name_or_path))
 
@@ -139,16 +140,16 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     content = read_json(path)
-    return checked(content, GENERATION, str(path))
+    return validate(content, GENERATION, str(path))
 
 
 def _tell_endless(folder: Path, hf_config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> None:
     for name, content in (("config.json", hf_config), ("generation_config.json", generation_config)):
-        outside = tokens_outside(content, hf_config["vocab_size"])
+        outside = out_of_vocabulary(content, hf_config["vocab_size"])
         if outside:
             logger.warning(
                 "%s names the end-of-sequence tokens %s; the vocabulary has %s tokens, so that they end no completion",
-                *(folder / name, shown(outside), hf_config["vocab_size"]),
+                *(folder / name, short_repr(outside), hf_config["vocab_size"]),
             )
 
 
@@ -168,7 +169,7 @@ def load_adapter(model: Model, name_or_path: str | os.PathLike[str]) -> Model:
         raise ValueError(f"{name_or_path} is no adapter: it has no {peft_format.CONFIG_NAME}")
     if model.adapter is not None:
         raise ValueError(f"{model.name or 'the model'} has an adapter already; give its base")
-    lora = peft_format.stored_config(read_json(folder / peft_format.CONFIG_NAME), folder)
+    lora = peft_format.read_lora_config(read_json(folder / peft_format.CONFIG_NAME), folder)
     trained = peft_format.read_tensors(model.config, lora, folder, _replicated(model.mesh))
     return replace(_with_adapter(model, lora, trained), name=_absolute(name_or_path))
 
@@ -208,12 +209,12 @@ def _with_adapter(model: Model, lora: LoRAConfig, trained: Params) -> Model:
 def _check_whole(mesh: Mesh) -> None:
     if mesh.shape["tp"] * mesh.shape["ep"] > 1:
         raise ValueError(
-            f"mesh {sizes_text(mesh)}: quantized weights lie whole on every device and cannot be multiplied in parts; "
+            f"mesh {format_mesh(mesh)}: quantized weights lie whole on every device and cannot be multiplied in parts; "
             "have tp and ep 1, or the base as it is stored"
         )
 
 
-def on_mesh(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model:
+def reshard(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model:
     """The model on another mesh.
 
     Raises:
@@ -223,7 +224,7 @@ def on_mesh(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model
         return model
     if is_quantized(model.params):
         _check_whole(mesh)
-    check_divides(split_dims(model.config), mesh, replicated)
+    check_divisible(split_dims(model.config), mesh, replicated)
     if model.adapter is None:
         return replace(model, params=shard_params(model.config, mesh, model.params), mesh=mesh)
     adapter = model.adapter

@@ -199,7 +199,7 @@ class ModelConfig:
         """How this layer attends."""
         return AttentionConfig(self.attention_scale, self.attention_softcap, self.windows[layer])
 
-    def first_layer_of_kind(self, layer: int) -> int:
+    def first_similar_layer(self, layer: int) -> int:
         """The first layer of the same kind."""
         kinds = [
             (rope, window, self.has_experts(i))

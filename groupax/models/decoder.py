@@ -25,7 +25,7 @@ from groupax.models.scan_layers import apply_layers
 from groupax.models.specs import Params, layer_specs
 from groupax.models.split import gather_weight, gather_weights
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
-from groupax.parallel.mesh import WHOLE, Layout
+from groupax.parallel.mesh import REPLICATED, Layout
 
 # (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H])
 # -> (outputs [M, N, H], the layer's updated cache)
@@ -66,7 +66,7 @@ def forward(
     attend: Attend,
     caches: Sequence[Any] | None = None,
     execution: Execution = DIRECT,
-    layout: Layout = WHOLE,
+    layout: Layout = REPLICATED,
 ) -> ForwardOutput:
     """The forward pass.
 
@@ -106,10 +106,10 @@ def forward(
     caches = list(caches) if caches is not None else [None] * config.num_layers
 
     def numbered(x: Array, weights: Params, index: int) -> tuple[Array, Routing | None]:
-        x, caches[index], routing = layer(x, weights, caches[index], config.first_layer_of_kind(index))
+        x, caches[index], routing = layer(x, weights, caches[index], config.first_similar_layer(index))
         return x, routing
 
-    kinds = [config.first_layer_of_kind(index) if scans else index for index in range(config.num_layers)]
+    kinds = [config.first_similar_layer(index) if scans else index for index in range(config.num_layers)]
     x, routings = apply_layers(numbered, x, params["layers"], kinds)
     routings = [routing for routing in routings if routing is not None]
     return ForwardOutput(scaled(_normed(config, x, params["final_norm"]), config.hidden_scale), caches, routings)

@@ -12,7 +12,7 @@ from groupax.models.config import Activation, Experts
 from groupax.models.layers import gated_activation, linear
 from groupax.models.matmul import matmul_nt
 from groupax.parallel.collectives import all_gather, axis_index, psum, psum_grad, reduce_scatter
-from groupax.parallel.mesh import WHOLE, Layout
+from groupax.parallel.mesh import REPLICATED, Layout
 from groupax.parallel.pytree import pytree
 
 # Rows times their group's matrix, [E, O, I]: with the matrix as checkpoints have it, as in `layers.linear`.
@@ -42,7 +42,7 @@ def mixture_of_experts(
     up: Float[Array, "e F D"],
     down: Float[Array, "e D F"],
     activation: Activation = "silu",
-    layout: Layout = WHOLE,
+    layout: Layout = REPLICATED,
 ) -> tuple[Float[Array, "M D"], Routing]:
     """The sum over each token's likeliest experts of weight * down(activation(gate x) * up x).
 

@@ -22,7 +22,7 @@ from groupax.models.lookup import lookup
 from groupax.models.specs import Params
 from groupax.models.split import gather_weight
 from groupax.parallel.collectives import Axis, all_gather, all_gather_invariant, all_to_all, axis_size, local_slice
-from groupax.parallel.mesh import WHOLE, Layout
+from groupax.parallel.mesh import REPLICATED, Layout
 from groupax.parallel.pytree import pytree
 
 
@@ -57,7 +57,7 @@ def grouped_logprobs(
     temperature: float,
     execution: Execution = DIRECT,
     entropy_gradient: bool = True,
-    layout: Layout = WHOLE,
+    layout: Layout = REPLICATED,
 ) -> tuple[Float[Array, "R"], Float[Array, "R"], list[Routing]]:
     """Log-probability of each of the rows' targets and entropy of its distribution, in nats, float32.
 

@@ -22,7 +22,8 @@ from groupax.models.config import ModelConfig
 from groupax.models.quantize import dense
 from groupax.models.specs import Spec, model_specs, num_params
 from groupax.settings.fields import nearest
-from groupax.storage.model_json import MAX_SIZE, is_number, is_whole, shown
+from groupax.storage.model_json import MAX_SIZE, is_integer, is_number
+from groupax.terminal.printable import short_repr
 
 PATTERN_TIMEOUT_S = 2.0
 ALL_LINEAR = "all-linear"
@@ -83,10 +84,10 @@ class LoRAConfig:
             raise ValueError(f"modules_to_save must be a list of names, got {self.modules_to_save!r}")
         if self.target_modules == (ALL_LINEAR,):
             object.__setattr__(self, "target_modules", ALL_LINEAR)
-        if not is_whole(self.r, 1, MAX_SIZE):
-            raise ValueError(f"the rank r must be a whole number of at least 1, got {shown(self.r)}")
+        if not is_integer(self.r, 1, MAX_SIZE):
+            raise ValueError(f"the rank r must be a whole number of at least 1, got {short_repr(self.r)}")
         if not is_number(self.lora_alpha) or self.lora_alpha <= 0:
-            raise ValueError(f"lora_alpha must be a finite number above 0, got {shown(self.lora_alpha)}")
+            raise ValueError(f"lora_alpha must be a finite number above 0, got {short_repr(self.lora_alpha)}")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
         if self.bias not in ("none", "all", "lora_only"):
@@ -118,7 +119,9 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
         settings = vars(settings)
     kind = settings.get("peft_type", "LORA")
     if str(getattr(kind, "value", kind)) != "LORA":
-        raise ValueError(f"the adapter is of the kind {shown(getattr(kind, 'value', kind))}; groupax has LORA only")
+        raise ValueError(
+            f"the adapter is of the kind {short_repr(getattr(kind, 'value', kind))}; groupax has LORA only"
+        )
     own = {field.name for field in fields(LoRAConfig)}
     _check_init(settings.get("init_lora_weights", True), has_weights)
     asked = {key: value for key, value in settings.items() if key not in own | _INERT | {"init_lora_weights"}}
@@ -126,7 +129,7 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
     if unsupported:
         raise ValueError(
             "groupax does not do what the LoRA settings ask for with "
-            + ", ".join(f"{key}={shown(asked[key])}" for key in unsupported[:4])
+            + ", ".join(f"{key}={short_repr(asked[key])}" for key in unsupported[:4])
         )
     given = {key: settings[key] for key in own if settings.get(key) is not None}
     return LoRAConfig(**{"target_modules": PEFT_DEFAULT, **given})
@@ -134,7 +137,7 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
 
 def _check_init(how: Any, has_weights: bool) -> None:
     if how not in (True, False, "gaussian", "orthogonal"):
-        raise ValueError(f"init_lora_weights is {shown(how)}, which changes the base; groupax does not do that")
+        raise ValueError(f"init_lora_weights is {short_repr(how)}, which changes the base; groupax does not do that")
     if how is not True and not has_weights:
         raise ValueError(
             f"init_lora_weights is {how!r}; groupax begins a new adapter only as PEFT does by default: leave it at True"
@@ -230,7 +233,7 @@ def _fits(pattern: str, name: str, setting: str) -> bool:
         return regex.fullmatch(pattern, name, timeout=PATTERN_TIMEOUT_S) is not None
     except (regex.error, TimeoutError, RecursionError) as error:
         reason = str(error) or f"it takes longer than {PATTERN_TIMEOUT_S} s"
-        raise ValueError(f"{setting} {shown(pattern)} cannot be used as a regular expression: {reason}") from error
+        raise ValueError(f"{setting} {short_repr(pattern)} cannot be used as a regular expression: {reason}") from error
 
 
 def _endings(modules: Iterable[str]) -> str:

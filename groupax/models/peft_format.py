@@ -16,7 +16,8 @@ from groupax.models.specs import model_specs
 from groupax.models.tensor_files import DTYPES, TensorFile, check_finite
 from groupax.parallel.transfer import to_device
 from groupax.storage.folders import ADAPTER_NAME as CONFIG_NAME
-from groupax.storage.model_json import FLAG, TEXT, TEXTS, Kind, above, checked, is_number, shown, whole
+from groupax.storage.model_json import FLAG, TEXT, TEXTS, Kind, above, integer, is_number, validate
+from groupax.terminal.printable import short_repr
 
 TENSORS_NAME = "adapter_model.safetensors"
 # What values the keys of `adapter_config.json` may have that are read here.
@@ -28,13 +29,13 @@ SETTINGS: Mapping[str, Kind] = {
     ).or_null(),
     "modules_to_save": TEXTS,
     "peft_type": TEXT,
-    "r": whole().or_null(),
+    "r": integer().or_null(),
     "target_modules": Kind("a string or a list of strings", lambda value: TEXT.accepts(value) or TEXTS.accepts(value)),
     "use_rslora": FLAG.or_null(),
 }
 
 
-def adapter_json(adapter: Adapter, config: ModelConfig) -> dict[str, Any]:
+def adapter_config_dict(adapter: Adapter, config: ModelConfig) -> dict[str, Any]:
     """The contents of `adapter_config.json`."""
     lora = adapter.config
     is_pattern = isinstance(lora.target_modules, str) and lora.target_modules != "all-linear"
@@ -112,7 +113,7 @@ def _check(expected: Mapping[str, Any], file: Any, path: Path) -> None:
     if missing or unknown:
         raise ValueError(
             f"{path} does not hold what {CONFIG_NAME} says for this base: it lacks {missing[:3]}, and there is no "
-            f"place for {shown(unknown)}"
+            f"place for {short_repr(unknown)}"
         )
     for name, spec in expected.items():
         shape, dtype = file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()
@@ -134,13 +135,13 @@ def base_name(content: Mapping[str, Any], folder: Path) -> str:
     return name
 
 
-def stored_config(content: Mapping[str, Any], folder: Path) -> LoRAConfig:
+def read_lora_config(content: Mapping[str, Any], folder: Path) -> LoRAConfig:
     """The settings of an adapter that has weights already, from a parsed `adapter_config.json`.
 
     Raises:
         ValueError: a value is none that its key can have, or asks for something that is not done here.
     """
-    content = checked(content, SETTINGS, str(folder / CONFIG_NAME))
+    content = validate(content, SETTINGS, str(folder / CONFIG_NAME))
     try:
         return as_lora_config(content, has_weights=True)
     except ValueError as error:

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from groupax.models import bitsandbytes_format, peft_format
 from groupax.models.checkpoint import Model
-from groupax.models.exchange import joined_tensors, places
+from groupax.models.named_tensors import join_tensors, specs_by_name
 from groupax.models.nf4 import Nf4, nf4_bytes, quantize_nf4
 from groupax.models.quantize import dense
 from groupax.models.specs import Spec, model_specs
@@ -50,7 +50,7 @@ def save_model(
             f"{model.config.model_type} has several matrices in one tensor; groupax writes no 4 bits of it"
         )
     folder = Path(folder)
-    with replacing_folder(folder, sources_of(model)) as partial:
+    with replacing_folder(folder, source_folders(model)) as partial:
         dtype_name = jnp.dtype(dtype or model.params["embed"].dtype).name
         hf_config = {key: value for key, value in model.hf_config.items() if key not in ("dtype", "torch_dtype")}
         if weights == "nf4":
@@ -79,14 +79,14 @@ def save_adapter(model: Model, folder: str | os.PathLike[str], tokenizer: Any = 
     if model.adapter is None:
         raise ValueError(f"{model.name or 'the model'} has no adapter to be saved")
     folder = Path(folder)
-    with replacing_folder(folder, sources_of(model)) as partial:
-        write_json(partial / peft_format.CONFIG_NAME, peft_format.adapter_json(model.adapter, model.config))
+    with replacing_folder(folder, source_folders(model)) as partial:
+        write_json(partial / peft_format.CONFIG_NAME, peft_format.adapter_config_dict(model.adapter, model.config))
         peft_format.write_tensors(model.config, model.adapter.config, model.adapter.trained, partial)
         _write_beside(partial, tokenizer, card)
     return folder
 
 
-def sources_of(model: Model) -> list[Path]:
+def source_folders(model: Model) -> list[Path]:
     """The local folders that a model, its adapter and the adapter's base were read from, as far as they exist."""
     named = [model.source, model.name, model.adapter and model.adapter.base_name]
     return [Path(each) for each in named if each and Path(each).is_dir()]
@@ -103,7 +103,7 @@ def _save_params(model: Model, folder: Path, dtype: Any, weights: str) -> None:
     own = model.params["embed"].dtype
     specs = model_specs(model.config)
     leaves = jax.tree.structure(specs).flatten_up_to(model.params)
-    parts_at = {name: [(spec, leaves[index]) for index, spec in parts] for name, parts in places(specs).items()}
+    parts_at = {name: [(spec, leaves[index]) for index, spec in parts] for name, parts in specs_by_name(specs).items()}
     shards: list[list[str]] = [[]]
     size = total = 0
     for place, parts in parts_at.items():
@@ -134,7 +134,7 @@ def _tensors_of(parts: list[tuple[Spec, Any]], dtype: Any, own: Any, weights: st
     if weights == "nf4" and spec.is_layer_matrix:
         quantized = weight if isinstance(weight, Nf4) else jax.jit(quantize_nf4)(dense(weight, jnp.float32))
         return bitsandbytes_format.nf4_tensors(spec.name, quantized, jnp.dtype(dtype or own).name)
-    return joined_tensors([(spec, _numbers(weight, dtype, own)) for spec, weight in parts])
+    return join_tensors([(spec, _numbers(weight, dtype, own)) for spec, weight in parts])
 
 
 def _numbers(weight: Any, dtype: Any, own: Any) -> np.ndarray:

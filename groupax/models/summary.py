@@ -15,7 +15,7 @@ from groupax.models.lora import LoRAConfig, count_params, trainable_params_line
 from groupax.models.nf4 import nf4_bytes
 from groupax.models.specs import Spec, model_specs, num_params
 from groupax.storage.folders import check_links, read_json
-from groupax.storage.model_json import checked_config
+from groupax.storage.model_json import validate_config
 
 # Float32 masters and two moments of AdamW.
 TRAINED_BYTES = 12
@@ -49,7 +49,7 @@ def find_config(name_or_path: str, is_base: bool = False) -> tuple[dict[str, Any
     content = read_json(file)
     if is_base:
         raise ValueError(f"{name_or_path} is to be the base of an adapter, but is an adapter too; merge it first")
-    lora = peft_format.stored_config(content, file.parent)
+    lora = peft_format.read_lora_config(content, file.parent)
     hf_config, of_base = find_config(peft_format.base_name(content, file.parent), is_base=True)
     assert of_base is None, "a base is no adapter"
     return hf_config, lora
@@ -59,7 +59,7 @@ def _checked(file: Path) -> dict[str, Any]:
     """A `config.json` as it is, with values that its keys can have."""
     content = read_json(file)
     try:
-        checked_config(content)
+        validate_config(content)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     return content
@@ -78,7 +78,7 @@ def _downloaded(hub_id: str) -> Path:
         raise ValueError(f"there is no folder {hub_id}, and the hub does not give it: {error}") from error
 
 
-def summary(hf_config: Mapping[str, Any], lora: LoRAConfig | None = None) -> str:
+def summarize(hf_config: Mapping[str, Any], lora: LoRAConfig | None = None) -> str:
     """Architecture, counts of parameters, and memory of the weights, a line each.
 
     Args:

@@ -17,8 +17,8 @@ from groupax.models import bitsandbytes_format
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import quantizer
 from groupax.models.specs import EMBEDDING, HEAD, Spec, spec_leaves
-from groupax.storage.folders import listed, read_json
-from groupax.storage.model_json import message_of, shown
+from groupax.storage.folders import list_names, read_json
+from groupax.terminal.printable import error_line, short_repr
 
 logger = logging.getLogger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
@@ -55,7 +55,7 @@ class TensorFile:
             except (SafetensorError, OSError, ValueError) as error:
                 size = self.path.stat().st_size
                 raise ValueError(
-                    f"{self.path} ({size} bytes) is damaged or truncated: {message_of(error)}; get the file anew from "
+                    f"{self.path} ({size} bytes) is damaged or truncated: {error_line(error)}; get the file anew from "
                     "where the model is from"
                 ) from error
         return self._file
@@ -76,7 +76,7 @@ class TensorFile:
 Tensors = dict[str, TensorFile]  # tensor name -> the file that holds it
 
 
-def tensors_in(folder: Path) -> Tensors:
+def find_tensors(folder: Path) -> Tensors:
     """The tensors of a model's folder, by the headers of its files.
 
     Raises:
@@ -90,7 +90,7 @@ def tensors_in(folder: Path) -> Tensors:
     else:
         pickled = next(iter(folder.glob("*.bin")), None)
         reason = (
-            f"only {listed([pickled.name])}, a pickle, which is never loaded; convert it"
+            f"only {list_names([pickled.name])}, a pickle, which is never loaded; convert it"
             if pickled
             else "no model.safetensors"
         )
@@ -99,7 +99,7 @@ def tensors_in(folder: Path) -> Tensors:
     missing = [name for name, file in files.items() if not file.path.is_file()]
     if missing:
         raise ValueError(
-            f"{folder} is incomplete: {INDEX_NAME} names {listed(missing)}, which is missing; get it from where the "
+            f"{folder} is incomplete: {INDEX_NAME} names {list_names(missing)}, which is missing; get it from where the "
             "model is from"
         )
     tensors: Tensors = {}
@@ -107,7 +107,7 @@ def tensors_in(folder: Path) -> Tensors:
         for name in file.file.keys():  # noqa: SIM118 - no mapping
             if name in tensors:
                 raise ValueError(
-                    f"{folder}: {shown(name)} is in both {tensors[name].path.name} and {file_name}; a tensor must be "
+                    f"{folder}: {short_repr(name)} is in both {tensors[name].path.name} and {file_name}; a tensor must be "
                     "in one file"
                 )
             tensors[name] = file
@@ -115,7 +115,7 @@ def tensors_in(folder: Path) -> Tensors:
     absent = [name for name, file_name in weight_map.items() if tensors.get(name) is not files[file_name]]
     if absent:
         raise ValueError(
-            f"{folder / INDEX_NAME} says that {shown(weight_map[absent[0]])} holds {shown(absent[0])}, which it does "
+            f"{folder / INDEX_NAME} says that {short_repr(weight_map[absent[0]])} holds {short_repr(absent[0])}, which it does "
             "not; index and files are not of one model"
         )
     return tensors
@@ -129,16 +129,18 @@ def _weight_map(index: Path) -> dict[str, str]:
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has weight_map={shown(weight_map)}; it must be an object of tensors and their files")
+        raise ValueError(
+            f"{index} has weight_map={short_repr(weight_map)}; it must be an object of tensors and their files"
+        )
     for name in weight_map.values():
         if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
             raise ValueError(
-                f"{index} names {shown(name)}, which is no safetensors file of its folder; such are never opened"
+                f"{index} names {short_repr(name)}, which is no safetensors file of its folder; such are never opened"
             )
     return weight_map
 
 
-def with_head_as_stored(config: ModelConfig, tensors: Tensors, folder: Path) -> tuple[ModelConfig, Tensors]:
+def resolve_tied_head(config: ModelConfig, tensors: Tensors, folder: Path) -> tuple[ModelConfig, Tensors]:
     """A model and its tensors, where `config.json` says that the head is the embedding, as the files have them.
 
     As in transformers one tensor is both, whichever of the two it is called, and two that differ are two weights.
@@ -221,10 +223,12 @@ def check_tensors(config: ModelConfig, tensors: Tensors, folder: Path, quantized
     known |= {f"{name}.{further}" for name in quantized for further in bitsandbytes_format.FURTHER}
     unknown = sorted(name for name in tensors if name not in known and not DERIVED.search(name))
     if unknown:
-        raise ValueError(f"{folder} has weights that a {config.model_type} model has no place for: {shown(unknown)}")
+        raise ValueError(
+            f"{folder} has weights that a {config.model_type} model has no place for: {short_repr(unknown)}"
+        )
 
 
-def weight_loader(
+def make_weight_loader(
     mesh: Mesh, tensors: Tensors, dtype: Any, weights: BaseWeights, quantized: set[str]
 ) -> Callable[[Spec, Any], Any]:
     """What loads a weight to its devices; quantized weights are replicated.

@@ -1,10 +1,19 @@
-"""What devices exchange inside a shard_map, forward and backward.
+"""Collectives inside a `shard_map`, with the gradient that each one's use calls for.
 
-Along a mesh axis a value is *whole* where all devices have the same, *split* where each has its own part of it, and
-*partial* where the sum over the devices is meant. A loss is whole along the axes that split a model, and the gradient
-of something whole is whole, that of something split is split.
+Along a mesh axis a value is *replicated* when all devices hold the same value, *sharded* when each holds its own slice,
+and *partial* when it stands for the sum over the devices. A loss is replicated along the axes that split a model; the
+gradient of a replicated value is replicated, and that of a sharded value is sharded.
 
-Each function takes the name of an axis; without one (None) there is nothing to do, and it returns what it was given.
+Each function takes the name of a mesh axis. Without one (None) it returns its input.
+
+| function | forward | backward |
+|---|---|---|
+| `psum_grad` | identity | psum |
+| `psum` | psum | identity |
+| `all_gather` | all_gather | reduce_scatter |
+| `all_gather_invariant` | all_gather | each device's own slice |
+| `reduce_scatter` | reduce_scatter | all_gather |
+| `all_to_all` | all_to_all | all_to_all |
 """
 
 from functools import partial
@@ -18,50 +27,50 @@ Axis = str | None
 
 
 def axis_index(axis: Axis) -> Int[Array, ""] | int:
-    """Of the device along the axis."""
+    """Returns the device's index along the axis."""
     return 0 if axis is None else lax.axis_index(axis)
 
 
 def axis_size(axis: Axis) -> int:
-    """Devices along the axis."""
+    """Returns the number of devices along the axis."""
     return 1 if axis is None else lax.axis_size(axis)
 
 
 def psum_grad(x: Float[Array, "..."], axis: Axis) -> Float[Array, "..."]:
-    """Something whole, where each device goes on with a part of its own: its gradients are summed."""
-    return x if axis is None else _entered(x, axis)
+    """Returns a replicated value that each device uses differently; its gradients are summed (Megatron-LM's f)."""
+    return x if axis is None else _psum_grad(x, axis)
 
 
 def psum(x: Float[Array, "..."], axis: Axis) -> Float[Array, "..."]:
-    """Something partial, made whole."""
-    return x if axis is None else _summed(x, axis)
-
-
-def all_gather_invariant(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
-    """Something split along `dim`, made whole."""
-    return x if axis is None else _whole(x, axis, dim)
+    """Sums a partial value into a replicated one (Megatron-LM's g)."""
+    return x if axis is None else _psum(x, axis)
 
 
 def all_gather(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
-    """Something split along `dim`, all of it on each device, which goes on with it in its own way.
+    """Gathers a value sharded along `dim`, which each device then uses differently.
 
-    The devices' gradients are summed, in float32, and each gets those of its part.
+    The devices' gradients are summed in float32, and each device receives those of its slice.
     """
-    return x if axis is None else _gathered(x, axis, dim)
+    return x if axis is None else _all_gather(x, axis, dim)
+
+
+def all_gather_invariant(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
+    """Gathers a value sharded along `dim` into a replicated one, whose gradient is the same on all devices."""
+    return x if axis is None else _all_gather_invariant(x, axis, dim)
 
 
 def reduce_scatter(x: Float[Array, "..."], axis: Axis, dim: int) -> Float[Array, "..."]:
-    """Something partial, made split along `dim`."""
+    """Sums a partial value into one sharded along `dim`."""
     return x if axis is None else lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
-def all_to_all(x: Float[Array, "..."], axis: Axis, to_split: int, to_gather: int) -> Float[Array, "..."]:
-    """Something split along one dim, split along another instead."""
-    return x if axis is None else lax.all_to_all(x, axis, to_split, to_gather, tiled=True)
+def all_to_all(x: Float[Array, "..."], axis: Axis, split_dim: int, concat_dim: int) -> Float[Array, "..."]:
+    """Reshards a value from `concat_dim` to `split_dim`."""
+    return x if axis is None else lax.all_to_all(x, axis, split_dim, concat_dim, tiled=True)
 
 
 def local_slice(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
-    """A device's part along `dim` of something whole. Its gradient is partial."""
+    """Returns the device's slice along `dim` of a replicated value. Its gradient is partial."""
     if axis is None:
         return x
     size = x.shape[dim] // lax.axis_size(axis)
@@ -69,39 +78,39 @@ def local_slice(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _entered(x: Array, axis: str) -> Array:
+def _psum_grad(x: Array, axis: str) -> Array:
     del axis
     return x
 
 
-_entered.defvjp(lambda x, _axis: (x, None), lambda axis, _, gradient: (lax.psum(gradient, axis),))
+_psum_grad.defvjp(lambda x, _axis: (x, None), lambda axis, _, gradient: (lax.psum(gradient, axis),))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _summed(x: Array, axis: str) -> Array:
+def _psum(x: Array, axis: str) -> Array:
     return lax.psum(x, axis)
 
 
-_summed.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda _axis, _, gradient: (gradient,))
+_psum.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda _axis, _, gradient: (gradient,))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _whole(x: Array, axis: str, dim: int) -> Array:
+def _all_gather_invariant(x: Array, axis: str, dim: int) -> Array:
     return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
-_whole.defvjp(
-    lambda x, axis, dim: (_whole(x, axis, dim), None),
+_all_gather_invariant.defvjp(
+    lambda x, axis, dim: (_all_gather_invariant(x, axis, dim), None),
     lambda axis, dim, _, gradient: (local_slice(gradient, axis, dim),),
 )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(x: Array, axis: str, dim: int) -> Array:
+def _all_gather(x: Array, axis: str, dim: int) -> Array:
     return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
-_gathered.defvjp(
+_all_gather.defvjp(
     lambda x, axis, dim: (lax.all_gather(x, axis, axis=dim, tiled=True), None),
     lambda axis, dim, _, gradient: (reduce_scatter(gradient.astype(jnp.float32), axis, dim).astype(gradient.dtype),),
 )

@@ -1,4 +1,4 @@
-"""How long this process spends compiling programs, by what jax reports of it."""
+"""The time that this process spends compiling programs, as jax reports it."""
 
 import functools
 import threading
@@ -9,45 +9,45 @@ from jax import monitoring
 
 REQUESTED = "/jax/compilation_cache/compile_requests_use_cache"
 COMPILED = "/jax/core/compile/backend_compile_duration"
-PARTS = {COMPILED, "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration"}
-TOLD_AFTER_S = 0.5  # a program that is read back from the cache takes less
-MOST_PARTS = 1000  # that a traced function may have within it
+STAGES = {COMPILED, "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration"}
+CACHE_READ_S = 0.5  # reading a program back from the cache takes less
+MAX_NESTED_STAGES = 1000  # traced functions within one function
 
 
 class Compilation:
-    """The programs that this process traces and compiles, in whatever thread, or reads back from the cache on disk.
+    """The programs that this process traces and compiles, in any thread, or reads back from the cache on disk.
 
     Attributes:
-        seconds: spent so far.
+        seconds: Time spent so far.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._requested_s: dict[int, float] = {}  # by thread
-        self._parts: dict[int, deque[tuple[float, float]]] = {}  # by thread: beginning and seconds, none within another
-        monitoring.register_event_listener(self._event)
-        monitoring.register_event_duration_secs_listener(self._duration)
+        self._stages: dict[int, deque[tuple[float, float]]] = {}  # by thread: start and seconds, without nested ones
+        monitoring.register_event_listener(self._on_event)
+        monitoring.register_event_duration_secs_listener(self._on_duration)
 
     @property
     def is_under_way(self) -> bool:
         """Whether a program is being compiled, and not just read back from the cache."""
         now_s = time.monotonic()
-        return any(now_s - requested_s > TOLD_AFTER_S for requested_s in self._requested_s.copy().values())
+        return any(now_s - requested_s > CACHE_READ_S for requested_s in self._requested_s.copy().values())
 
-    def _event(self, event: str, **_: object) -> None:
+    def _on_event(self, event: str, **_: object) -> None:
         if event == REQUESTED:
             self._requested_s[threading.get_ident()] = time.monotonic()
 
-    def _duration(self, event: str, duration_secs: float, **_: object) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **_: object) -> None:
         thread = threading.get_ident()
         if event == COMPILED:
             self._requested_s.pop(thread, None)
-        if event in PARTS:
-            began_s = time.monotonic() - duration_secs
-            parts = self._parts.setdefault(thread, deque(maxlen=MOST_PARTS))
-            while parts and parts[-1][0] >= began_s:  # a function that was traced within another one
-                self.seconds -= parts.pop()[1]
-            parts.append((began_s, duration_secs))
+        if event in STAGES:
+            start_s = time.monotonic() - duration_secs
+            stages = self._stages.setdefault(thread, deque(maxlen=MAX_NESTED_STAGES))
+            while stages and stages[-1][0] >= start_s:  # a function that was traced within this one
+                self.seconds -= stages.pop()[1]
+            stages.append((start_s, duration_secs))
             self.seconds += duration_secs
 
 

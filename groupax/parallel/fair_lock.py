@@ -1,7 +1,7 @@
-"""Threads that compute on the same devices, one at a time. Imports no jax.
+"""A lock for threads that compute on the same devices. Imports no jax.
 
-Programs that several devices compute together must reach all of them in one order, which two threads by themselves do
-not keep.
+Programs that several devices compute together must reach all devices in the same order, which threads without a lock
+do not guarantee.
 """
 
 import threading
@@ -11,33 +11,33 @@ from groupax.parallel.preemption import RolloutCancelled
 
 
 class FairLock:
-    """A lock for which who has waited longest comes next, and which can be closed."""
+    """A fair (FIFO) lock that can be closed."""
 
     def __init__(self) -> None:
-        self._free = threading.Condition()
+        self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
-        self._taken = self._closed = False
+        self._is_held = self._is_closed = False
 
     def __enter__(self) -> None:
-        mine = object()
-        with self._free:
-            self._waiting.append(mine)
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
             try:
-                self._free.wait_for(lambda: self._closed or (not self._taken and self._waiting[0] is mine))
-                if self._closed:
+                self._changed.wait_for(lambda: self._is_closed or (not self._is_held and self._waiting[0] is ticket))
+                if self._is_closed:
                     raise RolloutCancelled
-                self._taken = True
+                self._is_held = True
             finally:
-                self._waiting.remove(mine)
-                self._free.notify_all()
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
 
     def __exit__(self, *_: object) -> None:
-        with self._free:
-            self._taken = False
-            self._free.notify_all()
+        with self._changed:
+            self._is_held = False
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """Whoever wants a turn from now on gets a `RolloutCancelled`."""
-        with self._free:
-            self._closed = True
-            self._free.notify_all()
+        """Makes all current and later attempts to acquire the lock raise `RolloutCancelled`."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()

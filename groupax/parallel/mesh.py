@@ -1,4 +1,4 @@
-"""The device mesh and the one table that maps a weight's logical axes to it."""
+"""The device mesh, and the one table that maps weights' dims to its axes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from jax.sharding import Mesh, PartitionSpec
 from groupax.parallel.runtime import configure_jax
 
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
-# Mesh axes over which prompts and completions are spread.
+# Mesh axes along which prompts and completions are sharded.
 DATA = ("dp", "fsdp", "ep")
-# Mesh axes whose devices compute gradients of tokens of their own.
+# Mesh axes whose devices compute gradients of different tokens.
 TOKENS = (*DATA, "sp")
-# Largest weights that every virtual CPU device has a copy of.
+# Largest weights of which every virtual CPU device holds a copy.
 REPLICATED_BYTES = 1 << 28
-# Which mesh axis splits a dim of a weight; dims that are not named are replicated. Weights that are split over fsdp are
-# gathered to be multiplied; those over tp and ep are multiplied in parts.
+# The mesh axis that shards each dim of a weight; dims that are not listed are replicated. Weights sharded over fsdp are
+# gathered before they are multiplied; those sharded over tp and ep are multiplied shard by shard.
 RULES: dict[str, str] = {
     "embed": "fsdp",
     "vocab": "tp",
@@ -32,58 +32,58 @@ RULES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is split: the mesh axis of each dim that is, by the names of `RULES`; "tokens" are split over sp.
+    """The sharding of a model: the mesh axis of each sharded dim, by the names of `RULES`, and of "tokens" (sp).
 
-    A mesh axis of one device splits nothing.
+    Mesh axes with one device are left out.
     """
 
     axes: tuple[tuple[str, str], ...] = ()
 
     def axis(self, dim: str | None) -> str | None:
-        """The mesh axis that splits this dim; None if it is whole."""
+        """Returns the mesh axis that shards this dim; None if it is replicated."""
         return dict(self.axes).get(dim or "")
 
     def spec(self, dims: tuple[str | None, ...]) -> PartitionSpec:
-        """Where an array with these dims lies."""
+        """Returns the partition spec of an array with these dims."""
         return PartitionSpec(*map(self.axis, dims))
 
 
-# On one device, or a copy on each.
-WHOLE = Layout()
+# One device, or a copy on each.
+REPLICATED = Layout()
 
 
 def make_mesh(
-    shape: Sequence[int] = (-1, 1, 1, 1, 1), of: Sequence[Any] | None = None, dcn: Sequence[int] | None = None
+    shape: Sequence[int] = (-1, 1, 1, 1, 1), devices: Sequence[Any] | None = None, dcn: Sequence[int] | None = None
 ) -> Mesh:
-    """A mesh with the axes `dp, fsdp, ep, tp, sp`; one size may be -1 and takes what is left.
+    """Returns a mesh with the axes `dp, fsdp, ep, tp, sp`.
 
     Args:
-        shape: the sizes.
-        of: devices; None for all that there are.
-        dcn: how many slices lie along each axis, where devices are of several, between which the network is slower;
-            the sizes are multiples of these. None has all slices along `dp`.
+        shape: Size of each axis. One may be -1 and takes the remaining devices.
+        devices: The devices; None for all.
+        dcn: Number of slices along each axis, for devices of several slices with a slower network between them. Each
+            size must be a multiple of it. None puts all slices along `dp`.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices, or do not divide by the slices.
+        ValueError: The sizes do not multiply to the number of devices, or are not divisible by the slices.
     """
     configure_jax()
-    devices = np.array(jax.devices() if of is None else of)
+    array = np.array(jax.devices() if devices is None else devices)
     sizes = list(shape)
     if len(sizes) != len(AXES) or sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"mesh must be {len(AXES)} positive sizes for {AXES}, at most one of them -1, got {shape}")
     if -1 in sizes:
         known = -int(np.prod(sizes))
-        sizes[sizes.index(-1)] = max(1, devices.size // known)
-    if np.prod(sizes) != devices.size:
-        asked = f"{int(np.prod(sizes))} devices" if -1 not in shape else f"a multiple of {known}"
-        raise ValueError(f"mesh {','.join(map(str, shape))} asks for {asked}, there are {devices.size} devices")
-    return Mesh(_arranged(devices, sizes, dcn), AXES)
+        sizes[sizes.index(-1)] = max(1, array.size // known)
+    if np.prod(sizes) != array.size:
+        needed = f"{int(np.prod(sizes))} devices" if -1 not in shape else f"a multiple of {known} devices"
+        raise ValueError(f"mesh {','.join(map(str, shape))} needs {needed}, but there are {array.size}")
+    return Mesh(_arranged(array, sizes, dcn), AXES)
 
 
 def _arranged(devices: np.ndarray, sizes: list[int], dcn: Sequence[int] | None) -> np.ndarray:
-    """The devices in the shape of a mesh, those that talk most to each other next to each other."""
+    """Arranges the devices in the mesh so that those that communicate most are neighbours."""
     on_tpu = devices[0].platform == "tpu"
-    if not on_tpu and dcn is None:  # what else calls a slice is a host, and nothing is known of what is next to what
+    if not on_tpu and dcn is None:  # elsewhere a slice is a host, and the topology is unknown
         return devices.reshape(sizes)
     from jax.experimental import mesh_utils
 
@@ -95,122 +95,124 @@ def _arranged(devices: np.ndarray, sizes: list[int], dcn: Sequence[int] | None) 
 
 
 def slices_along(sizes: Sequence[int], num_slices: int, dcn: Sequence[int] | None = None) -> list[int]:
-    """How many slices lie along each axis of a mesh of these sizes.
+    """Returns the number of slices along each axis of a mesh.
 
     Args:
-        sizes: of the mesh.
-        num_slices: that there are.
-        dcn: as it is asked for; None has all along the first axis.
+        sizes: Size of each axis.
+        num_slices: Number of slices that the devices belong to.
+        dcn: Requested number of slices along each axis; None puts all along the first axis.
 
     Raises:
-        ValueError: the sizes do not divide by them, or they are not as many as there are.
+        ValueError: A size is not divisible by its slices, or `dcn` does not multiply to `num_slices`.
     """
     by_slice = list(dcn or (num_slices, *(1,) * (len(AXES) - 1)))
     if np.prod(by_slice) != num_slices:
-        asked = ",".join(map(str, by_slice))
-        raise ValueError(f"mesh_dcn {asked} asks for {int(np.prod(by_slice))} slices, the devices are of {num_slices}")
+        requested = ",".join(map(str, by_slice))
+        raise ValueError(
+            f"mesh_dcn {requested} needs {int(np.prod(by_slice))} slices, but the devices belong to {num_slices}"
+        )
     for axis, size, own in zip(AXES, sizes, by_slice, strict=True):
         if size % own:
             raise ValueError(
-                f"mesh {','.join(map(str, sizes))}: {axis} ({size}) does not divide by {own} slices; make it a "
-                "multiple, or set mesh_dcn to have the slices along another axis"
+                f"mesh {','.join(map(str, sizes))}: {axis} ({size}) is not divisible by {own} slices; make it a "
+                "multiple, or set mesh_dcn to put the slices along another axis"
             )
     return by_slice
 
 
-def mesh_for(num_bytes: int, of: Sequence[Any] | None = None) -> Mesh:
-    """The mesh for weights of this size: all devices, but on CPU one of each process if the weights are large.
+def default_mesh(num_bytes: int, devices: Sequence[Any] | None = None) -> Mesh:
+    """Returns a mesh of all devices; for large weights on CPU, of one device per process.
+
+    Each virtual CPU device holds a copy of the weights. Small copies stay in the caches, so that every core works on
+    its own rows. Large copies all stream through the same memory: a single one, multiplied by all cores, is faster.
 
     Args:
-        num_bytes: of the weights.
-        of: devices; None for all that there are.
-
-    Virtual CPU devices have a copy of the weights each. Small copies stay in the caches, and every core has its own
-    rows; large ones all stream through the same memory, so that one copy, whose products use all cores, is faster.
+        num_bytes: Size of the weights.
+        devices: The devices; None for all.
     """
-    mesh = make_mesh(of=of)
+    mesh = make_mesh(devices=devices)
     if mesh.devices.flat[0].platform != "cpu" or num_bytes <= REPLICATED_BYTES:
         return mesh
-    of_process = {device.process_index: device for device in reversed(mesh.devices.flatten())}
-    devices = np.array([of_process[process] for process in sorted(of_process)])
-    return Mesh(devices.reshape(-1, *(1,) * (len(AXES) - 1)), AXES)
+    first = {device.process_index: device for device in reversed(mesh.devices.flatten())}
+    array = np.array([first[process] for process in sorted(first)])
+    return Mesh(array.reshape(-1, *(1,) * (len(AXES) - 1)), AXES)
 
 
 def num_data_shards(mesh: Mesh) -> int:
-    """Over how many devices rows are spread."""
+    """Returns the number of shards of the batch."""
     return int(np.prod([mesh.shape[axis] for axis in DATA]))
 
 
 def decoding_mesh(mesh: Mesh, tp: int = 1) -> Mesh:
-    """The same devices as rollouts are decoded on: so many neighbours share the weights, all else are data shards.
+    """Returns the mesh for decoding: `tp` neighbouring devices share the weights; the batch is sharded over the rest.
 
     Raises:
-        ValueError: the devices do not divide by `tp`.
+        ValueError: The number of devices is not divisible by `tp`.
     """
     if mesh.shape["tp"] == tp and mesh.shape["dp"] * tp == mesh.devices.size:
         return mesh
     if tp < 1 or mesh.devices.size % tp:
         raise ValueError(
-            f"to decode with tp {tp} takes a multiple of {tp} devices, and the mesh has {mesh.devices.size}"
+            f"decoding with tp {tp} needs a multiple of {tp} devices, but the mesh has {mesh.devices.size}"
         )
     sizes = {**dict.fromkeys(AXES, 1), AXES[0]: mesh.devices.size // tp, "tp": tp}
     return Mesh(mesh.devices.reshape(tuple(sizes.values())), AXES)
 
 
-def is_split(mesh: Mesh) -> bool:
-    """Whether the mesh splits anything but rows."""
+def splits_model(mesh: Mesh) -> bool:
+    """Returns whether the mesh shards anything besides the batch."""
     return mesh.shape["dp"] != mesh.devices.size
 
 
 def layout_for(sizes: Mapping[str, int], mesh: Mesh) -> Layout:
-    """How dims of these sizes are split; what does not divide stays whole (see `indivisible`).
+    """Returns the layout of a model; dims that are not divisible are replicated (see `indivisible`).
 
     Args:
-        sizes: of the dims, in units that cannot be cut.
-        mesh: of the devices.
+        sizes: Size of each dim, in units that cannot be split.
+        mesh: The mesh.
     """
-    left_whole = {dim for dim, _, _ in indivisible(sizes, mesh)}
-    left_whole |= {"kv_heads"} if "heads" in left_whole else set()
-    axes = [(dim, RULES[dim]) for dim in sizes if mesh.shape[RULES[dim]] > 1 and dim not in left_whole]
+    replicated = {dim for dim, _, _ in indivisible(sizes, mesh)}
+    replicated |= {"kv_heads"} if "heads" in replicated else set()
+    axes = [(dim, RULES[dim]) for dim in sizes if mesh.shape[RULES[dim]] > 1 and dim not in replicated]
     return Layout((*axes, *([("tokens", "sp")] if mesh.shape["sp"] > 1 else [])))
 
 
 def indivisible(sizes: Mapping[str, int], mesh: Mesh) -> list[tuple[str, int, str]]:
-    """Dims that do not divide by the mesh axis that would split them: name, size and axis."""
+    """Returns the dims that are not divisible by their mesh axis: name, size and axis."""
     return [(dim, size, RULES[dim]) for dim, size in sizes.items() if size % mesh.shape[RULES[dim]]]
 
 
-def check_divides(sizes: Mapping[str, int], mesh: Mesh, replicated: Collection[str] = ()) -> None:
-    """See that a mesh can split a model.
+def check_divisible(sizes: Mapping[str, int], mesh: Mesh, replicated: Collection[str] = ()) -> None:
+    """Checks that a mesh can shard a model.
 
     Args:
-        sizes: of its dims, in units that cannot be cut.
-        mesh: of the devices.
-        replicated: dims that may stay whole.
+        sizes: Size of each dim, in units that cannot be split.
+        mesh: The mesh.
+        replicated: Dims that may be replicated instead.
 
     Raises:
-        ValueError: a dim does not divide; all that do not are named.
+        ValueError: A dim is not divisible by its mesh axis; the message names all such dims.
     """
     unknown = sorted(set(replicated) - set(RULES))
     if unknown:
-        raise ValueError(f"mesh_replicate names {', '.join(unknown)}; dims that meshes split are {', '.join(RULES)}")
+        raise ValueError(f"mesh_replicate names {', '.join(unknown)}; dims that meshes shard are {', '.join(RULES)}")
     found = [each for each in indivisible(sizes, mesh) if each[0] not in replicated]
     if found:
-        told = "; ".join(f"{dim} ({size}) does not divide by {axis}={mesh.shape[axis]}" for dim, size, axis in found)
+        faults = "; ".join(f"{dim} ({size}) is not divisible by {axis}={mesh.shape[axis]}" for dim, size, axis in found)
         allowed = " ".join(dict.fromkeys((*replicated, *(dim for dim, _, _ in found))))
         raise ValueError(
-            f"mesh {sizes_text(mesh)} cannot split the model: {told}. Choose other sizes, or have these whole on every "
-            f"device: mesh_replicate {allowed}"
+            f"mesh {format_mesh(mesh)} cannot shard the model: {faults}. Choose other sizes, or replicate these dims: "
+            f"mesh_replicate {allowed}"
         )
     if "heads" in sizes and mesh.shape["sp"] > 1:
-        parts = mesh.shape["tp"] if sizes["heads"] % mesh.shape["tp"] == 0 else 1
-        if sizes["heads"] // parts % mesh.shape["sp"]:
+        shards = mesh.shape["tp"] if sizes["heads"] % mesh.shape["tp"] == 0 else 1
+        if sizes["heads"] // shards % mesh.shape["sp"]:
             raise ValueError(
-                f"mesh {sizes_text(mesh)}: {sizes['heads'] // parts} heads on each device do not divide by "
-                f"sp={mesh.shape['sp']}, over which attention spreads them; choose a smaller sp"
+                f"mesh {format_mesh(mesh)}: the {sizes['heads'] // shards} heads of each device are not divisible by "
+                f"sp={mesh.shape['sp']}, over which attention shards them; choose a smaller sp"
             )
 
 
-def sizes_text(mesh: Mesh) -> str:
-    """The mesh as it is written in settings: the sizes of dp, fsdp, ep, tp and sp."""
+def format_mesh(mesh: Mesh) -> str:
+    """Returns the mesh as settings state it: the sizes of dp, fsdp, ep, tp and sp."""
     return ",".join(str(size) for size in mesh.shape.values())

@@ -1,4 +1,4 @@
-"""The platform that a program is traced for, which need not be that of the machine that traces it."""
+"""The platform that a program is traced for, which may differ from that of the machine that traces it."""
 
 import jax
 
@@ -6,8 +6,8 @@ import jax
 def traced_platform() -> str:
     """Returns the platform of the mesh whose program is being traced: "cpu", "gpu" or "tpu".
 
-    Inside a `shard_map` that is the platform of its mesh, also where the devices are absent and the program is only
-    compiled for them. Outside of one it is jax's default backend.
+    Inside a `shard_map` this is the platform of its mesh, even where the devices are absent and the program is only
+    compiled for them. Elsewhere it is jax's default backend.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform

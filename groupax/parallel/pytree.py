@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def pytree(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen dataclass whose fields are all children of a pytree.
+    """Makes `cls` a frozen dataclass whose fields are all children of a pytree.
 
-    Unflattening bypasses `__init__`, because jax rebuilds a tree with tracers, axis sizes or
-    sentinels in place of arrays, and none of those passes a check of annotated shapes.
+    Unflattening bypasses `__init__`, because jax rebuilds trees with tracers, axis sizes or sentinels in place of
+    arrays, none of which passes a check of annotated shapes.
     """
     cls = dataclass(frozen=True)(cls)
     names = tuple(field.name for field in fields(cls))  # pyright: ignore[reportArgumentType]

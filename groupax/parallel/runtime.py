@@ -1,4 +1,4 @@
-"""Settings of jax itself, made before its first use."""
+"""Settings of jax itself, which must precede its first use."""
 
 import logging
 import os
@@ -13,10 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def configure_jax() -> None:
-    """One virtual CPU device per core, whose memory is used again, compiled programs kept on disk, and the other
-    processes of the run joined.
+    """Sets up virtual CPU devices, memory reuse, the compilation cache, and the connection to the run's processes.
 
-    What the user has set is left alone.
+    Settings that the user made are kept.
     """
     keep_freed_memory()
     _use_all_cores()
@@ -25,7 +24,7 @@ def configure_jax() -> None:
 
 
 def _use_all_cores() -> None:
-    """Inside a jitted loop a CPU device runs on one core only, so there is a device for each."""
+    """Creates one CPU device per core, since a device uses a single core inside a jitted loop."""
     chosen = jax.config.jax_num_cpu_devices > 0  # pyright: ignore[reportAttributeAccessIssue]
     if chosen or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
@@ -35,7 +34,7 @@ def _use_all_cores() -> None:
     except RuntimeError:  # jax's backends are up already
         if jax.default_backend() == "cpu" and jax.device_count() < cores:
             logger.warning(
-                "jax was used before groupax and runs on %d of %d cores; make the trainer or engine first, or set "
+                "jax was used before groupax and runs on %d of %d cores; create the trainer or engine first, or set "
                 "jax_num_cpu_devices",
                 jax.device_count(),
                 cores,
@@ -43,7 +42,7 @@ def _use_all_cores() -> None:
 
 
 def _keep_compiled_programs() -> None:
-    """Compiled programs are read back by the next run with the same shapes, the many small ones too."""
+    """Keeps compiled programs, small ones included, on disk for the next run with the same shapes."""
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "groupax" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(cache))

@@ -1,4 +1,4 @@
-"""Where servers of this program listen, and who reaches them there. Imports nothing of groupax."""
+"""The sockets of groupax's servers. Imports nothing of groupax."""
 
 import ipaddress
 import socket
@@ -8,14 +8,14 @@ LAST_PORT = 65535
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """Returns a listening socket.
 
     Args:
-        host: a name or an address, of IPv4 or IPv6.
-        port: 0 takes a free one.
+        host: Name, IPv4 address or IPv6 address.
+        port: Port number, or 0 for a free port.
 
     Raises:
-        ValueError: that is not possible, as when the port is taken.
+        ValueError: The address cannot be used; its port may be taken.
     """
     try:
         if not 0 <= port <= LAST_PORT:
@@ -23,25 +23,23 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise ValueError(
-            f"{host}, port {port}, cannot be listened at ({error}); choose another --host or --port"
-        ) from error
+        raise ValueError(f"cannot listen on {host}, port {port} ({error}); choose another --host or --port") from error
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that is bound to it."""
+    """Returns whether a server bound to this host is reachable from this machine only."""
     return host in LOOPBACK
 
 
 def own_address(host: str) -> str | None:
-    """Returns the address of this machine at which others that know it as `host` reach it.
+    """Returns this machine's address for clients that know it as `host`, or None if there is no such address.
 
-    A service that is bound to this address is reached through one network only. The result is None when there is no
-    such address, and the service has to listen at all of them: the name belongs to a router in front of this machine,
-    or stands for the loopback here, as the machine's own name does in Debian's /etc/hosts.
+    A service bound to this address is reachable through a single network. With None the service has to listen on all
+    addresses: `host` may be a router in front of this machine, or resolve to the loopback here, as a machine's own name
+    does in Debian's /etc/hosts.
 
     Args:
-        host: a name or an address, of IPv4 or IPv6.
+        host: Name, IPv4 address or IPv6 address.
     """
     if is_loopback(host):
         return "127.0.0.1" if host == "localhost" else host

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupax.config import GRPOConfig, mesh_sizes
-from groupax.engine.tensor_parallel import undivided
+from groupax.engine.tensor_parallel import indivisible_dims
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params, split_dims
 from groupax.parallel.accelerators import tpu_slice
-from groupax.parallel.mesh import check_divides, decoding_mesh, is_split, mesh_for
+from groupax.parallel.mesh import check_divisible, decoding_mesh, default_mesh, splits_model
 from groupax.planning.devices import Target, target_of
 from groupax.planning.measured import Compiler, Measured
 from groupax.planning.programs import UnfitError
@@ -92,8 +92,8 @@ def plan_of(
         ValueError: the mesh does not divide the devices or the model, or settings contradict each other.
     """
     target, args = target_of(asked.devices), asked.args
-    mesh = mesh_of(args, target.devices) or mesh_for(4 * num_params(config), target.devices)
-    check_divides(split_dims(config), mesh, args.mesh_replicate)
+    mesh = mesh_of(args, target.devices) or default_mesh(4 * num_params(config), target.devices)
+    check_divisible(split_dims(config), mesh, args.mesh_replicate)
     memory = target.chip.memory_bytes if target.chip else None
     try:
         run = run_of(config, mesh, args, lora, memory)
@@ -146,14 +146,14 @@ def _changes(config: ModelConfig, plan: Plan) -> Iterator[Asked]:
             half = max(longest, min(tokens, plan.run.micro_batch_cells) // 2)
             yield asked.changed(f"--micro_batch_tokens {half}", micro_batch_tokens=half)
     # a copy of whole weights is there already only where they are split
-    is_copied = is_split(plan.mesh) or args.decoding_tp > 1 or args.decoding_weights != "same"
+    is_copied = splits_model(plan.mesh) or args.decoding_tp > 1 or args.decoding_weights != "same"
     may_split = plan.mesh.devices.size > 1 and (args.mesh is None or mesh_sizes(args.mesh)[1] == 1)
     if may_split and not (is_rollout and is_copied):
         yield asked.changed(f"--mesh {_FSDP}", mesh=_FSDP)
     may_share = args.decoding_weights in ("same", "bfloat16") and args.base_weights == "same" and not args.max_staleness
     if is_rollout and is_copied and may_share:
         tp = 2 * args.decoding_tp
-        if not plan.mesh.devices.size % tp and not undivided(config, decoding_mesh(plan.mesh, tp)):
+        if not plan.mesh.devices.size % tp and not indivisible_dims(config, decoding_mesh(plan.mesh, tp)):
             yield asked.changed(f"--decoding_tp {tp}", decoding_tp=tp)
     if is_rollout and is_copied and args.decoding_weights == "same" and args.decoding_tp == 1:
         yield asked.changed("--decoding_weights int8", decoding_weights="int8")

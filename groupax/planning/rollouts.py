@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from groupax.engine.ahead_of_time import CHUNK_STEPS, prompts_at_once, traced_programs
 from groupax.engine.cache import cache_dtype, token_bytes
-from groupax.engine.plan import CACHE_COLUMNS, FREE_PART, CacheShape, Plan, bucket, longest_columns, piece_columns
+from groupax.engine.plan import CACHE_COLUMNS, FREE_FRAC, CacheShape, Plan, bucket, longest_columns, piece_columns
 from groupax.models.adapted import apply_adapter
 from groupax.models.quantize import decoding_params
 from groupax.models.split import partition_specs
@@ -51,7 +51,7 @@ def rollout_of(
     num_pieces = shape.num_prompt_columns // piece_columns(together, shape.num_prompt_columns, own_heads)
     arguments = {**({"rollout weights": params} if kept else of_model.own), "kv cache": cache}
     programs = [
-        Program("admit", admits, arguments, -(-num_prompts // min(together, shape.num_places)), num_pieces),
+        Program("admit", admits, arguments, -(-num_prompts // min(together, shape.num_prompt_slots)), num_pieces),
         Program("decode_chunk", decodes, arguments, num_waves * num_chunks, CHUNK_STEPS),
     ]
     return programs, shape, own_bytes({"weights": gathered}) - own_bytes({"weights": given}) if gathers else 0.0
@@ -63,7 +63,7 @@ def _cache_shape(
     """Of each data shard's keys and values, at their largest, as the engine would have it with so much free memory."""
     config, args, num_shards = of_model.config, of_model.args, num_data_shards(mesh)
     most_columns = longest_columns(*longest, CHUNK_STEPS)
-    budget = FREE_PART * free if args.kv_cache_gb is None else args.kv_cache_gb * 1e9
+    budget = FREE_FRAC * free if args.kv_cache_gb is None else args.kv_cache_gb * 1e9
     num_tokens = int(min(budget, _UNLIMITED) / token_bytes(config, kv_dtype, mesh.shape["tp"]))
     allowed = Plan(num_tokens, config.num_layers, args.max_concurrent_rows)
     try:

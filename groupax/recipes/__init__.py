@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupax.data.files import EVAL_SPLITS, TRAIN_SPLITS, MissingSplitError, kind_of, read_rows
-from groupax.data.prompts import Example, Examples, refuse_images
+from groupax.data.examples import Example, Examples, check_text_only
+from groupax.data.files import file_kind
+from groupax.data.sources import EVAL_SPLITS, TRAIN_SPLITS, MissingSplitError, read_rows
 from groupax.settings.fields import nearest
 
 
@@ -82,7 +83,7 @@ def make_recipe(
 
     def read(source: str, splits: Sequence[str], name: str) -> Examples:
         rows = read_rows(source, name, splits, subset if source == dataset or Path(source).is_dir() else None)
-        refuse_images(rows, f"{name} ({source})")
+        check_text_only(rows, f"{name} ({source})")
         return [_example(example, rows[index], index, source) for index in range(len(rows))]
 
     def train_dataset(source: str | None = None) -> Examples:
@@ -110,7 +111,7 @@ def make_recipe(
 
 def _is_one_set(source: Path) -> bool:
     """Whether there is nothing to hold out: a file, or a single dataset as `datasets` saves it."""
-    return kind_of(source) is not None or (source / "state.json").is_file()
+    return file_kind(source) is not None or (source / "state.json").is_file()
 
 
 def _example(example: Callable[[Example], dict[str, Any]], row: Any, index: int, source: str) -> dict[str, Any]:

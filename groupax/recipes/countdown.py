@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from groupax.data.prompts import Example
+from groupax.data.examples import Example
 from groupax.recipes import make_recipe
 from groupax.recipes.rows import chat
 from groupax.rewards.text import completion_text, tagged

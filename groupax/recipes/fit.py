@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from groupax.config import GRPOConfig
-from groupax.data.prompts import Examples
+from groupax.data.examples import Examples
 from groupax.data.tokenizer import is_conversational, load_tokenizer
 from groupax.models.bitsandbytes_format import without_nf4
 from groupax.models.families import read_config

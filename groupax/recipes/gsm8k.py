@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from groupax.data.prompts import Example
+from groupax.data.examples import Example
 from groupax.recipes import make_recipe
 from groupax.recipes.rows import chat, gold, question
 from groupax.rewards.formats import xml_format

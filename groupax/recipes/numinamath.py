@@ -6,7 +6,7 @@ Rows have the columns `problem` and `solution` (the answer in `\boxed{}`), as in
 
 from typing import Any
 
-from groupax.data.prompts import Example
+from groupax.data.examples import Example
 from groupax.recipes import make_recipe
 from groupax.recipes.rows import chat, gold, question
 

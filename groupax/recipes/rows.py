@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from groupax.data.prompts import Example
+from groupax.data.examples import Example
 
 QUESTIONS = ("question", "problem", "prompt")
 

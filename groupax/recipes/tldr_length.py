@@ -6,7 +6,7 @@ Rows have the column `prompt`, as in the hub's trl-lib/tldr; a reference summary
 from collections.abc import Sequence
 from typing import Any
 
-from groupax.data.prompts import Example
+from groupax.data.examples import Example
 from groupax.recipes import make_recipe
 from groupax.rewards.text import completion_text
 

@@ -8,7 +8,7 @@ _PUBLIC = {
     "RewardError": "groupax.errors",
     "RewardModel": "groupax.rewards.model",
     "TrainerState": "groupax.types",
-    "with_columns": "groupax.rewards.contract",
+    "with_columns": "groupax.rewards.resolve",
     "BUILTIN_REWARDS": "groupax.rewards.builtin",
     "code_tests": "groupax.rewards.code",
     "cosine_length": "groupax.rewards.lengths",

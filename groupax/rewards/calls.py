@@ -1,46 +1,59 @@
-"""One call of a reward function, in whatever thread or process this is, and what it logs. Imports no jax."""
+"""One call of a reward function, in a thread, in a worker process or on an event loop. Imports no jax."""
 
 import asyncio
+import concurrent.futures
+import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupax.rewards.contract import one_by_one
+from groupax.rewards.contract import split_per_completion
 
 
 @dataclass
-class Logged:
-    """Collects what a call logs beside its return value."""
+class CallLog:
+    """What a reward function logs during a call, in addition to the rewards that it returns."""
 
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keep a value per completion in the rollout log."""
+        """Keeps one value per completion for the rollout log."""
         self.extra.setdefault(column, []).extend(values)
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Report a number of the step."""
+        """Keeps a number for the metrics of the step."""
         self.metrics[name] = float(value)
 
+    def bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments with this log's methods for those of them that are loggers."""
+        loggers = {"log_extra": self.log_extra, "log_metric": self.log_metric}
+        return {name: loggers.get(name, value) for name, value in arguments.items()}
 
-def call_sync(function: Callable[..., Any], arguments: Mapping[str, Any], num_singly: int | None) -> tuple[Any, Logged]:
-    """Call a sync function, in whatever thread or process this is.
+
+def call_sync(
+    function: Callable[..., Any], arguments: Mapping[str, Any], num_completions: int | None
+) -> tuple[Any, CallLog]:
+    """Calls a sync reward function in the current thread or process.
 
     Args:
-        function: a reward.
-        arguments: by name, with a value per completion where there is a list.
-        num_singly: how many completions, if it takes them one by one; None if one call takes all.
+        function: A reward function.
+        arguments: Its keyword arguments; lists have one entry per completion.
+        num_completions: Number of completions if the function takes one at a time; None if one call takes all.
+
+    Returns:
+        What the function returned, with arrays and generators as lists, and what it logged.
     """
-    logged = Logged()
-    arguments = _with_loggers(arguments, logged)
-    if num_singly is None:
-        return _plain(function(**arguments)), logged
-    return [function(**each) for each in one_by_one(arguments, num_singly)], logged
+    log = CallLog()
+    arguments = log.bind(arguments)
+    if num_completions is None:
+        return _as_list(function(**arguments)), log
+    return [function(**each) for each in split_per_completion(arguments, num_completions)], log
 
 
-def call_in_worker(*call: Any) -> tuple[Any, Logged]:
-    """`call_sync`, raising nothing that ends the loop of whoever waits for it."""
+def call_in_worker(*call: Any) -> tuple[Any, CallLog]:
+    """Calls `call_sync` in a worker process, and raises nothing but subclasses of Exception."""
     try:
         return call_sync(*call)
     except BaseException as error:
@@ -48,36 +61,61 @@ def call_in_worker(*call: Any) -> tuple[Any, Logged]:
 
 
 async def call_async(
-    function: Callable[..., Any], arguments: Mapping[str, Any], num_singly: int | None
-) -> tuple[Any, Logged]:
-    """Call an async function, as `call_sync` does; completions one by one at the same time."""
-    logged = Logged()
-    arguments = _with_loggers(arguments, logged)
+    function: Callable[..., Any], arguments: Mapping[str, Any], num_completions: int | None
+) -> tuple[Any, CallLog]:
+    """Calls an async reward function like `call_sync`, with all completions at once if it takes one at a time."""
+    log = CallLog()
+    arguments = log.bind(arguments)
     try:
-        if num_singly is None:
-            return _plain(await function(**arguments)), logged
-        return list(await asyncio.gather(*(function(**each) for each in one_by_one(arguments, num_singly)))), logged
+        if num_completions is None:
+            return _as_list(await function(**arguments)), log
+        calls = (function(**each) for each in split_per_completion(arguments, num_completions))
+        return list(await asyncio.gather(*calls)), log
     except BaseException as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise as_exception(error) from error  # or it would end the loop for all
-
-
-def _with_loggers(arguments: Mapping[str, Any], logged: Logged) -> dict[str, Any]:
-    loggers = {"log_extra": logged.log_extra, "log_metric": logged.log_metric}
-    return {**arguments, **{name: logger for name, logger in loggers.items() if name in arguments}}
+        raise as_exception(error) from error  # SystemExit, for one, would stop the event loop
 
 
 def as_exception(error: BaseException) -> Exception:
-    """What a function raised, as something that a future accepts and that ends no loop."""
+    """Returns an exception that a future accepts and that stops no event loop, for anything that a function raises."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RuntimeError(": ".join(filter(None, (f"raised {type(error).__name__}", str(error)))))
 
 
-def _plain(returned: Any) -> Any:
-    """What passes between processes and needs no library there: arrays of other libraries, and generators, as lists."""
+def start_event_loop(name: str) -> asyncio.AbstractEventLoop:
+    """Returns an event loop that runs in a daemon thread. When it is stopped, its unfinished tasks are cancelled."""
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    loop = runner.get_loop()
+
+    def run() -> None:
+        with runner:
+            loop.run_forever()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return loop
+
+
+def start_thread(function: Callable[..., Any], *args: Any) -> "concurrent.futures.Future[Any]":
+    """Calls a function in a daemon thread, which does not keep the interpreter from exiting."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            settle, outcome = future.set_result, function(*args)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            settle, outcome = future.set_exception, as_exception(error)
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled in the meantime
+            settle(outcome)
+
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    return future
+
+
+def _as_list(returned: Any) -> Any:
+    """Returns arrays of other libraries, and generators, as lists, so that they can be sent between processes."""
     if hasattr(returned, "tolist"):
         return returned.tolist()
     return list(returned) if hasattr(returned, "__next__") else returned

@@ -1,16 +1,17 @@
-"""Runs reward functions that need signals, which Python gives to nothing but the main thread, there.
+"""Reward functions that set signal handlers, which Python allows in the main thread only.
 
-    a reward's thread:  function asks for a signal ──► SignalWanted ──► the call is begun again in the main thread
-    main thread:        run_until(calls are done): takes what waits; a second thread may interrupt it when time is over
+    daemon thread:  the function calls signal.signal ──► NeedsMainThreadError ──► it is called again in the main thread
+    main thread:    run_until(calls are done) calls the functions that wait; a signal interrupts one that times out
 
-math-verify's time limits are such a wish. Imports no jax.
+The time limits of math-verify are an example. Imports no jax.
 """
 
 import asyncio
+import contextlib
 import queue
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,70 +19,73 @@ from typing import Any
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.rewards.calls import as_exception
 
-INTERRUPT = signal.SIGVTALRM  # hardly used by anyone; SIGALRM is what rewards themselves use
-REFUSED = "signal only works in main thread"  # the words of CPython's ValueError
+INTERRUPT = signal.SIGVTALRM  # rarely used otherwise; reward functions themselves use SIGALRM
+REFUSAL = "signal only works in main thread"  # the text of CPython's ValueError
 
-_noticing = threading.local()
+_watched = threading.local()
 _set_handler = signal.signal
-_hook_lock = threading.Lock()
-_num_hooks = 0
+_lock = threading.Lock()
+_num_watching = 0
 
 
-class SignalWanted(BaseException):
-    """A function in a thread asked for a signal. No Exception, so that `except Exception` does not swallow the wish."""
+class NeedsMainThreadError(Exception):
+    """A function that was called in another thread has tried to set a signal handler."""
 
 
-class Interrupted(BaseException):
-    """The time of a function in the main thread is over."""
+class _SignalRequested(BaseException):
+    """Leaves a function that calls `signal.signal`. No Exception, so that `except Exception` does not catch it."""
 
 
-def hook() -> None:
-    """Notice from now on when a thread that is `noticing` asks for a signal handler; undone by `unhook`."""
-    global _num_hooks
-    with _hook_lock:
-        _num_hooks += 1
+class _Interrupted(BaseException):
+    """Leaves a function in the main thread whose time is over."""
+
+
+@contextlib.contextmanager
+def signal_requests_noticed() -> Iterator[None]:
+    """Replaces `signal.signal`, in this context, by one that `call_noticing` relies on."""
+    global _num_watching
+    with _lock:
+        _num_watching += 1
         signal.signal = _signal  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def unhook() -> None:
-    """Undo one `hook`."""
-    global _num_hooks
-    with _hook_lock:
-        _num_hooks -= 1
-        if not _num_hooks:
-            signal.signal = _set_handler
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_watching -= 1
+            if not _num_watching:
+                signal.signal = _set_handler
 
 
 def _signal(signalnum: int, handler: Any) -> Any:
-    if getattr(_noticing, "active", False):
-        _noticing.wanted = True
-        raise SignalWanted
+    if getattr(_watched, "active", False):
+        _watched.requested = True
+        raise _SignalRequested
     return _set_handler(signalnum, handler)
 
 
-def call_noticing(function: Callable[[], Any]) -> Any:
-    """Call the function in this thread.
+def call_noticing(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function in the current thread, which is not the main thread.
 
     Raises:
-        SignalWanted: it asked for a signal, whatever it made of the answer.
+        NeedsMainThreadError: It has tried to set a signal handler, even if it caught the refusal.
     """
-    _noticing.active, _noticing.wanted = True, False
+    _watched.active, _watched.requested = True, False
     try:
-        returned = function()
-    except Exception as error:
-        if _noticing.wanted or _was_refused(error):
-            raise SignalWanted from None
+        returned = function(*args)
+    except BaseException as error:
+        if _watched.requested or _was_refused(error):
+            raise NeedsMainThreadError from None
         raise
     finally:
-        _noticing.active = False
-    if _noticing.wanted:
-        raise SignalWanted
+        _watched.active = False
+    if _watched.requested:
+        raise NeedsMainThreadError
     return returned
 
 
 def _was_refused(error: BaseException | None) -> bool:
     while error is not None:
-        if REFUSED in str(error):
+        if REFUSAL in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -90,27 +94,32 @@ def _was_refused(error: BaseException | None) -> bool:
 @dataclass
 class _Job:
     function: Callable[[], Any]
-    begun: Callable[[], object]
+    on_start: Callable[[], object]
     future: "Future[Any]" = field(default_factory=Future)
 
 
 class MainThread:
-    """What waits for the main thread, and a way to interrupt it."""
+    """A queue of calls for the main thread, the current one of which can be interrupted.
+
+    Attributes:
+        needed_by: Names of the reward functions that have to be called here.
+    """
 
     def __init__(self) -> None:
+        self.needed_by: set[str] = set()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._current: _Job | None = None
-        self._handler_before: Any = None
+        self._previous_handler: Any = None
 
-    async def call(self, function: Callable[[], Any], begun: Callable[[], None]) -> Any:
-        """Have the main thread call the function; cancelling interrupts it.
+    async def call(self, function: Callable[[], Any], on_start: Callable[[], None]) -> Any:
+        """Has the main thread call a function. Cancelling interrupts it.
 
         Args:
-            function: what to call.
-            begun: called in the current loop when its turn has come.
+            function: The function to call.
+            on_start: Called on the current event loop when the main thread starts the function.
         """
         loop = asyncio.get_running_loop()
-        job = _Job(function, lambda: loop.call_soon_threadsafe(begun))
+        job = _Job(function, lambda: loop.call_soon_threadsafe(on_start))
         self._jobs.put(job)
         try:
             return await asyncio.wrap_future(job.future)
@@ -120,7 +129,7 @@ class MainThread:
             raise
 
     def run_until(self, calls: Sequence["Future[Any]"]) -> None:
-        """Call what waits until all these calls are done; what others wait for is called too."""
+        """Calls the functions that wait, whoever they are for, until all of these calls are done."""
         for call in calls:
             call.add_done_callback(lambda _: self._jobs.put(None))
         while not all(call.done() for call in calls):
@@ -128,46 +137,46 @@ class MainThread:
             if job is not None:
                 self._run(job)
 
+    def close(self) -> None:
+        """Restores the signal's handler. Functions that still wait are not called."""
+        if self._previous_handler is not None and _is_main_thread():
+            _set_handler(INTERRUPT, self._previous_handler)
+            self._previous_handler = None
+
     def _run(self, job: _Job) -> None:
         if not job.future.set_running_or_notify_cancel():
             return
-        if not _in_main_thread():
-            job.future.set_exception(
-                RuntimeError(
-                    "the function asks for a signal, which only the main thread can have, and training runs in another "
-                    "thread; set reward_workers, or have it limit its time in another way"
-                )
-            )
-            return
-        if self._handler_before is None:
-            self._handler_before = _set_handler(INTERRUPT, self._interrupt) or signal.SIG_DFL
         try:
-            try:
-                self._current = job
-                job.begun()
-                outcome: Any = job.function()
-            finally:
-                self._current = None
-        except Interrupted:  # also if it came at the last moment
+            result = self._interruptible(job)
+        except _Interrupted:  # also if it came at the last moment
             self._current = None
             job.future.set_exception(TimeoutError("interrupted in the main thread"))
-        except (KeyboardInterrupt, RolloutCancelled):  # of this thread, and not of the function
+        except (KeyboardInterrupt, RolloutCancelled):  # meant for this thread, not for the function
             raise
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             job.future.set_exception(as_exception(error))
         else:
-            job.future.set_result(outcome)
+            job.future.set_result(result)
+
+    def _interruptible(self, job: _Job) -> Any:
+        if not _is_main_thread():
+            raise RuntimeError(
+                "the function sets a signal handler, which is possible in the main thread only, and training runs in "
+                "another thread; set reward_workers, or have the function limit its time in another way"
+            )
+        if self._previous_handler is None:
+            self._previous_handler = _set_handler(INTERRUPT, self._interrupt) or signal.SIG_DFL
+        try:
+            self._current = job
+            job.on_start()
+            return job.function()
+        finally:
+            self._current = None
 
     def _interrupt(self, *_: object) -> None:
         if self._current is not None:
-            raise Interrupted
-
-    def close(self) -> None:
-        """Give the signal back. What still waits is not called."""
-        if self._handler_before is not None and _in_main_thread():
-            _set_handler(INTERRUPT, self._handler_before)
-            self._handler_before = None
+            raise _Interrupted
 
 
-def _in_main_thread() -> bool:
+def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()

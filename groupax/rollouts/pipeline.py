@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from groupax.engine.engine import Engine
-from groupax.engine.scheduler import Sequence
+from groupax.engine.sequence import Sequence
 from groupax.models.specs import Params
 from groupax.parallel.fair_lock import FairLock
 from groupax.rollouts.collector import Collector

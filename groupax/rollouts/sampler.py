@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from groupax.data.tokenizer import decode, special_token_ids
-from groupax.engine.scheduler import Sequence as Completion
+from groupax.engine.sequence import Sequence as Completion
 from groupax.settings.sampling import SamplingParams
 from groupax.types import Rollout
 

@@ -10,13 +10,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from groupax.config import GRPOConfig, mesh_sizes
-from groupax.data.prompts import Examples, PromptSet, encode_examples, prompt_limit
+from groupax.data.examples import Examples
+from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
-from groupax.models.checkpoint import Model, load_model, on_mesh
+from groupax.models.checkpoint import Model, load_model, reshard
 from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
+from groupax.objective.advantages import find_advantage_estimator
 from groupax.objective.entropy import EntropyControl
+from groupax.objective.kl import find_estimator
+from groupax.objective.objective import zero_metrics
 from groupax.parallel import processes
 from groupax.parallel.mesh import make_mesh
 from groupax.parallel.peak import free_memory_bytes
@@ -44,6 +48,17 @@ def check_processes(args: GRPOConfig) -> None:
         raise ValueError(f"max_staleness is set, which is not built for several processes, and there are {num}")
 
 
+def check_objective(args: GRPOConfig) -> None:
+    """Checks that loss, KL estimator and advantages exist and that the first two return a number per token.
+
+    Raises:
+        ValueError: one does not.
+    """
+    zero_metrics(learner_settings(args).objective)
+    find_estimator(args.kl_estimator)
+    find_advantage_estimator(args.advantage_estimator)
+
+
 def model_for(args: GRPOConfig, model: str | Path | Model) -> Model:
     """The model on the mesh that is asked for, loaded if it is a name.
 
@@ -53,7 +68,7 @@ def model_for(args: GRPOConfig, model: str | Path | Model) -> Model:
     mesh = mesh_of(args)
     if not isinstance(model, Model):
         return load_model(model, mesh=mesh, weights=args.base_weights, replicated=args.mesh_replicate)
-    return model if mesh is None else on_mesh(model, mesh, args.mesh_replicate)
+    return model if mesh is None else reshard(model, mesh, args.mesh_replicate)
 
 
 def mesh_of(args: GRPOConfig, devices: Sequence[Any] | None = None) -> Mesh | None:

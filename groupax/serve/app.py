@@ -23,7 +23,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from groupax.data.tokenizer import context_of, decode
+from groupax.data.tokenizer import context_tokens, decode
 from groupax.models.checkpoint import Model
 from groupax.serve.answers import Answers, Completion, Vocabulary
 from groupax.serve.callers import Callers
@@ -333,7 +333,7 @@ class Server:
             TextStream(
                 lambda ids: decode(tokenizer, [ids])[0],
                 each.params.stop,
-                context_of(tokenizer, each.prompt),
+                context_tokens(tokenizer, each.prompt),
                 each.params.min_tokens,
             )
             for each in job.sequences

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from groupax.engine.scheduler import Sequence as Completion
+from groupax.engine.sequence import Sequence as Completion
 from groupax.models.specs import Params
 from groupax.parallel import processes
 from groupax.parallel.transfer import to_host_on_primary

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from groupax.engine.engine import unstarted
-from groupax.engine.scheduler import Sequence as Completion
+from groupax.engine.engine import new_sequences
+from groupax.engine.sequence import Sequence as Completion
 from groupax.errors import RunError
 from groupax.models.config import ModelConfig
-from groupax.models.exchange import leaves_of, places, tensors_of, trained_part
 from groupax.models.lora import Adapter, adapter_specs
-from groupax.models.peft_format import adapter_json
+from groupax.models.named_tensors import host_tensors, param_leaves, specs_by_name, trained_params
+from groupax.models.peft_format import adapter_config_dict
 from groupax.models.specs import Params, model_specs
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.serve.protocol import PIECE_BYTES, manifest_of, pieces_of
@@ -79,7 +79,7 @@ class RemoteSampler:
         self.servers = [Remote(url, api_key, timeout_s) for url in urls]
         self._shared = shared
         self._others: dict[Remote, Other | None] = {}  # of those that have been asked what they are
-        self._settings = None if adapter is None else adapter_json(adapter, config)
+        self._settings = None if adapter is None else adapter_config_dict(adapter, config)
         self._specs = model_specs(config) if adapter is None else adapter_specs(config, adapter.config)
         self._under_way: set[_Requests] = set()
         self.version = 0
@@ -107,7 +107,7 @@ class RemoteSampler:
         """Unstarted sequences (see `Engine.sequences`)."""
         if params.logprobs:
             raise ValueError("alternatives (logprobs) of remote completions are not fetched; ask the server itself")
-        return unstarted(prompts, params, self.eos_ids, step, first_prompt)
+        return new_sequences(prompts, params, self.eos_ids, step, first_prompt)
 
     def stream(self, sequences: Iterable[Completion]) -> Iterator[Completion]:
         """Run sequences to their ends, those of a prompt yielded as soon as all of them are finished.
@@ -235,17 +235,17 @@ class RemoteSampler:
             other.reload(self._shared.written(self.params, version))
             server.state, server.version, server.pushed = f"version {version}", version, version
             return
-        part = self.params if self._settings is None else trained_part(self._specs, self.params)
-        leaves = leaves_of(self._specs, part)
+        part = self.params if self._settings is None else trained_params(self._specs, self.params)
+        leaves = param_leaves(self._specs, part)
         with closing(server.connection()) as connection:
             held = self._held_by(server, connection)
             known = server.leaves if held["state"] == server.state else []
             same = {index for index, leaf in enumerate(known) if leaf() is leaves[index]}
             server.state = None
-            at = places(self._specs)
+            at = specs_by_name(self._specs)
             wanted = {name for name, parts in at.items() if not all(index in same for index, _ in parts)}
             if wanted:
-                held = self._upload(server, connection, held, tensors_of(self._specs, leaves, wanted))
+                held = self._upload(server, connection, held, host_tensors(self._specs, leaves, wanted))
         server.state, server.version, server.pushed = held["state"], held["version"], self.version
         server.leaves = [weakref.ref(leaf) for leaf in leaves]
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from groupax.engine.engine import Engine
 from groupax.engine.programs import Programs
-from groupax.engine.scheduler import Sequence
+from groupax.engine.sequence import Sequence
 from groupax.engine.session import Session
 from groupax.settings.sampling import SamplingParams
 from groupax.types import FinishReason

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from groupax.config import MOST_STOPS
-from groupax.data.chat import joined_parts
+from groupax.data.messages import join_text_parts
 from groupax.serve.errors import ApiError
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, STOP_IDS, SamplingParams
@@ -177,7 +177,7 @@ def _message(message: Any) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         try:
-            content = joined_parts(content, "a message")
+            content = join_text_parts(content, "a message")
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
     if not _is_text(content):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from groupax.data.tokenizer import REPLACEMENT
-from groupax.engine.stops import text_before_stop
+from groupax.engine.stop_strings import text_before_stop
 
 
 class TextStream:
@@ -14,7 +14,7 @@ class TextStream:
     Args:
         decode: tokens to text.
         stop: texts that end it.
-        context: the tokens that it stands behind (see `tokenizer.context_of`).
+        context: the tokens that it stands behind (see `tokenizer.context_tokens`).
         min_tokens: of the completion; a stop text counts only if it ends after them.
     """
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.engine.scheduler import Sequence as Completion
+from groupax.engine.sequence import Sequence as Completion
 from groupax.errors import RunError
 from groupax.models.checkpoint import Model
 from groupax.models.saving import save_model
@@ -66,7 +66,7 @@ class Other(Protocol):
         """A prompt's sequences, completed.
 
         Args:
-            group: unstarted, of one prompt.
+            group: new_sequences, of one prompt.
             version: of the weights that it has taken over.
             connection: an open one with it.
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.checkpoint import Model
-from groupax.models.exchange import leaves_of, with_tensors
 from groupax.models.lora import LoRAConfig, adapter_specs, as_lora_config, init_adapter
+from groupax.models.named_tensors import param_leaves, replace_tensors
 from groupax.models.specs import Params, model_specs
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
@@ -197,11 +197,11 @@ class Weights:
         tensors = tensors_in(upload.data, upload.places)
         config = self.models[upload.model].config
         if upload.lora is None:
-            return Held(with_tensors(model_specs(config), held.base, tensors))
+            return Held(replace_tensors(model_specs(config), held.base, tensors))
         specs = adapter_specs(config, upload.lora)
         trained = held.trained if held.lora == upload.lora else self._new_adapter(upload.model, upload.lora)
         assert trained is not None, "an adapter has weights"
-        return Held(held.base, upload.lora, with_tensors(specs, trained, tensors))
+        return Held(held.base, upload.lora, replace_tensors(specs, trained, tensors))
 
     def take_over(self, upload: Upload, held: Held) -> dict[str, Any]:
         """Give an engine its new weights; to be run between two chunks.
@@ -242,7 +242,7 @@ class Weights:
             if held.lora is not None:
                 raise ValueError(f"{model} has an adapter; send that, or start the server with its base")
             specs = model_specs(config)
-            leaves_of(specs, held.base)
+            param_leaves(specs, held.base)
         else:
             if held.base is not _base(self.models[model]):
                 raise ValueError(f"the base of {model} was changed by uploads; start the server again")

@@ -30,7 +30,7 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
     path = Path(name_or_path).expanduser().absolute()
     if path.is_dir():
         if not (path / "config.json").is_file() and not (path / ADAPTER_NAME).is_file():
-            inside = listed(entry.name for entry in path.iterdir()) or "nothing"
+            inside = list_names(entry.name for entry in path.iterdir()) or "nothing"
             raise ValueError(f"{path} is no model folder: it has no config.json (it holds {inside})")
         check_links(path)
         return path
@@ -44,7 +44,7 @@ def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:
         raise ValueError(f"there is no folder {name_or_path}, and the hub does not give it: {error}") from error
 
 
-def listed(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str]) -> str:
     """The first names of files, as an error shows them: without control characters."""
     return ", ".join(name if name.isprintable() else ascii(name) for name in sorted(names)[:8])
 

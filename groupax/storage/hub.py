@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from groupax.errors import RunError
-from groupax.storage.replacing import MANIFEST
+from groupax.storage.manifest import MANIFEST
 
 
 def push_folder(folder: str | os.PathLike[str], repo_id: str, private: bool = True) -> str:

@@ -74,7 +74,7 @@ _HELD: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [lock._forget() for lock in list(_HELD)])
 
 
-def refuse_locked(folder: Path) -> None:
+def check_unlocked(folder: Path) -> None:
     """See that no run works in the folder. Nothing is written.
 
     Raises:

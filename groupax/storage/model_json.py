@@ -5,10 +5,9 @@ Files are checked before a family reads them, so that readers compute with numbe
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from reprlib import Repr
 from typing import Any
 
-from groupax.terminal.printable import one_line
+from groupax.terminal.printable import short_repr
 
 # Far beyond any released model. What is refused here would otherwise be counted up to before the files are compared.
 MAX_LAYERS = 4096
@@ -39,7 +38,7 @@ class Kind:
         )
 
 
-def is_whole(value: Any, low: int, high: int) -> bool:
+def is_integer(value: Any, low: int, high: int) -> bool:
     """Whether a value is an integer, which true and false are not, within bounds."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
@@ -49,23 +48,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) < 1e300 and value == value
 
 
-def shown(value: Any) -> str:
-    """A value of a file as an error shows it: not too long, in one line, and without control characters."""
-    return _SHORT.repr(value)
-
-
-def message_of(error: BaseException) -> str:
-    """Returns the message of a library's error about a file, which may repeat what the file holds."""
-    return one_line(" ".join(str(error).split()), 300)
-
-
-_SHORT = Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong = 2, 80, 40
-
-
-def whole(low: int = 1, high: int = MAX_SIZE) -> Kind:
+def integer(low: int = 1, high: int = MAX_SIZE) -> Kind:
     """Integers within bounds."""
-    return Kind(f"a whole number from {low} to {high}", lambda value: is_whole(value, low, high))
+    return Kind(f"a whole number from {low} to {high}", lambda value: is_integer(value, low, high))
 
 
 def above(low: int) -> Kind:
@@ -88,7 +73,7 @@ TEXT = Kind("a string", lambda value: isinstance(value, str))
 TABLE = Kind("an object", lambda value: isinstance(value, Mapping)).or_null()
 TEXTS = list_of(TEXT).or_null()
 DTYPE = Kind("float32, bfloat16 or float16", lambda value: value in ("float32", "bfloat16", "float16")).or_null()
-TOKEN = whole(0)
+TOKEN = integer(0)
 TOKENS = Kind(
     f"{TOKEN.description}, or a list of such",
     lambda value: all(map(TOKEN.accepts, value if isinstance(value, list) else [value])),
@@ -100,38 +85,38 @@ CONFIG: Mapping[str, Kind] = {
     "attention_bias": FLAG,
     "attention_multiplier": above(0),
     "attn_logit_softcapping": above(0).or_null(),
-    "decoder_sparse_step": whole(),
+    "decoder_sparse_step": integer(),
     "embedding_multiplier": above(0),
     "dtype": DTYPE,
     "eos_token_id": TOKENS,
     "final_logit_softcapping": above(0).or_null(),
-    "head_dim": whole().or_null(),
+    "head_dim": integer().or_null(),
     "hidden_act": TEXT.or_null(),
     "hidden_activation": TEXT.or_null(),
-    "hidden_size": whole(),
+    "hidden_size": integer(),
     "id2label": TABLE,
-    "intermediate_size": whole(),
+    "intermediate_size": integer(),
     "layer_norm_eps": above(0),
     "layer_types": TEXTS,
     "logit_scale": above(0),
     "logits_scaling": above(0),
-    "max_position_embeddings": whole(),
-    "max_window_layers": whole(0),
+    "max_position_embeddings": integer(),
+    "max_window_layers": integer(0),
     "mlp_bias": FLAG,
-    "mlp_only_layers": list_of(whole(0)).or_null(),
+    "mlp_only_layers": list_of(integer(0)).or_null(),
     "model_type": TEXT,
-    "moe_intermediate_size": whole(),
-    "no_rope_layer_interval": whole(),
-    "no_rope_layers": list_of(whole(0, 1)).or_null(),
+    "moe_intermediate_size": integer(),
+    "no_rope_layer_interval": integer(),
+    "no_rope_layers": list_of(integer(0, 1)).or_null(),
     "norm_topk_prob": FLAG,
-    "num_attention_heads": whole(),
-    "num_experts": whole(1, MAX_EXPERTS).or_null(),
-    "num_experts_per_tok": whole(1, MAX_EXPERTS),
-    "num_hidden_layers": whole(1, MAX_LAYERS),
-    "num_key_value_heads": whole().or_null(),
-    "num_labels": whole().or_null(),
-    "num_local_experts": whole(1, MAX_EXPERTS).or_null(),
-    "original_max_position_embeddings": whole(2).or_null(),
+    "num_attention_heads": integer(),
+    "num_experts": integer(1, MAX_EXPERTS).or_null(),
+    "num_experts_per_tok": integer(1, MAX_EXPERTS),
+    "num_hidden_layers": integer(1, MAX_LAYERS),
+    "num_key_value_heads": integer().or_null(),
+    "num_labels": integer().or_null(),
+    "num_local_experts": integer(1, MAX_EXPERTS).or_null(),
+    "original_max_position_embeddings": integer(2).or_null(),
     "partial_rotary_factor": Kind(
         "a number above 0 and at most 1", lambda value: is_number(value) and 0 < value <= 1
     ).or_null(),
@@ -144,13 +129,13 @@ CONFIG: Mapping[str, Kind] = {
     "rope_scaling": TABLE,
     "rope_theta": above(1).or_null(),
     "router_aux_loss_coef": NOT_NEGATIVE,
-    "sliding_window": whole().or_null(),
-    "sliding_window_pattern": whole().or_null(),
+    "sliding_window": integer().or_null(),
+    "sliding_window_pattern": integer().or_null(),
     "tie_word_embeddings": FLAG,
     "torch_dtype": DTYPE,
     "use_qk_norm": FLAG,
     "use_sliding_window": FLAG,
-    "vocab_size": whole(),
+    "vocab_size": integer(),
 }
 # Of a table of rotary parameters, in either notation; null stands for no entry.
 ROPE: Mapping[str, Kind] = {
@@ -164,7 +149,7 @@ ROPE: Mapping[str, Kind] = {
     "low_freq_factor": above(0),
     "mscale": NOT_NEGATIVE,
     "mscale_all_dim": NOT_NEGATIVE,
-    "original_max_position_embeddings": whole(2),
+    "original_max_position_embeddings": integer(2),
     "partial_rotary_factor": CONFIG["partial_rotary_factor"],
     "rope_theta": above(1),
     "rope_type": TEXT,
@@ -177,19 +162,19 @@ ROPE: Mapping[str, Kind] = {
 GENERATION: Mapping[str, Kind] = {
     "do_sample": FLAG,
     "eos_token_id": TOKENS,
-    "max_length": whole().or_null(),
-    "max_new_tokens": whole().or_null(),
+    "max_length": integer().or_null(),
+    "max_new_tokens": integer().or_null(),
     "min_p": ANY_NUMBER.or_null(),
-    "num_return_sequences": whole().or_null(),
-    "pad_token_id": whole(-1).or_null(),
+    "num_return_sequences": integer().or_null(),
+    "pad_token_id": integer(-1).or_null(),
     "repetition_penalty": above(0).or_null(),
     "temperature": NOT_NEGATIVE.or_null(),
-    "top_k": whole(-1).or_null(),
+    "top_k": integer(-1).or_null(),
     "top_p": ANY_NUMBER.or_null(),
 }
 
 
-def checked(content: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
+def validate(content: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
     """The content of a file, in which each value is one that its key can have.
 
     Args:
@@ -202,12 +187,12 @@ def checked(content: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -
     """
     for key, kind in kinds.items():
         if key in content and not kind.accepts(content[key]):
-            raise ValueError(f"{where} has {key}={shown(content[key])}; it must be {kind.description}")
+            raise ValueError(f"{where} has {key}={short_repr(content[key])}; it must be {kind.description}")
     numbers = {key for key, value in content.items() if value is not None and key in kinds and kinds[key].is_number}
     return {key: float(value) if key in numbers else value for key, value in content.items()}
 
 
-def checked_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+def validate_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     """A parsed `config.json` in which each value is one that its key can have; flags that are null are off.
 
     Raises:
@@ -219,20 +204,20 @@ def checked_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         for name in ("rope_parameters", "rope_scaling")
         if hf.get(name)
     }
-    return checked({**hf, **flags}, CONFIG, "config.json") | tables
+    return validate({**hf, **flags}, CONFIG, "config.json") | tables
 
 
 def _checked_rope(table: Any, where: str) -> dict[str, Any]:
     if not isinstance(table, Mapping):
-        raise ValueError(f"{where} is {shown(table)}; it must be {TABLE.description}")
-    table = checked({key: value for key, value in table.items() if value is not None}, ROPE, where)
+        raise ValueError(f"{where} is {short_repr(table)}; it must be {TABLE.description}")
+    table = validate({key: value for key, value in table.items() if value is not None}, ROPE, where)
     if table.get("low_freq_factor", 0.0) == table.get("high_freq_factor", 1.0):
         raise ValueError(f"{where} has low_freq_factor and high_freq_factor of one value; they must differ")
     kinds = [kind for kind in ("full_attention", "sliding_attention") if table.get(kind)]
     return table | {kind: _checked_rope(table[kind], f"{kind} of {where}") for kind in kinds}
 
 
-def tokens_outside(content: Mapping[str, Any], vocab_size: int) -> list[int]:
+def out_of_vocabulary(content: Mapping[str, Any], vocab_size: int) -> list[int]:
     """The end-of-sequence tokens of a file that a model's vocabulary does not have."""
     named = content.get("eos_token_id")
     listed = named if isinstance(named, list) else [] if named is None else [named]

@@ -7,20 +7,28 @@ new one. It may also leave a hidden folder `.NAME.partial-...` beside it, which 
 """
 
 import ctypes
-import hashlib
 import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from groupax.storage.folders import listed, read_json, write_json
+from groupax.storage.folders import list_names
+from groupax.storage.manifest import (
+    MANIFEST,
+    changed_files,
+    fingerprint,
+    is_as_written,
+    read_manifest,
+    write_fingerprints,
+    write_manifest,
+    written_files,
+)
 
 logger = logging.getLogger(__name__)
-MANIFEST = ".groupax_files.json"
 CARD = "README.md"  # whoever edits it keeps it
 # What loading a model or its tokenizer reads. Of another origin such files would mix with those of the new model.
 MODEL_FILES = re.compile(
@@ -32,7 +40,6 @@ _TOKENIZER_FILES = re.compile(
     r"|additional_chat_templates/.*"
 )
 _MIXING_FILES = re.compile(r"adapter_config\.json|.*\.safetensors(\.index\.json)?")  # loading would prefer or add them
-SAMPLED_BYTES, SAMPLES = 1 << 16, 64  # of files that would take long to read
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100  # of Linux
 
 
@@ -52,7 +59,7 @@ def check_destination(folder: Path, sources: Collection[Path] = ()) -> None:
         ValueError: it is the working folder, or a source, or one lies in the other.
     """
     folder = _resolved(folder)
-    check_apart(folder, sources)
+    check_disjoint(folder, sources)
     if _is_worked_in(folder):
         raise ValueError(f"{folder} is or contains the working folder, which cannot be replaced; choose another folder")
     if folder.exists() and not folder.is_dir():
@@ -60,19 +67,19 @@ def check_destination(folder: Path, sources: Collection[Path] = ()) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not (folder / MANIFEST).is_file():
-        names = listed(entry.name for entry in folder.iterdir())
+        names = list_names(entry.name for entry in folder.iterdir())
         raise ForeignFilesError(
             f"{folder} holds files that groupax did not write ({names}), and a model is never written over such; "
             "choose another folder, which need not exist"
         )
-    own = own_files(folder)
-    foreign = [name for name in _changed(folder) if name != CARD]
+    own = written_files(folder)
+    foreign = [name for name in changed_files(folder) if name != CARD]
     known = {PurePosixPath(name).parts[0] for name in own}
     entries = [entry.name for entry in folder.iterdir() if MODEL_FILES.fullmatch(entry.name)]
     foreign += [name for name in entries if name not in known]
     if foreign:
         raise ForeignFilesError(
-            f"{folder} holds a model that groupax wrote, but {listed(set(foreign))} "
+            f"{folder} holds a model that groupax wrote, but {list_names(set(foreign))} "
             "came from elsewhere or changed since; move that away, or choose another folder"
         )
 
@@ -90,7 +97,7 @@ def _resolved(folder: Path) -> Path:
     return folder.expanduser().resolve()
 
 
-def check_apart(folder: Path, sources: Collection[Path]) -> None:
+def check_disjoint(folder: Path, sources: Collection[Path]) -> None:
     """Refuses a folder that is one of a model's sources, lies in one, or contains one, by whatever name.
 
     Raises:
@@ -108,53 +115,6 @@ def check_apart(folder: Path, sources: Collection[Path]) -> None:
                 f"{folder} {where} the folder that the model is read from ({source}); a model is never written over "
                 "its own source: choose a folder apart from it"
             )
-
-
-def own_files(folder: Path) -> dict[str, str]:
-    """The files that groupax wrote into a folder and that are as they were written, with their fingerprints."""
-    return {name: mark for name, mark in _manifest_of(folder).items() if _is_as_written(folder / name, mark)}
-
-
-def _changed(folder: Path) -> list[str]:
-    """The files that groupax wrote into a folder and that have other contents now."""
-    return [
-        name
-        for name, mark in _manifest_of(folder).items()
-        if (folder / name).exists() and not _is_as_written(folder / name, mark)
-    ]
-
-
-def _manifest_of(folder: Path) -> dict[str, str]:
-    """The manifest of a folder, without entries that are no files in it; empty if there is none that can be read."""
-    if not (folder / MANIFEST).is_file() or (folder / MANIFEST).is_symlink():
-        return {}
-    try:
-        files = read_json(folder / MANIFEST).get("files")
-    except ValueError:  # nothing in the folder is known to be ours then
-        return {}
-    files = files if isinstance(files, dict) else {}
-    return {name: str(mark) for name, mark in files.items() if _is_inside(name)}
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(path.parts) and "\0" not in name and not path.is_absolute() and ".." not in path.parts
-
-
-def _is_as_written(path: Path, mark: str) -> bool:
-    return not path.is_symlink() and path.is_file() and fingerprint(path) == mark
-
-
-def fingerprint(path: Path) -> str:
-    """The size and a SHA-256 sum of a file: of all of it, or of samples throughout one of more than 4 MiB."""
-    size, digest = path.stat().st_size, hashlib.sha256()
-    whole = size <= SAMPLES * SAMPLED_BYTES
-    with path.open("rb") as file:
-        for index in range(SAMPLES):
-            if not whole:
-                file.seek((size - SAMPLED_BYTES) * index // (SAMPLES - 1))
-            digest.update(file.read(SAMPLED_BYTES))
-    return f"{size}:{digest.hexdigest()}"
 
 
 @contextmanager
@@ -190,7 +150,7 @@ def replacing_folder(folder: Path, sources: Collection[Path] = ()) -> Iterator[P
             check_destination(folder, sources)  # much may have happened while the model was written
             _adopt_others(folder, partial)
             shutil.copymode(folder, partial)
-            for name in _manifest_of(partial):
+            for name in read_manifest(partial):
                 _sync(partial / name)
             _exchange(partial, folder)
         else:
@@ -204,29 +164,16 @@ def replacing_folder(folder: Path, sources: Collection[Path] = ()) -> Iterator[P
 
 def replace_card(folder: Path, text: str) -> None:
     """Writes the card of a model's folder anew, if groupax wrote the one that is there."""
-    if CARD not in own_files(folder):
+    if CARD not in written_files(folder):
         return
     partial = folder / f".{CARD}.partial-{secrets.token_hex(4)}"
     partial.write_text(text, encoding="utf-8")
     partial.replace(folder / CARD)
-    _write_manifest(folder, {**_manifest_of(folder), CARD: fingerprint(folder / CARD)})
+    write_fingerprints(folder, {**read_manifest(folder), CARD: fingerprint(folder / CARD)})
 
 
 def _is_leftover(name: str, of_folder: str) -> bool:
     return name.startswith(f".{of_folder}.partial-")
-
-
-def write_manifest(folder: Path, names: Collection[str]) -> None:
-    """Lists files of a folder as written by groupax, and no others."""
-    files = {name: fingerprint(folder / name) for name in names if name != MANIFEST}
-    _write_manifest(folder, files)
-
-
-def _write_manifest(folder: Path, files: Mapping[str, str]) -> None:
-    about = "Files of a model that groupax wrote. Others in this folder are left alone when it is written again."
-    partial = folder / f"{MANIFEST}.partial-{secrets.token_hex(4)}"
-    write_json(partial, {"about": about, "files": dict(files)})
-    partial.replace(folder / MANIFEST)
 
 
 def _files_below(folder: Path) -> list[str]:
@@ -235,7 +182,7 @@ def _files_below(folder: Path) -> list[str]:
 
 def _adopt_others(folder: Path, partial: Path) -> None:
     """Gives a new folder what lies in the old one and is not a file of groupax as it was written."""
-    own = {*own_files(folder), MANIFEST}
+    own = {*written_files(folder), MANIFEST}
     for where, folders, files in os.walk(folder, onerror=_raise):
         inside = Path(where).relative_to(folder)
         links = [name for name in folders if (Path(where) / name).is_symlink()]
@@ -301,7 +248,7 @@ def _exchange(new: Path, folder: Path) -> None:
 
 def _remove_replaced(old: Path, folder: Path) -> None:
     """Removes a folder whose place another one took: what groupax wrote, and what the other one has too."""
-    own = {*own_files(old), MANIFEST}
+    own = {*written_files(old), MANIFEST}
     for where, folders, files in os.walk(old, topdown=False):
         for path in (Path(where) / name for name in (*files, *folders)):
             relative = path.relative_to(old)
@@ -326,16 +273,16 @@ def _is_same(path: Path, other: Path) -> bool:
     )
 
 
-def can_be_replaced(folder: Path) -> bool:
+def is_replaceable(folder: Path) -> bool:
     """Whether all files of a folder are groupax's, as it wrote them, and nobody works in it; also if there is none."""
     folder = _resolved(folder)
     if not folder.is_dir() or _is_worked_in(folder):
         return not folder.exists()
-    own = {*own_files(folder), MANIFEST}
+    own = {*written_files(folder), MANIFEST}
     return all(path.relative_to(folder).as_posix() in own for path in folder.rglob("*") if not path.is_dir())
 
 
-def add_to_folder(new: Path, folder: Path) -> None:
+def merge_into_folder(new: Path, folder: Path) -> None:
     """Moves a written model into a folder that holds other things, file by file, `config.json` last.
 
     It replaces files that groupax wrote or whose contents are the same. A tokenizer's files and a card of another
@@ -350,17 +297,17 @@ def add_to_folder(new: Path, folder: Path) -> None:
     """
     folder = folder.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    names = sorted(_manifest_of(new), key=lambda name: name in ("config.json", "adapter_config.json"))
-    own = own_files(folder)
+    names = sorted(read_manifest(new), key=lambda name: name in ("config.json", "adapter_config.json"))
+    own = written_files(folder)
     there = [name for name in names if os.path.lexists(folder / name) and name not in own]
     kept = {name for name in there if name == CARD or _TOKENIZER_FILES.fullmatch(name)}
-    same = {name for name in there if _is_as_written(folder / name, fingerprint(new / name))}
+    same = {name for name in there if is_as_written(folder / name, fingerprint(new / name))}
     foreign = [name for name in there if name not in kept | same]
     others = [entry.name for entry in folder.iterdir() if entry.name not in {*own, *names}]
     foreign += [name for name in others if _MIXING_FILES.fullmatch(name)]
     if foreign:
         raise ForeignFilesError(
-            f"{folder} holds {listed(set(foreign))} that groupax did not write, and a model is never "
+            f"{folder} holds {list_names(set(foreign))} that groupax did not write, and a model is never "
             "written over such; choose another folder, or move them away"
         )
     written = [name for name in names if name not in kept | same]

@@ -4,6 +4,12 @@ A terminal obeys control characters, and bidirectional overrides make a text loo
 characters that stand for them, so that a reader sees that they are there.
 """
 
+from reprlib import Repr
+from typing import Any
+
+_SHORT = Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong = 2, 80, 40
+
 
 def printable(text: str) -> str:
     """Returns the text with every character visible that a terminal would obey; newlines and tabs stay.
@@ -20,6 +26,16 @@ def one_line(text: str, limit: int = 160) -> str:
     """Returns the beginning of the text, visible as in `printable`, on one line of at most `limit` characters."""
     visible = printable(text[: limit + 1]).replace("\n", "⏎").replace("\t", " ")
     return visible if len(visible) <= limit else f"{visible[: limit - 1]}…"
+
+
+def error_line(error: BaseException | str, limit: int = 300) -> str:
+    """Returns an error's message, which may quote untrusted text, as one visible line."""
+    return one_line(" ".join(str(error).split()), limit)
+
+
+def short_repr(value: Any) -> str:
+    """Returns the `repr` of an untrusted value: short, on one line and without control characters."""
+    return _SHORT.repr(value)
 
 
 def _is_plain(text: str) -> bool:

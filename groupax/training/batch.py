@@ -16,7 +16,7 @@ from groupax.config import SharePrefix
 from groupax.models.execution import FusedAttention
 from groupax.models.fused_attention import MIN_QUERIES
 from groupax.models.grouped import RaggedBatch
-from groupax.objective.objective import Evidence
+from groupax.objective.objective import LossInputs
 from groupax.parallel.pytree import pytree
 from groupax.training.packing import PLAIN, AttentionCost, MicroBatchPlan, Part, Shape, plan, ranges
 from groupax.types import Row
@@ -32,14 +32,14 @@ class MicroBatch:
         ragged: prompts and rows; indices count within a shard.
         cells: where among the targets each token of each row is, -1 for none.
         slots: where in `cells` each of the targets is, -1 for padding.
-        evidence: of each row; rows that only pad have no token that counts.
+        inputs: data of the loss for each row; padding rows have no token that counts.
         numbers: of the tokens, the same wherever a token is computed; what is drawn for a token depends on it.
     """
 
     ragged: RaggedBatch
     cells: Int[Any, "B T"]
     slots: Int[Any, "R"]
-    evidence: Evidence
+    inputs: LossInputs
     numbers: UInt32[Any, "M"]
 
 
@@ -125,8 +125,8 @@ def _shard(
         mask[b, :length], advantages[b], rollout_logp[b, :length] = row.mask, row.advantage, row.rollout_logp
         for name, values in optional.items():
             values[b, :length] = np.nan if (known := getattr(row, name)) is None else known
-    evidence = Evidence(advantages=advantages, mask=mask, rollout_logp=rollout_logp, **optional)
-    return MicroBatch(ragged, cells, slots, evidence, _numbers(rows, parts, begins, shape)), where
+    inputs = LossInputs(advantages=advantages, mask=mask, rollout_logp=rollout_logp, **optional)
+    return MicroBatch(ragged, cells, slots, inputs, _numbers(rows, parts, begins, shape)), where
 
 
 def _numbers(rows: Sequence[Row], parts: Sequence[Part], begins: Sequence[int], shape: Shape) -> np.ndarray:

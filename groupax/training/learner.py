@@ -24,9 +24,9 @@ from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators
 from groupax.objective.entropy import EntropyControl, EntropyState, applied_coef, next_entropy_state
 from groupax.objective.masks import top_entropy_threshold
-from groupax.objective.metrics import Tally
+from groupax.objective.metrics import MetricSums
 from groupax.parallel.memory import on_devices, on_host
-from groupax.parallel.mesh import is_split, num_data_shards, sizes_text
+from groupax.parallel.mesh import format_mesh, num_data_shards, splits_model
 from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
 from groupax.parallel.transfer import to_host
 from groupax.settings.objective import ObjectiveSettings
@@ -150,7 +150,7 @@ class Learner:
         self.dropout_rate = adapter.config.lora_dropout if adapter else 0.0
         if self.dropout_rate and self.mesh.shape["tp"] > 1:
             raise ValueError(
-                f"mesh {sizes_text(self.mesh)}: lora_dropout {self.dropout_rate} is not built for inputs that are "
+                f"mesh {format_mesh(self.mesh)}: lora_dropout {self.dropout_rate} is not built for inputs that are "
                 "split over tp; set it to 0, or tp to 1"
             )
         self.state: TrainState = init_state(
@@ -226,7 +226,7 @@ class Learner:
                     execution=self.execution,
                     dropout_rate=self.dropout_rate,
                 )
-                if self.device_lock or (self.on_cpu and (self.config.experts or is_split(self.mesh))):
+                if self.device_lock or (self.on_cpu and (self.config.experts or splits_model(self.mesh))):
                     jax.block_until_ready(totals)  # collectives of virtual devices can starve each other in a queue
             scored.append(pair)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
@@ -246,9 +246,9 @@ class Learner:
             )
             totals = replace(totals, grads={})  # their memory can go
             self.policy = self._policy()
-            loss, tally, grad_norm, made = to_host((totals.loss, totals.tally, grad_norm, made))
+            loss, sums, grad_norm, made = to_host((totals.loss, totals.metrics, grad_norm, made))
         metrics = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": learning_rate}
-        metrics |= _means(tally, num_tokens) | {"update_skipped": float(not made), "loss_tokens": float(num_tokens)}
+        metrics |= _means(sums, num_tokens) | {"update_skipped": float(not made), "loss_tokens": float(num_tokens)}
         if settings.objective.entropy_bonus:
             metrics["entropy_coef"] = coef
             metrics["policy_loss"] = self._policy_loss(metrics, coef)
@@ -415,13 +415,13 @@ def fitting_tokens(config: ModelConfig, itemsize: int, checkpointing: Checkpoint
     return max(1024, min(MOST_MICRO_BATCH_TOKENS, fitting // 1024 * 1024))
 
 
-def _means(tally: Tally, num_tokens: int) -> Metrics:
+def _means(metrics: MetricSums, num_tokens: int) -> Metrics:
     """Sums become means over loss tokens, and nothing is known without any; extremes over no rows at all are 0."""
     if not num_tokens:
-        return dict.fromkeys((*tally.sums, *tally.minima, *tally.maxima), float("nan"))
-    means = {name: float(total) / num_tokens for name, total in tally.sums.items()}
-    minima = {name: 0.0 if value == np.inf else float(value) for name, value in tally.minima.items()}
-    maxima = {name: 0.0 if value == -np.inf else float(value) for name, value in tally.maxima.items()}
+        return dict.fromkeys((*metrics.sums, *metrics.minima, *metrics.maxima), float("nan"))
+    means = {name: float(total) / num_tokens for name, total in metrics.sums.items()}
+    minima = {name: 0.0 if value == np.inf else float(value) for name, value in metrics.minima.items()}
+    maxima = {name: 0.0 if value == -np.inf else float(value) for name, value in metrics.maxima.items()}
     return means | minima | maxima
 
 

@@ -23,10 +23,10 @@ from groupax.models.grouped import gather_with_inverse, grouped_logprobs, local_
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import partition_specs
 from groupax.objective.aggregation import Denominators
-from groupax.objective.metrics import Tally, across_devices, empty_tally, merge
-from groupax.objective.objective import empty_objective_tally, old_logprobs, policy_objective
+from groupax.objective.metrics import MetricSums, join, merge, psum_metrics
+from groupax.objective.objective import old_logprobs, policy_objective, zero_metrics
 from groupax.parallel.collectives import psum
-from groupax.parallel.mesh import DATA, TOKENS, Layout, is_split
+from groupax.parallel.mesh import DATA, TOKENS, Layout, splits_model
 from groupax.parallel.pytree import pytree
 from groupax.parallel.transfer import to_device
 from groupax.settings.objective import ObjectiveSettings
@@ -61,12 +61,12 @@ class Totals:
     Attributes:
         grads: of the loss, float32.
         loss: of the step so far.
-        tally: metrics of the step so far.
+        metrics: metrics of the step so far.
     """
 
     grads: Params
     loss: Float[Array, ""]
-    tally: Tally
+    metrics: MetricSums
 
 
 def to_rows(tree: Any, mesh: Mesh) -> Any:
@@ -99,7 +99,7 @@ def init_state(
 
 def _placed(state: TrainState, config: ModelConfig, mesh: Mesh) -> TrainState:
     """The state where the mesh wants it: what has a weight's name and shape, like the weight, and all else whole."""
-    if not is_split(mesh):
+    if not splits_model(mesh):
         return state
 
     def constrained(x: Array, spec: PartitionSpec) -> Array:
@@ -174,13 +174,13 @@ def zero_totals(params: Params, *, config: ModelConfig, settings: ObjectiveSetti
 
 
 def _zeros(params: Params, config: ModelConfig, settings: ObjectiveSettings) -> Totals:
-    own = empty_objective_tally(settings)
-    own = _united(own, empty_tally([ROUTER_LOSS] if config.experts else [], [], []))
-    engine = empty_tally([f"{LOGP_DIFF}_mean"], [], [f"{LOGP_DIFF}_max"])
+    zero = jnp.float32(0.0)
+    router = MetricSums({ROUTER_LOSS: zero} if config.experts else {}, {}, {})
+    engine = MetricSums({f"{LOGP_DIFF}_mean": zero}, {}, {f"{LOGP_DIFF}_max": jnp.float32(-jnp.inf)})
     return Totals(
         grads=jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params),
-        loss=jnp.float32(0.0),
-        tally=_united(own, engine),
+        loss=zero,
+        metrics=join(join(zero_metrics(settings), router), engine),
     )
 
 
@@ -232,30 +232,30 @@ def micro_step(
         frozen: FrozenBase | None,
         dropout_key: Array | None,
     ) -> tuple[Totals, tuple[Array, Array]]:
-        evidence, dropout = batch.evidence, None
+        inputs, dropout = batch.inputs, None
         if dropout_key is not None:
             dropout = Dropout(dropout_key, local_tokens(batch.numbers, layout), jnp.float32(dropout_rate))
 
-        def loss_fn(params: Params) -> tuple[Array, tuple[Tally, Array, Array]]:
+        def loss_fn(params: Params) -> tuple[Array, tuple[MetricSums, Array, Array]]:
             weights = apply_adapter(frozen, params, dropout)
             logp, entropy, routings = _logprobs(config, settings, execution, weights, batch, layout)
-            loss, tally = policy_objective(logp, entropy, evidence, counts, settings, entropy_coef)
+            loss, metrics = policy_objective(logp, entropy, inputs, counts, settings, entropy_coef)
             if config.experts:
                 coef = settings.router_aux_loss_coef
                 coef = config.experts.aux_loss_coef if coef is None else coef
                 balance = _balance(routings, batch, layout)
                 loss = loss + coef * balance / counts.num_tokens
-                tally = Tally(tally.sums | {ROUTER_LOSS: balance}, tally.minima, tally.maxima)
-            return loss, (tally, logp, entropy)
+                metrics = MetricSums(metrics.sums | {ROUTER_LOSS: balance}, metrics.minima, metrics.maxima)
+            return loss, (metrics, logp, entropy)
 
-        (loss, (tally, logp, entropy)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        logp_diff = jnp.where(evidence.mask, jnp.abs(old_logprobs(logp, evidence) - evidence.rollout_logp), 0.0)
-        own = Tally({f"{LOGP_DIFF}_mean": jnp.sum(logp_diff)}, {}, {f"{LOGP_DIFF}_max": jnp.max(logp_diff)})
+        (loss, (metrics, logp, entropy)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        logp_diff = jnp.where(inputs.mask, jnp.abs(old_logprobs(logp, inputs) - inputs.rollout_logp), 0.0)
+        own = MetricSums({f"{LOGP_DIFF}_mean": jnp.sum(logp_diff)}, {}, {f"{LOGP_DIFF}_max": jnp.max(logp_diff)})
         before = jax.tree.map(lambda x: x[0], totals)
         after = Totals(
             grads=jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), before.grads, grads),
             loss=before.loss + loss,
-            tally=merge(before.tally, _united(tally, own)),
+            metrics=merge(before.metrics, join(metrics, own)),
         )
         return jax.tree.map(lambda x: x[None], after), (logp, entropy)
 
@@ -286,7 +286,7 @@ def across_shards(totals: Totals, *, config: ModelConfig, mesh: Mesh) -> Totals:
             for index, grad in zip(indices, lax.psum([leaves[index] for index in indices], axes), strict=True):
                 leaves[index] = grad
         loss = lax.psum(own.loss, DATA)
-        return Totals(jax.tree.unflatten(structure, leaves), loss, across_devices(own.tally, DATA))
+        return Totals(jax.tree.unflatten(structure, leaves), loss, psum_metrics(own.metrics, DATA))
 
     of_totals = totals_specs(config, mesh, totals.grads, totals)
     structure = jax.tree.structure(totals)
@@ -377,10 +377,6 @@ def mix(reference: Params, policy: Params, *, alpha: float) -> Params:
     return jax.tree.map(mixed, reference, policy)
 
 
-def _united(a: Tally, b: Tally) -> Tally:
-    return Tally(a.sums | b.sums, a.minima | b.minima, a.maxima | b.maxima)
-
-
 def _logprobs(
     config: ModelConfig,
     settings: ObjectiveSettings,
@@ -401,6 +397,6 @@ def _logprobs(
 
 def _balance(routings: list[Routing], batch: MicroBatch, layout: Layout) -> Float[Array, ""]:
     """This shard's part of the micro-batch's load-balancing loss, times the micro-batch's number of loss tokens."""
-    num_tokens = lax.psum(jnp.sum(batch.evidence.mask).astype(jnp.float32), DATA)
+    num_tokens = lax.psum(jnp.sum(batch.inputs.mask).astype(jnp.float32), DATA)
     counted = local_tokens(batch.ragged.slots >= 0, layout)
     return psum(load_balancing_loss(routings, counted, TOKENS), layout.axis("tokens")) * num_tokens

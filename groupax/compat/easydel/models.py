@@ -11,7 +11,7 @@ from groupax.compat.easydel.names import CHECKPOINTING, AttentionMechanisms, nam
 from groupax.compat.fields import attention_setting, tell
 from groupax.compat.meshes import tell_whole
 from groupax.config import mesh_sizes
-from groupax.engine.tensor_parallel import undivided
+from groupax.engine.tensor_parallel import indivisible_dims
 from groupax.models.checkpoint import Model, load_model
 from groupax.parallel.mesh import RULES, decoding_mesh, make_mesh
 from groupax.settings.fields import nearest
@@ -104,7 +104,7 @@ class AutoEasyDeLModelForCausalLM:
 def shared_by(model: Model) -> int:
     """How many devices share the weights that are decoded with: those of the mesh's tp, if they divide the model."""
     tp = model.mesh.shape["tp"]
-    return 1 if undivided(model.config, decoding_mesh(model.mesh, tp)) else tp
+    return 1 if indivisible_dims(model.config, decoding_mesh(model.mesh, tp)) else tp
 
 
 def config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:

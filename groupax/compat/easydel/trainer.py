@@ -13,7 +13,8 @@ from groupax.compat.easydel.models import EasyDeLModel
 from groupax.compat.easydel.vinference import SAMPLING, vInference
 from groupax.compat.fields import tell
 from groupax.data.chat import render
-from groupax.data.prompts import load_examples, own_template_kwargs
+from groupax.data.examples import load_examples
+from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import is_conversational, prepare_tokenizer
 
 # Columns that hold the question in well-known datasets without a column `prompt`.
@@ -118,7 +119,7 @@ def _examples(dataset: Any, name: str, tokenize: Callable[..., Any] | None, toke
     tokenizer = prepare_tokenizer(tokenizer)
     rows = [dict(examples[index]) for index in range(len(examples))]
     texts = [
-        render(tokenizer, row["prompt"], f"prompt {index}", template_kwargs=own_template_kwargs(row))
+        render(tokenizer, row["prompt"], f"prompt {index}", template_kwargs=row_template_kwargs(row))
         if is_conversational(row["prompt"])
         else row["prompt"]
         for index, row in enumerate(rows)

@@ -18,7 +18,7 @@ from groupax.compat.meshes import mesh_of, offloaded, tell_whole, zero_stage
 from groupax.compat.trl.fields import DEFAULTS, FORMER, INERT
 from groupax.config import TRACKERS
 from groupax.models.checkpoint import Model
-from groupax.parallel.mesh import RULES, is_split, sizes_text
+from groupax.parallel.mesh import RULES, format_mesh, splits_model
 from groupax.rollouts.slices import slices_of
 from groupax.runs.trackers.tracker import PACKAGES, is_installed
 from groupax.settings.fields import nearest, shown
@@ -270,11 +270,11 @@ class GRPOConfig(ForeignConfig):
         words = {name: repr(value) for name, value in asked.items()}
         words |= {"deepspeed": f"ZeRO stage {stage}"} if stage is not None else {}
         how = "weights, gradients and the optimizer's state are split over them; weights are gathered for decoding"
-        if not is_split(model.mesh):
+        if not splits_model(model.mesh):
             how = "every device holds all weights and the whole optimizer state, so the model has to fit on one"
         tell(
             f"{' and '.join(f'{name}={value}' for name, value in words.items())}: groupax needs no launcher. Mesh (dp, "
-            f"fsdp, ep, tp, sp) = ({sizes_text(model.mesh)}) over the {model.mesh.devices.size} devices: {how}"
+            f"fsdp, ep, tp, sp) = ({format_mesh(model.mesh)}) over the {model.mesh.devices.size} devices: {how}"
         )
         tell_whole(model, " and ".join(asked))
 

@@ -14,7 +14,7 @@ from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import tell
 from groupax.compat.trl.config import GRPOConfig, as_mapping
 from groupax.data.chat import unknown_template_kwargs
-from groupax.data.prompts import load_examples
+from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
 from groupax.models.lora import as_lora_config
 from groupax.parallel.runtime import configure_jax

@@ -20,7 +20,8 @@ from groupax.models.families import (
     qwen3_moe,
     smollm3,
 )
-from groupax.storage.model_json import checked_config, shown
+from groupax.storage.model_json import validate_config
+from groupax.terminal.printable import short_repr
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "cohere": cohere.read_config,
@@ -50,6 +51,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
-            f"model_type {shown(model_type)} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+            f"model_type {short_repr(model_type)} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
-    return FAMILIES[model_type](checked_config(hf))
+    return FAMILIES[model_type](validate_config(hf))

@@ -5,7 +5,7 @@ from typing import Any
 
 from groupax.models.config import ModelConfig
 from groupax.models.families.cohere import KEYS, differs
-from groupax.models.families.fields import head_dim_of, model_config, require, sliding_layers, windows_of
+from groupax.models.families.fields import head_dim_of, layer_windows, model_config, require, sliding_layers
 from groupax.models.families.rope import read_rope
 
 # What released files state and the architecture fixes.
@@ -28,7 +28,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         require(hf, key, value)
     pattern = hf.get("sliding_window_pattern") or 4
     sliding = sliding_layers(hf, lambda index: (index + 1) % pattern != 0)
-    windows = windows_of(sliding, hf.get("sliding_window", 4096))
+    windows = layer_windows(sliding, hf.get("sliding_window", 4096))
     rope = read_rope(hf, head_dim_of(hf), interleaved=True)
     return model_config(
         hf,

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from groupax.models.config import Activation, LongRope, ModelConfig
 from groupax.models.families.rope import read_rope
-from groupax.storage.model_json import shown
+from groupax.terminal.printable import short_repr
 
 # Keys that say nothing about what the forward pass computes.
 METADATA = frozenset(
@@ -77,11 +77,11 @@ def model_config(hf: Mapping[str, Any], reads: tuple[str, ...] = (), **differs: 
     _account_for_all_keys(hf, _READ | set(reads))
     require(hf, "pretraining_tp", 1)
     if "layer_types" not in reads and any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
-        raise ValueError(f"layer_types {shown(hf['layer_types'])} is not supported for {hf['model_type']}")
+        raise ValueError(f"layer_types {short_repr(hf['layer_types'])} is not supported for {hf['model_type']}")
     activation = hf.get("hidden_act") or "silu"
     if activation not in get_args(Activation):
         supported = ", ".join(get_args(Activation))
-        raise ValueError(f"config.json has hidden_act={shown(activation)}; supported are {supported}")
+        raise ValueError(f"config.json has hidden_act={short_repr(activation)}; supported are {supported}")
 
     num_layers, num_heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     head_dim = head_dim_of(hf)
@@ -115,11 +115,11 @@ def sliding_layers(hf: Mapping[str, Any], rule: Callable[[int], bool]) -> tuple[
         return tuple(rule(index) for index in range(needed(hf, "num_hidden_layers")))
     unknown = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
     if unknown:
-        raise ValueError(f"layer_types has {shown(unknown)}; supported are full_attention and sliding_attention")
+        raise ValueError(f"layer_types has {short_repr(unknown)}; supported are full_attention and sliding_attention")
     return tuple(kind == "sliding_attention" for kind in kinds)
 
 
-def windows_of(sliding: tuple[bool, ...], window: int | None) -> tuple[int | None, ...]:
+def layer_windows(sliding: tuple[bool, ...], window: int | None) -> tuple[int | None, ...]:
     """`ModelConfig.windows` of layers of which some slide."""
     return tuple(window if slides else None for slides in sliding)
 
@@ -128,7 +128,7 @@ def require(hf: Mapping[str, Any], key: str, supported: Any) -> None:
     """Refuse a config whose `key` is set to anything but `supported` (absent and None pass)."""
     if hf.get(key) not in (None, supported):
         raise ValueError(
-            f"config.json has {key}={shown(hf[key])}; groupax supports only {supported!r} for {hf['model_type']}"
+            f"config.json has {key}={short_repr(hf[key])}; groupax supports only {supported!r} for {hf['model_type']}"
         )
 
 
@@ -164,4 +164,6 @@ def _account_for_all_keys(hf: Mapping[str, Any], read: set[str] | frozenset[str]
     known = read | METADATA | {"layer_types"}
     unknown = sorted(key for key, value in hf.items() if key not in known and value not in (None, False))
     if unknown:
-        warnings.warn(f"config.json keys that groupax does not know and does not apply: {shown(unknown)}", stacklevel=5)
+        warnings.warn(
+            f"config.json keys that groupax does not know and does not apply: {short_repr(unknown)}", stacklevel=5
+        )

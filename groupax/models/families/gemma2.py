@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupax.models.config import ModelConfig
-from groupax.models.families.fields import model_config, require, sliding_layers, windows_of
+from groupax.models.families.fields import layer_windows, model_config, require, sliding_layers
 
 KEYS = (
     "attention_bias",
@@ -22,7 +22,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Norms before and behind each part, softcaps, and a sliding window in every other layer."""
     hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **with_defaults(hf)}
     sliding = sliding_layers(hf, lambda index: index % 2 == 0)
-    return model_config(hf, KEYS, windows=windows_of(sliding, hf.get("sliding_window", 4096)), **differs(hf))
+    return model_config(hf, KEYS, windows=layer_windows(sliding, hf.get("sliding_window", 4096)), **differs(hf))
 
 
 def with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupax.models.config import ModelConfig, Rope
-from groupax.models.families.fields import head_dim_of, model_config, sliding_layers, windows_of
+from groupax.models.families.fields import head_dim_of, layer_windows, model_config, sliding_layers
 from groupax.models.families.gemma2 import KEYS, differs, with_defaults
 from groupax.models.families.rope import read_rope, rope_table
 
@@ -19,7 +19,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         hf,
         (*KEYS, "rope_local_base_freq", "sliding_window_pattern"),
         ropes=tuple(near if slides else far for slides in sliding),
-        windows=windows_of(sliding, hf.get("sliding_window", 4096)),
+        windows=layer_windows(sliding, hf.get("sliding_window", 4096)),
         qk_norm="head",
         **differs(hf),
     )

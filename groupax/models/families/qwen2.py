@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupax.models.config import ModelConfig
-from groupax.models.families.fields import model_config, sliding_layers, windows_of
+from groupax.models.families.fields import layer_windows, model_config, sliding_layers
 
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
@@ -18,4 +18,4 @@ def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Sliding ones in the layers from `max_window_layers` on, if they are switched on."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     sliding = sliding_layers(hf, lambda index: index >= hf.get("max_window_layers", 28))
-    return windows_of(sliding, window)
+    return layer_windows(sliding, window)

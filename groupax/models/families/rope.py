@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from groupax.models.config import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, RopeScaling, YarnRope
-from groupax.storage.model_json import shown
+from groupax.terminal.printable import short_repr
 
 
 class Parameters:
@@ -74,7 +74,9 @@ def read_rope(
     parameters = Parameters(table, hf)
     parameters.kind = (kinds or {}).get(parameters.kind, parameters.kind)
     if parameters.kind not in _READERS:
-        raise ValueError(f"rope type {shown(parameters.kind)} is not supported; supported are {', '.join(_READERS)}")
+        raise ValueError(
+            f"rope type {short_repr(parameters.kind)} is not supported; supported are {', '.join(_READERS)}"
+        )
     theta = float(parameters.take("rope_theta", hf.get("rope_theta") or 10_000.0) if theta is None else theta)
     part = float(parameters.take("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0))
     if part != 1.0 and not partial:
@@ -86,7 +88,7 @@ def read_rope(
         raise ValueError(f"rotary embeddings need at least 2 dims of a head; config.json leaves {dims} of {head_dim}")
     scaling, scale = _READERS[parameters.kind](parameters)
     if parameters.left:
-        entries = ", ".join(f"{key}={shown(value)}" for key, value in sorted(parameters.left.items()))
+        entries = ", ".join(f"{key}={short_repr(value)}" for key, value in sorted(parameters.left.items()))
         raise ValueError(f"rope type {parameters.kind!r} of config.json has {entries}, which groupax does not apply")
     if isinstance(scaling, LongRope) and {len(scaling.short_factors), len(scaling.long_factors)} != {dims // 2}:
         raise ValueError(
@@ -113,7 +115,7 @@ def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
     said = {"rope_type": "default", **table}
     if any(said.get(key) != value for key, value in (kind | others).items()):
         raise ValueError(
-            f"config.json has rope_scaling={shown(scaling)} beside rope_parameters={shown(table)}, which says "
+            f"config.json has rope_scaling={short_repr(scaling)} beside rope_parameters={short_repr(table)}, which says "
             "something else; write into rope_parameters what is meant, and remove rope_scaling"
         )
     return table

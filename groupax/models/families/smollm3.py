@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupax.models.config import ModelConfig
-from groupax.models.families.fields import head_dim_of, model_config, needed, sliding_layers, windows_of
+from groupax.models.families.fields import head_dim_of, layer_windows, model_config, needed, sliding_layers
 from groupax.models.families.rope import read_rope
 
 KEYS = (
@@ -34,7 +34,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         hf,
         KEYS,
         ropes=tuple(rope if each else None for each in turns[:num_layers]),
-        windows=windows_of(sliding_layers(hf, lambda index: not turns[index]), window),
+        windows=layer_windows(sliding_layers(hf, lambda index: not turns[index]), window),
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=hf.get("mlp_bias", False),

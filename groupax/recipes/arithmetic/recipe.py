@@ -7,7 +7,7 @@ a right one. Rows of a source of your own have the columns `prompt` (such as `8*
 
 from typing import Any
 
-from groupax.data.prompts import Example
+from groupax.data.examples import Example
 from groupax.recipes import make_recipe
 from groupax.recipes.arithmetic.problems import generate
 

@@ -10,7 +10,7 @@ from groupax.models.adapted import AdaptedWeight, LowRank
 from groupax.models.specs import Params, Spec
 
 
-def trained_part(specs: Any, params: Any) -> Any:
+def trained_params(specs: Any, params: Any) -> Any:
     """What an adapter trains of the weights that the forward pass reads (see `models.adapted.joined`).
 
     Args:
@@ -21,13 +21,13 @@ def trained_part(specs: Any, params: Any) -> Any:
         assert isinstance(params, AdaptedWeight), "joined with this adapter"
         return params.change
     if isinstance(specs, dict):
-        return {name: trained_part(each, params[name]) for name, each in specs.items()}
+        return {name: trained_params(each, params[name]) for name, each in specs.items()}
     if isinstance(specs, list):
-        return [trained_part(spec, each) for spec, each in zip(specs, params, strict=True)]
+        return [trained_params(spec, each) for spec, each in zip(specs, params, strict=True)]
     return params
 
 
-def places(specs: Params) -> dict[str, list[tuple[int, Spec]]]:
+def specs_by_name(specs: Params) -> dict[str, list[tuple[int, Spec]]]:
     """For each place in a checkpoint the weights there: their indices among the tree's leaves, and their specs."""
     found: dict[str, list[tuple[int, Spec]]] = {}
     for index, spec in enumerate(jax.tree.leaves(specs)):
@@ -35,7 +35,7 @@ def places(specs: Params) -> dict[str, list[tuple[int, Spec]]]:
     return found
 
 
-def joined_tensors(parts: Sequence[tuple[Spec, np.ndarray]]) -> dict[str, np.ndarray]:
+def join_tensors(parts: Sequence[tuple[Spec, np.ndarray]]) -> dict[str, np.ndarray]:
     """The tensors that the weights of one place make: one each, one for each index of one, or one of all."""
     spec, array = parts[0]
     if spec.is_stacked:
@@ -44,7 +44,7 @@ def joined_tensors(parts: Sequence[tuple[Spec, np.ndarray]]) -> dict[str, np.nda
     return {spec.name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays)}
 
 
-def leaves_of(specs: Params, params: Params) -> list[Any]:
+def param_leaves(specs: Params, params: Params) -> list[Any]:
     """The weights in the order of their specs.
 
     Raises:
@@ -56,22 +56,22 @@ def leaves_of(specs: Params, params: Params) -> list[Any]:
     return leaves
 
 
-def tensors_of(specs: Params, leaves: list[Any], wanted: Container[str] | None = None) -> dict[str, np.ndarray]:
+def host_tensors(specs: Params, leaves: list[Any], wanted: Container[str] | None = None) -> dict[str, np.ndarray]:
     """Tensors on the host, without a copy where the devices allow it.
 
     Args:
         specs: of the weights.
-        leaves: the weights (see `leaves_of`).
+        leaves: the weights (see `param_leaves`).
         wanted: their places; None for all.
     """
     tensors: dict[str, np.ndarray] = {}
-    for name, parts in places(specs).items():
+    for name, parts in specs_by_name(specs).items():
         if wanted is None or name in wanted:
-            tensors |= joined_tensors([(spec, np.asarray(leaves[index])) for index, spec in parts])
+            tensors |= join_tensors([(spec, np.asarray(leaves[index])) for index, spec in parts])
     return tensors
 
 
-def with_tensors(specs: Params, params: Params, tensors: Mapping[str, np.ndarray]) -> Params:
+def replace_tensors(specs: Params, params: Params, tensors: Mapping[str, np.ndarray]) -> Params:
     """Weights on the devices with some of their tensors replaced, in the dtypes and on the devices that they have.
 
     Args:

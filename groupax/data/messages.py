@@ -1,0 +1,82 @@
+"""The messages of conversations: what they may hold, and their texts. Imports no jax."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupax.settings.template_kwargs import check_json
+from groupax.terminal.printable import short_repr
+
+
+def join_text_parts(parts: Sequence[Any], where: str) -> str:
+    """Returns the text of a message's content that is given as a list of parts, one after the other.
+
+    Args:
+        parts: as OpenAI writes them, each {"type": "text", "text": "..."}.
+        where: what to call the content in an error.
+
+    Raises:
+        ValueError: a part is no text.
+    """
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind is not None and kind != "text":
+            raise ValueError(
+                f"{where} has a part of type {kind!r:.40}, and the model reads texts alone: groupax has no vision or "
+                "audio tower; remove the part, or the row"
+            )
+        if kind is None or not isinstance(part.get("text"), str):
+            raise ValueError(f"{where} has a part that is no {{'type': 'text', 'text': '...'}}: {short_repr(part)}")
+    return "".join(part["text"] for part in parts)
+
+
+def check_messages(messages: Any, name: str) -> list[dict[str, Any]]:
+    """Returns the messages without fields that are None, which tables have for what a row does not say."""
+    is_messages = isinstance(messages, list) and all(isinstance(m, Mapping) and "role" in m for m in messages)
+    if not is_messages or not messages:
+        raise ValueError(
+            f"{name} must be a string or a list of messages like {{'role': 'user', 'content': '...'}}, got "
+            f"{short_repr(messages)}"
+        )
+    checked = []
+    for number, given in enumerate(messages, 1):
+        where = f"{name}: message {number} of {len(messages)}"
+        message = {key: value for key, value in given.items() if value is not None}
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise ValueError(f"{where} has no role like 'user' or 'system': {short_repr(given)}")
+        if (content is None or content == []) and not message.get("tool_calls"):
+            raise ValueError(f"{where} has no content: {short_repr(given)}")
+        if isinstance(content, list):
+            parts = [_without_none(part) for part in content]
+            join_text_parts(parts, where)
+            message["content"] = parts
+        elif content is not None and not isinstance(content, str):
+            raise ValueError(
+                f"{where}: the content must be a text or a list of text parts, got {type(content).__name__} "
+                f"{short_repr(content)}"
+            )
+        check_json(message, where)
+        checked.append(message)
+    if not any("".join(message_texts(message)).strip() for message in checked):
+        raise ValueError(f"{name} is empty: no message has any text: {short_repr(messages)}")
+    return checked
+
+
+def message_texts(message: Mapping[str, Any]) -> list[str]:
+    """Returns the texts of a checked message: one, or one for each part; none if it has no content."""
+    content = message.get("content") or ""
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def _without_none(part: Any) -> Any:
+    return {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
+
+
+def adapt_content(message: Mapping[str, Any], takes_text: bool, takes_parts: bool) -> dict[str, Any]:
+    """Returns the message with its content as the template reads it."""
+    content = message.get("content")
+    if isinstance(content, list) and not takes_parts:
+        return {**message, "content": "".join(message_texts(message))}
+    if isinstance(content, str) and takes_parts and not takes_text:
+        return {**message, "content": [{"type": "text", "text": content}]}
+    return dict(message)

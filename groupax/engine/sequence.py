@@ -1,0 +1,59 @@
+"""A prompt and its completion, while it is sampled. Imports no jax."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from groupax.settings.sampling import SamplingParams
+from groupax.types import FinishReason
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and the completion that grows after it.
+
+    Attributes:
+        prompt_index: Position of the prompt in the request; sequences of one prompt share its computation.
+        sample_index: Index of the completion among those of its prompt.
+        prompt: Token ids, at least one.
+        params: Sampling parameters.
+        stop_ids: Tokens that end the sequence.
+        key: The source of its randomness, [2] uint32.
+        tokens: Tokens sampled so far, an ending stop token included.
+        policy_logps, sampler_logps: Natural log-probs of each token (see `sampling.Sampled`).
+        alternatives: The likeliest tokens and their log-probs for each token, `params.logprobs` of them.
+        versions: Version of the weights that sampled each token (see `Engine.version`).
+        finish_reason: A stop token or string, the limit of tokens, or `cancel`; None while the sequence runs.
+        text: The text that the tokens add to the prompt's, without special tokens and without the stop string; empty
+            until the sequence is finished, and if the engine has no tokenizer.
+        request: Index of its request within a session; each request numbers its prompts from 0.
+    """
+
+    prompt_index: int
+    sample_index: int
+    prompt: np.ndarray
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+    key: np.ndarray
+    tokens: list[int] = field(default_factory=list)
+    policy_logps: list[float] = field(default_factory=list)
+    sampler_logps: list[float] = field(default_factory=list)
+    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    text: str = ""
+    request: int = 0
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """A key that the sequences of one prompt share."""
+        return self.request, self.prompt_index
+
+    def cancel(self) -> None:
+        """Ends the sequence after the next chunk, with the tokens that it has by then."""
+        self.finish_reason = self.finish_reason or "abort"
+
+    def cut(self, num_tokens: int) -> None:
+        """Drops all but the first tokens."""
+        for values in (self.tokens, self.policy_logps, self.sampler_logps, self.alternatives, self.versions):
+            del values[num_tokens:]

@@ -1,0 +1,212 @@
+"""From `reward_funcs`, as the user wrote it, to the reward functions of a run. Imports no jax."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from groupax.rewards.builtin import BUILTIN_REWARDS
+from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS, ModelReward, Reward
+from groupax.settings.fields import nearest
+from groupax.settings.references import import_attribute, parse_call
+
+
+@dataclass(frozen=True)
+class WithColumns:
+    """A reward function with arguments that are dataset columns of other names (see `with_columns`)."""
+
+    function: Callable[..., Any]
+    columns: Mapping[str, str]
+
+
+def with_columns(function: Callable[..., Any], **columns: str) -> WithColumns:
+    """Has a reward function take arguments from columns of other names: `with_columns(f, answer="solution")`."""
+    return WithColumns(function, columns)
+
+
+def resolve_rewards(functions: Any, columns: Sequence[str], processing_classes: Any = None) -> list[Reward]:
+    """Returns the rewards of a run from a function, a name, a reward model, or a list of these.
+
+    Args:
+        functions: Callables; reward models as a folder, hub id, `Model` or `ModelReward`; "module:function" references;
+            or names of built-in rewards, with options and columns if need be: "soft_overlong(max_length=512,
+            buffer=64)", "math_accuracy(answer=solution)".
+        columns: Columns of the dataset in addition to the prompt. A function that requires another argument is refused.
+        processing_classes: Tokenizers of the reward models, one per function; None for the model's own.
+
+    Raises:
+        ValueError: There is no function, one cannot be found, or one needs an argument that it cannot receive.
+    """
+    items = list(functions) if isinstance(functions, (list, tuple)) else [functions]
+    if not items:
+        raise ValueError("reward_funcs is empty; give at least one function")
+    tokenizers = processing_classes if isinstance(processing_classes, (list, tuple)) else [processing_classes]
+    tokenizers = [None] * len(items) if processing_classes is None else list(tokenizers)
+    if len(tokenizers) != len(items):
+        raise ValueError(f"reward_processing_classes has {len(tokenizers)} entries for {len(items)} reward functions")
+    rewards: list[Reward] = []
+    for item, tokenizer in zip(items, tokenizers, strict=True):
+        rewards.append(_resolve(item, tokenizer, columns, [reward.name for reward in rewards]))
+    return rewards
+
+
+def resolve_weights(weights: Sequence[float] | None, rewards: Sequence[Reward]) -> np.ndarray:
+    """Returns the weight of each reward, [K]; 1 if `weights` is None.
+
+    Raises:
+        ValueError: The number of weights is not the number of rewards.
+    """
+    values = np.ones(len(rewards)) if weights is None else np.asarray(weights, float)
+    if values.shape != (len(rewards),):
+        raise ValueError(f"reward_weights has {values.size} entries for {len(rewards)} reward functions")
+    return values
+
+
+def check_columns(rewards: Sequence[Reward], columns: Sequence[str], row: Mapping[str, Any], name: str) -> None:
+    """Checks that another dataset has the columns that the rewards take from the training dataset.
+
+    Args:
+        rewards: Rewards of the run.
+        columns: Columns of the training dataset.
+        row: First row of the other dataset.
+        name: Name of the other dataset.
+
+    Raises:
+        ValueError: A column is missing.
+    """
+    for reward in rewards:
+        if reward.on_device or reward.takes is None:
+            continue
+        parameters = inspect.signature(reward.function).parameters
+        for argument in reward.takes:
+            column = reward.columns.get(argument, argument)
+            required = argument in parameters and parameters[argument].default is inspect.Parameter.empty
+            if required and column in columns and column not in row:
+                raise ValueError(
+                    f"{name} has no column {column!r}, which the reward function {reward.name!r} takes; it has "
+                    f"{', '.join(row)}"
+                )
+
+
+def find_reward(reference: str) -> Any:
+    """Returns the reward for a name, which may have options and columns, or for a "module:function" reference.
+
+    Raises:
+        ValueError: There is no such reward, or the options cannot be parsed.
+    """
+    name, options, columns = parse_call("reward", reference)
+    if name in BUILTIN_REWARDS:
+        function: Any = BUILTIN_REWARDS[name]
+    else:
+        if ":" not in name:
+            raise ValueError(
+                f"there is no built-in reward {name!r}{nearest(name, BUILTIN_REWARDS)} (the built-in rewards are "
+                f"{', '.join(sorted(BUILTIN_REWARDS))}); refer to your own function as 'module:function'"
+            )
+        function = import_attribute("reward", name)
+    known = inspect.signature(function).parameters
+    for option in options:
+        if option not in known:
+            raise ValueError(f"reward {name!r} has no option {option!r}{nearest(option, known)}")
+    function = functools.partial(function, **options) if options else function
+    return with_columns(function, **columns) if columns else function
+
+
+def _resolve(item: Any, tokenizer: Any, columns: Sequence[str], taken_names: Sequence[str]) -> Reward:
+    if _is_model(item):
+        from groupax.rewards.model import RewardModel
+
+        item = RewardModel(item, tokenizer)
+    found: Any = find_reward(item) if isinstance(item, str) else item
+    renamed: Mapping[str, str] = found.columns if isinstance(found, WithColumns) else {}
+    function: Any = found.function if isinstance(found, WithColumns) else found
+    if isinstance(function, ModelReward) and not inspect.isfunction(function):
+        return Reward(_unique(function.name, taken_names), function.rewards, on_device=True)
+    if not callable(function):
+        raise ValueError(f"a reward must be a function, a reward model or a name, got {function!r}")
+    name = _unique(_name(function), taken_names)
+    per_completion = _is_per_completion(function)
+    return Reward(
+        name,
+        function,
+        takes=_checked_arguments(name, function, columns, per_completion, renamed),
+        per_completion=per_completion,
+        is_async=_is_async(function),
+        columns=dict(renamed),
+    )
+
+
+def _is_model(item: Any) -> bool:
+    """Returns whether this is a reward model that is not loaded or wrapped yet: a folder, a hub id or a `Model`."""
+    if hasattr(item, "hf_config") or isinstance(item, Path):
+        return True
+    return isinstance(item, str) and "(" not in item and ":" not in item and ("/" in item or Path(item).is_dir())
+
+
+def _name(function: Any) -> str:
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _unique(name: str, taken: Sequence[str]) -> str:
+    candidates = [name, *(f"{name}_{number}" for number in range(2, len(taken) + 3))]
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
+def _bound_options(function: Any) -> set[str]:
+    """Returns the options that functools.partial has set. A column of the same name does not replace them."""
+    names: set[str] = set()
+    while isinstance(function, functools.partial):
+        names |= set(function.keywords)
+        function = function.func
+    return names
+
+
+def _is_async(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _is_per_completion(function: Any) -> bool:
+    parameters = inspect.signature(function).parameters
+    return "completion" in parameters and not {"prompts", "completions"} & set(parameters)
+
+
+def _checked_arguments(
+    name: str, function: Any, columns: Sequence[str], per_completion: bool, renamed: Mapping[str, str]
+) -> frozenset[str] | None:
+    """Returns the names of the arguments that a function takes, None for any, if each of them can be supplied."""
+    parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
+    for argument, column in renamed.items():
+        if column not in columns:
+            raise ValueError(
+                f"reward function {name!r} takes {argument!r} from the column {column!r}, which the dataset does not "
+                f"have{nearest(column, columns)}; it has {', '.join(sorted(columns)) or 'no column but the prompt'}"
+            )
+    reserved = {*(SINGLE_ARGS if per_completion else BATCH_ARGS), *EXTRA_ARGS}
+    if taken := sorted(reserved & set(renamed)):
+        raise ValueError(
+            f"reward function {name!r} cannot take {taken[0]!r} from the column {renamed[taken[0]]!r}: the run itself "
+            "supplies this argument; rename it"
+        )
+    supplied = {*reserved, *columns, *renamed}
+    for parameter in parameters.values():
+        required = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
+        if parameter.kind is parameter.POSITIONAL_ONLY or (required and parameter.name not in supplied):
+            raise ValueError(
+                f"reward function {name!r} needs an argument {parameter.name!r}{nearest(parameter.name, supplied)}; "
+                f"it can receive {', '.join(sorted(supplied))} by keyword, or a column under another name with "
+                f"with_columns(function, {parameter.name}='column')"
+            )
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None if not _bound_options(function) else frozenset(supplied - _bound_options(function))
+    return frozenset(set(parameters) - _bound_options(function))
