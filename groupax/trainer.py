@@ -299,7 +299,7 @@ class GRPOTrainer:
     def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
         while True:
             if self._evaluation_is_due:
-                with stop.abandonable():
+                with stop.cancellable():
                     evaluation = self.evaluate()
                 self.cursor = replace(self.cursor, evaluated_step=self.cursor.step)
                 log.evaluation(self.cursor.step, evaluation)
@@ -342,7 +342,7 @@ class GRPOTrainer:
     def _sample_rollout(self, log: RunLog, stop: PreemptionHandler, num_wanted: int) -> None:
         if self.pipeline is not None:
             self.emit(PhaseStarted("waiting for the rollout"))
-        with stop.abandonable(), self._shapes_kept():
+        with stop.cancellable(), self._shapes_kept():
             experience = (self.pipeline or self.collector).collect(self.cursor, num_wanted)
         self._take(experience)
         log.rollout(self.cursor.step, experience.groups, experience.metrics, experience.errors)

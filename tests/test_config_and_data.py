@@ -226,7 +226,7 @@ def test_numbers_that_cannot_work(settings, message):
         ({"train": ROWS}, "with the splits train; pick one"),
         (3, "must be a Dataset"),
         ("nowhere.jsonl", "there is no file nowhere.jsonl"),
-        ("nobody/nothing", "the hub does not give it"),
+        ("nobody/nothing", "it cannot be downloaded from the hub"),
     ],
 )
 def test_bad_datasets(dataset, message):

@@ -21,7 +21,7 @@ from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
 from groupax.runs.trackers.background import MOST_WAITING, BackgroundTracker
 from groupax.runs.trackers.tracker import MODULES, PACKAGES, TrackedRun, open_tracker, samples_of
-from groupax.storage.buckets import Remote
+from groupax.storage.buckets import RemoteFolder
 from groupax.types import Rollout
 
 from .test_trainer import PROMPTS, a_trainer
@@ -284,7 +284,7 @@ def test_what_a_tracker_wrote_to_a_bucket_is_there_when_the_run_goes_on(tmp_path
         folder.sync()
         log.close()
         del folder, log
-    lines = [json.loads(line) for line in Remote(place).read("tracked.jsonl").decode().splitlines()]
+    lines = [json.loads(line) for line in RemoteFolder(place).read("tracked.jsonl").decode().splitlines()]
     assert [(line["kind"], line["step"]) for line in lines] == [
         ("run", 0),
         ("diagnostic", 1),

@@ -31,7 +31,7 @@ from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
 from groupax.rewards.scoring import Scored
 from groupax.runs.diagnostics import setup_diagnostics
-from groupax.storage.buckets import Remote
+from groupax.storage.buckets import RemoteFolder
 from groupax.training.packing import Shape
 
 from .conftest import TINY, rest_heavy
@@ -354,7 +354,7 @@ def test_what_a_diverged_run_in_a_bucket_leaves_is_named_where_it_is(tmp_path):
     trainer.learner.update = lambda rows: update([replace(row, advantage=float("inf")) for row in rows])
     with pytest.raises(DivergedError, match=rf"is in {place}/model, their batches are in {place}/bad_steps\. Lower"):
         trainer.train()
-    assert {"model", "bad_steps"} <= set(Remote(place).folders(""))
+    assert {"model", "bad_steps"} <= set(RemoteFolder(place).folders(""))
 
 
 def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):

@@ -238,10 +238,10 @@ def resumed_command(run: str) -> Train:
 
 
 def _run_file(run: str, name: str) -> dict[str, Any] | None:
-    from groupax.storage.buckets import Remote, is_remote
+    from groupax.storage.buckets import RemoteFolder, is_remote
 
     try:
-        text = Remote(run).read(name) if is_remote(run) else (Path(run) / name).read_bytes()
+        text = RemoteFolder(run).read(name) if is_remote(run) else (Path(run) / name).read_bytes()
         return json.loads(text)
     except FileNotFoundError:
         return None

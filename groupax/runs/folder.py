@@ -17,7 +17,7 @@ from groupax.evaluation.items import Item, write_items
 from groupax.events import Emit, Message, TokenScores, ignore
 from groupax.metrics.completions import json_numbers
 from groupax.runs.rollout_log import RolloutLog, write_table
-from groupax.storage.buckets import Remote, is_remote
+from groupax.storage.buckets import RemoteFolder, is_remote
 from groupax.storage.lock import LOCK, LockedError, RunLock, check_unlocked
 from groupax.types import Metrics, Rollout
 
@@ -61,7 +61,7 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str], rollout_log_bytes: int | None = None, emit: Emit = ignore) -> None:
         self.place = str(path if is_remote(path) else Path(path).expanduser())
-        self.remote = Remote(self.place) if is_remote(path) else None
+        self.remote = RemoteFolder(self.place) if is_remote(path) else None
         if self.remote is None and not Path(self.place).name:
             raise ValueError(
                 f"output_dir {self.place!r} has no name of its own, by which an earlier run could be moved aside"

@@ -9,7 +9,7 @@ from groupax.events import Emit, Message
 from groupax.runs.checkpoints.files import CHECKSUMS, STATE, damage
 from groupax.runs.checkpoints.fingerprint import Identity, differences, forbidden, told
 from groupax.runs.checkpoints.store import PREFIX, LocalStore, RemoteStore, Store, name_of
-from groupax.storage.buckets import Remote, is_remote
+from groupax.storage.buckets import RemoteFolder, is_remote
 
 FORMAT = 5  # of `state.json`
 # What a state of that format has at least.
@@ -47,7 +47,11 @@ class Fault(NamedTuple):
 
 def store_of(run: str, scratch: Path) -> Store:
     """The checkpoints of a run by its folder or URL; those in a bucket pass through the local folder `scratch`."""
-    return RemoteStore(Remote(run), scratch) if is_remote(run) else LocalStore(Path(run).expanduser() / "checkpoints")
+    return (
+        RemoteStore(RemoteFolder(run), scratch)
+        if is_remote(run)
+        else LocalStore(Path(run).expanduser() / "checkpoints")
+    )
 
 
 def split_path(path: str) -> tuple[str, int | None]:
