@@ -33,15 +33,15 @@ import json
 from groupax import GRPOConfig
 from groupax.models.families import read_config
 from groupax.parallel.mesh import make_mesh
-from groupax.planning.devices import target_of
+from groupax.planning.devices import find_target
 from groupax.planning.measured import Compiler
-from groupax.planning.run import run_of
+from groupax.planning.run import trace_run
 config = read_config(json.loads(Path(sys.argv[1]).read_text()))
 tokens, attends = int(sys.argv[3]), sys.argv[4]
 lengths = {"max_completion_length": 1024, "max_prompt_length": 512}
 args = GRPOConfig(prompts_per_step=256, **lengths, micro_batch_tokens=tokens, attn_implementation=attends)
-target = target_of("v5e-4")
-run = run_of(config, make_mesh(devices=target.devices), args, None, target.chip.memory_bytes)
+target = find_target("v5e-4")
+run = trace_run(config, make_mesh(devices=target.devices), args, None, target.chip.memory_bytes)
 [program] = [program for program in run.programs if program.name == "micro_step"]
 measured = Compiler().measured(run, program)
 print(json.dumps({**measured.memory, "flops": measured.counts.flops, "product_bytes": measured.counts.product_bytes}))
@@ -70,12 +70,12 @@ def test_a_runs_programs_compile_for_a_tpu(model, tmp_path):
         [*command, *lengths.split(), *told.split(), str(out)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("fits: the most is ")
+    assert done.stdout.splitlines()[-1].startswith("fits: the peak is ")
     lines = done.stderr.splitlines()
     assert all("compiled in" in line for line in lines), "libtpu and jax have nothing to complain about"
     [record] = json.loads(out.read_text())
     programs = {program["name"]: program for program in record["programs"]}
-    assert list(programs) == ["admit", "decode_chunk", "micro_step", "across_shards", "apply_update"]
+    assert list(programs) == ["admit", "decode_chunk", "micro_step", "all_reduce", "apply_update"]
     memory = programs["decode_chunk"]["memory"]
     num_weights = 151_936 * 896 + 896 * (2 * 896 + 2 * 128 + 3 * 4864) + 896 + 2 * 128 + 3 * 896
     assert memory["policy"] == 2 * num_weights
@@ -84,7 +84,7 @@ def test_a_runs_programs_compile_for_a_tpu(model, tmp_path):
     assert memory["kv cache"] == (64 * 1024 + 8 * 512) * (512 + 4) + 8 * 4
     assert memory["temporary"] < 0.3e9, "the cache is updated in place"
     assert programs["admit"]["memory"]["temporary"] < 0.5e9
-    assert programs["across_shards"]["exchanged"]["all-reduce"] == pytest.approx(2 * 4 * num_weights * 3 / 4, rel=1e-3)
+    assert programs["all_reduce"]["exchanged"]["all-reduce"] == pytest.approx(2 * 4 * num_weights * 3 / 4, rel=1e-3)
     for program in programs.values():
         assert program["total"] < 15.75 * 2**30
         assert max(program["seconds"].values()) > 0
