@@ -1,6 +1,6 @@
 """What logging costs: the arithmetic recipe with everything that is told of a run, how long training waits for it.
 
-The run reports to TensorBoard and JSON lines, keeps every step's rollouts and looks for findings. Wall times on a busy
+The run reports to TensorBoard and JSON lines, keeps the rollouts of every step, and diagnoses. Wall times on a busy
 machine differ by more than that costs, so the time that the loop spends in its log is measured by itself, after the
 first steps, which compile; what trackers do in their threads takes cores from the rest, so that is measured too.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from groupax import GRPOConfig, GRPOTrainer
+from groupax.events import Event, StepEnded
 from groupax.recipes import load_recipe
 from groupax.runs.log import RunLog
 from groupax.runs.trackers.background import BackgroundTracker
@@ -59,9 +60,8 @@ def main() -> None:
     recipe, watch = load_recipe("arithmetic"), Stopwatch()
     log_of_steps: list[tuple[float, float]] = []  # seconds in the log, wall time
 
-    def listener(event: str, step: int, metrics: Any) -> None:
-        del step, metrics
-        if event == "step_end":
+    def listener(event: Event) -> None:
+        if isinstance(event, StepEnded):
             log_of_steps.append((watch.seconds, time.perf_counter()))
 
     step, rollout, work = RunLog.step, RunLog.rollout, BackgroundTracker._work

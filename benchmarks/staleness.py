@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from groupax import GRPOConfig, GRPOTrainer
+from groupax.events import Event, StepEnded
 from groupax.recipes import load_recipe
 
 FIRST_STEPS = 5  # which compile
@@ -32,8 +33,8 @@ def run(seed: int, max_staleness: int, num_steps: int, sleep_s: float) -> dict[s
         await asyncio.sleep(sleep_s)
         return [0.0] * len(completions)
 
-    def step_end(event: str, *_: object) -> None:
-        if event == "step_end":
+    def step_end(event: Event) -> None:
+        if isinstance(event, StepEnded):
             ends_s.append(time.perf_counter())
 
     recipe = load_recipe("arithmetic")

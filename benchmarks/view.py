@@ -21,7 +21,8 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from groupax.runs.rollout_log import TokenScores, rollout_table, write_table
+from groupax.events import TokenScores
+from groupax.runs.rollout_log import rollout_table, write_table
 from groupax.types import Rollout
 
 GROUP = 10

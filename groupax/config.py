@@ -1,14 +1,16 @@
 """`GRPOConfig`: every setting of a run, validated when it is made. Imports no jax."""
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from groupax.settings.fields import as_given, as_read, check_range, check_text, check_type, nearest, ranged
+from groupax.settings.fields import as_given, as_read, check_range, check_text, check_type, nearest, ranged, shown
 from groupax.settings.objective import (
-    UNCLIPPED,
+    CLIPPED,
+    AdvantageEstimator,
     ImportanceSamplingLevel,
     KLEstimator,
     LossType,
@@ -17,6 +19,7 @@ from groupax.settings.objective import (
     RolloutCorrection,
     ScaleRewards,
 )
+from groupax.settings.references import reference_to
 from groupax.settings.sampling import EvalSamplingSettings, RolloutSamplingSettings
 from groupax.settings.template_kwargs import check_template_kwargs
 
@@ -167,8 +170,9 @@ class GRPOConfig(RolloutSamplingSettings, EvalSamplingSettings):
     arguments of a row, which go before these."""
 
     # Objective
-    loss_type: LossType = "dapo"
-    """The loss of a token and how token losses are aggregated; see docs/algorithm.md."""
+    loss_type: LossType | str | Callable[..., Any] = "dapo"
+    """Policy loss and how token losses are aggregated: the name of a built-in one, or one of your own as
+    "module:function", "module:function(option=1)", a function or a `Loss`; see docs/algorithm.md."""
     beta: float = ranged(0.0, 1e6)
     """Weight of the KL to the starting model; 0 loads no reference."""
     epsilon: float = ranged(0.2, 1e6)
@@ -191,8 +195,8 @@ class GRPOConfig(RolloutSamplingSettings, EvalSamplingSettings):
     """vespo: exponent of the weight for negative advantages."""
     vespo_lambda_neg: float = ranged(2.0, 1e3)
     """vespo: decay of the weight for negative advantages."""
-    kl_estimator: KLEstimator = "k3"
-    """How the KL is estimated."""
+    kl_estimator: KLEstimator | str | Callable[..., Any] = "k3"
+    """Estimator of the KL to the reference: k2, k3, or a function of the log-probs of policy and reference."""
     use_bias_correction_kl: bool = True
     """Multiply the KL estimate by the ratio, which makes k3's gradient exact."""
     sync_ref_model: bool = False
@@ -201,6 +205,9 @@ class GRPOConfig(RolloutSamplingSettings, EvalSamplingSettings):
     """The policy's share in the new reference."""
     ref_model_sync_steps: int = ranged(512, 10**9, low=1)
     """Updates between two moves of the reference."""
+    advantage_estimator: AdvantageEstimator | str | Callable[..., Any] = "grpo"
+    """Computes advantages from rewards: "grpo", by scale_rewards and multi_objective_aggregation, or a function of the
+    rewards [B, K], their weights [K] and num_generations that returns [B]."""
     scale_rewards: ScaleRewards = "group"
     """Divide advantages by the rewards' standard deviation in the group, in the batch, or not."""
     multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize"
@@ -441,11 +448,18 @@ class GRPOConfig(RolloutSamplingSettings, EvalSamplingSettings):
                 " in its place would weaken every on-policy token; set it, e.g. epsilon_high=5.0"
             )
         upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-        if self.delta is not None and self.loss_type not in UNCLIPPED and not self.delta > upper:
+        if self.delta is not None and self.loss_type in CLIPPED and not self.delta > upper:
             raise ValueError(
                 f"delta bounds the ratio of tokens with negative advantage far above the clipping at {upper:g}, and of "
                 f"on-policy ones it is 1; it is {self.delta}; set it, e.g. to 4.0"
             )
+        for name in ("scale_rewards", "multi_objective_aggregation"):
+            default = type(self).__dataclass_fields__[name].default
+            if self.advantage_estimator != "grpo" and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} {getattr(self, name)!r} is for advantage_estimator 'grpo', and it is "
+                    f"{shown(self.advantage_estimator)}; leave {name} at {default!r}"
+                )
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
             raise ValueError(
                 f"multi_objective_aggregation 'normalize_then_sum' normalizes by group and batch itself; leave "
@@ -533,8 +547,9 @@ class GRPOConfig(RolloutSamplingSettings, EvalSamplingSettings):
         return cls(**{**settings, **read})
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain data."""
-        return asdict(self)
+        """Returns the settings as plain data, functions as "module:function" references."""
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: reference_to(x) if callable(x) else copy.deepcopy(x) for name, x in settings.items()}
 
 
 def _check_stops(name: str, texts: tuple[str, ...]) -> None:

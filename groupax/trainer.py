@@ -16,8 +16,20 @@ from groupax.data.examples import describe_source, load_examples
 from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import eos_token_ids
 from groupax.errors import DivergedError, RewardError
-from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
+from groupax.evaluation.evaluate import Evaluation, evaluate, find_correctness_reward
 from groupax.evaluation.sets import named_sets
+from groupax.events import (
+    EventStream,
+    Listener,
+    Message,
+    PhaseStarted,
+    RunDescribed,
+    RunEnded,
+    RunStarted,
+    StepStarted,
+    TokenScores,
+    ignore,
+)
 from groupax.metrics.estimates import Estimate
 from groupax.models.adapted import joined
 from groupax.models.checkpoint import Model, add_adapter
@@ -38,6 +50,7 @@ from groupax.rollouts.slices import slices_of
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.build import (
     check_adapter,
+    check_objective,
     check_processes,
     engine_for,
     eval_params,
@@ -52,13 +65,13 @@ from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of, process_of
 from groupax.runs.checkpoints.record import read_policies, read_rollout, stored_dtype, with_scores
 from groupax.runs.checkpoints.saver import RunSaver, remove_download, retry_while_disk_full
-from groupax.runs.diagnostics import START_STEPS, UNSCORED_ROLLOUTS, logp_limit, num_unscored_steps, setup_findings
+from groupax.runs.diagnostics import START_STEPS, UNSCORED_ROLLOUTS, logp_limit, num_unscored_steps, setup_diagnostics
 from groupax.runs.folder import RunFolder, free_name
 from groupax.runs.header import run_facts
-from groupax.runs.log import Listener, RunLog
+from groupax.runs.log import RunLog
 from groupax.runs.model_card import license_of, read_card, run_card
-from groupax.runs.progress import Progress, progress_named, shown_by_the_first
-from groupax.runs.rollout_log import TokenScores
+from groupax.runs.progress.display import Progress
+from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_installed
 from groupax.settings.rewards import RewardSettings
 from groupax.settings.sampling import SamplingParams
@@ -66,7 +79,7 @@ from groupax.storage.hub import push_folder
 from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
 from groupax.training.learner import Learner, Update
 from groupax.training.packing import Shape
-from groupax.training.step import TrainState
+from groupax.training.state import TrainState
 from groupax.types import Metrics, Row
 
 
@@ -103,8 +116,8 @@ class GRPOTrainer:
             model's own.
         peft_config: a `LoRAConfig` or a `peft.LoraConfig`: an adapter is trained, and the model's weights stay as they
             are. Without it a model that has an adapter goes on training that one.
-        listeners: are told what happens while it trains, and can end the run (see `run_log.Listener`).
-        progress: shows the run; by default what `progress_bar` names.
+        listeners: Called with every event of the run (see `groupax.events`); one that returns True ends the run.
+        progress: Display of the run; by default the one that `progress_bar` names.
 
     Raises:
         ValueError: anything about these that could only fail later.
@@ -129,11 +142,15 @@ class GRPOTrainer:
     ) -> None:
         self.args = args = args or GRPOConfig()
         configure_jax()
-        self.progress = shown_by_the_first(progress or progress_named(args.progress_bar))
+        self.progress = primary_only(progress or progress_named(args.progress_bar))
         self.progress.is_compiling = lambda: compilation().is_under_way
+        self.progress.shows_samples = args.log_completions
+        self.events = EventStream(self.progress)
+        self.emit = emit = self.events.emit
         self._is_introduced = False
-        self.progress.phase("loading the data")
+        emit(PhaseStarted("loading the data"))
         check_processes(args)
+        check_objective(args)
         lora = lora_for(args, peft_config)
         if train_dataset is None:
             raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
@@ -150,22 +167,22 @@ class GRPOTrainer:
             check_columns(self.rewards, columns, examples[0], f"eval_dataset {name!r}")
         self.reward_runner = RewardRunner(self.rewards, args.part(RewardSettings))
         self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
-        self.solved_by = which_solves(args.solved_by, self.rewards)
+        self.solved_by = find_correctness_reward(args.solved_by, self.rewards)
         check_installed(args.report_to)
         log_bytes = None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9)
         self._unseen: Any = None if processes.is_primary() else tempfile.TemporaryDirectory(prefix="groupax-process-")
-        self.run_folder = RunFolder(self._unseen.name if self._unseen else args.output_dir, log_bytes)
+        self.run_folder = RunFolder(self._unseen.name if self._unseen else args.output_dir, log_bytes, emit)
         self.listeners = listeners
 
         self._identity: Identity | None = None
-        self.progress.phase("loading the model")
+        emit(PhaseStarted("loading the model"))
         self._model = model_for(args, model)
         if lora is not None:
             self._model = add_adapter(self._model, lora, args.seed)
         check_adapter(args, self._model, was_loaded=not isinstance(model, Model))
         if self._model.config.num_labels:
             raise ValueError(f"{self._model.source or 'the model'} classifies sequences; a policy needs a causal model")
-        self.progress.phase("encoding the prompts")
+        emit(PhaseStarted("encoding the prompts"))
         self.tokenizer = tokenizer_for(args, self._model, processing_class)
         self.eos_ids = eos_token_ids(self.tokenizer, self._model.generation_config, self._model.hf_config)
         name = describe_source(train_dataset, "train_dataset")
@@ -182,7 +199,7 @@ class GRPOTrainer:
             for name, examples in eval_examples.items()
         }
 
-        self.progress.phase("preparing the devices")
+        emit(PhaseStarted("preparing the devices"))
         self.slices = slices_of(args)
         self.num_steps = self.slices.num_steps(len(self.prompts), args.num_train_epochs, args.max_steps)
         longest = max(map(len, self.prompts.token_ids)), args.max_completion_length
@@ -202,7 +219,7 @@ class GRPOTrainer:
             self.reward_weights,
             self.solved_by,
             self.num_steps,
-            Progress() if args.max_staleness else self.progress,  # rollouts beside updates are made in other threads
+            ignore if args.max_staleness else emit,  # asynchronous rollouts are sampled in other threads
         )
         self.pipeline = Pipeline(self.collector, args.max_staleness, self.num_steps) if args.max_staleness else None
         self.cursor = Cursor()
@@ -246,8 +263,9 @@ class GRPOTrainer:
                 self.run_folder.unlock()
 
     def _train(self) -> TrainResult:
-        memory = functools.partial(memory_in_use, self._model.mesh) if self.args.track_memory else None
-        log = RunLog(_told(self.args), self.run_folder, self.num_steps, self.listeners, memory, self.progress)
+        memory = functools.partial(memory_in_use, self._model.mesh) if self.args.track_memory else dict
+        limit = logp_limit(self.args, str(self.learner.dtype) == "float32")
+        log = RunLog(self.args, self.run_folder, self.num_steps, self.events, self.listeners, memory, limit)
         try:
             watch = self._model.mesh.devices.flat[0].platform == "tpu"
             several = processes.num_processes() > 1
@@ -260,7 +278,6 @@ class GRPOTrainer:
                 self.engine.before_chunk = stop.check if several else None
                 self._introduce()
                 saver = self._begin(log)
-                log.event("begin", self.cursor.step)
                 try:
                     self._loop(log, saver, stop)
                 except RolloutCancelled:
@@ -273,7 +290,7 @@ class GRPOTrainer:
                     raise
                 train_seconds = log.train_seconds
                 self._end(log, saver, stop)
-                log.event("end", self.cursor.step)
+                self.emit(RunEnded(self.cursor.step))
         finally:
             self.engine.before_chunk = None
             log.close()
@@ -282,7 +299,7 @@ class GRPOTrainer:
     def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
         while True:
             if self._evaluation_is_due:
-                with stop.abandonable():
+                with stop.cancellable():
                     evaluation = self.evaluate()
                 self.cursor = replace(self.cursor, evaluated_step=self.cursor.step)
                 log.evaluation(self.cursor.step, evaluation)
@@ -290,7 +307,7 @@ class GRPOTrainer:
             if self.cursor.step >= self.num_steps or any(processes.all_gather_object(log.ends)):
                 return
             stop.check()
-            log.event("step_begin", self.cursor.step)
+            self.emit(StepStarted(self.cursor.step))
             if self.pipeline is not None:
                 self.pipeline.begin(self.cursor)
             rows = self._rows_of_earlier_rollouts(log, stop)
@@ -303,7 +320,7 @@ class GRPOTrainer:
             log.step(self.cursor.step, metrics, scored, update.distributions)
             self.last_metrics = log.last
             self._stop_if_nothing_is_scored(log)
-            self._stop_if_diverged(log, stop, rows, update)
+            self._stop_if_diverged(stop, rows, update)
 
     def _rows_of_earlier_rollouts(self, log: RunLog, stop: PreemptionHandler) -> list[Row]:
         """What the next step takes of rollouts that it uses up; the rest it takes of `experience`."""
@@ -324,8 +341,8 @@ class GRPOTrainer:
 
     def _sample_rollout(self, log: RunLog, stop: PreemptionHandler, num_wanted: int) -> None:
         if self.pipeline is not None:
-            self.progress.phase("waiting for the rollout")
-        with stop.abandonable(), self._shapes_kept():
+            self.emit(PhaseStarted("waiting for the rollout"))
+        with stop.cancellable(), self._shapes_kept():
             experience = (self.pipeline or self.collector).collect(self.cursor, num_wanted)
         self._take(experience)
         log.rollout(self.cursor.step, experience.groups, experience.metrics, experience.errors)
@@ -351,7 +368,7 @@ class GRPOTrainer:
         num = min(self._num_left, self.slices.per_step - len(rows) // self.slices.rows)
         batch = rows + experience.next_rows(num, rows)
         self._state_before = self.learner.state
-        self.progress.phase("updating")
+        self.emit(PhaseStarted("updating"))
         update = self.learner.update(batch)
         if self.pipeline is None:
             self.engine.params = self.learner.policy  # or it would keep those of before
@@ -360,7 +377,7 @@ class GRPOTrainer:
         self.experience = experience.after(num, update.logps[len(rows) :])
         if not self._num_left:
             self.experience = None
-        num_bad_steps = 0 if update.made else self.cursor.num_bad_steps + 1
+        num_bad_steps = 0 if update.applied else self.cursor.num_bad_steps + 1
         self.cursor = replace(self.cursor, step=self.cursor.step + 1, num_bad_steps=num_bad_steps)
         self._begun_at = self._state_before = None
         return batch, update, scored
@@ -383,20 +400,22 @@ class GRPOTrainer:
             log.forget_rollouts()
         return self.cursor, self.experience
 
-    def _stop_if_diverged(self, log: RunLog, stop: PreemptionHandler, rows: Sequence[Row], update: Update) -> None:
-        if update.made:
+    def _stop_if_diverged(self, stop: PreemptionHandler, rows: Sequence[Row], update: Update) -> None:
+        if update.applied:
             return
         path = processes.run_on_primary(lambda: self.run_folder.write_bad_batch(self.cursor.step, rows))
         loss, grad_norm = update.metrics["loss"], update.metrics["grad_norm"]
-        log.message(
-            f"step {self.cursor.step}: the loss ({loss}) or the gradient's norm ({grad_norm}) is not finite; the "
-            f"update was skipped, its batch is in {self.run_folder.place_of(f'bad_steps/{path.name}')}",
-            warning=True,
+        self.emit(
+            Message(
+                f"step {self.cursor.step}: the loss ({loss}) or the gradient's norm ({grad_norm}) is not finite; the "
+                f"update was skipped, its batch is in {self.run_folder.place_of(f'bad_steps/{path.name}')}",
+                warning=True,
+            )
         )
         if self.cursor.num_bad_steps >= self.args.max_bad_steps:
-            self._save_result(log)
+            self._save_result()
             retry_while_disk_full(
-                lambda: processes.run_on_primary(self.run_folder.sync), self.run_folder, log.message, stop
+                lambda: processes.run_on_primary(self.run_folder.sync), self.run_folder, self.emit, stop
             )
             folder, batches = processes.run_on_primary(lambda: [*map(self.run_folder.place_of, ("model", "bad_steps"))])
             raise DivergedError(
@@ -407,7 +426,7 @@ class GRPOTrainer:
 
     def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
         """A few rollouts without any reward may happen where rewards are for some prompts only; more are a mistake."""
-        num_steps, step = num_unscored_steps(log.history), self.cursor.step
+        num_steps, step = num_unscored_steps(log.diagnostics.history), self.cursor.step
         patience = min(UNSCORED_ROLLOUTS * max(1, self.slices.steps_per_rollout), START_STEPS)
         if num_steps >= patience or num_steps == step == self.num_steps:
             names = ", ".join(repr(reward.name) for reward in self.rewards)
@@ -439,8 +458,7 @@ class GRPOTrainer:
         processes.run_on_primary(lambda: check_destination(model_folder, source_folders(self._model)))
         facts = {**self._facts, "dataset": self.dataset_name}
         self.run_folder.write_process({**process_of(self._model.mesh), "run": facts})
-        log.logp_limit = logp_limit(self.args, str(self.learner.dtype) == "float32")
-        log.begin_tracking(self.cursor.step)
+        self.emit(RunStarted(self.cursor.step, self.num_steps))
         self._tell_setup(log)
         return saver
 
@@ -460,35 +478,34 @@ class GRPOTrainer:
         log.resume(saved.state["log"], rollouts, experience.metrics if experience else {})
         remove_download(saved)
         if self.cursor.step >= self.num_steps:
-            log.message(
-                f"the run in {self.run_folder.place} is complete, with {self.num_steps} steps; to train on, set a "
-                f"larger max_steps (groupax resume {self.run_folder.place} --max_steps {2 * self.num_steps}); for a "
-                "new run, set resume='never' or another output_dir"
+            self.emit(
+                Message(
+                    f"the run in {self.run_folder.place} is complete, with {self.num_steps} steps; to train on, set a "
+                    f"larger max_steps (groupax resume {self.run_folder.place} --max_steps {2 * self.num_steps}); for "
+                    "a new run, set resume='never' or another output_dir"
+                )
             )
 
     def _end(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
         """Save the last checkpoint, the model and what trackers wrote; as long as there is no room for them, wait."""
 
         def save() -> None:
-            self.progress.phase("writing the model")
+            self.emit(PhaseStarted("writing the model"))
             processes.run_on_primary(self.run_folder.flush)
-            log.tell_fault()
             saver.end(*self._settled(log))
-            self._save_result(log)
+            self._save_result()
             processes.run_on_primary(lambda: (self.run_folder.settle(), self.run_folder.sync()))
 
-        if log.trackers:
-            self.progress.phase(f"sending to {', '.join(self.args.report_to)}")
-        log.end_tracking()
-        retry_while_disk_full(save, self.run_folder, log.message, stop)
+        log.close_sinks()
+        retry_while_disk_full(save, self.run_folder, self.emit, stop)
 
-    def _save_result(self, log: RunLog) -> None:
+    def _save_result(self) -> None:
         """Save the model in the run's `model/`, or beside it if somebody wrote into that while the run trained."""
         try:
             self.save_model()
         except ForeignFilesError as error:
             saved = self.save_model(free_name(self.run_folder.path / "model"))
-            log.message(f"the model is in {saved}: {error}", warning=True)
+            self.emit(Message(f"the model is in {saved}: {error}", warning=True))
 
     @contextmanager
     def _shapes_kept(self) -> Iterator[None]:
@@ -526,13 +543,13 @@ class GRPOTrainer:
         params = params or eval_params(self.args)
         step = self.cursor.step
         when = "after training" if step >= self.num_steps else f"at step {step}" if step else "before training"
-        with self.progress as progress, self.reward_runner as runner:
+        with self.progress, self.reward_runner as runner:
             self._introduce()
             runner.state = self.collector.trainer_state(self.cursor)
             inputs = self.tokenizer, runner, self.reward_weights
             of_sets = {
                 name: evaluate(
-                    self.engine, *inputs, prompts, params, self.solved_by, progress, f"evaluating {when}: {name}"
+                    self.engine, *inputs, prompts, params, self.solved_by, self.emit, f"evaluating {when}: {name}"
                 )
                 for name, prompts in self.eval_prompts.items()
             }
@@ -605,7 +622,8 @@ class GRPOTrainer:
         """Show once what the run is."""
         if not self._is_introduced:
             self._is_introduced = True
-            self.progress.begin(self.num_steps, self._facts | {"to watch it": f"groupax view {self.run_folder.place}"})
+            facts = self._facts | {"to watch it": f"groupax view {self.run_folder.place}"}
+            self.emit(RunDescribed(self.num_steps, facts))
 
     @property
     def _facts(self) -> dict[str, str]:
@@ -614,19 +632,12 @@ class GRPOTrainer:
     def _tell_setup(self, log: RunLog) -> None:
         """What the user should know before the first step."""
         if self.run_folder.moved_aside:
-            log.message(f"the earlier run in {self.run_folder.place} is now in {self.run_folder.moved_aside}")
+            self.emit(Message(f"the earlier run in {self.run_folder.place} is now in {self.run_folder.moved_aside}"))
         sets = {"train_dataset": self.prompts} | {
             f"eval_dataset {name!r}": prompts for name, prompts in self.eval_prompts.items()
         }
         for name, prompts in sets.items():
             if prompts.num_dropped + prompts.num_truncated:
                 did = f"{prompts.num_dropped} dropped, {prompts.num_truncated} truncated, {len(prompts)} left"
-                log.message(f"{name} has prompts longer than {prompts.max_length} tokens: {did}", warning=True)
-        log.findings(self.cursor.step, setup_findings(self.args, self.eos_ids))
-
-
-def _told(args: GRPOConfig) -> GRPOConfig:
-    """What a run's log goes by: with several processes the first one tells of it."""
-    if processes.is_primary():
-        return args
-    return replace(args, log_completions=False, report_to=(), profile=0)
+                self.emit(Message(f"{name} has prompts longer than {prompts.max_length} tokens: {did}", warning=True))
+        log.diagnostics.report(self.cursor.step, setup_diagnostics(self.args, self.eos_ids))

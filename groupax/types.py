@@ -94,7 +94,7 @@ class Row:
         mask: which completion tokens count in the loss.
         advantage: of the completion.
         rollout_logp: the engine's log-probability of each completion token under the policy that sampled it.
-        old_logp: of each completion token, as in `objective.Evidence`; None as long as the policy is the one that
+        old_logp: of each completion token, as in `objective.LossInputs`; None as long as the policy is the one that
             sampled it.
         ref_logp, sampler_logp, policy_mask: likewise; None where there is none, in all rows of a step alike.
         policy_version: optimizer steps that the policy had seen which sampled it.

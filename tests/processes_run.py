@@ -45,10 +45,16 @@ def letters(prompts, completion_ids, log_extra, log_metric, trainer_state):
     return [0.0 if p[0] in "ab" else ids.count(3) / len(ids) for p, ids in zip(prompts, completion_ids, strict=True)]
 
 
-def raising(event, step, metrics):
+def raising(event):
+    from groupax.events import StepEnded
     from groupax.parallel import processes
 
-    if FAULT == "raise" and processes.process_index() == int(FAULTY) and event == "step_end" and step == 2:
+    if (
+        FAULT == "raise"
+        and processes.process_index() == int(FAULTY)
+        and isinstance(event, StepEnded)
+        and event.step == 2
+    ):
         raise KeyError("the disk of this host")
 
 

@@ -42,11 +42,11 @@ FILES = {
     "mark.csv": (b"\xef\xbb\xbfprompt,answer\nabc,1\n", None),
     "crlf.jsonl": (ROW.replace(b"\n", b"\r\n") * 2, None),
     "gaps.jsonl": (ROW + b"\n\n" + ROW, None),
-    "deep.jsonl": (nested(100_000), "line 1 has values within values of too many levels"),
-    "deep.json": (b"[" * 100_000, "values within values of too many levels"),
-    "surrogate.jsonl": (ROW + b'{"prompt": "a\\ud800b"}', "line 2: it has half of a surrogate pair"),
-    "surrogate_in_answer.jsonl": (ROW + b'{"prompt": "a", "answer": "\\udc00"}', "line 2: it has half"),
-    "surrogate_in_name.jsonl": (b'{"prompt": "a", "\\udc00": 1}', "line 1: it has half"),
+    "deep.jsonl": (nested(100_000), "line 1 is nested too deeply"),
+    "deep.json": (b"[" * 100_000, "nested too deeply"),
+    "surrogate.jsonl": (ROW + b'{"prompt": "a\\ud800b"}', "line 2 has half of a surrogate pair"),
+    "surrogate_in_answer.jsonl": (ROW + b'{"prompt": "a", "answer": "\\udc00"}', "line 2 has half"),
+    "surrogate_in_name.jsonl": (b'{"prompt": "a", "\\udc00": 1}', "line 1 has half"),
     "emoji.jsonl": (b'{"prompt": "\\ud83d\\ude00"}', None),
     "nul.jsonl": (ROW + b'{"prompt": "a\0b"}', "line 2 is not valid JSON"),
     "escaped_nul.jsonl": (b'{"prompt": "a\\u0000b"}', None),
@@ -55,7 +55,7 @@ FILES = {
     "lists.jsonl": (b'["abc"]\n', r"line 1: a row must be an object like .* this one is a list"),
     "text.jsonl": (ROW + b'"abc"\n', "line 2: a row must be an object"),
     "null.jsonl": (b"null\n", "line 1: a row must be an object"),
-    "twice.jsonl": (b'{"prompt": "a", "prompt": "b"}', "line 1 .*the key 'prompt' stands twice"),
+    "twice.jsonl": (b'{"prompt": "a", "prompt": "b"}', "line 1 .*the key 'prompt' is in one object twice"),
     "huge_number.jsonl": (b'{"prompt": "a", "x": ' + b"9" * 5000 + b"}", "line 1 cannot be read"),
     "large_number.jsonl": (b'{"prompt": "a", "x": ' + b"9" * 500 + b"}", None),
     "nan.jsonl": (b'{"prompt": "a", "x": NaN}', None),
@@ -78,8 +78,8 @@ FILES = {
     "no_content.jsonl": (message(None), "message 1 of 1 has no content"),
     "no_parts.jsonl": (message([]), "message 1 of 1 has no content"),
     "parts.jsonl": (message([{"type": "text", "text": "abc"}]), None),
-    "parts_of_text.jsonl": (message(["abc"]), "a part that is no .*'abc'"),
-    "part_without_text.jsonl": (message([{"type": "text"}]), "a part that is no"),
+    "parts_of_text.jsonl": (message(["abc"]), "a part that is not .*'abc'"),
+    "part_without_text.jsonl": (message([{"type": "text"}]), "a part that is not"),
     "image_part.jsonl": (message([{"type": "image"}, {"type": "text", "text": "a"}]), "part of type 'image'.* vision"),
     "audio_part.jsonl": (message([{"type": "input_audio", "x": 1}]), "part of type 'input_audio'"),
     "image.jsonl": (b'{"prompt": "a", "image": "x.png"}', "has a column 'image', which the model would not see"),
@@ -87,9 +87,12 @@ FILES = {
     "no_image.jsonl": (b'{"prompt": "a", "image": null, "images": []}', None),
     "ids.jsonl": (b'{"prompt": "a", "prompt_ids": "abc"}', "prompt 0: the column prompt_ids must have a list of token"),
     "negative_ids.jsonl": (b'{"prompt": "a", "prompt_ids": [-1]}', "must have a list of token ids"),
-    "arguments.jsonl": (b'{"prompt": "a", "chat_template_kwargs": {"x": 1}}', "prompt 0 is a string, which no chat"),
+    "arguments.jsonl": (
+        b'{"prompt": "a", "chat_template_kwargs": {"x": 1}}',
+        "prompt 0 is a string, which is not rendered",
+    ),
     "arguments_are_text.jsonl": (b'{"prompt": "a", "chat_template_kwargs": "x"}', "must be a mapping of names"),
-    "object.json": (b'{"prompt": "a"}', "must hold a list of rows, it holds a dict with the keys prompt"),
+    "object.json": (b'{"prompt": "a"}', "must contain a list of rows, it contains a dict with the keys prompt"),
     "lines.json": (ROW * 2, "Extra data.*if it has a row on each line, name it .jsonl"),
     "empty.json": (b"", "is empty"),
     "empty_list.json": (b"[]", "is empty"),
@@ -108,8 +111,8 @@ FILES = {
     "cut.jsonl.gz": (gzip.compress(ROW * 100)[:-20], "cannot be read"),
     "not.jsonl.gz": (ROW, "cannot be read"),
     "not.jsonl.zst": (ROW, "cannot be read"),
-    "not.parquet": (ROW, "is no whole Parquet file"),
-    "empty.parquet": (b"", "is no whole Parquet file"),
+    "not.parquet": (ROW, "is not a complete Parquet file"),
+    "empty.parquet": (b"", "is not a complete Parquet file"),
     "rows.txt": (ROW, r"is not a \.jsonl, \.json, \.csv, \.tsv or \.parquet file"),
     "rows.JSONL": (ROW, None),
     "one_row.jsonl": (ROW, None),
@@ -150,7 +153,7 @@ def test_damaged_parquet_files(tmp_path):
     noise = random.Random(0)
     for cut in (10, len(whole) // 2, len(whole) - 9):
         (tmp_path / "a.parquet").write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match=r"a\.parquet is no whole Parquet file"):
+        with pytest.raises(ValueError, match=r"a\.parquet is not a complete Parquet file"):
             load_examples(tmp_path / "a.parquet")
     for _ in range(20):
         changed = bytearray(whole)
@@ -179,7 +182,7 @@ def test_several_files(tmp_path):
     assert [row["prompt"] for row in load_examples(str(tmp_path / "*.jsonl"))] == ["a", "b"]
     rows = load_examples([tmp_path / "c.csv", str(tmp_path / "a.jsonl")])
     assert rows == [{"prompt": "c", "answer": "1"}, {"prompt": "a", "answer": None}]
-    with pytest.raises(ValueError, match=r"no file has a name like .*\*\.parquet"):
+    with pytest.raises(ValueError, match=r"no file matches .*\*\.parquet"):
         load_examples(str(tmp_path / "*.parquet"))
     with pytest.raises(ValueError, match=r"there is no file .*d\.csv; did you mean c\.csv"):
         load_examples([str(tmp_path / "a.jsonl"), str(tmp_path / "d.csv")])
@@ -195,11 +198,11 @@ def test_damaged_folders_of_datasets(tmp_path):
     for name in ("state.json", "dataset_info.json"):
         whole = (tmp_path / "a" / name).read_bytes()
         (tmp_path / "a" / name).write_bytes(b"{")
-        with pytest.raises(ValueError, match="is not a whole dataset of save_to_disk"):
+        with pytest.raises(ValueError, match="is not a complete dataset of save_to_disk"):
             load_examples(tmp_path / "a")
         (tmp_path / "a" / name).write_bytes(whole)
     next((tmp_path / "a").glob("*.arrow")).write_bytes(b"x" * 50)
-    with pytest.raises(ValueError, match="is not a whole dataset of save_to_disk"):
+    with pytest.raises(ValueError, match="is not a complete dataset of save_to_disk"):
         load_examples(tmp_path / "a")
 
 
@@ -252,10 +255,10 @@ def test_tables_have_rows_by_index():
 
     hub = Dataset.from_list([{"prompt": "a"}])
     assert load_examples(hub) is hub
-    with pytest.raises(ValueError, match=r"is a Table, whose rows are not found by index; give \.to_pylist\(\) of it"):
+    with pytest.raises(ValueError, match=r"is a Table, whose rows have no index; pass the result of its \.to_pylist"):
         load_examples(pyarrow.table({"prompt": ["a"]}))
     pandas = pytest.importorskip("pandas")
-    with pytest.raises(ValueError, match=r"is a DataFrame, .* give \.to_dict\('records'\) of it"):
+    with pytest.raises(ValueError, match=r"is a DataFrame, .* pass the result of its \.to_dict"):
         load_examples(pandas.DataFrame({"prompt": ["a"]}))
 
 
@@ -271,18 +274,18 @@ def streamed():
         (Stream, r"is a Stream, which has no length: .*itertools\.islice"),
         (streamed, r"is a IterableDataset, which has no length: .*itertools\.islice"),
         (lambda: ({"prompt": "a"} for _ in range(3)), "is a generator, which has no length"),
-        (Endless, "an object of your own needs __len__ and __getitem__"),
+        (Endless, "an object of another class needs __len__ and __getitem__"),
         (lambda: Arithmetic(0), "train_dataset is empty"),
-        (lambda: Arithmetic(-1), "no length that can be used: .* >= 0"),
-        (lambda: Arithmetic(2.5), "no length that can be used"),
-        (lambda: Arithmetic(10**30), "no length that can be used"),
+        (lambda: Arithmetic(-1), "no usable length: .* >= 0"),
+        (lambda: Arithmetic(2.5), "no usable length"),
+        (lambda: Arithmetic(10**30), "no usable length"),
         (lambda: Arithmetic(10**12), "has 1,000,000,000,000 rows, at most 50,000,000"),
         (lambda: Short(3), "has a length of 3, but no row 2: IndexError"),
-        (lambda: {"prompt": ["a"]}, "is a mapping of columns; make it rows"),
+        (lambda: {"prompt": ["a"]}, "is a mapping of columns; turn it into rows"),
         (lambda: {"train": []}, "is a mapping with the splits train; pick one"),
         (lambda: b"abc", "must be a Dataset, a list of dicts"),
-        (lambda: [{1: 2, "prompt": "a"}], "row 0 has a column whose name is no text: 1"),
-        (lambda: [{"prompt": "a\ud800"}], "row 0: it has half of a surrogate pair"),
+        (lambda: [{1: 2, "prompt": "a"}], "row 0 has a column whose name is not a text: 1"),
+        (lambda: [{"prompt": "a\ud800"}], "row 0 has half of a surrogate pair"),
         (lambda: ["abc", {"prompt": "a"}], r"no column 'prompt' \(row 0 has str\)"),
         (lambda: ["What is 2+2"], r"a list of files \(What is 2\+2\): there is no file or folder What is 2\+2"),
         (lambda: np.array(["a", "b"]), r"no column 'prompt' \(row 0 has str"),

@@ -25,7 +25,7 @@ from groupax.runs.checkpoints import saver, writer
 from groupax.runs.checkpoints.files import damage, seal
 from groupax.runs.checkpoints.fingerprint import FIXED, FREE, ZERO_OR_NOT, tokenizer_fingerprint, weights_fingerprint
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore
-from groupax.storage.buckets import Remote
+from groupax.storage.buckets import RemoteFolder
 
 from .conftest import TINY, rest_heavy
 from .stopped_run import final_state
@@ -645,7 +645,7 @@ def test_a_folder_in_memory_is_like_a_bucket(earlier, tmp_path):
     first.learner.update = update_and_stop
     with pytest.raises(PreemptedError, match=f"its state is in {place}/checkpoints/step_000003"):
         first.train()
-    remote = Remote(place)
+    remote = RemoteFolder(place)
     assert remote.folders("checkpoints") == ["step_000002", "step_000003"]
     resumed = a_trainer(tmp_path, max_steps=4, output_dir=place, save_steps=1, report_to=("jsonl",))
     resumed.train()
@@ -691,7 +691,7 @@ def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch)
     place = "s3://bucket/runs/one"
     settings = {"max_steps": 4, "output_dir": place, "save_steps": 1, "save_total_limit": 2}
     first = a_trainer(tmp_path, **settings)
-    upload, servers, uploads = Remote.upload, [server], []
+    upload, servers, uploads = RemoteFolder.upload, [server], []
 
     def dying(self, file, name):
         uploads.append(name)
@@ -699,7 +699,7 @@ def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch)
             servers.pop().stop()
         upload(self, file, name)
 
-    monkeypatch.setattr(Remote, "upload", dying)
+    monkeypatch.setattr(RemoteFolder, "upload", dying)
     update = first.learner.update
 
     def update_and_stop(rows):
@@ -724,7 +724,7 @@ def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch)
     begun = [name for name in uploads if "step_000002" in name]
     assert begun
     assert not any(name.endswith("SHA256SUMS") for name in begun)
-    store = RemoteStore(Remote(place), tmp_path / "scratch")
+    store = RemoteStore(RemoteFolder(place), tmp_path / "scratch")
     assert store.steps() == [1, 2]
     assert "SHA256SUMS is missing" in (damage(store.local(2)) or "")
     resumed = a_trainer(tmp_path, **settings)
@@ -777,7 +777,7 @@ def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys):
     )
     assert "is the folder of a training run" in capsys.readouterr().err
     assert main(["checkpoints", str(run), "export", "--to", str(run)]) == 2
-    assert "and a model is never written over such; choose another folder" in capsys.readouterr().err
+    assert "and never overwrites; choose another folder" in capsys.readouterr().err
     assert main(["checkpoints", str(run), "export", "3", "--to", str(tmp_path / "three")]) == 0
     saved, exported = load_model(run / "model"), load_model(tmp_path / "three")
     for a, b in zip(jax.tree.leaves(saved.params), jax.tree.leaves(exported.params), strict=True):

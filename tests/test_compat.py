@@ -18,6 +18,7 @@ from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.easydel.models import config_settings
 from groupax.compat.easydel.trainer import with_sampling
 from groupax.compat.fields import CompatWarning
+from groupax.events import Evaluated, StepEnded
 from groupax.models.checkpoint import reshard
 from groupax.models.lora import lora_config
 from groupax.models.quantize import dense
@@ -335,11 +336,11 @@ def test_callbacks_learn_of_the_best_evaluation():
 
     listener = CallbackListener([Watch], args, 1, State(), {})
     for step, reward in enumerate((0.5, 0.2, 0.7, 0.6), 1):
-        listener("evaluate", step, {"eval_reward": reward})
+        listener(Evaluated(step, {"eval_reward": reward}))
     assert told == [(None, None), (0.5, 1), (0.5, 1), (0.7, 3)]
     args.greater_is_better = False
-    listener("evaluate", 5, {"eval_reward": 0.1})
-    listener("log", 5, {"eval_reward": 0.0})
+    listener(Evaluated(5, {"eval_reward": 0.1}))
+    listener(StepEnded(5, {}, {"eval_reward": 0.0}))
     assert (listener.state.best_metric, listener.state.best_global_step) == (0.1, 5)
 
 
@@ -618,12 +619,12 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
 @pytest.mark.heavy
 def test_a_callback_that_will_not_be_heard_is_told(folder, tmp_path):
     class Saving:
-        def on_save(self, args, state, control, **more):
+        def on_substep_end(self, args, state, control, **more):
             raise AssertionError
 
     trainer = trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path, max_steps=1), PROMPTS)
     trainer.add_callback(Saving())
-    with pytest.warns(CompatWarning, match="Saving's on_save will not be called"):
+    with pytest.warns(CompatWarning, match="Saving's on_substep_end will not be called"):
         trainer.train()
 
 

@@ -49,7 +49,7 @@ def test_trls_names_point_to_ours():
         ({"num_generations": 1}, "at least 2 completions"),
         (
             {"loss_type": "ppo"},
-            "loss_type must be one of grpo, bnpo, .*, vespo, got 'ppo'",
+            "loss_type must be one of grpo, bnpo, .*, vespo or a function, .*, got 'ppo'",
         ),
         ({"temperature": 0.0}, "temperature must be between 1e-06 and 1000, got 0.0: greedy completions"),
         ({"prompts_per_step": 0}, "prompts_per_step must be between 0.0001 and 1,000,000, got 0; the default is 8"),
@@ -226,7 +226,7 @@ def test_numbers_that_cannot_work(settings, message):
         ({"train": ROWS}, "with the splits train; pick one"),
         (3, "must be a Dataset"),
         ("nowhere.jsonl", "there is no file nowhere.jsonl"),
-        ("nobody/nothing", "the hub does not give it"),
+        ("nobody/nothing", "it cannot be downloaded from the hub"),
     ],
 )
 def test_bad_datasets(dataset, message):

@@ -10,11 +10,20 @@ from groupax import init_model, save_model
 
 from .conftest import TINY, rest_heavy
 from .test_config_and_data import a_tokenizer
+from .test_trainer import a_trainer, lines_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-PAGES = ["datasets.md", "rewards.md", "engine.md", "evaluation.md", "coming_from_trl.md", "coming_from_easydel.md"]
+PAGES = [
+    "algorithm.md",
+    "datasets.md",
+    "rewards.md",
+    "engine.md",
+    "evaluation.md",
+    "coming_from_trl.md",
+    "coming_from_easydel.md",
+]
 
 
 @pytest.mark.parametrize("page", rest_heavy([*PAGES, "lora.md"], quick=len(PAGES)))
@@ -50,3 +59,14 @@ def test_the_pages_list_every_setting_of_the_objective():
     for name in {*ObjectiveSettings.__annotations__} - own:
         assert re.sub("_(pos|neg|min|max)$", "", name) in text, name
     assert [name for name in LossType.__args__ if f"`{name}`" not in text] == []
+
+
+def test_the_page_s_own_loss_trains(tmp_path, monkeypatch):
+    page = (DOCS / "algorithm.md").read_text()
+    module = re.search(r"^```python\n(# my_losses.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert module is not None
+    (tmp_path / "my_losses.py").write_text(module[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    a_trainer(tmp_path, loss_type="my_losses:GMPO(epsilon=0.3)", max_steps=1).train()
+    assert "gmpo/clipped_frac" in lines_of(tmp_path)[0]
+    assert '"my_losses:GMPO(epsilon=0.3)"' in (tmp_path / "run" / "config.json").read_text()

@@ -1,4 +1,4 @@
-"""Each finding is made by a history that has what it is about, and by none that has not."""
+"""Each diagnosis follows from a history with its cause, and from no other."""
 
 import json
 import re
@@ -15,8 +15,8 @@ from groupax.runs.diagnostics import (
     logp_limit,
     num_unscored_steps,
     remembered,
-    setup_findings,
-    step_findings,
+    setup_diagnostics,
+    step_diagnostics,
 )
 
 from .conftest import rest_heavy
@@ -52,17 +52,17 @@ def a_history(num_steps=2 * START_STEPS, **late):
 
 def test_in_float32_engine_and_trainer_agree_more_closely():
     history = a_history(rollout_logp_diff_mean=2e-5)
-    assert step_findings(history) == {}
+    assert step_diagnostics(history) == {}
     limit = logp_limit(GRPOConfig(), is_float32=True)
-    assert "by 2e-05 on average (rollout/logp_diff_mean, above 1e-05)" in step_findings(history, limit)["logp_drift"]
+    assert "by 2e-05 on average (rollout/logp_diff_mean, above 1e-05)" in step_diagnostics(history, limit)["logp_drift"]
     for args in (GRPOConfig(kv_cache_dtype="bfloat16"), GRPOConfig(rollout=("http://a:1",))):
         assert logp_limit(args, is_float32=True) == logp_limit(GRPOConfig(), is_float32=False) == 0.05
 
 
-def test_a_healthy_history_has_no_finding():
-    assert step_findings([]) == step_findings(a_history(3)) == step_findings(a_history()) == {}
+def test_a_healthy_history_has_no_diagnostic():
+    assert step_diagnostics([]) == step_diagnostics(a_history(3)) == step_diagnostics(a_history()) == {}
     grown = a_history(entropy=0.01, reward=0.9, kl=0.5, rewards_right_mean=0.9, completions_mean_length=120.0)
-    assert step_findings(grown) == {}
+    assert step_diagnostics(grown) == {}
 
 
 @pytest.mark.parametrize(
@@ -91,66 +91,66 @@ def test_a_healthy_history_has_no_finding():
     ids=lambda value: value if isinstance(value, str) and "_" in value else "",
 )
 def test_what_is_off_is_found_with_cause_and_remedy(late, name, text):
-    findings = step_findings(a_history(**late))
-    assert set(findings) == {name}
-    assert re.search(text, findings[name])
+    diagnostics = step_diagnostics(a_history(**late))
+    assert set(diagnostics) == {name}
+    assert re.search(text, diagnostics[name])
 
 
 def test_rollouts_made_ahead_make_rewards_slow_only_where_training_waits_for_those():
     slow_decoding = {"time_reward_s": 0.1, "time/wait_s": 1.5}
     slow_beside_updates = {"time_reward_s": 1.5, "time/wait_s": 0.1}
-    assert step_findings(a_history(**slow_decoding)) == step_findings(a_history(**slow_beside_updates)) == {}
-    findings = step_findings(a_history(**{"time_reward_s": 1.0, "time/wait_s": 1.5}))
-    assert re.search(r"waited 5\.0 s of 10\.0 s", findings["slow_reward"])
+    assert step_diagnostics(a_history(**slow_decoding)) == step_diagnostics(a_history(**slow_beside_updates)) == {}
+    diagnostics = step_diagnostics(a_history(**{"time_reward_s": 1.0, "time/wait_s": 1.5}))
+    assert re.search(r"waited 5\.0 s of 10\.0 s", diagnostics["slow_reward"])
 
 
 @pytest.mark.parametrize("name", ["frac_reward_zero_std", "completions/clipped_ratio"])
-def test_a_finding_needs_several_steps_in_a_row(name):
+def test_a_diagnostic_needs_several_steps_in_a_row(name):
     history = [{**HEALTHY, name: 0.9 if step == 3 else 1.0} for step in range(2 * PATIENCE_STEPS)]
-    assert not step_findings(history[:PATIENCE_STEPS])
-    assert not step_findings(history[: PATIENCE_STEPS + 3])
-    assert step_findings(history[: PATIENCE_STEPS + 4])
+    assert not step_diagnostics(history[:PATIENCE_STEPS])
+    assert not step_diagnostics(history[: PATIENCE_STEPS + 3])
+    assert step_diagnostics(history[: PATIENCE_STEPS + 4])
 
 
-def test_what_is_remembered_is_enough_for_every_finding():
+def test_what_is_remembered_is_enough_for_every_diagnostic():
     history = a_history(100, entropy=0.05, rewards_right_mean=0.1, rewards_form_mean=0.4, kl=2.0)
     kept = []
     for metrics in history:
         kept = remembered([*kept, metrics])
     assert len(kept) == 2 * START_STEPS
-    assert step_findings(kept) == step_findings(history)
-    assert set(step_findings(kept)) == {"entropy_collapse", "reward_hacking", "kl_runaway"}
+    assert step_diagnostics(kept) == step_diagnostics(history)
+    assert set(step_diagnostics(kept)) == {"entropy_collapse", "reward_hacking", "kl_runaway"}
 
 
-def test_metrics_that_a_run_has_not_make_no_finding():
+def test_metrics_that_a_run_has_not_make_no_diagnostic():
     optional = ("kl", "padding_frac", "rollout/logp_diff_mean", "time/reward_s", "rewards/form/mean", "entropy")
     history = [{name: value for name, value in HEALTHY.items() if name not in optional}] * 30
-    assert step_findings(history) == {}
-    assert step_findings([{**HEALTHY, "reward": float("nan"), "rewards/right/mean": float("nan")}] * 30) == {}
+    assert step_diagnostics(history) == {}
+    assert step_diagnostics([{**HEALTHY, "reward": float("nan"), "rewards/right/mean": float("nan")}] * 30) == {}
 
 
 def test_what_is_off_before_the_first_step():
-    assert setup_findings(GRPOConfig(), [1]) == {}
-    assert set(setup_findings(GRPOConfig(learning_rate=0.0), [])) == {"learning_rate_zero", "no_eos"}
-    assert set(setup_findings(GRPOConfig(loss_type="sapo", delta=0.5), [1])) == {"delta_unused"}
+    assert setup_diagnostics(GRPOConfig(), [1]) == {}
+    assert set(setup_diagnostics(GRPOConfig(learning_rate=0.0), [])) == {"learning_rate_zero", "no_eos"}
+    assert set(setup_diagnostics(GRPOConfig(loss_type="sapo", delta=0.5), [1])) == {"delta_unused"}
     for loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
         args = GRPOConfig(loss_type=loss_type, importance_sampling_level="sequence", epsilon_high=2.0)
-        assert "weights each sequence by its completion length" in setup_findings(args, [1])["sequence_weights"]
-    assert setup_findings(GRPOConfig(loss_type="grpo", importance_sampling_level="sequence"), [1]) == {}
-    assert setup_findings(GRPOConfig(delta=4.0), [1]) == {}
+        assert "weights each sequence by its completion length" in setup_diagnostics(args, [1])["sequence_weights"]
+    assert setup_diagnostics(GRPOConfig(loss_type="grpo", importance_sampling_level="sequence"), [1]) == {}
+    assert setup_diagnostics(GRPOConfig(delta=4.0), [1]) == {}
 
 
 def test_steps_without_any_reward_are_told_at_once_and_not_as_equal_rewards():
     unscored = {"frac_reward_zero_std": 1.0, "reward": float("nan"), "rewards/unscorable_frac": 1.0}
     history = [*a_history(1), {**HEALTHY, **unscored}]
     assert num_unscored_steps(history) == 1
-    assert set(step_findings(history)) == {"no_rewards"}
-    assert "'right' and 'form' returned None for every one" in step_findings(history)["no_rewards"]
-    assert set(step_findings(history * PATIENCE_STEPS)) == {"no_rewards"}
-    assert set(step_findings([{**HEALTHY, **unscored}] * PATIENCE_STEPS)) == {"no_rewards"}
+    assert set(step_diagnostics(history)) == {"no_rewards"}
+    assert "'right' and 'form' returned None for every one" in step_diagnostics(history)["no_rewards"]
+    assert set(step_diagnostics(history * PATIENCE_STEPS)) == {"no_rewards"}
+    assert set(step_diagnostics([{**HEALTHY, **unscored}] * PATIENCE_STEPS)) == {"no_rewards"}
     equal = {**unscored, "reward": 0.25, "rewards/unscorable_frac": 0.0}
     mixed = [{**HEALTHY, **equal}] * (PATIENCE_STEPS - 1) + [{**HEALTHY, **unscored}]
-    assert "(mean 0.25)" in step_findings(mixed)["rewards_equal"]
+    assert "(mean 0.25)" in step_diagnostics(mixed)["rewards_equal"]
     assert num_unscored_steps(a_history()) == num_unscored_steps([]) == 0
 
 
@@ -184,21 +184,23 @@ def test_a_rollout_without_any_reward_does_not_end_a_run(tmp_path):
 
 
 def found(folder):
-    return [json.loads(line) for line in (folder / "run" / "findings.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run" / "diagnostics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.heavy
-def test_findings_are_told_once_on_disk_and_in_every_line_of_metrics(tmp_path, caplog):
+def test_diagnostics_are_told_once_on_disk_and_in_every_line_of_metrics(tmp_path, caplog):
     def same(completions):
         return [1.0] * len(completions)
 
     a_trainer(tmp_path, same, max_steps=PATIENCE_STEPS + 2).train()
-    [finding] = [each for each in found(tmp_path) if each["name"] == "rewards_equal"]
-    assert finding["step"] == PATIENCE_STEPS
-    assert caplog.text.count(finding["text"]) == 1
+    [diagnostic] = [each for each in found(tmp_path) if each["name"] == "rewards_equal"]
+    assert diagnostic["step"] == PATIENCE_STEPS
+    assert caplog.text.count(diagnostic["text"]) == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("health/rewards_equal", 0.0) for line in lines] == [0.0] * 4 + [1.0] * 3
-    assert [line["health/num_findings"] for line in lines] == [float(len(found(tmp_path)) * (i > 3)) for i in range(7)]
+    assert [line["health/num_diagnostics"] for line in lines] == [
+        float(len(found(tmp_path)) * (i > 3)) for i in range(7)
+    ]
 
 
 @pytest.mark.heavy
@@ -229,6 +231,6 @@ def test_a_run_that_trades_one_reward_for_another_is_hinted_at(tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_run_that_learns_has_no_finding(tmp_path):
+def test_a_run_that_learns_has_no_diagnostic(tmp_path):
     a_trainer(tmp_path, max_steps=25, learning_rate=3e-3).train()
     assert found(tmp_path) == []

@@ -229,12 +229,12 @@ BAD = {
     "eos_token_id: -1": (config(eos_token_id=[1, -1]), r"eos_token_id=\[1, -1\]"),
     "generation: eos_token_id": (config("generation_config.json", eos_token_id=1.5), "eos_token_id=1.5"),
     "generation: temperature": (config("generation_config.json", temperature="hot"), "temperature='hot'"),
-    "generation: [1]": (raw("generation_config.json", "[1]"), "must hold a JSON object"),
+    "generation: [1]": (raw("generation_config.json", "[1]"), "must contain a JSON object"),
     # config.json as a file
     "config: empty": (raw("config.json", ""), NOT_JSON),
     "config: cut off": (raw("config.json", '{"model_type": '), NOT_JSON),
     "config: not UTF-8": (raw("config.json", b"\xff\xfe{}"), NOT_JSON),
-    "config: a list": (raw("config.json", "[1]"), "must hold a JSON object, it holds a list"),
+    "config: a list": (raw("config.json", "[1]"), "must contain a JSON object, it contains a list"),
     "config: deep": (raw("config.json", DEEP), NOT_JSON),
     "config: deep value": (raw("config.json", f'{{"model_type": "llama", "hidden_size": {DEEP}}}'), NOT_JSON),
     "config: missing": (removed("config.json"), "no config.json"),
@@ -285,7 +285,7 @@ BAD = {
     "index: map a list": (raw("model.safetensors.index.json", '{"weight_map": ["a"]}'), r"weight_map=\['a'\]"),
     "index: not JSON": (raw("model.safetensors.index.json", "{"), NOT_JSON),
     # tokenizers
-    "tokenizer: []": (raw("tokenizer.json", "[]"), r"tokenizer\.json must hold a JSON object"),
+    "tokenizer: []": (raw("tokenizer.json", "[]"), r"tokenizer\.json must contain a JSON object"),
     "tokenizer: {}": (raw("tokenizer.json", "{}"), "no tokenizer that transformers can load"),
     "tokenizer: deep": (raw("tokenizer.json", DEEP), rf"tokenizer\.json {NOT_JSON}"),
     "tokenizer: cut off": (raw("tokenizer.json", '{"model": {'), rf"tokenizer\.json {NOT_JSON}"),
@@ -293,7 +293,10 @@ BAD = {
     "tokenizer: missing": (removed("tokenizer.json"), "it has none of tokenizer.json"),
     "tokenizer: a link out": (linked("tokenizer.json"), "is a link out of the model's folder"),
     "tokenizer: card a link out": (linked("README.md"), "is a link out of the model's folder"),
-    "tokenizer config: [1]": (raw("tokenizer_config.json", "[1]"), r"tokenizer_config\.json must hold a JSON object"),
+    "tokenizer config: [1]": (
+        raw("tokenizer_config.json", "[1]"),
+        r"tokenizer_config\.json must contain a JSON object",
+    ),
     "tokenizer config: {": (raw("tokenizer_config.json", "{"), rf"tokenizer_config\.json {NOT_JSON}"),
     "tokenizer config: code": (
         config("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]}, tokenizer_class="Evil"),
@@ -302,10 +305,10 @@ BAD = {
     "tokenizer config: code in a list": (config("tokenizer_config.json", auto_map=["evil.Evil", None]), "never runs"),
     "tokenizer config: files elsewhere": (
         config("tokenizer_config.json", fast_tokenizer_files=["../tokenizer.1.0.json"]),
-        "no file of the folder",
+        "not one of its files",
     ),
     "tokenizer config: vocabulary elsewhere": (config("tokenizer_config.json", vocab="/etc/passwd"), "no file of the"),
-    "special tokens: [1]": (raw("special_tokens_map.json", "[1]"), "must hold a JSON object"),
+    "special tokens: [1]": (raw("special_tokens_map.json", "[1]"), "must contain a JSON object"),
     "chat template: a link out": (linked("chat_template.jinja"), "is a link out of the model's folder"),
 }
 
@@ -616,7 +619,7 @@ def test_the_working_folder_is_not_replaced(good, tmp_path, monkeypatch):
     (tmp_path / "empty" / "inner").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "empty" / "inner")
     for folder in (".", "", tmp_path / "empty"):
-        with pytest.raises(ValueError, match="working folder"):
+        with pytest.raises(ValueError, match="working directory"):
             save_model(load_model(good / "base"), folder)
     with pytest.raises(ValueError, match="null character"):
         save_model(load_model(good / "base"), "a\0b")

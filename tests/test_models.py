@@ -269,11 +269,11 @@ def test_attention_in_blocks_is_attention(monkeypatch):
 
 def test_a_folder_that_is_no_model(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(ValueError, match=r"no config\.json \(it holds notes\.txt\)"):
+    with pytest.raises(ValueError, match=r"no config\.json \(it contains notes\.txt\)"):
         load_model(tmp_path)
     with pytest.raises(ValueError, match="neither a model folder nor a hub id"):
         load_model(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="the hub does not give it"):
+    with pytest.raises(ValueError, match="it cannot be downloaded from the hub"):
         load_model("nobody/nothing")
 
 

@@ -11,14 +11,16 @@ import pytest
 
 from groupax.config import GRPOConfig
 from groupax.objective.advantages import group_advantages
-from groupax.objective.aggregation import ROW_WEIGHTS, Denominators
+from groupax.objective.aggregation import Denominators, seq_mean_token_sum_norm, token_mean
 from groupax.objective.entropy import EntropyControl, EntropyState, applied_coef, next_entropy_state
 from groupax.objective.kl import ESTIMATORS
-from groupax.objective.losses import LOSSES
+from groupax.objective.losses import LOSSES, ppo_clip_loss
 from groupax.objective.masks import top_entropy_threshold
-from groupax.objective.objective import Evidence, empty_objective_tally, policy_objective
+from groupax.objective.objective import LossInputs, policy_objective, zero_metrics
 from groupax.objective.ratios import RATIOS
 from groupax.settings.objective import (
+    CLIPPED,
+    WEIGHTED_BY_LENGTH,
     ImportanceSamplingLevel,
     KLEstimator,
     LossType,
@@ -109,7 +111,12 @@ def test_ragged_groups_are_refused():
 
 
 def test_tables_list_the_words_of_the_settings():
-    assert set(LOSSES) == set(ROW_WEIGHTS) == set(get_args(LossType))
+    assert set(LOSSES) == set(get_args(LossType))
+    assert {name for name, loss in LOSSES.items() if loss.token_loss is ppo_clip_loss} == set(CLIPPED)
+    by_length = (token_mean, seq_mean_token_sum_norm)
+    assert {name for name, loss in LOSSES.items() if loss.aggregation in by_length and not loss.uses_correction} == set(
+        WEIGHTED_BY_LENGTH
+    )
     assert set(RATIOS) == set(get_args(ImportanceSamplingLevel))
     assert set(ESTIMATORS) == set(get_args(KLEstimator))
 
@@ -148,7 +155,7 @@ def loss_of(batch, settings, counts=None, entropy_coef=0.0):
     counts = counts or counts_of(np.asarray(batch["mask"]))
     batch = {name: None if x is None else jnp.asarray(x) for name, x in batch.items()}
     logp, entropy = batch.pop("logp"), batch.pop("entropy")
-    return policy_objective(logp, entropy, Evidence(**batch), counts, settings, entropy_coef)[0]
+    return policy_objective(logp, entropy, LossInputs(**batch), counts, settings, entropy_coef)[0]
 
 
 def numpy_loss(batch, settings, top_entropy=False, entropy_coef=0.0):
@@ -239,12 +246,12 @@ def test_loss_is_the_formula(loss_type, case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("loss_type", get_args(LossType))
-def test_the_empty_tally_has_the_names_of_a_full_one(loss_type, case):
+def test_zero_metrics_have_the_names_of_the_full_ones(loss_type, case):
     settings = ObjectiveSettings(loss_type=loss_type, **case)
     batch = {name: None if x is None else jnp.asarray(x) for name, x in given_for(settings, a_batch()).items()}
     logp, entropy = batch.pop("logp"), batch.pop("entropy")
-    tally = policy_objective(logp, entropy, Evidence(**batch), counts_of(batch["mask"]), settings)[1]
-    assert jax.tree.structure(tally) == jax.tree.structure(empty_objective_tally(settings))
+    metrics = policy_objective(logp, entropy, LossInputs(**batch), counts_of(batch["mask"]), settings)[1]
+    assert jax.tree.structure(metrics) == jax.tree.structure(zero_metrics(settings))
 
 
 @pytest.mark.parametrize("importance_sampling_level", get_args(ImportanceSamplingLevel))
@@ -425,8 +432,8 @@ def test_expected_kl_gradient_over_a_small_policy(estimator, corrected, off_poli
         losses = []
         for answer in range(5):
             old, reference = sampled_from[answer, None, None], ref[answer, None, None]
-            evidence = Evidence(jnp.zeros(1), jnp.ones((1, 1), bool), old, old, reference)
-            losses.append(policy_objective(logp[answer, None, None], zero, evidence, one, settings)[0])
+            inputs = LossInputs(jnp.zeros(1), jnp.ones((1, 1), bool), old, old, reference)
+            losses.append(policy_objective(logp[answer, None, None], zero, inputs, one, settings)[0])
         return jnp.sum(jnp.exp(sampled_from) * jnp.stack(losses))
 
     error = float(jnp.abs(jax.grad(expected_loss)(theta) - jax.grad(true_kl)(theta)).max())
@@ -445,5 +452,5 @@ def test_k1_as_a_loss_teaches_nothing():
 
     assert jnp.abs(expected_k1(theta)) > 0.1
     np.testing.assert_allclose(jax.grad(expected_k1)(theta), np.zeros(5), atol=1e-6)
-    with pytest.raises(ValueError, match="kl_estimator must be one of k2, k3, got 'k1'"):
+    with pytest.raises(ValueError, match=r"kl_estimator must be one of k2, k3 or a function, .*, got 'k1'"):
         GRPOConfig(kl_estimator="k1")

@@ -21,7 +21,7 @@ import pytest
 from groupax.config import GRPOConfig
 from groupax.objective.aggregation import Denominators
 from groupax.objective.masks import top_entropy_threshold
-from groupax.objective.objective import Evidence, empty_objective_tally, policy_objective
+from groupax.objective.objective import LossInputs, policy_objective, zero_metrics
 from groupax.settings.objective import ObjectiveSettings
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -63,7 +63,7 @@ def test_loss_and_gradient_are_the_recorded_ones(case):
     mask = mask.astype(bool)
     settings = settings_of(case)
     quantile = case["options"].get("top_entropy_quantile")
-    evidence = Evidence(
+    inputs = LossInputs(
         advantages=advantages,
         mask=mask,
         rollout_logp=old,
@@ -72,20 +72,20 @@ def test_loss_and_gradient_are_the_recorded_ones(case):
         policy_mask=None if quantile is None else entropy >= top_entropy_threshold([entropy[mask]], quantile),
     )
     counts, divisor = trl_counts(case, mask)
-    evidence = jax.tree.map(jnp.asarray, evidence)
+    inputs = jax.tree.map(jnp.asarray, inputs)
 
     def loss_fn(logp):
-        loss, tally = policy_objective(logp, jnp.asarray(entropy), evidence, counts, settings)
-        return loss / divisor, tally
+        loss, metrics = policy_objective(logp, jnp.asarray(entropy), inputs, counts, settings)
+        return loss / divisor, metrics
 
-    (loss, tally), grad = jax.value_and_grad(loss_fn, has_aux=True)(jnp.asarray(logps))
+    (loss, metrics), grad = jax.value_and_grad(loss_fn, has_aux=True)(jnp.asarray(logps))
     np.testing.assert_allclose(loss, case["loss"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(grad, grad_logps, rtol=0, atol=1e-5)
 
     # per row and not per token at the sequence level, and the KL after its correction: there our own metrics differ
     if case["importance_sampling_level"] == "token":
-        means = {name: float(total) / mask.sum() for name, total in tally.sums.items()}
-        reported = means | {name: float(value) for name, value in (tally.minima | tally.maxima).items()}
+        means = {name: float(total) / mask.sum() for name, total in metrics.sums.items()}
+        reported = means | {name: float(value) for name, value in (metrics.minima | metrics.maxima).items()}
         for name in (set(case["metrics"]) & set(reported)) - {"kl"}:
             np.testing.assert_allclose(reported[name], case["metrics"][name], atol=1e-5, err_msg=name)
 
@@ -96,14 +96,14 @@ def test_metrics_in_trls_definitions_are_the_recorded_ones(case):
     logps, old, ref, entropy, mask, advantages = (jnp.asarray(ARRAYS[f"{case['id']}/{name}"]) for name in names)
     mask = mask.astype(bool)
     settings = replace(settings_of(case), metric_definitions="trl")
-    evidence = Evidence(advantages, mask, old, old, ref if settings.beta else None)
+    inputs = LossInputs(advantages, mask, old, old, ref if settings.beta else None)
     counts = Denominators(jnp.float32(len(mask)), jnp.float32(mask.sum()))
-    tally = policy_objective(logps, entropy, evidence, counts, settings)[1]
-    expected = {*tally.sums, *tally.minima, *tally.maxima}
-    assert set(empty_objective_tally(settings).sums) == set(tally.sums)
+    metrics = policy_objective(logps, entropy, inputs, counts, settings)[1]
+    expected = {*metrics.sums, *metrics.minima, *metrics.maxima}
+    assert set(zero_metrics(settings).sums) == set(metrics.sums)
     assert expected >= set(case["metrics"]) - {"policy_loss", "entropy_coef", "aux_loss"}
-    reported = {name: float(total) / float(counts.num_tokens) for name, total in tally.sums.items()}
-    reported |= {name: float(value) for name, value in (tally.minima | tally.maxima).items()}
+    reported = {name: float(total) / float(counts.num_tokens) for name, total in metrics.sums.items()}
+    reported |= {name: float(value) for name, value in (metrics.minima | metrics.maxima).items()}
     for name in set(case["metrics"]) & expected:
         np.testing.assert_allclose(reported[name], case["metrics"][name], atol=1e-5, err_msg=name)
 

@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "groupax"
 # A room imports from those above it only.
 ROOMS = [
     ["errors", "terminal", "types"],
+    ["events"],
     ["settings"],
     ["config", "storage", "parallel"],
     ["objective", "data"],
@@ -39,11 +40,9 @@ ROOMS = [
 UPWARDS = {
     ("config", "data"),
     ("data", "models"),
-    ("evaluation", "runs"),
     ("launch", "cli"),
     ("launch", "serve"),
     ("metrics", "rollouts"),
-    ("rollouts", "runs"),
     ("view", "serve"),
 }
 WITHOUT_JAX = [
@@ -61,7 +60,8 @@ WITHOUT_JAX = [
     "groupax.serve.protocol",
     "groupax.training.packing",
     "groupax.parallel.preemption",
-    "groupax.runs.progress",
+    "groupax.runs.progress.named",
+    "groupax.events",
     "groupax.storage.buckets",
     "groupax.storage.lock",
     "groupax.rollouts.state",

@@ -28,7 +28,7 @@ def test_every_row_lies_in_one_place_with_its_prompt(shards, budget, share_prefi
     packed, _ = pack(rows, shards, budget, share_prefix=share_prefix)
     assert sorted(int(index) for part in packed for index in part.rows if index >= 0) == list(range(len(rows)))
     for part in packed:
-        ragged, evidence = part.batch.ragged, part.batch.evidence
+        ragged, evidence = part.batch.ragged, part.batch.inputs
         M, R, (P, S) = len(ragged.tokens) // shards, len(ragged.targets) // shards, ragged.prompts.shape
         for position, index in enumerate(part.rows):
             cells = part.batch.cells[position]

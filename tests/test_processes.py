@@ -292,7 +292,10 @@ def test_two_processes_are_one_run(place, one_process):
     assert statuses == [0, 0], errors
     assert assert_same_run(one_process, place / "two") == {0, 1}
     # one writes, and the checkpoint goes on in one process as in two
-    assert sorted(path.name for path in (place / "two" / "run").glob("*.jsonl")) == ["findings.jsonl", "metrics.jsonl"]
+    assert sorted(path.name for path in (place / "two" / "run").glob("*.jsonl")) == [
+        "diagnostics.jsonl",
+        "metrics.jsonl",
+    ]
 
 
 @pytest.mark.long

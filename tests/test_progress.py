@@ -8,7 +8,10 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from groupax.runs.progress import PROGRESS_BARS, JsonLines, Progress, TimeLeft, Tqdm, fitting, progress_named
+from groupax.events import Message, PhaseAdvanced, PhaseStarted, RunDescribed, StepEnded, counted
+from groupax.runs.progress.display import TimeLeft
+from groupax.runs.progress.named import PROGRESS_BARS, JsonLines, Silent, Tqdm, progress_named
+from groupax.runs.progress.rich import fitting
 from groupax.terminal.panel import LivePanel
 from groupax.terminal.printable import one_line, printable
 
@@ -36,33 +39,25 @@ def test_a_line_has_the_first_fields_that_fit():
 
 def test_counted_items_pass_through_and_show_phases():
     shown = []
-
-    class Recording(Progress):
-        def phase(self, name, total=None):
-            shown.append((name, total))
-
-        def advance(self, done):
-            shown.append(done)
-
-    assert list(Recording().counted("ab", "sampling", 2, "scoring")) == ["a", "b"]
-    assert shown == [("sampling", 2), 1, 2, ("scoring", None)]
+    assert list(counted("ab", shown.append, "sampling", 2, "scoring")) == ["a", "b"]
+    assert shown == [PhaseStarted("sampling", 2), PhaseAdvanced(1), PhaseAdvanced(2), PhaseStarted("scoring")]
 
 
 @pytest.mark.parametrize("name", PROGRESS_BARS)
 def test_contexts_nest_and_every_way_takes_a_whole_run(name, capsys):
     progress = PROGRESS_BARS[name]()
-    progress.phase("loading the model")
+    progress(PhaseStarted("loading the model"))
     with progress:
         with progress:
-            progress.begin(2, {"model": "tiny"})
-            progress.phase("sampling", 8)
-            progress.advance(3)
+            progress(RunDescribed(2, {"model": "tiny"}))
+            progress(PhaseStarted("sampling", 8))
+            progress(PhaseAdvanced(3))
         for step in (1, 2):
-            progress.step(step, METRICS)
-        progress.phase("writing the model")
-        progress.message("it went well")
+            progress(StepEnded(step, METRICS))
+        progress(PhaseStarted("writing the model"))
+        progress(Message("it went well"))
     progress.close()
-    progress.message("after the end", warning=True)
+    progress(Message("after the end", warning=True))
     out = "".join(capsys.readouterr())
     assert ("2/2" in out or '"step": 2' in out) == (name != "none")
     assert ("it went well" in out) == (name != "none")
@@ -71,11 +66,11 @@ def test_contexts_nest_and_every_way_takes_a_whole_run(name, capsys):
 def test_json_lines_have_phases_before_the_first_step_and_after_the_last(capsys):
     progress = JsonLines()
     with progress:
-        progress.begin(2, {"model": "tiny"})
+        progress(RunDescribed(2, {"model": "tiny"}))
         for step in (1, 2):
-            progress.phase("sampling", 8)
-            progress.step(step, {"reward": math.nan})
-        progress.phase("writing the model")
+            progress(PhaseStarted("sampling", 8))
+            progress(StepEnded(step, {"reward": math.nan}))
+        progress(PhaseStarted("writing the model"))
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         {"run": {"model": "tiny"}},
@@ -88,7 +83,7 @@ def test_json_lines_have_phases_before_the_first_step_and_after_the_last(capsys)
 
 def test_a_bar_of_tqdm_names_the_phase(capsys):
     with Tqdm() as progress:
-        progress.phase("evaluating", 500)
+        progress(PhaseStarted("evaluating", 500))
     assert "evaluating" in capsys.readouterr().err
 
 
@@ -141,4 +136,4 @@ def test_of_several_processes_only_the_first_shows_the_run(variable, monkeypatch
     monkeypatch.setenv(variable, "0")
     assert isinstance(progress_named("json"), JsonLines)
     monkeypatch.setenv(variable, "1")
-    assert not isinstance(progress_named("json"), JsonLines)
+    assert isinstance(progress_named("json"), Silent)

@@ -97,12 +97,12 @@ def test_parts_that_are_no_text_are_refused_here_and_by_the_server(kind):
 @pytest.mark.parametrize(
     ("template", "messages", "fault"),
     [
-        ("hello", user("abc"), "leaves out message 1 of 1, of the role 'user': 'abc'"),
+        ("hello", user("abc"), "leaves out message 1 of 1, which has the role 'user': 'abc'"),
         ("{{ messages[1].content }}", [*user("abc"), *user("def")], "leaves out message 1 of 2"),
         (
             "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
             [{"role": "system", "content": "Be kind."}, *user("abc")],
-            "leaves out message 1 of 2, of the role 'system': 'Be kind.'",
+            "leaves out message 1 of 2, which has the role 'system': 'Be kind.'",
         ),
         (TEXT, user(" \n"), "is empty: no message has any text"),
         ("{% for x in %}", user("abc"), "the chat template fails: TemplateSyntaxError"),

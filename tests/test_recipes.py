@@ -130,13 +130,13 @@ def test_folders_have_splits(tmp_path):
     Dataset.from_list([{"prompt": "e"}]).save_to_disk(tmp_path / "d")
     assert load_examples(tmp_path / "d")[0] == {"prompt": "e"}
     assert load_recipe("tldr_length").eval_dataset(str(tmp_path / "d")) is None
-    with pytest.raises(MissingSplitError, match="has no split test or validation, it has train; give the file itself"):
+    with pytest.raises(MissingSplitError, match="has no split test or validation, it has train; name the file itself"):
         load_examples(tmp_path / "c", "eval_dataset", ("test", "validation"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(MissingSplitError, match=r"it has no \.jsonl, \.json, \.csv, \.tsv or \.parquet file"):
         read_rows(tmp_path / "empty", "x")
     (tmp_path / "x.json").write_text('{"prompt": 1}')
-    with pytest.raises(ValueError, match="must hold a list of rows, it holds a dict"):
+    with pytest.raises(ValueError, match="must contain a list of rows, it contains a dict"):
         read_rows(tmp_path / "x.json", "x")
 
 

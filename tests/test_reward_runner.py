@@ -389,7 +389,7 @@ def test_an_interrupt_saves_the_run(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("way", ["raises", "returns"])
-def test_errors_that_quote_completions_are_visible_in_findings_and_exceptions(way):
+def test_errors_that_quote_completions_are_visible_in_diagnostics_and_exceptions(way):
     hostile = "\x1b]0;owned\x07\x1b[2J\u202eGREEN"
 
     class Value:

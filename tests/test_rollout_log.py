@@ -7,7 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from groupax import GRPOConfig
-from groupax.runs.rollout_log import RolloutLog, TokenScores, rollout_table, simple_column, to_remove
+from groupax.events import TokenScores
+from groupax.runs.rollout_log import RolloutLog, rollout_table, simple_column, to_remove
 from groupax.types import Rollout
 
 from .test_trainer import a_trainer, count_a

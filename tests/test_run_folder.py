@@ -66,7 +66,7 @@ def test_a_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path):
     trainer = a_trainer(tmp_path, max_steps=1)  # before the other one begins
     holder = a_holder(run)
     before = content_of(tmp_path)
-    said = rf"another run works in .*run \(process {holder.pid} on \S+ since \d{{4}}-.*\); wait for it, stop it"
+    said = rf"another run uses .*run \(process {holder.pid} on \S+ since \d{{4}}-.*\); wait for it, stop it"
     for start in (lambda: a_trainer(tmp_path), lambda: a_trainer(tmp_path, seed=1, resume="never"), trainer.train):
         with pytest.raises(LockedError, match=said):
             start()
@@ -213,7 +213,7 @@ def test_what_becomes_of_the_folder_costs_nothing_that_is_in_memory(tmp_path, ca
     assert (run / "rollouts" / "step_000006.parquet").exists()
     assert damage(run / "checkpoints" / "step_000006") is None
     assert load_model(run / "model").config.vocab_size == 13
-    assert {"config.json", "run.json", "findings.jsonl", "tokenizer"} <= set(os.listdir(run))
+    assert {"config.json", "run.json", "diagnostics.jsonl", "tokenizer"} <= set(os.listdir(run))
     assert len(re.findall(told, caplog.text)) == 1
     assert "could not be written" not in caplog.text
     assert caplog.text.count("were deleted or moved") + caplog.text.count("the run goes on in") == 1
@@ -344,7 +344,7 @@ def test_stopping_while_a_run_is_prepared_is_told_in_one_line(capsys, number):
     assert exit_status("groupax train", command) == PREEMPTED
     said = capsys.readouterr().err
     assert said.startswith(
-        f"stopped ({signal.Signals(number).name}) before training began; nothing was saved. Start it"
+        f"stopped ({signal.Signals(number).name}) before training started; nothing was saved. Start it"
     )
     assert said.count("\n") == 1
 

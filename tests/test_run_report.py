@@ -10,6 +10,7 @@ import pytest
 
 from groupax import GRPOConfig
 from groupax.cli.main import main
+from groupax.events import EventStream
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
 from groupax.runs.report.charts import curve
@@ -64,7 +65,7 @@ def metrics_of(run):
 
 def test_the_page_has_the_parts_of_a_report(run, report):
     page = Page(report[0])
-    headings = ("Evaluation", "Findings", "Curves", "Completions early and late", "Time", "Settings", "Hardware")
+    headings = ("Evaluation", "Diagnostics", "Curves", "Completions early and late", "Time", "Settings", "Hardware")
     assert [page.text.index(heading) for heading in headings] == sorted(map(page.text.index, headings))
     assert report[0].count("<svg") > 10
     assert "prompts_per_step" in page.text
@@ -119,7 +120,7 @@ def test_lines_for_several_steps_count_as_many(tmp_path):
 def test_the_seconds_of_a_rollout_count_once_however_many_steps_are_made_on_it(tmp_path):
     folder = RunFolder(tmp_path)
     folder.start({})
-    log = RunLog(GRPOConfig(progress_bar="none", log_completions=False), folder, num_steps=4)
+    log = RunLog(GRPOConfig(progress_bar="none", log_completions=False), folder, 4, EventStream())
     sampled = {"time/rollout_s": 3.0, "time/reward_s": 1.0, "reward": 0.5}
     log.rollout(0, [], sampled, {})
     for step in (1, 2):
@@ -158,7 +159,7 @@ def test_a_run_that_goes_on_and_damaged_files_are_read_as_far_as_they_go(run, tm
     folder = tmp_path / "run"
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": null, "reward": nu')
-    (folder / "findings.jsonl").write_bytes(b'{"step": 3, "name": "\xff<b>", "text": "<i>odd</i>"}\n[1]\nnothing\n')
+    (folder / "diagnostics.jsonl").write_bytes(b'{"step": 3, "name": "\xff<b>", "text": "<i>odd</i>"}\n[1]\nnothing\n')
     (folder / "run.json").write_text("{")
     (folder / "config.json").unlink()
     shutil.rmtree(folder / "evaluations")

@@ -23,7 +23,8 @@ FULL_LINE = "step 3/20  eta 0:34  reward 0.5  kl 0.0125  length 43.2  rollout to
 RUN = f"""
 import logging, sys, warnings
 import numpy as np
-from groupax.runs.progress import Rich
+from groupax.events import Message, PhaseAdvanced, PhaseStarted, RolloutScored, RunDescribed, StepEnded
+from groupax.runs.progress.rich import Rich
 from groupax.rollouts.sampler import Rollout
 
 def rollout(index, text):
@@ -32,22 +33,22 @@ def rollout(index, text):
     return Rollout(0, index, {{"prompt": "what is 1+1?"}}, none, none, none, none, "stop", 0, text, reward, index - 1.0)
 
 with Rich() as progress:
-    progress.phase("loading the model")
+    progress(PhaseStarted("loading the model"))
     input()
-    progress.begin(20, {{"model": "tiny, 12 parameters", "to watch it": "groupax view runs/tiny"}})
-    progress.phase("sampling", 8)
-    progress.advance(5)
+    progress(RunDescribed(20, {{"model": "tiny, 12 parameters", "to watch it": "groupax view runs/tiny"}}))
+    progress(PhaseStarted("sampling", 8))
+    progress(PhaseAdvanced(5))
     progress.is_compiling = lambda: True
     input()
     progress.is_compiling = lambda: False
-    progress.sample([rollout(index, "a word " * 60) for index in range(4)])
+    progress(RolloutScored(0, [[rollout(index, "a word " * 60) for index in range(4)]], {{}}))
     for step in (1, 2, 3):
-        progress.step(step, {METRICS!r})
-    progress.phase("updating")
+        progress(StepEnded(step, {METRICS!r}))
+    progress(PhaseStarted("updating"))
     input()
     progress.sampled_s = float("-inf")
-    progress.sample([rollout(index, {HOSTILE!r}) for index in range(4)])
-    progress.message("reward 'f' failed on " + {HOSTILE!r}, warning=True)
+    progress(RolloutScored(0, [[rollout(index, {HOSTILE!r}) for index in range(4)]], {{}}))
+    progress(Message("reward 'f' failed on " + {HOSTILE!r}, warning=True))
     # here other code prints
     input()
 print("the end")
@@ -141,21 +142,22 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines():
 def test_a_log_has_plain_lines_also_before_the_first_step():
     code = f"""
 import time
-from groupax.runs import progress
-progress.SLOW_PHASE_S = 0.05
-with progress.Rich() as shown:
-    shown.phase("loading the model")
+from groupax.events import PhaseAdvanced, PhaseStarted, RunDescribed, StepEnded
+from groupax.runs.progress import rich
+rich.SLOW_PHASE_S = 0.05
+with rich.Rich() as shown:
+    shown(PhaseStarted("loading the model"))
     time.sleep(0.3)
-    shown.phase("a quick one")
-    shown.phase("evaluating", 500)
-    shown.advance(120)
+    shown(PhaseStarted("a quick one"))
+    shown(PhaseStarted("evaluating", 500))
+    shown(PhaseAdvanced(120))
     time.sleep(0.3)
-    shown.begin(2, {{"model": "tiny"}})
-    shown.step(1, {METRICS!r})
-    shown.phase("sampling", 8)
+    shown(RunDescribed(2, {{"model": "tiny"}}))
+    shown(StepEnded(1, {METRICS!r}))
+    shown(PhaseStarted("sampling", 8))
     time.sleep(0.3)
-    shown.step(2, {METRICS!r})
-    shown.phase("writing the model")
+    shown(StepEnded(2, {METRICS!r}))
+    shown(PhaseStarted("writing the model"))
     time.sleep(0.3)
 """
     variables = {**os.environ, "FORCE_COLOR": "1"}  # as many CI systems set it

@@ -16,11 +16,12 @@ import pytest
 from groupax import GRPOConfig
 from groupax.config import TRACKERS
 from groupax.evaluation.evaluate import Evaluation
+from groupax.events import EventStream, RunStarted, StepEnded
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
 from groupax.runs.trackers.background import MOST_WAITING, BackgroundTracker
 from groupax.runs.trackers.tracker import MODULES, PACKAGES, TrackedRun, open_tracker, samples_of
-from groupax.storage.buckets import Remote
+from groupax.storage.buckets import RemoteFolder
 from groupax.types import Rollout
 
 from .test_trainer import PROMPTS, a_trainer
@@ -64,8 +65,8 @@ def logged(folder):
     }
 
 
-def findings_of(folder):
-    return [json.loads(line) for line in (folder / "findings.jsonl").read_text().splitlines()]
+def diagnostics_of(folder):
+    return [json.loads(line) for line in (folder / "diagnostics.jsonl").read_text().splitlines()]
 
 
 def test_the_trackers_are_those_of_the_settings():
@@ -120,7 +121,7 @@ def test_what_others_wrote_is_told_as_text(tmp_path, name):
     row = Rollout(0, 0, {"prompt": HOSTILE}, none, none, logps, logps, "stop", 0, HOSTILE, advantage=0.0)
     tracker = open_tracker(name, a_tracked(tmp_path))
     tracker.samples(samples_of(1, [row], 1))
-    tracker.finding(1, "odd", HOSTILE.replace("\ud800", ""))
+    tracker.diagnostic(1, "odd", HOSTILE.replace("\ud800", ""))
     tracker.close()
     if name == "jsonl":
         lines = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
@@ -155,7 +156,7 @@ class Broken:
     def metrics(self, step, metrics): self.act(step)
     def samples(self, samples): pass
     def histograms(self, step, values): pass
-    def finding(self, step, name, text): pass
+    def diagnostic(self, step, name, text): pass
     def close(self): pass
 
 class Raises(Broken):
@@ -179,14 +180,14 @@ def test_a_tracker_that_raises_or_hangs_changes_nothing(tracked, tmp_path, monke
     (tmp_path / f"broken_{kind.lower()}.py").write_text(BROKEN.replace("{kind}", kind))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(MODULES, "jsonl", f"broken_{kind.lower()}")
-    monkeypatch.setattr("groupax.runs.log.CLOSE_S", 0.3)
+    monkeypatch.setattr("groupax.runs.trackers.sink.CLOSE_S", 0.3)
     trainer = a_tracked_run(tmp_path, "jsonl", weight_distribution_log_steps=0)
     whole = tracked[0].learner.state
     for mine, wanted in zip(jax.tree.leaves(trainer.learner.state), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, wanted)
-    [finding] = [each for each in findings_of(tmp_path / "run") if each["name"].startswith("tracker_jsonl_")]
-    assert re.search(told, finding["text"])
-    assert finding["text"] in caplog.text
+    [diagnostic] = [each for each in diagnostics_of(tmp_path / "run") if each["name"].startswith("tracker_jsonl_")]
+    assert re.search(told, diagnostic["text"])
+    assert diagnostic["text"] in caplog.text
 
 
 def a_tracked(folder, first_step=0):
@@ -196,9 +197,9 @@ def a_tracked(folder, first_step=0):
 def test_a_slow_tracker_misses_calls_and_training_waits_for_none(tmp_path):
     tracker = BackgroundTracker("jsonl", a_tracked(tmp_path), lambda name, run: time.sleep(3600))
     for step in range(MOST_WAITING):
-        tracker.tell(lambda tracker, step=step: tracker.metrics(step, {}))
+        tracker.submit(lambda tracker, step=step: tracker.metrics(step, {}))
     assert not tracker.faults
-    tracker.tell(lambda tracker: tracker.metrics(MOST_WAITING, {}))
+    tracker.submit(lambda tracker: tracker.metrics(MOST_WAITING, {}))
     assert "too slow" in tracker.faults["slow"]
     tracker.finish()
     tracker.wait(time.monotonic() + 0.1)
@@ -214,17 +215,17 @@ def test_every_fault_of_a_tracker_is_told_and_again_when_the_run_goes_on(tmp_pat
 
     folder = RunFolder(tmp_path / "run")
     folder.start({})
-    log = RunLog(GRPOConfig(progress_bar="none"), folder, num_steps=2)
-    log.trackers = [BackgroundTracker("jsonl", a_tracked(tmp_path), fails)]
+    log = RunLog(GRPOConfig(progress_bar="none"), folder, 2, EventStream())
+    log.trackers.running = [BackgroundTracker("jsonl", a_tracked(tmp_path), fails)]
     for _ in range(MOST_WAITING + 1):
-        log.trackers[0].tell(lambda tracker: tracker.metrics(1, {}))
+        log.trackers.running[0].submit(lambda tracker: tracker.metrics(1, {}))
     log.evaluation(1, Evaluation({}))
-    assert [each["name"] for each in findings_of(tmp_path / "run")] == ["tracker_jsonl_slow"]
+    assert [each["name"] for each in diagnostics_of(tmp_path / "run")] == ["tracker_jsonl_slow"]
     go_on.set()
     log.close()
-    assert [each["name"] for each in findings_of(tmp_path / "run")] == ["tracker_jsonl_slow", "tracker_jsonl_failed"]
-    log.findings(2, {"odd": "something else"})
-    assert log.state()["told"] == ["odd"]
+    assert [each["name"] for each in diagnostics_of(tmp_path / "run")] == ["tracker_jsonl_slow", "tracker_jsonl_failed"]
+    log.diagnostics.report(2, {"odd": "something else"})
+    assert log.state()["diagnosed"] == ["odd"]
 
 
 def test_a_tracker_works_through_a_full_queue_before_it_ends(tmp_path):
@@ -236,7 +237,7 @@ def test_a_tracker_works_through_a_full_queue_before_it_ends(tmp_path):
 
     tracker = BackgroundTracker("jsonl", a_tracked(tmp_path), opens)
     for step in range(MOST_WAITING):
-        tracker.tell(lambda tracker, step=step: seen.append(step))
+        tracker.submit(lambda tracker, step=step: seen.append(step))
     tracker.finish()
     tracker.wait(time.monotonic() + 60)
     assert seen == list(range(MOST_WAITING))
@@ -245,8 +246,8 @@ def test_a_tracker_works_through_a_full_queue_before_it_ends(tmp_path):
 
 @pytest.mark.heavy
 def test_a_run_that_goes_on_is_the_same_one_there(tracked, tmp_path):
-    def two_steps(event, step, metrics):
-        return event == "step_end" and step == 3
+    def two_steps(event):
+        return isinstance(event, StepEnded) and event.step == 3
 
     _, whole_folder = tracked
     first = a_trainer(tmp_path, num_letters, eval_dataset=PROMPTS[:2], report_to=("tensorboard", "jsonl"), **TRACKED)
@@ -276,15 +277,20 @@ def test_what_a_tracker_wrote_to_a_bucket_is_there_when_the_run_goes_on(tmp_path
         else:
             folder.start({})
         folder.write_process({})
-        log = RunLog(GRPOConfig(report_to=("jsonl",), progress_bar="none"), folder, num_steps=4)
-        log.begin_tracking(2 * process)
-        log.findings(2 * process + 1, {"odd": f"by process {process}"})
-        log.end_tracking()
+        log = RunLog(GRPOConfig(report_to=("jsonl",), progress_bar="none"), folder, 4, EventStream())
+        log.emit(RunStarted(2 * process, 4))
+        log.diagnostics.report(2 * process + 1, {"odd": f"by process {process}"})
+        log.close_sinks()
         folder.sync()
         log.close()
         del folder, log
-    lines = [json.loads(line) for line in Remote(place).read("tracked.jsonl").decode().splitlines()]
-    assert [(line["kind"], line["step"]) for line in lines] == [("run", 0), ("finding", 1), ("run", 2), ("finding", 3)]
+    lines = [json.loads(line) for line in RemoteFolder(place).read("tracked.jsonl").decode().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("run", 0),
+        ("diagnostic", 1),
+        ("run", 2),
+        ("diagnostic", 3),
+    ]
     assert lines[0]["id"] == lines[2]["id"]
     gc.collect()
     assert not any(path.exists() for path in paths)
@@ -364,7 +370,7 @@ def test_wandbs_offline_files_give_the_numbers_of_metrics_jsonl(tmp_path, monkey
     monkeypatch.setenv("WANDB_API_KEY", "")
     trainer = a_tracked_run(tmp_path, "wandb")
     folder = tmp_path / "run"
-    assert not [each for each in findings_of(folder) if each["name"].startswith("tracker")]
+    assert not [each for each in diagnostics_of(folder) if each["name"].startswith("tracker")]
     [file] = folder.glob("wandb/offline-run-*/*.wandb")
     read, config, runs, tables, histograms = {}, {}, [], 0, 0
     for record in wandb_records(file):
@@ -393,7 +399,7 @@ def test_trackio_gives_the_numbers_of_metrics_jsonl(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     a_tracked_run(tmp_path, "trackio")
     folder = tmp_path / "run"
-    assert not [each for each in findings_of(folder) if each["name"].startswith("tracker")]
+    assert not [each for each in diagnostics_of(folder) if each["name"].startswith("tracker")]
     from trackio.sqlite_storage import SQLiteStorage
 
     [run] = SQLiteStorage.get_runs("a-project")

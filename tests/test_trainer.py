@@ -11,9 +11,10 @@ import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_model, save_model
 from groupax.data.tokenizer import last_text
+from groupax.events import StepEnded
 from groupax.metrics.completions import is_measured, window_mean
 from groupax.rewards import RewardError
-from groupax.runs.progress import JsonLines
+from groupax.runs.progress.named import JsonLines
 from groupax.settings.objective import LossType
 from groupax.types import Row
 
@@ -229,7 +230,7 @@ def test_bfloat16_trains_float32_masters(tmp_path):
     assert 0 < np.abs(moved).max() < 1e-5
 
 
-# -- findings
+# -- diagnostics
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ def test_an_update_that_is_not_finite_is_skipped(tmp_path):
         Row(0, np.array([3, 4]), np.array([5, 6]), np.ones(2, bool), 1.0, np.zeros(2)),
     ]
     start = jax.device_get(trainer.learner.state.params)
-    assert not trainer.learner.update(rows).made
+    assert not trainer.learner.update(rows).applied
     for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(trainer.learner.state.params), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -395,7 +396,7 @@ def test_progress_bars_show_the_reward(tmp_path, kind, capfd):
 def test_json_lines_of_progress_have_null_for_what_is_not_finite(capsys):
     progress = JsonLines()
     progress.num_steps = 2
-    progress.step(1, {"reward": float("nan"), "grad_norm": float("inf"), "kl": 0.5})
+    progress(StepEnded(1, {"reward": float("nan"), "grad_norm": float("inf"), "kl": 0.5}))
     line = capsys.readouterr().out
     assert line == '{"reward": null, "grad_norm": null, "kl": 0.5, "step": 1, "num_steps": 2}\n'
 

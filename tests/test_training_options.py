@@ -12,13 +12,26 @@ import pytest
 
 from groupax import GRPOConfig, init_model
 from groupax.errors import DivergedError, RunError
-from groupax.metrics.completions import logged_metrics, of_rollouts, solved_metrics
+from groupax.events import (
+    CheckpointSaved,
+    Diagnosed,
+    Message,
+    PhaseAdvanced,
+    PhaseStarted,
+    RolloutScored,
+    RunDescribed,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    StepStarted,
+)
+from groupax.metrics.completions import logged_metrics, merge_rollouts, solved_metrics
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
 from groupax.rewards.scoring import Scored
-from groupax.runs.diagnostics import setup_findings
-from groupax.storage.buckets import Remote
+from groupax.runs.diagnostics import setup_diagnostics
+from groupax.storage.buckets import RemoteFolder
 from groupax.training.packing import Shape
 
 from .conftest import TINY, rest_heavy
@@ -311,7 +324,7 @@ def test_masters_move_in_bfloat16_as_in_float32(tmp_path):
         rows = fixed_rows(trainer)
         start = leaves(trainer)
         for _ in range(100):
-            assert trainer.learner.update(rows).made
+            assert trainer.learner.update(rows).applied
         moved[dtype] = np.concatenate([(a - b).ravel() for a, b in zip(leaves(trainer), start, strict=True)])
     cosine = moved["float32"] @ moved["bfloat16"] / np.prod([np.linalg.norm(x) for x in moved.values()])
     assert cosine > 0.99
@@ -341,7 +354,7 @@ def test_what_a_diverged_run_in_a_bucket_leaves_is_named_where_it_is(tmp_path):
     trainer.learner.update = lambda rows: update([replace(row, advantage=float("inf")) for row in rows])
     with pytest.raises(DivergedError, match=rf"is in {place}/model, their batches are in {place}/bad_steps\. Lower"):
         trainer.train()
-    assert {"model", "bad_steps"} <= set(Remote(place).folders(""))
+    assert {"model", "bad_steps"} <= set(RemoteFolder(place).folders(""))
 
 
 def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):
@@ -450,7 +463,7 @@ def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
         np.testing.assert_array_equal(a, b)
 
 
-# -- refusals and findings
+# -- refusals and diagnostics
 
 
 @pytest.mark.parametrize(
@@ -516,8 +529,8 @@ def test_rollouts_may_decode_with_fewer_bits_and_little_memory(tmp_path):
 
 
 def test_fewer_bits_without_a_correction_are_told():
-    assert "rollout_correction" in setup_findings(GRPOConfig(decoding_weights="bfloat16"), [1])["decoding_weights"]
-    assert not setup_findings(GRPOConfig(), [1])
+    assert "rollout_correction" in setup_diagnostics(GRPOConfig(decoding_weights="bfloat16"), [1])["decoding_weights"]
+    assert not setup_diagnostics(GRPOConfig(), [1])
     with pytest.raises(ValueError, match="kv_cache_gb must be between"):
         GRPOConfig(kv_cache_gb=0)
 
@@ -599,7 +612,7 @@ def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
     made = []
     trainer.learner.update = lambda rows: updated.append(rows) or made.append(update(rows)) or made[-1]
     trainer.train()
-    assert all(each.made and np.isfinite(each.metrics["loss"]) for each in made)
+    assert all(each.applied and np.isfinite(each.metrics["loss"]) for each in made)
     assert [len(rows) for rows in updated] == [6] * 8
     for rows in updated:
         for row in rows:
@@ -697,19 +710,26 @@ def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
     assert sizes == [6, 6, 4] * 2  # two rollouts of 8 completions an epoch; the fifth prompt is left out
 
 
-def test_listeners_are_told_and_can_end_a_run(tmp_path):
+def test_listeners_receive_events_and_can_end_a_run(tmp_path):
     told = []
 
-    def listen(event, step, metrics):
-        told.append((event, step))
-        assert ("reward" in metrics) == (event in ("step_end", "log"))
-        return event == "step_end" and step == 2
+    def listen(event):
+        told.append(type(event))
+        if isinstance(event, StepEnded):
+            assert event.logged["reward"] == event.metrics["reward"]
+            assert len(event.rollouts) == len(event.scores) == 16
+        return isinstance(event, StepEnded) and event.step == 2
 
     trainer = a_trainer(tmp_path, max_steps=5)
     trainer.listeners = [listen]
     assert trainer.train().num_steps == 2
-    events = ["begin", *["step_begin", "log", "step_end"] * 2, "end"]
-    assert [event for event, _ in told] == events
+    assert [each for each in told if each not in (Diagnosed, Message, PhaseStarted, PhaseAdvanced)] == [
+        RunDescribed,
+        RunStarted,
+        *[StepStarted, RolloutScored, StepEnded] * 2,
+        CheckpointSaved,
+        RunEnded,
+    ]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
@@ -743,7 +763,7 @@ def test_failures_and_seconds_of_a_steps_rollouts_add_up():
         {"time/rollout_s": 2.0, "rewards/a/failures": 0.0, "reward": np.nan, "completions/max_length": 9, "epoch": 0.2},
         {"time/rollout_s": 3.0, "rewards/a/failures": 1.0, "reward": 4.0, "completions/max_length": 4.0, "epoch": 0.3},
     ]  # fmt: skip
-    assert of_rollouts(sampled) == {
+    assert merge_rollouts(sampled) == {
         "time/rollout_s": 6.0,
         "rewards/a/failures": 3.0,
         "reward": 2.5,

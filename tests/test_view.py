@@ -22,9 +22,9 @@ import pytest
 
 from groupax.cli.main import main
 from groupax.evaluation.items import Completion, Item
+from groupax.events import TokenScores
 from groupax.parallel.sockets import is_loopback
 from groupax.runs.folder import RunFolder
-from groupax.runs.rollout_log import TokenScores
 from groupax.types import Rollout
 from groupax.view.rollouts import Step, StepCache, group_summaries
 from groupax.view.runs import Run, Runs
@@ -80,7 +80,7 @@ def write_run(folder, config, num_steps=NUM_STEPS):
             if index % G
         }
         run.write_rollouts(step, rows, scored)
-    run.write_finding(3, "kl_runaway", f"KL runs away {HOSTILE}")
+    run.write_diagnostic(3, "kl_runaway", f"KL runs away {HOSTILE}")
     return run
 
 

@@ -10,10 +10,12 @@ from typing import Annotated, Any
 import tyro
 
 from groupax.config import DecodingWeights, PromptOverflow
+from groupax.events import Message, PhaseStarted
 from groupax.parallel import processes
 from groupax.recipes import RECIPES, load_recipe
-from groupax.runs.diagnostics import reward_findings
-from groupax.runs.progress import Progress, progress_named, shown_by_the_first
+from groupax.runs.diagnostics import reward_diagnostics
+from groupax.runs.progress.display import Progress
+from groupax.runs.progress.named import primary_only, progress_named
 from groupax.settings.command_line import parsed
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.lock import check_unlocked
@@ -117,7 +119,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     console = Console(highlight=False)
 
     with progress_named("rich") as progress:
-        progress.phase("loading libraries")
+        progress(PhaseStarted("loading libraries"))
         result = run_eval(command, progress)
     if not processes.is_primary():
         return
@@ -148,7 +150,7 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
     from groupax.data.prompts import encode_examples, prompt_limit
     from groupax.engine.engine import Engine
     from groupax.evaluation.evaluate import evaluate as evaluate_set
-    from groupax.evaluation.evaluate import which_solves
+    from groupax.evaluation.evaluate import find_correctness_reward
     from groupax.parallel.compilation import compilation
     from groupax.parallel.runtime import configure_jax
     from groupax.recipes.fit import fitting_length, fitting_template, positions_of
@@ -170,7 +172,7 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
         check_columns(rewards, columns, rows[0], f"dataset {name!r}")
     own = recipe.config if recipe and command.reward_funcs is None else {}
     weights = resolve_weights(command.reward_weights or own.get("reward_weights"), rewards)
-    solved_by = which_solves(command.solved_by or own.get("solved_by"), rewards)
+    solved_by = find_correctness_reward(command.solved_by or own.get("solved_by"), rewards)
 
     sampling, notes = command.sampling, []
     default = recipe.config["max_completion_length"] if recipe else DEFAULT_MAX_TOKENS
@@ -179,11 +181,11 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
         sampling = replace(sampling, max_tokens=longest, min_tokens=min(sampling.min_tokens, longest))
     template, told = fitting_template(model, command.chat_template, list(datasets.values()))
     configure_jax()  # joins the other processes: from here on one is the first, which shows
-    progress = shown_by_the_first(progress)
+    progress = primary_only(progress)
     progress.is_compiling = lambda: compilation().is_under_way
     for note in (*notes, *told):
-        progress.message(note)
-    progress.phase("loading the model")
+        progress(Message(note))
+    progress(PhaseStarted("loading the model"))
     engine = Engine.load(
         model,
         chat_template=template,
@@ -217,8 +219,8 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
                 for way, params in ways.items()
             }
     errors = {name: text for ways in result.values() for way in ways.values() for name, text in way.errors.items()}
-    for finding in reward_findings(errors).values():
-        progress.message(finding, warning=True)
+    for text in reward_diagnostics(errors).values():
+        progress(Message(text, warning=True))
     seconds = time.perf_counter() - started_s
     processes.run_on_primary(lambda: _write(command, model, solved_by, result, seconds, progress))
     return result
@@ -332,7 +334,7 @@ def _write(
     if (folder / "result.json").exists():
         aside = free_name(folder)
         folder.rename(aside)
-        progress.message(f"the earlier evaluation in {folder} is now in {aside}")
+        progress(Message(f"the earlier evaluation in {folder} is now in {aside}"))
     folder.mkdir(parents=True, exist_ok=True)
     sets: dict[str, Any] = {}
     for name, ways in result.items():

@@ -28,11 +28,14 @@ from groupax.cli.serve import serve
 from groupax.cli.view import view
 from groupax.config import NAMES_ELSEWHERE, DecodingWeights, GRPOConfig, hint_for
 from groupax.errors import PREEMPTED, PreemptedError, RunError
+from groupax.events import Message, PhaseStarted
 from groupax.parallel import processes
 from groupax.parallel.preemption import before_training
 from groupax.recipes import RECIPES, Recipe, load_recipe
-from groupax.runs.diagnostics import reward_findings
-from groupax.runs.progress import Progress, Rich, progress_named
+from groupax.runs.diagnostics import reward_diagnostics
+from groupax.runs.progress.display import Progress
+from groupax.runs.progress.named import progress_named
+from groupax.runs.progress.rich import Rich
 from groupax.settings.command_line import parsed
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
@@ -235,10 +238,10 @@ def resumed_command(run: str) -> Train:
 
 
 def _run_file(run: str, name: str) -> dict[str, Any] | None:
-    from groupax.storage.buckets import Remote, is_remote
+    from groupax.storage.buckets import RemoteFolder, is_remote
 
     try:
-        text = Remote(run).read(name) if is_remote(run) else (Path(run) / name).read_bytes()
+        text = RemoteFolder(run).read(name) if is_remote(run) else (Path(run) / name).read_bytes()
         return json.loads(text)
     except FileNotFoundError:
         return None
@@ -331,7 +334,7 @@ def start(command: Train) -> None:
     if command.args.progress_bar == "json":
         for text in closing:
             if isinstance(text, str):
-                progress.message(text.strip())
+                progress(Message(text.strip()))
     elif closing:
         from groupax.cli.summary import show
 
@@ -341,13 +344,13 @@ def start(command: Train) -> None:
 def _train(command: Train, recipe: Recipe | None, model: str, rewards: list[str], progress: Progress) -> list[Any]:
     """Returns what is to be said at the end (see `report.show`), in the first process."""
     args = command.args
-    progress.message(f"groupax {__version__}: the run is in {args.output_dir}")
-    progress.phase("loading libraries")
+    progress(Message(f"groupax {__version__}: the run is in {args.output_dir}"))
+    progress(PhaseStarted("loading libraries"))
 
     from groupax.evaluation.sets import ONLY_SET, sources_by_name
     from groupax.trainer import GRPOTrainer
 
-    progress.phase("loading the data")
+    progress(PhaseStarted("loading the data"))
     dataset: Any = recipe.train_dataset(command.dataset) if recipe else command.dataset
     sets: Any = None
     if command.eval_dataset:
@@ -362,7 +365,7 @@ def _train(command: Train, recipe: Recipe | None, model: str, rewards: list[str]
         template, told = fitting_template(model, args.chat_template, [dataset])
         args = replace(args, chat_template=template)
         for note in (*notes, *told):
-            progress.message(note)
+            progress(Message(note))
     with before_training():
         trainer = GRPOTrainer(model, list(rewards), args, dataset, sets, progress=progress)
     trainer.run_folder.command = _recorded(command)
@@ -380,8 +383,8 @@ def _train_and_report(trainer: "GRPOTrainer", is_evaluated: bool) -> list[Any]:
 
     with before_training():
         before = trainer.evaluate()
-    for finding in reward_findings(before.errors).values():
-        trainer.progress.message(finding, warning=True)
+    for text in reward_diagnostics(before.errors).values():
+        trainer.emit(Message(text, warning=True))
     result = trainer.train()
     prompts = trainer.prompts
     counts = {"used": len(prompts), "dropped": prompts.num_dropped, "truncated": prompts.num_truncated}
@@ -389,7 +392,7 @@ def _train_and_report(trainer: "GRPOTrainer", is_evaluated: bool) -> list[Any]:
     trainer.write_card()
     if not processes.is_primary():
         return []
-    trainer.progress.phase("writing the report")
+    trainer.emit(PhaseStarted("writing the report"))
     trainer.run_folder.flush()
     closing = write_report(BeforeAfter(before, after, result, counts), trainer.run_folder.path)
     trainer.run_folder.sync()
@@ -481,14 +484,14 @@ def generate(arguments: Sequence[str]) -> None:
     command = parsed(Generate, "generate", arguments)
 
     with Rich() if sys.stdout.isatty() else Progress() as progress:
-        progress.phase("loading libraries")
+        progress(PhaseStarted("loading libraries"))
 
         from groupax.data.tokenizer import encode_prompts
         from groupax.engine.engine import Engine
         from groupax.parallel.compilation import compilation
 
         progress.is_compiling = lambda: compilation().is_under_way
-        progress.phase("loading the model")
+        progress(PhaseStarted("loading the model"))
         name = load_recipe(command.model).model if command.model in RECIPES else command.model
         kv_bytes = None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9)
         engine = Engine.load(
@@ -496,7 +499,7 @@ def generate(arguments: Sequence[str]) -> None:
         )
         prompts = [[{"role": "user", "content": text}] if command.chat else text for text in command.prompt]
         ids = encode_prompts(engine.tokenizer, prompts, [command.chat_template_kwargs] * len(prompts))
-        progress.phase("generating")
+        progress(PhaseStarted("generating"))
         compiled_before_s, started_s = compilation().seconds, time.perf_counter()
         groups = engine.generate(ids, command.sampling)
         seconds, compile_s = time.perf_counter() - started_s, compilation().seconds - compiled_before_s

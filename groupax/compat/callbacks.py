@@ -5,19 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupax.compat.fields import tell
-from groupax.runs.log import Event
+from groupax.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepEnded, StepStarted
 from groupax.types import Metrics
 
-# What a callback's method is called, by event.
-METHODS: dict[Event, str] = {
-    "begin": "on_train_begin",
-    "step_begin": "on_step_begin",
-    "step_end": "on_step_end",
-    "log": "on_log",
-    "evaluate": "on_evaluate",
-    "end": "on_train_end",
-}
-UNHEARD = ("on_epoch_begin", "on_epoch_end", "on_substep_end", "on_optimizer_step", "on_pre_optimizer_step", "on_save")
+UNHEARD = ("on_epoch_begin", "on_epoch_end", "on_substep_end", "on_optimizer_step", "on_pre_optimizer_step")
 
 
 @dataclass
@@ -70,18 +61,28 @@ class CallbackListener:
             self._tell_unheard(callback)
             self._call(callback, "on_init_end")
 
-    def __call__(self, event: Event, step: int, metrics: Metrics) -> bool:
-        """Handle an event of the run."""
-        self.state.global_step, self.state.epoch = step, step / self.steps_per_epoch
-        more: dict[str, Any] = {}
-        if event in ("log", "evaluate"):
-            line = {"step": step, "epoch": self.state.epoch, **metrics}
-            self.state.log_history.append(line)
-            more = {"logs": dict(metrics)} if event == "log" else {"metrics": dict(metrics)}
-        for callback in self.callbacks:
-            self._call(callback, METHODS[event], more)
-        if event == "evaluate":
-            self._remember_best(step, metrics)
+    def __call__(self, event: Event) -> bool:
+        """Calls the callbacks' methods for an event of the run."""
+        match event:
+            case RunStarted(step=step):
+                self._call_all("on_train_begin", step)
+            case StepStarted(step=step):
+                self._call_all("on_step_begin", step)
+            case StepEnded(step=step, logged=logged):
+                self._call_all("on_step_end", step)
+                if logged is not None:
+                    self._log(step, logged)
+                    self._call_all("on_log", step, logs=dict(logged))
+            case Evaluated(step=step, metrics=metrics):
+                self._log(step, metrics)
+                self._call_all("on_evaluate", step, metrics=dict(metrics))
+                self._remember_best(step, metrics)
+            case CheckpointSaved(step=step):
+                self._call_all("on_save", step)
+            case RunEnded(step=step):
+                self._call_all("on_train_end", step)
+            case _:
+                pass
         if (self.control.should_save or self.control.should_evaluate) and not self.told:
             self.told = True
             tell(
@@ -89,6 +90,14 @@ class CallbackListener:
                 "callbacks can end a run (should_training_stop)"
             )
         return self.control.should_training_stop or self.control.should_epoch_stop
+
+    def _call_all(self, method: str, step: int, **more: Any) -> None:
+        self.state.global_step, self.state.epoch = step, step / self.steps_per_epoch
+        for callback in self.callbacks:
+            self._call(callback, method, more)
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        self.state.log_history.append({"step": step, "epoch": step / self.steps_per_epoch, **metrics})
 
     def _remember_best(self, step: int, metrics: Metrics) -> None:
         """After the callbacks, which compare an evaluation with the best one before it."""
@@ -110,6 +119,6 @@ class CallbackListener:
         own = [name for name in UNHEARD if any(name in vars(cls) for cls in classes)]
         if own:
             tell(
-                f"{type(callback).__name__}'s {', '.join(own)} will not be called: groupax tells of steps, logs, "
-                "evaluations, begin and end"
+                f"{type(callback).__name__}'s {', '.join(own)} will not be called: groupax has events for steps, "
+                "logs, evaluations, checkpoints, the start and the end"
             )

@@ -1,1 +1,1 @@
-"""Prompts: rows of datasets, chat templates and tokenizers."""
+"""Datasets, prompts, chat templates and tokenizers."""

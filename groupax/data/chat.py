@@ -1,4 +1,4 @@
-"""Conversations as texts: what messages may hold, and what a chat template makes of them. Imports no jax."""
+"""Rendering of conversations by chat templates. Imports no jax."""
 
 import html
 import json
@@ -23,21 +23,7 @@ CHAT_TEMPLATES = {
     ),
 }
 PROBE = "groupaxprobe"
-BATCH, BATCH_CHARACTERS = 256, 1 << 22  # conversations that are rendered at a time, and their characters
-
-
-def unknown_template_kwargs(tokenizer: Any, given: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the names of arguments that the tokenizer's chat template does not read, each with what to say of it."""
-    template = _template_of(tokenizer)
-    if not given or template is None:
-        return {}
-    own = {*RESERVED, *tokenizer.special_tokens_map}
-    known = [name for name in _variables(template) if name not in own]
-    return {
-        name: f"the chat template reads no {name!r}{nearest(name, known)}; it reads {', '.join(known) or 'none'}"
-        for name in given
-        if name not in known
-    }
+BATCH, BATCH_CHARACTERS = 256, 1 << 22  # largest number of conversations, and of their characters, per request
 
 
 def render(
@@ -47,21 +33,21 @@ def render(
     add_generation_prompt: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns a conversation as the tokenizer's chat template writes it.
+    """Returns a conversation as rendered by the tokenizer's chat template.
 
-    Content that is a list of text parts goes to the template as it is if the template reads parts, or else as one text;
-    and a text goes to a template that reads nothing but parts as one part.
+    Content that is a list of text parts is passed unchanged to a template that reads parts, and as one text to others.
+    A text is passed as one part to a template that only reads parts.
 
     Args:
-        tokenizer: with the template.
-        messages: role and content each.
-        name: what to call the conversation in an error.
-        add_generation_prompt: end where the assistant's answer begins.
-        template_kwargs: arguments for the template, e.g. {"enable_thinking": False}.
+        tokenizer: Tokenizer with a chat template.
+        messages: Messages with a role and content.
+        name: Name of the conversation in an error.
+        add_generation_prompt: Whether to end with the start of the assistant's answer.
+        template_kwargs: Arguments for the template, e.g. {"enable_thinking": False}.
 
     Raises:
-        ValueError: these are no messages of texts, there is no template, it fails or takes too long, it does not read
-            one of the arguments, or its text lacks a message.
+        ValueError: These are not messages of text, there is no template, the template fails, exceeds its time limit,
+            does not read one of the arguments, or omits a message.
     """
     return render_all(tokenizer, [messages], [name], add_generation_prompt, [template_kwargs or {}])[0]
 
@@ -73,7 +59,7 @@ def render_all(
     add_generation_prompt: bool = True,
     template_kwargs: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[str]:
-    """Returns what `render` does of each conversation, which has a name and arguments for the template of its own."""
+    """Renders several conversations, each with its own name and template arguments (see `render`)."""
     if not conversations:
         return []
     checked = [check_messages(*item) for item in zip(conversations, names, strict=True)]
@@ -90,98 +76,31 @@ def render_all(
                 raise ValueError(f"{name}: chat_template_kwargs: {fault}")
         arguments.append({**given, "add_generation_prompt": add_generation_prompt})
     template = _template_of(tokenizer)
-    if template is None:  # a tokenizer with a way of its own; what it does with parts is not known
-        given = [[adapt_content(message, True, False) for message in messages] for messages in checked]
-        texts = [_by_itself(tokenizer, *item) for item in zip(given, names, arguments, strict=True)]
+    if template is None:
+        texts = [_render_by_tokenizer(tokenizer, *item) for item in zip(checked, names, arguments, strict=True)]
     else:
-        special = json.dumps(tokenizer.special_tokens_map, default=str)
-        try:
-            reads = _reads(template, special)
-        except TemplateError as fault:
-            raise ValueError(f"{names[0]}: the chat template fails: {fault}") from fault
-        given = [[adapt_content(message, *reads) for message in messages] for messages in checked]
-        texts = _by_template(template, given, names, [{**json.loads(special), **more} for more in arguments])
+        texts = _render_by_template(template, tokenizer, checked, names, arguments)
     for messages, text, name in zip(checked, texts, names, strict=True):
-        _check_nothing_lost(messages, text, name)
+        _check_complete(messages, text, name)
     return texts
 
 
-@lru_cache(maxsize=16)
-def _reads(template: str, special: str) -> tuple[bool, bool]:
-    """Returns whether a template writes content that is a text, and content that is a list of text parts.
-
-    It does if the text of a probe is written, and not the representation of the list that it was in.
-
-    Args:
-        template: in Jinja.
-        special: its other arguments, as JSON.
-    """
-
-    def arrives(content: Any) -> bool:
-        messages = [{"role": "user", "content": content}]
-        part = {"conversations": [messages], "arguments": [json.loads(special)]}
-        try:
-            [text] = TEMPLATES.ask({"action": "render", "template": template, **part}, 1)
-        except TemplateError as fault:
-            if fault.ended:
-                raise
-            return False  # it may not be made for such messages; those that it gets tell their errors
-        return PROBE in text and not any(f"{quote}{PROBE}{quote}" in text for quote in "'\"")
-
-    return arrives(PROBE), arrives([{"type": "text", "text": PROBE}])
-
-
-def _by_template(
-    template: str, conversations: list[Any], names: Sequence[str], arguments: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    """Returns the conversations as the template writes them, in the process that is made for it."""
-    texts: list[str] = []
-    while (first := len(texts)) < len(conversations):
-        size, end = 0, first
-        while end < len(conversations) and end - first < BATCH and size < BATCH_CHARACTERS:
-            size += sum(len(text) for message in conversations[end] for text in message_texts(message))
-            end += 1
-        part = {"conversations": conversations[first:end], "arguments": list(arguments[first:end])}
-        try:
-            texts += TEMPLATES.ask({"action": "render", "template": template, **part}, end - first)
-        except TemplateError as fault:
-            raise ValueError(f"{names[first + fault.index]}: the chat template fails: {fault}") from fault
-    return texts
-
-
-def _by_itself(tokenizer: Any, messages: list[dict[str, Any]], name: str, arguments: Mapping[str, Any]) -> str:
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-    except ValueError as error:
-        raise ValueError(f"{name}: the chat template fails: {error}") from error
-
-
-def _check_nothing_lost(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> None:
-    """Refuses a text that lacks a message which is not the assistant's, of which templates leave out the thoughts."""
-    squeezed: str | None = None
-    for number, message in enumerate(messages, 1):
-        if message["role"] == "assistant":
-            continue
-        for content in filter(str.strip, message_texts(message)):
-            if content in text:
-                continue
-            squeezed = _squeezed(text) if squeezed is None else squeezed
-            quoted = (json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1], html.escape(content))
-            if not any(_squeezed(form) in squeezed for form in (content, *quoted)):
-                raise ValueError(
-                    f"{name}: the chat template leaves out message {number} of {len(messages)}, of the role "
-                    f"{message['role']!r}: {content.strip()!r:.100}; put its text into a message of another role, or "
-                    "set chat_template to a template that writes it"
-                )
-
-
-def _squeezed(text: str) -> str:
-    """Returns the text without spaces and capitals, in which templates may differ from what they are given."""
-    return "".join(text.split()).casefold()
+def unknown_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the arguments that the tokenizer's chat template does not read, each with an error message."""
+    template = _template_of(tokenizer)
+    if not template_kwargs or template is None:
+        return {}
+    own = {*RESERVED, *tokenizer.special_tokens_map}
+    known = [name for name in _variables(template) if name not in own]
+    return {
+        name: f"the chat template reads no {name!r}{nearest(name, known)}; it reads {', '.join(known) or 'none'}"
+        for name in template_kwargs
+        if name not in known
+    }
 
 
 def _template_of(tokenizer: Any) -> str | None:
-    """Returns the chat template if the tokenizer renders it as transformers does; None if it has a way of its own."""
+    """Returns the chat template, or None if the tokenizer overrides transformers' way of rendering it."""
     from transformers import PreTrainedTokenizerBase
 
     if getattr(tokenizer.apply_chat_template, "__func__", None) is not PreTrainedTokenizerBase.apply_chat_template:
@@ -195,3 +114,92 @@ def _variables(template: str) -> list[str]:
         return TEMPLATES.ask({"action": "variables", "template": template}, 1)[0]
     except TemplateError as fault:
         raise ValueError(f"the chat template fails: {fault}") from fault
+
+
+def _render_by_tokenizer(
+    tokenizer: Any, messages: list[dict[str, Any]], name: str, arguments: Mapping[str, Any]
+) -> str:
+    """Renders by the tokenizer's own method, of which it is not known how it treats text parts."""
+    try:
+        messages = [adapt_content(message, True, False) for message in messages]
+        return tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+    except ValueError as error:
+        raise ValueError(f"{name}: the chat template fails: {error}") from error
+
+
+def _render_by_template(
+    template: str,
+    tokenizer: Any,
+    conversations: list[Any],
+    names: Sequence[str],
+    arguments: Sequence[Mapping[str, Any]],
+) -> list[str]:
+    """Renders in batches in the template process."""
+    special = json.dumps(tokenizer.special_tokens_map, default=str)
+    try:
+        forms = _content_forms(template, special)
+    except TemplateError as fault:
+        raise ValueError(f"{names[0]}: the chat template fails: {fault}") from fault
+    conversations = [[adapt_content(message, *forms) for message in messages] for messages in conversations]
+    arguments = [{**json.loads(special), **more} for more in arguments]
+    texts: list[str] = []
+    while (start := len(texts)) < len(conversations):
+        size, end = 0, start
+        while end < len(conversations) and end - start < BATCH and size < BATCH_CHARACTERS:
+            size += sum(len(text) for message in conversations[end] for text in message_texts(message))
+            end += 1
+        batch = {"conversations": conversations[start:end], "arguments": arguments[start:end]}
+        try:
+            texts += TEMPLATES.ask({"action": "render", "template": template, **batch}, end - start)
+        except TemplateError as fault:
+            raise ValueError(f"{names[start + fault.index]}: the chat template fails: {fault}") from fault
+    return texts
+
+
+@lru_cache(maxsize=16)
+def _content_forms(template: str, special: str) -> tuple[bool, bool]:
+    """Returns whether a template reads content that is a text, and content that is a list of text parts.
+
+    It does if it writes the text of a probe, but not the representation of the list that contains it.
+
+    Args:
+        template: Template in Jinja.
+        special: Special tokens by name, as JSON.
+    """
+
+    def reads(content: Any) -> bool:
+        messages = [{"role": "user", "content": content}]
+        batch = {"conversations": [messages], "arguments": [json.loads(special)]}
+        try:
+            [text] = TEMPLATES.ask({"action": "render", "template": template, **batch}, 1)
+        except TemplateError as fault:
+            if fault.ended:
+                raise
+            return False  # the template may refuse the probe; if it refuses real messages too, that is reported
+        return PROBE in text and not any(f"{quote}{PROBE}{quote}" in text for quote in "'\"")
+
+    return reads(PROBE), reads([{"type": "text", "text": PROBE}])
+
+
+def _check_complete(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> None:
+    """Refuses a text that lacks a message. The assistant's are exempt, since templates leave out its thoughts."""
+    squeezed: str | None = None
+    for number, message in enumerate(messages, 1):
+        if message["role"] == "assistant":
+            continue
+        for content in filter(str.strip, message_texts(message)):
+            if content in text:
+                continue
+            squeezed = _squeeze(text) if squeezed is None else squeezed
+            quoted = (json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1], html.escape(content))
+            if not any(_squeeze(form) in squeezed for form in (content, *quoted)):
+                raise ValueError(
+                    f"{name}: the chat template leaves out message {number} of {len(messages)}, which has the role "
+                    f"{message['role']!r}: {content.strip()!r:.100}; move its text to a message of another role, or "
+                    "set chat_template to a template that writes it"
+                )
+
+
+def _squeeze(text: str) -> str:
+    """Returns the text without spaces and case, which templates may change."""
+    return "".join(text.split()).casefold()

@@ -1,4 +1,4 @@
-"""Files, folders and hub ids with rows of data. Imports no jax."""
+"""Readers of files with rows: JSON Lines, JSON, CSV, TSV and Parquet. Imports no jax."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ BYTE_ORDER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
 def file_kind(path: Path) -> str | None:
-    """Returns the kind of a file that rows are read from, as `READERS` has it, or None."""
+    """Returns the kind of a file, a key of `READERS`, or None for a file without a reader."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -25,28 +25,28 @@ def read_file(path: Path, name: str) -> list[dict[str, Any]]:
     """Returns the rows of a file.
 
     Raises:
-        ValueError: it is of no kind in `READERS`, or it is damaged. Names the line.
+        ValueError: The file is of no kind in `READERS`, or it is damaged. The message names the line.
     """
     kind = file_kind(path)
     if kind is None:
         raise ValueError(
-            f"{name}: {path} is not a {KINDS} file (or one of the first four compressed as .gz, .zst or .bz2)"
+            f"{name}: {path} is not a {KINDS} file; all but Parquet may be compressed as .gz, .zst or .bz2"
         )
     return READERS[kind](path)
 
 
-def check_texts(row: Any, where: str) -> None:
-    """Checks that all texts in a row are of characters.
+def check_characters(value: Any, where: str) -> None:
+    """Checks that all texts in a value, such as a row, consist of valid characters.
 
     Raises:
-        ValueError: one has half of a surrogate pair, or the row has too many levels. Says where.
+        ValueError: A text has half of a surrogate pair, or the value is nested too deeply.
     """
     try:
-        _check_value(row)
+        _check_value(value)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}; remove it") from error
+        raise ValueError(f"{where} {error}; remove it") from error
     except RecursionError as error:
-        raise ValueError(f"{where} has values within values of too many levels") from error
+        raise ValueError(f"{where} is nested too deeply") from error
 
 
 def _check_value(value: Any) -> None:
@@ -56,7 +56,7 @@ def _check_value(value: Any) -> None:
                 value.encode()
             except UnicodeEncodeError as error:
                 text = value[max(error.start - 20, 0) : error.end].encode(errors="backslashreplace").decode()
-                raise ValueError(f"it has half of a surrogate pair, which is no character, in ...{text!r}") from error
+                raise ValueError(f"has half of a surrogate pair, which is no character, in ...{text!r}") from error
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             _check_value(key)
@@ -73,42 +73,42 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no whole Parquet file: {error_line(error, 500)}") from error
+        raise ValueError(f"{path} is not a complete Parquet file: {error_line(error, 500)}") from error
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(_text_of(path).split("\n"), start=1):  # other line breaks may stand in strings
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):  # strings may contain other line breaks
         if line.strip():
-            row = _parsed(line, f"{path}, line {number}")
+            row = _parse(line, f"{path}, line {number}")
             _check_row(row, f"{path}, line {number}")
             rows.append(row)
     return rows
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
-    text = _text_of(path)
+    text = _read_text(path)
     if not text.strip():
         return []
-    rows = _parsed(text, str(path))
+    rows = _parse(text, str(path))
     if not isinstance(rows, list):
         keys = f" with the keys {', '.join(list(rows)[:5])}" if isinstance(rows, dict) else ""
-        raise ValueError(f"{path} must hold a list of rows, it holds a {type(rows).__name__}{keys}")
+        raise ValueError(f"{path} must contain a list of rows, it contains a {type(rows).__name__}{keys}")
     for index, row in enumerate(rows):
         _check_row(row, f"{path}, row {index}")
     return rows
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a table with a line of names; all values are texts."""
+    """Reads a table whose first line names its columns; all values are texts."""
     delimiter = "\t" if file_kind(path) == ".tsv" else ","
     csv.field_size_limit(1 << 30)
-    lines = csv.reader(io.StringIO(_text_of(path), newline=""), delimiter=delimiter, strict=True)
+    lines = csv.reader(io.StringIO(_read_text(path), newline=""), delimiter=delimiter, strict=True)
     rows: list[dict[str, Any]] = []
     try:
         names = next(lines, [])
         if len(set(names)) < len(names):
-            raise ValueError(f"{path}: its first line names a column twice: {', '.join(names):.200}")
+            raise ValueError(f"{path}: the first line names a column twice: {', '.join(names):.200}")
         for values in lines:
             if values and len(values) != len(names):
                 raise ValueError(
@@ -122,7 +122,7 @@ def _read_csv(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-# How each kind of file is read, by its suffix.
+# Readers by suffix.
 READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
@@ -133,8 +133,8 @@ READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
 KINDS = f"{', '.join([*READERS][:-1])} or {[*READERS][-1]}"
 
 
-def _text_of(path: Path) -> str:
-    """Returns the text of a file that may be compressed and may begin with a byte order mark."""
+def _read_text(path: Path) -> str:
+    """Returns the text of a file that may be compressed and may start with a byte order mark."""
     import pyarrow
 
     try:
@@ -158,9 +158,9 @@ def _text_of(path: Path) -> str:
         ) from error
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
+        return json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and where.endswith(".json"):
             raise ValueError(
@@ -168,18 +168,18 @@ def _parsed(text: str, where: str) -> Any:
             ) from error
         raise ValueError(f"{where} is not valid JSON: {error}") from error
     except RecursionError as error:
-        raise ValueError(f"{where} has values within values of too many levels") from error
+        raise ValueError(f"{where} is nested too deeply") from error
     except ValueError as error:  # a number of thousands of digits, or a key twice
         raise ValueError(f"{where} cannot be read: {error}") from error
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r:.60} stands twice in one object; rename or remove one")
-    return made
+        raise ValueError(f"the key {twice!r:.60} is in one object twice; rename or remove one")
+    return result
 
 
 def _check_row(row: Any, where: str) -> None:
@@ -188,4 +188,4 @@ def _check_row(row: Any, where: str) -> None:
             f'{where}: a row must be an object like {{"prompt": "..."}}, this one is a '
             f"{type(row).__name__}: {row!r:.60}"
         )
-    check_texts(row, where)
+    check_characters(row, where)

@@ -1,4 +1,4 @@
-"""The messages of conversations: what they may hold, and their texts. Imports no jax."""
+"""Messages of conversations: checks of their fields, and their texts. Imports no jax."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,73 +7,91 @@ from groupax.settings.template_kwargs import check_json
 from groupax.terminal.printable import short_repr
 
 
-def join_text_parts(parts: Sequence[Any], where: str) -> str:
-    """Returns the text of a message's content that is given as a list of parts, one after the other.
+def check_messages(messages: Any, name: str) -> list[dict[str, Any]]:
+    """Checks the messages of a conversation and returns them without null fields, with which tables fill their rows.
 
     Args:
-        parts: as OpenAI writes them, each {"type": "text", "text": "..."}.
-        where: what to call the content in an error.
+        messages: Messages with a role and content.
+        name: Name of the conversation in an error.
 
     Raises:
-        ValueError: a part is no text.
+        ValueError: These are not messages of text.
     """
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind is not None and kind != "text":
-            raise ValueError(
-                f"{where} has a part of type {kind!r:.40}, and the model reads texts alone: groupax has no vision or "
-                "audio tower; remove the part, or the row"
-            )
-        if kind is None or not isinstance(part.get("text"), str):
-            raise ValueError(f"{where} has a part that is no {{'type': 'text', 'text': '...'}}: {short_repr(part)}")
-    return "".join(part["text"] for part in parts)
-
-
-def check_messages(messages: Any, name: str) -> list[dict[str, Any]]:
-    """Returns the messages without fields that are None, which tables have for what a row does not say."""
     is_messages = isinstance(messages, list) and all(isinstance(m, Mapping) and "role" in m for m in messages)
     if not is_messages or not messages:
         raise ValueError(
             f"{name} must be a string or a list of messages like {{'role': 'user', 'content': '...'}}, got "
             f"{short_repr(messages)}"
         )
-    checked = []
-    for number, given in enumerate(messages, 1):
-        where = f"{name}: message {number} of {len(messages)}"
-        message = {key: value for key, value in given.items() if value is not None}
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str) or not role:
-            raise ValueError(f"{where} has no role like 'user' or 'system': {short_repr(given)}")
-        if (content is None or content == []) and not message.get("tool_calls"):
-            raise ValueError(f"{where} has no content: {short_repr(given)}")
-        if isinstance(content, list):
-            parts = [_without_none(part) for part in content]
-            join_text_parts(parts, where)
-            message["content"] = parts
-        elif content is not None and not isinstance(content, str):
-            raise ValueError(
-                f"{where}: the content must be a text or a list of text parts, got {type(content).__name__} "
-                f"{short_repr(content)}"
-            )
-        check_json(message, where)
-        checked.append(message)
+    checked = [
+        _check_message(message, f"{name}: message {number} of {len(messages)}")
+        for number, message in enumerate(messages, 1)
+    ]
     if not any("".join(message_texts(message)).strip() for message in checked):
         raise ValueError(f"{name} is empty: no message has any text: {short_repr(messages)}")
     return checked
 
 
+def _check_message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    message = _without_nulls(given)
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"{where} has no role like 'user' or 'system': {short_repr(given)}")
+    if (content is None or content == []) and not message.get("tool_calls"):
+        raise ValueError(f"{where} has no content: {short_repr(given)}")
+    if isinstance(content, list):
+        parts = [_without_nulls(part) if isinstance(part, Mapping) else part for part in content]
+        join_text_parts(parts, where)
+        message["content"] = parts
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(
+            f"{where}: the content must be a text or a list of text parts, got {type(content).__name__} "
+            f"{short_repr(content)}"
+        )
+    check_json(message, where)
+    return message
+
+
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def join_text_parts(parts: Sequence[Any], where: str) -> str:
+    """Returns the concatenated text of a message's content that is given as a list of parts.
+
+    Args:
+        parts: Parts in OpenAI's format, each {"type": "text", "text": "..."}.
+        where: Name of the content in an error.
+
+    Raises:
+        ValueError: A part is not a text.
+    """
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind is not None and kind != "text":
+            raise ValueError(
+                f"{where} has a part of type {kind!r:.40}, and the model only reads text: groupax has no vision or "
+                "audio tower; remove the part, or the row"
+            )
+        if kind is None or not isinstance(part.get("text"), str):
+            raise ValueError(f"{where} has a part that is not {{'type': 'text', 'text': '...'}}: {short_repr(part)}")
+    return "".join(part["text"] for part in parts)
+
+
 def message_texts(message: Mapping[str, Any]) -> list[str]:
-    """Returns the texts of a checked message: one, or one for each part; none if it has no content."""
+    """Returns the texts of a checked message: one, or one per part; none if it has no content."""
     content = message.get("content") or ""
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
-def _without_none(part: Any) -> Any:
-    return {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
-
-
 def adapt_content(message: Mapping[str, Any], takes_text: bool, takes_parts: bool) -> dict[str, Any]:
-    """Returns the message with its content as the template reads it."""
+    """Returns the message with its content in a form that a template reads.
+
+    Args:
+        message: A checked message.
+        takes_text: Whether the template reads content that is a text.
+        takes_parts: Whether the template reads content that is a list of text parts.
+    """
     content = message.get("content")
     if isinstance(content, list) and not takes_parts:
         return {**message, "content": "".join(message_texts(message))}

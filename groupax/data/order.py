@@ -16,44 +16,45 @@ def visit_order(
     order: PromptOrder = "shuffled",
     per_epoch: int | None = None,
 ) -> list[int]:
-    """The examples at positions start .. start + count - 1 of the run: a new permutation for every epoch.
+    """Returns the examples at positions start .. start + count - 1 of a run, with a new permutation for every epoch.
 
     A pure function, so that a resumed run needs no iterator state.
 
     Args:
-        num_examples: in the dataset.
-        start: first position.
-        count: of positions.
-        seed: of the permutations.
-        order: which permutations.
-        per_epoch: positions of an epoch, if it leaves out the last of its permutation.
+        num_examples: Number of rows in the dataset.
+        start: First position.
+        count: Number of positions.
+        seed: Seed of the permutations.
+        order: Kind of permutation.
+        per_epoch: Number of positions in an epoch, if it leaves out the end of its permutation.
     """
     per_epoch = per_epoch or num_examples
-    places = [divmod(position, per_epoch) for position in range(start, start + count)]
-    permutations = {epoch: _PERMUTATIONS[order](num_examples, seed, epoch) for epoch in {epoch for epoch, _ in places}}
-    return [int(permutations[epoch][index]) for epoch, index in places]
+    positions = [divmod(position, per_epoch) for position in range(start, start + count)]
+    epochs = {epoch for epoch, _ in positions}
+    permutations = {epoch: _PERMUTATIONS[order](num_examples, seed, epoch) for epoch in epochs}
+    return [int(permutations[epoch][index]) for epoch, index in positions]
 
 
 def _shuffled(num: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(num)
 
 
-def _as_they_stand(num: int, _seed: int, _epoch: int) -> np.ndarray:
+def _identity(num: int, _seed: int, _epoch: int) -> np.ndarray:
     return np.arange(num)
 
 
 @lru_cache(maxsize=2)
 def _shuffled_by_torch(num: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation that call number `epoch` of `torch.randperm(num, generator)` gives after `manual_seed(seed)`.
+    """Returns the result of call number `epoch` of `torch.randperm(num, generator)` after `manual_seed(seed)`.
 
-    PyTorch draws 32 bits of MT19937 for each place but the last, and swaps it with one of those from it on.
+    PyTorch draws 32 bits of MT19937 for each index but the last, and swaps its entry with one at or after it.
     """
     bits = np.random.RandomState(seed)._bit_generator  # seeded as PyTorch seeds it
     draws = bits.random_raw((epoch + 1) * (num - 1))[epoch * (num - 1) :]
     permutation = np.arange(num)
-    for place, draw in enumerate(draws):
-        other = place + int(draw) % (num - place)
-        permutation[place], permutation[other] = permutation[other], permutation[place]
+    for index, draw in enumerate(draws):
+        other = index + int(draw) % (num - index)
+        permutation[index], permutation[other] = permutation[other], permutation[index]
     return permutation
 
 
@@ -61,5 +62,5 @@ def _shuffled_by_torch(num: int, seed: int, epoch: int) -> np.ndarray:
 _PERMUTATIONS: dict[PromptOrder, Callable[[int, int, int], np.ndarray]] = {
     "shuffled": _shuffled,
     "shuffled_by_torch": _shuffled_by_torch,
-    "dataset": _as_they_stand,
+    "dataset": _identity,
 }

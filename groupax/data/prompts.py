@@ -1,4 +1,4 @@
-"""Datasets of prompts, and the order in which a run visits them. Imports no jax."""
+"""Prompts as token ids, and the policies for those that are too long. Imports no jax."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class PromptSet:
     """Prompts with their token ids.
 
     Attributes:
-        examples: rows with a `prompt` and any further columns.
-        token_ids: of each prompt.
-        num_dropped: prompts left out because they were too long.
-        num_truncated: prompts whose beginning was cut off.
-        max_length: the longest prompt allowed, in tokens.
+        examples: Rows with a `prompt` and any further columns.
+        token_ids: Token ids of each prompt.
+        num_dropped: Number of prompts left out because they were too long.
+        num_truncated: Number of prompts whose start was cut off.
+        max_length: Longest prompt allowed, in tokens.
     """
 
     examples: Examples
@@ -44,51 +44,31 @@ def encode_examples(
 ) -> PromptSet:
     """Tokenizes all prompts and applies the policy for those longer than `max_length` tokens.
 
-    A column `prompt_ids` has the tokens of the prompts if they are others than the tokenizer would make, and a column
-    `chat_template_kwargs` arguments for the chat template, which go before those in `template_kwargs`.
+    A column `prompt_ids` has the tokens of the prompts, if they are not those that the tokenizer returns. A column
+    `chat_template_kwargs` has arguments for the chat template, which take precedence over `template_kwargs`.
 
     Args:
-        examples: rows with a column `prompt`.
-        tokenizer: of the model.
-        max_length: in tokens.
-        overflow: the policy.
-        template_kwargs: arguments for the chat template.
-        name: what to call the dataset in an error.
+        examples: Rows with a column `prompt`.
+        tokenizer: Tokenizer of the model.
+        max_length: Longest prompt allowed, in tokens.
+        overflow: Policy for longer prompts.
+        template_kwargs: Arguments for the chat template.
+        name: Name of the dataset in an error.
 
     Raises:
-        ValueError: a prompt is too long and the policy is "error", none is left after dropping, one is empty, or one
-            cannot be written (see `encode_prompts`).
+        ValueError: A prompt is too long and the policy is "error", none is left after dropping, one is empty, or one
+            cannot be encoded (see `encode_prompts`).
     """
-    prompt = f"{name}: prompt" if name else "prompt"
-    columnar = hasattr(examples, "column_names")
-    prompts = list(examples["prompt"]) if columnar else [examples[index]["prompt"] for index in range(len(examples))]
-    if "prompt_ids" in examples[0]:
-        ids = [examples[index]["prompt_ids"] for index in range(len(examples))]
-        token_ids = [_given_ids(each, f"{prompt} {index}") for index, each in enumerate(ids)]
-        if template_kwargs:
-            raise ValueError(
-                f"{name or 'the dataset'} has a column prompt_ids, which chat_template_kwargs cannot change; leave "
-                "one of them out"
-            )
-    else:
-        arguments = _template_kwargs(examples, prompts, template_kwargs or {}, prompt)
-        token_ids = encode_prompts(tokenizer, prompts, arguments, max_length, prompt)
+    label = f"{name}: prompt" if name else "prompt"
+    token_ids = _encode(examples, tokenizer, max_length, template_kwargs or {}, name)
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
-            raise ValueError(f"{prompt} {index} is empty and the tokenizer adds no token; the model needs at least one")
+            raise ValueError(f"{label} {index} is empty and the tokenizer adds no token; the model needs at least one")
     too_long = [index for index, ids in enumerate(token_ids) if len(ids) > max_length]
     if not too_long:
         return PromptSet(examples, token_ids, max_length=max_length)
     if overflow == "error":
-        first = too_long[0]
-        most = max_length + SPARE_TOKENS  # of longer ones only the end may have been encoded
-        length = len(token_ids[first])
-        raise ValueError(
-            f"{prompt} {first} has {length if length <= most else f'more than {most}'} tokens, at most {max_length} "
-            f"are allowed ({len(too_long)} of {len(examples)} prompts are too long): by max_prompt_length, or by what "
-            "the completion leaves of the model's positions; change these, or set prompt_overflow to 'drop' or "
-            "'truncate_left'"
-        )
+        raise ValueError(_length_fault(token_ids, too_long, max_length, label))
     if overflow == "truncate_left":
         cut = [ids[-max_length:] for ids in token_ids]
         return PromptSet(examples, cut, num_truncated=len(too_long), max_length=max_length)
@@ -102,10 +82,37 @@ def encode_examples(
     return PromptSet(rows, ids, num_dropped=len(too_long), max_length=max_length)
 
 
-def _given_ids(given: Any, name: str) -> np.ndarray:
+def _length_fault(token_ids: Sequence[np.ndarray], too_long: Sequence[int], max_length: int, label: str) -> str:
+    known = max_length + SPARE_TOKENS  # of a longer prompt only the end may have been encoded
+    length = len(token_ids[too_long[0]])
+    return (
+        f"{label} {too_long[0]} has {length if length <= known else f'more than {known}'} tokens, at most {max_length} "
+        f"are allowed ({len(too_long)} of {len(token_ids)} prompts are too long): by max_prompt_length, or by what the "
+        "completion leaves of the model's positions; change these, or set prompt_overflow to 'drop' or 'truncate_left'"
+    )
+
+
+def _encode(
+    examples: Examples, tokenizer: Any, max_length: int, template_kwargs: Mapping[str, Any], name: str
+) -> list[np.ndarray]:
+    label = f"{name}: prompt" if name else "prompt"
+    is_table = hasattr(examples, "column_names")
+    prompts = list(examples["prompt"]) if is_table else [examples[index]["prompt"] for index in range(len(examples))]
+    if "prompt_ids" not in examples[0]:
+        arguments = _template_kwargs(examples, prompts, template_kwargs, label)
+        return encode_prompts(tokenizer, prompts, arguments, max_length, label)
+    if template_kwargs:
+        raise ValueError(
+            f"{name or 'the dataset'} has a column prompt_ids, which chat_template_kwargs cannot change; leave one of "
+            "them out"
+        )
+    return [_check_ids(examples[index]["prompt_ids"], f"{label} {index}") for index in range(len(examples))]
+
+
+def _check_ids(given: Any, name: str) -> np.ndarray:
     try:
         ids = np.asarray(given)
-    except ValueError:  # rows of unequal lengths
+    except ValueError:  # rows of different lengths
         ids = np.zeros((0, 0))
     is_ids = ids.ndim == 1 and (ids.size == 0 or (np.issubdtype(ids.dtype, np.integer) and ids.min() >= 0))
     if not is_ids or (ids.size and ids.max() >= 1 << 31):
@@ -119,12 +126,12 @@ def _template_kwargs(
     """Returns each prompt's arguments for the chat template, or None if there are none.
 
     Raises:
-        ValueError: a row's are no mapping, or no prompt goes through a chat template.
+        ValueError: A row's arguments are not a mapping, or no prompt is rendered by a chat template.
     """
     if shared and not any(map(is_conversational, prompts)):
         raise ValueError(
-            f"chat_template_kwargs has {', '.join(shared)}, but no prompt is a list of messages, which alone a chat "
-            "template writes; leave them out, or give such prompts"
+            f"chat_template_kwargs has {', '.join(shared)}, but no prompt is a list of messages, and a chat template "
+            "renders nothing else; leave them out, or give such prompts"
         )
     if not shared and "chat_template_kwargs" not in examples[0]:
         return None
@@ -138,21 +145,21 @@ def _template_kwargs(
 
 
 def row_template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row's own arguments for the chat template; None stands for one that it does not have, as in tables."""
+    """Returns a row's own arguments for the chat template, without nulls, which tables have for missing arguments."""
     return {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
 
 
 def prompt_limit(max_positions: int, max_completion_length: int, max_prompt_length: int | None, name: str) -> int:
-    """The longest prompt allowed, in tokens: what the completion leaves of the model's positions, or less.
+    """Returns the longest prompt allowed, in tokens: the positions that the completion leaves, or fewer.
 
     Args:
-        max_positions: of the model.
-        max_completion_length: in tokens.
-        max_prompt_length: None for no limit but the model's.
-        name: what the completion's limit is called in an error.
+        max_positions: Number of positions of the model.
+        max_completion_length: Longest completion, in tokens.
+        max_prompt_length: A lower limit; None for the model's only.
+        name: Name of the completion's limit in an error.
 
     Raises:
-        ValueError: nothing is left.
+        ValueError: The completion leaves no position.
     """
     context = max_positions - max_completion_length
     limit = min(context, max_prompt_length or context)

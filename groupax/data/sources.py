@@ -1,4 +1,4 @@
-"""Where rows of data are: files, folders and ids on the Hugging Face hub. Imports no jax."""
+"""Sources of rows: files, folders and ids on the Hugging Face Hub. Imports no jax."""
 
 import glob
 import os
@@ -16,27 +16,27 @@ EVAL_SPLITS = ("test", "validation")
 
 
 class MissingSplitError(ValueError):
-    """A source of data has no split of the names asked for."""
+    """A source has none of the requested splits."""
 
 
 def read_rows(
     source: str | os.PathLike[str], name: str, splits: Sequence[str] = TRAIN_SPLITS, subset: str | None = None
 ) -> Any:
-    """Returns the rows of a file or of several, of a split of a folder, or of a split of a hub id.
+    """Returns the rows of one or several files, or of a split of a folder or hub id.
 
-    A folder's split is what its files are named for: `test.jsonl`, `data/test-00000-of-00002.parquet`; or it is a
-    folder that `datasets` has written with `save_to_disk`.
+    Files of a folder belong to the split that they are named after: `test.jsonl`, `data/test-00000-of-00002.parquet`.
+    Folders that `datasets` wrote with `save_to_disk` are read too.
 
     Args:
-        source: a file of one of the kinds in `READERS`, which may be compressed; a pattern of such, e.g. data/*.jsonl;
-            a folder; or a hub id.
-        name: what to call it in an error.
-        splits: the first that there is, is read.
-        subset: the configuration of a hub id that has several; in a folder the subfolder of that name, if there is one.
+        source: A file of a kind in `READERS`, which may be compressed; a pattern of such files, e.g. data/*.jsonl; a
+            folder; or a hub id.
+        name: Name of the source in an error.
+        splits: Splits in order of preference; the first that exists is read.
+        subset: Configuration of a hub id; in a folder, the subfolder of that name, if there is one.
 
     Raises:
-        MissingSplitError: there is none of these splits.
-        ValueError: the source cannot be read.
+        MissingSplitError: None of the splits exists.
+        ValueError: The source cannot be read.
     """
     path = Path(source).expanduser()
     try:
@@ -57,9 +57,9 @@ def read_rows(
 
 
 def _read_pattern(pattern: Path, name: str) -> list[dict[str, Any]]:
-    files = sorted(Path(path) for path in glob.glob(str(pattern), recursive=True))  # noqa: PTH207 - of an absolute pattern too
+    files = sorted(Path(path) for path in glob.glob(str(pattern), recursive=True))  # noqa: PTH207 - patterns may be absolute
     if not files:
-        raise ValueError(f"{name}: no file has a name like {pattern}")
+        raise ValueError(f"{name}: no file matches {pattern}")
     return [row for path in files for row in read_file(path, name)]
 
 
@@ -85,7 +85,7 @@ def _load_from_disk(folder: Path, name: str) -> Any:
         return load_from_disk(str(folder))
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
         raise ValueError(
-            f"{name}: the folder {folder} is not a whole dataset of save_to_disk: {error_line(error, 500)}"
+            f"{name}: the folder {folder} is not a complete dataset of save_to_disk: {error_line(error, 500)}"
         ) from error
 
 
@@ -94,7 +94,7 @@ def _pick(by_split: Mapping[str, Any], splits: Sequence[str], where: str) -> Any
         if split in by_split:
             return by_split[split]
     found = ", ".join(by_split) or f"no {KINDS} file"
-    raise MissingSplitError(f"{where} has no split {' or '.join(splits)}, it has {found}; give the file itself")
+    raise MissingSplitError(f"{where} has no split {' or '.join(splits)}, it has {found}; name the file itself")
 
 
 def _read_hub(source: str, name: str, splits: Sequence[str], subset: str | None) -> Any:
@@ -107,7 +107,13 @@ def _read_hub(source: str, name: str, splits: Sequence[str], subset: str | None)
         return load_dataset(source, subset, split=next(split for split in splits if split in names))
     except MissingSplitError:
         raise
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:  # network, name, split and script of the hub's
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        DatasetsError,
+    ) as error:  # the hub's errors: network, name, split, script
+        reason = error_line(error, 500)
         raise ValueError(
-            f"{name}: there is no file or folder {source}, and the hub does not give it: {error_line(error, 500)}"
+            f"{name}: there is no file or folder {source}, and it cannot be downloaded from the hub: {reason}"
         ) from error

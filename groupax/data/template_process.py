@@ -1,4 +1,4 @@
-"""The process in which chat templates are rendered, as seen by those who ask it. Imports no jax."""
+"""A client of the process that renders chat templates (see `groupax.data.template_worker`). Imports no jax."""
 
 import atexit
 import json
@@ -18,12 +18,12 @@ WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class TemplateError(Exception):
-    """A template fails.
+    """A template failed.
 
     Args:
-        message: what is wrong, in one line.
-        index: at which of the things that were asked for.
-        ended: the process had to end over it.
+        message: The reason, on one line.
+        index: Index of the requested value that failed.
+        ended: Whether the process ended because of it.
     """
 
     def __init__(self, message: str, index: int, ended: bool) -> None:
@@ -32,10 +32,10 @@ class TemplateError(Exception):
 
 
 class TemplateProcess:
-    """A process that runs `groupax.data.template_process`, started when it is first asked. One thread asks at a time.
+    """A template worker that starts at the first request. Threads take turns.
 
     Args:
-        deadline_s: the longest that a request may take.
+        deadline_s: Time limit of a request.
     """
 
     def __init__(self, deadline_s: int = 10) -> None:
@@ -48,11 +48,11 @@ class TemplateProcess:
         """Returns the values that answer a request.
 
         Args:
-            request: what to do.
-            count: how many values there are.
+            request: Action and arguments.
+            count: Number of values that the action yields.
 
         Raises:
-            TemplateError: the template fails, or takes too much time or memory.
+            TemplateError: The template fails, or exceeds its time or memory limit.
         """
         line = json.dumps(request)
         values: list[Any] = []
@@ -74,32 +74,32 @@ class TemplateProcess:
                     values.append(answer["value"])
             except TemplateError:
                 raise
-            except BaseException:  # answers that nobody has read would be taken for those to the next request
+            except BaseException:  # unread answers would be taken for those to the next request
                 process.kill()
                 self._end()
                 raise
         return values
 
     def close(self) -> None:
-        """Ends the process, if it is this one's."""
+        """Ends the process, unless it belongs to a parent of this process."""
         with self._lock:
             if self._process is not None and self._owner == os.getpid():
                 self._end()
 
     def _running(self) -> subprocess.Popen[str]:
         if self._owner != os.getpid():
-            self._process = None  # a fork has its parent's pipes
+            self._process = None  # a forked process has its parent's pipes
         if self._process is not None and self._process.poll() is not None:
             self._end()
         if self._process is None:
-            # -P: this package's folder, which has a data.py and the like, is no place to import from
+            # -P: modules next to the worker's file must not shadow those that it imports
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(WORKER), str(self.deadline_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 encoding="utf-8",
-                start_new_session=True,  # Ctrl-C is for those who ask
+                start_new_session=True,  # Ctrl-C is meant for this process only
             )
             self._owner = os.getpid()
         return self._process
@@ -109,7 +109,7 @@ class TemplateProcess:
         assert self._process is not None, "it is running"
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None, "they are pipes"
-            with suppress(BrokenPipeError):  # what was written last is not read any more
+            with suppress(BrokenPipeError):  # nobody reads the last request any more
                 pipe.close()
         status, self._process = self._process.wait(), None
         if status == -signal.SIGALRM:

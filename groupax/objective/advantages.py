@@ -1,24 +1,30 @@
 """From rewards to group-relative advantages: on the host, in float64, over whole groups."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from groupax.settings.objective import MultiObjectiveAggregation, ScaleRewards
+from groupax.settings.references import reference_to, resolve
 
 STD_FLOOR = 1e-4  # keeps groups of almost equal rewards from blowing up
+
+# (rewards [B, K], weights [K], num_generations) -> advantages [B]; see `group_advantages`.
+AdvantageEstimator = Callable[[np.ndarray, np.ndarray, int], Any]
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """What a rollout's rewards come to.
+    """The advantages of a rollout's completions, and the rewards that they were computed from.
 
     Attributes:
         values: advantage of each completion.
         rewards: weighted sum of each completion's rewards; NaN where no function applied.
-        zero_std: per group, all of its rewards are equal, so that it teaches nothing.
-        group_std: per group, the standard deviation (ddof 1) of its weighted rewards.
+        zero_std: whether all rows of a group have equal rewards, so that it teaches nothing.
+        group_std: standard deviation (ddof 1) of each group's weighted rewards.
     """
 
     values: Float[np.ndarray, "B"]
@@ -33,8 +39,9 @@ def group_advantages(
     num_generations: int,
     scale: ScaleRewards = "group",
     aggregation: MultiObjectiveAggregation = "sum_then_normalize",
+    estimator: AdvantageEstimator | None = None,
 ) -> Advantages:
-    """How much better each completion is than the others of its group.
+    """Computes how much better each completion is than the others of its group.
 
     sum_then_normalize: A_i = (s_i - mean(s)) / (std(s) + 1e-4) over the group of i, with s_i = sum_k w_k R_ik.
     normalize_then_sum: s_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-4) over the group of i, then
@@ -45,14 +52,16 @@ def group_advantages(
             does not apply to a row. Each function is centred over the rows of the group where it applies before
             the columns are summed, so that a row that a function skips is neither punished nor favoured; without
             NaN this equals centring the sum.
-        weights: of the reward functions.
+        weights: weight of each reward function.
         num_generations: G, rows per group.
-        scale: of sum_then_normalize: divide by the group's standard deviation (ddof 1), by that of the whole batch,
+        scale: with sum_then_normalize: divide by the group's standard deviation (ddof 1), by that of the whole batch,
             or not at all.
         aggregation: how several functions become one advantage.
+        estimator: computes the advantages in place of these formulas.
 
     Raises:
-        ValueError: the rows are no whole groups, or the weights do not match the columns.
+        ValueError: the rows are no whole groups, the weights do not match the columns, or the estimator does not
+            return one finite number per row.
 
     Source: arXiv:2402.03300, section 4.1.2; unscaled: arXiv:2503.20783; normalize_then_sum: GDPO, arXiv:2601.05242.
     """
@@ -62,47 +71,71 @@ def group_advantages(
         raise ValueError(f"{B} rows and {K} reward columns need groups of {G} and weights {weights.shape}")
     applies = ~np.isnan(rewards)
     weighted = np.where(applies, rewards * weights[None, :], 0.0).astype(np.float64)
-    scorable = applies.any(axis=1)
-    totals = weighted.sum(axis=1)
-
-    centred = _centred(weighted, applies, G).sum(axis=2)
-    in_groups = scorable.reshape(centred.shape)
-    group_std = _group_std(centred, in_groups)
+    totals, scorable = weighted.sum(axis=1), applies.any(axis=1)
+    signal = centred = _centred(weighted, applies, G).sum(axis=2)
     if aggregation == "normalize_then_sum":
         standardized = _standardized(np.where(applies, rewards, 0.0), applies, G) * weights[None, :]
         signal = standardized.sum(axis=1).reshape(-1, G)
-    else:
-        signal = centred
-    # sums of equal numbers differ by rounding; a spread below it is none
-    magnitude = np.abs(weighted).sum(axis=1).reshape(centred.shape).max(axis=1)
+    in_groups = scorable.reshape(signal.shape)
+    group_std = _group_std(centred, in_groups)
+    # sums of equal numbers differ by rounding; a smaller spread is none
+    magnitude = np.abs(weighted).sum(axis=1).reshape(-1, G).max(axis=1)
     zero_std = _group_std(signal, in_groups) <= 1e-9 * np.maximum(magnitude, 1e-9)
-
-    if aggregation == "normalize_then_sum":
-        known = signal.reshape(B)[scorable]
-        values = (signal - (known.mean() if known.size else 0.0)) / (_std(known) + STD_FLOOR)
-    elif scale == "group":
-        values = signal / (group_std[:, None] + STD_FLOOR)
-    elif scale == "batch":
-        values = signal / (_std(totals[scorable]) + STD_FLOOR)
+    if estimator is not None:
+        values = np.where(scorable, _estimated(estimator, rewards, weights, G), 0.0)
     else:
-        values = signal
-    values = np.where(zero_std[:, None] | ~in_groups, 0.0, values)
-    return Advantages(values.reshape(B), np.where(scorable, totals, np.nan), zero_std, group_std)
+        if aggregation == "normalize_then_sum":
+            known = signal[in_groups]
+            values = (signal - (known.mean() if known.size else 0.0)) / (_std(known) + STD_FLOOR)
+        else:
+            values = signal / _divisor(scale, group_std, totals[scorable])
+        values = np.where(zero_std[:, None] | ~in_groups, 0.0, values).reshape(B)
+    return Advantages(values, np.where(scorable, totals, np.nan), zero_std, group_std)
+
+
+def find_advantage_estimator(advantage_estimator: str | AdvantageEstimator) -> AdvantageEstimator | None:
+    """Returns the function that the setting `advantage_estimator` names; None for "grpo".
+
+    Raises:
+        ValueError: there is no such function, or it cannot be called with rewards, weights and group size.
+    """
+    return resolve(
+        "advantage_estimator", advantage_estimator, {"grpo": None}, ("rewards", "weights", "num_generations")
+    )
+
+
+def _estimated(
+    estimator: AdvantageEstimator, rewards: np.ndarray, weights: np.ndarray, num_generations: int
+) -> np.ndarray:
+    values = np.asarray(estimator(rewards, weights, num_generations), np.float64)
+    is_known = ~np.isnan(rewards).all(axis=1)
+    if values.shape != (len(rewards),) or not np.isfinite(values[is_known]).all():
+        raise ValueError(
+            f"advantage_estimator {reference_to(estimator)!r} must return one finite number for each of the "
+            f"{len(rewards)} rows, got shape {list(values.shape)} with {int((~np.isfinite(values)).sum())} that are not"
+        )
+    return values
+
+
+def _divisor(scale: ScaleRewards, group_std: np.ndarray, totals: np.ndarray) -> Any:
+    """Returns what `scale_rewards` divides centred rewards by: a number per group, or one for the batch."""
+    stds = {"group": lambda: group_std[:, None], "batch": lambda: _std(totals)}
+    return stds[scale]() + STD_FLOOR if scale in stds else 1.0
 
 
 def _centred(values: np.ndarray, applies: np.ndarray, group_size: int) -> np.ndarray:
-    """Each column minus its mean over the rows of the group where it applies, [P, G, K]; 0 where it does not."""
+    """Subtracts from each column its mean over the rows of the group where it applies, [P, G, K]; 0 elsewhere."""
     values, applies = (x.reshape(-1, group_size, x.shape[1]) for x in (values, applies))
     means = values.sum(axis=1, keepdims=True) / np.maximum(applies.sum(axis=1, keepdims=True), 1)
     return np.where(applies, values - means, 0.0)
 
 
 def _standardized(values: np.ndarray, applies: np.ndarray, group_size: int) -> np.ndarray:
-    """Each column centred and divided by its deviation (ddof 1) in the group, [B, K]; 0 where it does not apply."""
+    """Centres each column and divides it by its deviation (ddof 1) in the group, [B, K]; 0 where it does not apply."""
     centred = _centred(values, applies, group_size)
     counts = applies.reshape(centred.shape).sum(axis=1, keepdims=True)
     std = np.sqrt(np.square(centred).sum(axis=1, keepdims=True) / np.maximum(counts - 1, 1))
-    # equal rewards leave a rest of rounding, which is not to be blown up
+    # equal rewards leave a rounding error, which must not be blown up
     spread = std > 1e-9 * np.maximum(np.abs(values).reshape(centred.shape).max(axis=1, keepdims=True), 1e-9)
     return np.where(spread, centred / (std + STD_FLOOR), 0.0).reshape(values.shape)
 

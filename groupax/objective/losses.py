@@ -1,33 +1,47 @@
 """The loss of each token, before aggregation.
 
-A new variant is a function of `Terms` and the settings that returns [B, T], entered in `LOSSES`, with its
-aggregation entered in `aggregation.ROW_WEIGHTS` and its name in `settings.LossType`.
+A `Loss` is a function from `TokenTerms` and the settings to [B, T], with its aggregation and its metrics. `LOSSES` has
+the built-in ones, one line each; any other one works by reference: see "Your own loss" in docs/algorithm.md.
 """
 
+import inspect
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from groupax.objective.aggregation import (
+    Aggregation,
+    seq_mean_token_mean,
+    seq_mean_token_sum,
+    seq_mean_token_sum_norm,
+    token_mean,
+)
+from groupax.objective.metrics import LossMetrics, RowMax, RowMin
 from groupax.objective.ratios import LOG_RATIO_LIMIT, clamp_log_ratio
 from groupax.parallel.pytree import pytree
 from groupax.settings.objective import ObjectiveSettings
+from groupax.settings.references import bind, reference_to, resolve
 
 
 @pytree
-class Terms:
-    """What a policy loss may look at.
+class TokenTerms:
+    """The inputs of a policy loss.
 
     Attributes:
-        logp: log-probability of each sampled token under the policy; the gradient flows through it.
-        log_ratio: to the policy at the start of the rollout, per token, not clamped.
-        ratio: the importance ratio, per token or per row, differentiable (see `ratios`).
-        advantage: of each row, [B, 1].
-        mask: which tokens count.
-        correction: weight of policy over sampler (see `correction`); None without one.
+        logp: log-prob of each sampled token under the policy; the gradient flows through it.
+        log_ratio: `logp` minus the log-prob under the policy at the start of the rollout, per token, not clamped.
+        ratio: importance ratio, per token or per row, differentiable (see `ratios`).
+        advantage: advantage of each row, [B, 1].
+        mask: tokens that count; the values of the others are finite and without effect.
+        entropy: entropy of the policy's distribution at each token, in nats, without a gradient.
+        correction: weight of policy over sampler (see `correction`); None without `rollout_correction`.
     """
 
     logp: Float[Array, "B T"]
@@ -35,11 +49,68 @@ class Terms:
     ratio: Float[Array, "B T"]
     advantage: Float[Array, "B 1"]
     mask: Bool[Array, "B T"]
+    entropy: Float[Array, "B T"]
     correction: Float[Array, "B T"] | None = None
 
 
-def clipped_surrogate(terms: Terms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
-    """-min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A).
+def no_metrics(terms: TokenTerms, settings: ObjectiveSettings) -> LossMetrics:
+    """Returns no metrics."""
+    del terms, settings
+    return {}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A policy loss with its aggregation and its metrics.
+
+    Attributes:
+        token_loss: (terms, settings) -> the loss of each token, [B, T].
+        aggregation: (lengths, counts, settings) -> the weight of each row's token losses, [B] (see `aggregation`).
+        metrics: (terms, settings) -> metrics by name; values of shape [B, T] or [B] are averaged over loss tokens,
+            and `RowMin` and `RowMax` are extremes over rows.
+        uses_correction: whether `token_loss` takes `terms.correction` into account. Otherwise its losses are multiplied
+            by it.
+    """
+
+    token_loss: Callable[..., Any]
+    aggregation: Aggregation = token_mean
+    metrics: Callable[..., LossMetrics] = no_metrics
+    uses_correction: bool = False
+
+    def __call__(self, terms: TokenTerms, settings: ObjectiveSettings) -> Array:
+        """Computes the loss of each token.
+
+        Raises:
+            ValueError: it does not have the shape [B, T].
+        """
+        token_losses = self.token_loss(terms, settings)
+        if jnp.shape(token_losses) != terms.mask.shape:
+            raise ValueError(
+                f"loss_type {reference_to(self.token_loss)!r} must return a loss for each token, [B, T] = "
+                f"{list(terms.mask.shape)}, got {list(jnp.shape(token_losses))}; the aggregation comes afterwards"
+            )
+        return token_losses
+
+    def bind(self, setting: str, options: Mapping[str, Any]) -> "Loss":
+        """Returns the loss with options of its `token_loss` set, also for the metrics where they take them."""
+        known = inspect.signature(self.metrics).parameters
+        shared = {name: value for name, value in options.items() if name in known}
+        return replace(
+            self,
+            token_loss=bind(setting, self.token_loss, options),
+            metrics=bind(setting, self.metrics, shared) if shared else self.metrics,
+        )
+
+    def __str__(self) -> str:
+        home = reference_to(self.token_loss)
+        module = home.partition(":")[0]
+        known = vars(sys.modules[module]) if module in sys.modules else {}
+        name = next((name for name, value in known.items() if value is self), None)
+        return f"{module}:{name}" if name else f"{home} by {reference_to(self.aggregation)}"
+
+
+def ppo_clip_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
+    """Computes -min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A).
 
     Source: arXiv:2402.03300, eq. 3; a higher upper bound: DAPO, arXiv:2503.14476, eq. 10; delta bounds the loss of
     tokens with negative advantage, whose ratio is otherwise unbounded: INTELLECT-2, arXiv:2505.07291, section 3.4.
@@ -49,8 +120,21 @@ def clipped_surrogate(terms: Terms, settings: ObjectiveSettings) -> Float[Array,
     return -jnp.minimum(bounded * terms.advantage, clipped * terms.advantage)
 
 
-def capped_reinforce(terms: Terms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
-    """-sg(min(w, epsilon_high)) A logp: every token keeps its gradient, its weight is capped.
+def ppo_clip_metrics(terms: TokenTerms, settings: ObjectiveSettings) -> LossMetrics:
+    """Returns the share of tokens whose clipped term is the smaller one, which therefore get no gradient."""
+    low = (terms.ratio < 1.0 - settings.epsilon) & (terms.advantage < 0)
+    high = (terms.ratio > 1.0 + settings.upper_epsilon) & (terms.advantage > 0)
+    return {
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low | high,
+        "clip_ratio/low_min": RowMin(low),
+        "clip_ratio/high_max": RowMax(high),
+    }
+
+
+def cispo_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
+    """Computes -sg(min(w, epsilon_high)) A logp: every token keeps its gradient, its weight is capped.
 
     Source: CISPO, arXiv:2506.13585, section 3.1; its lower bound, which the paper sets out of reach, is left out.
     """
@@ -58,8 +142,13 @@ def capped_reinforce(terms: Terms, settings: ObjectiveSettings) -> Float[Array, 
     return -weight * terms.advantage * terms.logp
 
 
-def soft_gate(terms: Terms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
-    """-(4 / tau) sigmoid(tau (w - 1)) A, tau by the advantage's sign: clipping that fades in.
+def cispo_metrics(terms: TokenTerms, settings: ObjectiveSettings) -> LossMetrics:
+    """Returns the share of tokens with a positive advantage and a capped weight."""
+    return {"cispo_clip_ratio": (terms.ratio > settings.upper_epsilon) & (terms.advantage > 0)}
+
+
+def sapo_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
+    """Computes -(4 / tau) sigmoid(tau (w - 1)) A, tau by the sign of the advantage: clipping that fades in.
 
     Source: SAPO, arXiv:2511.20347.
     """
@@ -67,10 +156,10 @@ def soft_gate(terms: Terms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
     return -jax.nn.sigmoid(tau * (terms.ratio - 1.0)) * (4.0 / tau) * terms.advantage
 
 
-def gamma_weight(terms: Terms, settings: ObjectiveSettings) -> Float[Array, "B 1"]:
-    """phi = exp(lambda + k log W - lambda W), 1 at W = 1, with W the ratio of the whole sequence: a product, no mean.
+def vespo_weight(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B 1"]:
+    """Computes phi = exp(lambda + k log W - lambda W), where W is the ratio of the whole sequence: a product, no mean.
 
-    k and lambda go by the advantage's sign. Where there is a rollout correction it is part of W.
+    phi is 1 at W = 1. The sign of the advantage chooses k and lambda. A rollout correction is a factor of W.
     """
     log_weight = jnp.sum(clamp_log_ratio(terms.log_ratio), axis=-1, keepdims=True, where=terms.mask)
     if terms.correction is not None:
@@ -86,24 +175,41 @@ def gamma_weight(terms: Terms, settings: ObjectiveSettings) -> Float[Array, "B 1
     return jnp.exp(decay + k * log_weight - decay * jnp.exp(log_weight))
 
 
-def gamma_weighted_reinforce(terms: Terms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
-    """-phi A logp, with `gamma_weight` as phi.
+_SMALLEST_WEIGHT = 1e-8
+
+
+def vespo_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
+    """Computes -phi A logp, where phi is `vespo_weight`.
 
     Source: VESPO, arXiv:2602.10693.
     """
-    return -gamma_weight(terms, settings) * terms.advantage * terms.logp
+    return -vespo_weight(terms, settings) * terms.advantage * terms.logp
 
 
-_SMALLEST_WEIGHT = 1e-8
+def vespo_metrics(terms: TokenTerms, settings: ObjectiveSettings) -> LossMetrics:
+    """Returns the weight of each row, under TRL's name with TRL's definitions."""
+    name = "vespo/phi_seq_mean" if settings.metric_definitions == "trl" else "vespo/phi_mean"
+    return {name: vespo_weight(terms, settings)[:, 0]}
 
-# By `loss_type`.
-LOSSES: dict[str, Callable[[Terms, ObjectiveSettings], Array]] = {
-    "grpo": clipped_surrogate,
-    "bnpo": clipped_surrogate,
-    "dr_grpo": clipped_surrogate,
-    "dapo": clipped_surrogate,
-    "luspo": clipped_surrogate,
-    "cispo": capped_reinforce,
-    "sapo": soft_gate,
-    "vespo": gamma_weighted_reinforce,
+
+# By `loss_type`; `settings.objective.LossType` has the same names.
+LOSSES: dict[str, Loss] = {
+    "grpo": Loss(ppo_clip_loss, seq_mean_token_mean, ppo_clip_metrics),
+    "bnpo": Loss(ppo_clip_loss, token_mean, ppo_clip_metrics),
+    "dr_grpo": Loss(ppo_clip_loss, seq_mean_token_sum_norm, ppo_clip_metrics),
+    "dapo": Loss(ppo_clip_loss, token_mean, ppo_clip_metrics),
+    "luspo": Loss(ppo_clip_loss, seq_mean_token_sum, ppo_clip_metrics),
+    "cispo": Loss(cispo_loss, token_mean, cispo_metrics),
+    "sapo": Loss(sapo_loss, seq_mean_token_mean),
+    "vespo": Loss(vespo_loss, token_mean, vespo_metrics, uses_correction=True),
 }
+
+
+def find_loss(loss_type: str | Callable[..., Any]) -> Loss:
+    """Returns the loss that the setting `loss_type` names; a plain function is averaged over tokens.
+
+    Raises:
+        ValueError: there is no such loss, or it cannot be called with terms and settings.
+    """
+    found = resolve("loss_type", loss_type, LOSSES, ("terms", "settings"))
+    return found if isinstance(found, Loss) else Loss(found)

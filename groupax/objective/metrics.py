@@ -1,22 +1,23 @@
 """Metrics that add up: over the micro-batches of an optimizer step and over devices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from groupax.parallel.pytree import pytree
 
 
 @pytree
-class Tally:
+class MetricSums:
     """Partial metrics by name.
 
     Attributes:
-        sums: over loss tokens, to be divided by the step's number of them.
-        minima: over rows or tokens.
-        maxima: likewise.
+        sums: sums over loss tokens, to be divided by the number of loss tokens of the step.
+        minima: minima over rows or tokens.
+        maxima: maxima over rows or tokens.
     """
 
     sums: dict[str, Float[Array, ""]]
@@ -24,24 +25,84 @@ class Tally:
     maxima: dict[str, Float[Array, ""]]
 
 
-def empty_tally(sums: Sequence[str], minima: Sequence[str], maxima: Sequence[str]) -> Tally:
-    """A tally of nothing, with these names."""
-    return Tally(
-        {name: jnp.float32(0.0) for name in sums},
-        {name: jnp.float32(jnp.inf) for name in minima},
-        {name: jnp.float32(-jnp.inf) for name in maxima},
+class RowMin(NamedTuple):
+    """A metric that is the smallest of the rows' means over their loss tokens."""
+
+    values: Array
+
+
+class RowMax(NamedTuple):
+    """A metric that is the largest of the rows' means over their loss tokens."""
+
+    values: Array
+
+
+# The metrics of a loss by name: values per token, [B, T], or per row, [B], are averaged over loss tokens.
+LossMetrics = Mapping[str, Array | RowMin | RowMax]
+
+
+def zeros_like(metrics: MetricSums) -> MetricSums:
+    """Returns the metrics of no rows with the names of these, of which only the structure is read."""
+    return MetricSums(
+        {name: jnp.float32(0.0) for name in metrics.sums},
+        {name: jnp.float32(jnp.inf) for name in metrics.minima},
+        {name: jnp.float32(-jnp.inf) for name in metrics.maxima},
     )
 
 
-def merge(a: Tally, b: Tally) -> Tally:
-    """The tally of both parts; they have the same names."""
-    return Tally(
+def merge(a: MetricSums, b: MetricSums) -> MetricSums:
+    """Adds up the metrics, with the same names, of two sets of rows."""
+    return MetricSums(
         {name: a.sums[name] + b.sums[name] for name in a.sums},
         {name: jnp.minimum(a.minima[name], b.minima[name]) for name in a.minima},
         {name: jnp.maximum(a.maxima[name], b.maxima[name]) for name in a.maxima},
     )
 
 
-def across_devices(tally: Tally, axes: tuple[str, ...]) -> Tally:
-    """The tally of all devices along these mesh axes."""
-    return Tally(lax.psum(tally.sums, axes), lax.pmin(tally.minima, axes), lax.pmax(tally.maxima, axes))
+def join(a: MetricSums, b: MetricSums) -> MetricSums:
+    """Puts metrics with different names, of the same rows, into one record."""
+    return MetricSums(a.sums | b.sums, a.minima | b.minima, a.maxima | b.maxima)
+
+
+def psum_metrics(metrics: MetricSums, axes: tuple[str, ...]) -> MetricSums:
+    """Adds up the metrics of all devices along these mesh axes."""
+    return MetricSums(lax.psum(metrics.sums, axes), lax.pmin(metrics.minima, axes), lax.pmax(metrics.maxima, axes))
+
+
+def sum_metrics(
+    metrics: LossMetrics,
+    mask: Bool[Array, "B T"],
+    tokens_per_row: Float[Array, ""] | None = None,
+    of_sequences: bool = False,
+) -> MetricSums:
+    """Reduces the metrics of a loss over the loss tokens of these rows.
+
+    Args:
+        metrics: values by name.
+        mask: loss tokens.
+        tokens_per_row: mean number of loss tokens of a row of the step. If given, metrics with a value per row come out
+            as means over rows, as TRL has them.
+        of_sequences: whether all metrics have one value per row, repeated for each of its tokens.
+    """
+    total = MetricSums({}, {}, {})
+    is_counted = jnp.any(mask, axis=-1)
+    for name, values in metrics.items():
+        if isinstance(values, RowMin):
+            total.minima[name] = jnp.min(_row_means(values.values, mask), initial=jnp.inf, where=is_counted)
+        elif isinstance(values, RowMax):
+            total.maxima[name] = jnp.max(_row_means(values.values, mask), initial=-jnp.inf, where=is_counted)
+        elif tokens_per_row is not None and (of_sequences or jnp.ndim(values) == 1):
+            total.sums[name] = jnp.sum(_row_means(values, mask)) * tokens_per_row
+        else:
+            total.sums[name] = jnp.sum(_per_token(values, mask), where=mask)
+    return total
+
+
+def _row_means(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
+    lengths = jnp.maximum(jnp.sum(mask, axis=-1), 1)
+    return jnp.sum(_per_token(values, mask), axis=-1, where=mask) / lengths.astype(jnp.float32)
+
+
+def _per_token(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    values = values[:, None] if jnp.ndim(values) == 1 else values
+    return jnp.broadcast_to(values, mask.shape).astype(jnp.float32)

@@ -1,8 +1,6 @@
 """From `reward_funcs`, as the user wrote it, to the reward functions of a run. Imports no jax."""
 
-import ast
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ import numpy as np
 from groupax.rewards.builtin import BUILTIN_REWARDS
 from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS, ModelReward, Reward
 from groupax.settings.fields import nearest
+from groupax.settings.references import import_attribute, parse_call
 
 
 @dataclass(frozen=True)
@@ -99,17 +98,16 @@ def find_reward(reference: str) -> Any:
     Raises:
         ValueError: There is no such reward, or the options cannot be parsed.
     """
-    name, options, columns = _parse_call(reference)
+    name, options, columns = parse_call("reward", reference)
     if name in BUILTIN_REWARDS:
         function: Any = BUILTIN_REWARDS[name]
     else:
-        module, colon, attribute = name.partition(":")
-        if not colon:
+        if ":" not in name:
             raise ValueError(
                 f"there is no built-in reward {name!r}{nearest(name, BUILTIN_REWARDS)} (the built-in rewards are "
                 f"{', '.join(sorted(BUILTIN_REWARDS))}); refer to your own function as 'module:function'"
             )
-        function = _import_function(name, module, attribute)
+        function = import_attribute("reward", name)
     known = inspect.signature(function).parameters
     for option in options:
         if option not in known:
@@ -147,61 +145,6 @@ def _is_model(item: Any) -> bool:
     if hasattr(item, "hf_config") or isinstance(item, Path):
         return True
     return isinstance(item, str) and "(" not in item and ":" not in item and ("/" in item or Path(item).is_dir())
-
-
-# References to functions.
-
-
-def _parse_call(reference: str) -> tuple[str, dict[str, Any], dict[str, str]]:
-    """Returns the name, the options (literals) and the columns (names) of "name(option=1, argument=column)"."""
-    name, bracket, rest = reference.partition("(")
-    if not bracket:
-        return reference, {}, {}
-    try:
-        call = ast.parse(f"f({rest}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("options have names")
-        options, columns = {}, {}
-        for keyword in call.keywords:
-            if keyword.arg is None:
-                raise ValueError("options have names")
-            if isinstance(keyword.value, ast.Name):
-                columns[keyword.arg] = keyword.value.id
-            else:
-                options[keyword.arg] = ast.literal_eval(keyword.value)
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(
-            f"reward {reference!r} cannot be parsed ({error}); write it as name(option=1, argument=column)"
-        ) from error
-    return name.strip(), options, columns
-
-
-def _import_function(name: str, module: str, attribute: str) -> Any:
-    if module.endswith(".py") or "/" in module:
-        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
-        raise ValueError(f"reward {name!r} names a file; name the module, without .py: '{dotted}:{attribute}'")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # one that the module itself imports
-            raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
-        local_modules = [path.stem for path in Path().glob("*.py")]
-        raise ValueError(
-            f"reward {name!r} cannot be imported: there is no module {error.name!r} in the current folder "
-            f"({Path.cwd()}), in PYTHONPATH or among the installed packages{nearest(error.name, local_modules)}"
-        ) from error
-    except ImportError as error:
-        raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
-    if not hasattr(found, attribute):
-        functions = [each for each, value in vars(found).items() if callable(value) and not each.startswith("_")]
-        have = f"; it has {', '.join(functions[:8])}" if functions else ""
-        raise ValueError(
-            f"reward {name!r}: module {module!r} has no {attribute!r}{have}{nearest(attribute, functions)}"
-        )
-    return getattr(found, attribute)
-
-
-# Signatures of functions.
 
 
 def _name(function: Any) -> str:

@@ -12,6 +12,7 @@ from groupax.config import GRPOConfig
 from groupax.data.order import visit_order
 from groupax.data.prompts import PromptSet
 from groupax.errors import RewardError, RunError, is_out_of_memory
+from groupax.events import Emit, PhaseStarted, counted
 from groupax.metrics.completions import (
     completion_metrics,
     logged_metrics,
@@ -21,14 +22,13 @@ from groupax.metrics.completions import (
     trl_zero_std_frac,
     with_logged,
 )
-from groupax.objective.advantages import Advantages, group_advantages
+from groupax.objective.advantages import Advantages, find_advantage_estimator, group_advantages
 from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollouts.sampler import PolicySampler, Sampler, rollout
 from groupax.rollouts.slices import Slices
 from groupax.rollouts.state import Cursor, Experience, Group
-from groupax.runs.progress import Progress
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Learner
 from groupax.types import Metrics, Rollout, Row, TrainerState
@@ -48,7 +48,7 @@ class Collector:
         reward_weights: one per function.
         solved_by: the function whose 1.0 means solved, if any.
         num_steps: of the run.
-        progress: shows what it is doing.
+        emit: Receives the phases of sampling and scoring.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Collector:
         reward_weights: np.ndarray,
         solved_by: str | None,
         num_steps: int,
-        progress: Progress,
+        emit: Emit,
     ) -> None:
         self.args, self.slices, self.prompts, self.tokenizer = args, slices, prompts, tokenizer
         self.engine, self.learner, self.runner = engine, learner, runner
         self.reward_weights, self.solved_by, self.num_steps = reward_weights, solved_by, num_steps
-        self.progress = progress
+        self.emit = emit
 
     def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
         """A rollout by the learner's policy, ready for updates (see `sample` and `scored`).
@@ -138,7 +138,7 @@ class Collector:
             cursor: how far the run has come.
             num_wanted: slices that the next update takes, and whose old log-probs it will know by itself.
         """
-        self.progress.phase("computing log-probs")
+        self.emit(PhaseStarted("computing log-probs"))
         slices = self._scored(self.cut(experience.groups[: self.slices.prompts_per_rollout]), num_wanted)
         num_tokens = float(cursor.num_tokens + experience.num_tokens)
         return replace(experience, slices=slices, metrics=experience.metrics | {"num_tokens": num_tokens})
@@ -172,7 +172,7 @@ class Collector:
         )
         try:
             with closing(groups):  # on an error too, which keeps them: servers would go on
-                return score_groups(self.progress.counted(groups, "sampling", count, "scoring"), self.runner)
+                return score_groups(counted(groups, self.emit, "sampling", count, "scoring"), self.runner)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -214,6 +214,7 @@ class Collector:
             self.args.num_generations,
             self.args.scale_rewards,
             self.args.multi_objective_aggregation,
+            find_advantage_estimator(self.args.advantage_estimator),
         )
 
     def cut(self, groups: Sequence[Group]) -> list[list[Row]]:

@@ -17,7 +17,10 @@ from groupax.engine.engine import Engine
 from groupax.models.checkpoint import Model, load_model, reshard
 from groupax.models.lora import LoRAConfig, lora_config
 from groupax.models.specs import Params
+from groupax.objective.advantages import find_advantage_estimator
 from groupax.objective.entropy import EntropyControl
+from groupax.objective.kl import find_estimator
+from groupax.objective.objective import zero_metrics
 from groupax.parallel import processes
 from groupax.parallel.mesh import make_mesh
 from groupax.parallel.peak import free_memory_bytes
@@ -43,6 +46,17 @@ def check_processes(args: GRPOConfig) -> None:
     num = processes.num_processes()
     if num > 1 and args.max_staleness:
         raise ValueError(f"max_staleness is set, which is not built for several processes, and there are {num}")
+
+
+def check_objective(args: GRPOConfig) -> None:
+    """Checks that loss, KL estimator and advantages exist and that the first two return a number per token.
+
+    Raises:
+        ValueError: one does not.
+    """
+    zero_metrics(learner_settings(args).objective)
+    find_estimator(args.kl_estimator)
+    find_advantage_estimator(args.advantage_estimator)
 
 
 def model_for(args: GRPOConfig, model: str | Path | Model) -> Model:

@@ -1,17 +1,19 @@
-"""Findings: what is off in a run, why, and what to do about it. Imports no jax."""
+"""Diagnostics: what is wrong with a run, why, and how to fix it. Imports no jax."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 from groupax.config import GRPOConfig
+from groupax.events import Diagnosed, Emit, Evaluated, Event, RolloutScored, StepEnded
 from groupax.settings.objective import UNCLIPPED, WEIGHTED_BY_LENGTH
+from groupax.types import Metrics
 
 UNSCORED_ROLLOUTS = 3  # in a row, after which a run without any reward ends
-PATIENCE_STEPS = 5  # a finding about metrics needs this many steps in a row
-START_STEPS = 10  # what has changed since the start is told by the means of so many steps then and now
+PATIENCE_STEPS = 5  # a diagnosis from metrics needs this many steps in a row
+START_STEPS = 10  # changes since the start compare the means of this many steps then and now
 KL_RUNAWAY = 1.0  # nats per token
-LOGP_DRIFT = 0.05  # bfloat16 alone makes about 0.01
-FLOAT32_LOGP_DRIFT = 1e-5  # float32 alone makes about 1e-6
+LOGP_DRIFT = 0.05  # bfloat16 alone causes about 0.01
+FLOAT32_LOGP_DRIFT = 1e-5  # float32 alone causes about 1e-6
 COLLAPSED = 0.1  # of the entropy at the start
 PADDING_WASTE = 0.6  # of the tokens that are computed
 SLOW_REWARD, SLOW_REWARD_S = 0.3, 0.1  # of the steps' time, and seconds per step
@@ -21,121 +23,166 @@ LONGER, MORE_CLIPPED = 1.5, 0.25  # times the length at the start, and share of 
 Steps = Sequence[Mapping[str, float]]
 
 
-def setup_findings(args: GRPOConfig, eos_ids: Sequence[int]) -> dict[str, str]:
-    """Findings that can be told before the first step, by name."""
-    findings = {}
+class Diagnostics:
+    """Looks for what is wrong with a run and reports each diagnosis once.
+
+    Args:
+        emit: Receives a `Diagnosed` event per new diagnosis.
+        logp_limit: Tolerated difference of log-probs (see the function of that name).
+
+    Attributes:
+        history: Metrics of the run's first steps and of its last ones (see `remembered`).
+        reported: Names of the diagnostics that were reported, by earlier processes of the run too.
+    """
+
+    def __init__(self, emit: Emit, logp_limit: float = LOGP_DRIFT) -> None:
+        self.emit, self.logp_limit = emit, logp_limit
+        self.history: list[Mapping[str, float]] = []
+        self.reported: set[str] = set()
+        self._found: dict[str, str] = {}  # in the last step
+
+    def measure(self, metrics: Metrics) -> Metrics:
+        """Adds a step to the history and returns the diagnostics that apply to it as metrics `health/...`."""
+        self.history = remembered([*self.history, metrics])
+        self._found = step_diagnostics(self.history, self.logp_limit)
+        return {
+            "health/num_diagnostics": float(len(self._found)),
+            **{f"health/{name}": 1.0 for name in self._found},
+        }
+
+    def __call__(self, event: Event) -> None:
+        """Reports what a step or a failed reward function reveals."""
+        match event:
+            case StepEnded():
+                self.report(event.step, self._found)
+            case RolloutScored() | Evaluated():
+                self.report(event.step, reward_diagnostics(event.errors))
+            case _:
+                pass
+
+    def report(self, step: int, found: Mapping[str, str]) -> None:
+        """Emits those of the diagnostics, texts by name, that were not reported before."""
+        for name, text in found.items():
+            if name not in self.reported:
+                self.reported.add(name)
+                self.emit(Diagnosed(step, name, text))
+
+
+def setup_diagnostics(args: GRPOConfig, eos_ids: Sequence[int]) -> dict[str, str]:
+    """Returns the diagnostics of the settings, texts by name."""
+    found = {}
     if args.learning_rate == 0:
-        findings["learning_rate_zero"] = "learning_rate is 0, so the model will not change; set it, e.g. to 1e-6"
+        found["learning_rate_zero"] = "learning_rate is 0, so the model will not change; set it, e.g. to 1e-6"
     if not eos_ids:
-        findings["no_eos"] = (
+        found["no_eos"] = (
             "neither the tokenizer nor the model's configs name an end-of-sequence token, so every completion runs to "
             "max_completion_length; set tokenizer.eos_token"
         )
     if args.decoding_weights != "same" and args.rollout_correction == "none":
-        findings["decoding_weights"] = (
+        found["decoding_weights"] = (
             f"rollouts decode with {args.decoding_weights} weights, which are not quite the policy's, and nothing "
             "makes up for it; set rollout_correction, e.g. to 'token_truncate'"
         )
     if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
-        findings["luspo_level"] = (
+        found["luspo_level"] = (
             "loss_type 'luspo' is meant for one ratio per completion; set importance_sampling_level='sequence'"
         )
     if args.importance_sampling_level == "sequence" and args.loss_type in WEIGHTED_BY_LENGTH:
-        findings["sequence_weights"] = (
+        found["sequence_weights"] = (
             f"with importance_sampling_level 'sequence' the loss_type {args.loss_type!r} sums over tokens, which "
             "weights each sequence by its completion length; for GSPO's objective set loss_type='grpo'"
         )
     if args.delta is not None and args.loss_type in UNCLIPPED:
-        findings["delta_unused"] = f"delta {args.delta} has no effect with loss_type {args.loss_type!r}; leave it unset"
+        found["delta_unused"] = f"delta {args.delta} has no effect with loss_type {args.loss_type!r}; leave it unset"
     if args.loss_type == "vespo" and args.importance_sampling_level != "token":
-        findings["vespo_level"] = (
+        found["vespo_level"] = (
             "loss_type 'vespo' forms its own weight per completion; importance_sampling_level changes the KL term only"
         )
-    return findings
+    return found
 
 
-def reward_findings(errors: Mapping[str, str]) -> dict[str, str]:
-    """Findings about reward functions that failed, by name.
+def reward_diagnostics(errors: Mapping[str, str]) -> dict[str, str]:
+    """Returns the diagnostics of reward functions that failed.
 
     Args:
-        errors: by reward, what went wrong first.
+        errors: First error of each reward function, by name.
     """
     return {
-        f"reward {name}": f"the reward function {name!r} failed; its completions go without that reward (told once, "
-        f"counted in rewards/{name}/failures):\n{error}"
+        f"reward {name}": f"the reward function {name!r} failed; its completions go without that reward (reported "
+        f"once, counted in rewards/{name}/failures):\n{error}"
         for name, error in errors.items()
     }
 
 
 def logp_limit(args: GRPOConfig, is_float32: bool) -> float:
-    """Returns by how much engine and trainer may differ in a token's log-prob, in the mean over a step's tokens.
+    """Returns the tolerated difference between the engine's and the trainer's log-probs, averaged over a step's tokens.
 
     Args:
-        args: of the run.
-        is_float32: whether the forward pass of updates computes in float32.
+        args: The run's settings.
+        is_float32: Whether the forward pass of updates computes in float32.
     """
     same = args.decoding_weights == args.base_weights == "same" and args.kv_cache_dtype in ("same", "float32")
     return FLOAT32_LOGP_DRIFT if is_float32 and same and not args.rollout and not args.lora_dropout else LOGP_DRIFT
 
 
-def step_findings(history: Sequence[Mapping[str, float]], logp_limit: float = LOGP_DRIFT) -> dict[str, str]:
-    """Findings in the metrics of the steps so far, by name.
+def step_diagnostics(history: Sequence[Mapping[str, float]], logp_limit: float = LOGP_DRIFT) -> dict[str, str]:
+    """Returns the diagnostics of the metrics so far, texts by name.
 
     Args:
-        history: metrics of the run's first `START_STEPS` steps and of the last ones (see `remembered`).
-        logp_limit: see the function of that name.
+        history: Metrics of the run's first `START_STEPS` steps and of the last ones (see `remembered`).
+        logp_limit: Tolerated difference of log-probs (see the function of that name).
     """
     recent = history[-PATIENCE_STEPS:]
-    findings: dict[str, str] = {}
+    found: dict[str, str] = {}
     if num_unscored_steps(history):
-        findings["no_rewards"] = (
+        found["no_rewards"] = (
             f"no completion of this step has a reward: {_listed(_reward_names(recent[-1]))} returned None for every "
             "one, so that the step teaches nothing; None means that a function does not apply, so check that the "
             "dataset has what the functions look at"
         )
     if len(recent) < PATIENCE_STEPS:
-        return findings
-    for look in (_of_rewards, _of_lengths, _of_policy, _of_efficiency):
-        findings |= look(recent)
-    findings |= _of_agreement(recent, logp_limit)
+        return found
+    for diagnose in (_rewards, _lengths, _policy, _efficiency):
+        found |= diagnose(recent)
+    found |= _logp_drift(recent, logp_limit)
     if len(history) >= 2 * START_STEPS:
-        findings |= _since_the_start(history[:START_STEPS], history[-START_STEPS:])
-    return findings
+        found |= _trends(history[:START_STEPS], history[-START_STEPS:])
+    return found
 
 
 def num_unscored_steps(history: Sequence[Mapping[str, float]]) -> int:
-    """Returns how many of the last steps in a row had no completion with a reward.
+    """Returns the number of last steps in a row without any reward, at most `START_STEPS` in long runs.
 
     Args:
-        history: as `step_findings` takes it, so that the answer is at most `START_STEPS` in long runs.
+        history: Metrics as for `step_diagnostics`.
     """
     scored = (index for index, metrics in enumerate(reversed(history)) if not _is_unscored(metrics))
     return next(scored, len(history))
 
 
 def remembered(history: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    """What `step_findings` needs of the steps so far."""
+    """Returns the part of the history that `step_diagnostics` needs."""
     return [*history[:START_STEPS], *history[START_STEPS:][-START_STEPS:]]
 
 
-def _of_rewards(recent: Steps) -> dict[str, str]:
-    findings = {}
+def _rewards(recent: Steps) -> dict[str, str]:
+    found = {}
     scored = [metrics for metrics in recent if not _is_unscored(metrics)]
     if scored and all(metrics["frac_reward_zero_std"] == 1.0 for metrics in recent):
-        findings["rewards_equal"] = (
+        found["rewards_equal"] = (
             f"for {PATIENCE_STEPS} steps all completions of each prompt got the same reward (mean "
             f"{scored[-1]['reward']:.3g}), so there is nothing to learn from; check the reward function on the samples "
             "in rollouts/, or use prompts that the model solves sometimes but not always"
         )
     if min(_values(recent, "filter/filled_up_frac")) > 0.5:
-        findings["filter_budget"] = (
+        found["filter_budget"] = (
             f"for {PATIENCE_STEPS} steps more than half of the groups had no signal although filter_budget times as "
             "many prompts were sampled; the prompts are too easy or too hard for the model"
         )
-    return findings
+    return found
 
 
-def _of_lengths(recent: Steps) -> dict[str, str]:
+def _lengths(recent: Steps) -> dict[str, str]:
     if not all(metrics["completions/clipped_ratio"] == 1.0 for metrics in recent):
         return {}
     return {
@@ -145,24 +192,24 @@ def _of_lengths(recent: Steps) -> dict[str, str]:
     }
 
 
-def _of_policy(recent: Steps) -> dict[str, str]:
-    findings = {}
+def _policy(recent: Steps) -> dict[str, str]:
+    found = {}
     kl = _values(recent, "kl")
     if min(kl) > KL_RUNAWAY:
-        findings["kl_runaway"] = (
+        found["kl_runaway"] = (
             f"for {PATIENCE_STEPS} steps the KL to the reference was above {KL_RUNAWAY:g} nats per token (now "
             f"{kl[-1]:.3g}): the policy has left the starting model; lower learning_rate, raise beta, or look for "
             "rewards that nonsense can get"
         )
     if all(metrics["learning_rate"] == 0.0 for metrics in recent):
-        findings["learning_rate_zero"] = (
+        found["learning_rate_zero"] = (
             f"for {PATIENCE_STEPS} steps the learning rate was 0, so the model did not change; set learning_rate, or "
             "learning_rate_end if the schedule has come to its end"
         )
-    return findings
+    return found
 
 
-def _of_agreement(recent: Steps, limit: float) -> dict[str, str]:
+def _logp_drift(recent: Steps, limit: float) -> dict[str, str]:
     drift = _values(recent, "rollout/logp_diff_mean")
     if min(drift) <= limit or "time/wait_s" in recent[-1]:  # rollouts made ahead: the policy has moved since
         return {}
@@ -173,11 +220,11 @@ def _of_agreement(recent: Steps, limit: float) -> dict[str, str]:
     }
 
 
-def _of_efficiency(recent: Steps) -> dict[str, str]:
-    findings = {}
+def _efficiency(recent: Steps) -> dict[str, str]:
+    found = {}
     padding = _values(recent, "padding_frac")
     if min(padding) > PADDING_WASTE:
-        findings["padding_waste"] = (
+        found["padding_waste"] = (
             f"for {PATIENCE_STEPS} steps more than {PADDING_WASTE:.0%} of what updates computed was padding (now "
             f"{padding[-1]:.0%}); a step has too few tokens for micro_batch_tokens: lower that, or raise "
             "prompts_per_step or num_generations"
@@ -186,21 +233,21 @@ def _of_efficiency(recent: Steps) -> dict[str, str]:
     if "time/wait_s" in recent[-1]:  # rollouts are made ahead: training waits for rewards no longer than for these
         waited = min(waited, sum(_values(recent, "time/wait_s")))
     if waited > SLOW_REWARD * taken and waited > SLOW_REWARD_S * PATIENCE_STEPS:
-        findings["slow_reward"] = (
+        found["slow_reward"] = (
             f"in {PATIENCE_STEPS} steps training waited {waited:.1f} s of {taken:.1f} s for rewards; raise "
             "reward_concurrency, set reward_workers for functions that compute, make functions that wait async, or set "
             "reward_batch='group', so that they run while others decode, or max_staleness=1, so that they run while "
             "updates do"
         )
-    return findings
+    return found
 
 
-def _since_the_start(start: Steps, recent: Steps) -> dict[str, str]:
-    findings = {}
+def _trends(start: Steps, recent: Steps) -> dict[str, str]:
+    found = {}
     entropy, entropy_then = _mean(recent, "entropy"), _mean(start, "entropy")
     reward, reward_then = _mean(recent, "reward"), _mean(start, "reward")
     if entropy < COLLAPSED * entropy_then and not reward > reward_then + 0.1 * _mean(start, "reward_std"):
-        findings["entropy_collapse"] = (
+        found["entropy_collapse"] = (
             f"the entropy fell from {entropy_then:.3g} to {entropy:.3g} nats per token, and the reward has not risen "
             f"({reward_then:.3g}, now {reward:.3g}): completions hardly differ any more; lower learning_rate, set "
             "entropy_coef, e.g. to 0.001, raise epsilon_high, e.g. to 0.28, or the temperature"
@@ -209,7 +256,7 @@ def _since_the_start(start: Steps, recent: Steps) -> dict[str, str]:
     risen = [name for name, change in changes.items() if change > REWARD_CHANGE]
     fallen = [name for name, change in changes.items() if change < -REWARD_CHANGE]
     if risen and fallen:
-        findings["reward_hacking"] = (
+        found["reward_hacking"] = (
             f"the reward {_listed(risen)} has risen while {_listed(fallen)} has fallen: the policy may have found a "
             "way to get the one without the other; read the completions with the highest reward, and weigh the "
             "functions otherwise (reward_weights) or make them depend on each other"
@@ -217,16 +264,16 @@ def _since_the_start(start: Steps, recent: Steps) -> dict[str, str]:
     length, length_then = _mean(recent, "completions/mean_length"), _mean(start, "completions/mean_length")
     clipped, clipped_then = _mean(recent, "completions/clipped_ratio"), _mean(start, "completions/clipped_ratio")
     if length > LONGER * length_then and clipped > clipped_then + MORE_CLIPPED:
-        findings["length_explosion"] = (
+        found["length_explosion"] = (
             f"completions have grown from {length_then:.0f} to {length:.0f} tokens, and {clipped:.0%} of them are cut "
             f"off ({clipped_then:.0%} at the start): length may be what is rewarded; look at the longest ones, add a "
             "length reward (docs/rewards.md), set loss_type='dr_grpo', or mask_truncated_completions"
         )
-    return findings
+    return found
 
 
 def _reward_changes(start: Steps, recent: Steps) -> dict[str, float]:
-    """By how many standard deviations each reward function's mean has changed."""
+    """Returns the change of each reward function's mean in standard deviations."""
     names = _reward_names(recent[-1])
     changes = {}
     for name in names if len(names) > 1 else ():
@@ -247,12 +294,12 @@ def _is_unscored(metrics: Mapping[str, float]) -> bool:
 
 
 def _values(steps: Steps, name: str) -> list[float]:
-    """Of a metric that some steps may not have; 0 there."""
+    """Returns a metric of each step, 0 where a step does not have it."""
     return [metrics.get(name, 0.0) for metrics in steps]
 
 
 def _mean(steps: Steps, name: str) -> float:
-    """Over the steps in which the metric is a number; NaN if it is one in none of them."""
+    """Returns the mean over the steps in which the metric is a finite number; NaN if there is none."""
     known = [metrics[name] for metrics in steps if name in metrics and math.isfinite(metrics[name])]
     return sum(known) / len(known) if known else math.nan
 

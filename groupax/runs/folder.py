@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from groupax.evaluation.items import Item, write_items
+from groupax.events import Emit, Message, TokenScores, ignore
 from groupax.metrics.completions import json_numbers
-from groupax.runs.rollout_log import RolloutLog, TokenScores, write_table
-from groupax.storage.buckets import Remote, is_remote
+from groupax.runs.rollout_log import RolloutLog, write_table
+from groupax.storage.buckets import RemoteFolder, is_remote
 from groupax.storage.lock import LOCK, LockedError, RunLock, check_unlocked
 from groupax.types import Metrics, Rollout
 
@@ -30,19 +31,20 @@ class RunFolder:
     """Writes what a run leaves behind.
 
     Layout: `config.json`; `run.json`, which run it is and what worked on it; `command.json`, what the command line was
-    asked for; `tokenizer/`; `metrics.jsonl`, one line per logged step, written at once; `findings.jsonl`, a line with
-    `step`, `name` and `text` for each (see `groupax.runs.diagnostics`); `rollouts/step_N.parquet`, one row per
+    asked for; `tokenizer/`; `metrics.jsonl`, one line per logged step, written at once; `diagnostics.jsonl`, a line
+    with `step`, `name` and `text` for each (see `groupax.runs.diagnostics`); `rollouts/step_N.parquet`, one row per
     completion (see `RolloutLog`); `evaluations/step_N.SET.jsonl`, one line per item; `bad_steps/`, batches whose update
     was not finite; `checkpoints/`; `model/`, written by the trainer at the end.
 
     What cannot be written because the disk is full or read-only waits in memory until it can (`fault`, `flush`). Files
     that are deleted while the run goes on are written again where their content is known, and a run that loses its
-    folder goes on in a new one beside it (`notices`). The files of a run in a bucket are written to a temporary folder,
+    folder goes on in a new one beside it. The files of a run in a bucket are written to a temporary folder,
     which goes with this object, and uploaded by `sync`.
 
     Args:
         path: a folder, made if absent, or a URL.
         rollout_log_bytes: budget of `rollouts/`, in a bucket of what this process writes; None for no limit.
+        emit: Receives messages about faults of the folder.
 
     Raises:
         ValueError: the folder cannot be written to.
@@ -55,12 +57,11 @@ class RunFolder:
         command: contents of `command.json`, if any.
         id: of the run, the same in every process that works on it; set when it begins or goes on.
         fault: why something waits to be written; empty if nothing does.
-        notices: what happened to the folder, to be shown to the user and then removed from the list.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rollout_log_bytes: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], rollout_log_bytes: int | None = None, emit: Emit = ignore) -> None:
         self.place = str(path if is_remote(path) else Path(path).expanduser())
-        self.remote = Remote(self.place) if is_remote(path) else None
+        self.remote = RemoteFolder(self.place) if is_remote(path) else None
         if self.remote is None and not Path(self.place).name:
             raise ValueError(
                 f"output_dir {self.place!r} has no name of its own, by which an earlier run could be moved aside"
@@ -71,8 +72,7 @@ class RunFolder:
         self.moved_aside: str | None = None
         self.command: Mapping[str, Any] | None = None
         self.id = ""
-        self.fault = ""
-        self.notices: list[str] = []
+        self.fault, self.emit = "", emit
         self.num_dropped = 0  # tables that waited too long
         self._lock: RunLock | None = None
         self._is_new = False  # the lock has made the folder
@@ -81,7 +81,7 @@ class RunFolder:
         self._metrics = -1  # a descriptor of metrics.jsonl, by which its lines outlive the file's name
         self._size = 0  # bytes of metrics.jsonl that count
         self._lines: list[str] = []
-        self._findings: list[dict[str, Any]] = []
+        self._diagnostics: list[dict[str, Any]] = []
         self._processes: list[Mapping[str, Any]] = []
         self._identities: dict[str, str] = {}  # the digest of what the run is
         self._rollout_log = RolloutLog(self.path / "rollouts", rollout_log_bytes)
@@ -138,13 +138,11 @@ class RunFolder:
             self.moved_aside = self.remote.move_all_aside()
         elif self.remote is None and has_results(self.path):
             if not afresh and identity and self._is_repeated(identity):
-                self.notices.append(
-                    f"the run in {self.place} was stopped before its first checkpoint; its steps are made again"
-                )
+                self._warn(f"the run in {self.place} was stopped before its first checkpoint; its steps are made again")
                 self.resume(config, b"", 0)
                 return
             self._move_aside()
-        self.id, self._findings, self._processes = secrets.token_hex(4), [], []
+        self.id, self._diagnostics, self._processes = secrets.token_hex(4), [], []
         self._identities = identities
         self._prepare(config, b"", step=0)
 
@@ -159,8 +157,8 @@ class RunFolder:
         about = _parsed(self._earlier("run.json"))
         self.id, self._processes = about.get("id") or secrets.token_hex(4), about.get("processes", [])
         self._identities = {name: about[name] for name in ("identity",) if name in about}
-        lines = map(_parsed, self._earlier("findings.jsonl").splitlines())
-        self._findings = [dict(finding) for finding in lines if finding.get("step", step + 1) <= step]
+        lines = map(_parsed, self._earlier("diagnostics.jsonl").splitlines())
+        self._diagnostics = [dict(line) for line in lines if line.get("step", step + 1) <= step]
         if self.remote and (tracked := self._earlier(TRACKED)):
             (self.path / TRACKED).write_bytes(tracked)
         self._prepare(config, metrics, step)
@@ -195,7 +193,7 @@ class RunFolder:
         _write_whole(self.path / "metrics.jsonl", metrics.decode())
         self._size = len(metrics)
         self._open_metrics()
-        self._write_findings()
+        self._write_diagnostics()
         self._rollout_log.forget()
 
     def write_process(self, process: Mapping[str, Any]) -> None:
@@ -234,10 +232,10 @@ class RunFolder:
         self._lines.append(json.dumps(json_numbers(metrics)) + "\n")
         self.flush()
 
-    def write_finding(self, step: int, name: str, text: str) -> None:
-        """Append one line to `findings.jsonl`."""
-        self._findings.append({"step": step, "name": name, "text": text})
-        self._tables.append(self._write_findings)
+    def write_diagnostic(self, step: int, name: str, text: str) -> None:
+        """Append one line to `diagnostics.jsonl`."""
+        self._diagnostics.append({"step": step, "name": name, "text": text})
+        self._tables.append(self._write_diagnostics)
         self.flush()
 
     def write_rollouts(
@@ -275,12 +273,27 @@ class RunFolder:
                 self._tables[0]()
                 self._tables.popleft()
         except OSError as error:
-            self.fault = str(error)
+            self._report(str(error))
             while len(self._tables) > MOST_WAITING_TABLES:
                 self._tables.popleft()
                 self.num_dropped += 1
         else:
-            self.fault = ""
+            self._report("")
+
+    def _report(self, fault: str) -> None:
+        """Emits that the folder can no longer be written to, or that it can again."""
+        earlier, self.fault = self.fault, fault
+        if fault and not earlier:
+            self._warn(
+                f"{self.place} cannot be written to: {fault}. Metrics and rollouts wait in memory, and training "
+                "continues; make room or repair the folder"
+            )
+        elif earlier and not fault:
+            dropped = f", except {self.num_dropped} tables of rollouts" if self.num_dropped else ""
+            self.emit(Message(f"{self.place} can be written to again; everything that waited is there{dropped}"))
+
+    def _warn(self, text: str) -> None:
+        self.emit(Message(text, warning=True))
 
     def give_way(self) -> None:
         """Go on in another folder if nothing can be written in this one, for another reason than that its disk is full.
@@ -310,7 +323,7 @@ class RunFolder:
         if missing:
             place = self._place_of_metrics()
             moved = f"; what was moved is now in {place}" if place else ""
-            self.notices.append(
+            self._warn(
                 f"files of the run in {self.place} were deleted or moved ({', '.join(missing)}{moved}). They are "
                 "written again; checkpoints and rollouts of earlier steps that are gone are not"
             )
@@ -345,7 +358,7 @@ class RunFolder:
         lock = RunLock(folder)
         if self._lock is not None:
             self._lock.release()
-        self.notices.append(f"{self.place} {why}; the run goes on in {folder}")
+        self._warn(f"{self.place} {why}; the run goes on in {folder}")
         self._lock, self.path, self.place = lock, folder, str(folder)
         self._rollout_log.folder = folder / "rollouts"
         self._write_again([*self._texts, "metrics.jsonl"])
@@ -406,9 +419,9 @@ class RunFolder:
             self.remote.delete(name)
             del self._uploaded[name]
 
-    def _write_findings(self) -> None:
-        text = "".join(json.dumps(finding) + "\n" for finding in self._findings)
-        self._write_text("findings.jsonl", text)
+    def _write_diagnostics(self) -> None:
+        text = "".join(json.dumps(line) + "\n" for line in self._diagnostics)
+        self._write_text("diagnostics.jsonl", text)
 
     def _write_text(self, name: str, text: str) -> None:
         self._texts[name] = text

@@ -90,8 +90,9 @@ def run_card(
         license_id: the base's.
     """
     what = "A fine-tune of" if adapter is None else "A LoRA adapter for"
+    settings = args.to_dict()
     rows = [("prompts", shown_name(dataset)), ("rewards", ", ".join(rewards)), ("optimizer steps", str(num_steps))]
-    rows += [(name, str(getattr(args, name))) for name in _SETTINGS]
+    rows += [(name, str(settings[name])) for name in _SETTINGS]
     rows += [(f"adapter: {name}", str(value)) for name, value in (adapter or {}).items()]
     rows += [
         (f"{name} (training samples of the last step)", f"{metrics[name]:.4g}") for name in _METRICS if name in metrics

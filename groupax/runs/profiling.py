@@ -1,33 +1,33 @@
 """A trace of some steps, for Perfetto (https://ui.perfetto.dev) or XProf."""
 
-from pathlib import Path
+from groupax.events import Emit, Event, Message, StepEnded
+from groupax.runs.folder import RunFolder
 
 WARM_UP_STEPS = 2  # which compile
 
 
 class Profile:
-    """Traces `num_steps` steps after the first ones into `folder`; with 0 it does nothing."""
+    """A sink that traces `num_steps` steps after the first ones into `profile/` of the run folder; 0 traces none."""
 
-    def __init__(self, folder: Path, num_steps: int) -> None:
-        self.folder, self.num_steps = folder, num_steps
+    def __init__(self, folder: RunFolder, num_steps: int, emit: Emit) -> None:
+        self.folder, self.num_steps, self.emit = folder, num_steps, emit
         self.first: int | None = None
 
-    def step_ended(self, step: int) -> bool:
-        """To be called after each step; returns whether the trace has just been written."""
-        if not self.num_steps:
-            return False
-        import jax
+    def __call__(self, event: Event) -> None:
+        """Starts or ends the trace after a step."""
+        if not self.num_steps or not isinstance(event, StepEnded):
+            return
+        if self.first is None and event.step >= WARM_UP_STEPS:
+            import jax
 
-        if self.first is None and step >= WARM_UP_STEPS:
-            self.first = step
-            jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
-        elif self.first is not None and step == self.first + self.num_steps:
+            self.first = event.step
+            jax.profiler.start_trace(self.folder.path / "profile", create_perfetto_trace=True)
+        elif self.first is not None and event.step == self.first + self.num_steps:
+            self.emit(Message(f"the trace of {self.num_steps} steps is in {self.folder.place_of('profile')}"))
             self.close()
-            return True
-        return False
 
     def close(self) -> None:
-        """Write what there is, if a trace is under way."""
+        """Writes the trace if one is under way."""
         if self.first is not None and self.num_steps:
             import jax
 

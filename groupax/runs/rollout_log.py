@@ -3,29 +3,16 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from groupax.events import TokenScores
 from groupax.types import Prompt, Rollout
 
 KEPT_FRAC = 0.8  # of the budget, when files have to go
 ABOUT = b"groupax"  # key of a file's own metadata: {"step", "reward"}
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """What an update's forward pass, which is before the update, gives the tokens of a completion.
-
-    Attributes:
-        logps: their log-probs, [T].
-        entropies: of the distributions that they are of, in nats, [T].
-    """
-
-    logps: np.ndarray
-    entropies: np.ndarray
 
 
 class RolloutLog:

@@ -5,7 +5,7 @@ import difflib
 import math
 import os
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -127,14 +127,15 @@ def check_type(name: str, value: Any, kind: Any) -> None:
         name: of the setting.
         value: what it has.
         kind: the field's annotation: of bool, int, float, str, None, literals, tuples of these, mappings of texts,
-            and unions.
+            functions, and unions.
 
     Raises:
         ValueError: it has not.
     """
     if not _fits(value, kind):
         hint = nearest(_unknown(value, kind), _choices(kind))
-        raise ValueError(f"{name} must be {' or '.join(map(_words, _kinds(kind)))}, got {shown(value)}{hint}")
+        kinds = [each for each in _kinds(kind) if not (each is str and is_open(kind))]
+        raise ValueError(f"{name} must be {' or '.join(map(_words, kinds))}, got {shown(value)}{hint}")
 
 
 def as_given(value: Any, kind: Any) -> Any:
@@ -171,12 +172,16 @@ def _kinds(kind: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
+    if isinstance(value, str) and is_open(kind):
+        return value in _choices(kind) or ":" in value
     if len(_kinds(kind)) > 1:
         return any(_fits(value, each) for each in _kinds(kind))
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
     if get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(_fits(each, get_args(kind)[0]) for each in value)
+    if get_origin(kind) is Callable:
+        return callable(value)
     if get_origin(kind) is dict:
         return isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if kind in _NUMBERS:
@@ -184,8 +189,15 @@ def _fits(value: Any, kind: Any) -> bool:
     return value is None if kind is type(None) else isinstance(value, kind)
 
 
+def is_open(kind: Any) -> bool:
+    """Whether a setting also takes functions and "module:function" references, in addition to names."""
+    return any(get_origin(each) is Callable for each in _kinds(kind))
+
+
 def _choices(kind: Any) -> tuple[str, ...]:
-    """The words that a literal, or each entry of a list of literals, may be."""
+    """Returns the words that a literal, or each entry of a list of literals, may be."""
+    if is_open(kind):
+        return tuple(word for each in _kinds(kind) if get_origin(each) is Literal for word in get_args(each))
     inner = get_args(kind)[0] if get_origin(kind) is tuple else kind
     return get_args(inner) if get_origin(inner) is Literal else ()
 
@@ -201,4 +213,6 @@ def _words(kind: Any) -> str:
         return f"one of {', '.join(get_args(kind))}"
     if get_origin(kind) is dict:
         return "a mapping of names to values"
+    if get_origin(kind) is Callable:
+        return "a function, also by reference as 'module:function'"
     return f"a list with each {_words(get_args(kind)[0])}" if get_origin(kind) is tuple else _WORDS[kind]

@@ -1,9 +1,12 @@
-"""How settings that are mappings are written on the command line: as JSON."""
+"""Rules for flags: mappings are written as JSON, functions as references."""
 
 import json
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from groupax.settings.fields import is_open
+from groupax.settings.references import reference_to
 
 # For the argument `registry` of `tyro.cli`.
 JSON_FLAGS = ConstructorRegistry()
@@ -19,6 +22,20 @@ def _mapping_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[dict[str,
         instance_from_str=lambda texts: read_mapping(texts[0]),
         is_instance=lambda value: isinstance(value, dict),
         str_from_instance=lambda value: [json.dumps(value)],
+    )
+
+
+@JSON_FLAGS.primitive_rule
+def _function_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    if not is_open(info.type):
+        return None
+    names = [name for each in get_args(info.type) if get_origin(each) is Literal for name in get_args(each)]
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join([*names, "MODULE:FUNCTION"]) + "}",
+        instance_from_str=lambda texts: texts[0],
+        is_instance=lambda value: isinstance(value, str) or callable(value),
+        str_from_instance=lambda value: [value if isinstance(value, str) else reference_to(value)],
     )
 
 

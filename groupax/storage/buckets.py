@@ -1,4 +1,4 @@
-"""A run's place in a bucket (`s3://`, `gs://`), through fsspec. Imports nothing of groupax and no jax."""
+"""Folders of runs in buckets (`s3://`, `gs://`), through fsspec. Imports nothing of groupax and no jax."""
 
 import contextlib
 import os
@@ -6,25 +6,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}  # what to install, by protocol
+EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}  # groupax's extra to install, by protocol
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL rather than a local folder."""
+    """Returns whether a path is a URL rather than a local folder."""
     return "://" in str(path)
 
 
-class Remote:
-    """Files below a URL. Names are relative to it.
+class RemoteFolder:
+    """A folder at a URL. Names of its files are relative to it.
 
-    Credentials and endpoint come from where the cloud's own tools take them (`AWS_*`,
-    `GOOGLE_APPLICATION_CREDENTIALS`).
+    Credentials and endpoint are those of the cloud's own tools (`AWS_*`, `GOOGLE_APPLICATION_CREDENTIALS`).
 
     Args:
-        url: e.g. "s3://bucket/runs/one".
+        url: URL such as "s3://bucket/runs/one".
 
     Raises:
-        ValueError: the URL's protocol is unknown, or what speaks it is not installed.
+        ValueError: The URL's protocol is unknown, or its client is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -42,26 +41,26 @@ class Remote:
         self.files: Any = files
 
     def url_of(self, name: str) -> str:
-        """The URL of a name."""
+        """Returns the URL of a file or folder."""
         return f"{self.url}/{name}"
 
     def check(self) -> None:
-        """See whether it can be written to.
+        """Checks that the folder is writable.
 
         Raises:
-            OSError: it cannot.
+            OSError: It is not.
         """
         with _as_os_error(self.url):
             self.files.pipe_file(self._path(".writable"), b"")
             self.files.rm_file(self._path(".writable"))
 
     def exists(self, name: str) -> bool:
-        """Whether there is a file or folder of that name."""
+        """Returns whether there is a file or folder of that name."""
         with _as_os_error(self.url_of(name)):
             return self.files.exists(self._path(name))
 
     def folders(self, name: str) -> list[str]:
-        """Names of the folders in a folder; none if it is not there."""
+        """Returns the names of a folder's subfolders; none if there is no such folder."""
         with _as_os_error(self.url_of(name)):
             try:
                 entries = self.files.ls(self._path(name), detail=True)
@@ -70,35 +69,35 @@ class Remote:
         return [Path(entry["name"]).name for entry in entries if entry["type"] == "directory"]
 
     def read(self, name: str) -> bytes:
-        """A file's content."""
+        """Returns the contents of a file."""
         with _as_os_error(self.url_of(name)):
             return self.files.cat_file(self._path(name))
 
     def upload(self, file: Path, name: str) -> None:
-        """Put a local file there."""
+        """Uploads a local file."""
         with _as_os_error(self.url_of(name)):
             self.files.put_file(str(file), self._path(name))
 
     def download(self, name: str, folder: Path) -> None:
-        """Put the files of a folder into a local one."""
+        """Downloads the files of a folder into a local one."""
         path = self._path(name)
         with _as_os_error(self.url_of(name)):
             for found in self.files.find(path):
-                place = folder / str(found)[len(path) + 1 :]
-                place.parent.mkdir(parents=True, exist_ok=True)
-                self.files.get_file(found, str(place))
+                target = folder / str(found)[len(path) + 1 :]
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self.files.get_file(found, str(target))
 
     def delete(self, name: str) -> None:
-        """Remove a file or a folder with all that is in it."""
+        """Removes a file, or a folder with its contents."""
         with _as_os_error(self.url_of(name)):
             self.files.rm(self._path(name), recursive=True)
 
     def move(self, name: str, new_name: str) -> None:
-        """Copy a folder's files and remove the old ones."""
+        """Moves a folder, by copying its files and removing the old ones."""
         self._move(self._path(name), self._path(new_name))
 
     def move_all_aside(self) -> str:
-        """Move everything that is here to the first free one of `URL.1`, `URL.2`, ..., and return that."""
+        """Moves the folder to the first free URL of `URL.1`, `URL.2`, ..., and returns that URL."""
         with _as_os_error(self.url):
             number = 1
             while self.files.exists(f"{self.root}.{number}"):
@@ -118,7 +117,7 @@ class Remote:
 
 @contextlib.contextmanager
 def _as_os_error(what: str) -> Iterator[None]:
-    """Clients of clouds raise classes of their own where a disk would raise an OSError."""
+    """Turns the exceptions of cloud clients into OSError, which a disk would raise."""
     try:
         yield
     except OSError:

@@ -1,68 +1,70 @@
-"""Folders to the Hugging Face hub. Imports no jax."""
+"""Uploads of folders to the Hugging Face Hub. Imports no jax."""
 
 import os
 from pathlib import Path
+from typing import Any
 
 from groupax.errors import RunError
 from groupax.storage.manifest import MANIFEST
 
 
 def push_folder(folder: str | os.PathLike[str], repo_id: str, private: bool = True) -> str:
-    """Upload a folder as a model repository, which is made if there is none, and return its address.
+    """Uploads a folder as a model repository, which is created if there is none, and returns its URL.
 
-    The token is that of the environment (HF_TOKEN) or of `hf auth login`. An upload that broke off goes on when it is
-    called again: what has arrived is not sent twice.
+    The token is that of the environment (HF_TOKEN) or of `hf auth login`. An interrupted upload resumes when it is
+    called again: files that have arrived are not sent twice.
 
     Args:
-        folder: of a model or an adapter.
+        folder: Folder of a model or an adapter.
         repo_id: "owner/name", or a name in the token's own namespace.
-        private: of a repository that is made; one that exists stays as it is.
+        private: Whether a new repository is private; an existing one stays as it is.
 
     Raises:
-        ValueError: there is no such folder or no token, or the hub refuses token, name or rights.
-        RunError: the hub cannot be reached, or the connection broke.
+        ValueError: There is no such folder or no token, or the hub refuses the token, the name or the permission.
+        RunError: The hub is unreachable, or the connection was lost.
     """
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,  # pyright: ignore[reportPrivateImportUsage]
-    )
+    from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     folder = Path(folder)
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{folder} holds no model: it has neither config.json nor adapter_config.json")
+        raise ValueError(f"{folder} contains no model: it has neither config.json nor adapter_config.json")
     if get_token() is None:
-        raise ValueError("there is no token for the hub; set HF_TOKEN to one that may write, or run `hf auth login`")
+        raise ValueError("there is no token for the hub; set HF_TOKEN to one with write access, or run `hf auth login`")
     api = HfApi()
     try:
-        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        url = api.create_repo(repo_id, private=private, exist_ok=True)
         api.upload_folder(
-            repo_id=address.repo_id,
+            repo_id=url.repo_id,
             folder_path=folder,
             commit_message=f"Upload {folder.name} with groupax",
             ignore_patterns=[MANIFEST, ".*.partial-*"],
         )
     except HFValidationError as error:
-        raise ValueError(f"{repo_id!r} is no name of a repository: {error}") from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
+        raise ValueError(f"{repo_id!r} is not a valid repository name: {error}") from error
+    except (HTTPError, ConnectionError, RuntimeError) as error:  # the client raises RuntimeError for failed uploads
+        raise _upload_error(error, folder, repo_id) from error
+    return str(url)
+
+
+def _upload_error(error: Any, folder: Path, repo_id: str) -> ValueError | RunError:
+    """Returns the error to raise: one for the user to fix, or one that a second attempt may fix."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        status, message = error.response.status_code, error.server_message
         reasons = {
             401: "the hub refuses the token; check HF_TOKEN",
-            403: f"the token may not write to {repo_id}; take one with write access to it",
-            404: f"the hub has no {repo_id} that the token may see",
+            403: f"the token may not write to {repo_id}; use one with write access to it",
+            404: f"the hub has no {repo_id} that is visible to the token",
         }
         if status in reasons:
-            raise ValueError(f"{reasons[status]} (status {status}: {error.server_message or 'no message'})") from error
-        raise RunError(_broken(folder, repo_id, f"status {status}: {error.server_message or error}")) from error
-    except (HTTPError, ConnectionError, RuntimeError) as error:  # the client tells of failed uploads as RuntimeError
-        reason = error.__cause__ or error
-        raise RunError(_broken(folder, repo_id, f"{type(reason).__name__}: {reason}")) from error
-    return str(address)
-
-
-def _broken(folder: Path, repo_id: str, reason: str) -> str:
-    return (
-        f"the upload of {folder} to {repo_id} broke off ({reason}). Nothing is lost: the folder is as it was, and the "
-        "same command goes on with what has not arrived"
+            return ValueError(f"{reasons[status]} (status {status}: {message or 'no message'})")
+        reason = f"status {status}: {message or error}"
+    else:
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {cause}"
+    return RunError(
+        f"the upload of {folder} to {repo_id} was interrupted ({reason}). Nothing is lost: the folder is unchanged, "
+        "and the same command resumes the upload"
     )

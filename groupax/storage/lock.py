@@ -1,6 +1,6 @@
-"""One run at a time in a folder: a lock that the system releases when the process ends. Imports no jax.
+"""A lock on a run folder, which the system releases when the process ends. Imports no jax.
 
-The lock is `flock` on the file `.lock` in the folder, whose text says who holds it. A file that a killed process left
+The lock is `flock` on the file `.lock` in the folder, whose text names the holder. A file that a killed process left
 behind is not locked, so it stops nobody.
 """
 
@@ -15,28 +15,28 @@ import weakref
 from pathlib import Path
 
 LOCK = ".lock"
-# What `flock` fails with on file systems that have no locks, as some network ones.
+# Errors of `flock` on file systems without locks, such as some network ones.
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class LockedError(ValueError):
-    """Another run works in the folder."""
+    """Another run uses the folder."""
 
 
 class RunLock:
-    """Holds a folder for one run. It can be held by one object at a time, also within a process.
+    """An exclusive lock on a folder: one object holds it at a time, also within a process.
 
     Args:
-        folder: made if it is absent.
+        folder: Folder to lock, which is created if it is absent.
 
     Raises:
-        LockedError: another run works in the folder; says its process, its host and since when.
-        OSError: the folder cannot be written to.
+        LockedError: Another run uses the folder. The message names its process, its host and when it started.
+        OSError: The folder is not writable.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK
-        self._descriptor = _locked(self.path)
+        self._descriptor = _acquire(self.path)
         _HELD.add(self)
         if self._descriptor is not None:
             since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
@@ -44,13 +44,13 @@ class RunLock:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the locked file still lies in the folder of that path: not if it was deleted or moved."""
+        """Whether the locked file is still at its path: it is not if the folder was deleted or moved."""
         if self._descriptor is None:
             return self.path.parent.is_dir()
         return _is_at(self._descriptor, self.path)
 
     def release(self) -> None:
-        """Let others have the folder. The file is removed where it still lies."""
+        """Releases the folder, and removes the lock file if it is still at its path."""
         _HELD.discard(self)
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
@@ -58,13 +58,13 @@ class RunLock:
         try:
             if _is_at(descriptor, self.path):
                 self.path.unlink()
-        except OSError:  # a disk that became read-only; the lock itself goes with the descriptor
+        except OSError:  # a disk that became read-only; closing the descriptor releases the lock
             pass
         finally:
             os.close(descriptor)
 
     def _forget(self) -> None:
-        """In a forked process, which would keep the lock beyond the life of the one that works in the folder."""
+        """Drops the lock in a forked process, which would otherwise hold it after the owner has ended."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -75,14 +75,14 @@ os.register_at_fork(after_in_child=lambda: [lock._forget() for lock in list(_HEL
 
 
 def check_unlocked(folder: Path) -> None:
-    """See that no run works in the folder. Nothing is written.
+    """Checks that no run uses the folder. Nothing is written.
 
     Raises:
-        LockedError: one does.
+        LockedError: A run uses it.
     """
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
-    except OSError:  # no such file: nobody has locked it
+    except OSError:  # without the file nobody holds the lock
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -94,11 +94,11 @@ def check_unlocked(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _locked(path: Path) -> int | None:
-    """A descriptor of the locked file; None where the file system has no locks."""
+def _acquire(path: Path) -> int | None:
+    """Returns a descriptor of the locked file, or None if the file system has no locks."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # open for reading alone, as a file that is open for writing keeps its disk from being made read-only
+        # opened read-only, since a file open for writing keeps its disk from being remounted read-only
         descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
         try:
             try:
@@ -106,7 +106,7 @@ def _locked(path: Path) -> int | None:
             except OSError as error:
                 if error.errno != errno.EBADF:
                     raise
-                os.close(descriptor)  # NFS locks only what is open for writing
+                os.close(descriptor)  # NFS only locks files that are open for writing
                 descriptor = os.open(path, os.O_RDWR)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -116,14 +116,14 @@ def _locked(path: Path) -> int | None:
             if error.errno not in WITHOUT_LOCKS:
                 raise
             warnings.warn(
-                f"{path.parent} cannot be locked ({error.strerror}), as its file system has no locks; nothing stops a "
-                "second run from being started in this folder",
+                f"{path.parent} cannot be locked ({error.strerror}): its file system has no locks; nothing stops a "
+                "second run from starting in this folder",
                 stacklevel=2,
             )
             return None
         if _is_at(descriptor, path):
             return descriptor
-        os.close(descriptor)  # whoever had it has removed or moved the file meanwhile
+        os.close(descriptor)  # the previous holder has removed or moved the file meanwhile
 
 
 def _refusal(path: Path) -> LockedError:
@@ -133,8 +133,8 @@ def _refusal(path: Path) -> LockedError:
         holder = ""
     who = f" ({holder})" if holder.startswith("process ") and holder.isprintable() else ""
     return LockedError(
-        f"another run works in {path.parent}{who}; wait for it, stop it, or choose another output_dir. Nothing was "
-        "changed there"
+        f"another run uses {path.parent}{who}; wait for it, stop it, or choose another output_dir. Nothing was changed "
+        "there"
     )
 
 

@@ -1,6 +1,6 @@
-"""Which values the keys of a model's JSON files may have. Imports no jax.
+"""A schema of a model's JSON files. Imports no jax.
 
-Files are checked before a family reads them, so that readers compute with numbers of the right kind and size only.
+Files are validated before a family reads them, so that readers only compute with numbers of the right kind and size.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,10 +9,10 @@ from typing import Any
 
 from groupax.terminal.printable import short_repr
 
-# Far beyond any released model. What is refused here would otherwise be counted up to before the files are compared.
+# Far beyond any released model. Without these limits a false number would be counted up to before it is noticed.
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096
-MAX_SIZE = 2**31 - 1  # what int32 can index
+MAX_SIZE = 2**31 - 1  # the range of an int32 index
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Kind:
     """A kind of value that a key of a file may have.
 
     Attributes:
-        description: of the values, as an error states it.
-        accepts: whether a value is one of them.
-        is_number: values are floats; files may have integers in their places.
+        description: Description of the values in an error message.
+        accepts: Returns whether a value is of this kind.
+        is_number: Whether the values are floats, for which files may have integers.
     """
 
     description: str
@@ -30,7 +30,7 @@ class Kind:
     is_number: bool = False
 
     def or_null(self) -> "Kind":
-        """The same, and null."""
+        """Returns the kind that also allows null."""
         return replace(
             self,
             description=f"{self.description}, or null",
@@ -39,27 +39,27 @@ class Kind:
 
 
 def is_integer(value: Any, low: int, high: int) -> bool:
-    """Whether a value is an integer, which true and false are not, within bounds."""
+    """Returns whether a value is an integer (and not a boolean) within bounds."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number."""
+    """Returns whether a value is a finite number."""
     return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) < 1e300 and value == value
 
 
 def integer(low: int = 1, high: int = MAX_SIZE) -> Kind:
-    """Integers within bounds."""
+    """Returns the kind of integers within bounds."""
     return Kind(f"a whole number from {low} to {high}", lambda value: is_integer(value, low, high))
 
 
 def above(low: int) -> Kind:
-    """Finite numbers above a bound."""
+    """Returns the kind of finite numbers above a bound."""
     return Kind(f"a finite number above {low}", lambda value: is_number(value) and value > low, is_number=True)
 
 
 def list_of(kind: Kind) -> Kind:
-    """Lists in which each entry is of one kind."""
+    """Returns the kind of lists whose entries are of one kind."""
     return Kind(
         f"a list, each entry {kind.description}",
         lambda value: isinstance(value, list) and all(map(kind.accepts, value)),
@@ -75,11 +75,11 @@ TEXTS = list_of(TEXT).or_null()
 DTYPE = Kind("float32, bfloat16 or float16", lambda value: value in ("float32", "bfloat16", "float16")).or_null()
 TOKEN = integer(0)
 TOKENS = Kind(
-    f"{TOKEN.description}, or a list of such",
+    f"{TOKEN.description}, or a list of them",
     lambda value: all(map(TOKEN.accepts, value if isinstance(value, list) else [value])),
 ).or_null()
 
-# Of `config.json`: all keys that a family reads. A test compares this with the readers.
+# `config.json`: all keys that a family reads. A test compares this with the readers.
 CONFIG: Mapping[str, Kind] = {
     "architectures": TEXTS,
     "attention_bias": FLAG,
@@ -137,7 +137,7 @@ CONFIG: Mapping[str, Kind] = {
     "use_sliding_window": FLAG,
     "vocab_size": integer(),
 }
-# Of a table of rotary parameters, in either notation; null stands for no entry.
+# A table of rotary parameters, in either notation; null is the same as no entry.
 ROPE: Mapping[str, Kind] = {
     "attention_factor": above(0),
     "beta_fast": above(0),
@@ -158,7 +158,7 @@ ROPE: Mapping[str, Kind] = {
     "truncate": FLAG,
     "type": TEXT,
 }
-# Of `generation_config.json`: which tokens end a completion, and what `compat.hf` takes of it.
+# `generation_config.json`: the tokens that end a completion, and the settings that `compat.hf` uses.
 GENERATION: Mapping[str, Kind] = {
     "do_sample": FLAG,
     "eos_token_id": TOKENS,
@@ -175,15 +175,15 @@ GENERATION: Mapping[str, Kind] = {
 
 
 def validate(content: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
-    """The content of a file, in which each value is one that its key can have.
+    """Returns the content of a file after checking its values; numbers become floats.
 
     Args:
-        content: of the file, or of a table in it.
-        kinds: of some keys; others may have any value.
-        where: the name of the file or the table, for the error.
+        content: Content of the file, or of a table in it.
+        kinds: Kinds of some keys; the others may have any value.
+        where: Name of the file or the table in an error.
 
     Raises:
-        ValueError: a key has such a value.
+        ValueError: A value is not of its key's kind.
     """
     for key, kind in kinds.items():
         if key in content and not kind.accepts(content[key]):
@@ -193,32 +193,32 @@ def validate(content: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) 
 
 
 def validate_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """A parsed `config.json` in which each value is one that its key can have; flags that are null are off.
+    """Returns a parsed `config.json` after checking its values; flags that are null become false.
 
     Raises:
-        ValueError: a key, also one of the rotary parameters, has another value.
+        ValueError: A value, possibly one of the rotary parameters, is not of its key's kind.
     """
     flags = {key: False for key, value in hf.items() if value is None and CONFIG.get(key) is FLAG}
     tables = {
-        name: _checked_rope(hf[name], f"{name} of config.json")
+        name: _validate_rope(hf[name], f"{name} of config.json")
         for name in ("rope_parameters", "rope_scaling")
         if hf.get(name)
     }
     return validate({**hf, **flags}, CONFIG, "config.json") | tables
 
 
-def _checked_rope(table: Any, where: str) -> dict[str, Any]:
+def _validate_rope(table: Any, where: str) -> dict[str, Any]:
     if not isinstance(table, Mapping):
         raise ValueError(f"{where} is {short_repr(table)}; it must be {TABLE.description}")
     table = validate({key: value for key, value in table.items() if value is not None}, ROPE, where)
     if table.get("low_freq_factor", 0.0) == table.get("high_freq_factor", 1.0):
-        raise ValueError(f"{where} has low_freq_factor and high_freq_factor of one value; they must differ")
+        raise ValueError(f"{where} has the same low_freq_factor and high_freq_factor; they must differ")
     kinds = [kind for kind in ("full_attention", "sliding_attention") if table.get(kind)]
-    return table | {kind: _checked_rope(table[kind], f"{kind} of {where}") for kind in kinds}
+    return table | {kind: _validate_rope(table[kind], f"{kind} of {where}") for kind in kinds}
 
 
 def out_of_vocabulary(content: Mapping[str, Any], vocab_size: int) -> list[int]:
-    """The end-of-sequence tokens of a file that a model's vocabulary does not have."""
-    named = content.get("eos_token_id")
-    listed = named if isinstance(named, list) else [] if named is None else [named]
-    return [token for token in listed if token >= vocab_size]
+    """Returns the end-of-sequence tokens of a file that are outside of a model's vocabulary."""
+    tokens = content.get("eos_token_id")
+    tokens = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
+    return [token for token in tokens if token >= vocab_size]

@@ -1,1 +1,1 @@
-"""Text that is safe to show on a terminal, and the panel that follows a run there."""
+"""Text that is safe to print on a terminal, and a live panel below it."""

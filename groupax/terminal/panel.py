@@ -1,4 +1,4 @@
-"""A panel at the bottom of a terminal that is drawn again and again, while what is printed goes above it."""
+"""A live panel at the bottom of a terminal; printed lines scroll by above it."""
 
 import io
 import re
@@ -17,17 +17,19 @@ from rich.text import Text
 
 from groupax.terminal.printable import printable
 
-MOST_CHARACTERS = 10_000  # of a line that has no newline yet, like a progress bar
-COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
+MAX_LINE_CHARACTERS = 10_000  # kept of a line without a newline, such as a progress bar's
+COLORS = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
 class LivePanel:
-    """Draws a panel until it is stopped, when it vanishes. Meanwhile standard output and error are printed above it.
+    """A panel that is redrawn until it is stopped, and then erased.
+
+    While it is shown, standard output and standard error are printed above it.
 
     Args:
-        console: of a terminal.
-        panel: makes what is to be drawn; called by the thread that draws it.
-        refreshes_per_s: how often it is drawn.
+        console: Console of the terminal.
+        panel: Returns the renderable to draw. Called in the drawing thread.
+        refreshes_per_s: Number of redraws per second.
     """
 
     def __init__(self, console: Console, panel: Callable[[], Any], refreshes_per_s: float) -> None:
@@ -44,14 +46,14 @@ class LivePanel:
         self._replaced: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Draw it from now on."""
+        """Starts drawing the panel."""
         self._replaced = {name: getattr(sys, name) for name in ("stdout", "stderr")}
         for name, stream in self._replaced.items():
             setattr(sys, name, _Above(self.console, stream))
         self._live.start(refresh=True)
 
     def stop(self) -> None:
-        """Let it vanish."""
+        """Stops drawing and erases the panel."""
         for name, stream in self._replaced.items():
             own = getattr(sys, name)
             if isinstance(own, _Above):
@@ -60,32 +62,32 @@ class LivePanel:
         self._live.stop()
 
     def refresh(self) -> None:
-        """Draw it now."""
+        """Redraws the panel now."""
         self._live.refresh()
 
 
 class _Above(io.TextIOBase):
-    """A standard stream whose lines are printed above a panel, in their colours but without other control sequences.
+    """A standard stream whose lines are printed above a panel, with their colors but no other control sequences.
 
     Attributes:
-        rich_proxied_file: the stream itself, by the name that rich looks for when it prints.
+        rich_proxied_file: The wrapped stream, under the name that rich looks up when it prints.
     """
 
     def __init__(self, console: Console, stream: TextIO) -> None:
         self.console, self.rich_proxied_file = console, stream
-        self._decoder, self._begun, self._lock = AnsiDecoder(), "", threading.RLock()
+        self._decoder, self._pending, self._lock = AnsiDecoder(), "", threading.RLock()
 
     def write(self, text: str) -> int:
         with self._lock:
-            *lines, begun = (self._begun + text).split("\n")
-            self._begun = begun[-MOST_CHARACTERS:]
+            *lines, pending = (self._pending + text).split("\n")
+            self._pending = pending[-MAX_LINE_CHARACTERS:]
             for line in lines:
                 self.console.print(self._shown(line), soft_wrap=True)
         return len(text)
 
     def end(self) -> None:
-        """Print what has no newline yet."""
-        if self._begun:
+        """Prints the last line if it has no newline yet."""
+        if self._pending:
             self.write("\n")
 
     def fileno(self) -> int:
@@ -96,17 +98,17 @@ class _Above(io.TextIOBase):
 
     @property
     def encoding(self) -> str:
-        """The encoding of the stream itself."""
+        """Encoding of the wrapped stream."""
         return self.rich_proxied_file.encoding
 
     def _shown(self, line: str) -> Text:
-        last = line.rstrip("\r").rpartition("\r")[2]  # what went before would have been overwritten
-        parts = (part if COLOURS.fullmatch(part) else printable(part) for part in COLOURS.split(last))
+        last = line.rstrip("\r").rpartition("\r")[2]  # a carriage return overwrites the text before it
+        parts = (part if COLORS.fullmatch(part) else printable(part) for part in COLORS.split(last))
         return self._decoder.decode_line("".join(parts))
 
 
 class _Reflowed(LiveRender):
-    """Measures what was drawn last by the terminal's present width: a narrower terminal has wrapped its lines."""
+    """A render whose height is measured at the current width: a narrowed terminal has wrapped the last drawing."""
 
     def __init__(self, console: Console, renderable: Any) -> None:
         super().__init__(renderable)

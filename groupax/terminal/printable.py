@@ -1,7 +1,7 @@
 """Untrusted text made safe to print: completions, prompts and error messages that quote them.
 
 A terminal obeys control characters, and bidirectional overrides make a text look like another one. Both are replaced by
-characters that stand for them, so that a reader sees that they are there.
+visible characters, so that a reader sees that they are there.
 """
 
 from reprlib import Repr
@@ -12,9 +12,9 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong = 2, 80, 40
 
 
 def printable(text: str) -> str:
-    """Returns the text with every character visible that a terminal would obey; newlines and tabs stay.
+    """Returns the text with a visible character for each one that a terminal would obey; newlines and tabs stay.
 
-    C0 control characters become their pictures, everything else that Python does not call printable its escape.
+    C0 control characters become their pictures, all others that Python does not call printable their escapes.
 
     >>> printable("a\\x1b[2Jb\\u202ec")
     'a␛[2Jb\\\\u202ec'
@@ -23,18 +23,18 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str, limit: int = 160) -> str:
-    """Returns the beginning of the text, visible as in `printable`, on one line of at most `limit` characters."""
+    """Returns the start of the text as `printable` shows it, on one line of at most `limit` characters."""
     visible = printable(text[: limit + 1]).replace("\n", "⏎").replace("\t", " ")
     return visible if len(visible) <= limit else f"{visible[: limit - 1]}…"
 
 
 def error_line(error: BaseException | str, limit: int = 300) -> str:
-    """Returns an error's message, which may quote untrusted text, as one visible line."""
+    """Returns an error's message, which may quote untrusted text, on one line of at most `limit` characters."""
     return one_line(" ".join(str(error).split()), limit)
 
 
 def short_repr(value: Any) -> str:
-    """Returns the `repr` of an untrusted value: short, on one line and without control characters."""
+    """Returns an abbreviated `repr` of an untrusted value, on one line and without control characters."""
     return _SHORT.repr(value)
 
 

@@ -16,8 +16,9 @@ from groupax.config import SharePrefix
 from groupax.models.execution import FusedAttention
 from groupax.models.fused_attention import FEWEST_QUERIES
 from groupax.models.grouped import Ragged
-from groupax.objective.objective import Evidence
+from groupax.objective.objective import LossInputs
 from groupax.parallel.pytree import pytree
+from groupax.parallel.transfer import to_host
 from groupax.training.packing import PLAIN, AttentionCost, MicroBatchPlan, Part, Shape, plan, ranges
 from groupax.types import Row
 
@@ -32,14 +33,14 @@ class MicroBatch:
         ragged: prompts and rows; indices count within a shard.
         cells: where among the targets each token of each row is, -1 for none.
         slots: where in `cells` each of the targets is, -1 for padding.
-        evidence: of each row; rows that only pad have no token that counts.
+        inputs: data of the loss for each row; padding rows have no token that counts.
         numbers: of the tokens, the same wherever a token is computed; what is drawn for a token depends on it.
     """
 
     ragged: Ragged
     cells: Int[Any, "B T"]
     slots: Int[Any, "R"]
-    evidence: Evidence
+    inputs: LossInputs
     numbers: UInt32[Any, "M"]
 
 
@@ -125,8 +126,8 @@ def _shard(
         mask[b, :length], advantages[b], rollout_logp[b, :length] = row.mask, row.advantage, row.rollout_logp
         for name, values in optional.items():
             values[b, :length] = np.nan if (known := getattr(row, name)) is None else known
-    evidence = Evidence(advantages=advantages, mask=mask, rollout_logp=rollout_logp, **optional)
-    return MicroBatch(ragged, cells, slots, evidence, _numbers(rows, parts, begins, shape)), where
+    inputs = LossInputs(advantages=advantages, mask=mask, rollout_logp=rollout_logp, **optional)
+    return MicroBatch(ragged, cells, slots, inputs, _numbers(rows, parts, begins, shape)), where
 
 
 def _numbers(rows: Sequence[Row], parts: Sequence[Part], begins: Sequence[int], shape: Shape) -> np.ndarray:
@@ -186,3 +187,13 @@ def _ragged(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[R
         before += cells.size
     ragged = Ragged(tokens, positions, targets, prompts, tiles, of_rows, slots)
     return ragged, [begin - (M - R) for begin in begins[:-1]]
+
+
+def unpack(packed: Sequence[Packed], values: Sequence[Any], rows: Sequence[Row]) -> list[np.ndarray]:
+    """Returns the values of each row's tokens from arrays of the micro-batches, [B, T] each."""
+    result: list[np.ndarray] = [np.zeros(0)] * len(rows)
+    for part, array in zip(packed, values, strict=True):
+        for index, value in zip(part.rows, to_host(array), strict=True):
+            if index >= 0:
+                result[index] = value[: len(rows[index].completion)]
+    return result

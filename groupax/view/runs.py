@@ -46,7 +46,7 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._metrics, self._findings = Tail(path / "metrics.jsonl"), Tail(path / "findings.jsonl")
+        self._metrics, self._findings = Tail(path / "metrics.jsonl"), Tail(path / "diagnostics.jsonl")
         self._columns: dict[str, _Column] = {}
         self._found: list[dict[str, Any]] = []
         self._generations = (0, 0)

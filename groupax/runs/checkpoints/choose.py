@@ -1,19 +1,19 @@
 """Which checkpoint a run continues. Imports no jax beyond what says what a run is."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from groupax.events import Emit, Message
 from groupax.runs.checkpoints.files import CHECKSUMS, STATE, damage
 from groupax.runs.checkpoints.fingerprint import Identity, differences, forbidden, told
 from groupax.runs.checkpoints.store import PREFIX, LocalStore, RemoteStore, Store, name_of
-from groupax.storage.buckets import Remote, is_remote
+from groupax.storage.buckets import RemoteFolder, is_remote
 
-FORMAT = 4  # of `state.json`
+FORMAT = 5  # of `state.json`
 # What a state of that format has at least.
 ENTRIES = {"cursor", "devices", "identity", "learner", "log", "metrics_bytes", "model", "rollout", "versions"}
-Tell = Callable[..., None]  # text, and whether it is a warning
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,11 @@ class Fault(NamedTuple):
 
 def store_of(run: str, scratch: Path) -> Store:
     """The checkpoints of a run by its folder or URL; those in a bucket pass through the local folder `scratch`."""
-    return RemoteStore(Remote(run), scratch) if is_remote(run) else LocalStore(Path(run).expanduser() / "checkpoints")
+    return (
+        RemoteStore(RemoteFolder(run), scratch)
+        if is_remote(run)
+        else LocalStore(Path(run).expanduser() / "checkpoints")
+    )
 
 
 def split_path(path: str) -> tuple[str, int | None]:
@@ -78,7 +82,7 @@ def readable_checkpoints(store: Store, faults: dict[int, Fault]) -> Iterator[Sav
             yield saved
 
 
-def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, tell: Tell) -> Saved | None:
+def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, emit: Emit) -> Saved | None:
     """The checkpoint that a run goes on from; None if it begins at its start.
 
     Args:
@@ -87,7 +91,7 @@ def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, t
         output: the checkpoints in the run's own folder.
         scratch: for downloads.
         identity: of this run.
-        tell: takes a text and `warning`.
+        emit: Receives messages about the choice.
 
     Raises:
         ValueError: the checkpoint that `resume` names is not there, damaged, or of a run that cannot be continued with
@@ -100,13 +104,13 @@ def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, t
     if resume == "auto":
         if begun is None:
             _refuse_to_lose(faults)
-        _tell_passed_over(faults, tell)
+        _report_skipped(faults, emit)
         if begun is None:
             return None
-        return begun if _same_run(begun, identity, tell) else None
+        return begun if _same_run(begun, identity, emit) else None
     if begun is not None and begun.state.get("origin") == resume:  # this run itself, which was stopped
-        _tell_passed_over(faults, tell)
-        _check(begun, identity, tell)
+        _report_skipped(faults, emit)
+        _check(begun, identity, emit)
         return begun
     run, step = split_path(resume)
     store = store_of(run, scratch)
@@ -116,8 +120,8 @@ def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, t
     found = readable_checkpoints(store, faults)
     saved = next((saved for saved in found if step in (None, saved.step)), None)
     if saved is not None:
-        _tell_passed_over(faults if step is None else {}, tell)
-        _check(saved, identity, tell)
+        _report_skipped(faults if step is None else {}, emit)
+        _check(saved, identity, emit)
         return saved
     if step is not None:
         raise ValueError(f"resume: {faults[step].text}; {_there_are(store, run)}")
@@ -140,27 +144,29 @@ def _refuse_to_lose(faults: Mapping[int, Fault]) -> None:
         )
 
 
-def _tell_passed_over(faults: Mapping[int, Fault], tell: Tell) -> None:
+def _report_skipped(faults: Mapping[int, Fault], emit: Emit) -> None:
     for fault in faults.values():
-        tell(f"{fault.text}; it is not used", warning=True)
+        emit(Message(f"{fault.text}; it is not used", warning=True))
 
 
 def _listed(faults: Mapping[int, Fault]) -> str:
     return "\n".join(f"  {fault.text}" for fault in faults.values())
 
 
-def _same_run(saved: Saved, identity: Identity, tell: Tell) -> bool:
+def _same_run(saved: Saved, identity: Identity, emit: Emit) -> bool:
     found = differences(saved.state["identity"], identity)
     if found:
-        tell(
-            f"the checkpoint {saved.where} is of another run, so this one begins at its start; different are\n"
-            f"{told(found)}\nTo continue the earlier run on purpose, set resume to its folder",
-            warning=True,
+        emit(
+            Message(
+                f"the checkpoint {saved.where} is of another run, so this one begins at its start; different are\n"
+                f"{told(found)}\nTo continue the earlier run on purpose, set resume to its folder",
+                warning=True,
+            )
         )
     return not found
 
 
-def _check(saved: Saved, identity: Identity, tell: Tell) -> None:
+def _check(saved: Saved, identity: Identity, emit: Emit) -> None:
     found = differences(saved.state["identity"], identity)
     refused = forbidden(found)
     if refused:
@@ -169,7 +175,7 @@ def _check(saved: Saved, identity: Identity, tell: Tell) -> None:
             "export the checkpoint (groupax checkpoints RUN_DIR export) and start a new run from that model"
         )
     if found:
-        tell(f"{saved.where} is continued with other settings:\n{told(found)}", warning=True)
+        emit(Message(f"{saved.where} is continued with other settings:\n{told(found)}", warning=True))
 
 
 def _unreadable(saved: Saved) -> str:

@@ -13,12 +13,13 @@ from safetensors import SafetensorError
 
 from groupax.config import GRPOConfig
 from groupax.errors import PreemptedError, RunError
+from groupax.events import Emit, Message
 from groupax.models.checkpoint import Model
 from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rollouts.pipeline import Policy
 from groupax.rollouts.state import Cursor, Experience
-from groupax.runs.checkpoints.choose import Saved, Tell, split_path, store_of, to_continue
+from groupax.runs.checkpoints.choose import Saved, split_path, store_of, to_continue
 from groupax.runs.checkpoints.files import STATE
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, digest, versions
 from groupax.runs.checkpoints.record import begin_writing, has_optimizer, restore_learner, state_of, write_rollout
@@ -64,7 +65,7 @@ class RunSaver:
         self.store: Store = (
             RemoteStore(folder.remote, self.scratch) if folder.remote else LocalStore(folder.path / "checkpoints")
         )
-        self.writer = CheckpointWriter(self.store, args.part(SaveSettings), log.message, folder.sync)
+        self.writer = CheckpointWriter(self.store, args.part(SaveSettings), log.emit, folder.sync)
 
     def begin(self) -> Saved | None:
         """Bring back the learner that `resume` asks for, and prepare the run folder; None for a run from its start.
@@ -75,7 +76,7 @@ class RunSaver:
             ValueError: `resume` names what cannot be continued.
         """
         saved = processes.run_on_primary(
-            lambda: to_continue(self.args.resume, self.store, self.scratch, self.identity, self.log.message)
+            lambda: to_continue(self.args.resume, self.store, self.scratch, self.identity, self.log.emit)
         )
         saved = saved and self._seen_by_all(saved)
         config, identity = self.args.to_dict(), digest(self.identity)
@@ -91,11 +92,11 @@ class RunSaver:
             return saved
         metrics = self.folder.metrics(num_bytes)
         if len(metrics) < num_bytes:
-            self.log.message(f"metrics.jsonl has {len(metrics)} bytes of the {num_bytes} it had", warning=True)
+            self.log.emit(Message(f"metrics.jsonl has {len(metrics)} bytes of the {num_bytes} it had", warning=True))
         self.folder.resume(config, metrics, saved.step)
         for step in self.store.steps():
             if step > saved.step:
-                self.log.message(f"{self.store.where(step)} is now {self.store.set_aside(step)}")
+                self.log.emit(Message(f"{self.store.where(step)} is now {self.store.set_aside(step)}"))
         self.writer.last_step = saved.step
         return saved
 
@@ -113,7 +114,6 @@ class RunSaver:
         if not processes.is_primary():
             return
         self.folder.flush()
-        self.log.tell_fault()
         self._follow_folder()
         self._tell_if_unknown(cursor.step)
         state = {
@@ -154,7 +154,7 @@ class RunSaver:
                 f"stopped ({reason}) before the first step was made; nothing was saved. To begin again, start it as "
                 "before"
             )
-            self.log.message(message, warning=True)
+            self.log.emit(Message(message, warning=True))
             raise PreemptedError(message)
         if self.save_and_wait(cursor, experience):
             kept = f"its state is in {self.store.where(cursor.step)}"
@@ -165,7 +165,7 @@ class RunSaver:
         message = processes.broadcast_object(
             f"stopped ({reason}) after step {cursor.step}; {kept}. {self._how_to_go_on}"
         )
-        self.log.message(message, warning=True)
+        self.log.emit(Message(message, warning=True))
         raise PreemptedError(message)
 
     def fail(self, cursor: Cursor, experience: Experience | None, whole: bool) -> None:
@@ -180,7 +180,9 @@ class RunSaver:
             self.save_and_wait(cursor, experience)
         self.writer.wait()
         if newest := self.writer.newest():
-            self.log.message(f"the run's state is in {self.store.where(newest)}. {self._how_to_go_on}", warning=True)
+            self.log.emit(
+                Message(f"the run's state is in {self.store.where(newest)}. {self._how_to_go_on}", warning=True)
+            )
 
     def end(self, cursor: Cursor, experience: Experience | None) -> None:
         """The last step was made, maybe in the middle of a rollout: a longer run goes on with the rest of it.
@@ -226,21 +228,23 @@ class RunSaver:
 
     def _tell(self, saved: Saved) -> None:
         if saved.step < self.identity["num_steps"]:  # a complete run is told by the trainer
-            self.log.message(f"going on after step {saved.step}, from {saved.where}")
+            self.log.emit(Message(f"going on after step {saved.step}, from {saved.where}"))
         then, now = saved.state["versions"], versions()
         changed = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
         if changed:
-            self.log.message(
-                f"libraries have changed since: {', '.join(changed)}; numbers may differ slightly", warning=True
+            self.log.emit(
+                Message(
+                    f"libraries have changed since: {', '.join(changed)}; numbers may differ slightly", warning=True
+                )
             )
         devices = devices_of(self.learner.mesh)
         if saved.state["devices"] != devices:
-            self.log.message(
-                f"devices have changed from {saved.state['devices']} to {devices}; sums may round differently"
+            self.log.emit(
+                Message(f"devices have changed from {saved.state['devices']} to {devices}; sums may round differently")
             )
         if not has_optimizer(saved.folder):
-            self.log.message(
-                "the checkpoint has no optimizer state (save_optimizer_state); it begins anew", warning=True
+            self.log.emit(
+                Message("the checkpoint has no optimizer state (save_optimizer_state); it begins anew", warning=True)
             )
 
     def _is_judged_here(self, cursor: Cursor) -> bool:
@@ -252,7 +256,7 @@ class RunSaver:
         name, metrics = self.args.metric_for_best_model, self.log.last | self.log.evaluated
         will_be_evaluated = step < self.args.eval_steps and name is not None and name.startswith("eval_")
         if name is not None and name not in metrics and not will_be_evaluated:
-            self.log.findings(
+            self.log.diagnostics.report(
                 step,
                 {
                     "metric_for_best_model": f"metric_for_best_model is {name!r}, which is not among the metrics so far"
@@ -267,7 +271,7 @@ def remove_download(saved: Saved) -> None:
         shutil.rmtree(saved.folder, ignore_errors=True)
 
 
-def retry_while_disk_full(action: Callable[[], None], folder: RunFolder, tell: Tell, stop: PreemptionHandler) -> None:
+def retry_while_disk_full(action: Callable[[], None], folder: RunFolder, emit: Emit, stop: PreemptionHandler) -> None:
     """Do what needs room on a disk or an answer from a server, and try again for a while if it fails.
 
     If it fails for another reason than room, the run goes on in another folder after `MEND_S` (see
@@ -285,10 +289,12 @@ def retry_while_disk_full(action: Callable[[], None], folder: RunFolder, tell: T
             if any(processes.all_gather_object(stop.reason is not None or time.monotonic() - begun_s > PATIENCE_S)):
                 raise RunError(f"the end of the run could not be saved in {place}: {error}") from error
             if not told:
-                tell(
-                    f"the end of the run cannot be saved in {place}: {error}. Make room or mend the folder; it is "
-                    f"tried again for {PATIENCE_S / 60:.0f} minutes",
-                    warning=True,
+                emit(
+                    Message(
+                        f"the end of the run cannot be saved in {place}: {error}. Make room or mend the folder; it is "
+                        f"tried again for {PATIENCE_S / 60:.0f} minutes",
+                        warning=True,
+                    )
                 )
             told = True
             if processes.broadcast_object(time.monotonic() - begun_s > MEND_S):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from groupax.runs.checkpoints.files import CHECKSUMS, STATE, sync_to_disk
-from groupax.storage.buckets import Remote
+from groupax.storage.buckets import RemoteFolder
 
 PREFIX = "step_"
 
@@ -172,7 +172,7 @@ class RemoteStore:
 
     is_atomic = False
 
-    def __init__(self, remote: Remote, scratch: Path) -> None:
+    def __init__(self, remote: RemoteFolder, scratch: Path) -> None:
         self.remote, self.scratch = remote, scratch
 
     def steps(self) -> list[int]:

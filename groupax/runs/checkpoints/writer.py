@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from groupax.runs.checkpoints.choose import Tell
+from groupax.events import CheckpointSaved, Emit, Message
 from groupax.runs.checkpoints.files import STATE, seal
 from groupax.runs.checkpoints.store import Store
 
@@ -58,14 +58,15 @@ class CheckpointWriter:
     Args:
         store: where they lie.
         settings: when, and how many to keep.
-        tell: takes a text and `warning`.
+        emit: Receives saved checkpoints and messages about faults.
         before: called in the thread before a checkpoint is published.
     """
 
-    def __init__(self, store: Store, settings: SaveSettings, tell: Tell, before: Callable[[], None]) -> None:
-        self.store, self.settings, self.tell, self.before = store, settings, tell, before
+    def __init__(self, store: Store, settings: SaveSettings, emit: Emit, before: Callable[[], None]) -> None:
+        self.store, self.settings, self.emit, self.before = store, settings, emit, before
         self.last_step: int | None = None  # of the newest whole checkpoint
         self._thread: threading.Thread | None = None
+        self._published: int | None = None  # a checkpoint whose event is due
         self._failure: tuple[int, BaseException] | None = None
         self._due_s: float | None = None
         self._set_timer()
@@ -108,6 +109,9 @@ class CheckpointWriter:
         """Tell of a checkpoint that could not be written, if that is known by now; returns whether there is none."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
+            if self._published is not None:
+                self.emit(CheckpointSaved(self._published, self.store.where(self._published)))
+                self._published = None
             return self._told_failure()
         return True
 
@@ -122,7 +126,7 @@ class CheckpointWriter:
             seal(folder)
             self.before()
             self.store.publish(snapshot.step)
-            self.last_step = snapshot.step
+            self.last_step = self._published = snapshot.step
             self._delete_surplus()
         except Exception as error:  # noqa: BLE001 - it is told, and the run goes on
             self._failed(snapshot.step, error, folder)
@@ -138,14 +142,16 @@ class CheckpointWriter:
         (step, error), self._failure = self._failure, None
         self._due_s = time.monotonic() + RETRY_S
         if self.last_step == step:
-            self.tell(f"after the checkpoint of step {step} was written: {_words(error)}", warning=True)
+            self.emit(Message(f"after the checkpoint of step {step} was written: {_words(error)}", warning=True))
             return True
         newest = self.newest()
         whole = f"the newest one is that of step {newest}" if newest else "there is none yet"
-        self.tell(
-            f"the checkpoint of step {step} could not be written ({_words(error)}); {whole}. Training goes on and "
-            f"tries again in {RETRY_S:.0f} s; {self._advice()}",
-            warning=True,
+        self.emit(
+            Message(
+                f"the checkpoint of step {step} could not be written ({_words(error)}); {whole}. Training continues "
+                f"and tries again in {RETRY_S:.0f} s; {self._advice()}",
+                warning=True,
+            )
         )
         return False
 

@@ -57,7 +57,7 @@ class Contents:
         subject: what was trained on what, a table.
         summary, settings, hardware, times, evaluations: tables; the first row is the head.
         verdicts: sentences about evaluations.
-        findings: each with `step`, `name`, `text`.
+        diagnostics: each with `step`, `name`, `text`.
         curves: of metrics.
         time_split: seconds by what they went to.
         samples: completions early and late.
@@ -67,7 +67,7 @@ class Contents:
     subject: Rows
     summary: Rows
     verdicts: Sequence[str]
-    findings: Sequence[Mapping[str, Any]]
+    diagnostics: Sequence[Mapping[str, Any]]
     curves: Sequence[Curve]
     samples: Sequence[BeforeAndAfter]
     evaluations: Rows
@@ -90,7 +90,7 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
         subject=_subject(run),
         summary=_summary(run, price_per_hour),
         verdicts=[f"{name}: {text}" for name, text in ((run.result or {}).get("verdicts") or {}).items()],
-        findings=run.findings,
+        diagnostics=run.diagnostics,
         curves=_curves(run),
         samples=run.samples,
         evaluations=_evaluations(run),
@@ -166,7 +166,7 @@ def _summary(run: RunRecord, price_per_hour: float | None) -> Rows:
     ]
     if price_per_hour is not None:
         rows.append(("cost", f"{hours * price_per_hour:,.2f} at {price_per_hour:g} per {kind} hour"))
-    return [*rows, ("findings", str(len(run.findings)))]
+    return [*rows, ("diagnostics", str(len(run.diagnostics)))]
 
 
 def _evaluations(run: RunRecord) -> Rows:

@@ -7,7 +7,7 @@ import html
 import math
 from collections.abc import Sequence
 
-from groupax.runs.progress import sparkline
+from groupax.runs.progress.rich import sparkline
 from groupax.runs.report.charts import bar, curve, legend, number
 from groupax.runs.report.contents import Contents, Curve, Rows, shown
 from groupax.runs.report.record import Answer, BeforeAndAfter
@@ -24,8 +24,8 @@ svg text { font-size: 11px; fill: currentColor; } .grid { stroke: #8885; }
 svg.bar { height: 14px; } .legend { font-size: .85em; } .legend span { margin-right: 1em; }
 .legend i { display: inline-block; width: .7em; height: .7em; margin-right: .35em; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; padding: .6em; margin: .2em 0; }
-.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1em; } .finding { border-left: 4px solid #d9632a; }
-.finding { padding: .3em .8em; margin: .6em 0; } .wide { overflow-x: auto; }
+.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1em; } .diagnostic { border-left: 4px solid #d9632a; }
+.diagnostic { padding: .3em .8em; margin: .6em 0; } .wide { overflow-x: auto; }
 """
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -36,11 +36,11 @@ def html_page(report: Contents) -> str:
     parts += [f"<p><b>{_escaped(text)}</b></p>" for text in report.verdicts]
     if report.evaluations:
         parts += ["<h2>Evaluation</h2>", _html_table(report.evaluations)]
-    parts.append("<h2>Findings</h2>")
+    parts.append("<h2>Diagnostics</h2>")
     parts += [
-        f'<div class="finding"><b>{_escaped(str(each["name"]))}</b>, step {_escaped(str(each["step"]))}<br>'
+        f'<div class="diagnostic"><b>{_escaped(str(each["name"]))}</b>, step {_escaped(str(each["step"]))}<br>'
         f"{_escaped(str(each['text']))}</div>"
-        for each in report.findings
+        for each in report.diagnostics
     ] or ["<p>None.</p>"]
     parts += ["<h2>Curves</h2>", '<div class="curves">', *map(_figure, report.curves), "</div>"]
     if report.samples:
@@ -63,10 +63,10 @@ def markdown(report: Contents) -> str:
     parts += [f"**{_inline(text)}**" for text in report.verdicts]
     if report.evaluations:
         parts += ["## Evaluation", _markdown_table(report.evaluations)]
-    parts.append("## Findings")
-    parts += [f"* `{each['name']}`, step {each['step']}: {_inline(str(each['text']))}" for each in report.findings] or [
-        "None."
-    ]
+    parts.append("## Diagnostics")
+    parts += [
+        f"* `{each['name']}`, step {each['step']}: {_inline(str(each['text']))}" for each in report.diagnostics
+    ] or ["None."]
     rows: Rows = [("", "first", "", "last")]
     rows += [row for each in report.curves for row in _spark_rows(each)]
     parts += ["## Curves", _markdown_table(rows)]

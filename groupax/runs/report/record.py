@@ -50,7 +50,7 @@ class RunRecord:
         evaluations: lines of evaluations in the loop, with `eval_...`.
         settings: those that are not the defaults: the value and the default.
         processes: what worked on it (see `checkpoints.identity.process_of`).
-        findings: each with `step`, `name`, `text`.
+        diagnostics: each with `step`, `name`, `text`.
         result: contents of `result.json`, if there is one.
         samples: completions early and late; of the same prompts where there are such.
         command: contents of `command.json`: what `groupax train` was asked for beside settings, if it began the run.
@@ -61,7 +61,7 @@ class RunRecord:
     evaluations: Sequence[Metrics]
     settings: Mapping[str, tuple[Any, Any]]
     processes: Sequence[Mapping[str, Any]]
-    findings: Sequence[Mapping[str, Any]]
+    diagnostics: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any] | None
     samples: Sequence[BeforeAndAfter]
     command: Mapping[str, Any] | None
@@ -109,7 +109,7 @@ def read_run(folder: Path) -> RunRecord:
         evaluations=[line for line in lines if any(name.startswith("eval_") for name in line)],
         settings={name: (value, defaults.get(name)) for name, value in config.items() if value != defaults.get(name)},
         processes=(_json(folder / "run.json") or {}).get("processes", []),
-        findings=[line for line in _json_lines(folder / "findings.jsonl") if "text" in line],
+        diagnostics=[line for line in _json_lines(folder / "diagnostics.jsonl") if "text" in line],
         result=_json(folder / "result.json"),
         samples=_of_evaluations(folder / "evaluations") or _of_rollouts(folder / "rollouts"),
         command=_json(folder / "command.json"),

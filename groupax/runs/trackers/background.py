@@ -47,7 +47,7 @@ class BackgroundTracker:
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def tell(self, call: Call) -> None:
+    def submit(self, call: Call) -> None:
         """Have the tracker called some time; returns at once."""
         if self._failed:
             return

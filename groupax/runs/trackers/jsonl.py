@@ -1,6 +1,6 @@
 """Everything that trackers are told, as lines of JSON in `tracked.jsonl` of the run folder. Imports no jax.
 
-Each line has `kind` ("run", "metrics", "samples", "histograms" or "finding") and `step`.
+Each line has `kind` ("run", "metrics", "samples", "histograms" or "diagnostic") and `step`.
 """
 
 import json
@@ -38,9 +38,9 @@ class JsonLinesTracker:
         """See `Tracker`."""
         self._write("histograms", step, values={name: each.tolist() for name, each in values.items()})
 
-    def finding(self, step: int, name: str, text: str) -> None:
+    def diagnostic(self, step: int, name: str, text: str) -> None:
         """See `Tracker`."""
-        self._write("finding", step, name=name, text=text)
+        self._write("diagnostic", step, name=name, text=text)
 
     def close(self) -> None:
         """See `Tracker`."""

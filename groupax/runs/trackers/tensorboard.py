@@ -43,9 +43,9 @@ class TensorBoardTracker:
         for name, each in values.items():
             self.writer.add_histogram(name, each, step)
 
-    def finding(self, step: int, name: str, text: str) -> None:
+    def diagnostic(self, step: int, name: str, text: str) -> None:
         """See `Tracker`."""
-        self.writer.add_text(f"findings/{name}", html.escape(text), step)
+        self.writer.add_text(f"diagnostics/{name}", html.escape(text), step)
 
     def close(self) -> None:
         """See `Tracker`."""

@@ -79,7 +79,7 @@ class Tracker(Protocol):
     def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         """Distributions by name, [N] each."""
 
-    def finding(self, step: int, name: str, text: str) -> None:
+    def diagnostic(self, step: int, name: str, text: str) -> None:
         """Something is off (see `groupax.runs.diagnostics`)."""
 
     def close(self) -> None:

@@ -32,9 +32,9 @@ class TrackioTracker:
         """See `Tracker`."""
         self.run.log({name: self.trackio.Histogram(each) for name, each in values.items()}, step=step)
 
-    def finding(self, step: int, name: str, text: str) -> None:
+    def diagnostic(self, step: int, name: str, text: str) -> None:
         """See `Tracker`."""
-        self.run.log({f"findings/{name}": text}, step=step)
+        self.run.log({f"diagnostics/{name}": text}, step=step)
 
     def close(self) -> None:
         """See `Tracker`."""

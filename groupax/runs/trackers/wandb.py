@@ -49,10 +49,10 @@ class WandbTracker:
         """See `Tracker`."""
         self.run.log({**{name: self.wandb.Histogram(each.tolist()) for name, each in values.items()}, "step": step})
 
-    def finding(self, step: int, name: str, text: str) -> None:
+    def diagnostic(self, step: int, name: str, text: str) -> None:
         """See `Tracker`."""
         del step
-        self.run.summary[f"findings/{name}"] = text
+        self.run.summary[f"diagnostics/{name}"] = text
 
     def close(self) -> None:
         """See `Tracker`."""

@@ -1,0 +1,1 @@
+"""Displays of a run on a terminal, in a log, or as JSON lines."""

@@ -1,0 +1,93 @@
+"""Passes a run's events to its trackers. Imports no jax."""
+
+import time
+from pathlib import PurePath
+
+from groupax.config import GRPOConfig
+from groupax.events import Diagnosed, Emit, Evaluated, Event, PhaseStarted, RunStarted, StepEnded
+from groupax.runs.folder import RunFolder
+from groupax.runs.trackers.background import CLOSE_S, BackgroundTracker, Call
+from groupax.runs.trackers.tracker import TrackedRun, finite, samples_of
+from groupax.types import Metrics
+
+NUM_SAMPLES = 16  # completions of a step in a table
+SAMPLES_INTERVAL_S = 30.0  # between two such tables
+
+
+class Trackers:
+    """Calls the trackers that `report_to` names, each in its own thread, and reports their faults.
+
+    Args:
+        args: The run's settings.
+        folder: The run folder.
+        num_steps: Number of optimizer steps of the run.
+        emit: Receives a `Diagnosed` event for each fault.
+    """
+
+    def __init__(self, args: GRPOConfig, folder: RunFolder, num_steps: int, emit: Emit) -> None:
+        self.args, self.folder, self.num_steps, self.emit = args, folder, num_steps, emit
+        self.running: list[BackgroundTracker] = []
+        self._step = 0
+        self._sampled_s = float("-inf")
+        self._reported: set[str] = set()  # names of faults
+
+    def __call__(self, event: Event) -> None:
+        """Passes the event on; returns at once."""
+        match event:
+            case RunStarted(step=step):
+                self._open(step)
+            case StepEnded(step=step):
+                if event.logged is not None:
+                    self._metrics(step, event.logged)
+                    self._samples(event)
+                if event.distributions:
+                    self._call(lambda tracker: tracker.histograms(step, event.distributions))
+            case Evaluated(step=step):
+                self._metrics(step, event.metrics)
+            case Diagnosed(step, name, text):
+                self._call(lambda tracker: tracker.diagnostic(step, name, text))
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Closes the trackers, which share `CLOSE_S` seconds to write and send what they have."""
+        if not self.running:
+            return
+        self.emit(PhaseStarted(f"sending to {', '.join(tracker.name for tracker in self.running)}"))
+        for tracker in self.running:
+            tracker.finish()
+        deadline_s = time.monotonic() + CLOSE_S
+        for tracker in self.running:
+            tracker.wait(deadline_s)
+        self._report_faults()
+        self.running = []
+
+    def _open(self, step: int) -> None:
+        name = self.args.run_name or PurePath(self.folder.place.rstrip("/")).name
+        config = self.args.to_dict()
+        run = TrackedRun(self.folder.id, name, self.args.project, self.folder.path, config, step)
+        self.running = [BackgroundTracker(tracker, run) for tracker in self.args.report_to]
+
+    def _metrics(self, step: int, metrics: Metrics) -> None:
+        self._step, numbers = step, finite(metrics)
+        self._call(lambda tracker: tracker.metrics(step, numbers))
+        self._report_faults()
+
+    def _samples(self, event: StepEnded) -> None:
+        now_s = time.monotonic()
+        is_due = now_s - self._sampled_s >= SAMPLES_INTERVAL_S or event.step == self.num_steps
+        if is_due and self.args.log_completions:
+            self._sampled_s = now_s
+            self._call(lambda tracker: tracker.samples(samples_of(event.step, event.rollouts, NUM_SAMPLES)))
+
+    def _call(self, call: Call) -> None:
+        for tracker in self.running:
+            tracker.submit(call)
+
+    def _report_faults(self) -> None:
+        for tracker in self.running:
+            for kind, text in tracker.faults.copy().items():  # its thread may add one
+                name = f"tracker_{tracker.name}_{kind}"
+                if name not in self._reported:
+                    self._reported.add(name)
+                    self.emit(Diagnosed(self._step, name, text))
