@@ -22,7 +22,7 @@ from groupax import GRPOConfig, SamplingParams, add_adapter, init_model
 from groupax.cli.main import main
 from groupax.models import attention, splash
 from groupax.models.bitsandbytes_format import quantization_config
-from groupax.models.config import Attention
+from groupax.models.config import AttentionConfig
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
 from groupax.models.specs import model_specs
@@ -135,7 +135,7 @@ def test_a_kernels_blocks_count_as_often_as_they_are_multiplied_and_moved():
 def test_scores_of_a_kernel_are_not_moved():
     def update(attend):
         def loss(q, k, v):
-            return jnp.sum(attend(q, k, v, jnp.zeros(2, jnp.int32), Attention(0.125)))
+            return jnp.sum(attend(q, k, v, jnp.zeros(2, jnp.int32), AttentionConfig(0.125)))
 
         return counted(jax.grad(loss, argnums=(0, 1, 2)), (2, 512, 4, 64), (2, 512, 2, 64), (2, 512, 2, 64))
 

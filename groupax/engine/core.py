@@ -13,7 +13,7 @@ from groupax.engine.tensor_parallel import validate_tp
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import check_decoding_weights, decoding_params
 from groupax.models.specs import Params
-from groupax.models.split import laid_out
+from groupax.models.split import shard_params
 from groupax.parallel.mesh import decoding_mesh, splits_model
 from groupax.parallel.peak import free_memory_bytes
 
@@ -67,7 +67,7 @@ class EngineCore:
         """The weights that the engine decodes with."""
         if self._params is None:
             given = self._given
-            gathered = jax.block_until_ready(laid_out(self.config, self.mesh, given)) if self._gathers else given
+            gathered = jax.block_until_ready(shard_params(self.config, self.mesh, given)) if self._gathers else given
             self._params = decoding_params(self.config, gathered, self.weights)
         return self._params
 

@@ -17,7 +17,7 @@ from groupax.engine.plan import (
     longest_columns,
     piece_columns,
 )
-from groupax.models.adapted import joined
+from groupax.models.adapted import apply_adapter
 from groupax.models.quantize import decoding_params
 from groupax.models.split import partition_specs
 from groupax.parallel.mesh import decoding_mesh, num_data_shards
@@ -33,7 +33,7 @@ def trace_rollout(
     """Returns the engine's programs, its cache's shape, and the bytes that a device receives before decoding."""
     config, args = model_state.config, model_state.args
     mesh, copies = decoding_mesh(model_state.mesh, args.decoding_tp), args.decoding_weights != "same"
-    given = joined(model_state.frozen, model_state.policy)
+    given = apply_adapter(model_state.frozen, model_state.policy)
     gathered = sharded_structs(given, partition_specs(config, mesh, given), mesh)
     pairs = zip(jax.tree.leaves(given), jax.tree.leaves(gathered), strict=True)
     gathers = not all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
