@@ -310,7 +310,10 @@ BAD = {
         config("tokenizer_config.json", fast_tokenizer_files=["../tokenizer.1.0.json"]),
         "not one of its files",
     ),
-    "tokenizer config: vocabulary elsewhere": (config("tokenizer_config.json", vocab="/etc/passwd"), "not one of its files"),
+    "tokenizer config: vocabulary elsewhere": (
+        config("tokenizer_config.json", vocab="/etc/passwd"),
+        "not one of its files",
+    ),
     "special tokens: [1]": (raw("special_tokens_map.json", "[1]"), "must contain a JSON object"),
     "chat template: a link out": (linked("chat_template.jinja"), "is a link out of the model's folder"),
 }
@@ -427,7 +430,9 @@ def test_odd_folders_that_load(good, tmp_path, caplog):
     (folder / "tokenizer.json").symlink_to("other.json")
     with caplog.at_level(logging.WARNING):
         load(folder)
-    assert "generation_config.json names the end-of-sequence tokens [1000000000], but the vocabulary has 13" in caplog.text
+    assert (
+        "generation_config.json names the end-of-sequence tokens [1000000000], but the vocabulary has 13" in caplog.text
+    )
 
 
 def test_a_folder_of_the_hubs_cache_may_have_links(good, tmp_path):

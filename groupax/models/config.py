@@ -81,7 +81,7 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionConfig:
     """Attention of one layer.
 
     Attributes:
@@ -195,9 +195,9 @@ class ModelConfig:
                 f"experts per token must be between 1 and {self.experts.num}, got {self.experts.per_token}"
             )
 
-    def attention(self, layer: int) -> Attention:
+    def attention(self, layer: int) -> AttentionConfig:
         """Returns the attention of a layer."""
-        return Attention(self.attention_scale, self.attention_softcap, self.windows[layer])
+        return AttentionConfig(self.attention_scale, self.attention_softcap, self.windows[layer])
 
     def first_similar_layer(self, layer: int) -> int:
         """Returns the first layer of the same kind."""

@@ -14,8 +14,8 @@ from jaxtyping import Int, UInt32
 
 from groupax.config import SharePrefix
 from groupax.models.execution import FusedAttention
-from groupax.models.fused_attention import FEWEST_QUERIES
-from groupax.models.grouped import Ragged
+from groupax.models.fused_attention import MIN_QUERIES
+from groupax.models.grouped import RaggedBatch
 from groupax.objective.objective import LossInputs
 from groupax.parallel.pytree import pytree
 from groupax.parallel.transfer import to_host
@@ -37,7 +37,7 @@ class MicroBatch:
         numbers: of the tokens, the same wherever a token is computed; what is drawn for a token depends on it.
     """
 
-    ragged: Ragged
+    ragged: RaggedBatch
     cells: Int[Any, "B T"]
     slots: Int[Any, "R"]
     inputs: LossInputs
@@ -94,7 +94,7 @@ def attention_cost_with(fused: FusedAttention | None) -> AttentionCost:
     """What kernels, or plain attention, want of tiles."""
     if fused is None:
         return PLAIN
-    return AttentionCost(FEWEST_QUERIES, "seen" if fused.kernel == "splash" else "from_first")
+    return AttentionCost(MIN_QUERIES, "seen" if fused.kernel == "splash" else "from_first")
 
 
 # What a row may have, and its dtype on the devices.
@@ -147,7 +147,7 @@ def _numbers(rows: Sequence[Row], parts: Sequence[Part], begins: Sequence[int], 
     return numbers
 
 
-def _ragged(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[Ragged, list[int]]:
+def _ragged(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[RaggedBatch, list[int]]:
     """The tokens of one shard, and where among the targets each row's begin."""
     (P, S), M, R = shape.prompts, shape.tokens, shape.row_tokens
     tokens, positions = np.zeros((2, M), np.int32)
@@ -185,7 +185,7 @@ def _ragged(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[R
             slots[begin : begin + size] = before + b * columns + np.arange(size)
         tiles.append(cells)
         before += cells.size
-    ragged = Ragged(tokens, positions, targets, prompts, tiles, of_rows, slots)
+    ragged = RaggedBatch(tokens, positions, targets, prompts, tiles, of_rows, slots)
     return ragged, [begin - (M - R) for begin in begins[:-1]]
 
 
