@@ -38,7 +38,7 @@ def training_of(of_model: AbstractModel, slices: Slices, longest: tuple[int, int
     rows = [_row(index // args.num_generations, longest, args, updates) for index in range(slices.rows)]
     attention_cost = attention_cost_with(of_model.execution.attention)
     parts, _ = pack(rows, num_data_shards(mesh), tokens, (), args.share_prefix, longest, attention_cost)
-    largest = max(parts, key=lambda part: part.num_cells)
+    largest = max(parts, key=lambda part: part.num_tokens)
     batch = jax.tree.map(lambda x: struct_at(x, NamedSharding(mesh, ROWS)), largest.batch)
     static: dict[str, Any] = {"config": config, "mesh": mesh}
     of_step = {**static, "settings": settings, "execution": of_model.execution}
@@ -78,7 +78,7 @@ def training_of(of_model: AbstractModel, slices: Slices, longest: tuple[int, int
         scores = score.trace(params, batch, **of_step)
         scored = of_model.own if own_passes and not args.offload_reference else of_reference
         programs.insert(0, Program("score", scores, scored, num_parts * passes))
-    cells = largest.num_cells // num_data_shards(mesh)
+    cells = largest.num_tokens // num_data_shards(mesh)
     return Training(tuple(programs), num_parts, cells)
 
 
