@@ -18,7 +18,7 @@ from groupax.cli.serve import Serve, engines_of, models_of
 from groupax.engine.batch import Batch
 from groupax.engine.decode import decode_chunk
 from groupax.engine.session import Session
-from groupax.models.adapted import joined
+from groupax.models.adapted import apply_adapter
 from groupax.models.checkpoint import add_adapter, reshard
 from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.named_tensors import host_tensors, param_leaves
@@ -272,7 +272,7 @@ def test_a_server_holds_its_models_in_parts(folder):
     push(weights, "base", model_specs(models["base"].config), base)
     assert engines["base"].version == 5
     assert parts(engines["base"].params["layers"][0]["down"]) == {(32, 32)}
-    expected["adapted"].params, expected["base"].params = joined(lora.frozen, trained), base
+    expected["adapted"].params, expected["base"].params = apply_adapter(lora.frozen, trained), base
     for name, engine in engines.items():
         assert_same(engine.generate(prompts, PARAMS), expected[name].generate(prompts, PARAMS))
 

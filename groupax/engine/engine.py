@@ -22,7 +22,7 @@ from groupax.models.checkpoint import Model
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import check_decoding_weights, decoding_params
 from groupax.models.specs import Params
-from groupax.models.split import laid_out
+from groupax.models.split import shard_params
 from groupax.parallel.mesh import decoding_mesh, splits_model
 from groupax.parallel.peak import free_memory_bytes
 from groupax.settings.sampling import SamplingParams
@@ -164,7 +164,7 @@ class Engine:
         """The weights it decodes with."""
         if self._params is None:
             given = self._given
-            whole = jax.block_until_ready(laid_out(self.config, self.mesh, given)) if self._gathers else given
+            whole = jax.block_until_ready(shard_params(self.config, self.mesh, given)) if self._gathers else given
             self._params = decoding_params(self.config, whole, self.weights)
         return self._params
 

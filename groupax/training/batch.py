@@ -15,8 +15,8 @@ from jaxtyping import Int, UInt32
 
 from groupax.config import SharePrefix
 from groupax.models.execution import FusedAttention
-from groupax.models.fused_attention import FEWEST_QUERIES
-from groupax.models.grouped import Ragged
+from groupax.models.fused_attention import MIN_QUERIES
+from groupax.models.grouped import RaggedBatch
 from groupax.objective.objective import LossInputs
 from groupax.parallel.pytree import pytree
 from groupax.parallel.transfer import to_host
@@ -39,7 +39,7 @@ class MicroBatch:
         dropout_ids: a number per token that does not depend on the packing, from which its dropout is drawn.
     """
 
-    ragged: Ragged
+    ragged: RaggedBatch
     cells: Int[Any, "B T"]
     slots: Int[Any, "R"]
     loss_inputs: LossInputs
@@ -95,7 +95,7 @@ def attention_cost_with(fused: FusedAttention | None) -> AttentionCost:
     """Returns the cost of attention by a kernel, or by plain attention."""
     if fused is None:
         return PLAIN
-    return AttentionCost(FEWEST_QUERIES, "seen" if fused.kernel == "splash" else "from_first")
+    return AttentionCost(MIN_QUERIES, "seen" if fused.kernel == "splash" else "from_first")
 
 
 # Optional fields of rows, with their dtypes on the devices.
@@ -163,7 +163,7 @@ def _dropout_ids(rows: Sequence[Row], groups: Sequence[RowGroup], starts: Sequen
 
 def _ragged(
     rows: Sequence[Row], groups: Sequence[RowGroup], lengths: Sequence[int], starts: Sequence[int], shape: Shape
-) -> Ragged:
+) -> RaggedBatch:
     """Returns the tokens of one shard: prompts from the left, rows up to the right end."""
     (P, S), M, R = shape.prompts, shape.tokens, shape.row_tokens
     tokens, positions = np.zeros((2, M), np.int32)
@@ -188,7 +188,7 @@ def _ragged(
     prompts_of_rows[: len(lengths)] = [prompt_of[row] for row in longest_first]
     by_length = [(starts[row], lengths[row]) for row in longest_first]
     tiles = _tiles(by_length, shape, slots)
-    return Ragged(tokens, positions, targets, prompts, tiles, prompts_of_rows, slots)
+    return RaggedBatch(tokens, positions, targets, prompts, tiles, prompts_of_rows, slots)
 
 
 def _tiles(rows: Sequence[tuple[int, int]], shape: Shape, slots: np.ndarray) -> list[np.ndarray]:
@@ -197,7 +197,7 @@ def _tiles(rows: Sequence[tuple[int, int]], shape: Shape, slots: np.ndarray) -> 
     Args:
         rows: first token and length of each row, longest first.
         shape: shape of the shard.
-        slots: as in `Ragged`, with the tokens of prompts only.
+        slots: as in `RaggedBatch`, with the tokens of prompts only.
     """
     tiles, before = [], math.prod(shape.prompts)
     for num_rows, first, end in tile_ranges(shape.tiles):
