@@ -384,7 +384,7 @@ def test_tokens_have_the_same_number_wherever_they_are_computed():
     for budget in (8, 4096):
         numbers = set()
         for part in pack(rows, 2, budget, share_prefix="always")[0]:
-            numbers |= set(part.batch.numbers.tolist())
+            numbers |= set(part.batch.dropout_ids.tolist())
         seen.append(numbers - {0})
     assert seen[0] | {0} == seen[1] | {0}
     assert len(seen[1]) >= 4 + 5 + 2 * (1 + 2 + 3) - 1
