@@ -327,7 +327,7 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     capsys.readouterr()
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
-    assert "test.greedy: 3 items of both" in out
+    assert "test.greedy: 3 common items" in out
     assert "mcnemar, exact" in out
     assert main([*argv, "--output_dir", str(tmp_path / "b"), "--reward_weights", "2"]) == 0
     assert (tmp_path / "b.1" / "result.json").is_file()
@@ -342,13 +342,13 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
         (["eval", "--dataset", "x.jsonl"], "--model is missing"),
         (["eval", "--model", "m", "--dataset", "x.jsonl"], "--reward_funcs is missing"),
         (["eval", "--model", "m", "--reward_funcs", "xml_count"], "--dataset is missing"),
-        (["eval", "--recipe", "gsm8k", "--dataset", "a=x.jsonl", "a=y.jsonl"], "two evaluation sets are called 'a'"),
+        (["eval", "--recipe", "gsm8k", "--dataset", "a=x.jsonl", "a=y.jsonl"], "two evaluation sets have the name 'a'"),
         (["eval", "--recipe", "gsm8k", "--dataset", "x.jsonl"], "there is no file x.jsonl"),
-        (["compare", "nowhere", "nothing"], "nowhere is not there"),
+        (["compare", "nowhere", "nothing"], "nowhere is missing"),
         (["train", "--recipe", "gsm8k", "--model", "nowhere", "--dataset", "x.jsonl"], "there is no file x.jsonl"),
     ],
 )
-def test_mistakes_are_told_in_one_line(argv, message, capsys):
+def test_mistakes_are_reported_in_one_line(argv, message, capsys):
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert message in err
