@@ -205,13 +205,13 @@ def base_model(tmp_path_factory):
     return str(folder)
 
 
-def test_defaults_are_fitted_to_the_model_and_told(base_model):
+def test_defaults_are_fitted_to_the_model_and_reported(base_model):
     assert max_positions_of(base_model) == 640
     assert fitting_length(640, 512, 512) == (
         320,
         [
             "the model has 640 positions: completions have at most 320 tokens instead of the default 512, and prompts "
-            "what is left"
+            "have the rest"
         ],
     )
     assert fitting_length(640, 300, 512) == (300, [])
