@@ -373,7 +373,7 @@ def test_log_probs_that_are_not_of_the_draws_are_refused(tmp_path, folder, serve
 def test_servers_that_cannot_reload_are_the_end(tmp_path, folder, servers):
     for _, address in servers.values():
         sampler = sampler_for(folder, address, tmp_path)
-        sampler._shared.written = lambda *_: tmp_path / "nowhere"  # a folder that it does not see
+        sampler._shared.save = lambda *_: tmp_path / "nowhere"  # a folder that it does not see
         with pytest.raises(RunError, match=r"returned (400|500): .* must see .*nowhere"):
             completions(sampler)
     plain = VLLM(folder, a_tokenizer(eos_token="<eos>"), dev_mode=False)

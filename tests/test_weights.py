@@ -310,7 +310,7 @@ def test_without_a_key_nobody_changes_weights(servers):
     app = create_app(servers[0].loop, Limits(), {"demo": servers[0].model})
     says = "403: weights can be changed only on a server with keys"
     with listening(app) as address, pytest.raises(RefusedError, match=says):
-        RemoteServer(address, None, 60.0).ask("POST", "/groupax/v1/weights", {})
+        RemoteServer(address, None, 60.0).request("POST", "/groupax/v1/weights", {})
 
 
 def test_addresses_are_checked():
