@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 from groupax.settings.fields import as_given, as_read, check_range, check_text, check_type, nearest, ranged, shown
 from groupax.settings.objective import (
@@ -34,11 +34,10 @@ SharePrefix = Literal["auto", "always", "never"]
 DecodingWeights = Literal["same", "bfloat16", "int8", "float8"]
 BaseWeights = Literal["same", "int8", "float8", "nf4"]
 LoRABias = Literal["none", "all", "lora_only"]
-TrackerName = Literal["wandb", "tensorboard", "trackio", "jsonl"]
 
 MOST_STOPS = 16  # stop texts; servers have such a limit too
 MOST_ROWS = 10**7  # completions of a rollout
-TRACKERS: tuple[str, ...] = get_args(TrackerName)
+TRACKERS = ("wandb", "tensorboard", "trackio", "jsonl")
 
 # What TRL and transformers call a setting, and what to set here.
 NAMES_ELSEWHERE = {
@@ -394,7 +393,7 @@ class GRPOConfig(RolloutSamplingSettings, EvalSamplingSettings):
     rollout_log_gb: float | None = ranged(20.0, 1e9)
     """Most GB of rollouts/; beyond it steps are removed such that the others are evenly spread, but never the first,
     the newest and the best one. None for no limit."""
-    report_to: tuple[TrackerName, ...] = ()
+    report_to: tuple[str, ...] = ()
     """Where to report beside the run folder: wandb, tensorboard, trackio, jsonl; see docs/monitoring.md."""
     run_name: str | None = None
     """What the run is called there; None takes the folder's name."""
@@ -465,6 +464,12 @@ class GRPOConfig(RolloutSamplingSettings, EvalSamplingSettings):
                 f"multi_objective_aggregation 'normalize_then_sum' normalizes by group and batch itself; leave "
                 f"scale_rewards at 'group', got {self.scale_rewards!r}"
             )
+        for name in self.report_to:
+            if name not in TRACKERS and ":" not in name:
+                raise ValueError(
+                    f"report_to must be of {', '.join(TRACKERS)}, or trackers of your own as 'module:class', got "
+                    f"{name!r}{nearest(name, TRACKERS)}"
+                )
         if len(set(self.report_to)) < len(self.report_to):
             raise ValueError(f"report_to names a tracker twice: {', '.join(self.report_to)}")
         self._check_adapter()

@@ -23,7 +23,13 @@ from groupax.parallel.mesh import AXES
 from groupax.rewards import RewardError
 from groupax.runs.checkpoints import saver, writer
 from groupax.runs.checkpoints.files import damage, seal
-from groupax.runs.checkpoints.fingerprint import FIXED, FREE, ZERO_OR_NOT, tokenizer_fingerprint, weights_fingerprint
+from groupax.runs.checkpoints.fingerprint import (
+    IMMUTABLE,
+    IMMUTABLE_ZERO,
+    RESUMABLE,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+)
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore
 from groupax.storage.buckets import RemoteFolder
 
@@ -399,8 +405,8 @@ def test_a_checkpoint_that_is_not_there(stopped, tmp_path, path, message):
 
 def test_every_setting_that_is_named_exists_and_stands_in_one_list():
     names = {field.name for field in fields(GRPOConfig)}
-    assert names >= FREE | FIXED | ZERO_OR_NOT
-    assert not FREE & FIXED
+    assert names >= RESUMABLE | IMMUTABLE | IMMUTABLE_ZERO
+    assert not RESUMABLE & IMMUTABLE
 
 
 @pytest.mark.heavy

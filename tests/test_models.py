@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from groupax import init_model, load_model, save_model
 from groupax.models.attention import attend, attend_with_prompt
-from groupax.models.config import Attention, Llama3Rope
+from groupax.models.config import AttentionConfig, Llama3Rope
 from groupax.models.decoder import forward, logits
 from groupax.models.families import read_config
 from groupax.models.logprobs import token_logprobs
@@ -177,13 +177,13 @@ def test_layers_of_one_kind_are_traced_once(tiny_model):
     params = {**tiny_model.params, "layers": tiny_model.params["layers"][:1] * 4}
     seen = []
 
-    def attend(how, kept, q, k, v):
-        seen.append(how.window)
-        return q, kept + 1
+    def attend(attn, cache, q, k, v):
+        seen.append(attn.window)
+        return q, cache + 1
 
     out = forward(config, params, jnp.arange(5), jnp.arange(5), attend, [jnp.int32(index) for index in range(4)])
     assert seen == [None, 8]
-    assert [int(kept) for kept in out.kept] == [1, 2, 3, 4]
+    assert [int(cache) for cache in out.caches] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("chunk", [1 << 21, 500])
@@ -248,17 +248,17 @@ def test_attention_in_blocks_is_attention(monkeypatch):
     prompt_k, prompt_v, starts = draw(2, 16, 2, 8), draw(2, 16, 2, 8), jnp.array([3, 9])
 
     def outputs(q, k, v, prompt_k, prompt_v):
-        how = Attention(8**-0.5)
-        behind = k, v, prompt_k, prompt_v, starts, how
-        return attend(q, k, v, starts, how), *(attend_with_prompt(q[:, first:], *behind) for first in (0, 10, 42))
+        attn = AttentionConfig(8**-0.5)
+        behind = k, v, prompt_k, prompt_v, starts, attn
+        return attend(q, k, v, starts, attn), *(attend_with_prompt(q[:, first:], *behind) for first in (0, 10, 42))
 
     def total(*arrays):
         return sum(jnp.sum(jnp.sin(out)) for out in outputs(*arrays))
 
     arrays = (q, k, v, prompt_k, prompt_v)
     whole = jax.tree.leaves((outputs(*arrays), jax.grad(total, argnums=(0, 1, 2, 3, 4))(*arrays)))
-    monkeypatch.setattr("groupax.models.attention.MOST_COLUMNS", 16)
-    monkeypatch.setattr("groupax.models.attention.BLOCK_QUERIES", 16)
+    monkeypatch.setattr("groupax.models.attention.MAX_UNBLOCKED_COLUMNS", 16)
+    monkeypatch.setattr("groupax.models.attention.QUERY_BLOCK", 16)
     blocks = jax.tree.leaves((outputs(*arrays), jax.grad(total, argnums=(0, 1, 2, 3, 4))(*arrays)))
     for a, b in zip(blocks, whole, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)

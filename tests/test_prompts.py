@@ -22,7 +22,7 @@ from groupax.data.template_process import TemplateProcess
 from groupax.data.tokenizer import encode_prompts, load_tokenizer
 from groupax.rollouts.sampler import rollout
 from groupax.runs.build import eval_params
-from groupax.runs.checkpoints.fingerprint import FIXED, FREE
+from groupax.runs.checkpoints.fingerprint import IMMUTABLE, RESUMABLE
 from groupax.serve.errors import ApiError
 from groupax.serve.requests import parse
 from groupax.settings.json_flags import read_mapping
@@ -246,9 +246,9 @@ def test_settings_of_prompts_come_from_flags_files_and_code(tmp_path):
     kept = GRPOConfig(chat_template_kwargs=given)
     given["a"] = 2
     assert kept.chat_template_kwargs == {"a": 1}
-    assert {"chat_template_kwargs"} <= FIXED
-    assert {"eval_stop"} <= FREE
-    assert "stop" not in FREE | FIXED
+    assert {"chat_template_kwargs"} <= IMMUTABLE
+    assert {"eval_stop"} <= RESUMABLE
+    assert "stop" not in RESUMABLE | IMMUTABLE
 
 
 @pytest.mark.parametrize(

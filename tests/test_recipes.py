@@ -17,7 +17,7 @@ from groupax.recipes.fit import fitting_length, fitting_template, positions_of
 from groupax.recipes.gsm8k import strict_xml_format
 from groupax.recipes.tldr_length import near_length
 from groupax.rewards.resolve import resolve_rewards
-from groupax.runs.trackers.tracker import MODULES, PACKAGES
+from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES
 
 from .conftest import SHARED, TINY
 
@@ -327,7 +327,7 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     capsys.readouterr()
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
-    assert "test.greedy: 3 items of both" in out
+    assert "test.greedy: 3 common items" in out
     assert "mcnemar, exact" in out
     assert main([*argv, "--output_dir", str(tmp_path / "b"), "--reward_weights", "2"]) == 0
     assert (tmp_path / "b.1" / "result.json").is_file()
@@ -342,13 +342,13 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
         (["eval", "--dataset", "x.jsonl"], "--model is missing"),
         (["eval", "--model", "m", "--dataset", "x.jsonl"], "--reward_funcs is missing"),
         (["eval", "--model", "m", "--reward_funcs", "xml_count"], "--dataset is missing"),
-        (["eval", "--recipe", "gsm8k", "--dataset", "a=x.jsonl", "a=y.jsonl"], "two evaluation sets are called 'a'"),
+        (["eval", "--recipe", "gsm8k", "--dataset", "a=x.jsonl", "a=y.jsonl"], "two evaluation sets have the name 'a'"),
         (["eval", "--recipe", "gsm8k", "--dataset", "x.jsonl"], "there is no file x.jsonl"),
-        (["compare", "nowhere", "nothing"], "nowhere is not there"),
+        (["compare", "nowhere", "nothing"], "nowhere is missing"),
         (["train", "--recipe", "gsm8k", "--model", "nowhere", "--dataset", "x.jsonl"], "there is no file x.jsonl"),
     ],
 )
-def test_mistakes_are_told_in_one_line(argv, message, capsys):
+def test_mistakes_are_reported_in_one_line(argv, message, capsys):
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert message in err
@@ -395,7 +395,9 @@ DOCUMENTED = (
 @pytest.mark.heavy
 @pytest.mark.slow
 def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, monkeypatch):
-    monkeypatch.setitem(MODULES, "wandb", "groupax.runs.trackers.jsonl")  # which takes no installation
+    monkeypatch.setitem(
+        BUILT_IN, "wandb", "groupax.runs.trackers.jsonl:JsonLinesTracker"
+    )  # which takes no installation
     monkeypatch.delitem(PACKAGES, "wandb")
     write_jsonl(tmp_path / "data" / "train.jsonl", GSM8K_ROWS)
     flags = DOCUMENTED.format(length=64, batch=2) + " --top_k 50 --xml_reward 0.125 --correctness_reward 3.0"

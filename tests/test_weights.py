@@ -11,7 +11,7 @@ import pytest
 
 from groupax import Engine, SamplingParams
 from groupax.errors import RunError
-from groupax.models.adapted import joined
+from groupax.models.adapted import apply_adapter
 from groupax.models.checkpoint import add_adapter
 from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.named_tensors import host_tensors, param_leaves, replace_tensors, trained_params
@@ -94,7 +94,7 @@ def test_an_adapters_part_of_the_weights_is_found(tiny_model):
     specs = adapter_specs(tiny_model.config, adapted.adapter.config)
     part = trained_params(specs, adapted.params)
     assert jax.tree.structure(part) == jax.tree.structure(adapted.adapter.trained)
-    again = joined(adapted.adapter.frozen, part)
+    again = apply_adapter(adapted.adapter.frozen, part)
     assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(adapted.params), strict=True))
 
 
@@ -173,7 +173,7 @@ def test_of_an_adapter_only_the_changes_travel(local, monkeypatch):
         adapted = add_adapter(model, LORA)
         trained = perturbed(adapted.adapter.trained, 1)
         sampler = RemoteSampler(
-            [server.url], model.config, joined(adapted.adapter.frozen, trained), engine.eos_ids, adapted.adapter,
+            [server.url], model.config, apply_adapter(adapted.adapter.frozen, trained), engine.eos_ids, adapted.adapter,
             api_key=KEY,
         )  # fmt: skip
         engine = Engine.of(adapted, engine.tokenizer, chunk_steps=8, kv_bytes=1 << 27)
@@ -181,7 +181,7 @@ def test_of_an_adapter_only_the_changes_travel(local, monkeypatch):
         assert_same(groups_of(sampler, engine.tokenizer, prompts), groups_of(engine, engine.tokenizer, prompts))
         one_layer = perturbed(trained["layers"][0], 2)
         trained = {**trained, "layers": [one_layer, *trained["layers"][1:]]}
-        sampler.params = engine.params = joined(adapted.adapter.frozen, trained)
+        sampler.params = engine.params = apply_adapter(adapted.adapter.frozen, trained)
         assert_same(groups_of(sampler, engine.tokenizer, prompts), groups_of(engine, engine.tokenizer, prompts))
         assert len(sent[0]) == len(jax.tree.leaves(trained))
         assert len(sent[1]) == len(jax.tree.leaves(one_layer))

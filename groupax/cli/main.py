@@ -22,6 +22,7 @@ import tyro
 from groupax import __version__
 from groupax.cli import evaluate as evaluation_commands
 from groupax.cli import models as model_commands
+from groupax.cli import results as result_commands
 from groupax.cli.launch import launch
 from groupax.cli.plan import plan
 from groupax.cli.serve import serve
@@ -536,8 +537,8 @@ def plan_run(arguments: Sequence[str]) -> int:
 COMMANDS = {
     "train": train,
     "eval": evaluation_commands.evaluate,
-    "compare": evaluation_commands.compare,
-    "report": evaluation_commands.report,
+    "compare": result_commands.compare,
+    "report": result_commands.report,
     "generate": generate,
     "serve": serve,
     "resume": resume,

@@ -14,13 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.config import BaseWeights
 from groupax.models import bitsandbytes_format, peft_format
-from groupax.models.adapted import Frozen, joined
+from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
 from groupax.models.lora import Adapter, LoRAConfig, init_adapter
 from groupax.models.quantize import is_quantized
 from groupax.models.specs import Params, init_params, model_specs, num_params, param_shardings, split_dims
-from groupax.models.split import laid_out
+from groupax.models.split import shard_params
 from groupax.models.tensor_files import check_tensors, find_tensors, make_weight_loader, resolve_tied_head
 from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
 from groupax.storage.folders import read_json, resolve_folder
@@ -202,8 +202,8 @@ def add_adapter(model: Model, lora: LoRAConfig, seed: int = 0) -> Model:
 
 
 def _with_adapter(model: Model, lora: LoRAConfig, trained: Params) -> Model:
-    trained = laid_out(model.config, model.mesh, trained)
-    return _adapted(model, Adapter(lora, Frozen(model.params, np.float32(lora.scale)), trained, model.name))
+    trained = shard_params(model.config, model.mesh, trained)
+    return _adapted(model, Adapter(lora, FrozenBase(model.params, np.float32(lora.scale)), trained, model.name))
 
 
 def _check_whole(mesh: Mesh) -> None:
@@ -226,16 +226,16 @@ def reshard(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model
         _check_whole(mesh)
     check_divisible(split_dims(model.config), mesh, replicated)
     if model.adapter is None:
-        return replace(model, params=laid_out(model.config, mesh, model.params), mesh=mesh)
+        return replace(model, params=shard_params(model.config, mesh, model.params), mesh=mesh)
     adapter = model.adapter
-    frozen = replace(adapter.frozen, params=laid_out(model.config, mesh, adapter.frozen.params))
-    adapter = replace(adapter, frozen=frozen, trained=laid_out(model.config, mesh, adapter.trained))
+    frozen = replace(adapter.frozen, params=shard_params(model.config, mesh, adapter.frozen.params))
+    adapter = replace(adapter, frozen=frozen, trained=shard_params(model.config, mesh, adapter.trained))
     return _adapted(replace(model, params=frozen.params, mesh=mesh), adapter)
 
 
 def _adapted(model: Model, adapter: Adapter) -> Model:
     like_base = jax.tree.map(lambda x: x.astype(model.params["embed"].dtype), adapter.trained)
-    return replace(model, params=joined(adapter.frozen, like_base), adapter=adapter)
+    return replace(model, params=apply_adapter(adapter.frozen, like_base), adapter=adapter)
 
 
 def _replicated(mesh: Mesh) -> NamedSharding:

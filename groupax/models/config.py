@@ -83,7 +83,7 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionConfig:
     """How a layer attends.
 
     Attributes:
@@ -195,9 +195,9 @@ class ModelConfig:
         if self.experts and not 1 <= self.experts.per_token <= self.experts.num:
             raise ValueError(f"a token goes through 1 to {self.experts.num} experts, got {self.experts.per_token}")
 
-    def attention(self, layer: int) -> Attention:
+    def attention(self, layer: int) -> AttentionConfig:
         """How this layer attends."""
-        return Attention(self.attention_scale, self.attention_softcap, self.windows[layer])
+        return AttentionConfig(self.attention_scale, self.attention_softcap, self.windows[layer])
 
     def first_similar_layer(self, layer: int) -> int:
         """The first layer of the same kind."""

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from groupax.models.adapted import Adapted, LowRank
+from groupax.models.adapted import AdaptedWeight, LowRank
 from groupax.models.specs import Params, Spec
 
 
@@ -18,7 +18,7 @@ def trained_params(specs: Any, params: Any) -> Any:
         params: the joined weights.
     """
     if isinstance(specs, LowRank):
-        assert isinstance(params, Adapted), "joined with this adapter"
+        assert isinstance(params, AdaptedWeight), "joined with this adapter"
         return params.change
     if isinstance(specs, dict):
         return {name: trained_params(each, params[name]) for name, each in specs.items()}

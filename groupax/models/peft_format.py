@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from groupax.models.adapted import LowRank, Params
 from groupax.models.config import ModelConfig
-from groupax.models.lora import PREFIX, Adapter, LoRAConfig, adapter_specs, lora_config, module_name
+from groupax.models.lora import PREFIX, Adapter, LoRAConfig, adapter_specs, as_lora_config, module_name
 from groupax.models.specs import model_specs
 from groupax.models.tensor_files import DTYPES, TensorFile, check_finite
 from groupax.parallel.transfer import to_device
@@ -143,6 +143,6 @@ def read_lora_config(content: Mapping[str, Any], folder: Path) -> LoRAConfig:
     """
     content = validate(content, SETTINGS, str(folder / CONFIG_NAME))
     try:
-        return lora_config(content, has_weights=True)
+        return as_lora_config(content, has_weights=True)
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_NAME}: {error}") from error

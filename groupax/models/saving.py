@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from groupax.models import bitsandbytes_format, peft_format
 from groupax.models.checkpoint import Model
 from groupax.models.named_tensors import join_tensors, specs_by_name
-from groupax.models.nf4 import Nf4, nf4_bytes, quantized_nf4
+from groupax.models.nf4 import Nf4, nf4_bytes, quantize_nf4
 from groupax.models.quantize import dense
 from groupax.models.specs import Spec, model_specs
 from groupax.models.tensor_files import INDEX_NAME, cast
@@ -132,7 +132,7 @@ def _tensors_of(parts: list[tuple[Spec, Any]], dtype: Any, own: Any, weights: st
     """The checkpoint's tensors that weights of one place make."""
     spec, weight = parts[0]
     if weights == "nf4" and spec.is_layer_matrix:
-        quantized = weight if isinstance(weight, Nf4) else jax.jit(quantized_nf4)(dense(weight, jnp.float32))
+        quantized = weight if isinstance(weight, Nf4) else jax.jit(quantize_nf4)(dense(weight, jnp.float32))
         return bitsandbytes_format.nf4_tensors(spec.name, quantized, jnp.dtype(dtype or own).name)
     return join_tensors([(spec, _numbers(weight, dtype, own)) for spec, weight in parts])
 

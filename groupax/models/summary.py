@@ -11,7 +11,7 @@ from groupax.models import peft_format
 from groupax.models.bitsandbytes_format import without_nf4
 from groupax.models.config import ModelConfig
 from groupax.models.families import read_config
-from groupax.models.lora import LoRAConfig, counts, trainable_line
+from groupax.models.lora import LoRAConfig, count_params, trainable_params_line
 from groupax.models.nf4 import nf4_bytes
 from groupax.models.specs import Spec, model_specs, num_params
 from groupax.storage.folders import check_links, read_json
@@ -86,11 +86,11 @@ def summarize(hf_config: Mapping[str, Any], lora: LoRAConfig | None = None) -> s
         lora: an adapter, which is then all that is trained.
     """
     config = read_config(without_nf4(hf_config))
-    trained, total = counts(config, lora)
+    trained, total = count_params(config, lora)
     lines = [_architecture(config), *_parameters(config), *_memory(config)]
     what = "the adapter" if lora else "all weights"
     lines.append(_row(f"training {what} with AdamW", f"{_size_text(TRAINED_BYTES * trained)} of masters and moments"))
-    return "\n".join([*lines, trainable_line(trained, total)])
+    return "\n".join([*lines, trainable_params_line(trained, total)])
 
 
 def _architecture(config: ModelConfig) -> str:

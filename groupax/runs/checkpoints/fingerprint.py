@@ -23,7 +23,7 @@ from groupax.models.checkpoint import Model
 from groupax.parallel.transfer import to_host
 
 # Settings that say how a run is computed, shown, limited and saved; they may differ at any time.
-FREE = {
+RESUMABLE = {
     "output_dir",
     "mesh",
     "mesh_dcn",
@@ -74,7 +74,7 @@ FREE = {
     "resume",
 } | {field.name for field in fields(GRPOConfig) if field.metadata.get("resume") == "free"}
 # Settings on which the saved state itself depends.
-FIXED = {
+IMMUTABLE = {
     "seed",
     "prompts_per_step",
     "num_generations",
@@ -92,7 +92,7 @@ FIXED = {
     "dtype",
 }
 # Settings whose change from or to 0 changes the saved state.
-ZERO_OR_NOT = {"beta", "max_grad_norm"}
+IMMUTABLE_ZERO = {"beta", "max_grad_norm"}
 NO_WHOLE_BYTES = ("bool", "int2", "uint2", "int4", "uint4")
 LIBRARIES = ("groupax", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "transformers")
 
@@ -161,19 +161,19 @@ def differences(saved: Identity, now: Identity) -> dict[str, tuple[Any, Any]]:
     return {name: (a.get(name), b.get(name)) for name in [*a, *(b.keys() - a.keys())] if a.get(name) != b.get(name)}
 
 
-def forbidden(found: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+def incompatible(found: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
     """Those differences with which a checkpoint cannot be continued, even on purpose."""
     return {
         name: (then, now)
         for name, (then, now) in found.items()
         if name.partition(".")[0] in ("model", "weights", "tokenizer", "train_dataset")
-        or name in FIXED
-        or (name in ZERO_OR_NOT and bool(then) != bool(now))
+        or name in IMMUTABLE
+        or (name in IMMUTABLE_ZERO and bool(then) != bool(now))
         or (name == "sync_ref_model" and now)
     }
 
 
-def told(found: Mapping[str, tuple[Any, Any]]) -> str:
+def describe(found: Mapping[str, tuple[Any, Any]]) -> str:
     """Differences as lines to read."""
     return "\n".join(
         f"  {name}: {_short(then)} in the checkpoint, {_short(now)} now" for name, (then, now) in found.items()
@@ -230,7 +230,7 @@ def _processor() -> str:
 
 def _flat(identity: Identity) -> dict[str, Any]:
     known = _plain(GRPOConfig().to_dict())  # what an older version did not have yet was as the default is
-    settings = {name: value for name, value in {**known, **identity["settings"]}.items() if name not in FREE}
+    settings = {name: value for name, value in {**known, **identity["settings"]}.items() if name not in RESUMABLE}
     flat: dict[str, Any] = {}
     for name, value in identity.items():
         if name == "settings":
