@@ -187,8 +187,8 @@ def _lengths(recent: Steps) -> dict[str, str]:
         return {}
     return {
         "all_truncated": f"for {PATIENCE_STEPS} steps no completion ended with a stop token: all reached "
-        f"max_completion_length ({recent[-1]['completions/max_length']:.0f} tokens); raise it, or check that the model ends its answers "
-        "(chat template, end-of-sequence token)"
+        f"max_completion_length ({recent[-1]['completions/max_length']:.0f} tokens); raise it, "
+        "or check that the model ends its answers (chat template, end-of-sequence token)"
     }
 
 
