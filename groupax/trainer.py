@@ -77,8 +77,8 @@ from groupax.settings.rewards import RewardSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
+from groupax.training.buckets import Shape
 from groupax.training.learner import Learner, Update
-from groupax.training.packing import Shape
 from groupax.training.state import TrainState
 from groupax.types import Metrics, Row
 

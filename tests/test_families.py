@@ -216,7 +216,7 @@ def test_long_factors_are_for_models_of_longer_sequences(tmp_path):
 def test_two_tables_that_differ_are_refused(family, change):
     hf = {**BASE, "model_type": family, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    with pytest.raises(ValueError, match=r"config.json has rope_scaling=.* beside rope_parameters=.* remove rope_sca"):
+    with pytest.raises(ValueError, match=r"config.json has rope_scaling=.*, but rope_parameters=.* remove rope_sca"):
         read_config({**hf, "rope_scaling": yarn})
 
 

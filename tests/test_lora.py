@@ -205,7 +205,7 @@ def test_an_adapter_survives_the_disk(tmp_path):
     np.testing.assert_array_equal(
         all_logits(load_model(tmp_path / "adapter", base=tmp_path / "moved")), all_logits(model)
     )
-    with pytest.raises(ValueError, match="is a model and no adapter"):
+    with pytest.raises(ValueError, match="is a model and not an adapter"):
         load_model(tmp_path / "moved", base=tmp_path / "moved")
 
 
@@ -214,9 +214,9 @@ def test_an_adapter_survives_the_disk(tmp_path):
     [
         (lambda path: path.unlink(), "pickled adapters are never loaded"),
         (lambda path: path.write_bytes(path.read_bytes()[:-50]), "damaged or truncated"),
-        (lambda path: rename_first(path), "it lacks .*no place for"),
+        (lambda path: rename_first(path), "it lacks .*does not belong"),
         (lambda path: set_config(path, r=4), r"has shape \[3, 64\], not \[4, 64\]"),
-        (lambda path: set_config(path, base_model_name_or_path=None), "does not say which base"),
+        (lambda path: set_config(path, base_model_name_or_path=None), "does not name the adapter's base"),
         (lambda path: set_config(path, target_modules=["x"]), "names 'x', which is no module"),
     ],
 )
@@ -384,7 +384,7 @@ def test_tokens_have_the_same_number_wherever_they_are_computed():
     for budget in (8, 4096):
         numbers = set()
         for part in pack(rows, 2, budget, share_prefix="always")[0]:
-            numbers |= set(part.batch.numbers.tolist())
+            numbers |= set(part.batch.dropout_ids.tolist())
         seen.append(numbers - {0})
     assert seen[0] | {0} == seen[1] | {0}
     assert len(seen[1]) >= 4 + 5 + 2 * (1 + 2 + 3) - 1

@@ -32,7 +32,7 @@ class PlanCommand:
     devices: str | None = None
     """TPU slice, e.g. v4-64, v5e-32, v5p-128 or v6e-16, or virtual CPU devices, e.g. cpu:8."""
     libtpu: Path = Path("build/libtpu")
-    """Folder that libtpu was installed into (pip install --no-deps --target build/libtpu libtpu), if not beside jax."""
+    """Folder that libtpu was installed into (pip install --no-deps --target build/libtpu libtpu), if not with jax."""
     json: Path | None = None
     """File to which the plan is written as JSON."""
     recipe: str | None = None

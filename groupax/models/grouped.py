@@ -1,7 +1,7 @@
 """Completions behind shared prompts, without padding: each prompt is computed once for all rows that continue it.
 
 All tokens lie one behind another, and everything but attention works on them as they lie. Attention sees rectangles, of
-prompts and of tiles of rows (`groupax.training.packing`): its queries, keys and values are taken there, its outputs
+prompts and of tiles of rows (`groupax.training.buckets`): its queries, keys and values are taken there, its outputs
 taken back.
 """
 
