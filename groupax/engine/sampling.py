@@ -257,7 +257,7 @@ def _largest_threshold(holds: Callable[[Array], Array]) -> UInt32[Array, "B"]:
 
 
 def _inverse_cdf(weights: Float[Array, "B V"], uniform: Float[Array, "B 2"]) -> Int[Array, "B"]:
-    """Draws a token per row with probability proportional to its weight: first a block of tokens, then one within it."""
+    """Draws a token per row, each with a probability proportional to its weight: first a block, then one within it."""
     B, V = weights.shape
     width = block_width(V)
     num_blocks = -(-V // width)
