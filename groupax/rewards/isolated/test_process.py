@@ -95,7 +95,8 @@ class TestPeer(Peer):
     def operate(self, stand_in: StandIn, name: str, args: tuple[Any, ...], is_reflected: bool) -> Any:
         """Returns the result of an operator, unless that would reveal to the solution what a result is compared with.
 
-        An instance that the tests created may be an operand together with their plain values; the result is then not a plain value.
+        An instance that the tests created may be an operand together with their plain values, if the result is not a
+        plain value.
         """
         rights = stand_in._groupax_rights
         is_revealed = name in OPERANDS and not all(isinstance(arg, StandIn) for arg in args)
