@@ -59,7 +59,7 @@ def group_advantages(
         estimator: computes the advantages in place of these formulas.
 
     Raises:
-        ValueError: the rows are no whole groups, the weights do not match the columns, or the estimator does not
+        ValueError: the rows are not whole groups, the weights do not match the columns, or the estimator does not
             return one finite number per row.
 
     Source: arXiv:2402.03300, section 4.1.2; unscaled: arXiv:2503.20783; normalize_then_sum: GDPO, arXiv:2601.05242.
@@ -70,16 +70,14 @@ def group_advantages(
         raise ValueError(f"{B} rows and {K} reward columns need groups of {G} and weights {weights.shape}")
     applies = ~np.isnan(rewards)
     weighted = np.where(applies, rewards * weights[None, :], 0.0).astype(np.float64)
-    totals, scorable = weighted.sum(axis=1), applies.any(axis=1)
+    totals = weighted.sum(axis=1)
+    scorable: np.ndarray = applies.any(axis=1)
     centred = _centred(weighted, applies, G).sum(axis=2)
-    signal = centred
-    if aggregation == "normalize_then_sum":
-        signal = _standardized_sum(rewards, weights, applies, G)
+    is_gdpo = aggregation == "normalize_then_sum"
+    signal = _standardized_sum(rewards, weights, applies, G) if is_gdpo else centred
     in_groups = scorable.reshape(signal.shape)
     group_std = _group_std(centred, in_groups)
-    # sums of equal numbers differ by rounding; a smaller spread is none
-    magnitude = np.abs(weighted).sum(axis=1).reshape(-1, G).max(axis=1)
-    zero_std = _group_std(signal, in_groups) <= 1e-9 * np.maximum(magnitude, 1e-9)
+    zero_std = _group_std(signal, in_groups) <= _rounding(weighted, G)
     if estimator is not None:
         values = np.where(scorable, _estimated(estimator, rewards, weights, G), 0.0)
     else:
@@ -110,6 +108,12 @@ def _estimated(
             f"{len(rewards)} rows, got shape {list(values.shape)} with {int((~np.isfinite(values)).sum())} that are not"
         )
     return values
+
+
+def _rounding(weighted: np.ndarray, group_size: int) -> np.ndarray:
+    """Returns the spread per group that sums of equal numbers may have by rounding."""
+    magnitude = np.abs(weighted).sum(axis=1).reshape(-1, group_size).max(axis=1)
+    return 1e-9 * np.maximum(magnitude, 1e-9)
 
 
 def _standardized_sum(rewards: np.ndarray, weights: np.ndarray, applies: np.ndarray, group_size: int) -> np.ndarray:
