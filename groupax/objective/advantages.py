@@ -64,14 +64,13 @@ def group_advantages(
 
     Source: arXiv:2402.03300, section 4.1.2; unscaled: arXiv:2503.20783; normalize_then_sum: GDPO, arXiv:2601.05242.
     """
-    B, K = rewards.shape
-    G = num_generations
+    (B, K), G = rewards.shape, num_generations
     if B % G or weights.shape != (K,):
         raise ValueError(f"{B} rows and {K} reward columns need groups of {G} and weights {weights.shape}")
     applies = ~np.isnan(rewards)
     weighted = np.where(applies, rewards * weights[None, :], 0.0).astype(np.float64)
     totals = weighted.sum(axis=1)
-    scorable: np.ndarray = applies.any(axis=1)
+    scorable = np.asarray(applies.any(axis=1))
     centred = _centred(weighted, applies, G).sum(axis=2)
     is_gdpo = aggregation == "normalize_then_sum"
     signal = _standardized_sum(rewards, weights, applies, G) if is_gdpo else centred
