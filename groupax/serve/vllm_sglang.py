@@ -153,12 +153,7 @@ def identify_server(server: RemoteServer, model: str | None) -> ForeignServer | 
 
 
 class VLLM:
-    """A server of vLLM, started with VLLM_SERVER_DEV_MODE=1.
-
-    Args:
-        server: The server.
-        model: Name of its model.
-    """
+    """A server of vLLM, started with VLLM_SERVER_DEV_MODE=1."""
 
     name = NAMES["vllm"]
 
