@@ -140,7 +140,7 @@ class _Task:
 
 def _prepare(command: Eval) -> _Task:
     from groupax.evaluation.evaluate import find_correctness_reward
-    from groupax.recipes.fit import fitting_length, fitting_template, positions_of
+    from groupax.recipes.fit import fitting_length, fitting_template, max_positions_of
     from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
 
     recipe = load_recipe(command.recipe) if command.recipe else None
@@ -161,7 +161,7 @@ def _prepare(command: Eval) -> _Task:
     sampling, notes = command.sampling, []
     default = recipe.config["max_completion_length"] if recipe else DEFAULT_MAX_TOKENS
     if sampling.max_tokens == default:
-        longest, notes = fitting_length(positions_of(model), default, command.max_prompt_length)
+        longest, notes = fitting_length(max_positions_of(model), default, command.max_prompt_length)
         sampling = replace(sampling, max_tokens=longest, min_tokens=min(sampling.min_tokens, longest))
     template, template_notes = fitting_template(model, command.chat_template, list(datasets.values()))
     return _Task(
@@ -305,7 +305,7 @@ def _write(command: Eval, task: _Task, results: Results, seconds: float, emit: E
     """Writes `result.json` and the items of each set."""
     from groupax.cli.summary import plain_estimates
     from groupax.evaluation.items import write_items
-    from groupax.runs.folder import free_name
+    from groupax.runs.files import free_name
 
     folder = command.output_dir
     if (folder / "result.json").exists():

@@ -360,9 +360,9 @@ def _train(command: Train, recipe: Recipe | None, model: str, rewards: list[str]
     elif recipe:
         sets = recipe.eval_dataset(command.dataset)
     if recipe:
-        from groupax.recipes.fit import fitted, fitting_template, positions_of
+        from groupax.recipes.fit import fit_config, fitting_template, max_positions_of
 
-        args, notes = fitted(args, recipe, positions_of(model))
+        args, notes = fit_config(args, recipe, max_positions_of(model))
         template, told = fitting_template(model, args.chat_template, [dataset])
         args = replace(args, chat_template=template)
         for note in (*notes, *told):
@@ -406,7 +406,7 @@ def _next_commands(trainer: "GRPOTrainer", result: Any) -> list[Any]:
 
     from groupax.cli.summary import next_commands
 
-    return next_commands(trainer.run_folder.place, trainer.prompts.examples[0]["prompt"], result)
+    return next_commands(trainer.run_folder.uri, trainer.prompts.examples[0]["prompt"], result)
 
 
 def _recorded(command: Train) -> dict[str, Any]:
