@@ -104,7 +104,7 @@ def test_the_defaults_make_a_native_config(make):
         ({"metric_for_best_model": "kl", "greater_is_better": False}, {"greater_is_better": False}),
         ({"bf16": True}, {"dtype": "bfloat16"}),
         ({"gradient_checkpointing": True}, {"gradient_checkpointing": "full"}),
-        ({}, {"gradient_checkpointing": "none", "dtype": "auto", "prompts_per_step": 1, "whole_epochs": True}),
+        ({}, {"gradient_checkpointing": "none", "dtype": "auto", "prompts_per_step": 1, "drop_last": True}),
         ({"evaluation_strategy": "steps", "eval_steps": 250}, {"eval_steps": 250}),
         ({"eval_strategy": "epoch", "save_strategy": "epoch"}, {"eval_steps": 24, "save_steps": 24}),
         ({"save_strategy": "no"}, {"save_steps": 0, "do_last_save": False}),

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from groupax.config import DecodingWeights, PromptOverflow
 from groupax.events import Message, PhaseStarted
 from groupax.parallel import processes
 from groupax.recipes import RECIPES, load_recipe
@@ -17,6 +16,8 @@ from groupax.runs.diagnostics import reward_diagnostics
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.settings.command_line import parsed
+from groupax.settings.compute import DecodingWeights
+from groupax.settings.prompts import PromptOverflow
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.lock import check_unlocked
 
@@ -40,7 +41,7 @@ class Eval:
     """Rewards: names of built-in ones, or module:function; by default the recipe's."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward function; by default the recipe's, or 1."""
-    solved_by: str | None = None
+    correctness_reward: str | None = None
     """The reward whose 1 means that a completion is right; by default the recipe's, or the first built-in one of that
     kind."""
     output_dir: Path = Path("runs/eval")
@@ -172,7 +173,7 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
         check_columns(rewards, columns, rows[0], f"dataset {name!r}")
     own = recipe.config if recipe and command.reward_funcs is None else {}
     weights = resolve_weights(command.reward_weights or own.get("reward_weights"), rewards)
-    solved_by = which_solves(command.solved_by or own.get("solved_by"), rewards)
+    correctness_reward = which_solves(command.correctness_reward or own.get("correctness_reward"), rewards)
 
     sampling, notes = command.sampling, []
     default = recipe.config["max_completion_length"] if recipe else DEFAULT_MAX_TOKENS
@@ -212,7 +213,7 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
                     weights,
                     prompts,
                     params,
-                    solved_by,
+                    correctness_reward,
                     progress,
                     f"evaluating {name}, {way}",
                 )
@@ -222,7 +223,7 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
     for text in reward_diagnostics(errors).values():
         progress(Message(text, warning=True))
     seconds = time.perf_counter() - started_s
-    processes.run_on_primary(lambda: _write(command, model, solved_by, result, seconds, progress))
+    processes.run_on_primary(lambda: _write(command, model, correctness_reward, result, seconds, progress))
     return result
 
 
@@ -320,7 +321,7 @@ def _load_sets(command: Eval, recipe: Any) -> dict[str, Any]:
 def _write(
     command: Eval,
     model: str,
-    solved_by: str | None,
+    correctness_reward: str | None,
     result: Mapping[str, Mapping[str, Any]],
     seconds: float,
     progress: Progress,
@@ -350,7 +351,7 @@ def _write(
         "model": model,
         "recipe": command.recipe,
         "dataset": command.dataset,
-        "solved_by": solved_by,
+        "correctness_reward": correctness_reward,
         "seconds": round(seconds, 2),
         "sets": sets,
     }

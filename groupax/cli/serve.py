@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from groupax.config import DecodingWeights
 from groupax.parallel.sockets import is_loopback, listen
 from groupax.serve.notices import Notices
 from groupax.settings import environment as env
 from groupax.settings.command_line import parsed
+from groupax.settings.compute import DecodingWeights
 
 OTHER_FILES = 256  # that the server has open beside its connections
 

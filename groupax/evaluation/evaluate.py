@@ -34,7 +34,7 @@ class SetEvaluation:
         estimates: pass@k, maj@k, the reward and each reward function, with 95 % intervals.
         metrics: the estimates' values and ends, lengths, truncation, failures and what was left out, as plain numbers.
         params: how it was sampled.
-        solved_by: the reward whose 1 means that a completion is right.
+        correctness_reward: the reward whose 1 means that a completion is right.
         errors: by reward that failed, what went wrong first.
     """
 
@@ -42,7 +42,7 @@ class SetEvaluation:
     estimates: Mapping[str, Estimate]
     metrics: Metrics
     params: SamplingParams
-    solved_by: str | None
+    correctness_reward: str | None
     errors: Mapping[str, str]
 
 
@@ -76,7 +76,7 @@ def evaluate(
     weights: np.ndarray,
     prompts: PromptSet,
     params: SamplingParams,
-    solved_by: str | None = None,
+    correctness_reward: str | None = None,
     emit: Emit = ignore,
     phase: str = "evaluating",
 ) -> SetEvaluation:
@@ -89,7 +89,8 @@ def evaluate(
         weights: [K], of the weighted sum.
         prompts: the evaluation set.
         params: how to sample.
-        solved_by: the reward whose 1 means that a completion is right; without one there are no pass@k and maj@k.
+        correctness_reward: the reward whose 1 means that a completion is correct; without one there are no
+            pass@k and maj@k.
         emit: Receives the phases of sampling and scoring.
         phase: Name of the sampling phase.
 
@@ -99,7 +100,7 @@ def evaluate(
     groups = rollout(engine, tokenizer, prompts.examples, prompts.token_ids, params, step=0)
     scored = score_groups(counted(groups, emit, phase, len(prompts), f"{phase}, scoring"), runner)
     names = [reward.name for reward in runner.rewards]
-    items = make_items(scored.groups, names, weights, solved_by)
+    items = make_items(scored.groups, names, weights, correctness_reward)
     found = estimates(items)
     metrics: Metrics = {}
     for name, estimate in found.items():
@@ -112,21 +113,23 @@ def evaluate(
         "prompts": float(len(items)),
         "prompts_dropped": float(prompts.num_dropped),
         "prompts_truncated": float(prompts.num_truncated),
-        "prompts_unscorable": float(sum(not item.is_scorable for item in items)) if solved_by else 0.0,
+        "prompts_unscorable": float(sum(not item.is_scorable for item in items)) if correctness_reward else 0.0,
     }
-    return SetEvaluation(items, found, with_logged(metrics, logged_metrics([scored])), params, solved_by, scored.errors)
+    return SetEvaluation(
+        items, found, with_logged(metrics, logged_metrics([scored])), params, correctness_reward, scored.errors
+    )
 
 
-def which_solves(solved_by: str | None, rewards: Sequence[Reward]) -> str | None:
+def which_solves(correctness_reward: str | None, rewards: Sequence[Reward]) -> str | None:
     """The reward whose 1 means that a completion is right: the one asked for, or the first known to be of that kind.
 
     Raises:
         ValueError: the one asked for is none of the rewards.
     """
     names = [reward.name for reward in rewards]
-    if solved_by is not None and solved_by not in names:
+    if correctness_reward is not None and correctness_reward not in names:
         raise ValueError(
-            f"solved_by is {solved_by!r}, which is no reward function{nearest(solved_by, names)}; there are "
-            f"{', '.join(names)}"
+            f"correctness_reward is {correctness_reward!r}, which is no reward function"
+            f"{nearest(correctness_reward, names)}; there are {', '.join(names)}"
         )
-    return solved_by or next((name for name in names if name in ACCURACY_REWARDS), None)
+    return correctness_reward or next((name for name in names if name in ACCURACY_REWARDS), None)

@@ -67,7 +67,7 @@ class Item:
 
 
 def make_items(
-    groups: Sequence[Sequence[Rollout]], names: Sequence[str], weights: np.ndarray, solved_by: str | None
+    groups: Sequence[Sequence[Rollout]], names: Sequence[str], weights: np.ndarray, correctness_reward: str | None
 ) -> list[Item]:
     """The items of scored groups.
 
@@ -75,9 +75,9 @@ def make_items(
         groups: one per prompt.
         names: of the K rewards.
         weights: [K], of the weighted sum.
-        solved_by: the reward whose 1 means that a completion is right.
+        correctness_reward: the reward whose 1 means that a completion is right.
     """
-    kind = ACCURACY_REWARDS.get(solved_by) if solved_by else None
+    kind = ACCURACY_REWARDS.get(correctness_reward) if correctness_reward else None
     answer_of = ANSWERS[kind] if kind else None
     seen: Counter[str] = Counter()
     items = []
@@ -91,7 +91,7 @@ def make_items(
         for member in group:
             rewards = {name: member.rewards[name] for name in names}
             known = [w * value for w, value in zip(weights, rewards.values(), strict=True) if value is not None]
-            verdict = rewards[solved_by] if solved_by else None
+            verdict = rewards[correctness_reward] if correctness_reward else None
             completions.append(
                 Completion(
                     text=member.text,

@@ -116,8 +116,8 @@ def script_of(command: Slurm, words: Sequence[str]) -> str:
         ValueError: the servers' model is not known, or an option cannot stand in the file.
     """
     trainer = program_of(words)
-    if command.server_nodes and option(words, "--rollout"):
-        raise ValueError("--rollout is set by the job when it has --server_nodes; leave it out")
+    if command.server_nodes and option(words, "--rollout_servers"):
+        raise ValueError("--rollout_servers is set by the job when it has --server_nodes; leave it out")
     if command.server_nodes and words[0] == "eval":
         raise ValueError("groupax eval samples by itself and uses no servers; leave --server_nodes out")
     server = _server(command, words) if command.server_nodes else []
@@ -146,7 +146,7 @@ def script_of(command: Slurm, words: Sequence[str]) -> str:
         "# shellcheck disable=SC2016",
         f"SERVER=({shlex.join(server)})",
         _BODY.format(
-            rollout='TRAINER+=(--rollout "${addresses[@]}")' if adds_servers else ":",
+            rollout='TRAINER+=(--rollout_servers "${addresses[@]}")' if adds_servers else ":",
             coordinator=env.COORDINATOR,
             num_processes=env.NUM_PROCESSES,
             process_id=env.PROCESS_INDEX,

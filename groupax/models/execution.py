@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from groupax.config import Checkpointing
+from groupax.settings.compute import Checkpointing
 
 # Logits in flight at the vocabulary's matrix, in numbers: blocks of this size stay in a CPU's cache; an accelerator
 # reads the matrix again for each, and has memory for 256 MiB.

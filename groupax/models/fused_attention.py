@@ -7,10 +7,10 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from groupax.config import AttnImplementation
 from groupax.models import attention
 from groupax.models.config import Attention, ModelConfig
 from groupax.models.execution import FusedAttention
+from groupax.settings.compute import AttnImplementation
 
 # By a v4's stated peaks (planning.counting; 32 heads over 8 of 128 dims) splash takes about half of the plain form's
 # time with 128 queries, as long with 64, and with 32 twice as long, since a block has 128.

@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
-from groupax.config import BaseWeights
 from groupax.models import bitsandbytes_format
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import quantizer
 from groupax.models.specs import EMBEDDING, HEAD, Spec, spec_leaves
+from groupax.settings.adapter import BaseWeights
 from groupax.storage.folders import list_names, read_json
 from groupax.terminal.printable import error_line, short_repr
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from groupax.config import GRPOConfig, mesh_sizes
+from groupax.config import GRPOConfig
 from groupax.engine.tensor_parallel import indivisible_dims
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
@@ -18,6 +18,7 @@ from groupax.planning.measured import Compiler, Measured
 from groupax.planning.programs import UnfitError
 from groupax.planning.run import Run, run_of
 from groupax.runs.build import mesh_of
+from groupax.settings.compute import mesh_sizes
 
 # More changes than this are no neighbours of what was asked for.
 MOST_CHANGES = 8

@@ -102,7 +102,7 @@ def run_of(
 
 
 # Settings whose runs are others than those that are planned here, with the value that is.
-_PLANNED: dict[str, Any] = {"base_weights": "same", "max_staleness": 0, "rollout": ()}
+_PLANNED: dict[str, Any] = {"base_weights": "same", "max_staleness": 0, "rollout_servers": ()}
 
 
 def _planned_slices(args: GRPOConfig) -> Slices:

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from groupax.config import MOST_STOPS
 from groupax.data.messages import join_text_parts
 from groupax.serve.errors import ApiError
 from groupax.settings.fields import nearest
-from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, STOP_IDS, SamplingParams
+from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, MAX_STOP_STRINGS, STOP_IDS, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's interface; a chat has the server's own
 MAX_BIAS = 100.0
@@ -243,8 +242,10 @@ def _alternatives(name: str, value: Any) -> int:
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(_is_text(stop) for stop in stops) or len(stops) > MOST_STOPS:
-        raise ApiError(400, f"{name} must be a text or at most {MOST_STOPS} of them, got {_short(value)}", param=name)
+    if not isinstance(stops, list) or not all(_is_text(stop) for stop in stops) or len(stops) > MAX_STOP_STRINGS:
+        raise ApiError(
+            400, f"{name} must be a text or at most {MAX_STOP_STRINGS} of them, got {_short(value)}", param=name
+        )
     return tuple(stops)
 
 

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from groupax.config import SharePrefix
 from groupax.models.execution import FusedAttention
 from groupax.models.fused_attention import FEWEST_QUERIES
 from groupax.models.grouped import Ragged
 from groupax.objective.objective import LossInputs
 from groupax.parallel.pytree import pytree
+from groupax.settings.compute import SharePrefix
 from groupax.training.packing import PLAIN, AttentionCost, MicroBatchPlan, Part, Shape, plan, ranges
 from groupax.types import Row
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from groupax.config import AttnImplementation, Checkpointing, SharePrefix
 from groupax.errors import RunError, is_out_of_memory
 from groupax.models.adapted import Frozen, joined
 from groupax.models.checkpoint import Model
@@ -22,17 +21,21 @@ from groupax.models.fused_attention import fused_for
 from groupax.models.quantize import in_dtype, is_quantized
 from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators
-from groupax.objective.entropy import EntropyControl, EntropyState, applied_coef, next_entropy_state
+from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state
 from groupax.objective.masks import top_entropy_threshold
 from groupax.objective.metrics import MetricSums
 from groupax.parallel.memory import on_devices, on_host
 from groupax.parallel.mesh import format_mesh, num_data_shards, splits_model
 from groupax.parallel.peak import free_memory_bytes, peak_flops, peak_memory_bytes
 from groupax.parallel.transfer import to_host
-from groupax.settings.objective import ObjectiveSettings
+from groupax.settings.compute import Checkpointing, UpdateSettings
+from groupax.settings.fields import like
+from groupax.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
+from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
+from groupax.settings.run import RunSettings
 from groupax.training.batch import Packed, attention_cost_with, pack
 from groupax.training.offload import offloaded
-from groupax.training.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
+from groupax.training.optimizer import make_optimizer, make_schedule
 from groupax.training.packing import Shape
 from groupax.training.step import (
     ROUTER_LOSS,
@@ -57,35 +60,22 @@ MOST_MICRO_BATCH_TOKENS = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerSettings:
-    """How updates are computed. The fields are `GRPOConfig`'s of the same names, apart from the records.
+class LearnerSettings(UpdateSettings, ReferenceSettings, MaskSettings):
+    """Everything that updates depend on.
 
     Attributes:
-        objective: what is minimized.
+        objective: loss that is minimized.
         entropy: weight of the entropy bonus.
         optimizer: how gradients become updates.
         schedule: learning rate.
+        seed: seed of dropout.
     """
 
     objective: ObjectiveSettings
-    entropy: EntropyControl
+    entropy: EntropySettings
     optimizer: OptimizerSettings
-    schedule: ScheduleSettings
-    seed: int = 0
-    dtype: str = "auto"
-    micro_batch_tokens: int | None = None
-    gradient_checkpointing: Checkpointing = "none"
-    scan_layers: bool | None = None
-    attn_implementation: AttnImplementation = "auto"
-    offload_optimizer: bool = False
-    offload_reference: bool = False
-    share_prefix: SharePrefix = "auto"
-    masked_rows_in_denominator: bool = False
-    top_entropy_quantile: float = 1.0
-    weight_distribution_log_steps: int = 0
-    sync_ref_model: bool = False
-    ref_model_mixup_alpha: float = 0.6
-    ref_model_sync_steps: int = 512
+    schedule: LearningRateSettings
+    seed: int = like(RunSettings, "seed")
 
 
 @dataclass(frozen=True, eq=False)

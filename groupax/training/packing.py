@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from groupax.config import SharePrefix
+from groupax.settings.compute import SharePrefix
 
 if TYPE_CHECKING:
     from groupax.types import Row

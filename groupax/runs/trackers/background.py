@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from groupax.config import TrackerName
 from groupax.runs.trackers.tracker import TrackedRun, Tracker, open_tracker
+from groupax.settings.reporting import TrackerName
 
 MOST_WAITING = 256  # calls; further ones are dropped
 CLOSE_S = 60.0  # how long the end of a run waits for its trackers

@@ -10,8 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.config import TrackerName
 from groupax.runs.rollout_log import beginning, prompt_text, valid_text
+from groupax.settings.reporting import TrackerName
 from groupax.types import Metrics, Rollout
 
 SAMPLE_CHARACTERS = 4000  # of a text in a table of samples

@@ -1,0 +1,42 @@
+"""Settings of logs, trackers and displays. Imports no jax."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from groupax.settings.fields import ranged, setting
+
+TrackerName = Literal["wandb", "tensorboard", "trackio", "jsonl"]
+TRACKERS: tuple[str, ...] = get_args(TrackerName)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportingSettings:
+    """What a run shows, logs and sends to trackers."""
+
+    logging_steps: int = ranged(1, 10**9, low=1, resume="free")
+    """Write metrics (means over these steps) and rollouts every this many steps."""
+    profile: int = ranged(0, 10**6, resume="free")
+    """Trace this many steps, from the third step on, into profile/ of the run folder, for Perfetto or XProf."""
+    progress_bar: Literal["rich", "tqdm", "json", "none"] = setting("rich", resume="free")
+    """Display of the run's progress."""
+    log_completions: bool = setting(True, resume="free")
+    """Show a sample group now and then, and keep the rollouts of logged steps in the run folder."""
+    log_completions_steps: int = ranged(1, 10**9, low=1, resume="free")
+    """Keep the rollouts of logged steps that are multiples of this, and of the first and the last step."""
+    rollout_log_gb: float | None = ranged(20.0, 1e9, resume="free")
+    """Size limit of rollouts/ in GB. Beyond it steps are removed such that the others are evenly spaced, but never the
+    first, the newest and the best one. None for no limit."""
+    report_to: tuple[TrackerName, ...] = setting((), resume="free")
+    """Trackers to report to, in addition to the run folder: wandb, tensorboard, trackio, jsonl. See
+    docs/monitoring.md."""
+    run_name: str | None = setting(None, resume="free")
+    """Name of the run in trackers; None takes the name of the run folder."""
+    project: str = setting("groupax", resume="free")
+    """Project of the run in wandb and trackio."""
+    track_memory: bool = setting(False, resume="free")
+    """Measure the memory in use after every step, in addition to its peak."""
+
+    def check(self) -> None:
+        """Raises a ValueError for a tracker that is named twice."""
+        if len(set(self.report_to)) < len(self.report_to):
+            raise ValueError(f"report_to names a tracker twice: {', '.join(map(str, self.report_to))}")
