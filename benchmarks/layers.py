@@ -34,7 +34,7 @@ from groupax.parallel.peak import peak_flops
 from groupax.runs.build import learner_settings
 from groupax.training.batch import pack
 from groupax.training.learner import Learner
-from groupax.training.step import micro_step, to_rows, zero_totals
+from groupax.training.step import micro_step, shard_batch, zero_grads
 from groupax.types import Row
 
 ROUNDS = 7
@@ -76,7 +76,7 @@ def median_seconds(learner: Learner, rows: list[Row], replaced: dict[str, Any]) 
     """Of all micro-batches' forward and backward passes, with functions of `models.grouped` replaced."""
     settings, mesh = learner.settings, learner.mesh
     parts = pack(rows, num_data_shards(mesh), learner.micro_batch_tokens, longest=learner.longest)[0]
-    batches = [to_rows(part.batch, mesh) for part in parts]
+    batches = [shard_batch(part.batch, mesh) for part in parts]
     static: dict[str, Any] = {"config": learner.config, "settings": settings.objective, "mesh": mesh}
     counts = Denominators(jnp.float32(len(rows)), jnp.float32(sum(len(row.completion) for row in rows)))
     seconds = []
@@ -85,7 +85,7 @@ def median_seconds(learner: Learner, rows: list[Row], replaced: dict[str, Any]) 
             patches.enter_context(patch(f"groupax.models.grouped.{name}", function))
         jax.clear_caches()  # programs of other parts
         for _ in range(1 + ROUNDS):  # the first one compiles
-            totals = jax.block_until_ready(zero_totals(learner.policy, **static))
+            totals = jax.block_until_ready(zero_grads(learner.policy, **static))
             started_s = time.perf_counter()
             for batch in batches:
                 totals, _ = micro_step(

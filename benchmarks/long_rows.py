@@ -27,7 +27,7 @@ from groupax.parallel.peak import peak_memory_bytes
 from groupax.runs.build import learner_settings
 from groupax.training.batch import pack
 from groupax.training.learner import Learner
-from groupax.training.step import micro_step, to_rows, zero_totals
+from groupax.training.step import micro_step, shard_batch, zero_grads
 from groupax.types import Row
 
 LENGTHS = (2048, 4096, 8192, 16_384)
@@ -48,10 +48,10 @@ def main() -> None:
             for i in range(2)
         ]
         [part], _ = pack(rows, num_data_shards(model.mesh), settings.micro_batch_tokens or 0)
-        totals = zero_totals(model.params, config=model.config, settings=settings.objective, mesh=model.mesh)
+        totals = zero_grads(model.params, config=model.config, settings=settings.objective, mesh=model.mesh)
         counts = Denominators(jnp.float32(2), jnp.float32(2 * length))
         static: dict[str, Any] = {"config": model.config, "settings": settings.objective, "mesh": model.mesh}
-        batch = to_rows(part.batch, model.mesh)
+        batch = shard_batch(part.batch, model.mesh)
         static["execution"] = execution_on("cpu", "full")
         lowered = micro_step.lower(model.params, totals, batch, counts, jnp.float32(0), **static)
         memory: Any = lowered.compile().memory_analysis()

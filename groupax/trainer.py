@@ -16,7 +16,7 @@ from groupax.data.examples import describe_source, load_examples
 from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import eos_token_ids
 from groupax.errors import DivergedError, RewardError
-from groupax.evaluation.evaluate import Evaluation, evaluate, which_solves
+from groupax.evaluation.evaluate import Evaluation, evaluate, find_correctness_reward
 from groupax.evaluation.sets import named_sets
 from groupax.events import (
     EventStream,
@@ -79,7 +79,7 @@ from groupax.storage.hub import push_folder
 from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
 from groupax.training.learner import Learner, Update
 from groupax.training.packing import Shape
-from groupax.training.step import TrainState
+from groupax.training.state import TrainState
 from groupax.types import Metrics, Row
 
 
@@ -167,7 +167,7 @@ class GRPOTrainer:
             check_columns(self.rewards, columns, examples[0], f"eval_dataset {name!r}")
         self.reward_runner = RewardRunner(self.rewards, args.part(RewardSettings))
         self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
-        self.correctness_reward = which_solves(args.correctness_reward, self.rewards)
+        self.correctness_reward = find_correctness_reward(args.correctness_reward, self.rewards)
         check_installed(args.report_to)
         log_bytes = None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9)
         self._unseen: Any = None if processes.is_primary() else tempfile.TemporaryDirectory(prefix="groupax-process-")
@@ -299,7 +299,7 @@ class GRPOTrainer:
     def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
         while True:
             if self._evaluation_is_due:
-                with stop.abandonable():
+                with stop.cancellable():
                     evaluation = self.evaluate()
                 self.cursor = replace(self.cursor, evaluated_step=self.cursor.step)
                 log.evaluation(self.cursor.step, evaluation)
@@ -342,7 +342,7 @@ class GRPOTrainer:
     def _sample_rollout(self, log: RunLog, stop: PreemptionHandler, num_wanted: int) -> None:
         if self.pipeline is not None:
             self.emit(PhaseStarted("waiting for the rollout"))
-        with stop.abandonable(), self._shapes_kept():
+        with stop.cancellable(), self._shapes_kept():
             experience = (self.pipeline or self.collector).collect(self.cursor, num_wanted)
         self._take(experience)
         log.rollout(self.cursor.step, experience.groups, experience.metrics, experience.errors)
@@ -377,7 +377,7 @@ class GRPOTrainer:
         self.experience = experience.after(num, update.logps[len(rows) :])
         if not self._num_left:
             self.experience = None
-        num_bad_steps = 0 if update.made else self.cursor.num_bad_steps + 1
+        num_bad_steps = 0 if update.applied else self.cursor.num_bad_steps + 1
         self.cursor = replace(self.cursor, step=self.cursor.step + 1, num_bad_steps=num_bad_steps)
         self._begun_at = self._state_before = None
         return batch, update, scored
@@ -401,7 +401,7 @@ class GRPOTrainer:
         return self.cursor, self.experience
 
     def _stop_if_diverged(self, stop: PreemptionHandler, rows: Sequence[Row], update: Update) -> None:
-        if update.made:
+        if update.applied:
             return
         path = processes.run_on_primary(lambda: self.run_folder.write_bad_batch(self.cursor.step, rows))
         loss, grad_norm = update.metrics["loss"], update.metrics["grad_norm"]

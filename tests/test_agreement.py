@@ -20,7 +20,7 @@ from groupax.parallel.mesh import num_data_shards
 from groupax.recipes import load_recipe
 from groupax.settings.objective import ObjectiveSettings
 from groupax.training.batch import pack
-from groupax.training.step import LOGP_DIFF, across_shards, micro_step, score, to_rows, zero_totals
+from groupax.training.step import LOGP_DIFF, all_reduce, micro_step, score, shard_batch, zero_grads
 from groupax.types import Row
 
 from .conftest import TINY, rest_heavy
@@ -59,7 +59,7 @@ def trainer_logps(model, rows, temperature, micro_batch_tokens, share_prefix="au
     settings = ObjectiveSettings(temperature=temperature)
     logps = {}
     for part in pack(rows, num_data_shards(model.mesh), micro_batch_tokens, share_prefix=share_prefix)[0]:
-        batch = to_rows(part.batch, model.mesh)
+        batch = shard_batch(part.batch, model.mesh)
         out = np.asarray(
             score(model.params, batch, config=model.config, settings=settings, mesh=model.mesh, execution=DIRECT)[0]
         )
@@ -92,12 +92,12 @@ def test_a_training_step_finds_the_engines_logps(stories):
     engine = Engine(model.config, model.params, model.mesh, eos_ids=(2,))
     rows = rows_of(engine.generate(prompts, SamplingParams(n=8, max_tokens=64)), prompts)
     counts = Denominators(jnp.float32(64.0), jnp.float32(64.0 * 64))
-    totals = zero_totals(model.params, config=model.config, settings=ObjectiveSettings(), mesh=model.mesh)
+    totals = zero_grads(model.params, config=model.config, settings=ObjectiveSettings(), mesh=model.mesh)
     for part in pack(rows, num_data_shards(model.mesh), 2000)[0]:
         totals, _ = micro_step(
             model.params,
             totals,
-            to_rows(part.batch, model.mesh),
+            shard_batch(part.batch, model.mesh),
             counts,
             jnp.float32(0.0),
             config=model.config,
@@ -105,7 +105,7 @@ def test_a_training_step_finds_the_engines_logps(stories):
             mesh=model.mesh,
             execution=DIRECT,
         )
-    totals = across_shards(totals, config=model.config, mesh=model.mesh)
+    totals = all_reduce(totals, config=model.config, mesh=model.mesh)
     num_tokens = sum(len(row.completion) for row in rows)
     assert float(totals.metrics.sums[f"{LOGP_DIFF}_mean"]) < 5e-6 * num_tokens
     assert float(totals.metrics.maxima[f"{LOGP_DIFF}_max"]) < 1e-4
@@ -179,11 +179,11 @@ def test_sharing_prompts_changes_neither_loss_nor_gradients():
     static = {"config": model.config, "settings": settings, "mesh": model.mesh, "execution": DIRECT}
 
     def loss_and_grads(share_prefix):
-        totals = zero_totals(model.params, config=model.config, settings=settings, mesh=model.mesh)
+        totals = zero_grads(model.params, config=model.config, settings=settings, mesh=model.mesh)
         for part in pack(rows, num_data_shards(model.mesh), 300, share_prefix=share_prefix)[0]:
-            batch = to_rows(part.batch, model.mesh)
+            batch = shard_batch(part.batch, model.mesh)
             totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)
-        totals = across_shards(totals, config=model.config, mesh=model.mesh)
+        totals = all_reduce(totals, config=model.config, mesh=model.mesh)
         return jax.tree.leaves((totals.loss, totals.grads))
 
     for a, b in zip(loss_and_grads("always"), loss_and_grads("never"), strict=True):

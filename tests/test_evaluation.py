@@ -12,7 +12,7 @@ import pytest
 from groupax.cli.summary import BeforeAfter, show, write_report
 from groupax.data.prompts import encode_examples
 from groupax.evaluation.answers import ACCURACY_REWARDS, math_answer, number_answer, tagged_answer
-from groupax.evaluation.evaluate import Evaluation, SetEvaluation, evaluate, which_solves
+from groupax.evaluation.evaluate import Evaluation, SetEvaluation, evaluate, find_correctness_reward
 from groupax.evaluation.items import Completion, Item, compare, estimates, item_values, read_items, votes, write_items
 from groupax.evaluation.paired import mcnemar, paired_difference
 from groupax.evaluation.sets import named_sets, sources_by_name
@@ -122,10 +122,12 @@ def test_accuracy_rewards_exist():
 
     assert {*ACCURACY_REWARDS} <= {*BUILTIN_REWARDS, countdown_correct.__name__}
     rewards = resolve_rewards([count_a, "gsm8k_accuracy"], ["answer"])
-    assert which_solves(None, rewards) == "gsm8k_accuracy"
-    assert which_solves(None, rewards[:1]) is None
-    with pytest.raises(ValueError, match="'count_b', which is no reward function; did you mean count_a"):
-        which_solves("count_b", rewards)
+    assert find_correctness_reward(None, rewards) == "gsm8k_accuracy"
+    assert find_correctness_reward(None, rewards[:1]) is None
+    with pytest.raises(
+        ValueError, match=r"correctness_reward is 'count_b', which is not a reward function .*; did you mean count_a"
+    ):
+        find_correctness_reward("count_b", rewards)
 
 
 # -- intervals
@@ -273,7 +275,7 @@ def test_items_survive_their_file(tmp_path):
     write_items(tmp_path / "x.jsonl", items)
     assert read_items(tmp_path / "x.jsonl") == items
     (tmp_path / "y.jsonl").write_text('{"prompt": 1}\n')
-    with pytest.raises(ValueError, match="line 1 is no item of an evaluation"):
+    with pytest.raises(ValueError, match="line 1 is not an item of an evaluation"):
         read_items(tmp_path / "y.jsonl")
     with pytest.raises(ValueError, match="cannot be read"):
         read_items(tmp_path / "z.jsonl")
@@ -288,10 +290,10 @@ def test_sets_have_names():
     }
     assert sources_by_name(["a=b/x.jsonl"], only="eval") == {"a": "b/x.jsonl"}
     assert sources_by_name(["c/odd=place/x.jsonl"], only="eval") == {"eval": "c/odd=place/x.jsonl"}
-    for bad, message in (({}, "without a set"), ({"a/b": []}, "got 'a/b'"), ({1: []}, "got 1")):
+    for bad, message in (({}, "is an empty mapping"), ({"a/b": []}, "got 'a/b'"), ({1: []}, "got 1")):
         with pytest.raises(ValueError, match=message):
             named_sets(bad)
-    with pytest.raises(ValueError, match="two evaluation sets are called 'test'"):
+    with pytest.raises(ValueError, match="two evaluation sets have the name 'test'"):
         sources_by_name(["a/test.jsonl", "b/test.jsonl"])
 
 

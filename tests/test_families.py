@@ -25,7 +25,7 @@ from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.training.batch import pack
 from groupax.training.optimizer import make_optimizer, make_schedule
-from groupax.training.step import ROUTER_LOSS, across_shards, micro_step, to_rows, zero_totals
+from groupax.training.step import ROUTER_LOSS, all_reduce, micro_step, shard_batch, zero_grads
 from groupax.types import Row
 
 from .conftest import one_device_mesh, rest_heavy
@@ -319,12 +319,12 @@ def test_the_router_loss_is_added_whatever_the_number_of_devices(coef):
 
     def totals_on(mesh):
         model = init_model(hf, seed=1, mesh=mesh)
-        totals = zero_totals(model.params, config=model.config, settings=settings, mesh=mesh)
+        totals = zero_grads(model.params, config=model.config, settings=settings, mesh=mesh)
         (part,), _ = pack(rows, num_data_shards(mesh), 4096, share_prefix="never")
         static = {"config": model.config, "settings": settings, "mesh": mesh, "execution": Execution("full")}
-        batch = to_rows(part.batch, mesh)
+        batch = shard_batch(part.batch, mesh)
         totals, _ = micro_step(model.params, totals, batch, counts, jnp.float32(0.0), **static)
-        return across_shards(totals, config=model.config, mesh=mesh)
+        return all_reduce(totals, config=model.config, mesh=mesh)
 
     one, four = totals_on(one_device_mesh()), totals_on(make_mesh())
     balance = float(one.tally.sums[ROUTER_LOSS]) / float(counts.num_tokens)

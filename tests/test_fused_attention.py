@@ -24,7 +24,7 @@ from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
 from groupax.training.batch import attention_cost_with, pack
 from groupax.training.learner import Learner
-from groupax.training.step import micro_step, to_rows, zero_totals
+from groupax.training.step import micro_step, shard_batch, zero_grads
 from groupax.types import Row
 
 from .conftest import TINY, one_device_mesh, rest_heavy
@@ -232,13 +232,13 @@ def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
 
     params = shapes(jax.eval_shape(lambda: init_model({**TINY, **change}, mesh=mesh).params), jnp.bfloat16)
     static = {"config": config, "settings": settings, "mesh": mesh}
-    totals = jax.eval_shape(lambda params: zero_totals(params, **static), params)
+    totals = jax.eval_shape(lambda params: zero_grads(params, **static), params)
     [part, *_] = pack(long_rows(96), 1, 4096, (), "always", (200, 200), attention_cost_with(FusedAttention("cudnn")))[0]
     scalar = jnp.float32(1)
     traced = micro_step.trace(
         params,
         shapes(totals),
-        to_rows(part.batch, mesh),
+        shard_batch(part.batch, mesh),
         Denominators(scalar, scalar),
         scalar,
         **static,

@@ -15,15 +15,16 @@ import pytest
 from groupax.cli.launch import LAUNCHERS, launch
 from groupax.cli.main import COMMANDS, main
 from groupax.errors import PREEMPTED
-from groupax.launch.argv import LAUNCHED, program_of, split_words
-from groupax.launch.environment import environment_of
+from groupax.launch.argv import LAUNCHED, program_of, split_argv
+from groupax.launch.environment import process_environment
 from groupax.launch.local import MISTAKE, Stop, local_attempt
-from groupax.launch.output import copied
+from groupax.launch.output import copy_lines
 from groupax.launch.ray_functions import CpuAcceleratorConfig, GpuAcceleratorConfig, TpuAcceleratorConfig
 from groupax.launch.ray_program import Ray, config_of
-from groupax.launch.readiness import wait_for
-from groupax.launch.retries import Outcome, Retries, attempted
-from groupax.launch.slurm import Slurm, script_of, submit, written
+from groupax.launch.readiness import silent_servers
+from groupax.launch.retries import Outcome, Retries, run_with_retries
+from groupax.launch.slurm import Slurm, submit, write_script
+from groupax.launch.slurm_script import script_of
 from groupax.settings import environment as env
 
 from .slurm_stand_ins import run_job
@@ -43,7 +44,7 @@ def test_words_are_a_command_or_a_program():
     assert program_of(["train", "--x"]) == [sys.executable, "-m", "groupax", "train", "--x"]
     assert program_of(["true", "a b"]) == ["true", "a b"]
     assert set(LAUNCHED) <= set(COMMANDS)
-    assert environment_of(1, 4, "h:1") == {
+    assert process_environment(1, 4, "h:1") == {
         "GROUPAX_COORDINATOR": "h:1",
         "GROUPAX_NUM_PROCESSES": "4",
         "GROUPAX_PROCESS_ID": "1",
@@ -54,26 +55,23 @@ def test_words_are_a_command_or_a_program():
     ("argv", "message"),
     [
         (["lokal", "--", "train"], "did you mean local"),
-        (["local", "-n", "2", "train"], "stands behind --"),
-        (["local", "-n", "2", "--"], "what is to be started"),
+        (["local", "-n", "2", "train"], "must follow --"),
+        (["local", "-n", "2", "--"], "no program to start"),
         (["local", "-n", "2", "--", "trian"], "did you mean train"),
         (["local", "-n", "0", "--", "true"], "-n must be at least 1"),
         (["local", "-n", "1", "--restarts", "-1", "--", "true"], "0 or more, got -1"),
-        (["slurm", "--nodes", "1", "--server_nodes", "1", "--", *TRAIN], "one has to be left that trains"),
-        (["slurm", "--time", "soon", "--", *TRAIN], "--time must be as"),
-        (["slurm", "--time", "00:05:00", "--", *TRAIN], "--time 00:05:00 is all notice"),
-        (["slurm", "--time", "5:00", "--notice_s", "400", "--", *TRAIN], "a shorter --notice_s"),
-        (["slurm", "--nodes", "2", "--server_nodes", "1", "--", "eval", *TRAIN[1:]], "uses no servers"),
+        (["slurm", "--nodes", "1", "--server_nodes", "1", "--", *TRAIN], "at least one node has to train"),
+        (["slurm", "--time", "soon", "--", *TRAIN], "--time must have a form such as"),
+        (["slurm", "--time", "00:05:00", "--", *TRAIN], "--time 00:05:00 leaves no time to train"),
+        (["slurm", "--time", "5:00", "--notice_s", "400", "--", *TRAIN], "decrease --notice_s"),
+        (["slurm", "--nodes", "2", "--server_nodes", "1", "--", "eval", *TRAIN[1:]], "samples without servers"),
         (["slurm", "--notice_s", "-1", "--", *TRAIN], "--notice_s must be 0 or more"),
         (["slurm", "--cpus", "0", "--", *TRAIN], "--cpus must be at least 1"),
-        (["slurm", "--job_name", "a b", "--", *TRAIN], "--job_name must be letters"),
-        (["slurm", "--sbatch", "a b=x", "--", *TRAIN], "takes options as"),
+        (["slurm", "--job_name", "a b", "--", *TRAIN], "--job_name must consist of letters"),
+        (["slurm", "--sbatch", "a b=x", "--", *TRAIN], "takes options such as"),
         (["slurm", "--partition", "a\n#SBATCH --x", "--", *TRAIN], "must be one line"),
-        (["slurm", "--nodes", "2", "--server_nodes", "1", "--", "train", "--recipe", "gsm8k"], "which model"),
-        (
-            ["slurm", "--nodes", "2", "--server_nodes", "1", "--", *TRAIN, "--rollout_servers", "http://a:1"],
-            "leave it out",
-        ),
+        (["slurm", "--nodes", "2", "--server_nodes", "1", "--", "train", "--recipe", "gsm8k"], "no model to load"),
+        (["slurm", "--nodes=2", "--server_nodes=1", "--", *TRAIN, "--rollout_servers", "http://a:1"], "leave it out"),
         (
             ["slurm", "--nodes", "2", "--server_nodes", "1", "--server_options=--port 1", "--", *TRAIN],
             "--port of the servers",
@@ -84,7 +82,7 @@ def test_words_are_a_command_or_a_program():
         ),
         (["slurm", "--file", "/nowhere/a.sbatch", "--dry_run", "--", *TRAIN], "cannot be written"),
         (["ray", "--tpu", "v4-64", "--hosts", "2", "--", *TRAIN], "leave out --hosts"),
-        (["ray", "--tpu", "v4-63", "--", *TRAIN], "no size of a slice"),
+        (["ray", "--tpu", "v4-63", "--", *TRAIN], "is not a known size"),
         (["ray", "--env", "NOT_SET_HERE", "--", *TRAIN], "not set here"),
     ],
 )
@@ -104,9 +102,9 @@ def test_a_job_needs_more_time_than_its_notice(time):
 
 @pytest.mark.parametrize("program", [["groupax"], [sys.executable, "-m", "groupax"]])
 def test_a_command_may_have_its_program_before_it(program):
-    own, words = split_words(["slurm", "--", *program, *TRAIN], "usage")
+    own, words = split_argv(["slurm", "--", *program, *TRAIN], "usage")
     assert (own, words) == (["slurm"], TRAIN)
-    assert split_words(["--", *program, "serve"], "usage")[1] == [*program, "serve"]
+    assert split_argv(["--", *program, "serve"], "usage")[1] == [*program, "serve"]
 
 
 def test_help_lists_the_launchers(capsys):
@@ -126,10 +124,10 @@ def test_restarts_follow_the_budget_and_the_pauses_double():
         pauses.append(seconds)
         return True
 
-    retries = Retries(failures=2, preemptions=2, first_wait_s=1.0, longest_wait_s=5.0)
-    outcome = attempted(lambda: Outcome(next(endings), "why", 7), retries, told.append, pause)
+    retries = Retries(failures=2, preemptions=2, first_wait_s=1.0, max_wait_s=5.0)
+    outcome = run_with_retries(lambda: Outcome(next(endings), "why", 7), retries, told.append, pause)
     assert (outcome.ending, outcome.value, pauses) == ("done", 7, [1.0, 2.0, 4.0, 5.0])
-    assert told[0] == "why; started again in 1 s (1 of at most 2 times)"
+    assert told[0] == "why; restarting in 1 s (1 of at most 2 times)"
     assert Retries().wait_s(10_000) == 60.0
 
 
@@ -137,12 +135,14 @@ def test_restarts_follow_the_budget_and_the_pauses_double():
 def test_what_is_not_started_again(ending, attempts):
     made = []
     retries = Retries(failures=2, preemptions=1)
-    outcome = attempted(lambda: made.append(1) or Outcome(ending, "why", 1), retries, lambda _: None, lambda _: True)
+    outcome = run_with_retries(
+        lambda: made.append(1) or Outcome(ending, "why", 1), retries, lambda _: None, lambda _: True
+    )
     assert (outcome.ending, len(made)) == (ending, attempts)
 
 
 def test_a_request_to_stop_while_waiting_ends_it():
-    outcome = attempted(lambda: Outcome("failed", "why", 3), Retries(), lambda _: None, lambda _: False)
+    outcome = run_with_retries(lambda: Outcome("failed", "why", 3), Retries(), lambda _: None, lambda _: False)
     assert (outcome.ending, outcome.value) == ("stopped", 3)
 
 
@@ -152,7 +152,7 @@ def test_a_request_to_stop_while_waiting_ends_it():
 def test_lines_have_prefixes_and_bars_are_left_out(tmp_path):
     (tmp_path / "source").write_bytes(b"one\nbar 1\rbar 2\r\n\xff\nlast")
     with (tmp_path / "target").open("w", encoding="utf-8") as target:
-        copied((tmp_path / "source").open("rb"), target, "[0] ").join()
+        copy_lines((tmp_path / "source").open("rb"), target, "[0] ").join()
     assert (tmp_path / "target").read_text(encoding="utf-8") == "[0] one\n[0] bar 2\n[0] \ufffd\n[0] last\n"
 
 
@@ -179,8 +179,8 @@ time.sleep(60)
     assert local(2, code, "--restarts", "1") == 3
     assert (tmp_path / "0").read_text() == "xx"
     err = capfd.readouterr().err
-    assert "process 0 of 2 failed with status 3; started again in 0 s (1 of at most 1 times)" in err
-    assert "not started again, as that was done 1 times" in err
+    assert "process 0 of 2 failed with status 3; restarting in 0 s (1 of at most 1 times)" in err
+    assert "not restarted again after 1 restarts" in err
 
 
 def test_status_75_is_started_again_and_2_is_not(tmp_path, capfd):
@@ -188,10 +188,10 @@ def test_status_75_is_started_again_and_2_is_not(tmp_path, capfd):
         f"import pathlib, sys; f = pathlib.Path(r'{tmp_path}/f'); e = f.exists(); f.touch(); sys.exit(0 if e else 75)"
     )
     assert local(1, code, "--restarts", "0") == 0
-    assert "the process was preempted; started again" in capfd.readouterr().err
+    assert "the process was preempted; restarting in" in capfd.readouterr().err
     assert local(1, code.replace("/f'", "/g'"), "--preemptions", "0") == PREEMPTED
     assert local(1, "import sys; sys.exit(2)") == MISTAKE
-    assert "a mistake that would be made again" in capfd.readouterr().err
+    assert "a mistake that a restart would repeat" in capfd.readouterr().err
 
 
 def test_one_that_does_not_stop_is_killed_with_what_it_started(tmp_path):
@@ -304,7 +304,7 @@ JOBS = {
 
 @pytest.mark.parametrize("job", JOBS)
 def test_job_files_are_sound_bash(job, tmp_path):
-    file = written(script_of(*JOBS[job]), tmp_path / "a.sbatch")
+    file = write_script(script_of(*JOBS[job]), tmp_path / "a.sbatch")
     subprocess.run(["bash", "-n", str(file)], check=True)
     assert list(tmp_path.iterdir()) == [file]
     if shutil.which("shellcheck"):
@@ -342,7 +342,7 @@ def test_the_file_is_written_and_sbatch_called(tmp_path, monkeypatch, capsys):
     assert launch(["slurm", "--dry_run", "--job_name", "one", "--", *TRAIN]) == 0
     assert "wrote one.sbatch" in capsys.readouterr().out
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match=r"no sbatch here; one\.sbatch is written"):
+    with pytest.raises(ValueError, match=r"sbatch is not installed here; one\.sbatch is written"):
         submit(Path("one.sbatch"))
     for status, said in ((0, "Submitted batch job 7"), (1, "")):
         fake = tmp_path / "sbatch"
@@ -373,12 +373,12 @@ def test_a_job_is_started_again_after_failures_and_ends_with_the_last_status(tmp
     assert status == 0, out
     assert out.count("srun on 127.0.0.1,127.0.0.2") == 2
     assert "0 2 127.0.0.1:14690 [\"it's $HOME\", '']" in out
-    assert "ended with status 3, started again in 0 s (1 of 3 times)" in out
+    assert "ended with status 3; restarting in 0 s (1 of 3 times)" in out
     for name in ("seen0", "seen1"):
         (tmp_path / name).unlink()
     status, out = run_job(tmp_path, script_of(Slurm(backoff_s=0, restarts=1), words), STATUSES="3 4")
     assert status == 4
-    assert "not started again after 1 restarts" in out
+    assert "not restarted again after 1 restarts" in out
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(PREEMPTED, True), (MISTAKE, False)])
@@ -405,7 +405,7 @@ def test_trainers_start_when_the_servers_answer(tmp_path):
         threading.Thread(target=server.serve_forever).start()
         try:
             port = server.server_address[1]
-            assert wait_for([f"http://127.0.0.2:{port}"], 60.0) == []
+            assert silent_servers([f"http://127.0.0.2:{port}"], 60.0) == []
             text = script_of(Slurm(nodes=2, server_nodes=1), ["train", "--model", "m"])
             shown = f"import os, sys; print('trains', sys.argv[1:], len(os.environ['{env.API_KEY}']))"
             trainer = f"TRAINER=({sys.executable} -Sc {shlex.quote(shown)} train)"
@@ -423,7 +423,7 @@ def test_trainers_start_when_the_servers_answer(tmp_path):
 
 
 def test_servers_that_do_not_answer_are_named():
-    assert wait_for(["http://127.0.0.1:9"], 0.0) == ["http://127.0.0.1:9"]
+    assert silent_servers(["http://127.0.0.1:9"], 0.0) == ["http://127.0.0.1:9"]
 
 
 # -- Ray

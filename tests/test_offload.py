@@ -10,7 +10,7 @@ from groupax.parallel.memory import DEVICE, HOST, on_devices, on_host
 from groupax.parallel.mesh import make_mesh
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.training.optimizer import OPTIMIZERS, make_optimizer, make_schedule
-from groupax.training.step import apply_update, init_state
+from groupax.training.state import apply_update, init_state
 
 from .conftest import TINY, rest_heavy
 from .stopped_run import final_state, letters

@@ -490,13 +490,13 @@ def test_slices_and_virtual_devices_have_names(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("h100:8", "no TPU slice 'h100:8'; slices are of v4, v5e, v5p, v6e, e.g. v4-64 or v5e-32; virtual CPU"),
+        ("h100:8", "no TPU slice 'h100:8'; kinds of slices are v4, v5e, v5p, v6e, e.g. v4-64 or v5e-32; virtual CPU"),
         ("cpu:0", "virtual CPU devices are cpu:8"),
         ("v7-8", "no TPU slice 'v7-8'"),
-        ("v4-4", "'v4-4' is no size of a slice of v4 that is known; those are v4-8, v4-16, v4-32"),
-        ("v5p-12288", "'v5p-12288' is no size of a slice of v5p that is known"),
-        ("v6e-512", "the largest slice of v6e that is known is v6e-256"),
-        ("v4-16384", "the largest slice of v4 that is known is v4-8192"),
+        ("v4-4", "'v4-4' is not a known size of a v4 slice; sizes are v4-8, v4-16, v4-32"),
+        ("v5p-12288", "'v5p-12288' is not a known size of a v5p slice"),
+        ("v6e-512", "the largest known v6e slice is v6e-256"),
+        ("v4-16384", "the largest known v4 slice is v4-8192"),
     ],
 )
 def test_devices_that_do_not_exist_are_told(name, message, tmp_path):
@@ -699,7 +699,7 @@ def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
     assert "cpu:2: 2 devices, dp 2\n4 completions of 16 tokens in each rollout, 1 update on them" in done.stdout
     [record] = json.loads(out.read_text())
     assert (record["fits"], record["fault"], record["mesh"]) == (True, None, [2, 1, 1, 1, 1])
-    names = ["admit", "decode_chunk", "micro_step", "across_shards", "apply_update"]
+    names = ["admit", "decode_chunk", "micro_step", "all_reduce", "apply_update"]
     assert [program["name"] for program in record["programs"]] == names
     lines = done.stdout.splitlines()
     for heading, cells in (("memory of a device, MB", 8), ("one run of each program on a device", 4)):

@@ -36,9 +36,9 @@ def test_configs_that_cannot_be_are_refused():
         TpuAcceleratorConfig("v9-8")
     with pytest.raises(ValueError, match="gpus_per_host must be at least 1, got 0"):
         GpuAcceleratorConfig(gpus_per_host=0)
-    with pytest.raises(ValueError, match="env_vars must be texts, STEPS is 3"):
+    with pytest.raises(ValueError, match="env_vars must be strings, STEPS is 3"):
         CpuAcceleratorConfig(execution_env={"env_vars": {"STEPS": 3}})
-    with pytest.raises(ValueError, match=r"working_dir='src' in execution_env must be an address"):
+    with pytest.raises(ValueError, match=r"working_dir='src' in execution_env must be a URI"):
         TpuAcceleratorConfig("v4-8", execution_env={"working_dir": "src"})
     with pytest.raises(TypeError, match="takes a function"):
         execute(CpuAcceleratorConfig())(3)
@@ -104,7 +104,7 @@ def test_a_function_runs_on_all_hosts_of_a_slice_with_its_environment(cluster, c
 def test_a_host_that_fails_stops_all_and_all_start_again(cluster, tmp_path):
     told = []
 
-    @execute(CpuAcceleratorConfig(2, wait_s=120.0), retries=QUICK, grace_s=20.0, tell=told.append)
+    @execute(CpuAcceleratorConfig(2, wait_s=120.0), retries=QUICK, grace_s=20.0, log=told.append)
     def main(folder):
         me = os.environ["GROUPAX_PROCESS_ID"]
         with open(f"{folder}/begun.{me}", "a") as file:
@@ -117,9 +117,7 @@ def test_a_host_that_fails_stops_all_and_all_start_again(cluster, tmp_path):
 
     assert main(str(tmp_path)) == ["0", "1"]
     assert len(told) == 1
-    assert (
-        "host 1 of 2 failed: RuntimeError: the disk is gone; started again in 0.1 s (1 of at most 1 times)" in told[0]
-    )
+    assert "host 1 of 2 failed: RuntimeError: the disk is gone; restarting in 0.1 s (1 of at most 1 times)" in told[0]
 
 
 @pytest.mark.long
@@ -136,7 +134,7 @@ def test_mistakes_and_spent_budgets_end_with_the_traceback(cluster):
 
     told = []
 
-    @execute(CpuAcceleratorConfig(1, wait_s=120.0), retries=QUICK, grace_s=5.0, tell=told.append)
+    @execute(CpuAcceleratorConfig(1, wait_s=120.0), retries=QUICK, grace_s=5.0, log=told.append)
     def preempted():
         raise SystemExit(75)
 
@@ -146,7 +144,7 @@ def test_mistakes_and_spent_budgets_end_with_the_traceback(cluster):
 
     told.clear()
 
-    @execute(CpuAcceleratorConfig(1, wait_s=120.0), retries=QUICK, grace_s=5.0, tell=told.append)
+    @execute(CpuAcceleratorConfig(1, wait_s=120.0), retries=QUICK, grace_s=5.0, log=told.append)
     def killed():
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -158,7 +156,7 @@ def test_mistakes_and_spent_budgets_end_with_the_traceback(cluster):
     def never():
         pass
 
-    with pytest.raises(TimeoutError, match="1 nodes with 99 CPU were not free in 1 s"):
+    with pytest.raises(TimeoutError, match="1 nodes with 99 CPU were not free within 1 s"):
         never()
 
 
@@ -198,7 +196,7 @@ def test_a_lost_node_leads_to_the_state_of_an_undisturbed_run(cluster, tmp_path)
     thread = threading.Thread(target=lose_a_node)
     thread.start()
     steps = 40
-    disturbed = execute(config, retries=QUICK, grace_s=5.0, tell=replace_it)(training)(str(tmp_path), steps)
+    disturbed = execute(config, retries=QUICK, grace_s=5.0, log=replace_it)(training)(str(tmp_path), steps)
     thread.join()
     assert len(told) == 1
     assert f"host 1 of {NUM_HOSTS} was lost" in told[0]
@@ -273,7 +271,7 @@ def test_training_goes_on_after_a_lost_node_to_the_same_weights(cluster, tmp_pat
 
     thread = threading.Thread(target=lose_a_node)
     thread.start()
-    disturbed = execute(config, retries=QUICK, tell=replace_it)(training)(str(model), str(tmp_path / "run"), steps)
+    disturbed = execute(config, retries=QUICK, log=replace_it)(training)(str(model), str(tmp_path / "run"), steps)
     thread.join()
     assert len(told) == 1
     assert "host 1 of 2 was lost" in told[0]

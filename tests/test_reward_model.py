@@ -91,7 +91,7 @@ def test_models_in_memory_need_a_tokenizer(tmp_path):
     model = load_model(a_reward_model(tmp_path / "judge"))
     [reward] = resolve_rewards(model, [], a_tokenizer(eos_token="<eos>"))
     assert reward.name == "reward_model"
-    with pytest.raises(ValueError, match="made in memory has no tokenizer"):
+    with pytest.raises(ValueError, match="created in memory has no tokenizer"):
         resolve_rewards(init_model(CONFIG), [])
     with pytest.raises(ValueError, match="reward_processing_classes has 1 entries for 2 reward functions"):
         resolve_rewards([model, count_a], [], [None])
@@ -99,7 +99,7 @@ def test_models_in_memory_need_a_tokenizer(tmp_path):
 
 def test_the_wrong_kind_of_model_is_refused(tmp_path):
     causal = save_model(init_model(TINY), tmp_path / "causal")
-    with pytest.raises(ValueError, match=r"is no reward model: its config.json names"):
+    with pytest.raises(ValueError, match=r"is not a reward model: its config.json names"):
         RewardModel(causal)
     with pytest.raises(ValueError, match="classifies sequences; a policy needs a causal model"):
         a_trainer(tmp_path, model=init_model(CONFIG))

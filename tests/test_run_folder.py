@@ -344,7 +344,7 @@ def test_stopping_while_a_run_is_prepared_is_told_in_one_line(capsys, number):
     assert exit_status("groupax train", command) == PREEMPTED
     said = capsys.readouterr().err
     assert said.startswith(
-        f"stopped ({signal.Signals(number).name}) before training began; nothing was saved. Start it"
+        f"stopped ({signal.Signals(number).name}) before training started; nothing was saved. Start it"
     )
     assert said.count("\n") == 1
 

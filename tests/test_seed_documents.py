@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from groupax.launch.environment import free_port
-from groupax.launch.readiness import wait_for
+from groupax.launch.readiness import silent_servers
 
 from .conftest import SHARED
 from .seed_documents import TABLE, WITH_SERVER, Not, Run, blocks_of, code_of, replaced
@@ -228,7 +228,7 @@ def test_the_server_of_the_job(folders, tmp_path):
     with job(
         tmp_path, f"{nodes}{the_block('003', 7, world)}wait\n", HF_HOME=str(tmp_path / "hf"), GROUPAX_API_KEY=KEY
     ) as process:
-        assert wait_for([f"http://127.0.0.5:{world['port']}"], 300.0) == []
+        assert silent_servers([f"http://127.0.0.5:{world['port']}"], 300.0) == []
         cancel_step(follow(process, "srun on"), "127.0.0.5")
         out, _ = process.communicate(timeout=120)
     assert "step on 127.0.0.5 ended with 0" in out

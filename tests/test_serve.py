@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,13 @@ from groupax.cli.serve import Serve, engines_of, models_of
 from groupax.data.tokenizer import context_tokens, decode, decode_after
 from groupax.engine.stop_strings import text_before_stop
 from groupax.parallel import peak
-from groupax.serve.answers import Answers, Completion, Vocabulary
 from groupax.serve.app import EventStream, Limits, Server
 from groupax.serve.errors import ApiError
-from groupax.serve.loop import EngineLoop, Growth
-from groupax.serve.metrics import Histogram
-from groupax.serve.prompts import encoded
-from groupax.serve.requests import parse, parse_json
+from groupax.serve.loop import Delta, EngineLoop
+from groupax.serve.metrics import Metrics
+from groupax.serve.prepare import encoded, prepare
+from groupax.serve.requests import SETTINGS, parse, parse_json
+from groupax.serve.responses import Completion, ResponseBuilder, TokenTexts
 from groupax.serve.text import TextStream
 from groupax.serve.weights import Weights
 
@@ -49,11 +49,11 @@ def test_settings_of_a_request():
     assert request.logprobs == 0
     assert request.stream
     assert parsed(max_tokens=None).sampling_params(16).max_tokens == 16
-    assert parsed().settings["seed"] != parsed().settings["seed"]
+    assert parsed().seed != parsed().seed
     assert parsed(prompt=[[1, 2], [3]]).prompts == [[1, 2], [3]]
     assert parsed(prompt=[1, 2]).prompts == [[1, 2]]
     assert parsed(user="somebody", best_of=1, suffix=None).prompts == ["x"]
-    assert parsed(row_keys=[[1, 2**32 - 1]]).row_keys.tolist() == [[1, 2**32 - 1]]
+    assert parsed(row_keys=[[1, 2**32 - 1]]).row_keys == [[1, 2**32 - 1]]
 
 
 def test_settings_of_a_chat():
@@ -73,31 +73,31 @@ def test_settings_of_a_chat():
         ({"prompt": [True]}, "a prompt must be"),
         ({"prompt": [1, 2.5]}, "a prompt must be"),
         ({"prompt": {"a": 1}}, "prompt must be"),
-        ({"temperature": "hot"}, "temperature must be a number"),
-        ({"temperature": 1e300}, "temperature is out of range"),
-        ({"temperature": True}, "temperature must be a number"),
+        ({"temperature": "hot"}, "temperature must be a valid number"),
+        ({"temperature": 1e300}, "temperature must be less than or equal to 1000000000, got 1e\\+300"),
+        ({"temperature": True}, "temperature must be a valid number"),
         ({"temperature": 1e-36}, "temperature must be 0 or between 1e-06 and 1000, got 1e-36"),
-        ({"n": 1.5}, "n must be an integer"),
-        ({"n": 1 << 40}, "n is out of range"),
-        ({"seed": 1 << 70}, "seed must be an integer"),
-        ({"stop": [1]}, "stop must be a text"),
-        ({"stop": ["a"] * 17}, "at most 16"),
+        ({"n": 1.5}, "n must be a valid integer, got 1.5"),
+        ({"n": 1 << 40}, "n must be less than 2147483648, got 1099511627776"),
+        ({"seed": 1 << 70}, "seed must be less than 9223372036854775808"),
+        ({"stop": [1]}, "stop.0 must be a valid string, got 1"),
+        ({"stop": ["a"] * 17}, "stop must have at most 16 items, not 17"),
         ({"stop": [""]}, "stop must be texts that are not empty"),
-        ({"logit_bias": {"a": 1}}, "logit_bias must name token ids"),
-        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias must name token ids"),
-        ({"logit_bias": {"1": 101}}, r"logit_bias must be in \[-100, 100\]"),
-        ({"logit_bias": [1]}, "logit_bias must be an object"),
-        ({"logprobs": 21}, r"logprobs must be in \[0, 20\]"),
-        ({"echo": 1}, "echo must be true or false"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must have token ids as its keys"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias must have token ids as its keys"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1 must be less than or equal to 100, got 101"),
+        ({"logit_bias": [1]}, "logit_bias must be a valid object"),
+        ({"logprobs": 21}, "logprobs must be less than or equal to 20, got 21"),
+        ({"echo": 1}, "echo must be a valid boolean, got 1"),
         ({"echo": True, "logprobs": 1}, "echo with logprobs"),
-        ({"stream_options": 1}, "stream_options must be an object"),
+        ({"stream_options": 1}, "stream_options must be a valid object"),
         ({"best_of": 3}, "best_of=3 is not supported"),
         ({"max_token": 3}, "unknown field 'max_token'; did you mean max_tokens"),
         ({"messages": []}, "unknown field 'messages'"),
-        ({"model": 3}, "model must be a text"),
+        ({"model": 3}, "model must be a valid string"),
         ({"min_tokens": 20}, "min_tokens must be in"),
-        ({"row_keys": [[1]]}, "row_keys must be a list of pairs"),
-        ({"row_keys": [[1, -1]]}, "row_keys must hold numbers of 32 bits"),
+        ({"row_keys": [[1]]}, "row_keys.0 must have at least 2 items, not 1"),
+        ({"row_keys": [[1, -1]]}, "row_keys.0.1 must be greater than or equal to 0, got -1"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(fields, message):
@@ -110,9 +110,9 @@ def test_requests_that_make_no_sense_are_refused(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "messages must be a list"),
-        ({"messages": [{"role": "user"}]}, "content of a message must be a text"),
-        ({"messages": [{"content": "x"}]}, "role and content"),
+        ({}, "messages is missing"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content is missing"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role is missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "a message has a part of type 'image_url'",
@@ -134,7 +134,7 @@ def test_bodies_that_are_no_objects_are_refused(body):
 
 
 def test_what_is_no_text_is_refused_in_words_that_can_be_sent():
-    with pytest.raises(ApiError, match=r"a field whose name is no text: '\\ud800'") as caught:
+    with pytest.raises(ApiError, match=r"a field whose name is not valid Unicode: '\\ud800'") as caught:
         parse(b'{"prompt": "x", "\\ud800": 1}', False)
     assert caught.value.status == 400
     json.dumps(caught.value.body, ensure_ascii=False).encode()
@@ -199,7 +199,7 @@ def test_completions_keep_the_space_before_their_first_word(prompt, tokens, text
     assert decode_after(tokenizer, context, tokens) == text
     stream = TextStream(lambda ids: decode(tokenizer, [ids])[0], (), context)
     assert "".join([stream.add([token]) for token in tokens]) + stream.end(text) == text
-    vocabulary = Vocabulary(tokenizer)
+    vocabulary = TokenTexts(tokenizer)
     if len(prompt) > 1 and 1 not in prompt:
         assert "".join(vocabulary.text(token) for token in tokens) == text
 
@@ -228,38 +228,38 @@ def test_texts_and_stops_of_a_session_stand_behind_the_prompt(tiny_model):
 def test_answers_in_pieces_are_the_whole_one():
     tokenizer = a_tokenizer(eos_token="<eos>")
     request = parsed(logprobs=1, n=1, return_token_ids=True)
-    answers = Answers(request, "m", "id", [[1, 2]], [], 1, Vocabulary(tokenizer))
+    answers = ResponseBuilder(request, "m", "id", [[1, 2]], [], TokenTexts(tokenizer))
     parts = [
-        Growth(0, 0, [3, 4], [-0.5, -1.0], [-0.4, -0.9], [[(3, -0.5)], [(5, -0.2)]], [1, 1], None, ""),
-        Growth(0, 2, [5], [-0.1], [-0.1], [[(5, -0.1)]], [2], "stop", "abc"),
+        Delta(0, 0, [3, 4], [-0.5, -1.0], [-0.4, -0.9], [[(3, -0.5)], [(5, -0.2)]], [1, 1], None, ""),
+        Delta(0, 2, [5], [-0.1], [-0.1], [[(5, -0.1)]], [2], "stop", "abc"),
     ]
     pieces, streamed, completion = [], Completion(), Completion()
     for part in parts:
-        pieces.append(answers.piece(part, "", streamed)["choices"][0])
+        pieces.append(answers.chunk(part, "", streamed)["choices"][0])
         streamed.add(part)
         completion.add(part)
-    [whole] = answers.whole([completion])["choices"]
+    [whole] = answers.full([completion])["choices"]
     assert (whole["text"], whole["finish_reason"], whole["weight_versions"]) == ("abc", "stop", [[1, 2], [2, 1]])
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert pieces[0]["logprobs"][name] + pieces[1]["logprobs"][name] == whole["logprobs"][name]
     assert pieces[0]["token_ids"] + pieces[1]["token_ids"] == whole["token_ids"] == [3, 4, 5]
     assert "prompt_token_ids" not in pieces[1]
-    assert answers.last_piece([completion])["usage"] == answers.usage([completion])
-    completion.add(Growth(0, 0, [6], [-1.0], [-1.0], [[(6, -1.0)]], [3], "length", "d"))  # had to begin again
+    assert answers.usage_chunk([completion])["usage"] == answers.usage([completion])
+    completion.add(Delta(0, 0, [6], [-1.0], [-1.0], [[(6, -1.0)]], [3], "length", "d"))  # had to begin again
     assert (completion.tokens, completion.versions) == ([6], [3])
 
 
 def test_alternatives_include_the_token_itself():
-    answers = Answers(parsed(logprobs=1), "m", "id", [[1, 2]], [], 1, Vocabulary(a_tokenizer(eos_token="<eos>")))
+    answers = ResponseBuilder(parsed(logprobs=1), "m", "id", [[1, 2]], [], TokenTexts(a_tokenizer(eos_token="<eos>")))
     completion = Completion()
-    completion.add(Growth(0, 0, [3, 4], [-0.5, -2.0], [0.0, 0.0], [[(3, -0.5)], [(5, -0.2)]], [1, 1], "stop", "ab"))
-    [choice] = answers.whole([completion])["choices"]
+    completion.add(Delta(0, 0, [3, 4], [-0.5, -2.0], [0.0, 0.0], [[(3, -0.5)], [(5, -0.2)]], [1, 1], "stop", "ab"))
+    [choice] = answers.full([completion])["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.5}, {"c": -0.2, "b": -2.0}]
 
 
 @pytest.mark.parametrize("model", [[], None, 3])
 def test_an_upload_for_no_model_is_refused(model):
-    with pytest.raises(ApiError, match="model must be a text") as caught:
+    with pytest.raises(ApiError, match="model must be a valid string") as caught:
         Weights(EngineLoop({}), {}).begin({"model": model})
     assert caught.value.status == 400
 
@@ -271,14 +271,24 @@ def test_a_dtype_that_weights_cannot_have_is_refused_at_once(dtype, capsys):
     assert "bfloat16" in capsys.readouterr().err
 
 
-def test_histograms_count_what_is_at_most_so_long():
-    histogram = Histogram()
+def test_metrics_have_the_names_that_dashboards_use():
+    metrics = Metrics(EngineLoop({}))
+    metrics.requests.labels("/v1/models", 200).inc()
     for seconds in (0.01, 0.02, 1000.0):
-        histogram.add(seconds)
-    lines = dict(line.rsplit(" ", 1) for line in histogram.lines("x"))
-    assert lines['x_bucket{le="0.01"}'] == "1"
-    assert lines['x_bucket{le="0.03"}'] == lines['x_bucket{le="300.0"}'] == "2"
-    assert lines['x_bucket{le="+Inf"}'] == lines["x_count"] == "3"
+        metrics.seconds.observe(seconds)
+    lines = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    assert lines['groupax_requests_total{path="/v1/models",status="200"}'] == "1.0"
+    assert lines['groupax_request_seconds_bucket{le="0.03"}'] == "2.0"
+    assert lines['groupax_request_seconds_bucket{le="+Inf"}'] == lines["groupax_request_seconds_count"] == "3.0"
+    assert {"groupax_sequences_running", "groupax_completion_tokens_total", "groupax_first_token_seconds_sum"} < set(
+        lines
+    )
+
+
+def test_settings_default_to_those_of_the_engine():
+    own = parsed(seed=0).sampling_params(16)
+    assert own == SamplingParams(max_tokens=16)
+    assert {*SETTINGS, "max_tokens", "logprobs"} == {each.name for each in fields(SamplingParams)}
 
 
 # -- the loop
@@ -368,10 +378,10 @@ def test_prompts_are_counted_before_they_are_encoded(loop):
     assert [ids.tolist() for ids in encoded(mixed, tokenizer, 256)] == [
         tokenizer("ab")["input_ids"], [3, 4], tokenizer("c")["input_ids"], [5],
     ]  # fmt: skip
-    loop.engines["tiny"].tokenizer = None  # with which nothing can be encoded
+    model = replace(server.models["tiny"], tokenizer=None)  # with which nothing can be encoded
     for request in (parsed(prompt=["a"] * 5), parsed(prompt=["a", "b"], n=3), parsed(prompt=["a"] * 5, n=-1)):
         with pytest.raises(ApiError, match="a request may have 4 completions"):
-            server._prepare(request, "tiny")
+            prepare(request, model, server.limits.max_completions, 1024)
 
 
 def test_memory_is_measured_when_the_weights_to_decode_with_are_there(tiny_model, tmp_path, monkeypatch):
@@ -408,7 +418,7 @@ def test_an_error_inside_a_stream_is_told_and_counted(caplog):
 
     async def stream():
         answer = EventStream(events(), lambda: None, deadline_s=time.monotonic() + 60, send_timeout_s=60.0)
-        answer.ended = lambda: ended.append(answer.status_code)
+        answer.on_end = lambda: ended.append(answer.status_code)
         await answer({"method": "POST", "path": "/v1/completions"}, asyncio.Event().wait, send)
 
     asyncio.run(stream())

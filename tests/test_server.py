@@ -277,7 +277,7 @@ def test_mistakes_are_told_as_openai_tells_them(address, client):
         ({"temperature": 1e-36, "logprobs": 1}, "temperature must be 0"),
         ({"n": 49}, "a request may have 48"),
         ({"n": 0}, "n must be at least 1"),
-        ({"logprobs": 21}, r"logprobs must be in \[0, 20\]"),
+        ({"logprobs": 21}, "logprobs must be less than or equal to 20, got 21"),
         ({"prompt": [1, 2, 5000]}, "vocabulary has 104 tokens"),
         ({"prompt": []}, "prompt must be"),
         ({"extra_body": {"top_q": 1}}, "unknown field 'top_q'; did you mean top_"),
@@ -287,7 +287,7 @@ def test_mistakes_are_told_as_openai_tells_them(address, client):
     for given, message in refused:
         with pytest.raises(openai.BadRequestError, match=message):
             client.completions.create(**{"model": "demo", "prompt": "1", **given})
-    with pytest.raises(openai.BadRequestError, match="role and content"):
+    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.role is missing"):
         client.chat.completions.create(model="demo", messages=[{"content": "x"}])
     with openai.OpenAI(base_url=f"{address}/v1", api_key="wrong", max_retries=0) as stranger:
         with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
@@ -354,7 +354,7 @@ def metrics_of(address):
 
 def test_a_client_that_reads_nothing_holds_up_nobody(address, client, loop):
     def num_gone():
-        return int(metrics_of(address).get('groupax_requests_total{path="/v1/completions",status="499"}', 0))
+        return float(metrics_of(address).get('groupax_requests_total{path="/v1/completions",status="499"}', 0))
 
     before = num_gone()
     body = json.dumps(
@@ -379,9 +379,9 @@ def test_health_and_metrics(address, client):
         assert json.loads(response.read()) == {"status": "ok"}
     client.completions.create(model="demo", prompt="1+1=", max_tokens=8)
     values = metrics_of(address)
-    assert int(values['groupax_requests_total{path="/v1/completions",status="200"}']) >= 1
-    assert int(values["groupax_completion_tokens_total"]) >= 1
-    assert values['groupax_weights_version{model="demo"}'] == "0"
+    assert float(values['groupax_requests_total{path="/v1/completions",status="200"}']) >= 1
+    assert float(values["groupax_completion_tokens_total"]) >= 1
+    assert values['groupax_weights_version{model="demo"}'] == "0.0"
     assert not [name for name in values if 'status="500"' in name]
 
 

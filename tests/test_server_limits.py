@@ -18,10 +18,10 @@ import uvicorn
 
 from groupax import SamplingParams
 from groupax.serve.app import Limits, create_app
-from groupax.serve.callers import Callers
-from groupax.serve.connections import Bounds, Connection, Connections
+from groupax.serve.connections import Connection, ConnectionLimits, Connections
+from groupax.serve.cross_origin import CallerCheck
 from groupax.serve.loop import EngineLoop
-from groupax.serve.notices import Notices
+from groupax.serve.rate_limited_log import RateLimitedLog
 
 from .test_config_and_data import a_tokenizer
 from .test_engine import engine_for
@@ -51,7 +51,7 @@ def loop(engines):
 @contextmanager
 def listening(app, notices=None, **bounds):
     """The port of a server with these bounds."""
-    shared = Connections(Bounds(**bounds), notices or Notices())
+    shared = Connections(ConnectionLimits(**bounds), notices or RateLimitedLog())
     config = uvicorn.Config(app, http=partial(Connection, shared), ws="none", log_level="error", lifespan="off")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(config)
@@ -94,8 +94,8 @@ SLOW = [
 
 
 def test_clients_that_send_slowly_are_dropped_while_others_are_served(loop, caplog, monkeypatch):
-    monkeypatch.setattr("groupax.serve.notices.FIRST_S", 0.1)
-    notices = Notices()
+    monkeypatch.setattr("groupax.serve.rate_limited_log.FIRST_S", 0.1)
+    notices = RateLimitedLog()
     with listening(create_app(loop), notices, receive_timeout_s=1.0) as port, ExitStack() as stack:
         slow = [stack.enter_context(closing(socket.create_connection(("127.0.0.1", port)))) for _ in range(60)]
         for number, connection in enumerate(slow):
@@ -154,7 +154,7 @@ def test_the_oldest_waiting_connection_makes_room_for_a_new_one(loop):
 
 
 def test_a_client_that_reads_nothing_is_cut_off(loop):
-    notices = Notices()
+    notices = RateLimitedLog()
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -173,16 +173,16 @@ def test_a_client_that_reads_nothing_is_cut_off(loop):
 
 @pytest.mark.heavy
 def test_a_server_without_keys_answers_no_other_sites(loop, caplog, monkeypatch):
-    monkeypatch.setattr("groupax.serve.notices.FIRST_S", 0.05)
+    monkeypatch.setattr("groupax.serve.rate_limited_log.FIRST_S", 0.05)
     with listening(create_app(loop)) as port:
         url, body = f"http://127.0.0.1:{port}/v1/completions", json.dumps({"prompt": "ab", "max_tokens": 2}).encode()
         for name in ("127.0.0.1", "localhost"):
             with openai.OpenAI(base_url=f"http://{name}:{port}/v1", api_key="none", max_retries=0) as client:
                 assert client.completions.create(model="tiny", prompt="ab", max_tokens=2).choices
         for headers, status, told in [
-            ({"host": "evil.example"}, 403, "no name of this server"),
-            ({"host": "127.0.0.1.evil.example"}, 403, "no name of this server"),
-            ({"host": ""}, 403, "no name of this server"),
+            ({"host": "evil.example"}, 403, "not a name of this server"),
+            ({"host": "127.0.0.1.evil.example"}, 403, "not a name of this server"),
+            ({"host": ""}, 403, "not a name of this server"),
             ({"origin": "http://evil.example"}, 403, "another origin"),
             ({"origin": "null"}, 403, "another origin"),
             ({"sec-fetch-site": "cross-site"}, 403, "other sites"),
@@ -205,19 +205,19 @@ def test_a_server_without_keys_answers_no_other_sites(loop, caplog, monkeypatch)
 
 
 def test_names_of_a_server_that_others_reach():
-    open_to_all = Callers("0.0.0.0", ("models.lan",))
+    open_to_all = CallerCheck("0.0.0.0", ("models.lan",))
     for host in ("192.0.2.7:8000", "[2001:db8::1]:8000", "models.lan", "MODELS.lan:80", socket.gethostname()):
-        assert open_to_all.refusal_of({"host": host}) == ""
+        assert open_to_all.refusal({"host": host}) == ""
     for host in ("evil.example", "192.0.2.7.evil.example", ""):
-        assert "no name of this server" in open_to_all.refusal_of({"host": host})
-    assert "no name of this server" in Callers("127.0.0.1").refusal_of({"host": "192.0.2.7:8000"})
+        assert "not a name of this server" in open_to_all.refusal({"host": host})
+    assert "not a name of this server" in CallerCheck("127.0.0.1").refusal({"host": "192.0.2.7:8000"})
 
 
 def test_what_strangers_send_is_logged_on_one_line(caplog):
-    notices = Notices()
+    notices = RateLimitedLog()
     notices._pending = {"refused": (2, "a\n\x1b[2J\u202e\x00"), "closed": (1, "\U0001f600" * 10_000)}
     for kind in list(notices._pending):
-        notices._tell(kind)
+        notices._write(kind)
     messages = [record.getMessage() for record in caplog.records]
     assert messages[0] == r"groupax serve: 2 refused (a⏎␛[2J\u202e␀)"
     assert len(messages[1]) < 250

@@ -75,7 +75,7 @@ def test_a_runs_programs_compile_for_a_tpu(model, tmp_path):
     assert all("compiled in" in line for line in lines), "libtpu and jax have nothing to complain about"
     [record] = json.loads(out.read_text())
     programs = {program["name"]: program for program in record["programs"]}
-    assert list(programs) == ["admit", "decode_chunk", "micro_step", "across_shards", "apply_update"]
+    assert list(programs) == ["admit", "decode_chunk", "micro_step", "all_reduce", "apply_update"]
     memory = programs["decode_chunk"]["memory"]
     num_weights = 151_936 * 896 + 896 * (2 * 896 + 2 * 128 + 3 * 4864) + 896 + 2 * 128 + 3 * 896
     assert memory["policy"] == 2 * num_weights
@@ -84,7 +84,7 @@ def test_a_runs_programs_compile_for_a_tpu(model, tmp_path):
     assert memory["kv cache"] == (64 * 1024 + 8 * 512) * (512 + 4) + 8 * 4
     assert memory["temporary"] < 0.3e9, "the cache is updated in place"
     assert programs["admit"]["memory"]["temporary"] < 0.5e9
-    assert programs["across_shards"]["exchanged"]["all-reduce"] == pytest.approx(2 * 4 * num_weights * 3 / 4, rel=1e-3)
+    assert programs["all_reduce"]["exchanged"]["all-reduce"] == pytest.approx(2 * 4 * num_weights * 3 / 4, rel=1e-3)
     for program in programs.values():
         assert program["total"] < 15.75 * 2**30
         assert max(program["seconds"].values()) > 0

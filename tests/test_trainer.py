@@ -263,7 +263,7 @@ def test_an_update_that_is_not_finite_is_skipped(tmp_path):
         Row(0, np.array([3, 4]), np.array([5, 6]), np.ones(2, bool), 1.0, np.zeros(2)),
     ]
     start = jax.device_get(trainer.learner.state.params)
-    assert not trainer.learner.update(rows).made
+    assert not trainer.learner.update(rows).applied
     for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(trainer.learner.state.params), strict=True):
         np.testing.assert_array_equal(a, b)
 

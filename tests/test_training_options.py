@@ -25,7 +25,7 @@ from groupax.events import (
     StepEnded,
     StepStarted,
 )
-from groupax.metrics.completions import logged_metrics, of_rollouts, solved_metrics
+from groupax.metrics.completions import logged_metrics, merge_rollouts, solved_metrics
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params
@@ -324,7 +324,7 @@ def test_masters_move_in_bfloat16_as_in_float32(tmp_path):
         rows = fixed_rows(trainer)
         start = leaves(trainer)
         for _ in range(100):
-            assert trainer.learner.update(rows).made
+            assert trainer.learner.update(rows).applied
         moved[dtype] = np.concatenate([(a - b).ravel() for a, b in zip(leaves(trainer), start, strict=True)])
     cosine = moved["float32"] @ moved["bfloat16"] / np.prod([np.linalg.norm(x) for x in moved.values()])
     assert cosine > 0.99
@@ -612,7 +612,7 @@ def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
     made = []
     trainer.learner.update = lambda rows: updated.append(rows) or made.append(update(rows)) or made[-1]
     trainer.train()
-    assert all(each.made and np.isfinite(each.metrics["loss"]) for each in made)
+    assert all(each.applied and np.isfinite(each.metrics["loss"]) for each in made)
     assert [len(rows) for rows in updated] == [6] * 8
     for rows in updated:
         for row in rows:
@@ -763,7 +763,7 @@ def test_failures_and_seconds_of_a_steps_rollouts_add_up():
         {"time/rollout_s": 2.0, "rewards/a/failures": 0.0, "reward": np.nan, "completions/max_length": 9, "epoch": 0.2},
         {"time/rollout_s": 3.0, "rewards/a/failures": 1.0, "reward": 4.0, "completions/max_length": 4.0, "epoch": 0.3},
     ]  # fmt: skip
-    assert of_rollouts(sampled) == {
+    assert merge_rollouts(sampled) == {
         "time/rollout_s": 6.0,
         "rewards/a/failures": 3.0,
         "reward": 2.5,

@@ -151,7 +151,7 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
     from groupax.data.prompts import encode_examples, prompt_limit
     from groupax.engine.engine import Engine
     from groupax.evaluation.evaluate import evaluate as evaluate_set
-    from groupax.evaluation.evaluate import which_solves
+    from groupax.evaluation.evaluate import find_correctness_reward
     from groupax.parallel.compilation import compilation
     from groupax.parallel.runtime import configure_jax
     from groupax.recipes.fit import fitting_length, fitting_template, positions_of
@@ -173,7 +173,7 @@ def run_eval(command: Eval, progress: Progress) -> dict[str, dict[str, Any]]:
         check_columns(rewards, columns, rows[0], f"dataset {name!r}")
     own = recipe.config if recipe and command.reward_funcs is None else {}
     weights = resolve_weights(command.reward_weights or own.get("reward_weights"), rewards)
-    correctness_reward = which_solves(command.correctness_reward or own.get("correctness_reward"), rewards)
+    correctness_reward = find_correctness_reward(command.correctness_reward or own.get("correctness_reward"), rewards)
 
     sampling, notes = command.sampling, []
     default = recipe.config["max_completion_length"] if recipe else DEFAULT_MAX_TOKENS

@@ -1,4 +1,4 @@
-"""The command `groupax serve`. Imports what it needs when it runs."""
+"""The command `groupax serve`, which imports its dependencies when it runs."""
 
 import os
 import resource
@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from groupax.parallel.sockets import is_loopback, listen
-from groupax.serve.notices import Notices
 from groupax.settings import environment as env
 from groupax.settings.command_line import parsed
 from groupax.settings.compute import DecodingWeights
 
-OTHER_FILES = 256  # that the server has open beside its connections
+OTHER_FILES = 256  # open files of the server in addition to its connections
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from groupax.engine.engine import Engine
     from groupax.models.checkpoint import Model
     from groupax.serve.loop import EngineLoop
@@ -27,87 +28,116 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Serve a model with OpenAI's interface: completions and chats; with /health and /metrics."""
+    """Serve a model with OpenAI's API for completions and chats, with /health and /metrics."""
 
     model: str
-    """A folder or a Hugging Face hub id, of a model or an adapter."""
+    """Folder or Hugging Face Hub id of a model or an adapter."""
     name: str | None = None
-    """What clients call the model; by default as --model has it."""
+    """Name of the model for clients; by default the value of --model."""
     adapter: tuple[str, ...] = ()
-    """Adapters of the model, each NAME=FOLDER, served under their names beside it. They share its weights, but for
-    copies of all of them that --weights and a --mesh other than that of --tp make for each; each has an engine and a
-    part of the memory for keys and values of its own."""
+    """Adapters of the model, each as NAME=FOLDER, served under their names in addition to the model. They share its
+    weights, except for the full copies that --weights and a --mesh other than that of --tp create for each. Each has
+    its own engine and its own share of the memory for the KV cache."""
     host: str = "127.0.0.1"
-    """Where to listen: by default only this machine can connect."""
+    """Address to listen on; by default only this machine can connect."""
     port: int = 8000
-    """0 takes a free one."""
+    """Port to listen on; 0 takes a free one."""
     api_key: tuple[str, ...] = ()
-    """Keys, one of which has to come with each request, also from the environment variable GROUPAX_API_KEY."""
+    """Keys, one of which every request must have; GROUPAX_API_KEY in the environment is another one."""
     mesh: tuple[int, int, int, int, int] | None = None
-    """Sizes of the axes dp, fsdp, ep, tp, sp, one of them -1, over which the weights are spread in memory; without --tp
-    each device decodes with all of them. By default what --tp says, and a copy on every device without it, for large
-    weights on CPU on one."""
+    """Sizes of the axes dp, fsdp, ep, tp, sp, one of them -1, over which the stored weights are sharded; without --tp
+    each device decodes with all of them. By default as --tp requires; without it a copy on every device, or on one
+    device for large weights on CPU."""
     tp: int = 1
-    """So many devices share the weights, each with some of the heads: for models that one cannot hold, or to answer
-    sooner. With 1 each device has all weights and rows of its own."""
+    """Number of devices that share the weights, each with some of the heads: for models that do not fit one device, or
+    for lower latency. With 1 each device has all weights and its own rows."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the weights in memory; by default as the files have them."""
+    """Dtype of the weights in memory; by default that of the files."""
     chat_template: str | None = None
-    """A template for a tokenizer without one: chatml, plain, or a file."""
+    """Template for a tokenizer without one: chatml, plain, or a file."""
     weights: DecodingWeights = "same"
-    """Weights to decode with: as the model has them, or with fewer bits."""
+    """Weights to decode with: the model's own, or with fewer bits."""
     kv_cache_gb: float | None = None
-    """Most memory of a device for keys and values, in GB; by default 80 % of what is free."""
+    """Most memory of a device for the KV cache, in GB; by default 80 % of the free memory."""
     prefix_cache_gb: float = 0.0
-    """Host memory for what was computed for finished requests, so that conversations go on quicker."""
+    """Host memory for the prefix cache of finished requests, in GB, which speeds up conversations."""
     max_concurrent_rows: int = 256
     """Most completions decoded at once."""
     max_queue: int = 1024
-    """Most completions that wait or run; further requests are told to come back (429)."""
+    """Most completions that wait or run; further requests get status 429."""
     max_completions: int = 256
     """Most completions of one request, prompts times n."""
     chunk_steps: int = 32
-    """Tokens between two visits to the host: fewer bring the first ones sooner, more are quicker."""
+    """Tokens per decode chunk. Smaller chunks return the first tokens sooner, larger ones have a higher throughput."""
     warmup: tuple[int, ...] = (1, 8)
-    """Numbers of clients at once for which all is compiled at the start; /ready answers 200 when it is. None compiles
-    for requests as they come, which wait for that. Compiled programs are kept on disk for the next start."""
+    """Numbers of simultaneous clients to compile for at the start; /ready returns 200 afterwards. If empty, requests
+    wait for their compilation. Compiled programs are kept on disk for the next start."""
     warmup_tokens: int = 256
-    """Tokens of prompts and of completions, at most, for which that is done."""
+    """Most tokens of prompts and of completions that the warm-up compiles for."""
     default_max_tokens: int = 1024
-    """The longest answer of a chat that sets no limit."""
+    """Longest completion, in tokens, of a chat that sets no limit."""
     max_body_mb: float = 4.0
     """Largest request, in MB."""
     request_timeout_s: float = 600.0
-    """A request that takes longer is given up."""
+    """Seconds after which a request is cancelled."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names by which clients may call a server without keys (the Host of their requests), beside addresses and, where
-    others can reach it, this machine's own names. Other names are refused: a stranger's web page could use them."""
+    """Names by which clients may call a server without keys (the Host of their requests), in addition to addresses and,
+    where others can reach it, this machine's own names. Other names are refused: another site's page could use them."""
     max_connections: int = 1024
-    """Most connections at once. For one more, the one is closed that has waited longest for its client."""
+    """Most connections at once. One more closes the connection that has waited longest for its client."""
     max_header_kb: float = 32.0
     """Largest head of a request, in KB."""
     receive_timeout_s: float = 30.0
-    """A request has to arrive in that time; large ones get one second more for each 64 KiB that arrive."""
+    """Seconds in which a request must arrive, plus one second for each 64 KiB."""
     drain_s: int = 60
-    """After SIGTERM no connection is accepted; what runs has so long to end."""
+    """Seconds for running requests to finish after SIGTERM, when no new connections are accepted."""
 
 
-def serve(arguments: Sequence[str]) -> None:
-    """`groupax serve`."""
-    command = parsed(Serve, "serve", arguments)
+def serve(argv: Sequence[str]) -> None:
+    """Runs `groupax serve`."""
+    command = parsed(Serve, "serve", argv)
     try:
         import uvicorn
 
-        from groupax.serve.app import Limits, create_app
-        from groupax.serve.connections import Bounds, Connection, Connections
+        import groupax.serve.app  # noqa: F401 - reports a missing package before the model is loaded
     except ImportError as error:
-        raise ValueError(f"a server needs starlette and uvicorn: pip install 'groupax[serve]' ({error})") from error
+        raise ValueError(f"groupax serve needs further packages: pip install 'groupax[serve]' ({error})") from error
     from groupax.serve.loop import EngineLoop
 
     keys = tuple(key for key in (*command.api_key, os.environ.get(env.API_KEY, "")) if key)
-    listener = listen(command.host, command.port)  # before the model is loaded, so that one in use is told at once
+    listener = listen(command.host, command.port)  # before the model is loaded, so that a port in use fails at once
     models = models_of(command)
     loop = EngineLoop(engines_of(command, models), command.max_queue).start()
+    _allow_open_files(command.max_connections)
+    config = _uvicorn_config(command, loop, models, keys)
+    if not is_loopback(command.host) and not keys:
+        print(
+            "anyone who reaches this address can use the server, except pages of other web sites; set --api_key to "
+            "prevent that",
+            flush=True,
+        )
+    address = listener.getsockname()
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    print(f"{', '.join(loop.engines)} at http://{host}:{address[1]}/v1", flush=True)
+    loop.is_ready = False
+    threading.Thread(target=_warm_up, args=(command, loop), name="warm-up", daemon=True).start()
+    # uvicorn raises the signal that stopped it again after the last response, when nothing is left to stop
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        loop.close()
+
+
+def _uvicorn_config(
+    command: Serve, loop: "EngineLoop", models: "Mapping[str, Model]", keys: tuple[str, ...]
+) -> "uvicorn.Config":
+    import uvicorn
+
+    from groupax.serve.app import Limits, create_app
+    from groupax.serve.connections import Connection, ConnectionLimits, Connections
+    from groupax.serve.rate_limited_log import RateLimitedLog
+
     limits = Limits(
         api_keys=keys,
         max_body_bytes=int(command.max_body_mb * 1e6),
@@ -117,46 +147,28 @@ def serve(arguments: Sequence[str]) -> None:
         host=command.host,
         allowed_hosts=command.allowed_hosts,
     )
-    bounds = Bounds(
+    connection_limits = ConnectionLimits(
         max_connections=command.max_connections,
         max_header_bytes=int(command.max_header_kb * 1e3),
         receive_timeout_s=command.receive_timeout_s,
         send_timeout_s=limits.send_timeout_s,
     )
-    _allow_open_files(command.max_connections)
-    notices = Notices()
-    config = uvicorn.Config(
-        create_app(loop, limits, models, notices),
-        http=partial(Connection, Connections(bounds, notices)),  # pyright: ignore[reportArgumentType]
+    log = RateLimitedLog()
+    return uvicorn.Config(
+        create_app(loop, limits, models, log),
+        http=partial(Connection, Connections(connection_limits, log)),  # pyright: ignore[reportArgumentType]
         ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=command.drain_s,
     )
-    if not is_loopback(command.host) and not keys:
-        print(
-            "anyone who reaches this address can use the server, other web sites' pages excepted; set --api_key to "
-            "prevent that",
-            flush=True,
-        )
-    address = listener.getsockname()
-    host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    print(f"{', '.join(loop.engines)} at http://{host}:{address[1]}/v1", flush=True)
-    loop.is_ready = False
-    threading.Thread(target=_warm_up, args=(command, loop), name="warm-up", daemon=True).start()
-    # uvicorn raises the signal that stopped it once more when all is answered; then there is nothing to stop
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        uvicorn.Server(config).run(sockets=[listener])
-    finally:
-        loop.close()
 
 
 def _warm_up(command: Serve, loop: "EngineLoop") -> None:
     from groupax.serve.loop import ClosedError
 
-    begun_s = time.monotonic()
+    start_s = time.monotonic()
     try:
         num = loop.warm_up(command.warmup, command.warmup_tokens)
     except ClosedError:  # stopped meanwhile
@@ -164,14 +176,14 @@ def _warm_up(command: Serve, loop: "EngineLoop") -> None:
     loop.is_ready = True
     clients = " and ".join(map(str, command.warmup)) or "no"
     print(
-        f"ready: {num} programs for {clients} clients at once and {command.warmup_tokens} tokens were compiled in "
-        f"{time.monotonic() - begun_s:.1f} s",
+        f"ready: compiled {num} programs for {clients} simultaneous clients and {command.warmup_tokens} tokens in "
+        f"{time.monotonic() - start_s:.1f} s",
         flush=True,
     )
 
 
 def models_of(command: Serve) -> "dict[str, Model]":
-    """The models that a command asks for, by their names.
+    """Loads the models of a command, by their names.
 
     Raises:
         ValueError: there is no such model or adapter, two have one name, or devices cannot share the weights.
@@ -183,14 +195,14 @@ def models_of(command: Serve) -> "dict[str, Model]":
     folders = dict(_named(text) for text in command.adapter)
     name = command.name or command.model
     if name in folders or len(folders) < len(command.adapter):
-        raise ValueError(f"each model needs a name of its own, got {name} and {', '.join(command.adapter)}")
+        raise ValueError(f"each model needs a different name, got {name} and {', '.join(command.adapter)}")
     mesh = make_mesh(command.mesh) if command.mesh else None
     base = load_sharded(command.model, command.dtype, mesh, command.tp)
     return {name: base, **{each: load_adapter(base, folder) for each, folder in folders.items()}}
 
 
 def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engine]":
-    """An engine for each of these models; what their weights leave free is shared out for keys and values."""
+    """Creates an engine for each model; they share the memory that their weights leave free for the KV cache."""
     import jax
 
     from groupax.data.tokenizer import load_tokenizer
@@ -209,7 +221,7 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
         "prefix_bytes": int(command.prefix_cache_gb * 1e9 / len(models)),
     }
     engines = {each: Engine.of(model, tokenizer, **settings) for each, model in models.items()}
-    jax.block_until_ready([engine.params for engine in engines.values()])  # which may be copies
+    jax.block_until_ready([engine.params for engine in engines.values()])  # they may be copies
     kv_gb = command.kv_cache_gb
     kv_bytes = FREE_FRAC * free_memory_bytes(base.mesh) if kv_gb is None else kv_gb * 1e9
     for engine in engines.values():
@@ -218,10 +230,10 @@ def engines_of(command: Serve, models: "Mapping[str, Model]") -> "dict[str, Engi
 
 
 def _allow_open_files(num_connections: int) -> None:
-    """Have the system allow this process a file for each connection.
+    """Raises this process's limit of open files to one for each connection.
 
     Raises:
-        ValueError: the system's limit is too low.
+        ValueError: the system's limit is lower.
     """
     needed = num_connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

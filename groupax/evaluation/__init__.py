@@ -1,1 +1,1 @@
-"""How well a model does on held-out prompts: estimates with intervals, per item, and two models on the same items."""
+"""Evaluation on held-out prompts: estimates with intervals, records per item, and paired comparisons of two models."""

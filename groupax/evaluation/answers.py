@@ -1,4 +1,4 @@
-"""What a completion answers, for counting votes (maj@k). Imports no jax."""
+"""The answers of completions, for counting votes (maj@k). Imports no jax."""
 
 import re
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from groupax.rewards.maths import last_boxed
 from groupax.rewards.numbers import final_number, number_text
 from groupax.rewards.text import final_part
 
-# The rewards whose 1 means that an answer is right, and how the answer is read from a completion; None where answers
+# Rewards whose 1 means that a completion is correct, and the kind of its answer (see `ANSWERS`); None where answers
 # cannot be compared with each other, so that there is no vote.
 ACCURACY_REWARDS: dict[str, str | None] = {
     "gsm8k_accuracy": "number",
@@ -19,22 +19,22 @@ ACCURACY_REWARDS: dict[str, str | None] = {
 
 
 def number_answer(text: str) -> str | None:
-    """The number that a completion ends in, as `gsm8k_accuracy` reads it."""
+    """Returns the final number of a completion, as `gsm8k_accuracy` reads it."""
     number = final_number(text)
     return None if number is None else number_text(number)
 
 
 def tagged_answer(text: str) -> str | None:
-    """What stands in the last `<answer>...</answer>`."""
+    """Returns the content of the last `<answer>...</answer>`."""
     found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return found[-1].strip() if found else None
 
 
 def math_answer(text: str) -> str | None:
-    r"""What stands in the last `\boxed{}`, or else in the last `<answer>`, or else the last number.
+    r"""Returns the content of the last `\boxed{}`, else of the last `<answer>`, else the last number.
 
-    Spacing and the size of LaTeX's brackets and fractions do not count. Two ways to write one value are two answers
-    here; those that the reward calls right are one all the same (see `items.votes`).
+    Spacing and the size of LaTeX's brackets and fractions are ignored. Two notations of one value are two answers here;
+    those that the reward calls correct still count as one (see `items.votes`).
     """
     text = final_part(text)
     boxed = last_boxed(text)
@@ -45,7 +45,7 @@ def math_answer(text: str) -> str | None:
     return re.sub(r"\\[dt]frac", r"\\frac", answer).rstrip(".") or None
 
 
-# By the words in `ACCURACY_REWARDS`.
+# By the kinds in `ACCURACY_REWARDS`.
 ANSWERS: dict[str, Callable[[str], str | None]] = {
     "number": number_answer,
     "math": math_answer,

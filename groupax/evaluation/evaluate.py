@@ -1,4 +1,4 @@
-"""Sampling and scoring of held-out prompts."""
+"""Evaluation of a model on held-out prompts: sampling, scoring and estimates."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from groupax.metrics.completions import completion_metrics, logged_metrics, with
 from groupax.metrics.estimates import Estimate
 from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner
-from groupax.rewards.scoring import score_groups
+from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollouts.sampler import rollout
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SetEvaluation:
-    """How well a model did on one evaluation set.
+    """The results of a model on one evaluation set.
 
     Attributes:
-        items: each prompt with its completions, in the order of the set.
+        items: Each prompt with its completions, in the order of the set.
         estimates: pass@k, maj@k, the reward and each reward function, with 95 % intervals.
-        metrics: the estimates' values and ends, lengths, truncation, failures and what was left out, as plain numbers.
-        params: how it was sampled.
-        correctness_reward: the reward whose 1 means that a completion is right.
-        errors: by reward that failed, what went wrong first.
+        metrics: The estimates and their intervals, lengths, truncation, failures and omitted prompts, as plain numbers.
+        params: Sampling parameters.
+        correctness_reward: Reward whose 1 means that a completion is correct.
+        errors: First error of each reward that failed.
     """
 
     items: Sequence[Item]
@@ -48,24 +48,24 @@ class SetEvaluation:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """How well a model did on each of its evaluation sets.
+    """The results of a model on its evaluation sets.
 
     Attributes:
-        sets: by name.
+        sets: Results by name of the set.
     """
 
     sets: Mapping[str, SetEvaluation]
 
     @property
     def metrics(self) -> Metrics:
-        """Of all sets. A name is that of the metric, with the set's before it if sets were given by name."""
+        """The metrics of all sets. If the sets have names, they precede those of the metrics."""
         if set(self.sets) == {ONLY_SET}:
             return dict(self.sets[ONLY_SET].metrics)
         return {f"{name}_{metric}": value for name, each in self.sets.items() for metric, value in each.metrics.items()}
 
     @property
     def errors(self) -> Mapping[str, str]:
-        """By reward that failed, what went wrong in one of the sets."""
+        """An error of each reward that failed in one of the sets."""
         return {name: error for each in self.sets.values() for name, error in each.errors.items()}
 
 
@@ -80,36 +80,28 @@ def evaluate(
     emit: Emit = ignore,
     phase: str = "evaluating",
 ) -> SetEvaluation:
-    """Sample `params.n` completions of every prompt and score them.
+    """Samples `params.n` completions of every prompt and scores them.
 
     Args:
-        engine: with the weights to evaluate.
-        tokenizer: for the completions' text.
-        runner: of the K rewards.
-        weights: [K], of the weighted sum.
-        prompts: the evaluation set.
-        params: how to sample.
-        correctness_reward: the reward whose 1 means that a completion is correct; without one there are no
-            pass@k and maj@k.
+        engine: Engine with the weights to evaluate.
+        tokenizer: Tokenizer for the completions' text.
+        runner: Runner of the K rewards.
+        weights: [K] weights of the sum.
+        prompts: Evaluation set.
+        params: Sampling parameters.
+        correctness_reward: Reward whose 1 means that a completion is correct; None leaves out pass@k and maj@k.
         emit: Receives the phases of sampling and scoring.
         phase: Name of the sampling phase.
 
     Raises:
-        RewardError: a call failed and the runner is to stop for it.
+        RewardError: A call failed, and the runner's settings are to raise.
     """
     groups = rollout(engine, tokenizer, prompts.examples, prompts.token_ids, params, step=0)
     scored = score_groups(counted(groups, emit, phase, len(prompts), f"{phase}, scoring"), runner)
     names = [reward.name for reward in runner.rewards]
     items = make_items(scored.groups, names, weights, correctness_reward)
     found = estimates(items)
-    metrics: Metrics = {}
-    for name, estimate in found.items():
-        metrics |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-    for name in ("reward", *(f"rewards/{name}/mean" for name in names)):
-        metrics.setdefault(name, float("nan"))
-    metrics |= {f"rewards/{name}/failures": float(count) for name, count in scored.failures.items() if count}
-    metrics |= {
-        **completion_metrics([row for group in scored.groups for row in group]),
+    metrics = _metrics(found, scored, names) | {
         "prompts": float(len(items)),
         "prompts_dropped": float(prompts.num_dropped),
         "prompts_truncated": float(prompts.num_truncated),
@@ -120,16 +112,26 @@ def evaluate(
     )
 
 
-def which_solves(correctness_reward: str | None, rewards: Sequence[Reward]) -> str | None:
-    """The reward whose 1 means that a completion is right: the one asked for, or the first known to be of that kind.
+def _metrics(found: Mapping[str, Estimate], scored: Scored, names: Sequence[str]) -> Metrics:
+    metrics: Metrics = {}
+    for name, estimate in found.items():
+        metrics |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    for name in ("reward", *(f"rewards/{name}/mean" for name in names)):
+        metrics.setdefault(name, float("nan"))
+    metrics |= {f"rewards/{name}/failures": float(count) for name, count in scored.failures.items() if count}
+    return metrics | completion_metrics([row for group in scored.groups for row in group])
+
+
+def find_correctness_reward(name: str | None, rewards: Sequence[Reward]) -> str | None:
+    """Returns the reward whose 1 means that a completion is correct: `name`, or else the first built-in one.
 
     Raises:
-        ValueError: the one asked for is none of the rewards.
+        ValueError: `name` is not one of the rewards.
     """
     names = [reward.name for reward in rewards]
-    if correctness_reward is not None and correctness_reward not in names:
+    if name is not None and name not in names:
         raise ValueError(
-            f"correctness_reward is {correctness_reward!r}, which is no reward function"
-            f"{nearest(correctness_reward, names)}; there are {', '.join(names)}"
+            f"correctness_reward is {name!r}, which is not a reward function of the run{nearest(name, names)}; choose "
+            f"one of {', '.join(names)}"
         )
-    return correctness_reward or next((name for name in names if name in ACCURACY_REWARDS), None)
+    return name or next((each for each in names if each in ACCURACY_REWARDS), None)

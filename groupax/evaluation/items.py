@@ -1,10 +1,9 @@
-"""What an evaluation keeps of each item: its completions with their rewards. All estimates follow from it. Imports
-no jax."""
+"""Records of evaluated items: completions with their rewards, from which all estimates follow. Imports no jax."""
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ class Completion:
     """One completion of an item.
 
     Attributes:
-        text: without special tokens.
-        num_tokens: its stop token included.
-        finish_reason: "stop", or "length" if it was cut off.
-        rewards: by reward function, None where one does not apply or failed.
-        reward: their weighted sum; None if none applies.
-        solved: whether it is right; None where nothing tells.
-        answer: what it votes for; None if it gives no answer, or votes are not counted.
+        text: Text without special tokens.
+        num_tokens: Number of tokens, including the stop token.
+        finish_reason: "stop", or "length" if it was truncated.
+        rewards: Reward by function; None where one does not apply or failed.
+        reward: Weighted sum of the rewards; None if none applies.
+        solved: Whether it is correct; None if that is unknown.
+        answer: Answer that it votes for; None if it gives no answer, or votes are not counted.
     """
 
     text: str
@@ -45,12 +44,12 @@ class Item:
     """One prompt of an evaluation set with its completions.
 
     Attributes:
-        key: a hash of the dataset's row, the same in every evaluation of it.
-        index: of the row in the set.
-        prompt: as the dataset has it.
-        columns: the row's other columns.
-        completions: n of them.
-        counts_votes: whether there is a maj@k.
+        key: Hash of the dataset's row, the same in every evaluation of it.
+        index: Index of the row in the set.
+        prompt: Prompt as in the dataset.
+        columns: Other columns of the row.
+        completions: The n completions.
+        counts_votes: Whether maj@k is computed.
     """
 
     key: str
@@ -62,20 +61,20 @@ class Item:
 
     @property
     def is_scorable(self) -> bool:
-        """Whether of every completion it is known if it is right."""
+        """Returns whether it is known for every completion if it is correct."""
         return all(completion.solved is not None for completion in self.completions)
 
 
 def make_items(
     groups: Sequence[Sequence[Rollout]], names: Sequence[str], weights: np.ndarray, correctness_reward: str | None
 ) -> list[Item]:
-    """The items of scored groups.
+    """Creates the items of scored groups.
 
     Args:
-        groups: one per prompt.
-        names: of the K rewards.
-        weights: [K], of the weighted sum.
-        correctness_reward: the reward whose 1 means that a completion is right.
+        groups: One group per prompt.
+        names: Names of the K rewards.
+        weights: [K] weights of the sum.
+        correctness_reward: Reward whose 1 means that a completion is correct.
     """
     kind = ACCURACY_REWARDS.get(correctness_reward) if correctness_reward else None
     answer_of = ANSWERS[kind] if kind else None
@@ -83,32 +82,38 @@ def make_items(
     items = []
     for index, group in enumerate(groups):
         row = group[0].example
-        columns = {name: _plain(value) for name, value in row.items() if name != "prompt"}
-        digest = hashlib.sha256(json.dumps([_plain(row["prompt"]), columns], sort_keys=True).encode()).hexdigest()[:16]
+        prompt, columns = _plain(row["prompt"]), {name: _plain(row[name]) for name in row if name != "prompt"}
+        digest = hashlib.sha256(json.dumps([prompt, columns], sort_keys=True).encode()).hexdigest()[:16]
         seen[digest] += 1
         key = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
-        completions = []
-        for member in group:
-            rewards = {name: member.rewards[name] for name in names}
-            known = [w * value for w, value in zip(weights, rewards.values(), strict=True) if value is not None]
-            verdict = rewards[correctness_reward] if correctness_reward else None
-            completions.append(
-                Completion(
-                    text=member.text,
-                    num_tokens=len(member.completion_ids),
-                    finish_reason=member.finish_reason,
-                    rewards=rewards,
-                    reward=float(sum(known)) if known else None,
-                    solved=None if verdict is None else verdict == 1.0,
-                    answer=answer_of(member.text) if answer_of else None,
-                )
-            )
-        items.append(Item(key, index, _plain(row["prompt"]), columns, completions, answer_of is not None))
+        completions = [_completion(member, names, weights, correctness_reward, answer_of) for member in group]
+        items.append(Item(key, index, prompt, columns, completions, answer_of is not None))
     return items
 
 
+def _completion(
+    rollout: Rollout,
+    names: Sequence[str],
+    weights: np.ndarray,
+    correctness_reward: str | None,
+    answer_of: Callable[[str], str | None] | None,
+) -> Completion:
+    rewards = {name: rollout.rewards[name] for name in names}
+    known = [weight * value for weight, value in zip(weights, rewards.values(), strict=True) if value is not None]
+    verdict = rewards[correctness_reward] if correctness_reward else None
+    return Completion(
+        text=rollout.text,
+        num_tokens=len(rollout.completion_ids),
+        finish_reason=rollout.finish_reason,
+        rewards=rewards,
+        reward=float(sum(known)) if known else None,
+        solved=None if verdict is None else verdict == 1.0,
+        answer=answer_of(rollout.text) if answer_of else None,
+    )
+
+
 def item_values(item: Item) -> dict[str, float]:
-    """What an item contributes to each estimate; nothing where none of its completions has a value."""
+    """Returns an item's value for each estimate for which at least one of its completions has a value."""
     values: dict[str, float] = {}
     n = len(item.completions)
     if item.is_scorable:
@@ -133,9 +138,9 @@ def item_values(item: Item) -> dict[str, float]:
 
 
 def votes(item: Item) -> tuple[list[int], int | None, int]:
-    """Completions per answer, which answer is right, and how many completions give none.
+    """Returns the number of completions per answer, the index of the correct answer, and the number without an answer.
 
-    An answer is right if a completion that gives it is; all right answers are one.
+    An answer is correct if a completion that gives it is; all correct answers count as one.
     """
     right_answers = {completion.answer for completion in item.completions if completion.solved}
     counted: Counter[str | None] = Counter()
@@ -152,7 +157,7 @@ def votes(item: Item) -> tuple[list[int], int | None, int]:
 
 
 def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
-    """Means over items with their intervals: pass@k, maj@k, the reward and each reward function."""
+    """Computes means over items with their intervals: pass@k, maj@k, the reward and each reward function."""
     by_name = _by_name([item_values(item) for item in items])
     n = max((len(item.completions) for item in items), default=1)
     return {
@@ -163,12 +168,13 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two evaluations on the items that both have.
+    """A comparison of two evaluations on their common items.
 
     Attributes:
-        differences: by name of the estimate.
-        num_items: that both have.
-        num_only_before, num_only_after: items of one of them.
+        differences: Differences by name of the estimate.
+        num_items: Number of common items.
+        num_only_before: Number of items in the first evaluation only.
+        num_only_after: Number of items in the second evaluation only.
     """
 
     differences: Mapping[str, PairedDifference]
@@ -178,17 +184,17 @@ class Comparison:
 
 
 def compare(before: Iterable[Item], after: Iterable[Item]) -> Comparison:
-    """What changed from one evaluation to the other, over the items that both have.
+    """Compares two evaluations on their common items.
 
     Raises:
-        ValueError: they have no item in common.
+        ValueError: They have no item in common.
     """
     first, second = ({item.key: item for item in items} for items in (before, after))
     common = [key for key in first if key in second]
     if not common:
         raise ValueError(
-            f"the two evaluations have no item in common ({len(first)} and {len(second)} items): they are of "
-            "different data or prompts"
+            f"the two evaluations have no item in common ({len(first)} and {len(second)} items); evaluate "
+            "both on the same data and prompts"
         )
     values = [(item_values(first[key]), item_values(second[key])) for key in common]
     names = dict.fromkeys(name for pair in values for name in pair[0] if name in pair[1])
@@ -200,11 +206,11 @@ def compare(before: Iterable[Item], after: Iterable[Item]) -> Comparison:
 
 
 def write_items(path: Path, items: Iterable[Item]) -> None:
-    """Write the items as JSON Lines; the file appears whole or not at all."""
+    """Writes the items as JSON Lines, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}")
     try:
-        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:  # halves of surrogate pairs
+        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:  # for lone surrogates
             file.writelines(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items)
         partial.rename(path)
     except OSError:
@@ -213,10 +219,10 @@ def write_items(path: Path, items: Iterable[Item]) -> None:
 
 
 def read_items(path: Path) -> list[Item]:
-    """The items of a file that an evaluation wrote.
+    """Reads the items of a file that an evaluation has written.
 
     Raises:
-        ValueError: there is no such file, or a line is no item.
+        ValueError: There is no such file, or a line is not an item.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -233,7 +239,7 @@ def read_items(path: Path) -> list[Item]:
                 raise ValueError(f"an item has {', '.join(sorted(known))}")
             items.append(Item(**{**record, "completions": [Completion(**each) for each in record["completions"]]}))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is no item of an evaluation: {error}") from error
+            raise ValueError(f"{path}, line {number} is not an item of an evaluation: {error}") from error
     return items
 
 
@@ -243,7 +249,7 @@ def _by_name(values: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it; what it has not becomes text."""
+    """Returns the value in JSON types; one without such a form becomes text."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Two evaluations of the same items: what differs, and whether that could be chance. Imports no jax."""
+"""Paired comparison of two evaluations on the same items. Imports no jax."""
 
 import math
 from collections.abc import Sequence
@@ -14,14 +14,16 @@ MCNEMAR = "mcnemar, exact"
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """After minus before, over the items that both have.
+    """The mean difference, after minus before, over the items of both evaluations.
 
     Attributes:
-        before, after: means over these items.
-        difference: their difference with its interval.
-        p_value: chance of a difference at least as large if there were none; NaN with fewer than 2 items.
-        test: what that is of.
-        num_gained, num_lost: items whose value rose and fell.
+        before: Mean before over these items.
+        after: Mean after over these items.
+        difference: Difference of the means with its interval.
+        p_value: Probability of a difference at least as large under the null hypothesis; NaN with fewer than 2 items.
+        test: Name of the statistical test.
+        num_gained: Number of items whose value rose.
+        num_lost: Number of items whose value fell.
     """
 
     before: float
@@ -34,22 +36,23 @@ class PairedDifference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval excludes 0."""
+        """Returns whether the interval excludes 0."""
         return self.difference.low > 0 or self.difference.high < 0
 
 
 def paired_difference(before: Sequence[float] | np.ndarray, after: Sequence[float] | np.ndarray) -> PairedDifference:
-    """The mean difference over items.
+    """Estimates the mean difference over items, with an interval and a p-value.
 
-    Where an item is right or wrong (all values 0 or 1), the interval is Wald's over (gained + 1) / (N + 2) and
-    (lost + 1) / (N + 2), and the p-value is McNemar's, exact: of the items that changed, how many would improve by the
-    toss of a coin. Otherwise both are Student's over the items' differences.
+    If all values are 0 or 1, the interval is Wald's over (gained + 1) / (N + 2) and (lost + 1) / (N + 2), and the
+    p-value is the exact one of McNemar's test: the changed items would improve or worsen with equal probability.
+    Otherwise both are Student's, over the items' differences.
 
     Args:
-        before, after: [N], of the same items in the same order.
+        before: [N] values of the items before.
+        after: [N] values of the same items, in the same order, after.
 
     Raises:
-        ValueError: the lengths differ.
+        ValueError: The lengths differ.
 
     Source: Bonett and Price, J. Educational and Behavioral Statistics 37 (2012); McNemar, Psychometrika 12 (1947).
     """
@@ -68,7 +71,7 @@ def paired_difference(before: Sequence[float] | np.ndarray, after: Sequence[floa
 
 
 def mcnemar(num_gained: int, num_lost: int) -> float:
-    """The two-sided exact p-value: min(1, 2 P(X <= min(gained, lost))) for X ~ Binomial(gained + lost, 1/2)."""
+    """Computes the exact p-value, min(1, 2 P(X <= min(gained, lost))) with X ~ Binomial(gained + lost, 1/2)."""
     n, least = num_gained + num_lost, min(num_gained, num_lost)
     return min(1.0, 2.0 * sum(math.comb(n, i) for i in range(least + 1)) / (1 << n))
 

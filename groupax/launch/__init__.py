@@ -1,4 +1,4 @@
-"""A program started as several processes: on this machine, under SLURM, on a Ray cluster. Imports no jax.
+"""Launchers, which start a program as several processes: on this machine, under SLURM, on a Ray cluster.
 
-Each process gets its place in the environment, and the same words to run.
+Each process runs the same command, and finds its index in the environment. Imports no jax.
 """

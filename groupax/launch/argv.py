@@ -1,4 +1,4 @@
-"""The words behind `--`: a command of groupax, or any other program."""
+"""The command after `--`: one of groupax's commands, or any other program."""
 
 import shlex
 import shutil
@@ -12,65 +12,63 @@ from groupax.settings.fields import nearest
 LAUNCHED = ("train", "resume", "eval")
 
 
-def program_of(words: Sequence[str]) -> list[str]:
-    """The program and its arguments.
+def program_of(argv: Sequence[str]) -> list[str]:
+    """Returns the program to run and its arguments.
 
     Raises:
-        ValueError: there are no words, or the first is neither a command nor a program.
+        ValueError: `argv` is empty, or starts with neither a command nor a program.
     """
-    if not words:
+    if not argv:
+        raise ValueError("no program to start; put it after --, as in: groupax launch local -n 2 -- train --model ...")
+    if argv[0] in LAUNCHED:
+        return [sys.executable, "-m", "groupax", *argv]
+    if shutil.which(argv[0]) is None:
         raise ValueError(
-            "what is to be started? put it behind --, as in: groupax launch local -n 2 -- train --model ..."
+            f"{argv[0]!r} is neither {', '.join(LAUNCHED)} nor an installed program{nearest(argv[0], LAUNCHED)}"
         )
-    if words[0] in LAUNCHED:
-        return [sys.executable, "-m", "groupax", *words]
-    if shutil.which(words[0]) is None:
-        raise ValueError(
-            f"{words[0]!r} is neither {', '.join(LAUNCHED)} nor a program that is found{nearest(words[0], LAUNCHED)}"
-        )
-    return list(words)
+    return list(argv)
 
 
-def split_words(arguments: Sequence[str], usage: str) -> tuple[list[str], list[str]]:
-    """The launcher's own arguments, and those behind the first `--`, where `groupax train` is `train`.
+def split_argv(arguments: Sequence[str], usage: str) -> tuple[list[str], list[str]]:
+    """Returns the launcher's own arguments, and those after the first `--` without a leading `groupax`.
 
     Raises:
-        ValueError: there is no `--`.
+        ValueError: There is no `--`.
     """
     own = list(arguments)
     if "--" in own:
-        where = own.index("--")
-        return own[:where], _as_command(own[where + 1 :])
+        index = own.index("--")
+        return own[:index], _without_groupax(own[index + 1 :])
     if {"-h", "--help"} & set(own):
         return own, []
-    raise ValueError(f"what is to be started stands behind --: {usage}")
+    raise ValueError(f"the program to start must follow --: {usage}")
 
 
-def _as_command(words: list[str]) -> list[str]:
-    """`train ...` for `groupax train ...` and for `python -m groupax train ...` with this Python."""
-    python = shutil.which(words[0]) if words else None
+def _without_groupax(argv: list[str]) -> list[str]:
+    """Turns `groupax train ...`, and `python -m groupax train ...` with this Python, into `train ...`."""
+    python = shutil.which(argv[0]) if argv else None
     is_own_python = python is not None and Path(python).parent == Path(sys.executable).parent
-    first = 1 if words[:1] == ["groupax"] else 3 if is_own_python and words[1:3] == ["-m", "groupax"] else 0
-    return words[first:] if words[first : first + 1] and words[first] in LAUNCHED else words
+    first = 1 if argv[:1] == ["groupax"] else 3 if is_own_python and argv[1:3] == ["-m", "groupax"] else 0
+    return argv[first:] if argv[first : first + 1] and argv[first] in LAUNCHED else argv
 
 
-def option(words: Sequence[str], name: str) -> str | None:
-    """The value of an option among words, as --name VALUE or --name=VALUE; None if it is not there."""
-    for index, word in enumerate(words):
-        if word == name and index + 1 < len(words):
-            return words[index + 1]
+def option(argv: Sequence[str], name: str) -> str | None:
+    """Returns the value of an option, given as --name VALUE or --name=VALUE; None if it is absent."""
+    for index, word in enumerate(argv):
+        if word == name and index + 1 < len(argv):
+            return argv[index + 1]
         if word.startswith(f"{name}="):
             return word.removeprefix(f"{name}=")
     return None
 
 
-def options_of(text: str) -> list[str]:
-    """Words as a shell splits them.
+def split_options(text: str) -> list[str]:
+    """Splits options like a shell.
 
     Raises:
-        ValueError: a quotation does not end.
+        ValueError: A quotation is not closed.
     """
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ValueError(f"{text!r} cannot be split into words: {error}") from error
+        raise ValueError(f"{text!r} cannot be split into options: {error}") from error

@@ -1,30 +1,27 @@
-"""Become a program that is asked to stop when the one that started it is gone.
-
-python -m groupax.launch.child PARENT WORDS
-"""
+"""A program that receives SIGTERM when its launcher is gone: python -m groupax.launch.child PARENT_PID COMMAND."""
 
 import ctypes
 import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1  # of Linux
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def words_of(command: list[str]) -> list[str]:
-    """The words that start a command in such a way."""
+def child_argv(command: list[str]) -> list[str]:
+    """Returns the argv that runs a command as such a program."""
     return [sys.executable, "-m", "groupax.launch.child", str(os.getpid()), *command]
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Never returns.
+    """Replaces this process by the command; never returns.
 
     Args:
-        parent: process id of who started this.
-        command: the program and its arguments.
+        parent: Process id of the launcher.
+        command: The program and its arguments.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # gone before that was set
+    if os.getppid() != parent:  # it ended before that call
         sys.exit(1)
     try:
         os.execvp(command[0], command)

@@ -1,7 +1,7 @@
 """Several processes on this machine, watched until all have ended.
 
-The first that fails stops all: SIGTERM, so that a run saves its state, and SIGKILL after a grace. Each is the head of a
-process group of its own: a Ctrl-C reaches them once, through `Stop`, and what they have started goes with them.
+The first failure stops all processes: SIGTERM, so that a run saves its state, then SIGKILL after a grace period. Each
+process leads its own process group: a Ctrl-C reaches it once, through `Stop`, and its children end with it.
 """
 
 import contextlib
@@ -17,25 +17,25 @@ from typing import Any
 
 from groupax.errors import PREEMPTED
 from groupax.launch import child
-from groupax.launch.environment import environment_of, free_port
-from groupax.launch.output import copied
+from groupax.launch.environment import free_port, process_environment
+from groupax.launch.output import copy_lines
 from groupax.launch.retries import Outcome
 
-MISTAKE = 2  # exit status of groupax, and of Python's parsers of arguments, for what the user can mend
+MISTAKE = 2  # exit status of groupax and of Python's argument parsers for a mistake of the user
 LOOK_S = 0.05
-DRAIN_S = 2.0  # for the last lines of processes that have ended
+DRAIN_S = 2.0  # for the last lines of ended processes
 
 
 class Stop:
-    """Requests to stop what was started. As a context it takes SIGTERM and SIGINT, in the main thread.
+    """A context that collects requests to stop: SIGTERM and SIGINT, in the main thread.
 
     Attributes:
-        signals: those that came, in order.
+        signals: Received signals, in order.
     """
 
     def __init__(self) -> None:
         self.signals: list[int] = []
-        self._came = threading.Event()
+        self._requested = threading.Event()
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -49,12 +49,12 @@ class Stop:
             signal.signal(number, handler)
 
     def pause(self, seconds: float) -> bool:
-        """Wait; False if there was a request before or meanwhile."""
-        return not self._came.wait(seconds)
+        """Waits; returns False if a stop was requested before or meanwhile."""
+        return not self._requested.wait(seconds)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.signals.append(number)
-        self._came.set()
+        self._requested.set()
 
 
 def attempt(
@@ -64,16 +64,16 @@ def attempt(
     stop: Stop,
     grace_s: float,
 ) -> Outcome[int]:
-    """Start a process for each environment and wait for the end of all; the outcome's value is an exit status.
+    """Starts a process for each environment and waits for all; the outcome's value is an exit status.
 
-    What the processes have started and left behind is killed.
+    Children that the processes leave behind are killed.
 
     Args:
-        command: the program and its arguments.
-        environments: variables of each process beside those of this one.
-        prefixes: of the lines of each.
-        stop: where requests to stop come in; they are passed on.
-        grace_s: between SIGTERM and SIGKILL.
+        command: The program and its arguments.
+        environments: Variables of each process, in addition to this one's.
+        prefixes: Prefix of each process's output lines.
+        stop: Requests to stop, which are passed on.
+        grace_s: Time between SIGTERM and SIGKILL.
     """
     readers = []
     with contextlib.ExitStack() as running:
@@ -81,7 +81,7 @@ def attempt(
         for process, prefix in zip(processes, prefixes, strict=True):
             assert process.stdout, "a pipe"
             assert process.stderr, "a pipe"
-            readers += [copied(process.stdout, sys.stdout, prefix), copied(process.stderr, sys.stderr, prefix)]
+            readers += [copy_lines(process.stdout, sys.stdout, prefix), copy_lines(process.stderr, sys.stderr, prefix)]
         first = _watch(processes, stop, grace_s)
     for reader in readers:
         reader.join(DRAIN_S)
@@ -89,9 +89,9 @@ def attempt(
 
 
 def local_attempt(command: Sequence[str], num_processes: int, stop: Stop, grace_s: float) -> Outcome[int]:
-    """`attempt` with that many processes, which find each other at a free port of this machine."""
+    """Runs `attempt` with several processes, which find each other on a free port of this machine."""
     coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
-    environments = [environment_of(process, num_processes, coordinator) for process in range(num_processes)]
+    environments = [process_environment(process, num_processes, coordinator) for process in range(num_processes)]
     width = len(str(num_processes - 1))
     prefixes = [f"[{process:{width}}] " for process in range(num_processes)]
     return attempt(command, environments, prefixes, stop, grace_s)
@@ -100,7 +100,7 @@ def local_attempt(command: Sequence[str], num_processes: int, stop: Stop, grace_
 @contextlib.contextmanager
 def _started(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
-        child.words_of(list(command)),
+        child.child_argv(list(command)),
         env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -115,19 +115,19 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
 
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], stop: Stop, grace_s: float) -> int | None:
-    """Wait until all have ended; which failed first, None if none did.
+    """Waits until all have ended; returns the index of the first failure, or None.
 
-    One that was preempted has agreed on it with the others, which may be saving: these get no further signal, which
-    would end them at once, but time.
+    A preempted process has agreed on it with the others, which may be saving their state: they receive no further
+    signal, which would end them at once.
     """
     first: int | None = None
     kill_at_s = float("inf")
-    passed_on = 0
+    num_forwarded = 0
     while True:
         running = [process for process in processes if process.poll() is None]
         failed = next((index for index, process in enumerate(processes) if process.returncode), None)
-        pending = stop.signals[passed_on:]
-        passed_on += len(pending)
+        pending = stop.signals[num_forwarded:]
+        num_forwarded += len(pending)
         if first is None and failed is not None:
             first, kill_at_s = failed, time.monotonic() + grace_s
             if not stop.signals and processes[first].returncode != PREEMPTED:
@@ -143,7 +143,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], stop: Stop, grace_s: fl
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With what it has started."""
+    """Kills the process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -154,7 +154,7 @@ def _outcome(codes: Sequence[int], first: int | None, stop: Stop) -> Outcome[int
         if PREEMPTED in codes:
             return Outcome("stopped", f"stopped by {name}; the state is saved", PREEMPTED)
         if not any(codes):
-            return Outcome("done", f"done, though {name} came", 0)
+            return Outcome("done", f"done, despite {name}", 0)
         return Outcome("stopped", f"stopped by {name}", 128 + stop.signals[0])
     if first is None:
         return Outcome("done", "done", 0)
@@ -163,7 +163,7 @@ def _outcome(codes: Sequence[int], first: int | None, stop: Stop) -> Outcome[int
     if code == PREEMPTED:
         return Outcome("preempted", f"{who} was preempted", code)
     if code == MISTAKE:
-        return Outcome("mistake", f"{who} ended with status {MISTAKE}: a mistake that would be made again", code)
+        return Outcome("mistake", f"{who} ended with status {MISTAKE}: a mistake that a restart would repeat", code)
     if code < 0:
         name = signal.Signals(-code).name
         hint = ", as the system does when memory is full" if -code == signal.SIGKILL else ""

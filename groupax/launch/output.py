@@ -1,25 +1,25 @@
-"""The output of several processes, line by line, each with the name of where it came from."""
+"""The merged output of several processes, with a prefix before each line."""
 
 import threading
 from typing import IO
 
-LONGEST_LINE = 1 << 16  # bytes; longer ones are cut
+MAX_LINE_BYTES = 1 << 16  # longer lines are cut
 
 _writing = threading.Lock()
 
 
-def copied(source: IO[bytes], target: IO[str], prefix: str) -> threading.Thread:
-    """A thread that copies lines until the source ends. What a progress bar overwrites is left out.
+def copy_lines(source: IO[bytes], target: IO[str], prefix: str) -> threading.Thread:
+    """Starts a thread that copies lines until the source ends, without what progress bars overwrite.
 
     Args:
-        source: the end of a pipe that is read.
-        target: where lines go; those of several threads do not mix.
-        prefix: put before each line.
+        source: Read end of a pipe.
+        target: Destination, in which lines of several threads do not mix.
+        prefix: Text before each line.
     """
 
     def copy() -> None:
         with source:
-            while line := source.readline(LONGEST_LINE):
+            while line := source.readline(MAX_LINE_BYTES):
                 text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
                 with _writing:
                     target.write(f"{prefix}{text}\n")

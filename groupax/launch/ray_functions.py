@@ -1,11 +1,12 @@
-"""A function on every host of a TPU slice, or on GPU or CPU nodes, of a Ray cluster. Imports ray where it is used.
+"""A decorator that runs a function on all hosts of a TPU slice, or on GPU or CPU nodes, of a Ray cluster.
 
     @execute(TpuAcceleratorConfig("v4-64", execution_env={"pip": ["math-verify"]}))
     def main(): ...
 
-    main()  # on 8 hosts at once: it returns what each returned
+    main()  # runs on 8 hosts at once, and returns a list of what they returned
 
-Each host runs an actor with the host's resources. It gets the variables by which groupax finds the other processes.
+Each host runs an actor with the host's resources and the variables by which groupax finds the other processes. Imports
+ray where it is used.
 """
 
 import contextlib
@@ -16,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupax.errors import RunError
-from groupax.launch.ray_hosts import Reserved, attempt_on_hosts, connect
-from groupax.launch.retries import Outcome, Retries, attempted
+from groupax.launch.ray_hosts import Call, Reserved, attempt_on_hosts, connect
+from groupax.launch.retries import Outcome, Retries, run_with_retries
 from groupax.parallel.accelerators import Slice, tpu_slice
 
-RAY_KINDS = {"v5e": "v5litepod"}  # of TPUs, where Ray has another name
-PATIENCE_S = 10.0  # then it is told what is waited for
+RAY_KINDS = {"v5e": "v5litepod"}  # kinds of TPUs with another name in Ray
+PATIENCE_S = 10.0  # after which a line says what is awaited
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class TpuAcceleratorConfig:
     """All hosts of one TPU slice.
 
     Args:
-        accelerator: type of the slice, as v4-64, v5e-32, v5p-128, v6e-16. It says how many hosts and chips there are.
-        execution_env: Ray's runtime environment of the hosts: `env_vars`, `pip` and so on. A folder of this machine as
-            `working_dir` is given to `ray.init` or `ray job submit`, which bring it to the cluster.
-        cpus_per_host: cores that are asked for beside the chips.
-        wait_s: longest time until the slice is free.
+        accelerator: Name of the slice, e.g. v4-64, v5e-32, v5p-128 or v6e-16, which determines its hosts and chips.
+        execution_env: Ray's runtime environment of the hosts: `env_vars`, `pip` and so on. To copy a folder of this
+            machine to the cluster, pass it as `working_dir` to `ray.init` or `ray job submit` instead.
+        cpus_per_host: CPU cores per host.
+        wait_s: Longest time to wait for a free slice.
     """
 
     accelerator: str
@@ -47,20 +48,20 @@ class TpuAcceleratorConfig:
 
     @property
     def slice(self) -> Slice:
-        """The chips."""
+        """The slice."""
         return tpu_slice(self.accelerator)
 
     @property
     def num_hosts(self) -> int:
-        """Machines of the slice."""
+        """Number of hosts of the slice."""
         return self.slice.num_hosts
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[Reserved]:
-        """The slice, until the end of the context. Ray finds one by its head and keeps its hosts together.
+        """Reserves a slice until the end of the context.
 
         Raises:
-            TimeoutError: none was free in time.
+            TimeoutError: No slice was free in time.
         """
         from ray.util.tpu import slice_placement_group
 
@@ -81,13 +82,13 @@ class TpuAcceleratorConfig:
 
 @dataclass(frozen=True)
 class GpuAcceleratorConfig:
-    """Several nodes with GPUs; one process drives all that it asks for on a node.
+    """Several nodes with GPUs; one process drives all GPUs that it reserves on a node.
 
     Args:
-        num_hosts: nodes.
-        gpus_per_host: GPUs of each.
-        gpu_model: Ray's name of their kind, as H100 or A100; None takes any.
-        execution_env, cpus_per_host, wait_s: as for TPUs.
+        num_hosts: Number of nodes.
+        gpus_per_host: GPUs per node.
+        gpu_model: Ray's name of the GPU, e.g. H100 or A100; None for any.
+        execution_env, cpus_per_host, wait_s: The same as for TPUs.
     """
 
     num_hosts: int = 1
@@ -103,10 +104,10 @@ class GpuAcceleratorConfig:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[Reserved]:
-        """The nodes, until the end of the context.
+        """Reserves the nodes until the end of the context.
 
         Raises:
-            TimeoutError: they were not free in time.
+            TimeoutError: The nodes were not free in time.
         """
         resources = {"CPU": float(self.cpus_per_host), "GPU": float(self.gpus_per_host)}
         if self.gpu_model is not None:
@@ -120,9 +121,9 @@ class CpuAcceleratorConfig:
     """Several nodes without accelerators.
 
     Args:
-        num_hosts: nodes.
-        cpus_per_host: cores of each.
-        execution_env, wait_s: as for TPUs.
+        num_hosts: Number of nodes.
+        cpus_per_host: CPU cores per node.
+        execution_env, wait_s: The same as for TPUs.
     """
 
     num_hosts: int = 1
@@ -136,10 +137,10 @@ class CpuAcceleratorConfig:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[Reserved]:
-        """The nodes, until the end of the context.
+        """Reserves the nodes until the end of the context.
 
         Raises:
-            TimeoutError: they were not free in time.
+            TimeoutError: The nodes were not free in time.
         """
         with _nodes({"CPU": float(self.cpus_per_host)}, self.num_hosts, self.wait_s) as reserved:
             yield reserved
@@ -153,24 +154,25 @@ def execute(
     *,
     retries: Retries = Retries(),  # noqa: B008 - frozen
     grace_s: float = 60.0,
-    tell: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Callable[[Any], Callable[..., list[Any]]]:
-    """A decorator that makes a function run on all hosts at once; one with `@ray.remote` too. The driver calls it.
+    """Returns a decorator that runs a function on all hosts at once when the driver calls it.
 
-    The first host that fails stops all, and all are started again as far as `retries` allow: a run of groupax then goes
-    on from its last checkpoint. A call returns what the hosts returned, in their order.
+    It also takes functions with `@ray.remote`. The first host that fails stops all, and all are restarted while
+    `retries` allow it: a run of groupax then resumes from its last checkpoint. A call returns a list of what the hosts
+    returned.
 
     Args:
-        config: the hosts.
-        retries: how often all are started again after a failure, and after a preemption or the loss of a node.
-        grace_s: when a host has failed the others are asked to stop (SIGTERM), and killed after so long.
-        tell: gets a line for each restart; by default it is printed.
+        config: The hosts.
+        retries: Numbers of restarts after failures, and after preemptions or losses of nodes.
+        grace_s: Time that the other hosts have to stop (SIGTERM) after one has failed, before they are killed.
+        log: Receives a line for each restart; None prints it.
 
     Raises:
-        TypeError: what is decorated is no function, or a remote one with options of its own.
-        RunError: (of a call) a host failed and was not started again; the message has its traceback.
-        TimeoutError: (of a call) there were no such hosts in time.
-        ValueError: (of a call) ray is not installed.
+        TypeError: The decorated object is not a function, or is a remote one with options.
+        RunError: (in a call) A host failed and was not restarted; the message has its traceback.
+        TimeoutError: (in a call) No such hosts were free in time.
+        ValueError: (in a call) ray is not installed.
     """
 
     def decorated(function: Any) -> Callable[..., list[Any]]:
@@ -179,9 +181,9 @@ def execute(
         @functools.wraps(plain)
         def on_all_hosts(*args: Any, **kwargs: Any) -> list[Any]:
             connect()
-            hosts = config.reserved, config.execution_env, config.num_hosts
-            outcome: Outcome[list[Any]] = attempted(
-                lambda: attempt_on_hosts(*hosts, plain, args, kwargs, grace_s), retries, tell or _print, _pause
+            call = Call(config.reserved, config.execution_env, config.num_hosts, grace_s)
+            outcome: Outcome[list[Any]] = run_with_retries(
+                lambda: attempt_on_hosts(call, plain, args, kwargs), retries, log or _print, _pause
             )
             if outcome.ending != "done":
                 raise RunError("\n".join([outcome.why, *outcome.value]))
@@ -208,18 +210,18 @@ def _ready(group: Any, wait_s: float, what: str) -> Any:
     if not group.wait(min(PATIENCE_S, wait_s)):
         _print(f"waiting for {what}")
         if wait_s <= PATIENCE_S or not group.wait(wait_s - PATIENCE_S):
-            raise TimeoutError(f"{what} were not free in {wait_s:g} s; `ray status` says what the cluster has")
+            raise TimeoutError(f"{what} were not free within {wait_s:g} s; `ray status` lists the cluster's resources")
     return group
 
 
 def _plain(function: Any) -> Callable[..., Any]:
-    """The function inside a remote one, or the function itself."""
+    """Returns the function inside a remote one, or the function itself."""
     inner = getattr(function, "_function", None)
     if inner is not None and hasattr(function, "remote"):
         options = {name: value for name, value in function._default_options.items() if value is not None}
         if options:
             raise TypeError(
-                f"@ray.remote({', '.join(options)}) under @execute: the config says what hosts have; leave these out"
+                f"@ray.remote({', '.join(options)}) under @execute: the config states what hosts have; leave these out"
             )
         return inner
     if not callable(function) or isinstance(function, type) or hasattr(function, "remote"):
@@ -230,11 +232,11 @@ def _plain(function: Any) -> Callable[..., Any]:
 def _check_environment(environment: Mapping[str, Any]) -> None:
     for name, value in environment.get("env_vars", {}).items():
         if not isinstance(value, str):
-            raise ValueError(f"env_vars must be texts, {name} is {value!r}")
+            raise ValueError(f"env_vars must be strings, {name} is {value!r}")
     folder = str(environment.get("working_dir", "://"))
     if "://" not in folder:
         raise ValueError(
-            f"working_dir={folder!r} in execution_env must be an address as gs://...; a folder of this machine goes "
+            f"working_dir={folder!r} in execution_env must be a URI such as gs://...; pass a folder of this machine "
             "to ray.init(runtime_env={'working_dir': ...}) or ray job submit --working-dir"
         )
 

@@ -1,4 +1,4 @@
-"""A program on the hosts of a Ray cluster: on each of them a process under the actor that is there."""
+"""A program on the hosts of a Ray cluster, as a child process of the actor on each host."""
 
 import os
 import time
@@ -15,54 +15,54 @@ from groupax.launch.ray_functions import (
     CpuAcceleratorConfig,
     GpuAcceleratorConfig,
     TpuAcceleratorConfig,
+    execute,
 )
-from groupax.launch.ray_functions import execute as on_hosts
 from groupax.launch.ray_hosts import connect
 from groupax.launch.retries import Retries
 
-LAST_LINES_S = 1.0  # until what the hosts printed last is here
+LAST_LINES_S = 1.0  # for the hosts' last lines to arrive
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ray:
-    """Start a program on the hosts of a Ray cluster: groupax launch ray --tpu v4-64 -- train ..."""
+    """Run a program on the hosts of a Ray cluster: groupax launch ray --tpu v4-64 -- train ..."""
 
     tpu: str | None = None
-    """Type of a TPU slice, as v4-64, v5e-32, v6e-16; it says how many hosts there are."""
+    """TPU slice, e.g. v4-64, v5e-32 or v6e-16; it determines the number of hosts."""
     hosts: int = 1
-    """Without --tpu: how many nodes."""
+    """Number of nodes, without --tpu."""
     gpus: int = 0
-    """Without --tpu: GPUs of each node."""
+    """GPUs per node, without --tpu."""
     cpus: int = 1
-    """Cores that are asked for on each host."""
+    """CPU cores per host."""
     address: str | None = None
-    """Of the cluster; by default RAY_ADDRESS, the one this machine belongs to, or a new one here."""
+    """Address of the cluster; by default RAY_ADDRESS, the cluster of this machine, or a new one on it."""
     env: tuple[str, ...] = ()
-    """Variables of the processes, each NAME=VALUE, or NAME for the value here."""
+    """Environment variables of the processes, each NAME=VALUE, or NAME to copy this machine's value."""
     pip: tuple[str, ...] = ()
-    """Packages to install for them."""
+    """Packages to install for the processes."""
     working_dir: Path | None = None
-    """A folder that is copied to all hosts and is where they run."""
+    """Folder that is copied to all hosts as their working directory."""
     restarts: int = 3
-    """Most times that all are started again after one failed."""
+    """Maximum number of restarts after a host failed."""
     preemptions: int = 1000
-    """The same after one was preempted or its machine was lost."""
+    """Maximum number of restarts after a host was preempted or lost."""
     backoff_s: float = 1.0
-    """Before the first such start; doubled each further time, up to a minute."""
+    """Seconds before the first restart; doubled with each restart, up to a minute."""
     grace_s: float = 60.0
-    """When a host has failed the others are asked to stop, and killed after so long."""
+    """Seconds that the other hosts have to stop after one has failed, before they are killed."""
 
 
-def run_program(words: Sequence[str], grace_s: float) -> None:
-    """Run a program and wait for its end; a request to stop is passed on.
+def run_program(argv: Sequence[str], grace_s: float) -> None:
+    """Runs a program and waits for its end; requests to stop are passed on.
 
     Raises:
-        PreemptedError: it saved its state, to be started again.
-        ValueError: it ended with the status of a user's mistake.
-        RunError: it failed.
+        PreemptedError: It saved its state and should be started again.
+        ValueError: It ended with the status of a mistake of the user.
+        RunError: It failed.
     """
     with Stop() as stop:
-        outcome = attempt(program_of(words), [{}], [""], stop, grace_s)
+        outcome = attempt(program_of(argv), [{}], [""], stop, grace_s)
     if outcome.ending == "preempted" or stop.signals:
         raise PreemptedError(outcome.why)
     if outcome.ending == "mistake":
@@ -71,22 +71,22 @@ def run_program(words: Sequence[str], grace_s: float) -> None:
         raise RunError(outcome.why)
 
 
-def launch_on_ray(command: Ray, words: Sequence[str], tell: Callable[[str], None]) -> int:
-    """`groupax launch ray`; the exit status.
+def launch_on_ray(command: Ray, argv: Sequence[str], log: Callable[[str], None]) -> int:
+    """Runs `groupax launch ray` and returns its exit status.
 
     Raises:
-        ValueError: an option cannot be, or ray is not installed.
-        RunError: a host failed, and was not started again.
+        ValueError: An option is invalid, or ray is not installed.
+        RunError: A host failed and was not restarted.
     """
     config = config_of(command)
-    program_of(words)
+    program_of(argv)
     retries = Retries(command.restarts, command.preemptions, command.backoff_s)
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # what several hosts say alike is shown of each
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # show a line that several hosts print for each of them
     connect(command.address, command.working_dir)
     import ray
 
     try:
-        on_hosts(config, retries=retries, grace_s=command.grace_s, tell=tell)(run_program)(list(words), command.grace_s)
+        execute(config, retries=retries, grace_s=command.grace_s, log=log)(run_program)(list(argv), command.grace_s)
     finally:
         time.sleep(LAST_LINES_S)
         ray.shutdown()
@@ -94,23 +94,23 @@ def launch_on_ray(command: Ray, words: Sequence[str], tell: Callable[[str], None
 
 
 def config_of(command: Ray) -> AcceleratorConfig:
-    """The hosts that a command asks for.
+    """Returns the hosts that a command requests.
 
     Raises:
-        ValueError: a variable is not set, or the options exclude each other.
+        ValueError: A variable is not set, or options exclude each other.
     """
     variables = {}
     for text in command.env:
         name, equals, value = text.partition("=")
         if not equals and name not in os.environ:
-            raise ValueError(f"--env {name}: it is not set here; give {name}=VALUE")
+            raise ValueError(f"--env {name}: the variable is not set here; give {name}=VALUE")
         variables[name] = value if equals else os.environ[name]
     environment: dict[str, Any] = {"env_vars": variables} if variables else {}
     if command.pip:
         environment["pip"] = list(command.pip)
     if command.tpu is not None:
         if command.gpus or command.hosts != 1:
-            raise ValueError("--tpu says how many hosts there are; leave out --hosts and --gpus")
+            raise ValueError("--tpu determines the number of hosts; leave out --hosts and --gpus")
         return TpuAcceleratorConfig(command.tpu, environment, command.cpus)
     if command.gpus:
         return GpuAcceleratorConfig(command.hosts, command.gpus, execution_env=environment, cpus_per_host=command.cpus)

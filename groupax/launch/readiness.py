@@ -1,27 +1,27 @@
-"""Wait until servers answer: python -m groupax.launch.readiness SECONDS http://host:port ..."""
+"""A wait for servers to answer: python -m groupax.launch.readiness SECONDS http://host:port ..."""
 
 import sys
 import time
 import urllib.request
 from collections.abc import Sequence
 
-ASK_S = 2.0
+POLL_S = 2.0
 
 
-def wait_for(addresses: Sequence[str], longest_s: float) -> list[str]:
-    """Those that have not answered when the time is over; none as soon as all have.
+def silent_servers(addresses: Sequence[str], timeout_s: float) -> list[str]:
+    """Waits until all servers answer, and returns those that have not when the time is over.
 
     Args:
-        addresses: of servers, as http://host:port; each is asked for /health.
-        longest_s: how long to wait.
+        addresses: Addresses of servers, as http://host:port; each is asked for /health.
+        timeout_s: Longest time to wait.
     """
-    until_s = time.monotonic() + longest_s
+    deadline_s = time.monotonic() + timeout_s
     silent = list(addresses)
     while True:
         silent = [address for address in silent if not _answers(address)]
-        if not silent or time.monotonic() >= until_s:
+        if not silent or time.monotonic() >= deadline_s:
             return silent
-        time.sleep(ASK_S)
+        time.sleep(POLL_S)
 
 
 def _answers(address: str) -> bool:
@@ -33,11 +33,11 @@ def _answers(address: str) -> bool:
         return False
 
 
-def main(longest_s: float, addresses: Sequence[str]) -> int:
-    """The exit status: 0 if all answer."""
-    silent = wait_for(addresses, longest_s)
+def main(timeout_s: float, addresses: Sequence[str]) -> int:
+    """Returns the exit status: 0 if all servers answer."""
+    silent = silent_servers(addresses, timeout_s)
     if silent:
-        print(f"groupax launch: no answer in {longest_s:g} s from {', '.join(silent)}; its log says why", flush=True)
+        print(f"groupax launch: no answer in {timeout_s:g} s from {', '.join(silent)}; see its log", flush=True)
         return 1
     return 0
 

@@ -1,13 +1,13 @@
-"""What is started again after which end, how often and how soon."""
+"""The policy of restarts: after which ends a program is started again, how often and how soon."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 Ending = Literal["done", "stopped", "mistake", "failed", "preempted"]
-# done        all processes came to their end
-# stopped     somebody asked for it
-# mistake     the user's; it would be made again
+# done        all processes finished
+# stopped     a stop was requested
+# mistake     of the user, which would be repeated
 # failed      a process failed or was killed
 # preempted   a process saved its state to be started again, or its machine was lost
 
@@ -16,38 +16,38 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Retries:
-    """The budget.
+    """A budget of restarts.
 
     Attributes:
-        failures: most times that a program is started again after it failed.
-        preemptions: the same after it was preempted.
-        first_wait_s: before it is started again for the first time; doubled each further time.
-        longest_wait_s: bound of that.
+        failures: Maximum number of restarts after failures.
+        preemptions: Maximum number of restarts after preemptions.
+        first_wait_s: Pause before the first restart; it doubles with each restart.
+        max_wait_s: Longest pause.
     """
 
     failures: int = 3
     preemptions: int = 1000
     first_wait_s: float = 1.0
-    longest_wait_s: float = 60.0
+    max_wait_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("failures", "preemptions", "first_wait_s", "longest_wait_s"):
+        for name in ("failures", "preemptions", "first_wait_s", "max_wait_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} of restarts must be 0 or more, got {getattr(self, name)}")
 
     def wait_s(self, num_restarts: int) -> float:
-        """The pause before a restart that `num_restarts` others have gone before."""
-        return min(self.first_wait_s * 2.0 ** min(num_restarts, 60), self.longest_wait_s)
+        """Returns the pause after `num_restarts` restarts."""
+        return min(self.first_wait_s * 2.0 ** min(num_restarts, 60), self.max_wait_s)
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[Value]):
-    """How an attempt ended.
+    """The end of an attempt.
 
     Attributes:
-        ending: the kind.
-        why: what happened, in words.
-        value: what came out.
+        ending: Kind of end.
+        why: Description of what happened.
+        value: Result of the attempt.
     """
 
     ending: Ending
@@ -55,19 +55,19 @@ class Outcome(Generic[Value]):
     value: Value
 
 
-def attempted(
+def run_with_retries(
     attempt: Callable[[], Outcome[Value]],
     retries: Retries,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     pause: Callable[[float], bool],
 ) -> Outcome[Value]:
-    """The outcome of the last attempt that the budget allows, or that needs no other.
+    """Repeats an attempt while its outcome calls for it and the budget allows; returns the last outcome.
 
     Args:
-        attempt: starts the program and waits for its end.
-        retries: the budget.
-        tell: gets a line for each restart, and one if there is none left.
-        pause: waits so many seconds; False if a request to stop came meanwhile.
+        attempt: Starts the program and waits for its end.
+        retries: The budget.
+        log: Receives a line for each restart, and one when the budget is spent.
+        pause: Waits for a number of seconds; returns False if a stop was requested meanwhile.
     """
     used = {"failed": 0, "preempted": 0}
     budget = {"failed": retries.failures, "preempted": retries.preemptions}
@@ -77,13 +77,10 @@ def attempted(
         if kind not in used:
             return outcome
         if used[kind] >= budget[kind]:
-            if budget[kind]:
-                tell(f"{outcome.why}; not started again, as that was done {budget[kind]} times")
-            else:
-                tell(outcome.why)
+            log(f"{outcome.why}; not restarted again after {budget[kind]} restarts" if budget[kind] else outcome.why)
             return outcome
         wait_s = retries.wait_s(sum(used.values()))
         used[kind] += 1
-        tell(f"{outcome.why}; started again in {wait_s:g} s ({used[kind]} of at most {budget[kind]} times)")
+        log(f"{outcome.why}; restarting in {wait_s:g} s ({used[kind]} of at most {budget[kind]} times)")
         if not pause(wait_s):
-            return Outcome("stopped", "asked to stop while waiting to start again", outcome.value)
+            return Outcome("stopped", "a stop was requested during the pause before a restart", outcome.value)

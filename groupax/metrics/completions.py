@@ -1,4 +1,4 @@
-"""What is reported of a step: pure functions from records to numbers by name. Imports no jax."""
+"""Metrics of a step: pure functions from records to numbers by name. Imports no jax."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from groupax.types import Metrics, Rollout
 
 
 def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Lengths in tokens, of all completions and of those that ended by themselves, and the share that did not.
+    """Computes lengths in tokens, of all completions and of those that terminated, and the fraction that did not.
 
-    `rollout/sampler_gap_mean` is by how much truncated sampling (top-p and so on) raised the log-prob of its draws.
+    `rollout/sampler_gap_mean` is the mean by which truncated sampling (top-p and so on) raised the sampled log-probs.
     """
     lengths = np.array([len(row.completion_ids) for row in rollouts])
     stopped = np.array([row.finish_reason == "stop" for row in rollouts])
@@ -38,9 +38,9 @@ def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Advant
     `reward_std` is the standard deviation (ddof 1) over all completions, `reward_group_std` the mean of the groups'.
 
     Args:
-        names: of the K reward functions.
-        rewards: [B, K], NaN where a function does not apply.
-        advantages: of the same rows.
+        names: Names of the K reward functions.
+        rewards: [B, K] rewards, NaN where a function does not apply.
+        advantages: Advantages of the same rows.
     """
     metrics: Metrics = {}
     for name, column in zip(names, rewards.T, strict=True):
@@ -60,10 +60,10 @@ def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Advant
 def trl_zero_std_frac(
     advantages: Advantages, scale: ScaleRewards, aggregation: MultiObjectiveAggregation
 ) -> dict[str, float]:
-    """Returns `frac_reward_zero_std` as TRL 1.16 has it, of the standard deviation that advantages are divided by.
+    """Returns `frac_reward_zero_std` as TRL 1.16 defines it, by the standard deviation that advantages are divided by.
 
-    With a deviation per group it is the share of groups where that is 0, and groups with fewer than two rewards have
-    none. With one deviation over the batch it is 1 if that is 0, and 0 otherwise.
+    With a deviation per group it is the fraction of groups where that is 0, without groups of fewer than two rewards.
+    With one deviation over the batch it is 1 if that is 0, and 0 otherwise.
     """
     known = ~np.isnan(advantages.rewards)
     if aggregation == "normalize_then_sum":
@@ -78,10 +78,10 @@ def trl_zero_std_frac(
 
 
 def solved_metrics(rewards: np.ndarray) -> Metrics:
-    """pass@k for k = 1, 2, 4, ... and the size of a group, and the groups that are solved always or never.
+    """Computes pass@k for k = 1, 2, 4, ..., G, and the fractions of groups that are solved always or never.
 
     Args:
-        rewards: [P, G], 1 for solved; groups with one that is not known, NaN, are left out.
+        rewards: [P, G] rewards, 1 for solved; groups with a NaN are left out.
     """
     G = rewards.shape[1]
     right = [int(count) for count in (rewards[~np.isnan(rewards).any(axis=1)] == 1.0).sum(axis=1)]
@@ -97,7 +97,7 @@ def solved_metrics(rewards: np.ndarray) -> Metrics:
 
 
 def scoring_metrics(rounds: Sequence[Scored]) -> Metrics:
-    """Seconds and failures over the rounds of a rollout."""
+    """Returns seconds and failures over the rounds of a rollout."""
     metrics: Metrics = {
         "time/rollout_s": sum(scored.rollout_s for scored in rounds),
         "time/reward_s": sum(scored.reward_s for scored in rounds),
@@ -108,7 +108,7 @@ def scoring_metrics(rounds: Sequence[Scored]) -> Metrics:
 
 
 def logged_metrics(rounds: Sequence[Scored]) -> Metrics:
-    """What reward functions logged over the rounds of a rollout: means over all calls."""
+    """Returns the numbers that reward functions logged over the rounds of a rollout, as means over all calls."""
     calls: dict[str, list[float]] = {}
     for scored in rounds:
         for name, values in scored.logged.items():
@@ -116,8 +116,8 @@ def logged_metrics(rounds: Sequence[Scored]) -> Metrics:
     return {name: float(np.mean(values)) for name, values in calls.items()}
 
 
-def of_rollouts(sampled: Sequence[Metrics]) -> Metrics:
-    """One record for the rollouts of a step, one or several: as `window_mean`, but seconds and failures add up."""
+def merge_rollouts(sampled: Sequence[Metrics]) -> Metrics:
+    """Merges the metrics of a step's rollouts like `window_mean`, but adds up seconds and failures."""
     merged = window_mean(sampled)
     for name in merged:
         if name.startswith("time/") or name.endswith("/failures"):
@@ -126,26 +126,25 @@ def of_rollouts(sampled: Sequence[Metrics]) -> Metrics:
 
 
 def with_logged(own: Mapping[str, float], logged: Mapping[str, float]) -> Metrics:
-    """A run's own metrics and what reward functions logged, under `logged/` if the run has that name itself."""
+    """Adds numbers that reward functions logged to a run's own metrics, under `logged/` if the name is taken."""
     return {**own, **{f"logged/{name}" if name in own else name: value for name, value in logged.items()}}
 
 
 def json_numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Metrics as JSON has them: null for what is not finite."""
+    """Returns metrics for JSON, with null for numbers that are not finite."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def is_measured(name: str) -> bool:
-    """Whether a metric is read off the machine, or may follow from such, so differs between runs otherwise alike."""
+    """Returns whether a metric depends on measurements of the machine, so that it differs between identical runs."""
     return name.startswith(("time/", "memory/", "health/")) or name in ("step_time", "mfu") or name.endswith("_per_s")
 
 
 def window_mean(window: Sequence[Mapping[str, float]], definitions: MetricDefinitions = "groupax") -> Metrics:
-    """One line for several steps: means, but extremes stay extremes and counters keep their last value.
+    """Merges the metrics of several steps: means, but the extremes of extremes and the last value of counters.
 
-    TRL averages extremes over the steps too.
-
-    A step without a value (NaN), such as the mean of a reward that applied to none of its prompts, is left out.
+    TRL also averages extremes. A step without a value (NaN), such as the mean of a reward that applied to none of its
+    prompts, is left out.
     """
     merged: Metrics = {}
     for name in dict.fromkeys(name for metrics in window for name in metrics):

@@ -1,7 +1,8 @@
 """Estimates over the items of an evaluation, with 95 % intervals. Imports no jax.
 
-Items are what is drawn at random: the completions of one item belong together, so an item enters with one number, the
-mean over its completions or its pass@k, and intervals go by the spread of these numbers ("clustered by item").
+Items are the independent random draws, while completions of one item are not independent. An item therefore enters with
+one number, the mean over its completions or its pass@k, and intervals follow from the spread of these numbers
+("clustered by item").
 """
 
 import functools
@@ -23,10 +24,11 @@ class Estimate:
     """A mean over items.
 
     Attributes:
-        value: NaN if there are no items.
-        low, high: ends of the 95 % interval; NaN if there are too few items for one.
-        method: how the interval was made.
-        num_items: that the mean is over.
+        value: Mean; NaN if there are no items.
+        low: Lower end of the 95 % interval; NaN if there are too few items for one.
+        high: Upper end of the interval.
+        method: Name of the method of the interval.
+        num_items: Number of items.
     """
 
     value: float
@@ -40,16 +42,16 @@ class Estimate:
 
 
 def mean_share(shares: Sequence[float] | np.ndarray, num_draws: int = 1) -> Estimate:
-    """The mean of a share per item, such as the share of its completions that are right, or its pass@k.
+    """Estimates the mean of a fraction per item, such as the fraction of correct completions, or pass@k.
 
-    The interval is Wilson's score interval for p = mean(shares) with as many independent draws as have the spread seen
-    between items, n = N p (1 - p) / var(shares), at least N and at most N * num_draws. Variance and p of this n are
-    taken with one item more, half of it right and half wrong, so that they tell something where items agree. For one
-    completion per item n is N: Wilson's interval itself.
+    The interval is Wilson's score interval for p = mean(shares) with the number of independent draws that would have
+    the observed spread between items, n = N p (1 - p) / var(shares), at least N and at most N * num_draws. For n,
+    variance and p include one more item, half correct and half wrong, so that they are defined where all items agree.
+    With one completion per item n is N: Wilson's interval itself.
 
     Args:
-        shares: [N], each in [0, 1].
-        num_draws: completions of an item that its share is over.
+        shares: [N] fractions in [0, 1].
+        num_draws: Number of completions per item.
 
     Source: Wilson (1927); the effective number of draws as in Korn and Graubard, Survey Methodology 24 (1998).
     """
@@ -68,10 +70,10 @@ def mean_share(shares: Sequence[float] | np.ndarray, num_draws: int = 1) -> Esti
 
 
 def mean_value(values: Sequence[float] | np.ndarray) -> Estimate:
-    """The mean of any number per item, with Student's interval, mean +- t s / sqrt(N).
+    """Estimates the mean of any number per item, with Student's interval, mean +- t s / sqrt(N).
 
     Args:
-        values: [N].
+        values: [N] numbers, one per item.
     """
     given = np.asarray(values, np.float64)
     N = given.size
@@ -83,17 +85,17 @@ def mean_value(values: Sequence[float] | np.ndarray) -> Estimate:
 
 
 def t_quantile(degrees: int) -> float:
-    """The number that Student's t exceeds in 2.5 % of cases."""
+    """Returns the 97.5 % quantile of Student's t distribution."""
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, 0.5 + CONFIDENCE / 2))
 
 
 def pass_at_k(n: int, num_right: int, k: int) -> float:
-    """The chance that at least one of k of an item's n completions is right, 1 - C(n - c, k) / C(n, k).
+    """Computes the probability that at least one of k of an item's n completions is correct, 1 - C(n - c, k) / C(n, k).
 
     Raises:
-        ValueError: k is above n, so that the completions do not tell.
+        ValueError: k is above n.
 
     Source: arXiv:2107.03374, eq. 1.
     """
@@ -103,21 +105,21 @@ def pass_at_k(n: int, num_right: int, k: int) -> float:
 
 
 def powers_up_to(n: int) -> list[int]:
-    """1, 2, 4, ... and n itself: the k for which pass@k and maj@k are reported."""
+    """Returns 1, 2, 4, ... and n itself, the k for which pass@k and maj@k are reported."""
     return sorted({1 << power for power in range(n.bit_length())} | {n})
 
 
 def majority_at_k(votes: Sequence[int], right: int | None, num_silent: int, ks: Sequence[int]) -> list[float]:
-    """The chance that the most frequent answer among k of an item's completions is the right one, for each k.
+    """Computes the probability that the most frequent answer among k of an item's completions is correct, for each k.
 
-    It is exact over all subsets of k completions; of answers that tie, each is as likely to be taken. Completions
-    without an answer do not vote.
+    It is exact over all subsets of k completions, and ties are broken uniformly at random. Completions without an
+    answer do not vote.
 
     Args:
-        votes: completions that give each of the answers.
-        right: index of the right answer, or None if nobody gave it.
-        num_silent: completions without an answer.
-        ks: sizes of the subsets, each at most the number of completions.
+        votes: Number of completions per answer.
+        right: Index of the correct answer; None if no completion gives it.
+        num_silent: Number of completions without an answer.
+        ks: Sizes of the subsets, each at most the number of completions.
 
     Example:
         >>> majority_at_k([3, 1], right=0, num_silent=0, ks=[1, 3, 4])
@@ -131,10 +133,10 @@ def majority_at_k(votes: Sequence[int], right: int | None, num_silent: int, ks: 
 
 @functools.lru_cache(maxsize=4096)
 def _majority(num_right: int, others: tuple[int, ...], num_silent: int) -> tuple[float, ...]:
-    """For each k from 0 to the number of completions.
+    """Computes the probability for each k from 0 to the number of completions.
 
-    For each number c of votes for the right answer, `ways[v, t]` counts how the others cast v votes, none more than c
-    of them for one answer and exactly c for t answers.
+    For each number c of votes for the correct answer, `ways[v, t]` counts the ways in which the others cast v votes,
+    with at most c for any answer and exactly c for t answers.
     """
     n = num_right + sum(others) + num_silent
     wins = np.zeros(n + 1)

@@ -1,4 +1,4 @@
-"""What the devices can do at most: operations per second and memory."""
+"""The limits of the devices: peak operations per second, and memory."""
 
 import functools
 import resource
@@ -15,16 +15,17 @@ from groupax.parallel.accelerators import CHIPS
 from groupax.parallel.processes import all_gather_object
 from groupax.parallel.transfer import to_device
 
-_SIZE, _PRODUCTS = 768, 4
+_SIZE, _MATMULS = 768, 4
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 @functools.cache
 def peak_flops(mesh: Mesh, dtype: Any) -> float:
-    """Operations per second of all devices of the mesh: as stated for known accelerators in bfloat16, else measured.
+    """Returns the peak operations per second of all devices of the mesh.
 
-    The measurement multiplies square matrices on all devices at once, and takes a fraction of a second. What is wide
-    enough holds narrower numbers too: of the dtype's products and those of float32 the faster ones count.
+    It is the stated peak of known accelerators in bfloat16, and otherwise measured: a fraction of a second of square
+    matmuls on all devices at once. Numbers may also be computed in a wider dtype, so the faster of the dtype's matmuls
+    and those of float32 count.
     """
     kind = mesh.devices.flat[0].device_kind
     stated = [chip.flops for chip in CHIPS.values() if kind.startswith(chip.kinds)]
@@ -35,27 +36,27 @@ def peak_flops(mesh: Mesh, dtype: Any) -> float:
 
 def _measured_flops(mesh: Mesh, dtype: Any) -> float:
     num_devices = mesh.devices.size
-    split = PartitionSpec(mesh.axis_names)
+    pspec = PartitionSpec(mesh.axis_names)
 
-    def times(x: jax.Array, y: jax.Array) -> jax.Array:
-        # sums in float32: those of bfloat16 itself a CPU computes in software
+    def matmul(x: jax.Array, y: jax.Array) -> jax.Array:
+        # accumulated in float32: a CPU accumulates bfloat16 in software
         return (jnp.matmul(x, y, preferred_element_type=jnp.float32) * 0.01).astype(x.dtype)
 
-    def products(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, _PRODUCTS, lambda _, y: times(y, x[0]), x[0])[None]
+    def matmuls(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, _MATMULS, lambda _, y: matmul(y, x[0]), x[0])[None]
 
-    program = jax.jit(jax.shard_map(products, mesh=mesh, in_specs=split, out_specs=split))
-    x = to_device(jnp.ones((num_devices, _SIZE, _SIZE), dtype), NamedSharding(mesh, split))
+    program = jax.jit(jax.shard_map(matmuls, mesh=mesh, in_specs=pspec, out_specs=pspec))
+    x = to_device(jnp.ones((num_devices, _SIZE, _SIZE), dtype), NamedSharding(mesh, pspec))
     seconds = float("inf")
     for _ in range(4):  # the first one compiles
         started_s = time.perf_counter()
         jax.block_until_ready(program(x))
         seconds = min(seconds, time.perf_counter() - started_s)
-    return num_devices * _PRODUCTS * 2.0 * _SIZE**3 / seconds
+    return num_devices * _MATMULS * 2.0 * _SIZE**3 / seconds
 
 
 def peak_memory_bytes(mesh: Mesh) -> float:
-    """The most memory in use so far on any local device; on CPU that of the process."""
+    """Returns the peak memory of the fullest local device; on CPU, that of the process."""
     peaks = [
         stats["peak_bytes_in_use"]
         for device in mesh.local_devices
@@ -65,7 +66,7 @@ def peak_memory_bytes(mesh: Mesh) -> float:
 
 
 def memory_in_use(mesh: Mesh) -> dict[str, float]:
-    """Bytes in use now: of the process, of arrays on this host's devices, and, where devices say so, of the fullest."""
+    """Returns bytes in use: by the process, by arrays on this host's devices, and, where reported, on the fullest."""
     arrays = sum(shard.data.nbytes for array in jax.live_arrays() for shard in array.addressable_shards)
     in_use = [stats["bytes_in_use"] for device in mesh.local_devices if (stats := device.memory_stats())]
     own = {"memory/process_bytes": _process_bytes(), "memory/arrays_bytes": float(arrays)}
@@ -73,7 +74,7 @@ def memory_in_use(mesh: Mesh) -> dict[str, float]:
 
 
 def _process_bytes() -> float:
-    """Resident memory of this process; its peak where the system does not say."""
+    """Returns the resident memory of this process, or its peak where the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -82,12 +83,12 @@ def _process_bytes() -> float:
 
 
 def free_memory_bytes(mesh: Mesh) -> float:
-    """Memory that is free on the fullest device; on CPU each device's part of what the fullest machine has left.
+    """Returns the free memory of the fullest device; on CPU, each device's share of the fullest machine's free memory.
 
-    A container's limit counts as its machine's. With several processes all must call this, and all get the same.
+    A container's limit counts like its machine's. All processes must call this, and receive the same number.
 
     Raises:
-        RuntimeError: neither the devices nor the system say.
+        RuntimeError: Neither the devices nor the system report their memory.
     """
     stats = [stats for device in mesh.local_devices if (stats := device.memory_stats()) and "bytes_limit" in stats]
     if stats:
@@ -95,7 +96,7 @@ def free_memory_bytes(mesh: Mesh) -> float:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError as error:
-        raise RuntimeError("the devices do not say how much memory they have; set kv_bytes") from error
+        raise RuntimeError("the devices do not report how much memory they have; set kv_bytes") from error
     available = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024.0
     free = min(available, container_free_bytes(_text(Path("/proc/self/cgroup")), _CGROUPS))
     machines = all_gather_object((socket.gethostname(), len(mesh.local_devices), free))
@@ -104,13 +105,13 @@ def free_memory_bytes(mesh: Mesh) -> float:
 
 
 def container_free_bytes(cgroups: str, root: Path) -> float:
-    """What the limits of a process's control groups and of the groups around them leave it; infinite without any.
+    """Returns the memory left to a process by its control groups and their ancestors; infinite without limits.
 
-    What files keep in memory without being read counts as free: the system takes it back.
+    Inactive file caches count as free, since the system reclaims them.
 
     Args:
-        cgroups: `/proc/self/cgroup`: lines of number:controllers:path, of version 2 without controllers.
-        root: where control groups are mounted.
+        cgroups: Content of `/proc/self/cgroup`: lines of number:controllers:path, in version 2 without controllers.
+        root: Mount point of the control groups.
     """
     left = float("inf")
     for line in cgroups.splitlines():
@@ -125,14 +126,14 @@ def container_free_bytes(cgroups: str, root: Path) -> float:
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for folder in (top.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)):
             most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
-            if most.isdecimal() and used.isdecimal():  # "max" is no limit; what a container is not shown is empty
+            if most.isdecimal() and used.isdecimal():  # "max" is no limit; a file that a container cannot see is empty
                 stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
                 left = min(left, max(0.0, float(int(most) - int(used) + int(stat.get(cache, 0)))))
     return left
 
 
 def _text(path: Path) -> str:
-    """What is in a file; nothing if it cannot be read."""
+    """Returns the content of a file, or an empty string if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

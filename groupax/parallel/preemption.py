@@ -1,7 +1,7 @@
-"""Requests from outside to stop a run: signals and notices of maintenance. Imports no jax.
+"""Requests to stop a run: signals, and a cloud's maintenance notices. Imports no jax.
 
-SIGTERM, SIGINT    the update under way is finished, a rollout is given up; a second one ends the program at once
-metadata server    says that a cloud's machine is about to go, some time before it does
+SIGTERM, SIGINT    the current update is finished and a rollout cancelled; a second signal ends the program at once
+metadata server    announces that a cloud's machine will be taken away
 """
 
 import os
@@ -17,35 +17,35 @@ from typing import Any
 from groupax.errors import PreemptedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-METADATA_HOST = "metadata.google.internal"  # Google's; GCE_METADATA_HOST names another, as for its own tools
-QUIET = {"maintenance-event": "NONE", "preempted": "FALSE"}  # what the server says while all is well
+METADATA_HOST = "metadata.google.internal"  # GCE_METADATA_HOST names another, as for Google's own tools
+QUIET = {"maintenance-event": "NONE", "preempted": "FALSE"}  # the answers when nothing is announced
 POLL_S = 5.0
 
 
 class RolloutCancelled(BaseException):
-    """Work that can be done again was given up for a request to stop. No Exception, so that nobody swallows it."""
+    """Repeatable work was cancelled by a request to stop. Not an `Exception`, so that no handler swallows it."""
 
 
 class PreemptionHandler:
-    """Notices requests to stop. As a context it takes the signals, and gives them back at the end.
+    """A context that handles requests to stop, and restores the previous signal handlers at its end.
 
-    Signals need the main thread; in another one there are notices only.
+    Signals are handled in the main thread only; in other threads there are only notices.
 
     Args:
-        watch_metadata: ask the cloud's metadata server for notices.
-        agreed: gives the reason of any of the run's processes for this one's, and is called by all of them at the same
-            places; None for a single process. With it a request ends work only at `check`.
+        watch_metadata: Whether to ask the cloud's metadata server for notices.
+        agree: Maps this process's reason to that of any process of the run; all of them call it at the same points.
+            None for a single process. With it, a request cancels work only at `check`.
 
     Attributes:
-        reason: why the run is to stop; None if it is not.
+        reason: The reason to stop; None if there is none.
     """
 
-    def __init__(self, watch_metadata: bool = False, agreed: Callable[[str | None], str | None] | None = None) -> None:
-        self.agreed = agreed
+    def __init__(self, watch_metadata: bool = False, agree: Callable[[str | None], str | None] | None = None) -> None:
+        self.agree = agree
         self.watch_metadata = watch_metadata or "GCE_METADATA_HOST" in os.environ
         self.reason: str | None = None
         self._in_main_thread = False
-        self._signaled = self._noticed = self._abandonable = False
+        self._signaled = self._noticed = self._is_cancellable = False
         self._handlers: dict[int, Any] = {}
         self._closed = threading.Event()
 
@@ -64,27 +64,27 @@ class PreemptionHandler:
         self._handlers = {}
 
     @contextmanager
-    def abandonable(self) -> Iterator[None]:
-        """A request to stop ends the block at once.
+    def cancellable(self) -> Iterator[None]:
+        """Lets a request to stop end the block at once.
 
         Raises:
-            RolloutCancelled: there is one.
+            RolloutCancelled: A stop was requested.
         """
         try:
-            self._abandonable = self.agreed is None
+            self._is_cancellable = self.agree is None
             self.check()
             yield
         finally:
-            self._abandonable = False
+            self._is_cancellable = False
 
     def check(self) -> None:
-        """Stop here if that was asked for.
+        """Raises an exception if a stop was requested.
 
         Raises:
-            RolloutCancelled: it was.
+            RolloutCancelled: A stop was requested.
         """
-        if self.agreed is not None:
-            self.reason = self.agreed(self.reason)
+        if self.agree is not None:
+            self.reason = self.agree(self.reason)
         if self.reason is not None:
             raise RolloutCancelled
 
@@ -97,12 +97,11 @@ class PreemptionHandler:
         else:
             self._signaled = True
             self.reason = self.reason or signal.Signals(number).name
-        if self._abandonable:
-            self._abandonable = False
+        if self._is_cancellable:
+            self._is_cancellable = False
             raise RolloutCancelled
 
     def _notice(self, text: str) -> None:
-        """In the thread that watches."""
         self.reason = self.reason or text
         if self._in_main_thread and not self._closed.is_set():
             self._noticed = True
@@ -111,23 +110,23 @@ class PreemptionHandler:
 
 @contextmanager
 def before_training() -> Iterator[None]:
-    """A request to stop ends the block at once, which prepares a run: there is nothing to save yet.
+    """Lets a request to stop end the block, which prepares a run and has nothing to save.
 
     Raises:
-        PreemptedError: there was one; the user is told.
+        PreemptedError: A stop was requested; the user has been informed.
     """
     with PreemptionHandler() as stop:
         try:
-            with stop.abandonable():
+            with stop.cancellable():
                 yield
         except RolloutCancelled:
-            message = f"stopped ({stop.reason}) before training began; nothing was saved. Start it again as before"
+            message = f"stopped ({stop.reason}) before training started; nothing was saved. Start it again as before"
             print(message, file=sys.stderr)
             raise PreemptedError(message) from None
 
 
 def watch(notice: Callable[[str], None], closed: threading.Event) -> None:
-    """Ask the metadata server until it announces that the machine will go, or is not there at all."""
+    """Asks the metadata server until it announces that the machine will be taken away, or turns out not to exist."""
     host = os.environ.get("GCE_METADATA_HOST", METADATA_HOST)
     answered = False
     while not closed.wait(POLL_S if answered else 0.0):

@@ -16,9 +16,9 @@ from groupax.models.specs import Params, model_specs
 from groupax.models.split import partition_specs
 from groupax.parallel.memory import HOST
 from groupax.runs.build import learner_settings
-from groupax.training.learner import CPU_MICRO_BATCH_TOKENS, compute_dtype, fitting_tokens
+from groupax.training.memory import CPU_MICRO_BATCH_TOKENS, compute_dtype, fitting_tokens
 from groupax.training.optimizer import make_optimizer, make_schedule
-from groupax.training.step import TrainState, state_places
+from groupax.training.state import TrainState, state_shardings
 
 # Optimizer steps of the schedule, which changes nothing of its program.
 _STEPS = 1000
@@ -42,7 +42,7 @@ class AbstractModel:
         trained = _in_dtype(adapter_specs(config, lora) if lora else model_specs(config), jnp.float32)
         self.masters = self.on_mesh(trained)
         state = jax.eval_shape(lambda params: TrainState(params, self.optimizer.init(params)), self.masters)
-        self.state: Any = jax.tree.map(struct_at, state, state_places(config, mesh, state, args.offload_optimizer))
+        self.state: Any = jax.tree.map(struct_at, state, state_shardings(config, mesh, state, args.offload_optimizer))
         self.frozen = Frozen(weights, self.scalar) if lora else None
         # the masters themselves where they have the dtype
         self.policy_name = "masters" if self.dtype == jnp.float32 else "policy"

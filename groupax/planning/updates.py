@@ -17,7 +17,8 @@ from groupax.planning.abstract import AbstractModel, placed_structs, struct_at
 from groupax.planning.programs import Program, host_bytes
 from groupax.rollouts.slices import Slices
 from groupax.training.batch import attention_cost_with, pack
-from groupax.training.step import ROWS, across_shards, apply_update, micro_step, score, totals_specs, zero_totals
+from groupax.training.state import apply_update
+from groupax.training.step import ROWS, accumulator_pspecs, all_reduce, micro_step, score, zero_grads
 from groupax.types import Row
 
 
@@ -41,14 +42,14 @@ def training_of(of_model: AbstractModel, slices: Slices, longest: tuple[int, int
     batch = jax.tree.map(lambda x: struct_at(x, NamedSharding(mesh, ROWS)), largest.batch)
     static: dict[str, Any] = {"config": config, "mesh": mesh}
     of_step = {**static, "settings": settings, "execution": of_model.execution}
-    totals = jax.eval_shape(lambda params: zero_totals(params, **static, settings=settings), of_model.policy)
-    totals = placed_structs(totals, totals_specs(config, mesh, of_model.policy, totals), mesh)
+    totals = jax.eval_shape(lambda params: zero_grads(params, **static, settings=settings), of_model.policy)
+    totals = placed_structs(totals, accumulator_pspecs(config, mesh, of_model.policy, totals), mesh)
     scalar, num_parts = of_model.scalar, len(parts)
     counts: Any = jax.tree.unflatten(jax.tree.structure(Denominators(jnp.zeros(()), jnp.zeros(()))), [scalar, scalar])
     dropout_key = _key(mesh) if of_model.dropout_rate else None
     of_policy = (of_model.policy, totals, batch, counts, scalar, of_model.frozen, dropout_key)
     steps = micro_step.trace(*of_policy, **of_step, dropout_rate=of_model.dropout_rate)
-    sums = across_shards.trace(totals, **static)
+    sums = all_reduce.trace(totals, **static)
     grads = placed_structs(
         jax.eval_shape(lambda totals: totals.grads, sums.out_info),
         partition_specs(config, mesh, of_model.masters),
@@ -59,7 +60,7 @@ def training_of(of_model: AbstractModel, slices: Slices, longest: tuple[int, int
     state = {"masters": of_model.state.params, "optimizer": of_model.state.opt_state}
     programs = [
         Program("micro_step", steps, {**of_model.own, "gradients": totals}, num_parts * updates),
-        Program("across_shards", sums, {"gradients": totals}, updates),
+        Program("all_reduce", sums, {"gradients": totals}, updates),
         Program(
             "apply_update",
             update,

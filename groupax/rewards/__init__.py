@@ -1,9 +1,9 @@
-"""Rewards: the contract, how they are run, and those built in. See docs/rewards.md. Imports no jax."""
+"""Reward functions: their contract, their execution, and the built-in ones. See docs/rewards.md. Imports no jax."""
 
 import importlib
 from typing import Any
 
-# Public name -> the module that has it.
+# Public name -> its module.
 _PUBLIC = {
     "RewardError": "groupax.errors",
     "RewardModel": "groupax.rewards.model",

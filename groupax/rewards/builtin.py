@@ -1,4 +1,4 @@
-"""Rewards by name, as YAML files and the command line have them. Imports no jax."""
+"""The built-in rewards by name, for YAML files and the command line. Imports no jax."""
 
 import functools
 from collections.abc import Callable
@@ -39,10 +39,10 @@ BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
 
 
 def check_setup(function: Callable[..., Any]) -> None:
-    """Checks that a reward, if it is a built-in one that needs other programs, finds them on this machine.
+    """Checks that the programs which a built-in reward needs are installed on this machine.
 
     Raises:
-        RunError: It does not.
+        RunError: They are not.
     """
     options: dict[str, Any] = {}
     while isinstance(function, functools.partial):

@@ -1,4 +1,4 @@
-"""Rewards for programs that pass tests. Imports no jax."""
+"""A reward for programs that pass tests. Imports no jax."""
 
 import ast
 import os
@@ -12,10 +12,10 @@ from groupax.rewards.sandbox import Limits, check_sandbox, passes
 from groupax.rewards.text import completion_text
 
 MAX_COMPLETION_CHARS = 1 << 20
-# A line with a code fence: what stands before it, its backticks, its info string. Takes linear time.
+# A line with a code fence: the text before it, its backticks, its info string. Matching takes linear time.
 FENCE = re.compile(r"([^`]*(?:`{1,2}[^`]+)*)(`{3,})([^`]*)")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-# What of a prompt the tests may rely upon.
+# Statements of a prompt that the tests may rely on.
 TRUSTED = (ast.Import, ast.ImportFrom, *DEFINITIONS, ast.Assign, ast.AnnAssign)
 
 
@@ -30,71 +30,72 @@ def code_tests(
     memory_mb: int = 512,
     partial_credit: bool = False,
 ) -> list[float | None]:
-    """1 for a Python solution that passes its tests; else 0. Runs in a sandbox (see `rewards.sandbox`).
+    """Returns 1 for a Python solution that passes its tests, run in a sandbox (see `rewards.sandbox`), else 0.
 
-    Solution and tests run in two processes, which exchange data: docs/rewards.md says what crosses between them. If the
-    prompt is Python source that defines the entry point, as in HumanEval, the tests see the prompt's other names as the
-    prompt defines them, whatever the solution makes of them.
+    Solution and tests run in two processes that exchange data (see docs/rewards.md). If the prompt is Python source
+    that defines the entry point, as in HumanEval, the tests see the prompt's other names as the prompt defines them,
+    even if the solution redefines them.
 
     The solution is the completion's last code block that is fenced as Python or as no language, or else the whole
     completion. If it does not define `entry_point`, it is taken as the continuation of the prompt, as in HumanEval.
 
     Args:
-        completions: of the policy.
-        prompts: what they continue.
-        tests: for each, Python source that raises if the solution is wrong, or a list of such sources. A `check` that
-            the source defines is called with the entry point (HumanEval).
-        entry_point: name of the function to test, None or empty for none.
-        sandbox: "none" runs the code with this process's rights.
-        timeout_s: for a solution and all of its tests.
-        memory_mb: for the solution, and as much for the tests.
-        partial_credit: the share of passed tests in place of all or nothing, where tests come as a list.
+        completions: Completions of the policy.
+        prompts: Their prompts.
+        tests: For each, Python source that raises if the solution is wrong, or a list of such sources. If the source
+            defines `check`, it is called with the entry point (HumanEval).
+        entry_point: Name of the function to test; None or empty for none.
+        sandbox: "none" runs the code with the permissions of this process.
+        timeout_s: Time limit for a solution with all of its tests.
+        memory_mb: Memory limit of the solution, and also of the tests.
+        partial_credit: Whether to return the fraction of passed tests if the tests are a list.
 
     Returns:
-        None where there are no tests.
+        A reward per completion; None where there are no tests.
 
     Raises:
-        RunError: there is no bubblewrap, or it cannot work here.
+        RunError: bubblewrap is not installed, or it cannot work here.
     """
     check_sandbox(sandbox)
     limits = Limits(seconds=timeout_s, memory_bytes=memory_mb << 20)
     names = [""] * len(completions) if entry_point is None else [name or "" for name in entry_point]
 
     def reward(index: int) -> float | None:
-        given = [tests[index]] if isinstance(tests[index], str) else list(tests[index] or ())
-        pieces = [piece for piece in given if piece and piece.strip()]
-        if not pieces:
+        name, completion = names[index], completion_text(completions[index])
+        sources = _sources(tests[index], partial_credit)
+        if not sources:
             return None
-        completion = completion_text(completions[index])
         if len(completion) > MAX_COMPLETION_CHARS:
             return 0.0
-        solution = program(completion, prompts[index], names[index])
-        runs = pieces if partial_credit else ["\n".join(pieces)]
-        stub = _stub(_text(prompts[index]), names[index])
-        results = [
-            passes(solution, _with_call(source, names[index]), limits, sandbox, names[index], stub) for source in runs
-        ]
+        solution, stub = program(completion, prompts[index], name), _stub(_prompt_text(prompts[index]), name)
+        results = [passes(solution, _with_call(source, name), limits, sandbox, name, stub) for source in sources]
         return sum(results) / len(results)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         return list(pool.map(reward, range(len(completions))))
 
 
+def _sources(tests: Any, partial_credit: bool) -> list[str]:
+    sources = [tests] if isinstance(tests, str) else list(tests or ())
+    sources = [source for source in sources if source and source.strip()]
+    return sources if partial_credit or not sources else ["\n".join(sources)]
+
+
 def program(completion: str, prompt: Any, entry_point: str) -> str:
-    """The Python source in a completion."""
+    """Returns the Python source in a completion, preceded by the prompt if it does not define the entry point."""
     blocks = python_blocks(completion)
     source = blocks[-1] if blocks else completion
-    # not \s, which would try every run of empty lines from each of its lines
+    # not \s, which would try every sequence of empty lines from each of its lines
     definition = rf"^[ \t]*(?:async[ \t]+)?def[ \t]+{re.escape(entry_point)}\b"
     defined = re.search(definition, source, re.MULTILINE) if entry_point else True
     return source if defined or not isinstance(prompt, str) else prompt + source
 
 
 def python_blocks(text: str) -> list[str]:
-    """The code blocks that are fenced as Python (`py`, `python`, `Python3`) or as no language, in their order.
+    """Returns the code blocks that are fenced as Python (`py`, `python`, `Python3`) or as no language, in order.
 
-    Fences pair line by line as in CommonMark (0.31, section 4.5), except that they may stand behind other text, and one
-    with an info string ends the block before it. A block that never ends counts only if no other does.
+    Fences pair line by line as in CommonMark (0.31, section 4.5), except that they may follow other text, and that one
+    with an info string ends the block before it. A block without an end counts only if there is no other block.
     """
     blocks: list[str] = []
     opening: re.Match[str] | None = None
@@ -124,7 +125,7 @@ def _ends(fence: re.Match[str], opening: re.Match[str]) -> bool:
         return False
     if before.strip():
         return not info.strip()
-    return len(before) <= len(opening[1]) + 3  # deeper, it belongs to the code: to a docstring, say
+    return len(before) <= len(opening[1]) + 3  # a deeper one belongs to the code, for example to a docstring
 
 
 def _is_python(opening: re.Match[str]) -> bool:
@@ -132,8 +133,8 @@ def _is_python(opening: re.Match[str]) -> bool:
     return language in ("", "py") or language.startswith("python")
 
 
-def _text(prompt: Any) -> str:
-    """The prompt, or its last message, where that is text."""
+def _prompt_text(prompt: Any) -> str:
+    """Returns the prompt, or its last message, if that is text."""
     if isinstance(prompt, str):
         return prompt
     content = prompt[-1].get("content") if prompt else None
@@ -142,9 +143,9 @@ def _text(prompt: Any) -> str:
 
 @lru_cache
 def _stub(prompt: str, entry_point: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The statements of a prompt that defines the entry point, or of its code block that does, without that definition.
+    """Returns the statements of a prompt, or of its code block, that defines the entry point, without that definition.
 
-    They are imports, helpers and constants, each with the names that it binds. Empty if the prompt is no such one.
+    They are imports, helpers and constants, each with the names that it binds. There are none if no source defines it.
     """
     name = entry_point.rpartition(".")[2]
     for source in [prompt, *python_blocks(prompt)] if name and name in prompt else []:
@@ -160,7 +161,7 @@ def _stub(prompt: str, entry_point: str) -> tuple[tuple[str, tuple[str, ...]], .
 
 
 def _bound(statement: ast.stmt) -> list[str]:
-    """The names that a statement binds."""
+    """Returns the names that a statement binds."""
     if isinstance(statement, DEFINITIONS):
         return [statement.name]
     if isinstance(statement, (ast.Import, ast.ImportFrom)):

@@ -1,7 +1,7 @@
-r"""Mathematical answers: which expression a text gives, and whether two of them are equal. Imports no jax.
+r"""Mathematical answers: finding the expression in a text, and comparing two of them. Imports no jax.
 
-math-verify parses LaTeX and compares values. What it is too lenient about is decided here before it is asked: which
-part of a text is the answer, and that relations, chains and lists of candidates do not pass for a number.
+math-verify parses LaTeX and compares values, but it is too lenient about some things, which are decided here first:
+which section of a text is the answer, and that relations, chains and lists of candidates do not pass for a number.
 """
 
 import re
@@ -12,8 +12,8 @@ from typing import Any
 
 from groupax.rewards.text import Span, boxes, final_part, tagged
 
-MAX_LENGTH = 2000  # characters of an answer; a longer one is compared only if the gold answer is about as long
-TAIL = 4000  # characters at the end of a text in which an answer without a box is looked for
+MAX_LENGTH = 2000  # characters of an answer; longer ones are compared only if the gold answer is about as long
+TAIL = 4000  # characters at the end of a text that are searched for an answer without a box
 
 DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+)(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\w))?|\.\d+"
 # `$$...$$`, `$...$`, `\(...\)`, `\[...\]`, and a fraction outside of them.
@@ -39,7 +39,7 @@ MIXED = re.compile(r"(?<![\d.])(\d+) +(\d+) ?/ ?(\d+)(?![\d/])")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)")
 LIST_WORD = re.compile(r"\\(?:text|mathrm|textrm) ?\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
 TEXT_WITH_DIGITS = re.compile(r"\\(?:text|mathrm|textrm|textbf|mbox) ?\{([^{}]*\d[^{}]*)\}")
-# What may hold several candidates: numbers beside each other, alternatives, something left out.
+# Notations that may contain several candidates: adjacent numbers, alternatives, ellipses.
 SEVERAL = re.compile(
     r"\d +\{?\d|\\(?:[lcd]?dots[a-z]?|lor|vee|land|wedge|mid|cup|pm|mp)(?![a-zA-Z])"
     r"|\.\.|…|\\\\|&|\||±|∨|∪|\?"
@@ -70,18 +70,18 @@ COMMA = re.compile(r"\\.|[()\[\]{};]|(?<!\d),|,(?!\d{3}(?!\d))")  # not the one 
 
 
 def final_expression(text: str) -> str | None:
-    r"""The mathematical expression that a completion gives as its answer, or None.
+    r"""Returns the mathematical expression that a completion gives as its answer, or None.
 
-    What follows the last `</think>` is read, and of that the last `<answer>...</answer>` if there is one. The answer is
-    the last `\boxed{}`; else what follows the last "answer is" or "answer:" in that sentence; else the last expression
-    in mathematical markup or the last calculation or number, whichever comes later. Expressions that are joined by a
+    Only the text after the last `</think>` counts, and in it the last `<answer>...</answer>` if there is one. The
+    answer is the last `\boxed{}`; else the text after the last "answer is" or "answer:" in that sentence; else the last
+    expression in mathematical markup or the last calculation or number, whichever comes later. Expressions joined by a
     comma, "and" or "or" are one answer: a list.
     """
     part = tagged(final_part(text), "answer")
     boxed = boxes(part)
     if boxed:
         return _listed(_runs(part, boxed)[-1])
-    if r"\boxed" in part:  # cut off within it
+    if r"\boxed" in part:  # the box was cut off
         return None
     part = part[-TAIL:]
     for stated in reversed(list(ANSWER.finditer(part))[-1:]):
@@ -98,15 +98,15 @@ def final_expression(text: str) -> str | None:
 
 
 def equal(answer: str, gold: str) -> bool | None:
-    r"""Whether an answer has the value of the gold one; None if the gold one cannot be read.
+    r"""Returns whether an answer has the value of the gold answer; None if the gold answer cannot be parsed.
 
-    Both have to be of one kind. A gold answer without a relation is matched by an answer without one, or by the value
-    of a name (`x = 5`, `f(2) = 5`, `x \in [0, 1]`), and a gold relation by one with the same relation signs; only a
-    name's constant value may stand without the name there, and an inequality may be written as an interval.
+    Both must be of the same kind. A gold answer without a relation is matched by an answer without one, or by the value
+    of a name (`x = 5`, `f(2) = 5`, `x \in [0, 1]`). A gold relation is matched by one with the same relation signs,
+    where the constant value of a name may omit the name, and an inequality may be written as an interval.
 
     Args:
-        answer: an expression in LaTeX.
-        gold: likewise.
+        answer: Expression in LaTeX.
+        gold: Expression in LaTeX.
     """
     from math_verify import verify
 
@@ -122,27 +122,27 @@ def equal(answer: str, gold: str) -> bool | None:
         return False
     if not set(BASE.findall(answer)) <= set(BASE.findall(gold)):
         return False
-    wanted, found = _relations(gold), _relations(answer)
-    if wanted != found:
-        if not wanted:
+    expected_relations, found_relations = _relations(gold), _relations(answer)
+    if expected_relations != found_relations:
+        if not expected_relations:
             answer = _without_names(answer)
             if _relations(answer):
                 return False
-        elif found:
+        elif found_relations:
             return False
-        elif set(wanted) == {"="}:
+        elif set(expected_relations) == {"="}:
             gold = _without_names(gold)
             expected = _parsed(gold)
             if _relations(gold) or any(getattr(value, "free_symbols", None) for value in expected):
                 return False
     values = _parsed(answer)
     if any(isinstance(value, str) and _num_digits(value) < _num_digits(answer) for value in values):
-        return False  # math-verify drops what it takes for a unit, and what stands behind that
+        return False  # math-verify drops what it takes for a unit, and the rest after it
     return bool(verify(expected, values, timeout_seconds=None))
 
 
 def _expressions(text: str, start: int = 0) -> list[Span]:
-    """The expressions in mathematical markup, and the calculations and numbers outside of it."""
+    """Returns the expressions in mathematical markup, and the calculations and numbers outside of it."""
     found = [Span(*match.span(), match[match.lastindex or 0]) for match in MATH.finditer(text, start)]
     gaps = zip([start, *(span.end for span in found)], [*(span.start for span in found), len(text)], strict=True)
     for first, last in list(gaps):
@@ -159,7 +159,7 @@ def _calculation(written: str) -> str:
 
 
 def _runs(text: str, spans: Sequence[Span]) -> list[list[Span]]:
-    """The spans, those together that nothing but a comma, "and" or "or" is between."""
+    """Groups the spans that are separated only by a comma, "and" or "or"."""
     runs: list[list[Span]] = []
     for span in spans:
         between = text[runs[-1][-1].end : span.start] if runs else ""
@@ -176,7 +176,7 @@ def _listed(run: Sequence[Span]) -> str:
 
 
 def _normalized(latex: str) -> str:
-    """One way to write what makes no difference: digits, minus signs, spacing, "and" and "or" in lists."""
+    """Normalizes digits, minus signs, spacing, and "and" and "or" in lists."""
     latex = MINUS.sub("-", latex)
     if not latex.isascii():
         latex = re.sub(r"\d", lambda digit: str(int(digit[0])), latex)
@@ -189,7 +189,7 @@ def _normalized(latex: str) -> str:
 
 
 def _relations(latex: str) -> Counter[str]:
-    """How often each kind of relation occurs outside of indices and exponents; `<` and `>` are one kind."""
+    """Counts each kind of relation outside of indices and exponents; `<` and `>` are one kind."""
     for _ in range(4):  # they may be nested
         latex = SCRIPT.sub("", latex)
     signs = (match["command"] or match["sign"] or match["word"] for match in RELATION.finditer(latex))
@@ -201,12 +201,12 @@ def _num_digits(latex: str) -> int:
 
 
 def _without_names(latex: str) -> str:
-    """The values of `x = 1, y = 2`: each part of a list without the name that it is the value of."""
-    return ",".join(NAME.sub("", part, count=1) if NAME.match(part) else part for part in _parts(latex))
+    """Returns the values in `x = 1, y = 2`: the items of a list without the names that they are the values of."""
+    return ",".join(NAME.sub("", part, count=1) if NAME.match(part) else part for part in _list_items(latex))
 
 
-def _parts(latex: str) -> list[str]:
-    """The parts of a list, which commas and semicolons outside of brackets set apart."""
+def _list_items(latex: str) -> list[str]:
+    """Splits a list at commas and semicolons outside of brackets."""
     depth, start, parts = 0, 0, []
     for token in COMMA.finditer(latex):
         depth += (token[0] in ("(", "[", "{", r"\{")) - (token[0] in (")", "]", "}", r"\}"))
@@ -217,7 +217,7 @@ def _parts(latex: str) -> list[str]:
 
 
 def _parsed(latex: str) -> list[Any]:
-    """What math-verify makes of an expression: a value and the text, or the text alone; nothing if it is no LaTeX."""
+    """Parses an expression with math-verify: a value and the text, or the text alone; nothing if it is not LaTeX."""
     from math_verify import LatexExtractionConfig, parse
 
     depth = 0

@@ -1,4 +1,4 @@
-"""Rewards for the form of an answer. Imports no jax."""
+"""Rewards for the format of a completion. Imports no jax."""
 
 import re
 from collections.abc import Sequence
@@ -7,27 +7,27 @@ from typing import Any
 from groupax.rewards.text import completion_text, tagged
 
 THINK = re.compile(r"<think>(?!.*<think>).*?</think>.*", re.DOTALL)
-# Text that is not blank and has none of the tags in it.
+# Text that is not blank and contains none of the tags.
 INNER = r"\s*(?!</?(?:think|answer)>)\S(?:(?!</?(?:think|answer)>).)*"
 THINK_ANSWER = re.compile(rf"\s*<think>(?P<think>{INNER})</think>\s*<answer>(?P<answer>{INNER})</answer>\s*", re.DOTALL)
 INTEGER = re.compile(r"[+-]?\d+")
 
 
 def think_format(completions: Sequence[Any]) -> list[float]:
-    """1 for a completion that begins with one `<think>...</think>`; else 0."""
+    """Returns 1 for a completion that starts with exactly one `<think>...</think>`, else 0."""
     return [float(THINK.fullmatch(completion_text(completion)) is not None) for completion in completions]
 
 
 def think_answer_format(completions: Sequence[Any]) -> list[float]:
-    """1 for a completion that is `<think>...</think><answer>...</answer>`; else 0.
+    """Returns 1 for a completion of the form `<think>...</think><answer>...</answer>`, else 0.
 
-    Neither of them is blank, and the four tags occur once each.
+    Neither section may be blank, and each of the four tags must occur once.
     """
     return [float(THINK_ANSWER.fullmatch(completion_text(completion)) is not None) for completion in completions]
 
 
 def think_answer_correct(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    """1 for a completion in that format whose answer is exactly the column `answer`, else 0; None without such one."""
+    """Returns 1 for a completion in that format whose answer equals `answer`, else 0; None if that is None."""
     matches = [THINK_ANSWER.fullmatch(completion_text(completion)) for completion in completions]
     return [
         None if gold is None else float(match is not None and match["answer"].strip() == str(gold).strip())
@@ -38,13 +38,13 @@ def think_answer_correct(completions: Sequence[Any], answer: Sequence[Any]) -> l
 def xml_format(
     completions: Sequence[Any], *, tags: Sequence[str] = ("think", "answer"), strict: bool = False
 ) -> list[float]:
-    """1 for a completion that has the tags one behind the other; else 0.
+    """Returns 1 for a completion that has the tags in this order, else 0.
 
     Args:
-        completions: of the policy.
-        tags: in their order.
-        strict: the completion is nothing but the tags, each on a line of its own, none twice. Otherwise text may stand
-            around and between them.
+        completions: Completions of the policy.
+        tags: Names of the tags.
+        strict: Whether the completion must consist of the tags alone, each on its own line and none repeated. Otherwise
+            other text is allowed around and between them.
     """
     texts = [completion_text(completion) for completion in completions]
     if not strict:
@@ -59,12 +59,12 @@ def xml_format(
 def xml_count(
     completions: Sequence[Any], *, tags: Sequence[str] = ("think", "answer"), trailing_penalty: float = 0.001
 ) -> list[float]:
-    """The share of opening and closing tags that occur exactly once, less a penalty per character behind the last.
+    """Returns the fraction of opening and closing tags that occur exactly once, minus a penalty per trailing character.
 
     Args:
-        completions: of the policy.
-        tags: expected ones.
-        trailing_penalty: per character; the reward does not fall below 0.
+        completions: Completions of the policy.
+        tags: Names of the expected tags.
+        trailing_penalty: Penalty per character after the last tag; the reward is at least 0.
     """
     expected = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     rewards = []
@@ -77,17 +77,17 @@ def xml_count(
 
 
 def integer_answer(completions: Sequence[Any]) -> list[float]:
-    """1 if the last `<answer>...</answer>`, or without tags the whole completion, is an integer; else 0."""
+    """Returns 1 if the last `<answer>...</answer>`, or without tags the whole completion, is an integer, else 0."""
     return [float(INTEGER.fullmatch(tagged(completion_text(c), "answer").strip()) is not None) for c in completions]
 
 
 def regex_match(completions: Sequence[Any], *, pattern: str, whole: bool = True) -> list[float]:
-    """1 for a completion that matches the pattern (`.` matches newlines too); else 0.
+    """Returns 1 for a completion that matches the pattern (`.` also matches newlines), else 0.
 
     Args:
-        completions: of the policy.
-        pattern: a regular expression.
-        whole: the whole completion is to match, not only some part of it.
+        completions: Completions of the policy.
+        pattern: Regular expression.
+        whole: Whether the whole completion must match, instead of any substring.
     """
     compiled = re.compile(pattern, re.DOTALL)
     find = compiled.fullmatch if whole else compiled.search
@@ -95,7 +95,7 @@ def regex_match(completions: Sequence[Any], *, pattern: str, whole: bool = True)
 
 
 def _in_order(marks: Sequence[str], text: str) -> bool:
-    """Whether the marks occur one behind the other. A pattern `a.*?b.*?c` would try each `a` with each `b`."""
+    """Returns whether the marks occur in this order. A pattern `a.*?b.*?c` would take quadratic time."""
     end = 0
     for mark in marks:
         start = text.find(mark, end)

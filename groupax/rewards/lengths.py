@@ -1,4 +1,4 @@
-"""Rewards for the length of a completion, in tokens, and for not repeating itself. Imports no jax."""
+"""Rewards for the length of a completion, in tokens, and against repetition. Imports no jax."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from groupax.rewards.text import completion_text
 
 
 def soft_overlong(completion_ids: Sequence[Sequence[int]], *, max_length: int, buffer: int) -> list[float]:
-    """0 up to `max_length - buffer` tokens, falling linearly to -1 at `max_length`, and -1 beyond.
+    """Returns 0 up to `max_length - buffer` tokens, falling linearly to -1 at `max_length`, and -1 beyond.
 
     Args:
-        completion_ids: tokens of each completion.
-        max_length: in tokens.
-        buffer: tokens over which the penalty grows.
+        completion_ids: Token ids of each completion.
+        max_length: Length in tokens from which the reward is -1.
+        buffer: Number of tokens over which the penalty grows.
 
     Raises:
-        ValueError: the buffer is not between 1 and `max_length`.
+        ValueError: The buffer is not between 1 and `max_length`.
 
     Source: DAPO, arXiv:2503.14476, eq. 13.
     """
@@ -36,18 +36,18 @@ def cosine_length(
     right: tuple[float, float] = (1.0, 0.5),
     wrong: tuple[float, float] = (-1.0, -0.5),
 ) -> list[float | None]:
-    """Accuracy scaled by length along half a cosine: short right answers are best, short wrong ones worst.
+    """Scales accuracy by length along half a cosine: short right answers are best, short wrong ones worst.
 
     Args:
-        completions: of the policy.
-        completion_ids: their tokens.
-        answer: gold answers, as for `math_accuracy`, which decides what is right.
-        max_length: in tokens, where the curve ends.
-        right: rewards of a right completion of 0 and of `max_length` tokens.
-        wrong: likewise of a wrong one.
+        completions: Completions of the policy.
+        completion_ids: Their token ids.
+        answer: Gold answers, compared by `math_accuracy`.
+        max_length: Length in tokens at which the curve ends.
+        right: Rewards of a right completion of 0 and of `max_length` tokens.
+        wrong: Rewards of a wrong completion of 0 and of `max_length` tokens.
 
     Returns:
-        None where the gold answer cannot be read.
+        A reward per completion; None where the gold answer cannot be parsed.
 
     Source: arXiv:2502.03373, section 4.2.
     """
@@ -63,15 +63,15 @@ def cosine_length(
 
 
 def repetition_penalty(completions: Sequence[Any], *, ngram: int = 3, max_penalty: float = -1.0) -> list[float]:
-    """`max_penalty` times the share of word n-grams that occurred before.
+    """Returns `max_penalty` times the fraction of word n-grams that occurred before.
 
     Args:
-        completions: of the policy.
-        ngram: words in an n-gram; shorter completions get 0.
-        max_penalty: at most 0.
+        completions: Completions of the policy.
+        ngram: Number of words in an n-gram; shorter completions get 0.
+        max_penalty: Penalty if all n-grams are repetitions; at most 0.
 
     Raises:
-        ValueError: the penalty is above 0, or n below 1.
+        ValueError: The penalty is above 0, or n is below 1.
 
     Source: arXiv:2502.03373, appendix C.2, with one penalty for the whole completion.
     """

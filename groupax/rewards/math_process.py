@@ -1,10 +1,10 @@
-"""A process that compares mathematical answers, as algebra on hostile input may not end. Imports no jax.
+"""A process that compares mathematical answers, because algebra on hostile input may not terminate. Imports no jax.
 
-    caller ──► {"answer", "gold"} as a line of JSON ──► expressions.equal ──► true, false or null ──► caller
-                                          └─ more than SECONDS of CPU time or MEMORY_BYTES: the process dies ──► False
+    caller ──► [answer, gold] as a line of JSON ──► expressions.equal ──► true, false or null ──► caller
+                                     └─ more than SECONDS of CPU time or MEMORY_BYTES: the process dies ──► False
 
-The process is a fresh interpreter rather than a fork or a spawned copy of the caller, so that it neither inherits jax's
-threads nor runs the user's script again. Its limits are the kernel's, which also end what does not return to Python.
+The process is a new interpreter, not a fork or a spawned copy of the caller, so that it neither inherits jax's threads
+nor runs the user's script again. The kernel enforces its limits, also on code that does not return to Python.
 """
 
 import atexit
@@ -18,28 +18,28 @@ import subprocess
 import sys
 import threading
 
-SECONDS = 5.0  # of CPU time for one pair, so that a busy machine changes no reward
-WAIT_S = 120.0  # for an answer, or for the start, by the clock
+SECONDS = 5.0  # CPU time for one pair, so that rewards do not depend on the load of the machine
+WAIT_S = 120.0  # wall time for an answer, or for the start
 MEMORY_BYTES = 2**32
 
 
 class Comparer:
-    """Compares answers in a process of its own, which is started when first needed and again after it has died.
+    """A comparison of answers in a separate process, which is started when first needed and restarted after it died.
 
-    Any thread may call it; they take turns.
+    It may be called from any thread.
     """
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self, answer: str, gold: str) -> bool | None:
-        """As `expressions.equal`; False if that takes too long or too much memory.
+        """Returns the result of `expressions.equal`; False if that takes too long or too much memory.
 
         Raises:
-            RuntimeError: the process does not start.
+            RuntimeError: The process does not start.
         """
-        with self._turn:
+        with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             process = self._process
@@ -47,37 +47,37 @@ class Comparer:
             assert process.stdin is not None, "a pipe"
             process.stdin.write(json.dumps([answer, gold]).encode() + b"\n")
             process.stdin.flush()
-            line = _line_of(process)
+            line = _read_line(process)
             if line is None:
-                self._end()
+                self._stop()
                 return False
             return json.loads(line)
 
     def close(self) -> None:
-        """End the process."""
-        with self._turn:
-            self._end()
+        """Ends the process."""
+        with self._lock:
+            self._stop()
 
     def _start(self) -> None:
-        self._end()
+        self._stop()
         command = [sys.executable, "-m", "groupax.rewards.math_process"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        if _line_of(self._process) is None:
-            self._end()
+        if _read_line(self._process) is None:
+            self._stop()
             raise RuntimeError(
-                f"the process that compares mathematical answers did not start (`{' '.join(command)}`); what it wrote "
-                "to stderr says why"
+                f"the process that compares mathematical answers did not start (`{' '.join(command)}`); see its "
+                "output on stderr"
             )
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
 
-def _line_of(process: subprocess.Popen[bytes]) -> bytes | None:
-    """The next line that a process writes; None if it ends or takes too long."""
+def _read_line(process: subprocess.Popen[bytes]) -> bytes | None:
+    """Returns the next line that a process writes; None if it exits or takes too long."""
     assert process.stdout is not None, "a pipe"
     readable, _, _ = select.select([process.stdout], [], [], WAIT_S)
     return (process.stdout.readline() if readable else b"") or None
@@ -88,15 +88,17 @@ atexit.register(COMPARER.close)
 
 
 def _serve() -> None:
-    """Answer comparisons, a line of JSON each, until the other side closes."""
+    """Answers comparisons, one line of JSON each, until standard input is closed."""
     from groupax.rewards.expressions import equal
 
     answers = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no answer
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the time limits that are the kernel's here
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+    os.dup2(2, 1)  # output of libraries must not be taken for an answer
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns that there is no time limit, which the kernel enforces here
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    equal("1", "1")  # imports what it needs
+    equal("1", "1")  # imports the libraries
     os.write(answers, b"null\n")
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)

@@ -1,4 +1,4 @@
-"""Rewards for right answers to mathematical problems. Imports no jax."""
+"""Rewards for correct answers to mathematical problems. Imports no jax."""
 
 import importlib.util
 import math
@@ -13,17 +13,17 @@ from groupax.rewards.text import boxes, completion_text
 
 
 def gsm8k_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    r"""1 if a completion's final number equals the gold one, as numbers: `1,000` is `1000.0`, `1/2` is `0.5`; else 0.
+    r"""Returns 1 if a completion's final number equals the gold one in value (`1,000` is `1000.0`), else 0.
 
-    `numbers.final_number` says which number of a text is final. A heading (`#### Step 3`, `#### 3. Add up`) is no
-    answer behind `####`. A sign counts only directly before the number or its currency.
+    `numbers.final_number` defines the final number of a text. A heading (`#### Step 3`, `#### 3. Add up`) is not an
+    answer after `####`. A sign counts only directly before the number or its currency.
 
     Args:
-        completions: of the policy.
-        answer: GSM8K's worked answers (`... #### 42`) or bare numbers.
+        completions: Completions of the policy.
+        answer: Gold answers: GSM8K's solutions (`... #### 42`) or plain numbers.
 
     Returns:
-        None where the gold answer has no number.
+        A reward per completion; None where the gold answer has no number.
     """
     rewards: list[float | None] = []
     for completion, gold in zip(completions, answer, strict=True):
@@ -34,20 +34,20 @@ def gsm8k_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[fl
 
 
 def math_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    r"""1 if a completion's answer equals the gold one as a mathematical expression; else 0.
+    r"""Returns 1 if a completion's answer equals the gold one as a mathematical expression, else 0.
 
-    `expressions.final_expression` says which expression of a completion is its answer (the last `\boxed{}`, if there is
-    one), and `expressions.equal` when two of them are equal: math-verify compares their values, but a relation, a
-    chain or a list does not pass for a number.
+    `expressions.final_expression` defines the answer of a completion (the last `\boxed{}`, if there is one), and
+    `expressions.equal` when two expressions are equal: math-verify compares their values, but a relation, a chain or a
+    list does not pass for a number.
 
     Args:
-        completions: of the policy.
-        answer: gold answers: an expression (`\frac{3}{4}`, `0.75`, `x \ge 5`) or a solution with the answer in
+        completions: Completions of the policy.
+        answer: Gold answers: an expression (`\frac{3}{4}`, `0.75`, `x \ge 5`) or a solution with the answer in
             `\boxed{}` or `$...$`.
 
     Returns:
-        None where there is no gold answer or it cannot be read. A pair that takes longer than 5 s of CPU time or more
-        than 4 GiB counts as wrong.
+        A reward per completion; None where there is no gold answer or it cannot be parsed. A pair that takes more than
+        5 s of CPU time or 4 GiB counts as wrong.
 
     Raises:
         ImportError: math-verify is not installed (`pip install groupax[math]`).
@@ -64,8 +64,8 @@ def math_accuracy(completions: Sequence[Any], answer: Sequence[Any]) -> list[flo
 
 
 def gold_expression(gold: Any) -> str:
-    r"""The expression of a gold answer: the whole of it, unless it marks a part with `\boxed{}` or `$`; "" for none."""
-    if gold is None or gold != gold:  # NaN is what tables have for none
+    r"""Returns the expression of a gold answer: the content of `\boxed{}` or `$...$`, else all of it; "" for none."""
+    if gold is None or gold != gold:  # tables use NaN for a missing value
         return ""
     if isinstance(gold, float) and math.isfinite(gold):
         return format(Decimal(repr(gold)), "f")
@@ -75,6 +75,6 @@ def gold_expression(gold: Any) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` that closes. Its braces may be nested."""
+    r"""Returns the content of the last `\boxed{...}` that is closed. Braces may be nested."""
     found = boxes(text)
     return found[-1].content if found else None

@@ -24,24 +24,24 @@ from groupax.types import Rollout
 
 ROWS = PartitionSpec(DATA)
 MICRO_BATCH_TOKENS = 8192
-LENGTH_STEP = 64  # sequences are padded to multiples of it, so that programs are few
+LENGTH_STEP = 64  # sequences are padded to a multiple of it, to compile few programs
 
 
 class RewardModel:
     """A `*ForSequenceClassification` checkpoint whose first label is the reward.
 
-    The text is the prompt with the completion behind it: conversations through the reward model's chat template,
-    strings as they are.
+    The scored text is the prompt followed by the completion: conversations in the reward model's chat template, strings
+    as they are.
 
     Args:
-        model: a folder, a hub id, or a loaded `Model` with a score head.
-        tokenizer: the reward model's own; by default the one in its folder.
-        mesh: where to put the weights; by default on all devices.
-        name: of its metrics; by default the folder's.
+        model: A folder, a hub id, or a loaded `Model` with a score head.
+        tokenizer: Tokenizer of the reward model; by default the one in its folder.
+        mesh: Mesh of the devices with the weights; by default all devices.
+        name: Name in the metrics; by default that of the folder.
 
     Raises:
-        ValueError: the checkpoint is no sequence classifier, or there is no tokenizer. `scores` raises it for tokens
-            that the model does not have.
+        ValueError: The checkpoint is not a sequence classifier, or there is no tokenizer. `scores` raises it for tokens
+            that are not in the model's vocabulary.
     """
 
     def __init__(
@@ -54,26 +54,26 @@ class RewardModel:
         self.model = model if isinstance(model, Model) else load_model(model, mesh=mesh)
         if not self.model.config.num_labels:
             raise ValueError(
-                f"{self.model.source or 'the model'} is no reward model: its config.json names "
+                f"{self.model.source or 'the model'} is not a reward model: its config.json names "
                 f"{self.model.hf_config.get('architectures')}, not a *ForSequenceClassification"
             )
         if tokenizer is None and self.model.source is None:
-            raise ValueError("a reward model that was made in memory has no tokenizer; give one")
+            raise ValueError("a reward model that was created in memory has no tokenizer; pass one")
         self.tokenizer = tokenizer or load_tokenizer(str(self.model.source))
         self.name = name or (Path(model).name if isinstance(model, (str, os.PathLike)) else "reward_model")
 
     def rewards(self, rollouts: Sequence[Rollout]) -> np.ndarray:
-        """The reward of each completion, [B]; NaN for one whose text exceeds the model's positions."""
+        """Returns the reward of each completion, [B]; NaN if its text exceeds the model's positions."""
         texts = [self._text(row) for row in rollouts]
         return self.scores(encode_texts(self.tokenizer, texts, [is_conversational(row.prompt) for row in rollouts]))
 
     def scores(self, token_ids: Sequence[np.ndarray]) -> np.ndarray:
-        """The first label's logit of each sequence, [B] float64, in micro-batches of similar length."""
+        """Returns the first label's logit for each sequence, [B] float64; NaN for a sequence that does not fit."""
         largest = max((int(ids.max()) for ids in token_ids if len(ids)), default=0)
         if largest >= self.model.config.vocab_size:
             raise ValueError(
                 f"the reward model {self.name} has a vocabulary of {self.model.config.vocab_size} tokens, and its "
-                f"tokenizer gives token {largest}; give the tokenizer of this model"
+                f"tokenizer gives token {largest}; pass the tokenizer of this model"
             )
         values = np.full(len(token_ids), np.nan)
         num_shards = num_data_shards(self.model.mesh)
@@ -83,16 +83,12 @@ class RewardModel:
         while ordered:
             length = min(-(-len(token_ids[ordered[-1]]) // LENGTH_STEP) * LENGTH_STEP, max(limit, LENGTH_STEP))
             num_rows = max(1, MICRO_BATCH_TOKENS // length)
-            part, ordered = ordered[-num_rows:], ordered[:-num_rows]
-            rows = num_shards << ((-(-len(part) // num_shards)) - 1).bit_length()
-            tokens = np.zeros((rows, length), np.int32)
-            starts = np.full(len(tokens), length, np.int32)
-            for position, index in enumerate(part):
-                starts[position] = length - len(token_ids[index])
-                tokens[position, starts[position] :] = token_ids[index]
-            on_rows = to_device((tokens, starts), NamedSharding(self.model.mesh, ROWS))
-            scored = sequence_scores(self.model.params, *on_rows, config=self.model.config, mesh=self.model.mesh)
-            values[part] = to_host(scored).astype(np.float64)[: len(part)]
+            batch, ordered = ordered[-num_rows:], ordered[:-num_rows]
+            num_rows = num_shards << ((-(-len(batch) // num_shards)) - 1).bit_length()
+            padded = _left_padded([token_ids[index] for index in batch], num_rows, length)
+            on_devices = to_device(padded, NamedSharding(self.model.mesh, ROWS))
+            scored = sequence_scores(self.model.params, *on_devices, config=self.model.config, mesh=self.model.mesh)
+            values[batch] = to_host(scored).astype(np.float64)[: len(batch)]
         return values
 
     def _text(self, row: Rollout) -> str:
@@ -102,17 +98,28 @@ class RewardModel:
         return render(self.tokenizer, conversation, f"prompt {row.prompt_index}", add_generation_prompt=False)
 
 
+def _left_padded(token_ids: Sequence[np.ndarray], num_rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns left-padded tokens, [num_rows, length] int32, and the start of each sequence, [num_rows] int32."""
+    tokens = np.zeros((num_rows, length), np.int32)
+    starts = np.full(num_rows, length, np.int32)
+    for row, ids in enumerate(token_ids):
+        starts[row] = length - len(ids)
+        tokens[row, starts[row] :] = ids
+    return tokens, starts
+
+
 @partial(jax.jit, static_argnames=("config", "mesh"))
 def sequence_scores(
     params: Params, tokens: Int[Array, "B T"], starts: Int[Array, "B"], *, config: ModelConfig, mesh: Mesh
 ) -> Float[Array, "B"]:
-    """The first label's logit at the last token of each left-padded sequence.
+    """Computes the first label's logit at the last token of each left-padded sequence.
 
     Args:
-        params: of a model with a score head.
-        tokens: left-padded, split over the mesh's data axes.
-        starts: where each sequence begins.
-        config, mesh: static.
+        params: Parameters of a model with a score head.
+        tokens: Left-padded tokens, sharded over the data axes of the mesh.
+        starts: Index of the first token of each sequence.
+        config: Static config of the model.
+        mesh: Static mesh of the parameters.
     """
     local = partial(_local_scores, config)
     return jax.shard_map(local, mesh=mesh, in_specs=(PartitionSpec(), ROWS, ROWS), out_specs=ROWS, check_vma=False)(

@@ -1,4 +1,4 @@
-"""The number that a text ends in, as an exact fraction. Imports no jax."""
+"""The final number of a text as an exact fraction. Imports no jax."""
 
 import re
 from decimal import Decimal
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from groupax.rewards.text import boxes, final_part, tagged
 
-MAX_LENGTH = 400  # characters of one number: exact arithmetic on longer ones is slow, and none of them is an answer
+MAX_LENGTH = 400  # characters of one number; exact arithmetic on longer ones is slow, and none of them is an answer
 
-# One way to write what LaTeX and Unicode write in several; the order matters.
+# Notations of LaTeX and Unicode that are normalized; the order matters.
 SPACING = re.compile(r"\{,\}|\\[,!]")  # inside a number: 1{,}000, 1\,000, 1,\!000
 ESCAPED = re.compile(r"\\([$%])|\\[ ;:]|[~\u00a0\u2009\u202f]")
-MINUS = re.compile(r"[−﹣－]|(?<![\w)])[‒–](?=[$\d.\\])")  # a dash is one only where it is no range
+MINUS = re.compile(r"[−﹣－]|(?<![\w)])[‒–](?=[$\d.\\])")  # a dash is a minus sign only where it is not a range
 VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5"}
 VULGAR |= {"⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)")
@@ -21,7 +21,7 @@ DIGITS = r"(?:\d+(?:\.\d+)?|\.\d+)"
 LATEX_FRACTION = re.compile(rf"\\[dt]?frac *(?:\{{ *([-+]?{DIGITS}) *\}} *\{{ *({DIGITS}) *\}}|(\d) ?(\d))")
 
 NUMBER = re.compile(
-    # exponents and indices are not values of their own: 18 cm^2 is 18
+    # exponents and indices are not separate values: 18 cm^2 is 18
     r"(?:(?<!\d)|(?=[-+]))(?<![\^_])(?<![\^_][{+-])(?<![\^_]\{[-+])"
     r"(?P<sign>[-+]?)(?:[$£€¥] *)?(?P<inner_sign>[-+]?)"
     r"(?:(?P<whole>\d+) {1,2}(?=\d+/\d))?"
@@ -30,7 +30,7 @@ NUMBER = re.compile(
     rf"(?:(?P<slash> ?/ ?)(?>(?P<below>{DIGITS}))(?! ?/))?"
 )
 MARK = re.compile(r"####[ \t]*")
-NUMBERING = re.compile(r"[.):][ \t]+\S")  # behind the number of a heading: `#### 3. Add up`
+NUMBERING = re.compile(r"[.):][ \t]+\S")  # after the number of a heading: `#### 3. Add up`
 ANSWER = re.compile(r"(?i)\banswer {0,3}(?:is\b|:|=)")
 SENTENCE = re.compile(r"\n|[.!?](?=\s|$)")
 ARITHMETIC = re.compile(r"(?:[-+*/×÷=()$\s]|\\times|\\div|\\cdot)*")
@@ -46,12 +46,12 @@ class Number(NamedTuple):
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""The number that a completion gives as its answer, or None.
+    r"""Returns the number that a completion gives as its answer, or None.
 
-    What follows the last `</think>` is read. The answer is the number directly after the last `####` that has one;
-    else, within the last `<answer>...</answer>` if there is one, the last number in the last `\boxed{}`; else the
-    number after the last "answer is" or "answer:"; else the last number, where parentheses that end a line are asides
-    if there is a number before them.
+    Only the text after the last `</think>` counts. The answer is the number directly after the last `####` that has
+    one; else, within the last `<answer>...</answer>` if there is one, the last number in the last `\boxed{}`; else the
+    number after the last "answer is" or "answer:"; else the last number, ignoring parentheses in its line if there is
+    a number outside of them.
     """
     text = plain(final_part(text))
     marked = _marked(text)
@@ -66,7 +66,7 @@ def final_number(text: str) -> Fraction | None:
 
 
 def number_text(number: Fraction) -> str:
-    """A number in decimal digits where they are exact, else as a fraction."""
+    """Returns a number in decimal digits where they are exact, else as a fraction."""
     rest = number.denominator
     for prime in (2, 5):
         while rest % prime == 0:
@@ -77,7 +77,7 @@ def number_text(number: Fraction) -> str:
 
 
 def plain(text: str) -> str:
-    """The text with its numbers written in one way: `-1000`, ` 1/2`, `$5`, `50%`."""
+    """Returns the text with its numbers in one notation: `-1000`, ` 1/2`, `$5`, `50%`."""
     text = SPACING.sub("", text)
     text = ESCAPED.sub(lambda found: found[1] or " ", text)
     text = MINUS.sub("-", text)
@@ -88,7 +88,7 @@ def plain(text: str) -> str:
 
 
 def numbers(text: str) -> list[Number]:
-    """The numbers in a `plain` text."""
+    """Returns the numbers in a `plain` text."""
     found = []
     for match in NUMBER.finditer(text):
         value = _value(match)
@@ -122,7 +122,7 @@ def _last(text: str) -> Fraction | None:
 
 
 def _marked(text: str) -> Fraction | None:
-    """The number directly behind the last `####` that has one."""
+    """Returns the number directly after the last `####` that has one."""
     last = None
     for mark in MARK.finditer(text):
         number = NUMBER.match(text, mark.end())
@@ -133,7 +133,7 @@ def _marked(text: str) -> Fraction | None:
 
 
 def _stated(text: str) -> Fraction | None:
-    """The number in the sentence of the last "answer is": the first one, or what a calculation comes to."""
+    """Returns the first number in the sentence of the last "answer is", or the result of a calculation there."""
     stated = list(ANSWER.finditer(text))
     if not stated:
         return None
@@ -158,6 +158,6 @@ def _last_outside_asides(text: str) -> Fraction | None:
     line = text[text.rfind("\n", 0, found[-1].start) + 1 :]
     for _ in range(3):  # they may be nested
         line = PARENTHESIS.sub("", line)
-    # `18 (see note 3)` is 18, but `eighteen (18)` is what stands in the parenthesis
+    # `18 (see note 3)` is 18, but `eighteen (18)` is the number in parentheses
     outside = _last(line)
     return found[-1].value if outside is None else outside

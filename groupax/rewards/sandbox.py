@@ -1,16 +1,16 @@
-"""Runs Python that may be hostile: apart from this machine and from its tests, within limits, and never for too long.
+"""A sandbox for Python code that may be hostile: isolated from machine and tests, with limits and a deadline.
 
-Built on bubblewrap. A run has two processes, each in namespaces of its own:
+It is built on bubblewrap. A run has two processes, each in its own namespaces:
 
     bwrap: test process          the harness and the tests
       bwrap: solution process    the solution, behind a filter of system calls
 
-The solution sees neither the tests nor the harness nor the channel of the verdict; it gets arguments and returns data
-on two pipes (see `rewards.isolated`). Neither process has a network, an environment, or any file of this machine but
-the system's programs and the Python installation, both read-only. They share an empty /tmp of `file_bytes`.
+The solution sees neither the tests nor the harness nor the channel of the verdict; it receives arguments and returns
+data on two pipes (see `rewards.isolated`). Neither process has a network, an environment, or any file of this machine
+but the system's programs and the Python installation, both read-only. They share an empty /tmp of `file_bytes`.
 
-The solution's memory is `memory_bytes` and that of /tmp: it can start threads but no processes, and the filter refuses
-the memory that a process's limits do not count. Faults of the kernel are not covered. Imports no jax.
+The solution's memory is bounded by `memory_bytes` and the size of /tmp: it can start threads but no processes, and the
+filter refuses memory that the limits of a process do not count. Kernel bugs are not covered. Imports no jax.
 """
 
 import contextlib
@@ -31,27 +31,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupax.errors import RunError
-from groupax.rewards.isolated.start import BOOTSTRAP, packed
+from groupax.rewards.isolated.start import BOOTSTRAP, serialize_order
 from groupax.rewards.seccomp import filter_program
 
 Sandbox = Literal["bwrap", "none"]
 MAX_OUTPUT_BYTES = 1 << 16
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
-FIRST_USER = 61_184  # users above it are handed out by nobody (systemd's container range); each run is one
+FIRST_USER = 61_184  # nobody assigns user ids above it (systemd's container range); each run has its own
 FILTER_DESCRIPTOR = 3
 NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may use.
+    """The resources that a run may use.
 
     Attributes:
         seconds: Wall time, and CPU time per process.
         memory_bytes: Address space of the solution's process, and of the tests'.
         file_bytes: Size of each file, and of all files in /tmp together.
-        num_processes: Threads at a time.
-        num_files: Open files of a process.
+        num_processes: Number of concurrent threads.
+        num_files: Number of open files of a process.
     """
 
     seconds: float = 10.0
@@ -69,81 +69,83 @@ def passes(
     entry_point: str = "",
     stub: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> bool:
-    """Returns whether the tests run to their end with what the solution defines.
+    """Returns whether the tests run to their end with the names that the solution defines.
 
-    What the processes print or how they exit does not matter: a test process that reaches the end of the tests tells a
-    word that was drawn for it.
+    The output and exit codes of the processes do not matter: a test process that reaches the end of the tests writes a
+    random token that was drawn for it.
 
     Args:
-        solution: Python source, of anyone.
-        tests: Python source; the names that it does not define are the solution's.
-        limits: What the run may use.
-        sandbox: "none" runs both processes with this process's rights.
+        solution: Untrusted Python source.
+        tests: Python source; names that it does not define are the solution's.
+        limits: Resources that the run may use.
+        sandbox: "none" runs both processes with this process's permissions.
         entry_point: A name that is the solution's even where Python has a built-in one.
-        stub: Statements, with the names that they bind, which the tests see in place of the solution's of these names.
+        stub: Statements with the names that they bind, which the tests see instead of the solution's.
 
     Raises:
-        RunError: There is no bubblewrap or it cannot work here, and `sandbox` is not "none".
+        RunError: bubblewrap is not installed or cannot work here, and `sandbox` is not "none".
     """
     check_sandbox(sandbox)
-    word = secrets.token_hex(16).encode()
+    token = secrets.token_hex(16).encode()
     order = _order(limits, sandbox) | {
         "solution": solution,
         "tests": tests,
         "stub": [(source, list(names)) for source, names in stub],
         "entry_point": entry_point,
-        "word": word,
+        "token": token,
     }
-    return _run(order, limits, sandbox) == (word, "")
+    return _run(order, limits, sandbox) == (token, "")
 
 
 def check_sandbox(sandbox: Sandbox = "bwrap") -> None:
-    """Checks that code can be run in the sandbox.
+    """Checks that the sandbox works on this machine.
 
     Raises:
-        RunError: There is no bubblewrap, or it cannot make the namespaces that are needed.
+        RunError: bubblewrap is not installed, or it cannot create the namespaces.
     """
     if sandbox == "bwrap":
-        _try_out(_bwrap())
+        _check_bubblewrap(_bwrap())
 
 
 @cache
-def _try_out(_executable: str) -> None:
-    """Runs a solution that is not hostile, whose messages can therefore be believed."""
-    word, limits = b"works", Limits(seconds=30.0)
-    order = _order(limits, "bwrap") | {"solution": "", "tests": "", "stub": [], "entry_point": "", "word": word}
-    said, errors = _run(order | {"shows_errors": True}, limits, "bwrap")
-    if said != word:
-        raise RunError(f"bubblewrap cannot set up the sandbox of code_tests here: {errors or 'it gave no reason'}")
+def _check_bubblewrap(_executable: str) -> None:
+    """Runs an empty solution, whose error messages can be trusted."""
+    token, limits = b"works", Limits(seconds=30.0)
+    order = _order(limits, "bwrap") | {"solution": "", "tests": "", "stub": [], "entry_point": "", "token": token}
+    written, errors = _run(order | {"shows_errors": True}, limits, "bwrap")
+    if written != token:
+        raise RunError(f"bubblewrap cannot set up the sandbox of code_tests here: {errors or 'it printed no message'}")
 
 
 def _order(limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
-    """What both processes are to know."""
-    is_root, is_apart = os.geteuid() == 0, sandbox == "bwrap"
-    python = [_python() if is_apart else sys.executable, "-I", "-S"]
+    """Returns what both processes need to know."""
+    is_root, is_isolated = os.geteuid() == 0, sandbox == "bwrap"
+    python = [_python() if is_isolated else sys.executable, "-I", "-S"]
     return {
         "modules": _modules("test_process"),
         "solution_modules": _modules("solution_process"),
-        "user": next(_USERS) if is_apart and is_root else 0,
+        "user": next(_USERS) if is_isolated and is_root else 0,
         "cpu_seconds": max(1, round(limits.seconds)),
         "memory_bytes": limits.memory_bytes,
         "file_bytes": limits.file_bytes,
         "num_files": limits.num_files,
-        # without a sandbox, what else this user runs would count
-        "num_processes": limits.num_processes + (0 if is_root else _num_tasks()) if is_apart else 0,
-        "paths": _packages(sys.base_prefix if is_apart else sys.prefix),
-        "command": [*_bubblewrap(_bwrap(), ("--bind", "/tmp", "/tmp"), is_inner=True), *python] if is_apart else python,
-        "filter": _filter() if is_apart else b"",
+        # without a sandbox, other threads of this user would count
+        "num_processes": limits.num_processes + (0 if is_root else _num_tasks()) if is_isolated else 0,
+        "paths": _packages(sys.base_prefix if is_isolated else sys.prefix),
+        "command": [*_bubblewrap(_bwrap(), ("--bind", "/tmp", "/tmp"), is_inner=True), *python]
+        if is_isolated
+        else python,
+        "filter": _filter() if is_isolated else b"",
         "filter_descriptor": FILTER_DESCRIPTOR,
-        "is_watched": is_apart,
+        "is_watched": is_isolated,
         "shows_errors": False,
     }
 
 
 def _run(order: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[bytes, str]:
-    """What the test process wrote as its verdict, nothing at the deadline, and messages of an order that shows them.
+    """Runs an order and returns what the test process wrote as its verdict, and error messages if the order shows them.
 
-    At the deadline all processes are killed.
+    At the deadline all processes are killed, and the verdict is empty.
     """
     with contextlib.ExitStack() as stack:
         folder = "/"
@@ -154,7 +156,7 @@ def _run(order: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[bytes
         else:
             tmp = ("--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp")
             command = [*_bubblewrap(_bwrap(), tmp, is_inner=False), *command]
-        # files, not pipes: the limit on files then also limits what a program can write out
+        # files, not pipes, so that the limit on file sizes also limits the output
         out = stack.enter_context(tempfile.TemporaryFile())
         err = stack.enter_context(tempfile.TemporaryFile()) if order["shows_errors"] else None
         process = subprocess.Popen(
@@ -167,9 +169,9 @@ def _run(order: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[bytes
             start_new_session=True,
         )
         try:
-            process.communicate(packed(order), timeout=limits.seconds)
+            process.communicate(serialize_order(order), timeout=limits.seconds)
         except subprocess.TimeoutExpired:
-            return b"", "it took too long"
+            return b"", "it timed out"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -183,7 +185,7 @@ def _run(order: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[bytes
 
 @cache
 def _bubblewrap(executable: str, tmp: tuple[str, ...], is_inner: bool) -> list[str]:
-    """The command that makes a sandbox, with these options for its /tmp."""
+    """Returns the command that creates a sandbox, with these options for its /tmp."""
     command = [executable, *NAMESPACES, "--die-with-parent", "--new-session", "--clearenv"]
     command += ["--setenv", "PATH", "/usr/bin:/bin"]
     if os.geteuid() != 0:
@@ -200,7 +202,7 @@ def _bubblewrap(executable: str, tmp: tuple[str, ...], is_inner: bool) -> list[s
                 command += ["--perms", "0755", "--dir", str(parent)]
             command += ["--ro-bind", str(path), str(path)]
     command += ["--dev", "/dev", *tmp, "--bind", "/tmp", "/dev/shm"] if is_inner else ["--dev", "/dev", *tmp]
-    # only the outer one has a /proc, which the inner bwrap needs
+    # only the outer sandbox has a /proc, which the inner bwrap needs
     command += ["--seccomp", str(FILTER_DESCRIPTOR)] if is_inner else ["--proc", "/proc"]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
@@ -210,14 +212,14 @@ def _bwrap() -> str:
     if executable is None:
         raise RunError(
             "code_tests runs code in a sandbox of bubblewrap, which is not installed (Debian: apt install bubblewrap); "
-            "sandbox='none' runs it with your own rights, which is for code that you trust"
+            "sandbox='none' runs it with your own permissions, for code that you trust"
         )
     return str(Path(executable).resolve())
 
 
 @cache
 def _packages(prefix: str) -> list[str]:
-    """Where the packages of an installation are, in place of what `site` would find slowly in each process."""
+    """Returns the folders of an installation's packages, which `site` would find slowly in each process."""
     return site.getsitepackages([prefix])
 
 
@@ -228,9 +230,9 @@ def _filter() -> bytes:
 
 @cache
 def _modules(main: str) -> list[tuple[str, Any]]:
-    """The compiled modules of a process, in the order in which they import each other; the last one starts it."""
+    """Returns the compiled modules of a process in the order of their imports; the last one has its `main`."""
     folder, package = Path(__file__).parent / "isolated", "groupax.rewards.isolated"
-    names = ("start", "wire", "peer", main)
+    names = ("start", "wire", "stand_in", "peer", main)
     return [
         (f"{package}.{name}", compile((folder / f"{name}.py").read_text(), f"{name}.py", "exec", dont_inherit=True))
         for name in names
@@ -239,16 +241,16 @@ def _modules(main: str) -> list[tuple[str, Any]]:
 
 @cache
 def _python() -> str:
-    """The interpreter outside of any virtual environment, whose folder the sandbox does not have."""
+    """Returns the interpreter outside of any virtual environment, as the sandbox has only its folder."""
     return str(Path(sys.executable).resolve())
 
 
 def _num_tasks() -> int:
-    """Threads of this user, which older kernels count against its limit inside of the sandbox too."""
+    """Returns the number of threads of this user, which older kernels count against the sandbox's limit too."""
     user = os.geteuid()
     num_tasks = 0
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # it has exited in the meantime
             if process.stat().st_uid == user:
                 num_tasks += len(list((process / "task").iterdir()))
     return num_tasks

@@ -1,4 +1,4 @@
-"""From groups as they are sampled to groups with rewards. Imports no jax."""
+"""Scoring of groups while further groups are sampled. Imports no jax."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from groupax.rewards.contract import rewards_by_name
+from groupax.rewards.contract import Scores, rewards_by_name
 from groupax.rewards.runner import RewardRunner
 from groupax.types import Rollout
 
@@ -16,12 +16,12 @@ class Scored:
     """Groups with their rewards.
 
     Attributes:
-        groups: in the order of their prompts.
-        failures: by reward, completions without one because something went wrong.
-        errors: by reward that failed, what went wrong first.
-        logged: what reward functions logged, of each call.
-        rollout_s: seconds until the last group was sampled.
-        reward_s: further seconds until the last one was scored.
+        groups: Groups in the order of their prompts.
+        failures: Number of completions without a reward because of a fault, by reward.
+        errors: First error of each reward that failed.
+        logged: Numbers that reward functions logged, one per call, by name.
+        rollout_s: Seconds until the last group was sampled.
+        reward_s: Further seconds until the last group was scored.
     """
 
     groups: list[list[Rollout]]
@@ -33,14 +33,14 @@ class Scored:
 
 
 def score_groups(sampled: Iterable[list[Rollout]], runner: RewardRunner) -> Scored:
-    """Score groups while further ones are sampled.
+    """Scores groups while further ones are sampled.
 
     Args:
-        sampled: yields each group when its last completion ends.
-        runner: of the rewards.
+        sampled: Yields each group when its last completion ends.
+        runner: Runner of the rewards.
 
     Raises:
-        RewardError: a call failed and the runner is to stop for it.
+        RewardError: A call failed, and the runner's settings are to raise.
     """
     names = [reward.name for reward in runner.rewards]
     started_s = time.perf_counter()
@@ -52,35 +52,30 @@ def score_groups(sampled: Iterable[list[Rollout]], runner: RewardRunner) -> Scor
     results = runner.finish()
     scored_s = time.perf_counter()
 
-    scored = []
     failures = dict.fromkeys(names, 0)
     errors: dict[str, str] = {}
     logged: dict[str, list[float]] = {}
-    for group, scores in zip(groups, results, strict=True):
-        matrix = np.stack([score.values for score in scores], axis=1)  # (G, K)
+    for scores in results:
         for name, score in zip(names, scores, strict=True):
             failures[name] += score.num_failures
             if score.error:
                 errors.setdefault(name, score.error)
             for metric, value in score.metrics.items():
                 logged.setdefault(metric, []).append(value)
-        extra = {column: values for score in scores for column, values in score.extra.items()}
-        scored.append(
-            [
-                replace(
-                    row,
-                    rewards=rewards_by_name(names, matrix[index]),
-                    advantage=0.0,
-                    extra={column: values[index] for column, values in extra.items() if index < len(values)},
-                )
-                for index, row in enumerate(group)
-            ]
+    scored = [_with_scores(group, names, scores) for group, scores in zip(groups, results, strict=True)]
+    scored.sort(key=lambda group: group[0].prompt_index)
+    return Scored(scored, failures, errors, logged, sampled_s - started_s, scored_s - sampled_s)
+
+
+def _with_scores(group: Sequence[Rollout], names: Sequence[str], scores: Sequence[Scores]) -> list[Rollout]:
+    matrix = np.stack([score.values for score in scores], axis=1)  # (G, K)
+    extra = {column: values for score in scores for column, values in score.extra.items()}
+    return [
+        replace(
+            row,
+            rewards=rewards_by_name(names, matrix[index]),
+            advantage=0.0,
+            extra={column: values[index] for column, values in extra.items() if index < len(values)},
         )
-    return Scored(
-        sorted(scored, key=lambda group: group[0].prompt_index),
-        failures,
-        errors,
-        logged,
-        sampled_s - started_s,
-        scored_s - sampled_s,
-    )
+        for index, row in enumerate(group)
+    ]

@@ -1,8 +1,8 @@
 """The filter of system calls for untrusted Python: a classic BPF program for Linux on x86-64 and aarch64.
 
-What it refuses is what a solution of a programming task does not need and what would reach beyond its limits: memory
-that no limit of the process counts, new processes and namespaces, the kernel's large and young interfaces, and other
-processes. Everything else is allowed. Imports no jax.
+It refuses calls that a solution of a programming task does not need and that would exceed its limits: memory that no
+limit of the process counts, new processes and namespaces, large and recent interfaces of the kernel, and access to
+other processes. Everything else is allowed. Imports no jax.
 
 Source: the kernel's documentation of seccomp filters, `Documentation/userspace-api/seccomp_filter.rst`; the numbers are
 those of `asm/unistd_64.h` (x86-64) and `asm-generic/unistd.h` (aarch64).
@@ -16,7 +16,7 @@ from groupax.errors import RunError
 # Name of a machine -> the column of `REFUSED`, the AUDIT_ARCH_* constant.
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
-# System call -> its numbers on x86-64 and aarch64; None where there is none.
+# System call -> its numbers on x86-64 and aarch64; None where it does not exist.
 REFUSED: dict[str, tuple[int | None, int | None]] = {
     # memory that RLIMIT_AS does not count
     "memfd_create": (319, 279),
@@ -33,7 +33,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
     "fanotify_init": (300, 262),
-    # new processes; threads are made by `clone`, which is looked into below
+    # new processes; threads are created by `clone`, whose flags are checked below
     "fork": (57, None),
     "vfork": (58, None),
     # namespaces and mounts
@@ -110,12 +110,12 @@ def filter_program(machine: str) -> bytes:
     """Returns the program for a machine as `platform.machine()` names it, an array of `struct sock_filter`.
 
     Raises:
-        RunError: There is none for this machine.
+        RunError: There is no program for this machine.
     """
     if machine not in MACHINES:
         raise RunError(
             f"code_tests has a filter of system calls for {' and '.join(MACHINES)}, not for {machine!r}; "
-            "sandbox='none' runs code with your own rights, which is for code that you trust"
+            "sandbox='none' runs code with your own permissions, for code that you trust"
         )
     column, architecture = MACHINES[machine]
     refuse = (RETURN, 0, 0, REFUSE | errno.EPERM)

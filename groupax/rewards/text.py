@@ -1,15 +1,15 @@
-"""The text of completions, whatever their form, and the part of it that answers. Imports no jax."""
+"""The text of completions, and the section of it that holds the answer. Imports no jax."""
 
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-MAX_ANSWER_TEXT = 100_000  # characters at the end of a completion in which an answer is looked for
+MAX_ANSWER_TEXT = 100_000  # characters at the end of a completion that are searched for an answer
 BRACES = re.compile(r"\\boxed\s{0,9}\{|\\fbox\s{0,9}\{|\\[{}]|[{}]")
 
 
 class Span(NamedTuple):
-    """A part of a text, from `start` up to `end`, and what it contains."""
+    """A span of a text, from `start` up to `end`, and its content."""
 
     start: int
     end: int
@@ -17,7 +17,7 @@ class Span(NamedTuple):
 
 
 def completion_text(completion: Any) -> str:
-    """The completion itself if it is a string, else the text of its last message; "" where there is none."""
+    """Returns the completion if it is a string, else the text of its last message; "" if there is none."""
     if isinstance(completion, str):
         return completion
     content = completion[-1]["content"] if completion else None
@@ -27,22 +27,22 @@ def completion_text(completion: Any) -> str:
 
 
 def tagged(text: str, tag: str) -> str:
-    """What stands in the last `<tag>...</tag>`, or the whole text if there is none."""
+    """Returns the content of the last `<tag>...</tag>`, or the whole text if there is none."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     end = text.rfind(closing)
-    # the last pair begins with the first tag that opens behind the end of the pair before it
+    # the last pair starts with the first opening tag after the end of the previous pair
     before = text.rfind(closing, 0, end) if end >= 0 else -1
     start = text.find(opening, before + len(closing) if before >= 0 else 0, end) if end >= 0 else -1
     return text if start < 0 else text[start + len(opening) : end]
 
 
 def final_part(text: str) -> str:
-    """What a completion says after its last `</think>`, or the whole of it; the end only of a very long one."""
+    """Returns the completion after its last `</think>`, if there is one; of a very long text only the end."""
     return text.rpartition("</think>")[2][-MAX_ANSWER_TEXT:]
 
 
 def boxes(text: str) -> list[Span]:
-    r"""Every `\boxed{...}` that closes, in the order in which they open. Their braces may be nested."""
+    r"""Returns every `\boxed{...}` that is closed, in the order in which they open. Braces may be nested."""
     opened: list[re.Match[str]] = []
     found = []
     for brace in BRACES.finditer(text):

@@ -10,7 +10,7 @@ import numpy as np
 from groupax.config import GRPOConfig
 from groupax.evaluation.evaluate import Evaluation
 from groupax.events import Evaluated, Event, EventStream, Listener, RolloutScored, StepEnded, TokenScores
-from groupax.metrics.completions import of_rollouts, window_mean, with_logged
+from groupax.metrics.completions import merge_rollouts, window_mean, with_logged
 from groupax.parallel import processes
 from groupax.parallel.compilation import compilation
 from groupax.runs.diagnostics import LOGP_DRIFT, Diagnostics
@@ -126,7 +126,7 @@ class RunLog:
         earlier = self.rollouts if self.sampled else []
         self.rollouts, self.first_row = [*earlier, *rows], len(earlier)
         self.sampled.append(metrics)
-        self.rollout_metrics = of_rollouts(self.sampled)
+        self.rollout_metrics = merge_rollouts(self.sampled)
         self.num_sampled_tokens += sum(len(row.completion_ids) for row in rows)
         self.rollout_s += metrics["time/rollout_s"]
         self.emit(RolloutScored(step, groups, metrics, errors))

@@ -1,17 +1,20 @@
-"""What a client is told when its request cannot be done, as OpenAI's servers tell it. Imports nothing of ours."""
+"""Errors in the format of OpenAI's API. Imports nothing of groupax."""
 
 from typing import Any
+
+# Types of errors that are neither the request's fault nor the server's.
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
 class ApiError(Exception):
     """A request that is refused or cannot be finished.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, the values, what to do.
-        param: the field of the request.
-        code: for programs, as "model_not_found".
-        headers: of the response.
+        status: HTTP status.
+        message: What is wrong, the values, and what to do.
+        param: Name of the request's field.
+        code: Machine-readable cause, as "model_not_found".
+        headers: Headers of the response.
     """
 
     def __init__(
@@ -29,10 +32,6 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON object of the response."""
-        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         message = self.message.encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
-
-
-# Types of errors that are neither the request's fault nor the server's.
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 504: "timeout_error"}

@@ -1,4 +1,4 @@
-"""The thread that drives the engines: requests join while others run.
+"""A thread that drives engines: requests join while others run.
 
 submit (any thread) ──► commands ─┐
 cancel ───────────────► commands ─┤  between two chunks
@@ -30,32 +30,32 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Chunks for which slots are kept that nobody needs: clients who have an answer often ask again.
+# Chunks for which unused slots are kept: clients often send another request after a response.
 PATIENCE = 32
 
 
-class FullError(Exception):
-    """There are as many sequences already as the loop takes."""
+class QueueFullError(Exception):
+    """The loop has as many sequences as it takes."""
 
 
 class ClosedError(Exception):
-    """The loop takes no requests any more."""
+    """The loop takes no more requests."""
 
 
 @dataclass(frozen=True, eq=False)
-class Growth:
-    """What a completion has got since its listener was last told.
+class Delta:
+    """New tokens of a completion since the previous call of its listener.
 
     Attributes:
-        index: of the completion in its request: those of the first prompt, then those of the second, ...
-        first: position of the first new token; 0 if it had to begin again and other weights made it another one.
-        tokens, policy_logps, sampler_logps, alternatives, versions: the new ones (see `scheduler.Sequence`).
+        index: Index of the completion in its request; completions of one prompt are adjacent.
+        start: Position of the first new token; 0 if the completion was restarted and new weights changed it.
+        tokens, policy_logps, sampler_logps, alternatives, versions: The new ones (see `scheduler.Sequence`).
         finish_reason: None while it runs; "abort" if the engine failed.
-        text: the whole text, once it is finished.
+        text: The whole text of a finished completion.
     """
 
     index: int
-    first: int
+    start: int
     tokens: list[int]
     policy_logps: list[float]
     sampler_logps: list[float]
@@ -65,7 +65,7 @@ class Growth:
     text: str
 
 
-Listener = Callable[[Growth], None]
+Listener = Callable[[Delta], None]
 
 
 @dataclass(eq=False)
@@ -73,20 +73,21 @@ class Job:
     """A request in the loop.
 
     Attributes:
-        model: name of its engine.
-        sequences: what runs; they belong to the loop's thread.
-        listener: told of every growth, in that thread; it must be quick and must not raise.
+        model: Name of its engine.
+        sequences: Its sequences, which belong to the loop's thread.
+        listener: Called with every delta, in that thread; it must be quick and must not raise.
+        reported: Tokens of each sequence that the listener has received.
     """
 
     model: str
     sequences: list[Sequence]
     listener: Listener
-    told: list[list[int]] = field(default_factory=list)
+    reported: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class LoopCounts:
-    """How the loop stands, and what it has done since it began."""
+    """The current load of the loop, and totals since its start."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -98,20 +99,20 @@ class LoopCounts:
 
 
 class EngineLoop:
-    """Engines that are driven by one thread, a chunk of each that has work in turn.
+    """Drives engines in one thread, which decodes a chunk of each that has work in turn.
 
-    A completion depends on its prompt, its settings with their seed, its place in its request, and on the weights:
-    it is the one of `Engine.generate`.
+    A completion depends on its prompt, its settings including the seed, its index in the request, and the weights: it
+    equals that of `Engine.generate`.
 
     Args:
-        engines: by the name of their model. The memory for keys and values of each is fixed now.
-        max_sequences: most that wait or run at once.
+        engines: Engines by the name of their model. The memory for the KV cache of each is fixed now.
+        max_sequences: Most sequences that wait or run at once.
 
     Attributes:
-        engines: their weights are changed by what `between_chunks` runs, and by nothing else.
-        counts: how it stands; a record that is replaced, so that any thread may read it.
-        programs: of each engine, compiled beside decoding.
-        is_ready: whether the usual programs are compiled; set by who calls `warm_up`.
+        engines: The engines; only functions that `between_chunks` runs may change their weights.
+        counts: Load and totals; the record is replaced, so that any thread may read it.
+        programs: Programs of each engine, compiled in the background.
+        is_ready: Whether the usual programs are compiled; set by the caller of `warm_up`.
     """
 
     def __init__(self, engines: Mapping[str, Engine], max_sequences: int = 1024) -> None:
@@ -129,12 +130,12 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> "EngineLoop":
-        """Begin to work."""
+        """Starts the thread."""
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """End after the chunk under way; what runs is told that it was aborted."""
+        """Stops after the current chunk and aborts what runs."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -144,17 +145,17 @@ class EngineLoop:
             self._thread.join()
 
     def warm_up(self, clients: Iterable[int], num_tokens: int) -> int:
-        """Compile what requests of usual sizes need, and wait for it.
+        """Compiles what requests of usual sizes need, and waits for it.
 
         Args:
-            clients: numbers of requests at once.
-            num_tokens: of their prompts and of their completions, at most.
+            clients: Numbers of simultaneous requests.
+            num_tokens: Most tokens of their prompts and of their completions.
 
         Returns:
-            How many programs were compiled.
+            The number of programs that were compiled.
 
         Raises:
-            ClosedError: the loop has ended.
+            ClosedError: the loop has stopped.
         """
         clients, before = list(clients), sum(programs.num_compiled for programs in self.programs.values())
         for name, engine in self.engines.items():
@@ -163,7 +164,7 @@ class EngineLoop:
             while missing := self.between_chunks(partial(session.usual_programs, clients, most)).result():
                 programs.request(missing)
                 programs.wait(missing)
-            if clients:  # what is left is small, and compiled by a request
+            if clients:  # a request compiles the small rest
                 done = threading.Event()
                 params = SamplingParams(max_tokens=1)
                 self.submit(name, [np.zeros(1, np.int32)], params, lambda _, done=done: done.set())
@@ -172,7 +173,7 @@ class EngineLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are worked on."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def submit(
@@ -183,24 +184,26 @@ class EngineLoop:
         listener: Listener,
         row_keys: np.ndarray | None = None,
     ) -> Job:
-        """Begin a request; from any thread.
+        """Starts a request. Safe in any thread.
 
         Args:
-            model: whose engine.
-            prompts: token ids of each; `params.n` completions of every one.
-            params: how to sample.
-            listener: called in the loop's thread.
-            row_keys: the source of each completion's randomness, [prompts * n, 2] uint32; None makes them of the seed.
+            model: Name of the engine's model.
+            prompts: Token ids of each prompt.
+            params: Sampling parameters; each prompt gets `params.n` completions.
+            listener: Called in the loop's thread.
+            row_keys: PRNG key of each completion, [prompts * n, 2] uint32; None derives them from the seed.
 
         Raises:
-            ValueError: the engine cannot do it (see `Engine.sequences` and `Session.check`).
-            FullError: too many sequences wait or run.
-            ClosedError: the loop has ended.
+            ValueError: the engine cannot run it (see `Engine.sequences` and `Session.check`).
+            QueueFullError: too many sequences wait or run.
+            ClosedError: the loop has stopped.
         """
         sequences = self.engines[model].sequences(prompts, params)
         if row_keys is not None:
             if row_keys.shape != (len(sequences), 2):
-                raise ValueError(f"row_keys must be {len(sequences)} pairs, one for each completion")
+                raise ValueError(
+                    f"row_keys must have {len(sequences)} pairs, one for each completion, got {len(row_keys)}"
+                )
             for sequence, key in zip(sequences, row_keys, strict=True):
                 sequence.key = key
         session = self._sessions[model]
@@ -210,25 +213,25 @@ class EngineLoop:
             if self._closed:
                 raise ClosedError
             if self._num_sequences + len(sequences) > self.max_sequences:
-                raise FullError
+                raise QueueFullError
             self._num_sequences += len(sequences)
-            self._commands.append(lambda: self._begin(job))
+            self._commands.append(lambda: self._start(job))
             self._changed.notify()
         return job
 
     def cancel(self, job: Job) -> None:
-        """Give up what a request still has to do; its listener hears no more of it. From any thread, at any time."""
+        """Cancels the rest of a request, whose listener is not called any more. Safe in any thread, at any time."""
         self._command(lambda: self._cancel(job))
 
     def between_chunks(self, function: Callable[[], T]) -> Future[T]:
-        """Run something in the loop's thread when no program runs, as a change of an engine's weights.
+        """Runs a function in the loop's thread while no program runs, for example to change an engine's weights.
 
         Args:
-            function: every request waits for it. To change weights it sets `engine.params`, and `engine.version` if
-                that is not to be one more; sequences under way go on with the new ones.
+            function: The function, which every request waits for. To change weights it sets `engine.params`, and
+                `engine.version` unless that should increase by one; running sequences continue with the new weights.
 
         Returns:
-            Its result or its error. Cancelled before it began, the function is not run.
+            The future result. Cancelling it before the function starts skips the function.
         """
         future: Future[T] = Future()
 
@@ -253,7 +256,7 @@ class EngineLoop:
                 self._changed.notify()
             return not self._closed
 
-    # -- in the loop's thread
+    # -- methods of the loop's thread
 
     def _run(self) -> None:
         try:
@@ -271,7 +274,7 @@ class EngineLoop:
         finally:
             with self._changed:
                 self._closed = True
-            with ExitStack() as last:  # each of these, even if one before it raises
+            with ExitStack() as last:  # runs each of these, even if an earlier one raises
                 last.callback(self._abort_all)
                 for command in reversed(self._commands):
                     last.callback(command)
@@ -280,7 +283,6 @@ class EngineLoop:
         return Session(self.engines[model], PATIENCE, self.programs[model])
 
     def _wake(self) -> None:
-        """Programs were compiled, for which requests may wait."""
         with self._changed:
             self._changed.notify()
 
@@ -291,24 +293,22 @@ class EngineLoop:
         try:
             updates = [sequence for sequence, _ in session.step()]
         except Exception:
-            # as when the devices' memory is full; the next requests begin with an empty cache
+            # For example out of memory on the devices. The next requests start with an empty cache.
             logger.exception("the engine of %s failed; its requests are aborted", model)
             self._sessions[model] = self._new_session(model)
             self._count()
             for job in {id(job): job for job, _ in self._jobs.values() if job.model == model}.values():
                 self._abort(job)
             return
-        grown = [each for sequence in updates if (each := self._growth(sequence)) is not None]
-        num_finished = sum(growth.finish_reason is not None for _, growth in grown)
-        self._ended(num_finished)
-        num_tokens = sum(len(growth.tokens) for _, growth in grown)
-        self._count(
-            num_chunks=int(bool(grown)), num_tokens=num_tokens, num_finished=num_finished
-        )  # before anybody is told
-        for job, growth in grown:
-            job.listener(growth)
+        deltas = [each for sequence in updates if (each := self._delta(sequence)) is not None]
+        num_finished = sum(delta.finish_reason is not None for _, delta in deltas)
+        self._release(num_finished)
+        num_tokens = sum(len(delta.tokens) for _, delta in deltas)
+        self._count(num_chunks=int(bool(deltas)), num_tokens=num_tokens, num_finished=num_finished)  # before listeners
+        for job, delta in deltas:
+            job.listener(delta)
 
-    def _begin(self, job: Job) -> None:
+    def _start(self, job: Job) -> None:
         for index, sequence in enumerate(job.sequences):
             self._jobs[id(sequence)] = job, index
         self._count(num_prompt_tokens=sum(len(s.prompt) for s in job.sequences if s.sample_index == 0))
@@ -318,7 +318,7 @@ class EngineLoop:
         cancelled = [sequence for sequence in job.sequences if self._jobs.pop(id(sequence), None) is not None]
         for sequence in cancelled:
             sequence.cancel()
-        self._ended(len(cancelled))
+        self._release(len(cancelled))
         self._count(num_cancelled=len(cancelled))
 
     def _abort_all(self) -> None:
@@ -328,22 +328,22 @@ class EngineLoop:
     def _abort(self, job: Job) -> None:
         for index, sequence in enumerate(job.sequences):
             if self._jobs.pop(id(sequence), None) is not None:
-                self._ended(1)
-                job.listener(Growth(index, len(job.told[index]), [], [], [], [], [], "abort", ""))
+                self._release(1)
+                job.listener(Delta(index, len(job.reported[index]), [], [], [], [], [], "abort", ""))
 
-    def _growth(self, sequence: Sequence) -> tuple[Job, Growth] | None:
-        """What a listener has to be told; None if that is nothing."""
+    def _delta(self, sequence: Sequence) -> tuple[Job, Delta] | None:
+        """Returns what a listener has not received yet; None if that is nothing."""
         job, index = self._jobs.get(id(sequence), (None, 0))
         if job is None:
             return None  # cancelled
-        told = job.told[index]
-        first = len(told) if sequence.tokens[: len(told)] == told else 0
-        if sequence.finish_reason is None and len(sequence.tokens) <= first:
+        reported = job.reported[index]
+        start = len(reported) if sequence.tokens[: len(reported)] == reported else 0
+        if sequence.finish_reason is None and len(sequence.tokens) <= start:
             return None
-        new = slice(first, None)
-        growth = Growth(
+        new = slice(start, None)
+        delta = Delta(
             index=index,
-            first=first,
+            start=start,
             tokens=sequence.tokens[new],
             policy_logps=sequence.policy_logps[new],
             sampler_logps=sequence.sampler_logps[new],
@@ -352,12 +352,12 @@ class EngineLoop:
             finish_reason=sequence.finish_reason,
             text=sequence.text,
         )
-        told[first:] = growth.tokens
+        reported[start:] = delta.tokens
         if sequence.finish_reason:
             del self._jobs[id(sequence)]
-        return job, growth
+        return job, delta
 
-    def _ended(self, num: int) -> None:
+    def _release(self, num: int) -> None:
         with self._changed:
             self._num_sequences -= num
 

@@ -1,7 +1,7 @@
-"""How weights lie in an upload: what stands in a safetensors file behind its header, sent in pieces. Imports no jax.
+"""The layout of uploaded weights: the data of a safetensors file, sent in pieces. Imports no jax.
 
-A manifest is such a header: {name: {"dtype": "F32", "shape": [..], "data_offsets": [first, end]}}. Pieces are ranges of
-the bytes behind it, all of one size but the last; each comes with its CRC-32.
+A manifest is such a file's header: {name: {"dtype": "F32", "shape": [..], "data_offsets": [start, end]}}. Pieces are
+ranges of the bytes after it, all of one size but the last; each is sent with its CRC-32.
 """
 
 import math
@@ -23,51 +23,51 @@ DTYPES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor lies.
+class Extent:
+    """The bytes of a tensor in an upload.
 
     Attributes:
-        dtype: a name in `DTYPES`.
-        shape: of the tensor.
-        first: of its bytes.
+        dtype: A name in `DTYPES`.
+        shape: Shape of the tensor.
+        start: Offset of its first byte.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    first: int
+    start: int
 
     @property
     def end(self) -> int:
-        """Behind its last byte."""
-        return self.first + math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        """Offset after its last byte."""
+        return self.start + math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def manifest_of(tensors: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
-    """The manifest of tensors that lie one behind another.
+    """Returns the manifest of concatenated tensors.
 
     Raises:
-        ValueError: a tensor is of a dtype that does not travel.
+        ValueError: a tensor has a dtype that cannot be uploaded.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    manifest, first = {}, 0
+    manifest, start = {}, 0
     for name, tensor in tensors.items():
         if tensor.dtype not in names:
-            raise ValueError(f"{name} is of dtype {tensor.dtype}; weights travel as {', '.join(map(str, names))}")
-        end = first + tensor.nbytes
-        manifest[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [first, end]}
-        first = end
+            raise ValueError(f"{name} has dtype {tensor.dtype}; weights are sent as {', '.join(map(str, names))}")
+        end = start + tensor.nbytes
+        manifest[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
     return manifest
 
 
-def read_manifest(manifest: Any) -> dict[str, Place]:
-    """The places that a manifest says.
+def read_manifest(manifest: Any) -> dict[str, Extent]:
+    """Returns the extents of the tensors in a manifest.
 
     Raises:
-        ValueError: it is none, or its tensors do not lie one behind another.
+        ValueError: it is not a manifest, or its tensors are not adjacent.
     """
     if not isinstance(manifest, dict) or not manifest:
         raise ValueError("tensors must be an object of names and {dtype, shape, data_offsets}, at least one")
-    places, end = {}, 0
+    extents, end = {}, 0
     for name, entry in manifest.items():
         dtype, shape, offsets = (
             (entry.get(key) for key in ("dtype", "shape", "data_offsets")) if isinstance(entry, dict) else (None,) * 3
@@ -76,23 +76,23 @@ def read_manifest(manifest: Any) -> dict[str, Place]:
             raise ValueError(f"{name}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
             raise ValueError(f"{name}: shape must be a list of sizes, got {shape!r}")
-        places[name] = Place(dtype, tuple(shape), end)
-        end = places[name].end
-        if offsets != [places[name].first, end]:
-            raise ValueError(f"{name}: data_offsets must be {[places[name].first, end]}, got {offsets!r}")
-    return places
+        extents[name] = Extent(dtype, tuple(shape), end)
+        end = extents[name].end
+        if offsets != [extents[name].start, end]:
+            raise ValueError(f"{name}: data_offsets must be {[extents[name].start, end]}, got {offsets!r}")
+    return extents
 
 
-def tensors_in(data: np.ndarray, places: Mapping[str, Place]) -> dict[str, np.ndarray]:
-    """The tensors that lie in bytes, without a copy."""
+def tensors_in(data: np.ndarray, extents: Mapping[str, Extent]) -> dict[str, np.ndarray]:
+    """Returns the tensors in uploaded bytes, without a copy."""
     return {
-        name: data[place.first : place.end].view(DTYPES[place.dtype]).reshape(place.shape)
-        for name, place in places.items()
+        name: data[extent.start : extent.end].view(DTYPES[extent.dtype]).reshape(extent.shape)
+        for name, extent in extents.items()
     }
 
 
 def pieces_of(tensors: Mapping[str, np.ndarray], size: int = PIECE_BYTES) -> Iterator[tuple[list[memoryview], int]]:
-    """The pieces of tensors that lie one behind another: parts of the tensors' own memory, and their CRC-32."""
+    """Yields the pieces of concatenated tensors, as views of their memory, and the CRC-32 of each piece."""
     parts: list[memoryview] = []
     room = size
     for tensor in tensors.values():
@@ -109,7 +109,7 @@ def pieces_of(tensors: Mapping[str, np.ndarray], size: int = PIECE_BYTES) -> Ite
 
 
 def checksum(parts: list[memoryview]) -> int:
-    """The CRC-32 of bytes that lie in parts."""
+    """Returns the CRC-32 of concatenated parts."""
     crc = 0
     for part in parts:
         crc = zlib.crc32(part, crc)

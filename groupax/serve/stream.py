@@ -1,4 +1,4 @@
-"""Answers that come in pieces, and what ends them: errors, deadlines, clients that are gone."""
+"""Streamed responses, and what interrupts responses: errors, deadlines, disconnected clients."""
 
 import asyncio
 import json
@@ -15,17 +15,20 @@ from groupax.serve.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-CLIENT_GONE = 499  # for the counts; nobody is there to read it
+CLIENT_GONE = 499  # nginx's status for disconnected clients, which metrics count
 
 
 class EventStream(Response):
-    """Server-sent events, one per object, and "[DONE]"; an error in between is told as one.
+    """A response of server-sent events, one per object, then "[DONE]". An error becomes the last event.
 
     Args:
-        events: the objects.
-        cancel: called when the client is gone, is too slow, or the time is over; and at the end.
-        deadline_s: by `time.monotonic`.
-        send_timeout_s: the longest that the client may take nothing.
+        events: The objects.
+        cancel: Called at the end, whatever ends the response.
+        deadline_s: Deadline by `time.monotonic`.
+        send_timeout_s: Longest time for which the client may read nothing.
+
+    Attributes:
+        on_end: Called at the end, when `status_code` is final.
     """
 
     media_type = "text/event-stream"
@@ -41,57 +44,59 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events, self._cancel = events, cancel
         self._deadline_s, self._send_timeout_s = deadline_s, send_timeout_s
-        self.ended: Callable[[], None] = lambda: None
+        self.on_end: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them, as an ASGI application."""
+        """Sends the response, as an ASGI application."""
 
-        async def put(message: dict[str, Any]) -> None:
+        async def send_in_time(message: dict[str, Any]) -> None:
             async with asyncio.timeout(self._send_timeout_s):
                 await send(message)
 
-        async def put_text(text: str, more: bool = True) -> None:
-            await put({"type": "http.response.body", "body": text.encode(), "more_body": more})
+        async def send_event(data: str, more: bool = True) -> None:
+            body = f"data: {data}\n\n".encode()
+            await send_in_time({"type": "http.response.body", "body": body, "more_body": more})
 
-        async def put_events() -> None:
+        async def send_events() -> None:
             async for event in self._events:
-                await put_text(f"data: {json.dumps(event)}\n\n")
+                await send_event(json.dumps(event))
 
         work = None
         try:
-            await put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            work = asyncio.ensure_future(put_events())
+            head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await send_in_time(head)
+            work = asyncio.ensure_future(send_events())
             try:
-                await unless_gone(work, receive, self._deadline_s)
-                await put_text("data: [DONE]\n\n", more=False)
+                await unless_disconnected(work, receive, self._deadline_s)
+                await send_event("[DONE]", more=False)
             except (ClientDisconnect, OSError):
                 raise
-            except Exception as error:  # noqa: BLE001 - told, and in the log
-                fault = fault_of(error, scope)
-                self.status_code = fault.status
-                await put_text(f"data: {json.dumps(fault.body)}\n\n", more=False)
-        except (ClientDisconnect, OSError):  # a timeout is one
+            except Exception as error:  # noqa: BLE001 - sent, and logged
+                api_error = as_api_error(error, scope)
+                self.status_code = api_error.status
+                await send_event(json.dumps(api_error.body), more=False)
+        except (ClientDisconnect, OSError):  # a TimeoutError is an OSError
             self.status_code = CLIENT_GONE  # the connection is closed when nothing more comes
         finally:
             if work is not None:
                 work.cancel()
             self._cancel()
-            self.ended()
+            self.on_end()
 
 
-async def unless_gone(work: "asyncio.Future[Any]", receive: Receive, deadline_s: float) -> Any:
-    """The result of the work.
+async def unless_disconnected(work: "asyncio.Future[Any]", receive: Receive, deadline_s: float) -> Any:
+    """Returns the result of the work.
 
     Raises:
-        ClientDisconnect: the client is gone first.
-        ApiError: the time is over first.
+        ClientDisconnect: the client disconnects first.
+        ApiError: the deadline comes first.
     """
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    watch = asyncio.ensure_future(gone())
+    watch = asyncio.ensure_future(disconnected())
     try:
         timeout_s = deadline_s - time.monotonic()
         await asyncio.wait({work, watch}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -99,19 +104,19 @@ async def unless_gone(work: "asyncio.Future[Any]", receive: Receive, deadline_s:
             return work.result()
         if watch.done():
             raise ClientDisconnect
-        raise too_late()
+        raise timeout_error()
     finally:
         watch.cancel()
 
 
-def too_late() -> ApiError:
+def timeout_error() -> ApiError:
     """Returns the error of a request that has taken too long."""
-    headers = {"x-should-retry": "false"}  # a client that tried again would only add to the load
+    headers = {"x-should-retry": "false"}  # a retry would only add to the load
     return ApiError(504, "the request took longer than this server allows", code="timeout", headers=headers)
 
 
-def fault_of(error: Exception, scope: Scope) -> ApiError:
-    """What a client is told of an error; one that nobody expected goes into the log."""
+def as_api_error(error: Exception, scope: Scope) -> ApiError:
+    """Returns an error as the client sees it; logs unexpected ones."""
     if isinstance(error, ApiError):
         return error
     logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)

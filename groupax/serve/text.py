@@ -1,4 +1,4 @@
-"""Text of a completion that still grows. Imports no jax."""
+"""The text of a completion that is still being sampled. Imports no jax."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,15 +7,15 @@ from groupax.engine.stop_strings import text_before_stop
 
 
 class TextStream:
-    """The certain part of a text: what is told of it is never taken back.
+    """Decodes tokens incrementally into text that later tokens cannot change.
 
-    Held back are characters whose bytes are not all there, and what may be the beginning of a stop text.
+    It holds back characters with missing bytes, and what may be the start of a stop string.
 
     Args:
-        decode: tokens to text.
-        stop: texts that end it.
-        context: the tokens that it stands behind (see `tokenizer.context_tokens`).
-        min_tokens: of the completion; a stop text counts only if it ends after them.
+        decode: Decodes tokens to text.
+        stop: Stop strings.
+        context: The preceding tokens (see `tokenizer.context_tokens`).
+        min_tokens: Number of tokens in which a stop string may not end.
     """
 
     def __init__(
@@ -26,48 +26,48 @@ class TextStream:
         min_tokens: int = 0,
     ) -> None:
         self._decode, self._stop = decode, stop
-        self._num_exempt, self._exempt = min_tokens, 0  # tokens that are still to come, and characters
+        self._num_exempt_tokens, self._num_exempt_characters = min_tokens, 0  # the tokens are those still to come
         self._tokens = list(context)
-        # a token's text may depend on the last one that has any: decode some tokens twice
-        self._before, self._read = 0, len(self._tokens)
-        self._text, self._num_told = "", 0
+        # A token's text may depend on the last token with a text: tokens from `_start` on are decoded twice.
+        self._start, self._num_decoded = 0, len(self._tokens)
+        self._text, self._num_returned = "", 0
 
     def add(self, tokens: Sequence[int]) -> str:
-        """More tokens; returns the text that has become certain."""
-        if self._num_exempt > 0:
-            early, tokens = tokens[: self._num_exempt], tokens[self._num_exempt :]
-            self._num_exempt -= len(early)
-            self._read_on(early)
-            self._exempt = len(self._text)
-        self._read_on(tokens)
-        return self._told_up_to(self._certain())
+        """Adds tokens and returns the text that has become final."""
+        if self._num_exempt_tokens > 0:
+            early, tokens = tokens[: self._num_exempt_tokens], tokens[self._num_exempt_tokens :]
+            self._num_exempt_tokens -= len(early)
+            self._decode_more(early)
+            self._num_exempt_characters = len(self._text)
+        self._decode_more(tokens)
+        return self._new_part(self._final_text())
 
-    def _read_on(self, tokens: Sequence[int]) -> None:
+    def end(self, text: str) -> str:
+        """Returns the rest of the whole text."""
+        return self._new_part(text)
+
+    def _decode_more(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
-        earlier = self._decode(self._tokens[self._before : self._read])
-        both = self._decode(self._tokens[self._before :])
+        earlier = self._decode(self._tokens[self._start : self._num_decoded])
+        both = self._decode(self._tokens[self._start :])
         if both.endswith(REPLACEMENT):
             return
         self._text += both[len(earlier) :]
         if len(both) > len(earlier):
-            self._before = self._read
-        self._read = len(self._tokens)
+            self._start = self._num_decoded
+        self._num_decoded = len(self._tokens)
 
-    def end(self, text: str) -> str:
-        """The rest, if this is the whole text."""
-        return self._told_up_to(text)
-
-    def _told_up_to(self, text: str) -> str:
-        new = text[self._num_told :]
-        self._num_told = max(self._num_told, len(text))
+    def _new_part(self, text: str) -> str:
+        new = text[self._num_returned :]
+        self._num_returned = max(self._num_returned, len(text))
         return new
 
-    def _certain(self) -> str:
-        text = text_before_stop(self._text, self._stop, self._exempt)
-        held = 0
+    def _final_text(self) -> str:
+        text = text_before_stop(self._text, self._stop, self._num_exempt_characters)
+        num_held = 0
         for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(text)), held, -1):
+            for length in range(min(len(stop) - 1, len(text)), num_held, -1):
                 if text.endswith(stop[:length]):
-                    held = length
+                    num_held = length
                     break
-        return text[: len(text) - held]
+        return text[: len(text) - num_held]

@@ -1,10 +1,10 @@
-"""Other weights for a running server: uploaded in pieces, checked, and taken over between two chunks, all or nothing.
+"""New weights for a running server: uploaded in pieces, checked, and taken over between two chunks, all or nothing.
 
     begin (manifest) ──► pieces, in any order, each with its checksum ──► commit ──► devices ──► between two chunks
-                              while the engine goes on
+                              while the engine runs
 
-What an upload replaces is named by its state, a word that changes with every commit and every start of the server. So
-an upload that comes late, or changes weights that somebody else has changed, is refused.
+An upload names the weights that it replaces by their state, a string that changes with every commit and every start of
+the server. So a late upload, or one to weights that another client has changed, is refused.
 """
 
 import math
@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
 from groupax.models.adapted import Frozen, joined
 from groupax.models.checkpoint import Model
@@ -23,9 +24,31 @@ from groupax.models.named_tensors import param_leaves, replace_tensors
 from groupax.models.specs import Params, model_specs
 from groupax.serve.errors import ApiError
 from groupax.serve.loop import EngineLoop
-from groupax.serve.protocol import MAX_PIECE_BYTES, PIECE_BYTES, Place, checksum, read_manifest, tensors_in
+from groupax.serve.protocol import MAX_PIECE_BYTES, PIECE_BYTES, Extent, checksum, read_manifest, tensors_in
+from groupax.serve.requests import check_known, validated
 
 ALIGNMENT = 64
+
+
+class UploadRequest(BaseModel):
+    """The announcement of an upload. Tensors that it does not list keep their values.
+
+    Attributes:
+        model: Name of the model.
+        version: Version of the new weights.
+        replaces: State of the weights that they replace.
+        adapter: The `adapter_config.json` of an adapter.
+        tensors: The manifest (see `protocol`).
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    model: str
+    version: int = Field(ge=0, lt=1 << 63)
+    replaces: Any = None
+    adapter: dict[str, Any] | None = None
+    tensors: Any = None
+    piece_bytes: int = Field(PIECE_BYTES, ge=1, le=MAX_PIECE_BYTES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +56,10 @@ class Held:
     """The weights of a served model.
 
     Attributes:
-        base: without an adapter.
-        lora: settings of its adapter, if it has one.
-        trained: the adapter's weights, in the base's dtype.
-        state: names them among all that this or another server ever had.
+        base: Weights without an adapter.
+        lora: Settings of the adapter, if there is one.
+        trained: Weights of the adapter, in the base's dtype.
+        state: A name that no other weights of this or another server have.
     """
 
     base: Params
@@ -46,7 +69,7 @@ class Held:
 
     @property
     def params(self) -> Params:
-        """What the forward pass reads."""
+        """The weights for the forward pass."""
         if self.lora is None or self.trained is None:
             return self.base
         return joined(Frozen(self.base, np.float32(self.lora.scale)), self.trained)
@@ -54,42 +77,38 @@ class Held:
 
 @dataclass(eq=False)
 class Upload:
-    """Weights that are on their way.
+    """Weights that are being uploaded.
 
     Attributes:
-        model: whose.
-        version: that they are to have.
-        replaces: the state that they change.
-        lora: of the adapter, if it is one.
-        places: of the tensors.
-        data: their bytes; what has not come is not yet defined.
-        piece_bytes: size of a piece.
-        arrived: the pieces that are there.
+        request: The announcement.
+        lora: Settings of the adapter, if it is one.
+        extents: Extents of the tensors.
+        data: Their bytes, undefined where pieces are missing.
+        piece_bytes: Size of a piece.
+        arrived: The pieces that have arrived.
     """
 
-    model: str
-    version: int
-    replaces: str
+    request: UploadRequest
     lora: LoRAConfig | None
-    places: Mapping[str, Place]
+    extents: Mapping[str, Extent]
     data: np.ndarray
     piece_bytes: int
     arrived: set[int] = field(default_factory=set)
 
     @property
     def num_pieces(self) -> int:
-        """How many there are."""
+        """Number of pieces."""
         return math.ceil(len(self.data) / self.piece_bytes)
 
 
 class Weights:
-    """The weights of a server's models, and the uploads under way.
+    """The weights of a server's models, and current uploads.
 
-    Used by one thread, but for `prepared` and `take_over`.
+    All methods but `prepared` and `take_over` belong to one thread.
 
     Args:
-        loop: with the engines.
-        models: by name, those whose weights may be changed.
+        loop: The engines.
+        models: Models whose weights may be changed, by name.
     """
 
     def __init__(self, loop: EngineLoop, models: Mapping[str, Model]) -> None:
@@ -98,57 +117,44 @@ class Weights:
         self._uploads: dict[str, Upload] = {}
 
     def describe(self) -> dict[str, Any]:
-        """What each model has: the version and the state of its weights."""
+        """Returns the version and the state of each model's weights."""
         return {"models": [{"model": name, **self._state(name)} for name in self.models]}
 
     def state(self, model: str) -> str | None:
-        """Of a model's weights; None if they cannot be changed."""
+        """Returns the state of a model's weights; None if they cannot be changed."""
         return self._held[model].state if model in self._held else None
 
     def begin(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Take an upload's manifest; one of the same model that is under way is forgotten.
-
-        Args:
-            given: model, version, replaces (a state), tensors (see `wire`), and for an adapter its
-                `adapter_config.json`. Tensors that are not given stay as they are.
+        """Starts an upload (see `UploadRequest`), and discards an earlier one of the same model.
 
         Raises:
             ApiError: it does not fit the model, or replaces other weights than the model has.
         """
-        known = ("model", "version", "replaces", "adapter", "tensors", "piece_bytes")
-        unknown = sorted(given.keys() - set(known))
-        if unknown:
-            raise ApiError(400, f"unknown fields {', '.join(unknown)}; there are {', '.join(known)}", param=unknown[0])
-        model, version, size = given.get("model"), given.get("version"), given.get("piece_bytes", PIECE_BYTES)
-        if not isinstance(model, str):
-            raise ApiError(400, f"model must be a text, got {model!r}", param="model")
+        check_known(given, UploadRequest.model_fields, "the upload")
+        request = validated(UploadRequest, given)
+        model = request.model
         if model not in self._held:
             names = ", ".join(self.models)
             raise ApiError(404, f"there is no model {model!r}; this server has {names}", "model", "model_not_found")
-        if type(version) is not int or not 0 <= version < 1 << 63:
-            raise ApiError(400, f"version must be a number from 0 up, got {version!r}", param="version")
-        if type(size) is not int or not 1 <= size <= MAX_PIECE_BYTES:
-            raise ApiError(400, f"piece_bytes must be in [1, {MAX_PIECE_BYTES}], got {size!r}", param="piece_bytes")
-        self._check_state(model, given.get("replaces"))
+        self._check_state(request)
         try:
-            lora = None if given.get("adapter") is None else lora_config(given["adapter"], has_weights=True)
-            where = read_manifest(given.get("tensors"))
-            self._check_tensors(model, lora, where)
+            lora = None if request.adapter is None else lora_config(request.adapter, has_weights=True)
+            extents = read_manifest(request.tensors)
+            self._check_tensors(model, lora, extents)
         except (ValueError, TypeError) as error:
             raise ApiError(400, str(error), param="tensors") from error
-        for name in [name for name, upload in self._uploads.items() if upload.model == model]:
-            del self._uploads[name]
-        data = _aligned(max(place.end for place in where.values()))
-        upload = Upload(model, version, given["replaces"], lora, where, data, size)
+        self._uploads = {name: each for name, each in self._uploads.items() if each.request.model != model}
+        data = _aligned(max(extent.end for extent in extents.values()))
+        upload = Upload(request, lora, extents, data, request.piece_bytes)
         name = secrets.token_hex(8)
         self._uploads[name] = upload
-        return {"upload": name, "num_pieces": upload.num_pieces, "piece_bytes": size}
+        return {"upload": name, "num_pieces": upload.num_pieces, "piece_bytes": request.piece_bytes}
 
     async def put(self, name: str, piece: int, crc: str | None, parts: AsyncIterator[bytes]) -> dict[str, Any]:
-        """Take a piece, whose bytes go to their place as they come; sent twice, the last one counts.
+        """Stores a piece as its bytes arrive. A piece may be sent again.
 
         Raises:
-            ApiError: there is no such upload or piece, or the bytes are not those that were sent.
+            ApiError: there is no such upload or piece, or the bytes do not have the checksum.
         """
         upload = self._upload(name)
         if not 0 <= piece < upload.num_pieces:
@@ -156,7 +162,7 @@ class Weights:
         at = first = piece * upload.piece_bytes
         end = min(first + upload.piece_bytes, len(upload.data))
         async for part in parts:
-            self._upload(name)  # it may have been closed meanwhile
+            self._upload(name)  # raises if it was closed meanwhile
             if at + len(part) > end:
                 raise ApiError(400, f"piece {piece} has {end - first} bytes, more came", code="torn")
             upload.arrived.discard(piece)
@@ -173,70 +179,67 @@ class Weights:
         return {"arrived": len(upload.arrived)}
 
     def abort(self, name: str) -> dict[str, Any]:
-        """Forget an upload."""
+        """Discards an upload."""
         self._upload(name)
         del self._uploads[name]
         return {"aborted": name}
 
     def close(self, name: str) -> Upload:
-        """Take an upload for `prepared` and `take_over`; nothing can be added to it any more.
+        """Closes a complete upload, for `prepared` and `take_over`.
 
         Raises:
-            ApiError: pieces are missing, or it would replace others than the model has.
+            ApiError: pieces are missing, or it would replace other weights than the model has.
         """
         upload = self._upload(name)
         missing = sorted(set(range(upload.num_pieces)) - upload.arrived)
         if missing:
             raise ApiError(409, f"{len(missing)} pieces are missing, among them {missing[:8]}; send them", code="torn")
-        self._check_state(upload.model, upload.replaces)
+        self._check_state(upload.request)
         return self._uploads.pop(name)
 
     def prepared(self, upload: Upload) -> Held:
-        """The weights of a closed upload, on the devices; may be run in any thread."""
-        held = self._held[upload.model]
-        tensors = tensors_in(upload.data, upload.places)
-        config = self.models[upload.model].config
+        """Returns the weights of a closed upload, on the devices. Safe in any thread."""
+        model = upload.request.model
+        held, config = self._held[model], self.models[model].config
+        tensors = tensors_in(upload.data, upload.extents)
         if upload.lora is None:
             return Held(replace_tensors(model_specs(config), held.base, tensors))
         specs = adapter_specs(config, upload.lora)
-        trained = held.trained if held.lora == upload.lora else self._new_adapter(upload.model, upload.lora)
+        trained = held.trained if held.lora == upload.lora else self._new_adapter(model, upload.lora)
         assert trained is not None, "an adapter has weights"
         return Held(held.base, upload.lora, replace_tensors(specs, trained, tensors))
 
     def take_over(self, upload: Upload, held: Held) -> dict[str, Any]:
-        """Give an engine its new weights; to be run between two chunks.
+        """Gives an engine its new weights. Must be run between two chunks.
 
         Raises:
-            ApiError: others came first.
+            ApiError: another upload came first.
         """
-        self._check_state(upload.model, upload.replaces)
-        engine = self.loop.engines[upload.model]
+        request = upload.request
+        self._check_state(request)
+        engine = self.loop.engines[request.model]
         engine.params = held.params
-        engine.version = upload.version
-        self._held[upload.model] = held
-        return self._state(upload.model)
+        engine.version = request.version
+        self._held[request.model] = held
+        return self._state(request.model)
 
     def _state(self, model: str) -> dict[str, Any]:
-        held = self._held[model]
-        return {
-            "version": self.loop.engines[model].version,
-            "state": held.state,
-            "has_adapter": held.lora is not None,
-        }
+        held, version = self._held[model], self.loop.engines[model].version
+        return {"version": version, "state": held.state, "has_adapter": held.lora is not None}
 
     def _upload(self, name: str) -> Upload:
         if name not in self._uploads:
-            message = f"there is no upload {name!r}: it was taken over, aborted, or another one was begun"
+            message = f"there is no upload {name!r}: it was committed or aborted, or another one was started"
             raise ApiError(404, message, code="upload_not_found")
         return self._uploads[name]
 
-    def _check_state(self, model: str, replaces: Any) -> None:
-        state = self._held[model].state
-        if replaces != state:
-            message = f"this replaces the weights {replaces!r} of {model}, which has others ({state})"
+    def _check_state(self, request: UploadRequest) -> None:
+        state = self._held[request.model].state
+        if request.replaces != state:
+            message = f"this replaces the weights {request.replaces!r} of {request.model}, which has others ({state})"
             raise ApiError(409, message, param="replaces", code="other_weights")
 
-    def _check_tensors(self, model: str, lora: LoRAConfig | None, where: Mapping[str, Place]) -> None:
+    def _check_tensors(self, model: str, lora: LoRAConfig | None, extents: Mapping[str, Extent]) -> None:
         held, config = self._held[model], self.models[model].config
         if lora is None:
             if held.lora is not None:
@@ -248,13 +251,13 @@ class Weights:
                 raise ValueError(f"the base of {model} was changed by uploads; start the server again")
             specs = adapter_specs(config, lora)
         expected = {name: spec.tensor_shape for spec in jax.tree.leaves(specs) for name in spec.tensor_names}
-        unknown = sorted(where.keys() - expected.keys())
+        unknown = sorted(extents.keys() - expected.keys())
         if unknown:
             raise ValueError(f"{model} has no tensors {', '.join(unknown[:3])}")
-        for name, place in where.items():
-            if place.shape != expected[name]:
-                raise ValueError(f"{name} has shape {list(place.shape)}, not {list(expected[name])}")
-        missing = sorted(expected.keys() - where.keys())
+        for name, extent in extents.items():
+            if extent.shape != expected[name]:
+                raise ValueError(f"{name} has shape {list(extent.shape)}, not {list(expected[name])}")
+        missing = sorted(expected.keys() - extents.keys())
         if lora is not None and lora != held.lora and missing:
             raise ValueError(f"{model} has no such adapter yet, and its first upload lacks {', '.join(missing[:3])}")
 
@@ -274,7 +277,7 @@ def _held(model: Model) -> Held:
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Bytes that begin where devices of the host can take them over without a copy."""
+    """Returns memory that is aligned so that devices of the host can use it without a copy."""
     data = np.empty(size + ALIGNMENT, np.uint8)
     first = -data.ctypes.data % ALIGNMENT
     return data[first : first + size]

@@ -17,7 +17,7 @@ from groupax.models.fused_attention import FEWEST_QUERIES
 from groupax.models.grouped import Ragged
 from groupax.objective.objective import LossInputs
 from groupax.parallel.pytree import pytree
-from groupax.settings.compute import SharePrefix
+from groupax.parallel.transfer import to_host
 from groupax.training.packing import PLAIN, AttentionCost, MicroBatchPlan, Part, Shape, plan, ranges
 from groupax.types import Row
 
@@ -186,3 +186,13 @@ def _ragged(rows: Sequence[Row], parts: Sequence[Part], shape: Shape) -> tuple[R
         before += cells.size
     ragged = Ragged(tokens, positions, targets, prompts, tiles, of_rows, slots)
     return ragged, [begin - (M - R) for begin in begins[:-1]]
+
+
+def unpack(packed: Sequence[Packed], values: Sequence[Any], rows: Sequence[Row]) -> list[np.ndarray]:
+    """Returns the values of each row's tokens from arrays of the micro-batches, [B, T] each."""
+    result: list[np.ndarray] = [np.zeros(0)] * len(rows)
+    for part, array in zip(packed, values, strict=True):
+        for index, value in zip(part.rows, to_host(array), strict=True):
+            if index >= 0:
+                result[index] = value[: len(rows[index].completion)]
+    return result

@@ -1,12 +1,12 @@
-"""An optimizer's state in the memory of the hosts, from where it comes to the devices for an update, part by part.
+"""An optimizer state in host memory, which comes to the devices for an update layer by layer.
 
     host        moments of layer 0   of layer 1   ...                      moments of layer 0   of layer 1
     device           └────► update ──────────────────────────────────────────────┘▲
                                     └──── only then ────► └────► update ───────────────────────────┘
 
-A part is a layer, or a weight beside the layers. A part comes when the one before has gone, so that the devices hold
-a few parts' moments and never all of them. What an optimizer has beside what is of a weight, as the number of steps,
-stays on the devices.
+A group of weights is a layer, or a single weight outside the layers. A group's moments come when those of the group
+before have gone, so that the devices hold the moments of a few groups and never of all. State that does not belong to
+a weight, such as the number of steps, stays on the devices.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,104 +20,110 @@ from jaxtyping import Array, Bool, Float
 
 from groupax.parallel.memory import DEVICE, HOST, on_host
 
-# The names on the way to a leaf.
+# The keys from the root of a tree to a leaf.
 Path = tuple[str, ...]
 
 
-def places_on_host(params: Any, opt_state: Any, places: Any) -> Any:
-    """Where an optimizer's state lies that is kept on the hosts.
+def host_shardings(params: Any, opt_state: Any, shardings: Any) -> Any:
+    """Returns shardings of an optimizer state with the state of weights in host memory.
 
     Args:
-        params: the weights that it is of.
-        opt_state: of arrays or shapes.
-        places: a sharding for each of them on devices.
+        params: weights.
+        opt_state: state of arrays or shapes.
+        shardings: sharding of each of its arrays on devices.
     """
     weights = _leaves(params)
 
-    def place(path: Any, _: Any, sharding: Any) -> Any:
-        return sharding.with_memory_kind(HOST) if _is_of_weight(_path(path), weights) else sharding
+    def sharding(path: Any, _: Any, on_devices: Any) -> Any:
+        return on_devices.with_memory_kind(HOST) if _belongs_to_weight(_path(path), weights) else on_devices
 
-    return jax.tree_util.tree_map_with_path(place, opt_state, places)
+    return jax.tree_util.tree_map_with_path(sharding, opt_state, shardings)
 
 
-def offloaded(params: Any, opt_state: Any) -> Any:
-    """The state of an optimizer with what it has for these weights on the hosts."""
+def offload_state(params: Any, opt_state: Any) -> Any:
+    """Moves the optimizer state of these weights to host memory."""
     weights = _leaves(params)
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: on_host(x) if _is_of_weight(_path(path), weights) else x, opt_state
+        lambda path, x: on_host(x) if _belongs_to_weight(_path(path), weights) else x, opt_state
     )
 
 
-def updated_in_parts(
+def update_by_layer(
     optimizer: optax.GradientTransformationExtraArgs,
     params: Any,
     opt_state: Any,
     grads: Any,
     grad_norm: Float[Array, ""],
-    finite: Bool[Array, ""],
-    places: tuple[Any, Any],
+    is_finite: Bool[Array, ""],
+    shardings: tuple[Any, Any],
 ) -> tuple[Any, Any]:
-    """New weights and a new state of the optimizer, or the old ones if something is not finite.
+    """Returns new weights and a new optimizer state, or the old ones if a number is not finite.
 
     Args:
-        optimizer: what it does with a weight depends on that weight alone, on `grad_norm` and on the number of steps.
+        optimizer: optimizer whose update of a weight depends on that weight, `grad_norm` and the number of steps alone.
         params: master weights.
-        opt_state: on the hosts.
-        grads: of the weights.
-        grad_norm: of all gradients together.
-        finite: whether there is an update.
-        places: shardings of the weights and of the state, that of the latter from `places_on_host`.
+        opt_state: state in host memory.
+        grads: gradients of the weights.
+        grad_norm: norm of all gradients together.
+        is_finite: whether to update.
+        shardings: shardings of the weights, and of the state as from `host_shardings`.
     """
     weights, gradients, moments = map(_leaves, (params, grads, opt_state))
-    weight_places, moment_places = map(_leaves, places)
-    new: dict[Path, Any] = {}  # weights by their paths
+    weight_shardings, moment_shardings = map(_leaves, shardings)
+    new: dict[Path, Any] = {}
     new_moments: dict[Path, Any] = {}
-    before: list[tuple[dict[Path, Any], Path]] = []  # what the part before has made: where it is to go
-    for names in _parts(weights):
+    before: list[tuple[dict[Path, Any], Path]] = []  # results of the group before, by the table that holds them
+    for names in _groups(weights):
         own, own_grads = (_nested(leaves, names) for leaves in (weights, gradients))
         like = jax.eval_shape(optimizer.init, own)
-        # what is of no weight is not held back: it is computed once for all parts, as if there were none
-        shared, paths = _divided(_leaves(like), weights)
-        given = [moments[path] for path in paths]
-        if before:
-            given, made = lax.optimization_barrier((given, [table[path] for table, path in before]))
-            for (table, path), value in zip(before, made, strict=True):
-                table[path] = value
-        came = {path: moments[path] for path in shared} | {
-            path: jax.device_put(x, moment_places[path].with_memory_kind(DEVICE))
-            for path, x in zip(paths, given, strict=True)
+        # state that does not belong to a weight is not held back: XLA computes it once for all groups
+        shared, paths = _split(_leaves(like), weights)
+        fetched = _after([moments[path] for path in paths], before)
+        on_devices = {path: moments[path] for path in shared} | {
+            path: jax.device_put(x, moment_shardings[path].with_memory_kind(DEVICE))
+            for path, x in zip(paths, fetched, strict=True)
         }
-        old_state = _filled(like, came)
+        old_state = _filled(like, on_devices)
         updates, state = optimizer.update(own_grads, old_state, own, grad_norm=grad_norm)
         updated = optax.apply_updates(own, updates)
-        pairs = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (updated, state), (own, old_state))
-        new |= {path: lax.with_sharding_constraint(x, weight_places[path]) for path, x in _leaves(pairs[0]).items()}
-        new_moments |= {path: _sent(x, moment_places[path]) for path, x in _leaves(pairs[1]).items()}
+        pairs = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), (updated, state), (own, old_state))
+        new |= {path: lax.with_sharding_constraint(x, weight_shardings[path]) for path, x in _leaves(pairs[0]).items()}
+        new_moments |= {path: _stored(x, moment_shardings[path]) for path, x in _leaves(pairs[1]).items()}
         before = [(new, path) for path in names] + [(new_moments, path) for path in paths]
     return _filled(params, new), _filled(opt_state, new_moments)
 
 
-def _sent(x: Array, place: Any) -> Array:
-    """The array at its place; how it is split has to be said on the devices."""
-    return jax.device_put(lax.with_sharding_constraint(x, place.with_memory_kind(DEVICE)), place)
+def _after(moments: list[Array], before: list[tuple[dict[Path, Any], Path]]) -> list[Array]:
+    """Returns moments that XLA cannot fetch until the results of the group before are complete."""
+    if not before:
+        return moments
+    moments, results = lax.optimization_barrier((moments, [table[path] for table, path in before]))
+    for (table, path), value in zip(before, results, strict=True):
+        table[path] = value
+    return moments
 
 
-def _parts(weights: Mapping[Path, Any]) -> list[list[Path]]:
-    """The weights' paths, those of a layer together."""
-    parts: dict[Path, list[Path]] = {}
+def _stored(x: Array, sharding: Any) -> Array:
+    # device_put to host memory does not itself constrain how the array is sharded on the devices
+    return jax.device_put(lax.with_sharding_constraint(x, sharding.with_memory_kind(DEVICE)), sharding)
+
+
+def _groups(weights: Mapping[Path, Any]) -> list[list[Path]]:
+    """Returns the paths of the weights, those of a layer together."""
+    groups: dict[Path, list[Path]] = {}
     for path in weights:
-        parts.setdefault(path[:2], []).append(path)
-    return list(parts.values())
+        groups.setdefault(path[:2], []).append(path)
+    return list(groups.values())
 
 
 def _nested(leaves: Mapping[Path, Any], names: list[Path]) -> Any:
-    """Some of the leaves as a tree of dicts, with the same names on the way to them."""
+    """Returns some of the leaves as a tree of dicts with the same paths."""
     tree: dict[str, Any] = {}
-    for *way, last in names:
+    for *parents, last in names:
         branch = tree
-        for name in way:
+        for name in parents:
             branch = branch.setdefault(name, {})
-        branch[last] = leaves[*way, last]
+        branch[last] = leaves[*parents, last]
     return tree
 
 
@@ -133,11 +139,11 @@ def _path(keys: Any) -> Path:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
-def _is_of_weight(path: Path, weights: Mapping[Path, Any]) -> bool:
+def _belongs_to_weight(path: Path, weights: Mapping[Path, Any]) -> bool:
     return any(path[first:] in weights for first in range(len(path)))
 
 
-def _divided(paths: Iterable[Path], weights: Mapping[Path, Any]) -> tuple[list[Path], list[Path]]:
-    """The paths of what is of no weight, and the others."""
-    of_weights = [path for path in paths if _is_of_weight(path, weights)]
+def _split(paths: Iterable[Path], weights: Mapping[Path, Any]) -> tuple[list[Path], list[Path]]:
+    """Splits paths of optimizer state into those that belong to no weight, and the others."""
+    of_weights = [path for path in paths if _belongs_to_weight(path, weights)]
     return [path for path in paths if path not in of_weights], of_weights

@@ -1,8 +1,9 @@
 """What runs inside the sandbox of `code_tests`: the tests in one process, the solution in another.
 
     trainer --order--> test process --requests--> solution process
-            <--word---              <--replies---
+            <--token--              <--replies---
 
-`wire` turns values into JSON and back, `peer` exchanges requests on two pipes, `test_process` and `solution_process`
-are the two ends. They import nothing but the standard library and each other: the trainer sends them in compiled form.
+`wire` turns values into JSON and back, `stand_in` has the stand-ins for objects of the other process, `peer` exchanges
+requests on two pipes, and `test_process` and `solution_process` are its two ends. These modules import only the
+standard library and each other: the trainer sends them in compiled form.
 """

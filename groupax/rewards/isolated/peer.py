@@ -1,8 +1,8 @@
-"""Requests between two processes on two pipes, and stand-ins for the objects that stay on the other side.
+"""Requests between two processes on two pipes.
 
-A frame is a length of 8 bytes and JSON. A request names an operation and its arguments; until its reply comes, requests
-of the other side are served, so a function of the tests that the solution calls may call the solution again. A reply
-names the number of its request. Printed text travels with every frame.
+A frame is a length of 8 bytes, followed by JSON. A request names an operation and its arguments. While a process waits
+for the reply, it serves requests of the other one, so that a function of the tests that the solution calls may call the
+solution again. A reply names the number of its request. Printed text is sent with every frame.
 """
 
 from __future__ import annotations
@@ -10,52 +10,19 @@ from __future__ import annotations
 import _thread
 import builtins
 import json
-import operator
 import os
 import select
 
+from groupax.rewards.isolated.stand_in import StandIn
 from groupax.rewards.isolated.wire import MalformedError, Table, Wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
 MAX_FRAME_BYTES = 32 << 20
 MAX_OUTPUT_CHARS = 1 << 20
-UNARY = ("neg", "pos", "abs", "invert")
-BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor", "matmul")
-BINARY += ("divmod",)
-COMPARISONS = ("lt", "le", "gt", "ge")
-# Dunder methods that are asked of the other side with no operand but the object, and what does them there.
-CONVERSIONS: dict[str, Callable[..., Any]] = {
-    "len": len,
-    "iter": iter,
-    "next": next,
-    "str": str,
-    "repr": repr,
-    "format": format,
-    "hash": hash,
-    "bool": bool,
-    "int": int,
-    "float": float,
-    "complex": complex,
-    "index": operator.index,
-    "round": round,
-    "reversed": reversed,
-    "enter": lambda value: value.__enter__(),
-    "exit": lambda value, *how: value.__exit__(*how),
-    "getitem": operator.getitem,
-    "setitem": operator.setitem,
-    "delitem": operator.delitem,
-}
-OPERATORS: dict[str, Callable[..., Any]] = {
-    **CONVERSIONS,
-    **{name: getattr(operator, f"__{name}__") for name in (*UNARY, *BINARY[:-1], *COMPARISONS, "eq", "contains")},
-    "divmod": divmod,
-}
-ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
-OPERANDS = frozenset({*BINARY, *COMPARISONS})
+ITERATION_ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 BUILTIN_ERRORS = {
     name: kind
     for name, kind in vars(builtins).items()
@@ -64,7 +31,7 @@ BUILTIN_ERRORS = {
 
 
 class BrokenError(BaseException):
-    """The other side is gone, or does not keep to the protocol. Nothing that it says counts any more."""
+    """The other process has exited or violated the protocol. Nothing that it sends counts any more."""
 
 
 class Peer:
@@ -78,17 +45,17 @@ class Peer:
     def __init__(self, reader: int, writer: int) -> None:
         self.reader, self.writer = reader, writer
         self.lock = _thread.RLock()
-        self.wire = Wire(self.hold, self.held, self.named)
-        self.kept: list[Any] = []  # objects of this side that the other knows, by number
+        self.wire = Wire(self.encode_object, self.decode_object, self.member)
+        self.shared: list[Any] = []  # objects of this side that the other one refers to, by number
         self.numbers: dict[int, int] = {}
         self.stand_ins: dict[Any, Any] = {}
         self.error_kinds: dict[tuple[str, ...], type[BaseException]] = {}
         self.is_broken = False
 
-    # What the two sides do differently.
+    # Methods that differ between the two sides.
 
     def perform(self, operation: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Does what the other side asks for."""
+        """Executes an operation that the other side requests."""
         raise NotImplementedError
 
     def call(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -100,37 +67,37 @@ class Peer:
         return self.request("getattr", stand_in, name)
 
     def operate(self, stand_in: StandIn, name: str, args: tuple[Any, ...], is_reflected: bool) -> Any:
-        """Returns what an operator gives for an object of the other side."""
+        """Returns the result of an operator on an object of the other side."""
         if is_reflected:
             return self.request("reflected", stand_in, name, *args)
         return self.request(name, stand_in, *args)
 
-    def named(self, _name: str, value: Any) -> Any:
-        """Returns what stands under a name in an object that crossed."""
+    def member(self, _name: str, value: Any) -> Any:
+        """Returns the value of a named field or attribute of an object that was received."""
         return value
 
     def contains(self, stand_in: StandIn, item: Any) -> bool:
-        """Whether an object of the other side contains something."""
+        """Returns whether an object of the other side contains an item."""
         return self.request("contains", stand_in, item) is True
 
-    def may_hold(self, value: Any) -> bool:
-        """Whether an object that does not cross may be known to the other side."""
+    def may_share(self, value: Any) -> bool:
+        """Returns whether the other side may receive a stand-in for an object that cannot be sent as data."""
         return value is not self
 
     def printed(self) -> str:
-        """Returns what was printed here since the last frame."""
+        """Returns the text that was printed here since the last frame."""
         return ""
 
     def show(self, text: str) -> None:
-        """Prints what was printed on the other side."""
+        """Prints the text that was printed on the other side."""
 
-    def quiet(self) -> None:
-        """Checks that nothing has come that was not asked for."""
+    def check_silent(self) -> None:
+        """Checks that nothing unrequested was received."""
 
     # Requests.
 
     def request(self, operation: str, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the operation on an object of the other side gives, or raises what it raises there."""
+        """Returns the result of an operation on an object of the other side, or raises what it raises there."""
         with self.lock:
             if self.is_broken:
                 raise BrokenError
@@ -138,7 +105,7 @@ class Peer:
             nodes = [self.wire.encode(arg, table) for arg in (target, *args)]
             named = [[name, self.wire.encode(value, table)] for name, value in kwargs.items()]
             frame = ["call", number, operation, nodes, named, self.printed()]
-            self.quiet()
+            self.check_silent()
             self._send(frame)
             try:
                 done, value = self._reply(number, table)
@@ -152,17 +119,17 @@ class Peer:
             return value
         if not isinstance(value, BaseException):
             raise self.broken()
-        if isinstance(value, ENDS) and operation != "next":  # it would end a loop of this side
+        if isinstance(value, ITERATION_ENDS) and operation != "next":  # it would end a loop on this side
             raise RuntimeError(f"{operation} raised {type(value).__name__}") from value
         raise value
 
     def broken(self) -> BrokenError:
-        """Returns the error to raise; from now on every request raises it."""
+        """Returns the error to raise. From now on every request raises it."""
         self.is_broken = True
         return BrokenError()
 
     def serve(self, frame: list[Any]) -> None:
-        """Does what a request asks for and replies."""
+        """Executes a request and sends the reply."""
         tag, number, operation, nodes, named, output = frame
         if tag != "call" or type(nodes) is not list or type(operation) is not str or type(number) is not str:
             raise MalformedError
@@ -176,14 +143,14 @@ class Peer:
             result = self.perform(operation, target, args, kwargs)
         except (BrokenError, MalformedError):
             raise
-        except BaseException as error:  # noqa: BLE001  (it is raised on the other side)
+        except BaseException as error:  # noqa: BLE001 - it is raised on the other side
             done, result = False, error
         if done:
             try:
                 self._send(self._answer(number, done, result, table))
                 return
             except (TypeError, ValueError, RecursionError) as error:
-                result = TypeError(f"the value cannot cross between the processes: {type(error).__name__}")
+                result = TypeError(f"the value cannot be sent between the processes: {type(error).__name__}")
         self._send(self._answer(number, False, result, table))
 
     def _answer(self, number: str, done: bool, result: Any, table: Table) -> list[Any]:
@@ -229,7 +196,7 @@ class Peer:
     def _send(self, frame: list[Any]) -> None:
         data = json.dumps(frame).encode()
         if len(data) > MAX_FRAME_BYTES:
-            raise ValueError(f"{len(data)} bytes are more than the {MAX_FRAME_BYTES} that can cross")
+            raise ValueError(f"a frame of {len(data)} bytes is too large; at most {MAX_FRAME_BYTES} can be sent")
         view = memoryview(len(data).to_bytes(8, "little") + data)
         while view:
             try:
@@ -238,7 +205,12 @@ class Peer:
                 raise self.broken() from error
 
     def receive(self) -> Any:
-        """Returns the next frame; raises BrokenError if there is none, and what `json.loads` raises."""
+        """Returns the next frame.
+
+        Raises:
+            BrokenError: There is none.
+            ValueError: It is not JSON.
+        """
         size = int.from_bytes(self._read(8), "little")
         if size > MAX_FRAME_BYTES:
             raise self.broken()
@@ -255,30 +227,30 @@ class Peer:
         return b"".join(parts)
 
     def is_silent(self) -> bool:
-        """Whether nothing waits to be read."""
+        """Returns whether there is nothing to read."""
         poll = select.poll()
         poll.register(self.reader, select.POLLIN)
         return not poll.poll(0)
 
-    # Objects that stay.
+    # Objects that are not sent as data.
 
-    def hold(self, value: Any) -> list[Any]:
-        """Returns what stands for an object that does not cross."""
+    def encode_object(self, value: Any) -> list[Any]:
+        """Returns the reference to an object that cannot be sent as data."""
         if isinstance(value, StandIn):
             return ["yours", value._groupax_number]
         if isinstance(value, BaseException):
             return self._encode_error(value)
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["error type", _error_names(value)]
-        if not self.may_hold(value):
+        if not self.may_share(value):
             raise TypeError(f"a {type(value).__name__} of the tests cannot be passed to the solution")
-        return ["mine", self._number(value), _kind(value)]
+        return ["mine", self._number(value), _kind_of(value)]
 
-    def held(self, node: list[Any], table: Table) -> Any:
-        """Returns an object of this side that comes back, or the stand-in of one of the other side."""
+    def decode_object(self, node: list[Any], table: Table) -> Any:
+        """Returns the object of this side that is referred to, or the stand-in for one of the other side."""
         name, rest = node[0], node[1:]
         if name == "yours":
-            return self.kept[self._known(rest[0])]
+            return self.shared[self._checked_number(rest[0])]
         if name == "mine":
             number, kind = rest
             return self.stand_in(number, kind)
@@ -291,7 +263,7 @@ class Peer:
         raise MalformedError
 
     def stand_in(self, number: Any, kind: Any) -> Any:
-        """Returns the stand-in of the other side's object of this number."""
+        """Returns the stand-in for the other side's object with this number."""
         if type(number) is not int or type(kind) is not str:
             raise MalformedError
         if number not in self.stand_ins:
@@ -303,7 +275,7 @@ class Peer:
         raise MalformedError
 
     def error_kind(self, names: Any) -> type[BaseException]:
-        """Returns the exception class for the names of a class and those that it extends, the built-in one last."""
+        """Returns an exception class, given its name and those of its base classes up to the first built-in one."""
         if type(names) is not list or not names or any(type(name) is not str for name in names):
             raise MalformedError
         base = BUILTIN_ERRORS[names[-1]]
@@ -312,7 +284,7 @@ class Peer:
         key = tuple(names)
         if key not in self.error_kinds:
             self.error_kinds[key] = type(
-                names[0], (self.error_kind(names[1:]),), {"__module__": "solution", "__str__": _text}
+                names[0], (self.error_kind(names[1:]),), {"__module__": "solution", "__str__": _error_text}
             )
         return self.error_kinds[key]
 
@@ -320,15 +292,17 @@ class Peer:
         number = getattr(error, "_groupax_number", None)
         if type(number) is int:
             return ["yours", number]
-        table = Table()  # of its own, as it holds no container of the request
-        values = [self._plain(value, table) for value in error.args]
-        fields = [[name, self._plain(each, table)] for name, each in vars(error).items() if not name.startswith("_")]
+        table = Table()  # a separate one, as it has no container of the request
+        values = [self._encoded_or_name(value, table) for value in error.args]
+        fields = [
+            [name, self._encoded_or_name(each, table)] for name, each in vars(error).items() if not name.startswith("_")
+        ]
         return ["error", _error_names(type(error)), values, fields, str(error), self._number(error)]
 
-    def _plain(self, value: Any, table: Table) -> Any:
+    def _encoded_or_name(self, value: Any, table: Table) -> Any:
         try:
             return self.wire.encode(value, table)
-        except TypeError:  # of a type that may not cross
+        except TypeError:  # its type may not be sent
             return f"<{type(value).__name__}>"
 
     def _decode_error(self, rest: list[Any], _table: Table) -> BaseException:
@@ -339,104 +313,30 @@ class Peer:
         args = [self.wire.decode(value, table) for value in values]
         try:
             error = kind(*args)
-        except TypeError:  # it takes others
+        except TypeError:  # its constructor takes other arguments
             error = kind.__new__(kind)
             error.args = tuple(args)
         for name, node in fields:
             if type(name) is not str or name.startswith("_"):
                 raise MalformedError
-            error.__dict__[name] = self.named(name, self.wire.decode(node, table))
+            error.__dict__[name] = self.member(name, self.wire.decode(node, table))
         error.__dict__.update(_groupax_number=number, _groupax_text=text)
         return error
 
     def _number(self, value: Any) -> int:
         if id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.kept)
-            self.kept.append(value)
+            self.numbers[id(value)] = len(self.shared)
+            self.shared.append(value)
         return self.numbers[id(value)]
 
-    def _known(self, number: Any) -> int:
-        if type(number) is not int or not 0 <= number < len(self.kept):
+    def _checked_number(self, number: Any) -> int:
+        if type(number) is not int or not 0 <= number < len(self.shared):
             raise MalformedError
         return number
 
 
-class StandIn:
-    """Stands for an object of the other process and does its operations there."""
-
-    __slots__ = ("__weakref__", "_groupax_number", "_groupax_peer", "_groupax_rights")
-
-    def __init__(self, peer: Peer, number: int, rights: str = "") -> None:
-        object.__setattr__(self, "_groupax_peer", peer)
-        object.__setattr__(self, "_groupax_number", number)
-        object.__setattr__(self, "_groupax_rights", rights)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        return self._groupax_peer.call(self, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_groupax"):
-            raise AttributeError(name)
-        return self._groupax_peer.attribute(self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._groupax_peer.request("setattr", self, name, value)
-
-    def __mro_entries__(self, _bases: Any) -> Any:
-        raise TypeError("a class of the other process cannot be extended")
-
-    def __copy__(self) -> Any:
-        return self._groupax_peer.request("copy", self)
-
-    def __deepcopy__(self, _memo: Any) -> Any:
-        return self._groupax_peer.request("deepcopy", self)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, StandIn) or other._groupax_peer is not self._groupax_peer:
-            return False  # not left to the other side: it would say yes to everything
-        if other._groupax_number == self._groupax_number:
-            return True
-        return self._groupax_peer.request("eq", self, other) is True
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return self._groupax_peer.request("hash", self)
-
-    def __contains__(self, item: Any) -> bool:
-        peer = self._groupax_peer
-        return peer.contains(self, item)
-
-    def __iter__(self) -> Any:
-        return self._groupax_peer.request("iter", self)
-
-    def __exit__(self, *how: Any) -> bool:
-        self._groupax_peer.request("exit", self, None, None, None)
-        return False  # nothing that the tests raise is swallowed
-
-    def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, StandIn) and self._groupax_peer.request("isinstance", value, self) is True
-
-    def __subclasscheck__(self, value: Any) -> bool:
-        return isinstance(value, StandIn) and self._groupax_peer.request("issubclass", value, self) is True
-
-
-def _operation(name: str, is_reflected: bool = False) -> Callable[..., Any]:
-    def method(self: StandIn, *args: Any) -> Any:
-        return self._groupax_peer.operate(self, name, args, is_reflected)
-
-    return method
-
-
-for _name in {*OPERATORS} - {"eq", "hash", "iter", "contains", "exit"}:
-    setattr(StandIn, f"__{_name}__", _operation(_name))
-for _name in BINARY:
-    setattr(StandIn, f"__r{_name}__", _operation(_name, is_reflected=True))
-
-
 def _error_names(kind: type[BaseException]) -> list[str]:
-    """The names of an exception class and those that it extends, up to the first built-in one."""
+    """Returns the names of an exception class and its base classes up to the first built-in one."""
     names = []
     for each in kind.__mro__:
         names.append(each.__name__)
@@ -445,11 +345,11 @@ def _error_names(kind: type[BaseException]) -> list[str]:
     return names
 
 
-def _text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return error.__dict__.get("_groupax_text", BaseException.__str__(error))
 
 
-def _kind(value: Any) -> str:
+def _kind_of(value: Any) -> str:
     kind = type(value)
     if kind.__name__ == "coroutine":
         return "coroutine"

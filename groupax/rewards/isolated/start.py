@@ -1,4 +1,4 @@
-"""The start of a process in the sandbox: its order, its limits, and its silence."""
+"""The start of a process in the sandbox: it reads its order, sets its limits and closes its standard streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# What `python -c` runs: it reads an order, makes the order's modules and starts the last of them.
+# The program for `python -c`: it reads an order, creates the order's modules and calls `main` of the last one.
 BOOTSTRAP = """
 import marshal, os, sys
 def read(size):
@@ -30,14 +30,14 @@ sys.modules[name].main(order)
 """
 
 
-def packed(order: dict[str, Any]) -> bytes:
-    """Returns an order as `BOOTSTRAP` reads it."""
+def serialize_order(order: dict[str, Any]) -> bytes:
+    """Returns an order in the form that `BOOTSTRAP` reads."""
     data = marshal.dumps(order)
     return len(data).to_bytes(8, "little") + data
 
 
-def descriptors() -> tuple[int, int]:
-    """Returns duplicates of standard input and output, and points these and the standard error to nothing."""
+def take_over_streams() -> tuple[int, int]:
+    """Returns duplicates of standard input and output, and redirects these and standard error to /dev/null."""
     reader, writer = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -46,8 +46,8 @@ def descriptors() -> tuple[int, int]:
     return reader, writer
 
 
-def confine(order: dict[str, Any]) -> None:
-    """Gives up the rights of root, if the order names a user, and sets the limits."""
+def apply_limits(order: dict[str, Any]) -> None:
+    """Drops the privileges of root, if the order names a user, and sets the limits."""
     if order["user"]:
         os.setgroups([])
         os.setgid(order["user"])
@@ -67,4 +67,4 @@ def confine(order: dict[str, Any]) -> None:
         highest = resource.getrlimit(name)[1]
         value = value if highest == resource.RLIM_INFINITY else min(value, highest)
         resource.setrlimit(name, (value, value))
-    sys.path += [path for path in order["paths"] if os.path.isdir(path)]  # noqa: PTH112  (pathlib starts slowly)
+    sys.path += [path for path in order["paths"] if os.path.isdir(path)]  # noqa: PTH112 - pathlib is slow to import

@@ -1,11 +1,11 @@
-"""Values as JSON: what can cross between the process of the tests and that of the solution.
+"""Values as JSON, for the exchange between the process of the tests and that of the solution.
 
-A scalar stands for itself, anything else is a list that begins with its kind. Decoding builds only types of the
-standard library, so an object that claims to be something cannot arrive. Objects that do not cross are held by their
-owner, and stand-ins are made of them.
+Scalars are sent as they are, anything else as a list that starts with its kind. Decoding builds only types of the
+standard library, so an object that imitates another one cannot be received. Other objects stay in their process, and
+the other side receives stand-ins for them.
 
-Containers that can change are numbered in a table that sender and receiver share for one request and its reply, so
-that aliases and cycles survive, and changes that a function makes to its arguments come back.
+Mutable containers are numbered in a table that sender and receiver share for one request and its reply, so that
+aliases and cycles are preserved, and changes that a function makes to its arguments are sent back.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import collections
 import sys
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # what `typing` and others import would lengthen the start of each process
+if TYPE_CHECKING:  # importing `typing` would slow down the start of each process
     from collections.abc import Callable
     from typing import Any
 
 SCALARS = frozenset({bool, int, float, str, type(None)})
-LARGEST = 1 << 63  # integers beyond it are sent in hexadecimal: decimal digits take quadratic time, and are limited
+LARGEST = 1 << 63  # larger integers are sent in hexadecimal, as decimal digits take quadratic time and are limited
 SEQUENCES = {"list": list, "deque": collections.deque}
 MAPPINGS = {
     "dict": dict,
@@ -30,22 +30,22 @@ MAPPINGS = {
 MUTABLE: dict[str, type] = {**SEQUENCES, **MAPPINGS, "set": set, "bytearray": bytearray}
 KIND_OF = {kind: name for name, kind in MUTABLE.items()}
 VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
-# Types that are known by name on both sides.
+# Types that both sides know by name.
 TYPES: dict[str, type] = {
     each.__name__: each
     for each in (bool, int, float, complex, str, bytes, tuple, frozenset, range, slice, object, type(None))
 }
 TYPES |= MUTABLE
 NAME_OF = {kind: name for name, kind in TYPES.items()}
-DATES = {"date": 3, "time": 4, "datetime": 7, "timedelta": 3}  # kind of `datetime` -> the number of its integers
+DATES = {"date": 3, "time": 4, "datetime": 7, "timedelta": 3}  # kind of `datetime` -> number of its integers
 
 
 class MalformedError(Exception):
-    """What came is no value in this form."""
+    """The other side sent something that is not a value in this form."""
 
 
 class Record(tuple):
-    """A named tuple of the other process: a tuple whose items have names too."""
+    """A named tuple of the other process: a tuple whose items also have names."""
 
     _items: dict[str, Any]
 
@@ -59,7 +59,7 @@ class Record(tuple):
 
 
 class Table:
-    """The containers of one exchange that can change, by number."""
+    """The mutable containers of one exchange, by number."""
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
@@ -67,17 +67,17 @@ class Table:
         self.before: list[Any] = []
 
     def add(self, value: Any) -> int:
-        """Numbers a container."""
+        """Adds a container and returns its number."""
         self.numbers[id(value)] = len(self.objects)
         self.objects.append(value)
         return len(self.objects) - 1
 
     def remember(self) -> None:
-        """Notes what the containers hold, for `changed`."""
+        """Saves the contents of the containers, for `changed`."""
         self.before = [_items(each) for each in self.objects]
 
     def changed(self) -> list[int]:
-        """Returns the numbers of those that hold other objects than were noted."""
+        """Returns the numbers of the containers whose contents are no longer the saved objects."""
         return [
             number
             for number, (value, before) in enumerate(zip(self.objects, self.before, strict=False))
@@ -89,44 +89,48 @@ class Wire:
     """One side's encoder and decoder.
 
     Args:
-        hold: Returns the list that stands for an object which does not cross, or raises TypeError.
-        held: Returns the object, or the stand-in, for such a list.
-        named: Returns what is to stand under a name of a named tuple.
+        encode_object: Returns the list that refers to an object that cannot be sent as data, or raises TypeError.
+        decode_object: Returns the object, or the stand-in, for such a list.
+        member: Returns the value of a named field of a named tuple, given its name and the received value.
     """
 
     def __init__(
         self,
-        hold: Callable[[Any], list[Any]],
-        held: Callable[[list[Any], Table], Any],
-        named: Callable[[str, Any], Any],
+        encode_object: Callable[[Any], list[Any]],
+        decode_object: Callable[[list[Any], Table], Any],
+        member: Callable[[str, Any], Any],
     ) -> None:
-        self.hold = hold
-        self.held = held
-        self.named = named
+        self.encode_object = encode_object
+        self.decode_object = decode_object
+        self.member = member
 
     def encode(self, value: Any, table: Table) -> Any:
-        """Returns a value as what JSON can hold."""
+        """Returns a value in a form that JSON can represent."""
         kind = type(value)
         if kind in SCALARS:
             return value if kind is not int or -LARGEST < value < LARGEST else ["int", hex(value)]
         if kind in KIND_OF:
             return self._container(KIND_OF[kind], value, table)
         if kind is tuple:
-            return ["tuple", self._all(value, table)]
+            return ["tuple", self._encode_items(value, table)]
         if kind is type and value in NAME_OF:
             return ["type", NAME_OF[value]]
-        return self._rest(value, kind, table)
+        return self._encode_other(value, kind, table)
 
     def contents(self, name: str, value: Any, table: Table) -> list[Any]:
-        """Returns what a container holds."""
+        """Returns the encoded contents of a container."""
         if name == "bytearray":
             return [bytes(value).hex()]
         if name in MAPPINGS:
-            return [self._all(list(value), table), self._all(list(value.values()), table)]
-        return self._all(list(value), table)
+            return [self._encode_items(list(value), table), self._encode_items(list(value.values()), table)]
+        return self._encode_items(list(value), table)
 
     def decode(self, node: Any, table: Table) -> Any:
-        """Returns the value; raises MalformedError, or whatever building a value from a wrong description raises."""
+        """Returns the value of a node.
+
+        Raises:
+            MalformedError: The node is not an encoded value. Building the value may raise other exceptions too.
+        """
         if type(node) in SCALARS:
             return node
         if type(node) is not list or not node or type(node[0]) is not str:
@@ -135,36 +139,36 @@ class Wire:
         if name in MUTABLE:
             return self._build(name, rest, table)
         if name == "tuple":
-            return tuple(self._every(rest[0], table))
+            return tuple(self._decode_items(rest[0], table))
         if name == "ref":
             return table.objects[_index(rest[0])]
-        if name in _READERS:
-            return _READERS[name](self, rest, table)
-        return self.held(node, table)
+        if name in _DECODERS:
+            return _DECODERS[name](self, rest, table)
+        return self.decode_object(node, table)
 
     def refill(self, value: Any, payload: Any, table: Table) -> None:
-        """Gives a container other contents."""
+        """Replaces the contents of a container by encoded ones."""
         if type(payload) is not list:
             raise MalformedError
         if isinstance(value, bytearray):
             value[:] = bytes.fromhex(payload[0])
         elif isinstance(value, dict):
-            keys, values = (self._every(part, table) for part in payload)
+            keys, values = (self._decode_items(part, table) for part in payload)
             value.clear()
             for key, each in zip(keys, values, strict=True):
                 value[key] = each
         else:
-            items = self._every(payload, table)
+            items = self._decode_items(payload, table)
             value.clear()
             value.update(items) if isinstance(value, set) else value.extend(items)
 
-    def _all(self, values: Any, table: Table) -> list[Any]:
+    def _encode_items(self, values: Any, table: Table) -> list[Any]:
         kinds = set(map(type, values))
         if kinds <= SCALARS and (int not in kinds or all(type(v) is not int or -LARGEST < v < LARGEST for v in values)):
             return list(values)
         return [self.encode(value, table) for value in values]
 
-    def _every(self, nodes: Any, table: Table) -> list[Any]:
+    def _decode_items(self, nodes: Any, table: Table) -> list[Any]:
         if type(nodes) is not list:
             raise MalformedError
         return nodes if set(map(type, nodes)) <= SCALARS else [self.decode(node, table) for node in nodes]
@@ -190,15 +194,15 @@ class Wire:
         self.refill(value, payload, table)
         return value
 
-    def _rest(self, value: Any, kind: type, table: Table) -> list[Any]:
-        """What is rarer, then subclasses of what is known, which cross as what they extend."""
+    def _encode_other(self, value: Any, kind: type, table: Table) -> list[Any]:
+        """Encodes rarer types, then subclasses of known types, which are sent as their base class."""
         module = kind.__module__
         if isinstance(value, bytes):
             return ["bytes", bytes(value).hex()]
         if isinstance(value, complex):
             return ["complex", value.real, value.imag]
         if isinstance(value, frozenset):
-            return ["frozenset", self._all(list(value), table)]
+            return ["frozenset", self._encode_items(list(value), table)]
         if isinstance(value, (range, slice)):
             parts = [self.encode(part, table) for part in (value.start, value.stop, value.step)]
             return ["range" if isinstance(value, range) else "slice", parts]
@@ -224,13 +228,13 @@ class Wire:
         if isinstance(value, (int, float)):
             return self.encode(int.__pos__(value) if isinstance(value, int) else float.__pos__(value), table)
         if isinstance(value, tuple):
-            fields, items = getattr(kind, "_fields", None), self._all(list(value), table)
+            fields, items = getattr(kind, "_fields", None), self._encode_items(list(value), table)
             fields = list(value._items) if isinstance(value, Record) else fields
             return ["record", list(fields), items] if fields else ["tuple", items]
         for base, name in KIND_OF.items():
             if isinstance(value, base):
                 return self._container(name, value, table)
-        return self.hold(value)
+        return self.encode_object(value)
 
 
 def _encode_array(wire: Wire, value: Any, table: Table) -> Any:
@@ -281,24 +285,24 @@ def _decode_view(wire: Wire, rest: list[Any], table: Table) -> Any:
 
 def _decode_record(wire: Wire, rest: list[Any], table: Table) -> Any:
     fields, items = rest
-    record = Record(wire._every(items, table))
-    record._items = {name: wire.named(name, item) for name, item in zip(fields, record, strict=True)}
+    record = Record(wire._decode_items(items, table))
+    record._items = {name: wire.member(name, item) for name, item in zip(fields, record, strict=True)}
     return record
 
 
-def _parts(wire: Wire, rest: list[Any], table: Table) -> list[Any]:
-    start, stop, step = wire._every(rest[0], table)
+def _slice_parts(wire: Wire, rest: list[Any], table: Table) -> list[Any]:
+    start, stop, step = wire._decode_items(rest[0], table)
     return [start, stop, step]
 
 
-_READERS: dict[str, Callable[[Wire, list[Any], Table], Any]] = {
+_DECODERS: dict[str, Callable[[Wire, list[Any], Table], Any]] = {
     "int": lambda _w, rest, _t: int(rest[0], 16),
     "bytes": lambda _w, rest, _t: bytes.fromhex(rest[0]),
     "complex": lambda _w, rest, _t: complex(rest[0], rest[1]),
-    "frozenset": lambda w, rest, t: frozenset(w._every(rest[0], t)),
-    "range": lambda w, rest, t: range(*_parts(w, rest, t)),
-    "slice": lambda w, rest, t: slice(*_parts(w, rest, t)),
-    "ellipsis": lambda _w, _rest, _t: Ellipsis,
+    "frozenset": lambda w, rest, t: frozenset(w._decode_items(rest[0], t)),
+    "range": lambda w, rest, t: range(*_slice_parts(w, rest, t)),
+    "slice": lambda w, rest, t: slice(*_slice_parts(w, rest, t)),
+    "ellipsis": lambda _w, _encode_other, _t: Ellipsis,
     "type": lambda _w, rest, _t: TYPES[rest[0]],
     "Decimal": _decode_decimal,
     "Fraction": _decode_fraction,
@@ -317,14 +321,14 @@ def _date_parts(value: Any, name: str) -> tuple[int, ...]:
 
 
 def _index(value: Any) -> int:
-    """A number that came, which must not count from the end."""
+    """Returns a received index, which must not count from the end."""
     if type(value) is not int or value < 0:
         raise MalformedError
     return value
 
 
 def _items(value: Any) -> Any:
-    """The objects in a container, as they are."""
+    """Returns the objects in a container, not encoded."""
     if isinstance(value, bytearray):
         return bytes(value)
     return [*value, *value.values()] if isinstance(value, dict) else list(value)

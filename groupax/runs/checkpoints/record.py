@@ -29,7 +29,7 @@ from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.rollout_log import simple_column
 from groupax.training.learner import Learner
 from groupax.training.packing import Shape
-from groupax.training.step import TrainState
+from groupax.training.state import TrainState
 from groupax.types import Rollout, Row
 
 PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rollout.parquet"

@@ -1,0 +1,139 @@
+"""Checks requests against a model and encodes their prompts."""
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from groupax.data.tokenizer import decode, encode_prompts
+from groupax.serve.errors import ApiError
+from groupax.serve.requests import DEFAULT_MAX_TOKENS, CompletionRequest, Request
+from groupax.serve.responses import ResponseBuilder, TokenTexts
+from groupax.settings.sampling import SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """What requests of a model are checked against.
+
+    Attributes:
+        name: Its name for clients.
+        tokenizer: Its tokenizer, with the template for chats.
+        token_texts: The texts of its tokens.
+        vocab_size: Number of its tokens.
+        max_positions: Longest prompt and completion together, in tokens.
+    """
+
+    name: str
+    tokenizer: Any
+    token_texts: TokenTexts
+    vocab_size: int
+    max_positions: int
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A request that the engine can run.
+
+    Attributes:
+        prompts: Token ids of each prompt.
+        params: Sampling parameters.
+        row_keys: The PRNG key of each completion, if the request has them.
+        responses: Builds the response.
+    """
+
+    prompts: list[np.ndarray]
+    params: SamplingParams
+    row_keys: np.ndarray | None
+    responses: ResponseBuilder
+
+
+def prepare(request: Request, model: ServedModel, max_completions: int, chat_max_tokens: int) -> Prepared:
+    """Checks and encodes a request, which takes a while for long prompts. Safe in any thread.
+
+    Args:
+        request: The request.
+        model: The model that it names.
+        max_completions: Most prompts times `n`.
+        chat_max_tokens: Longest completion of a chat that sets no limit.
+
+    Raises:
+        ApiError: the request has too many completions, is too long, or cannot be encoded.
+    """
+    num_prompts, n = len(request.prompts), request.n
+    if num_prompts * max(n, 1) > max_completions:
+        message = f"the request has {num_prompts} prompts and n={n}; a request may have {max_completions} completions"
+        raise ApiError(400, message, param="n")
+    check_tokens(request, model.vocab_size)
+    prompts = encoded(request, model.tokenizer, model.max_positions)
+    params = _sampling_params(request, prompts, model.max_positions, chat_max_tokens)
+    prompt_texts = []
+    if isinstance(request, CompletionRequest) and request.echo:
+        prompt_texts = [
+            text if isinstance(text, str) else decode(model.tokenizer, [ids.tolist()])[0]
+            for text, ids in zip(request.prompts, prompts, strict=True)
+        ]
+    response_id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    prompt_ids = [prompt.tolist() for prompt in prompts]
+    responses = ResponseBuilder(request, model.name, response_id, prompt_ids, prompt_texts, model.token_texts)
+    row_keys = None if request.row_keys is None else np.array(request.row_keys, np.uint32)
+    return Prepared(prompts, params, row_keys, responses)
+
+
+def _sampling_params(
+    request: Request, prompts: list[np.ndarray], max_positions: int, chat_max_tokens: int
+) -> SamplingParams:
+    field = "messages" if request.is_chat else "prompt"
+    longest = max(map(len, prompts))
+    default = max(1, min(chat_max_tokens, max_positions - longest)) if request.is_chat else DEFAULT_MAX_TOKENS
+    params = request.sampling_params(default)
+    if longest + params.max_tokens > max_positions:
+        at_least = "at least " if longest > max_positions else ""  # of such a prompt only an end was encoded
+        message = (
+            f"a prompt of {at_least}{longest} tokens with max_tokens {params.max_tokens} exceeds the model's "
+            f"{max_positions} positions; shorten the prompt or lower max_tokens"
+        )
+        raise ApiError(400, message, param=field, code="context_length_exceeded")
+    if not all(map(len, prompts)):
+        raise ApiError(400, "a prompt has no tokens; the model needs at least one to continue from", param=field)
+    return params
+
+
+def encoded(request: Request, tokenizer: Any, max_positions: int) -> list[np.ndarray]:
+    """Returns the token ids of each prompt of a request.
+
+    Encoding megabytes takes seconds and hundreds of megabytes: of a text that is too long for the model only an end is
+    encoded, which is too long as well.
+
+    Raises:
+        ApiError: a prompt cannot be encoded.
+    """
+    name = "messages" if request.is_chat else "prompt"
+    texts = [prompt for prompt in request.prompts if not _is_ids(prompt)]
+    try:
+        ids = iter(encode_prompts(tokenizer, texts, max_tokens_kept=max_positions, name=name))
+    except ValueError as error:
+        raise ApiError(400, f"the prompt cannot be encoded: {error}", name) from error
+    return [np.asarray(prompt, np.int32) if _is_ids(prompt) else next(ids) for prompt in request.prompts]
+
+
+def check_tokens(request: Request, vocab_size: int) -> None:
+    """Checks that the vocabulary has all tokens that a request names.
+
+    Raises:
+        ApiError: it lacks one.
+    """
+    named = {
+        "prompt": [token for prompt in request.prompts if _is_ids(prompt) for token in prompt],
+        "stop_token_ids": request.stop_token_ids,
+        "logit_bias": request.logit_bias,
+    }
+    for field, tokens in named.items():
+        largest = max(tokens, default=0)
+        if largest >= vocab_size:
+            raise ApiError(400, f"{field} names token {largest}; the vocabulary has {vocab_size} tokens", param=field)
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
