@@ -78,11 +78,11 @@ def scaling(num_chips: int, rows: int) -> dict[str, Any]:
     """Of one device, where `rows` completions are spread over so many chips."""
     from groupax import GRPOConfig
     from groupax.models.families import read_config
-    from groupax.planning.counting import counts_of
-    from groupax.planning.devices import target_of
+    from groupax.planning.counting import count_program
+    from groupax.planning.devices import find_target
     from groupax.planning.measured import Measured, step_seconds
-    from groupax.planning.programs import own_bytes
-    from groupax.planning.run import run_of
+    from groupax.planning.programs import device_bytes
+    from groupax.planning.run import trace_run
     from groupax.runs.build import mesh_of
 
     args = GRPOConfig(
@@ -97,26 +97,26 @@ def scaling(num_chips: int, rows: int) -> dict[str, Any]:
         gradient_checkpointing="full",
         micro_batch_tokens=4096,
     )
-    target = target_of(f"v4-{2 * num_chips}")
+    target = find_target(f"v4-{2 * num_chips}")
     chip, mesh = target.chip, mesh_of(args, target.devices)
     assert chip is not None
     assert mesh is not None
-    run = run_of(read_config(LLAMA_8B), mesh, args, None, chip.memory_bytes)
-    always = {kind: own_bytes({kind: tree}) for kind, tree in run.residents.items()}
+    run = trace_run(read_config(LLAMA_8B), mesh, args, None, chip.memory_bytes)
+    always = {kind: device_bytes({kind: tree}) for kind, tree in run.residents.items()}
     measured = [
-        Measured(each.name, each.runs, always, counts_of(each.traced.jaxpr, each.loop_steps), 0.0)
+        Measured(each.name, each.runs, always, count_program(each.traced.jaxpr, each.loop_steps), 0.0)
         for each in run.programs
     ]
     programs, seconds = {each.name: each for each in measured}, step_seconds(measured, run, chip)
     train, admits = programs["micro_step"], run.programs[0]
-    links_s = train.counts.exchanged_bytes / chip.link_bytes_per_s * train.runs
+    links_s = train.counts.sent_bytes / chip.link_bytes_per_s * train.runs
     return {
         "chips": num_chips,
         "completions": rows,
-        "weights_and_optimizer_gb": own_bytes(run.residents) / 1e9,
-        "rollout_gb": own_bytes(admits.arguments) / 1e9,
+        "weights_and_optimizer_gb": device_bytes(run.residents) / 1e9,
+        "rollout_gb": device_bytes(admits.arguments) / 1e9,
         "update_tflop": train.counts.flops * train.runs / 1e12,
-        "update_gb_to_others": train.counts.exchanged_bytes * train.runs / 1e9,
+        "update_gb_to_others": train.counts.sent_bytes * train.runs / 1e9,
         "update_s": seconds["updates"],
         "of_it_links_s": links_s,
         "rollout_s": seconds["rollout"],

@@ -72,7 +72,7 @@ from groupax.runs.log import RunLog
 from groupax.runs.model_card import license_of, read_card, run_card
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
-from groupax.runs.trackers.tracker import check_installed
+from groupax.runs.trackers.tracker import check_trackers
 from groupax.settings.rewards import RewardSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.hub import push_folder
@@ -168,7 +168,7 @@ class GRPOTrainer:
         self.reward_runner = RewardRunner(self.rewards, args.part(RewardSettings))
         self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
         self.correctness_reward = find_correctness_reward(args.correctness_reward, self.rewards)
-        check_installed(args.report_to)
+        check_trackers(args.report_to)
         log_bytes = None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9)
         self._unseen: Any = None if processes.is_primary() else tempfile.TemporaryDirectory(prefix="groupax-process-")
         self.run_folder = RunFolder(self._unseen.name if self._unseen else args.output_dir, log_bytes, emit)

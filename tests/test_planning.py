@@ -29,13 +29,13 @@ from groupax.models.specs import model_specs
 from groupax.parallel.accelerators import Chip
 from groupax.parallel.mesh import make_mesh
 from groupax.planning import fitting
-from groupax.planning.counting import Counts, counts_of
-from groupax.planning.devices import Target, prepare, target_of
-from groupax.planning.fitting import Asked, Plan, fitting_plan, plan_of
+from groupax.planning.counting import Counts, count_program
+from groupax.planning.devices import Target, find_target, prepare
+from groupax.planning.fitting import Plan, Request, find_fitting_plan, make_plan
 from groupax.planning.measured import OTHER, Compiler, Measured, step_seconds
-from groupax.planning.programs import UnfitError, host_bytes, own_bytes
-from groupax.planning.run import run_of
-from groupax.planning.tables import text_of, verdict
+from groupax.planning.programs import DoesNotFitError, device_bytes, host_bytes
+from groupax.planning.run import trace_run
+from groupax.planning.tables import format_plan, verdict
 from groupax.runs.build import engine_for, learner_settings, lora_for
 from groupax.training.learner import Learner
 from groupax.types import Row
@@ -55,7 +55,7 @@ def silent(text):
 
 def counted(function, *shapes, loop_steps=1):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return counts_of(jax.jit(function).trace(*arrays).jaxpr, loop_steps)
+    return count_program(jax.jit(function).trace(*arrays).jaxpr, loop_steps)
 
 
 def test_products_are_counted_with_the_bytes_that_they_touch():
@@ -151,7 +151,7 @@ def exchange(function, shape, out):
     mesh = make_mesh((1, 2, 1, 2, 1))
     program = jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=out, check_vma=False)
     traced = jax.jit(program).trace(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
-    return dict(counts_of(traced.jaxpr).exchanged)
+    return dict(count_program(traced.jaxpr).exchanged)
 
 
 WHOLE, ALONG = PartitionSpec(), PartitionSpec("tp")
@@ -190,14 +190,14 @@ def test_a_devices_part_is_counted():
         lambda a, b: lax.psum(a @ b, "tp"), mesh=mesh, in_specs=parts, out_specs=PartitionSpec(), check_vma=False
     )
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 8), (8, 10))]
-    counts = counts_of(jax.jit(program).trace(*shapes).jaxpr)
+    counts = count_program(jax.jit(program).trace(*shapes).jaxpr)
     assert counts == Counts(2.0 * 6 * 2 * 10, 4.0 * (6 * 2 + 2 * 10 + 6 * 10), {"all-reduce": 2 * 240 * 3 / 4})
 
 
 def test_counts_add_up():
     one, other = Counts(1.0, 2.0, {"all-gather": 3.0}), Counts(10.0, 20.0, {"all-reduce": 1.0, "all-gather": 2.0})
     assert one + other.times(2) == Counts(21.0, 42.0, {"all-gather": 7.0, "all-reduce": 2.0})
-    assert (one + other).exchanged_bytes == 6
+    assert (one + other).sent_bytes == 6
 
 
 @pytest.mark.heavy
@@ -209,9 +209,9 @@ def test_a_models_programs_count_its_matrices_as_its_table_of_weights_does():
     def of(**change):
         """Operations of scoring, of a micro-batch, and of a forward pass by the formula."""
         config = read_config({**TINY, **change})
-        run = run_of(config, one_device_mesh(), args)
+        run = trace_run(config, one_device_mesh(), args)
         assert (run.num_micro_batches, run.micro_batch_cells) == (1, 320), "2 x (32 + 4 x 32): nothing is padded"
-        found = {each.name: counts_of(each.traced.jaxpr, each.loop_steps).flops for each in run.programs}
+        found = {each.name: count_program(each.traced.jaxpr, each.loop_steps).flops for each in run.programs}
         return np.array([found["score"], found["micro_step"], forward_flops(config, [(32, [32] * 4)] * 2)])
 
     few, wide, wordy = of(), of(intermediate_size=192), of(vocab_size=1120)
@@ -254,7 +254,7 @@ def recording(monkeypatch, module, name, last=True):
     return calls
 
 
-def device_bytes(tree, kind="device"):
+def placed_bytes(tree, kind="device"):
     """Of arrays on the first device, or of its host; numbers of the host are none."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.sharding.memory_kind == kind]
     return sum(x.addressable_shards[0].data.nbytes for x in arrays)
@@ -317,18 +317,18 @@ def test_what_is_planned_is_what_a_real_run_has(name, monkeypatch):
     mesh = make_mesh(shape)
     model = init_model(MIXTURE if name == "experts" else SMALL, mesh=mesh)
     lora = lora_for(args, None)
-    run = run_of(model.config, mesh, args, lora)
+    run = trace_run(model.config, mesh, args, lora)
     programs = {program.name: program for program in run.programs}
     model = add_adapter(model, lora) if lora else model
     learner = Learner(model, learner_settings(args), 10, longest)
 
     kinds = real_kinds(learner)
-    assert {kind: own_bytes({kind: tree}) for kind, tree in run.residents.items()} == {
-        kind: device_bytes(tree) for kind, tree in kinds.items()
+    assert {kind: device_bytes({kind: tree}) for kind, tree in run.residents.items()} == {
+        kind: placed_bytes(tree) for kind, tree in kinds.items()
     }
 
     assert {kind: host_bytes({kind: tree}) for kind, tree in run.residents.items()} == {
-        kind: device_bytes(tree, "pinned_host") for kind, tree in kinds.items()
+        kind: placed_bytes(tree, "pinned_host") for kind, tree in kinds.items()
     }
 
     admits = recording(monkeypatch, groupax.engine.batch, "admit", last=False)
@@ -345,11 +345,11 @@ def test_what_is_planned_is_what_a_real_run_has(name, monkeypatch):
     (params, cache, *_), decoded = by_size(chunks)
     assert planned_shapes(programs["decode_chunk"]) == decoded
     planned = programs["decode_chunk"].arguments
-    assert own_bytes({"": planned["kv cache"]}) == _bytes_of_shapes(cache, chunks)
+    assert device_bytes({"": planned["kv cache"]}) == _bytes_of_shapes(cache, chunks)
     copied = not pointers(params) <= pointers(learner.policy)
     assert ("rollout weights" in planned) == copied
     decoded_with = {kind: tree for kind, tree in planned.items() if kind != "kv cache"}
-    assert own_bytes(decoded_with) == device_bytes(params)
+    assert device_bytes(decoded_with) == placed_bytes(params)
     assert len(admits) == programs["admit"].runs
     if quick:
         assert planned_shapes(programs["admit"]) == admits[0][1]
@@ -374,7 +374,7 @@ def test_what_is_planned_is_what_a_real_run_has(name, monkeypatch):
     with pytest.raises(Recorded):
         learner.update(rows)
     assert planned_shapes(programs["micro_step"]) == steps[0][1]
-    assert own_bytes({"": programs["micro_step"].arguments["gradients"]}) == device_bytes(steps[0][0][1])
+    assert device_bytes({"": programs["micro_step"].arguments["gradients"]}) == placed_bytes(steps[0][0][1])
 
 
 def _bytes_of_shapes(cache, chunks):
@@ -388,9 +388,9 @@ def _bytes_of_shapes(cache, chunks):
 def test_what_lies_on_the_hosts_leaves_room_and_takes_time():
     config, chip, mesh = read_config(SMALL), tiny_chip(1e9), make_mesh((1, 4, 1, 1, 1))
     args = GRPOConfig(prompts_per_step=2, num_generations=2, max_completion_length=16, dtype="bfloat16", beta=0.1)
-    whole = run_of(config, mesh, args)
-    run = run_of(config, mesh, replace(args, offload_optimizer=True, offload_reference=True))
-    saved = own_bytes(whole.residents) - own_bytes(run.residents)
+    whole = trace_run(config, mesh, args)
+    run = trace_run(config, mesh, replace(args, offload_optimizer=True, offload_reference=True))
+    saved = device_bytes(whole.residents) - device_bytes(run.residents)
     there = {kind: host_bytes({kind: tree}) for kind, tree in run.residents.items()}
     assert saved == sum(there.values())
     assert {kind for kind, size in there.items() if size} == {"optimizer", "reference"}
@@ -404,15 +404,15 @@ def test_what_lies_on_the_hosts_leaves_room_and_takes_time():
         assert step_seconds([], each, chip)["scoring"] == each.fetched_bytes / chip.host_bytes_per_s
     assert (seconds[whole], seconds[run]) == (0.0, 2 * there["optimizer"] / chip.host_bytes_per_s)
     lora = replace(args, lora_r=4, offload_reference=True)
-    with pytest.raises(ValueError, match="of an adapter the reference is its base; set it to False"):
-        run_of(config, mesh, lora, lora_for(lora, None))
+    with pytest.raises(ValueError, match="offload_reference must be False with an adapter"):
+        trace_run(config, mesh, lora, lora_for(lora, None))
 
 
 @pytest.mark.heavy
 def test_scores_are_counted_as_often_as_they_are_computed():
     def runs(**settings):
         args = GRPOConfig(prompts_per_step=2, num_generations=2, max_completion_length=16, **settings)
-        run = run_of(read_config(SMALL), one_device_mesh(), args)
+        run = trace_run(read_config(SMALL), one_device_mesh(), args)
         return {program.name: program.runs for program in run.programs}, run.num_updates
 
     assert "score" not in runs(num_iterations=3)[0], "the first pass knows the old log-probs of the next ones"
@@ -424,30 +424,30 @@ def test_scores_are_counted_as_often_as_they_are_computed():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"base_weights": "nf4", "lora_r": 4}, "base_weights 'nf4' is not planned for; leave it at 'same'"),
-        ({"max_staleness": 1, "rollout_correction": "token_truncate"}, "max_staleness 1 is not planned for"),
-        ({"rollout_servers": ("http://a:1",)}, "rollout_servers .* is not planned for"),
+        ({"base_weights": "nf4", "lora_r": 4}, "base_weights 'nf4' is not supported by plans; leave it at 'same'"),
+        ({"max_staleness": 1, "rollout_correction": "token_truncate"}, "max_staleness 1 is not supported by plans"),
+        ({"rollout": ("http://a:1",)}, "rollout .* is not supported by plans"),
         ({"updates_per_rollout": 0.5}, "choose a whole number"),
     ],
 )
 def test_runs_that_are_not_planned_for_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        run_of(read_config(SMALL), one_device_mesh(), GRPOConfig(prompts_per_step=2, **settings))
+        trace_run(read_config(SMALL), one_device_mesh(), GRPOConfig(prompts_per_step=2, **settings))
 
 
 def test_what_no_device_can_hold_is_told_before_anything_is_compiled():
     config, args = read_config(SMALL), GRPOConfig(max_completion_length=32, prompts_per_step=4, num_generations=4)
     masters = 3.0 * 4 * sum(math.prod(spec.shape) for spec in jax.tree.leaves(model_specs(config)))
-    with pytest.raises(UnfitError, match="weights and optimizer alone take") as raised:
-        run_of(config, make_mesh(), args, None, masters)
+    with pytest.raises(DoesNotFitError, match="weights and optimizer alone need") as raised:
+        trace_run(config, make_mesh(), args, None, masters)
     assert not raised.value.in_rollout
-    with pytest.raises(UnfitError, match="are left for a rollout's keys and values: a completion of 64") as raised:
-        run_of(config, make_mesh(), args, None, masters + 50_000.0)
+    with pytest.raises(DoesNotFitError, match="are left for a rollout's keys and values: a completion of 64") as raised:
+        trace_run(config, make_mesh(), args, None, masters + 50_000.0)
     assert raised.value.in_rollout
-    with pytest.raises(UnfitError, match="the weights that rollouts are decoded with take") as raised:
-        run_of(config, make_mesh((1, 4, 1, 1, 1)), args, None, masters / 4 + 10_000)
+    with pytest.raises(DoesNotFitError, match="the weights for decoding rollouts need") as raised:
+        trace_run(config, make_mesh((1, 4, 1, 1, 1)), args, None, masters / 4 + 10_000)
     assert raised.value.in_rollout
-    assert run_of(config, make_mesh(), args, None, masters + 10_000_000).cache.num_slots == 4
+    assert trace_run(config, make_mesh(), args, None, masters + 10_000_000).cache.num_slots == 4
 
 
 def test_the_cache_has_what_is_free_beside_gathered_weights(monkeypatch):
@@ -505,9 +505,9 @@ def test_devices_that_do_not_exist_are_told(name, message, tmp_path):
 
 
 def test_virtual_devices_are_those_that_there_are():
-    assert target_of("CPU:4").devices == tuple(jax.devices())
-    with pytest.raises(ValueError, match="cpu:8 was asked for, and jax has been started with 4 CPU devices"):
-        target_of("cpu:8")
+    assert find_target("CPU:4").devices == tuple(jax.devices())
+    with pytest.raises(ValueError, match="cpu:8 was requested, but jax was started with 4 CPU devices"):
+        find_target("cpu:8")
 
 
 # -- what fits
@@ -525,7 +525,7 @@ def few_bytes(monkeypatch):
         def target(name):
             return Target(name, tuple(jax.devices()[: int(name.partition("-")[2])]), tiny_chip(memory))
 
-        monkeypatch.setattr(fitting, "target_of", target)
+        monkeypatch.setattr(fitting, "find_target", target)
 
     return have
 
@@ -538,13 +538,13 @@ TRAIN = GRPOConfig(
 def a_plan(largest, args=TRAIN, devices="v5e-1", shape=(1, 1, 1, 1, 1), fault=None):
     """What is known when a program is too large."""
     mesh = make_mesh(shape, devices=jax.devices()[: math.prod(shape)])
-    run = None if fault else run_of(read_config(TINY), mesh, args)
+    run = None if fault else trace_run(read_config(TINY), mesh, args)
     programs = tuple(
         Measured(name, 1, {OTHER: 2e9 if name == largest else 1e8}, Counts(), 0.0)
         for name in ("admit", "decode_chunk", "micro_step", "apply_update")
     )
     return Plan(
-        Asked(devices, args), Target(devices, tuple(mesh.devices.flat), tiny_chip(1e9)), mesh, run, programs, fault
+        Request(devices, args), Target(devices, tuple(mesh.devices.flat), tiny_chip(1e9)), mesh, run, programs, fault
     )
 
 
@@ -590,9 +590,12 @@ def test_what_changes_of_a_rollout():
     plan = a_plan("decode_chunk", shared, shape=(4, 1, 1, 1, 1), devices="v5e-4")
     assert plan.run.cache.num_slots == 8
     assert changes(plan) == ["--max_concurrent_rows 8", "--offload_optimizer", "v5e-8"], "2 heads are not split in 4"
-    fault = UnfitError("too little", in_rollout=True)
+    fault = DoesNotFitError("too little", in_rollout=True)
     assert changes(a_plan("", fault=fault)) == ["--offload_optimizer", "v5e-2"]
-    assert changes(a_plan("", fault=UnfitError("too little", in_rollout=False))) == ["--offload_optimizer", "v5e-2"]
+    assert changes(a_plan("", fault=DoesNotFitError("too little", in_rollout=False))) == [
+        "--offload_optimizer",
+        "v5e-2",
+    ]
     assert changes(a_plan("admit", replace(TRAIN, max_concurrent_rows=2), devices="v5e-256")) == ["--offload_optimizer"]
 
 
@@ -600,21 +603,21 @@ def test_what_changes_of_a_rollout():
 def test_settings_are_found_that_fit(few_bytes):
     config, compiler = read_config({**TINY, "vocab_size": 2048}), Compiler()
     few_bytes(1e12)
-    whole = plan_of(config, Asked("v5e-1", TRAIN), None, compiler, silent)
+    whole = make_plan(config, Request("v5e-1", TRAIN), None, compiler, silent)
     assert whole.fits
     assert whole.largest.name == "micro_step"
     sizes = {program.name: program.total for program in whole.programs}
     for part in (0.95, 0.6, 0.45):
         few_bytes(part * whole.largest.total)
-        plan = plan_of(config, Asked("v5e-1", TRAIN), None, compiler, silent)
+        plan = make_plan(config, Request("v5e-1", TRAIN), None, compiler, silent)
         assert {program.name: program.total for program in plan.programs} == sizes
         assert not plan.fits
-        assert verdict(plan).startswith("DOES NOT FIT: the most is ")
-        found = fitting_plan(config, plan, None, compiler, silent)
+        assert verdict(plan).startswith("DOES NOT FIT: the peak is ")
+        found = find_fitting_plan(config, plan, None, compiler, silent)
         assert found.fits
-        assert found.asked.changes[0] == "--gradient_checkpointing full"
+        assert found.request.changes[0] == "--gradient_checkpointing full"
         assert found.largest.total <= part * whole.largest.total
-    assert found.asked.changes[1].startswith("--micro_batch_tokens")
+    assert found.request.changes[1].startswith("--micro_batch_tokens")
 
 
 @pytest.mark.heavy
@@ -622,25 +625,25 @@ def test_a_candidate_that_is_no_run_is_passed_over(few_bytes, monkeypatch):
     few_bytes(1e9)
     plan, told, tried = a_plan("decode_chunk", shape=(4, 1, 1, 1, 1), devices="v5e-4"), [], []
 
-    def of_candidate(config, asked, *_, **__):
-        tried.append(asked.changes)
+    def of_candidate(config, request, *_, **__):
+        tried.append(request.changes)
         if len(tried) == 1:
             raise ValueError("heads (4) is not divisible by tp=16")
-        return a_plan("", asked.args, devices=asked.devices)
+        return a_plan("", request.args, devices=request.devices)
 
-    monkeypatch.setattr(fitting, "plan_of", of_candidate)
-    found = fitting_plan(read_config(TINY), plan, None, Compiler(), told.append)
+    monkeypatch.setattr(fitting, "make_plan", of_candidate)
+    found = find_fitting_plan(read_config(TINY), plan, None, Compiler(), told.append)
     assert tried == [("--mesh 1,-1,1,1,1",), ("--max_concurrent_rows 8",)]
-    assert found.asked.args.max_concurrent_rows == 8
+    assert found.request.args.max_concurrent_rows == 8
     assert "heads (4) is not divisible by tp=16" in told
 
 
 def test_nothing_fits_where_nothing_can(few_bytes):
     few_bytes(1000.0)
     told = []
-    plan = plan_of(read_config(SMALL), Asked("v5e-256", TRAIN), None, Compiler(), told.append)
-    assert str(plan.fault).startswith("weights and optimizer alone take")
-    assert verdict(plan) == text_of(plan) == f"does not fit: {plan.fault}"
+    plan = make_plan(read_config(SMALL), Request("v5e-256", TRAIN), None, Compiler(), told.append)
+    assert str(plan.fault).startswith("weights and optimizer alone need")
+    assert verdict(plan) == format_plan(plan) == f"does not fit: {plan.fault}"
     assert plan.programs == ()
 
 
@@ -707,7 +710,7 @@ def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
         assert [line.split()[0] for line in table] == names
         assert len(table[2].split()) >= cells - 2
     largest = max(program["total"] for program in record["programs"])
-    assert lines[-1] == f"the most is {largest / 1e6:.2f} MB of memory for each device, in micro_step"
+    assert lines[-1] == f"the peak is {largest / 1e6:.2f} MB per device, in micro_step"
     for program in record["programs"]:
         assert program["total"] == sum(program["memory"].values())
         assert f"{program['name']}: " in done.stderr
@@ -724,7 +727,7 @@ def test_what_does_not_fit_ends_with_status_1(config_file, tmp_path, few_bytes, 
     base = ["plan", "--model", str(config_file), "--libtpu", str(tmp_path), "--json", str(tmp_path / "plan.json")]
     assert main([*base, "--devices", "v5e-1", *LENGTHS]) == 1
     first, *_, last = capsys.readouterr().out.strip().splitlines()
-    assert first.startswith("does not fit: weights and optimizer alone take")
+    assert first.startswith("does not fit: weights and optimizer alone need")
     asked, *found = json.loads((tmp_path / "plan.json").read_text())
     assert (asked["fits"], asked["changes"], "programs" in asked) == (False, [], False)
     assert (last, found) == ("no change of a few settings makes it fit", []), "activations take more than all weights"
@@ -736,7 +739,7 @@ def test_models_are_read_and_settings_refused(config_file, tmp_path, capsys):
         return status, capsys.readouterr().err
 
     status, error = told("--model", str(config_file), "--lora_r", "4", "--base_weights", "nf4")
-    assert (status, "base_weights 'nf4' is not planned for" in error) == (2, True)
+    assert (status, "base_weights 'nf4' is not supported by plans" in error) == (2, True)
     status, error = told("--model", str(tmp_path / "nothing"))
     assert (status, "nothing" in error) == (2, True)
     status, error = told("--model", str(config_file), "--mesh", "1,1,1,4,1")
@@ -748,11 +751,11 @@ def test_models_are_read_and_settings_refused(config_file, tmp_path, capsys):
 def test_a_recipes_defaults_are_fitted_to_the_model_as_in_training(config_file, monkeypatch, capsys):
     planned = []
 
-    def of_asked(config, asked, *_, **__):
-        planned.append(asked.args.max_completion_length)
+    def of_asked(config, request, *_, **__):
+        planned.append(request.args.max_completion_length)
         raise Recorded
 
-    monkeypatch.setattr(fitting, "plan_of", of_asked)
+    monkeypatch.setattr(fitting, "make_plan", of_asked)
     positions = SMALL["max_position_embeddings"]
     with pytest.raises(Recorded):
         main(["plan", "--devices", "cpu:4", "--model", str(config_file), "--recipe", "gsm8k"])
@@ -767,15 +770,15 @@ def test_a_4_bit_base_is_planned_as_one_that_is_not_and_told(config_file, tmp_pa
         planned.append(config)
         raise Recorded
 
-    monkeypatch.setattr(fitting, "plan_of", of_asked)
+    monkeypatch.setattr(fitting, "make_plan", of_asked)
     config_file.write_text(json.dumps({**SMALL, "quantization_config": quantization_config("bfloat16")}))
     command = ["plan", "--devices", "cpu:4", "--model", str(config_file)]
     with pytest.raises(Recorded):
         main([*command, "--lora_r", "4"])
     assert planned == [read_config(SMALL)]
-    assert "the base has 4-bit weights; they are planned as if they were not quantized" in capsys.readouterr().err
+    assert "the base has 4-bit weights; the plan assumes that it is not quantized" in capsys.readouterr().err
     assert main(command) == 2
-    assert "are 4-bit ones; train an adapter" in capsys.readouterr().err
+    assert "have 4 bits; train an adapter" in capsys.readouterr().err
 
 
 @pytest.mark.heavy

@@ -17,7 +17,7 @@ from groupax.recipes.fit import fitting_length, fitting_template, positions_of
 from groupax.recipes.gsm8k import strict_xml_format
 from groupax.recipes.tldr_length import near_length
 from groupax.rewards.resolve import resolve_rewards
-from groupax.runs.trackers.tracker import MODULES, PACKAGES
+from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES
 
 from .conftest import SHARED, TINY
 
@@ -395,7 +395,9 @@ DOCUMENTED = (
 @pytest.mark.heavy
 @pytest.mark.slow
 def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, monkeypatch):
-    monkeypatch.setitem(MODULES, "wandb", "groupax.runs.trackers.jsonl")  # which takes no installation
+    monkeypatch.setitem(
+        BUILT_IN, "wandb", "groupax.runs.trackers.jsonl:JsonLinesTracker"
+    )  # which takes no installation
     monkeypatch.delitem(PACKAGES, "wandb")
     write_jsonl(tmp_path / "data" / "train.jsonl", GSM8K_ROWS)
     flags = DOCUMENTED.format(length=64, batch=2) + " --top_k 50 --xml_reward 0.125 --correctness_reward 3.0"

@@ -33,15 +33,15 @@ import json
 from groupax import GRPOConfig
 from groupax.models.families import read_config
 from groupax.parallel.mesh import make_mesh
-from groupax.planning.devices import target_of
+from groupax.planning.devices import find_target
 from groupax.planning.measured import Compiler
-from groupax.planning.run import run_of
+from groupax.planning.run import trace_run
 config = read_config(json.loads(Path(sys.argv[1]).read_text()))
 tokens, attends = int(sys.argv[3]), sys.argv[4]
 lengths = {"max_completion_length": 1024, "max_prompt_length": 512}
 args = GRPOConfig(prompts_per_step=256, **lengths, micro_batch_tokens=tokens, attn_implementation=attends)
-target = target_of("v5e-4")
-run = run_of(config, make_mesh(devices=target.devices), args, None, target.chip.memory_bytes)
+target = find_target("v5e-4")
+run = trace_run(config, make_mesh(devices=target.devices), args, None, target.chip.memory_bytes)
 [program] = [program for program in run.programs if program.name == "micro_step"]
 measured = Compiler().measured(run, program)
 print(json.dumps({**measured.memory, "flops": measured.counts.flops, "product_bytes": measured.counts.product_bytes}))
@@ -70,7 +70,7 @@ def test_a_runs_programs_compile_for_a_tpu(model, tmp_path):
         [*command, *lengths.split(), *told.split(), str(out)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("fits: the most is ")
+    assert done.stdout.splitlines()[-1].startswith("fits: the peak is ")
     lines = done.stderr.splitlines()
     assert all("compiled in" in line for line in lines), "libtpu and jax have nothing to complain about"
     [record] = json.loads(out.read_text())

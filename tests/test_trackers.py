@@ -8,6 +8,7 @@ import struct
 import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,9 +19,8 @@ from groupax.evaluation.evaluate import Evaluation
 from groupax.events import EventStream, RunStarted, StepEnded
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
-from groupax.runs.trackers.background import MOST_WAITING, BackgroundTracker
-from groupax.runs.trackers.tracker import MODULES, PACKAGES, TrackedRun, open_tracker, samples_of
-from groupax.settings.reporting import TRACKERS
+from groupax.runs.trackers.background import MAX_WAITING, BackgroundTracker
+from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES, TrackedRun, open_tracker, samples_of
 from groupax.storage.buckets import RemoteFolder
 from groupax.types import Rollout
 
@@ -70,7 +70,7 @@ def diagnostics_of(folder):
 
 
 def test_the_trackers_are_those_of_the_settings():
-    assert {*MODULES} == {*TRACKERS}
+    assert {*BUILT_IN} == {*TRACKERS}
     assert {*PACKAGES} < {*TRACKERS}
 
 
@@ -152,12 +152,10 @@ def test_norms_and_changes_of_weights_are_those_of_the_weights(tracked):
 BROKEN = """
 import time
 
-class Broken:
+from groupax.runs.trackers.tracker import Tracker
+
+class Broken(Tracker):
     def metrics(self, step, metrics): self.act(step)
-    def samples(self, samples): pass
-    def histograms(self, step, values): pass
-    def diagnostic(self, step, name, text): pass
-    def close(self): pass
 
 class Raises(Broken):
     def act(self, step):
@@ -166,20 +164,16 @@ class Raises(Broken):
 
 class Hangs(Broken):
     def act(self, step):
-        time.sleep(3600)
-
-def open_tracker(run):
-    return {kind}()
-"""
+        time.sleep(3600)"""
 
 
 @pytest.mark.parametrize(
     ("kind", "told"), [("Raises", "jsonl failed .*the service is down"), ("Hangs", "jsonl has not ended in time")]
 )
 def test_a_tracker_that_raises_or_hangs_changes_nothing(tracked, tmp_path, monkeypatch, kind, told, caplog):
-    (tmp_path / f"broken_{kind.lower()}.py").write_text(BROKEN.replace("{kind}", kind))
+    (tmp_path / f"broken_{kind.lower()}.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(MODULES, "jsonl", f"broken_{kind.lower()}")
+    monkeypatch.setitem(BUILT_IN, "jsonl", f"broken_{kind.lower()}:{kind}")
     monkeypatch.setattr("groupax.runs.trackers.sink.CLOSE_S", 0.3)
     trainer = a_tracked_run(tmp_path, "jsonl", weight_distribution_log_steps=0)
     whole = tracked[0].learner.state
@@ -196,10 +190,10 @@ def a_tracked(folder, first_step=0):
 
 def test_a_slow_tracker_misses_calls_and_training_waits_for_none(tmp_path):
     tracker = BackgroundTracker("jsonl", a_tracked(tmp_path), lambda name, run: time.sleep(3600))
-    for step in range(MOST_WAITING):
+    for step in range(MAX_WAITING):
         tracker.submit(lambda tracker, step=step: tracker.metrics(step, {}))
     assert not tracker.faults
-    tracker.submit(lambda tracker: tracker.metrics(MOST_WAITING, {}))
+    tracker.submit(lambda tracker: tracker.metrics(MAX_WAITING, {}))
     assert "too slow" in tracker.faults["slow"]
     tracker.finish()
     tracker.wait(time.monotonic() + 0.1)
@@ -217,7 +211,7 @@ def test_every_fault_of_a_tracker_is_told_and_again_when_the_run_goes_on(tmp_pat
     folder.start({})
     log = RunLog(GRPOConfig(progress_bar="none"), folder, 2, EventStream())
     log.trackers.running = [BackgroundTracker("jsonl", a_tracked(tmp_path), fails)]
-    for _ in range(MOST_WAITING + 1):
+    for _ in range(MAX_WAITING + 1):
         log.trackers.running[0].submit(lambda tracker: tracker.metrics(1, {}))
     log.evaluation(1, Evaluation({}))
     assert [each["name"] for each in diagnostics_of(tmp_path / "run")] == ["tracker_jsonl_slow"]
@@ -236,11 +230,11 @@ def test_a_tracker_works_through_a_full_queue_before_it_ends(tmp_path):
         return open_tracker(name, run)
 
     tracker = BackgroundTracker("jsonl", a_tracked(tmp_path), opens)
-    for step in range(MOST_WAITING):
+    for step in range(MAX_WAITING):
         tracker.submit(lambda tracker, step=step: seen.append(step))
     tracker.finish()
     tracker.wait(time.monotonic() + 60)
-    assert seen == list(range(MOST_WAITING))
+    assert seen == list(range(MAX_WAITING))
     assert not tracker.faults
 
 
@@ -327,10 +321,30 @@ def test_wandb_without_a_key_asks_for_none(tmp_path, monkeypatch):
         wandb.teardown()
 
 
+def test_the_tracker_and_the_listener_of_the_document(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[1] / "docs" / "monitoring.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    [tracker] = [block for block in blocks if "class CSVTracker" in block]
+    [listener] = [block for block in blocks if "def stop_when_solved" in block]
+    (tmp_path / "my_trackers.py").write_text(tracker)
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(listener, namespace := {})
+    trainer = a_trainer(tmp_path, num_letters, report_to=("my_trackers:CSVTracker",), max_steps=5)
+    trainer.listeners = [namespace["stop_when_solved"]]
+    assert trainer.train().num_steps == 1
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert (tmp_path / "run" / "rewards.csv").read_text() == f"1,{line['reward']}\n"
+
+
+def test_a_tracker_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="module 'csv' has no 'CSVTracker'"):
+        a_trainer(tmp_path, report_to=("csv:CSVTracker",))
+
+
 @pytest.mark.parametrize(
     ("report_to", "message"),
     [
-        (("wandbb",), "did you mean wandb"),
+        (("wandbb",), "or trackers of your own as 'module:class', got 'wandbb'; did you mean wandb"),
         (("jsonl", "jsonl"), "names a tracker twice"),
     ],
 )

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -14,24 +14,27 @@ from groupax.planning.devices import prepare
 from groupax.recipes import Recipe
 from groupax.settings.command_line import parsed
 
+if TYPE_CHECKING:
+    from groupax.models.config import ModelConfig
+    from groupax.models.lora import LoRAConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Tell what a run takes on devices that need not be here, and whether it fits.
+    """Estimate a run's memory and step time on absent devices, and whether it fits.
 
-    Prompts and completions are taken to be as long as they may become. Settings come from the recipe, then from
-    --config, then from the flags, as those of groupax train do.
+    All prompts and completions are assumed to have their maximum length. Flags override --config, which overrides the
+    recipe, as for groupax train.
     """
 
     model: str | None = None
-    """A folder, a config.json, or a Hugging Face hub id, of which no more is read than config.json."""
+    """Folder, config.json or Hugging Face hub id of the model; only config.json is read."""
     devices: str | None = None
-    """A TPU slice, as v4-64, v5e-32, v5p-128 or v6e-16, or virtual devices of this CPU, as cpu:8."""
+    """TPU slice, e.g. v4-64, v5e-32, v5p-128 or v6e-16, or virtual CPU devices, e.g. cpu:8."""
     libtpu: Path = Path("build/libtpu")
-    """The folder that libtpu was installed into (pip install --no-deps --target build/libtpu libtpu), where it is not
-    installed beside jax."""
+    """Folder that libtpu was installed into (pip install --no-deps --target build/libtpu libtpu), if not beside jax."""
     json: Path | None = None
-    """A file for the same as numbers."""
+    """File to which the plan is written as JSON."""
     recipe: str | None = None
     """Defaults of a known task."""
     config: Path | None = None
@@ -41,57 +44,63 @@ class PlanCommand:
 
 
 def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig, task: Recipe | None = None) -> int:
-    """`groupax plan`; the status is 1 if it does not fit.
+    """Runs `groupax plan`; the exit status is 1 if the run does not fit.
 
     Args:
-        arguments: its words.
-        model_name: the model if they give none; None for no such.
-        defaults: what settings are that are not given.
-        task: the recipe that they are of, whose defaults are fitted to the model.
+        arguments: Command-line arguments.
+        model_name: Default of --model; None for none.
+        defaults: Default settings.
+        task: Recipe that the settings come from, whose defaults are fitted to the model.
 
     Raises:
-        ValueError: there is no such model, there are no such devices, or the settings are refused or not planned for.
+        ValueError: The model or the devices do not exist, or the settings are invalid or not supported by plans.
     """
-    default = PlanCommand(model=model_name, args=defaults)
-    command = parsed(PlanCommand, "plan", arguments, default)
-    args = command.args
+    command = parsed(PlanCommand, "plan", arguments, PlanCommand(model=model_name, args=defaults))
     if command.model is None or command.devices is None:
         raise ValueError("give a model and devices, e.g. --model Qwen/Qwen3-8B --devices v5e-32")
     prepare(command.devices, command.libtpu)
 
-    from groupax.models.bitsandbytes_format import without_nf4
-    from groupax.models.families import read_config
-    from groupax.models.summary import find_config
-    from groupax.planning.fitting import Asked, fitting_plan, plan_of
+    from groupax.planning.fitting import Request, find_fitting_plan, make_plan
     from groupax.planning.measured import Compiler
-    from groupax.planning.tables import record_of, text_of, verdict
+    from groupax.planning.tables import format_plan, plan_record, verdict
     from groupax.recipes.fit import fitted
-    from groupax.runs.build import lora_for
 
-    def tell(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    stored, lora = find_config(command.model)
-    hf_config = without_nf4(stored)
-    model, lora, compiler = read_config(hf_config), lora or lora_for(args, None), Compiler()
-    if hf_config != stored:
-        if lora is None:
-            raise ValueError(f"the weights of {command.model} are 4-bit ones; train an adapter: set lora_r, e.g. to 16")
-        tell("the base has 4-bit weights; they are planned as if they were not quantized, which takes more memory")
+    model, lora = _read_model(command.model, command.args)
+    args, compiler = command.args, Compiler()
     if task is not None:
         args, notes = fitted(args, task, model.max_positions)
         for note in notes:
-            tell(note)
-    asked = plan_of(model, Asked(command.devices, args), lora, compiler, tell)
-    print(text_of(asked))
-    plans = [asked]
-    if not asked.fits:
-        found = fitting_plan(model, asked, lora, compiler, tell)
+            _log(note)
+    requested = make_plan(model, Request(command.devices, args), lora, compiler, _log)
+    print(format_plan(requested))
+    plans = [requested]
+    if not requested.fits:
+        found = find_fitting_plan(model, requested, lora, compiler, _log)
         if found is None:
             print("\nno change of a few settings makes it fit")
         else:
             plans.append(found)
-            print(f"\nwith {', '.join(found.asked.changes)} it {verdict(found)}\n\n{text_of(found)}")
+            print(f"\nwith {', '.join(found.request.changes)} it {verdict(found)}\n\n{format_plan(found)}")
     if command.json is not None:
-        command.json.write_text(json.dumps([record_of(each) for each in plans], indent=1) + "\n", encoding="utf-8")
-    return 0 if asked.fits else 1
+        records = [plan_record(each) for each in plans]
+        command.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    return 0 if requested.fits else 1
+
+
+def _read_model(name: str, args: GRPOConfig) -> "tuple[ModelConfig, LoRAConfig | None]":
+    from groupax.models.bitsandbytes_format import without_nf4
+    from groupax.models.families import read_config
+    from groupax.models.summary import find_config
+    from groupax.runs.build import lora_for
+
+    stored, lora = find_config(name)
+    hf_config, lora = without_nf4(stored), lora or lora_for(args, None)
+    if hf_config != stored:
+        if lora is None:
+            raise ValueError(f"the weights of {name} have 4 bits; train an adapter: set lora_r, e.g. to 16")
+        _log("the base has 4-bit weights; the plan assumes that it is not quantized, which needs more memory")
+    return read_config(hf_config), lora
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a run will take on devices that are not here: its programs compiled for them, their memory and arithmetic.
+"""Plans of runs on absent devices: the programs are compiled for them, and their memory and work counted.
 
-devices ──► abstract ──► rollouts, updates ──► run ──► measured (counting) ──► fitting ──► tables ──► command
+devices ──► abstract ──► rollouts, updates ──► run ──► measured (counting) ──► fitting ──► tables ──► cli.plan
 """

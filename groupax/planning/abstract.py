@@ -1,4 +1,4 @@
-"""Models and their optimizers' state without numbers: shapes, dtypes and places in the stead of arrays."""
+"""Abstract models and optimizer states: shapes, dtypes and shardings in place of arrays."""
 
 from typing import Any
 
@@ -20,16 +20,16 @@ from groupax.training.memory import CPU_MICRO_BATCH_TOKENS, compute_dtype, fitti
 from groupax.training.optimizer import make_optimizer, make_schedule
 from groupax.training.state import TrainState, state_shardings
 
-# Optimizer steps of the schedule, which changes nothing of its program.
+# Optimizer steps of the schedule, which do not affect its program.
 _STEPS = 1000
 
 
 class AbstractModel:
-    """A model and its optimizer's state without numbers: shapes, dtypes and places."""
+    """The shapes, dtypes and shardings of a model and its optimizer state."""
 
     def __init__(self, config: ModelConfig, mesh: Mesh, args: GRPOConfig, lora: LoRAConfig | None) -> None:
         if lora and args.offload_reference:
-            raise ValueError("offload_reference: of an adapter the reference is its base; set it to False")
+            raise ValueError("offload_reference must be False with an adapter, whose reference is its base")
         self.config, self.mesh, self.args = config, mesh, args
         self.settings = learner_settings(args)
         device = mesh.devices.flat[0]
@@ -42,9 +42,9 @@ class AbstractModel:
         trained = _in_dtype(adapter_specs(config, lora) if lora else model_specs(config), jnp.float32)
         self.masters = self.on_mesh(trained)
         state = jax.eval_shape(lambda params: TrainState(params, self.optimizer.init(params)), self.masters)
-        self.state: Any = jax.tree.map(struct_at, state, state_shardings(config, mesh, state, args.offload_optimizer))
+        self.state: Any = jax.tree.map(struct_with, state, state_shardings(config, mesh, state, args.offload_optimizer))
         self.frozen = Frozen(weights, self.scalar) if lora else None
-        # the masters themselves where they have the dtype
+        # the masters serve as the policy where they have its dtype
         self.policy_name = "masters" if self.dtype == jnp.float32 else "policy"
         self.policy = self.masters if self.dtype == jnp.float32 else self.on_mesh(_in_dtype(trained, self.dtype))
         residents = {"masters": self.state.params, "optimizer": self.state.opt_state}
@@ -59,15 +59,15 @@ class AbstractModel:
 
     @property
     def scalar(self) -> jax.ShapeDtypeStruct:
-        """A float32 number, the same on all devices."""
+        """Shape of a replicated float32 scalar."""
         return jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self.mesh, PartitionSpec()))
 
     def on_mesh(self, weights: Params) -> Params:
-        """Weights where the mesh has them."""
-        return placed_structs(weights, partition_specs(self.config, self.mesh, weights), self.mesh)
+        """Returns weights with their shardings on the mesh."""
+        return sharded_structs(weights, partition_specs(self.config, self.mesh, weights), self.mesh)
 
     def fitting_tokens(self, left: float) -> int:
-        """Tokens of a micro-batch on one device that has so many bytes left, as the learner chooses them."""
+        """Returns the tokens of a device's micro-batch that the learner chooses with `left` bytes free."""
         if self.platform == "cpu":
             return CPU_MICRO_BATCH_TOKENS
         return fitting_tokens(self.config, self.dtype.itemsize, self.args.gradient_checkpointing, left)
@@ -78,15 +78,15 @@ def _in_dtype(specs: Any, dtype: Any) -> Any:
 
 
 def _on_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    assert isinstance(x.sharding, NamedSharding), "it has a place"
-    return struct_at(x, x.sharding.with_memory_kind(HOST))
+    assert isinstance(x.sharding, NamedSharding), "it is sharded"
+    return struct_with(x, x.sharding.with_memory_kind(HOST))
 
 
-def placed_structs(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """Shapes and dtypes of a tree, each at its place on the mesh."""
-    return jax.tree.map(lambda x, spec: struct_at(x, NamedSharding(mesh, spec)), tree, specs)
+def sharded_structs(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    """Returns the abstract arrays of a tree, sharded over the mesh by partition specs."""
+    return jax.tree.map(lambda x, spec: struct_with(x, NamedSharding(mesh, spec)), tree, specs)
 
 
-def struct_at(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array, at a place."""
+def struct_with(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Returns the abstract array with another sharding."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -1,4 +1,4 @@
-"""Devices to compile for, which need not be here."""
+"""The devices to compile for, which may be absent."""
 
 import importlib.util
 import os
@@ -10,18 +10,18 @@ from typing import Any
 
 from groupax.parallel.accelerators import CHIPS, Chip, Slice, tpu_slice
 
-# Slices whose chips have two cores that programs see as one device.
+# Slices whose chips have two cores that appear as one device.
 _CONFIGS = {"v4": "megacore", "v5p": "megacore"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is planned for.
+    """The devices to plan for.
 
     Attributes:
-        name: as it was asked for.
-        devices: for a mesh.
-        chip: what each of them is; None for a CPU, of which nothing is known beforehand.
+        name: Name of the slice, or cpu:N.
+        devices: Devices for a mesh.
+        chip: Kind of the devices; None for CPUs, whose limits are unknown.
     """
 
     name: str
@@ -30,23 +30,23 @@ class Target:
 
 
 def prepare(name: str, libtpu: Path) -> None:
-    """Set what jax reads when it is imported; call this before.
+    """Sets the environment variables that jax reads when it is imported, which has to follow.
 
     Args:
-        name: see `target_of`.
-        libtpu: the folder that libtpu was installed into, where it is not installed beside jax.
+        name: Name of the target, see `find_target`.
+        libtpu: Folder that libtpu was installed into, if it is not installed with jax.
 
     Raises:
-        ValueError: there is no such target, or no libtpu.
+        ValueError: There is no such target, or no libtpu.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # programs for devices that are not here cannot be read back, and times are those of compiling
+    # programs for absent devices cannot be read back, and compilation is timed
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     if cpus := _num_cpus(name):
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cpus}".strip()
         return
-    # no chips of the machine that this runs on are used, whoever else has them; libtpu complains if told of no slice
+    # leave this machine's chips alone, which others may use; libtpu complains when no slice is given
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -58,38 +58,38 @@ def prepare(name: str, libtpu: Path) -> None:
     library = libtpu.resolve() / "libtpu" / "libtpu.so"
     if not library.is_file():
         raise ValueError(
-            f"to compile for TPUs takes libtpu, and there is no {library}; get it with pip install --no-deps --target "
-            f"{libtpu} libtpu (in a folder of its own, because where it is installed every jax process looks for a TPU)"
+            f"compiling for TPUs needs libtpu, and there is no {library}; get it with pip install --no-deps --target "
+            f"{libtpu} libtpu (in a separate folder, because jax looks for a TPU wherever libtpu is installed)"
         )
     os.environ["TPU_LIBRARY_PATH"] = str(library)
     sys.path.insert(0, str(libtpu.resolve()))
 
 
-def target_of(name: str) -> Target:
-    """The devices of a TPU slice, as v4-64 or v5e-32, or so many virtual ones of a CPU, as cpu:8.
+def find_target(name: str) -> Target:
+    """Returns the devices of a TPU slice, e.g. v4-64 or v5e-32, or virtual CPU devices, e.g. cpu:8.
 
     Raises:
-        ValueError: there is no such slice, or XLA does not know it.
+        ValueError: There is no such slice, or XLA does not know it.
     """
     import jax
 
     if cpus := _num_cpus(name):
         devices = jax.devices("cpu")
         if len(devices) != cpus:
-            raise ValueError(f"{name} was asked for, and jax has been started with {len(devices)} CPU devices")
+            raise ValueError(f"{name} was requested, but jax was started with {len(devices)} CPU devices")
         return Target(name, tuple(devices), None)
     from jax.experimental import topologies
 
-    wanted = _slice(name)
-    text = f"{wanted.kind}:{'x'.join(map(str, wanted.sides))}"
-    settings: dict[str, Any] = {"chip_config_name": _CONFIGS[wanted.kind]} if wanted.kind in _CONFIGS else {}
-    if wanted.num_chips < 4:  # parts of a host
-        settings["chips_per_host_bounds"] = (*wanted.sides, 1)
+    requested = _slice(name)
+    text = f"{requested.kind}:{'x'.join(map(str, requested.sides))}"
+    settings: dict[str, Any] = {"chip_config_name": _CONFIGS[requested.kind]} if requested.kind in _CONFIGS else {}
+    if requested.num_chips < 4:  # a fraction of a host
+        settings["chips_per_host_bounds"] = (*requested.sides, 1)
     try:
         topology = topologies.get_topology_desc(text, platform="tpu", **settings)
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"libtpu does not know the slice {wanted.name} ({text}): {error}") from error
-    return Target(wanted.name, tuple(topology.devices), CHIPS[wanted.kind])
+        raise ValueError(f"libtpu does not know the slice {requested.name} ({text}): {error}") from error
+    return Target(requested.name, tuple(topology.devices), CHIPS[requested.kind])
 
 
 def _slice(name: str) -> Slice:

@@ -1,4 +1,4 @@
-"""Programs compiled: what each takes of a device's memory, and the least time that it can take there."""
+"""Measurements of compiled programs: device memory, and a lower bound of the time."""
 
 import hashlib
 import re
@@ -11,8 +11,8 @@ import jax
 
 from groupax.errors import is_out_of_memory
 from groupax.parallel.accelerators import Chip
-from groupax.planning.counting import Counts, counts_of
-from groupax.planning.programs import Program, own_bytes
+from groupax.planning.counting import Counts, count_program
+from groupax.planning.programs import Program, device_bytes
 from groupax.planning.run import Run
 
 OTHER = "temporary"
@@ -21,15 +21,15 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Measured:
-    """A program of a run, on one device.
+    """A measured program of a run, on one device.
 
     Attributes:
-        name: of the function.
-        runs: in a rollout and the updates on it.
-        memory: bytes while it runs, by what they are, those too that it does not read.
-        counts: of one run.
-        compile_s: what its compilation took; the compiler gives up what does not fit.
-        transferred_bytes: to and from the host in one run.
+        name: Name of the function.
+        runs: Number of runs in a rollout and the updates on it.
+        memory: Bytes in use while it runs, by kind, including arrays that it does not read.
+        counts: Counts of one run.
+        compile_s: Compilation time; the compiler gives up on programs that do not fit.
+        transferred_bytes: Bytes to and from the host in one run.
     """
 
     name: str
@@ -41,58 +41,53 @@ class Measured:
 
     @property
     def total(self) -> float:
-        """Bytes while it runs."""
+        """Bytes in use while it runs."""
         return sum(self.memory.values())
 
     @property
     def traffic_bytes(self) -> float:
-        """To and from memory, at least: of products, and an update reads and writes the state and reads gradients."""
+        """Least memory traffic: that of matmuls; an update also reads and writes the state and reads the gradients."""
         if self.name != "apply_update":
             return self.counts.product_bytes
         masters, optimizer, gradients = (self.memory.get(kind, 0.0) for kind in ("masters", "optimizer", "gradients"))
         return self.counts.product_bytes + 2 * (masters + optimizer) + gradients
 
     def seconds(self, chip: Chip) -> dict[str, float]:
-        """The least that one run takes for its arithmetic, for memory, and for what devices and hosts exchange."""
+        """Returns lower bounds of one run's time: for arithmetic, memory, links between devices, and the host."""
         return {
             "arithmetic": self.counts.flops / chip.flops,
             "memory": self.traffic_bytes / chip.memory_bytes_per_s,
-            "links": self.counts.exchanged_bytes / chip.link_bytes_per_s,
+            "links": self.counts.sent_bytes / chip.link_bytes_per_s,
             "host": self.transferred_bytes / chip.host_bytes_per_s,
         }
 
 
 @dataclass
 class Compiler:
-    """Compiles programs, each that is the same only once.
+    """A compiler that compiles identical programs only once.
 
     Attributes:
-        known: memory of programs, or of one that does not fit its temporary bytes, with the seconds that it took.
+        known: Memory of each program (only its temporary bytes if it does not fit), and seconds of compilation.
     """
 
     known: dict[str, tuple[Any, float]] = field(default_factory=dict)
 
     def measured(self, run: Run, program: Program) -> Measured:
-        """What a program takes beside what is always there.
-
-        Args:
-            run: of which it is.
-            program: to be compiled.
-        """
+        """Compiles a program of a run and measures it together with the run's resident arrays."""
         lowered = program.traced.lower()
         found, seconds = self._memory_of(lowered)
-        counts = counts_of(program.traced.jaxpr, program.loop_steps)
+        counts = count_program(program.traced.jaxpr, program.loop_steps)
         trees = {**run.residents, **program.arguments}
-        memory = {kind: own_bytes({kind: tree}) for kind, tree in trees.items()}
-        if isinstance(found, float):  # the arguments as they are counted here
+        memory = {kind: device_bytes({kind: tree}) for kind, tree in trees.items()}
+        if isinstance(found, float):  # arguments are counted here
             memory[OTHER] = found
         else:
             arguments, others = found
-            memory[OTHER] = others + arguments - own_bytes(program.arguments)
+            memory[OTHER] = others + arguments - device_bytes(program.arguments)
         return Measured(program.name, program.runs, memory, counts, seconds, program.transferred_bytes)
 
     def _memory_of(self, lowered: Any) -> tuple[Any, float]:
-        """Bytes of a program's arguments and of all else that it needs, or of that alone if it does not fit."""
+        """Returns bytes of arguments and of all else (only the latter if the program does not fit), and seconds."""
         key = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         if key not in self.known:
             started_s = time.perf_counter()
@@ -111,13 +106,13 @@ class Compiler:
 
 
 def _temporary_bytes(message: str) -> float | None:
-    """What a program would have beside its arguments, in the words of XLA."""
+    """Parses the temporary bytes of a program that does not fit from XLA's message."""
     match = re.search(r"temporaries \(([\d.]+)([KMG])\) exceeds available HBM", message)
     return float(match[1]) * _UNITS[match[2]] if match else None
 
 
 def step_seconds(programs: Sequence[Measured], run: Run, chip: Chip) -> dict[str, float]:
-    """The least time of a rollout, of scoring it, and of the updates on it."""
+    """Returns lower bounds of the time of a rollout, of scoring it, and of the updates on it."""
     phases = {
         "rollout": run.gathered_bytes / chip.link_bytes_per_s,
         "scoring": run.fetched_bytes / chip.host_bytes_per_s,

@@ -1,4 +1,4 @@
-"""What a program of a run is, and the bytes that arrays take on a device."""
+"""The programs of a run, and the bytes of arrays on a device."""
 
 import math
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ import numpy as np
 from groupax.parallel.memory import is_on_host
 
 
-class UnfitError(Exception):
-    """A run that no device has memory for, whatever its programs take.
+class DoesNotFitError(Exception):
+    """No device has enough memory for a run's arrays, regardless of its programs.
 
     Attributes:
-        in_rollout: it is the rollout's weights, keys and values that do not fit; else what is always there.
+        in_rollout: Whether the rollout's weights, keys and values do not fit, rather than the resident arrays.
     """
 
     def __init__(self, message: str, in_rollout: bool) -> None:
@@ -28,12 +28,12 @@ class Program:
     """A program of a run.
 
     Attributes:
-        name: of the function.
-        traced: to be compiled and counted.
-        arguments: of it, by what they are; arrays of no kind are left out.
-        runs: in a rollout and the updates on it.
-        loop_steps: of its loops whose ends depend on what they compute.
-        transferred_bytes: that go to the hosts and come from there in one run, for each device.
+        name: Name of the function.
+        traced: The traced function, to be compiled and counted.
+        arguments: Its arguments by kind; small ones are left out.
+        runs: Number of runs in a rollout and the updates on it.
+        loop_steps: Number of iterations of loops whose ends depend on what they compute.
+        transferred_bytes: Bytes to and from the host in one run, for each device.
     """
 
     name: str
@@ -44,16 +44,16 @@ class Program:
     transferred_bytes: float = 0.0
 
 
-def own_bytes(trees: Mapping[str, Any]) -> float:
-    """Of these arrays in the memory of each device; those without a place lie whole on all."""
-    return sum((_part_bytes(leaf) for leaf in jax.tree.leaves(dict(trees)) if not is_on_host(leaf)), 0.0)
+def device_bytes(trees: Mapping[str, Any]) -> float:
+    """Returns the bytes of these arrays on each device; those without a sharding are replicated."""
+    return sum((_shard_bytes(leaf) for leaf in jax.tree.leaves(dict(trees)) if not is_on_host(leaf)), 0.0)
 
 
 def host_bytes(trees: Mapping[str, Any]) -> float:
-    """Of these arrays in the memory of the hosts, for each device."""
-    return sum((_part_bytes(leaf) for leaf in jax.tree.leaves(dict(trees)) if is_on_host(leaf)), 0.0)
+    """Returns the bytes of these arrays in host memory, for each device."""
+    return sum((_shard_bytes(leaf) for leaf in jax.tree.leaves(dict(trees)) if is_on_host(leaf)), 0.0)
 
 
-def _part_bytes(x: Any) -> float:
+def _shard_bytes(x: Any) -> float:
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
     return float(math.prod(shape) * np.dtype(x.dtype).itemsize)

@@ -1,4 +1,4 @@
-"""The engine's programs for a rollout, as it would choose their shapes."""
+"""The engine's programs for a rollout, with the shapes that it would choose."""
 
 from typing import Any
 
@@ -12,56 +12,56 @@ from groupax.models.adapted import joined
 from groupax.models.quantize import decoding_params
 from groupax.models.split import partition_specs
 from groupax.parallel.mesh import decoding_mesh, num_data_shards
-from groupax.planning.abstract import AbstractModel, placed_structs
-from groupax.planning.programs import Program, UnfitError, own_bytes
+from groupax.planning.abstract import AbstractModel, sharded_structs
+from groupax.planning.programs import DoesNotFitError, Program, device_bytes
 
 _UNLIMITED = 1e15  # bytes
 
 
-def rollout_of(
-    of_model: AbstractModel, num_rows: int, longest: tuple[int, int], left: float
+def trace_rollout(
+    model_state: AbstractModel, num_rows: int, longest: tuple[int, int], left: float
 ) -> tuple[list[Program], CacheShape, float]:
-    """The engine's programs, the shape of its cache, and the bytes that a device gets before it decodes."""
-    config, args = of_model.config, of_model.args
-    mesh, copies = decoding_mesh(of_model.mesh, args.decoding_tp), args.decoding_weights != "same"
-    given = joined(of_model.frozen, of_model.policy)
-    gathered = placed_structs(given, partition_specs(config, mesh, given), mesh)
+    """Returns the engine's programs, its cache's shape, and the bytes that a device receives before decoding."""
+    config, args = model_state.config, model_state.args
+    mesh, copies = decoding_mesh(model_state.mesh, args.decoding_tp), args.decoding_weights != "same"
+    given = joined(model_state.frozen, model_state.policy)
+    gathered = sharded_structs(given, partition_specs(config, mesh, given), mesh)
     pairs = zip(jax.tree.leaves(given), jax.tree.leaves(gathered), strict=True)
     gathers = not all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
     params = gathered
     if copies:
         params = jax.eval_shape(lambda params: decoding_params(config, params, args.decoding_weights), given)
-        params = placed_structs(params, partition_specs(config, mesh, params), mesh)
-    kept = own_bytes({"weights": params}) if gathers or copies else 0.0
-    at_once = kept + (own_bytes({"weights": gathered}) if gathers and copies else 0.0)  # while they are converted
+        params = sharded_structs(params, partition_specs(config, mesh, params), mesh)
+    kept = device_bytes({"weights": params}) if gathers or copies else 0.0
+    at_once = kept + (device_bytes({"weights": gathered}) if gathers and copies else 0.0)  # while they are converted
     if at_once > left:
-        raise UnfitError(
-            f"the weights that rollouts are decoded with take {at_once / 1e9:.1f} GB of a device, and "
-            f"{left / 1e9:.1f} GB are left beside weights and optimizer",
+        raise DoesNotFitError(
+            f"the weights for decoding rollouts need {at_once / 1e9:.1f} GB of a device, but weights and optimizer "
+            f"leave {left / 1e9:.1f} GB",
             in_rollout=True,
         )
-    asked = None if args.kv_cache_dtype == "same" else args.kv_cache_dtype
-    kv_dtype = cache_dtype(asked, args.decoding_weights, of_model.dtype, of_model.platform)
-    shape = _cache_shape(of_model, mesh, num_rows, longest, kv_dtype, left - kept)
+    requested_dtype = None if args.kv_cache_dtype == "same" else args.kv_cache_dtype
+    kv_dtype = cache_dtype(requested_dtype, args.decoding_weights, model_state.dtype, model_state.platform)
+    shape = _cache_shape(model_state, mesh, num_rows, longest, kv_dtype, left - kept)
     admits, decodes, params, cache = traced_programs(config, mesh, shape, params, kv_dtype)
     per_shard, num_chunks = -(-num_rows // num_data_shards(mesh)), -(-longest[1] // CHUNK_STEPS)
     num_prompts, num_waves = -(-per_shard // shape.share), -(-per_shard // shape.num_slots)
     together = prompts_at_once(shape)
     own_heads = config.num_heads // mesh.shape["tp"]
     num_pieces = shape.num_prompt_columns // piece_columns(together, shape.num_prompt_columns, own_heads)
-    arguments = {**({"rollout weights": params} if kept else of_model.own), "kv cache": cache}
+    arguments = {**({"rollout weights": params} if kept else model_state.own), "kv cache": cache}
     programs = [
         Program("admit", admits, arguments, -(-num_prompts // min(together, shape.num_prompt_slots)), num_pieces),
         Program("decode_chunk", decodes, arguments, num_waves * num_chunks, CHUNK_STEPS),
     ]
-    return programs, shape, own_bytes({"weights": gathered}) - own_bytes({"weights": given}) if gathers else 0.0
+    return programs, shape, device_bytes({"weights": gathered}) - device_bytes({"weights": given}) if gathers else 0.0
 
 
 def _cache_shape(
-    of_model: AbstractModel, mesh: Mesh, num_rows: int, longest: tuple[int, int], kv_dtype: Any, free: float
+    model_state: AbstractModel, mesh: Mesh, num_rows: int, longest: tuple[int, int], kv_dtype: Any, free: float
 ) -> CacheShape:
-    """Of each data shard's keys and values, at their largest, as the engine would have it with so much free memory."""
-    config, args, num_shards = of_model.config, of_model.args, num_data_shards(mesh)
+    """Returns the largest shape of a data shard's cache that the engine would choose with this much free memory."""
+    config, args, num_shards = model_state.config, model_state.args, num_data_shards(mesh)
     most_columns = longest_columns(*longest, CHUNK_STEPS)
     budget = FREE_FRAC * free if args.kv_cache_gb is None else args.kv_cache_gb * 1e9
     num_tokens = int(min(budget, _UNLIMITED) / token_bytes(config, kv_dtype, mesh.shape["tp"]))
@@ -70,7 +70,7 @@ def _cache_shape(
         groups = [args.num_generations] * (num_rows // args.num_generations)
         shape = allowed.first_shape(groups, num_shards, most_columns)
     except ValueError as error:
-        told = f"{free / 1e9:.1f} GB of a device are left for a rollout's keys and values: {error}"
-        raise UnfitError(told, in_rollout=True) from error
+        text = f"{free / 1e9:.1f} GB of a device are left for a rollout's keys and values: {error}"
+        raise DoesNotFitError(text, in_rollout=True) from error
     columns = bucket(-(-longest[1] // CHUNK_STEPS) * CHUNK_STEPS, CACHE_COLUMNS)
     return allowed.smaller(CacheShape(shape.num_slots, shape.share, shape.num_prompt_columns, columns))

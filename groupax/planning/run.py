@@ -1,6 +1,6 @@
-"""The programs of a run, as the trainer and the engine have them, with shapes in the place of arrays.
+"""The trainer's and the engine's programs of a run, traced with abstract arrays.
 
-Prompts and completions are taken to be as long as they may become, all of them.
+All prompts and completions are assumed to have their maximum length.
 """
 
 import math
@@ -16,9 +16,9 @@ from groupax.engine.plan import CacheShape
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.planning.abstract import AbstractModel
-from groupax.planning.programs import Program, UnfitError, host_bytes, own_bytes
-from groupax.planning.rollouts import rollout_of
-from groupax.planning.updates import training_of
+from groupax.planning.programs import DoesNotFitError, Program, device_bytes, host_bytes
+from groupax.planning.rollouts import trace_rollout
+from groupax.planning.updates import trace_training
 from groupax.rollouts.slices import Slices, slices_of
 
 _LENGTH = "max_completion_length"
@@ -26,20 +26,20 @@ _LENGTH = "max_completion_length"
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What is there while a run goes on, and what it computes.
+    """The resident arrays and the programs of a run.
 
     Attributes:
-        programs: of a rollout and the updates on it, in their order.
-        residents: arrays that are always there, by what they are.
-        gathered_bytes: that each device gets from others before a rollout.
-        fetched_bytes: that come from the hosts to each device before a rollout is scored.
-        cache: shape of each device's keys and values.
-        num_micro_batches: of an optimizer step.
-        micro_batch_tokens: the most of each on one device, as it was set or found.
-        micro_batch_cells: tokens of the largest of them on a device, padding included.
-        longest_row: tokens of a prompt and a completion.
-        num_rows: completions of a rollout.
-        num_updates: optimizer steps on it.
+        programs: Programs of a rollout and the updates on it, in order.
+        residents: Arrays that stay in memory, by kind.
+        gathered_bytes: Bytes that each device receives from others before a rollout.
+        fetched_bytes: Bytes that each device receives from its host before a rollout is scored.
+        cache: Shape of each device's KV cache.
+        num_micro_batches: Number of micro-batches of an optimizer step.
+        micro_batch_tokens: Maximum tokens of a micro-batch on one device, as set or chosen.
+        micro_batch_cells: Tokens of the largest micro-batch on one device, padding included.
+        longest_row: Tokens of a prompt and a completion.
+        num_rows: Number of completions of a rollout.
+        num_updates: Number of optimizer steps on a rollout.
     """
 
     programs: tuple[Program, ...]
@@ -55,44 +55,45 @@ class Run:
     num_updates: int
 
 
-def run_of(
+def trace_run(
     config: ModelConfig, mesh: Mesh, args: GRPOConfig, lora: LoRAConfig | None = None, memory_bytes: float | None = None
 ) -> Run:
-    """The programs of a run.
+    """Traces the programs of a run.
 
     Args:
-        config: the model.
-        mesh: of the devices, which need not exist.
-        args: of the run.
-        lora: the adapter that is trained, if one is.
-        memory_bytes: of a device; None for no limit.
+        config: Config of the model.
+        mesh: Mesh of the devices, which may be absent.
+        args: Settings of the run.
+        lora: Config of the adapter to train; None for all weights.
+        memory_bytes: Memory of a device; None for no limit.
 
     Raises:
-        ValueError: the settings contradict each other, or ask for what is not planned for.
-        UnfitError: a device does not hold what is always there, or the rollout's weights, keys and values.
+        ValueError: The settings contradict each other, or are not supported by plans.
+        DoesNotFitError: A device cannot hold the resident arrays, or the rollout's weights, keys and values.
     """
-    of_model = AbstractModel(config, mesh, args, lora)
+    model_state = AbstractModel(config, mesh, args, lora)
     limit = math.inf if memory_bytes is None else memory_bytes
-    left = limit - own_bytes(of_model.residents)
+    left = limit - device_bytes(model_state.residents)
     if left <= 0:
-        taken = own_bytes(of_model.residents) / 1e9
-        raise UnfitError(
-            f"weights and optimizer alone take {taken:.1f} GB of a device that has {limit / 1e9:.1f}", in_rollout=False
+        taken = device_bytes(model_state.residents) / 1e9
+        raise DoesNotFitError(
+            f"weights and optimizer alone need {taken:.1f} GB of a device that has {limit / 1e9:.1f} GB",
+            in_rollout=False,
         )
     slices = _planned_slices(args)
     num_rows = slices.prompts_per_rollout * args.num_generations
     prompt = prompt_limit(config.max_positions, args.max_completion_length, args.max_prompt_length, _LENGTH)
     longest = (prompt, args.max_completion_length)
-    rollout, cache, gathered = rollout_of(of_model, num_rows, longest, left)
-    tokens = args.micro_batch_tokens or of_model.fitting_tokens(left)
-    training = training_of(of_model, slices, longest, tokens)
+    rollout, cache, gathered = trace_rollout(model_state, num_rows, longest, left)
+    tokens = args.micro_batch_tokens or model_state.fitting_tokens(left)
+    training = trace_training(model_state, slices, longest, tokens)
     return Run(
         programs=(*rollout, *training.programs),
-        residents=of_model.residents,
+        residents=model_state.residents,
         gathered_bytes=gathered,
-        fetched_bytes=host_bytes({"reference": of_model.residents.get("reference")}),
+        fetched_bytes=host_bytes({"reference": model_state.residents.get("reference")}),
         cache=cache,
-        num_micro_batches=training.num_parts,
+        num_micro_batches=training.num_micro_batches,
         micro_batch_tokens=tokens,
         micro_batch_cells=training.cells,
         longest_row=sum(longest),
@@ -101,23 +102,19 @@ def run_of(
     )
 
 
-# Settings whose runs are others than those that are planned here, with the value that is.
-_PLANNED: dict[str, Any] = {"base_weights": "same", "max_staleness": 0, "rollout_servers": ()}
+# Settings for which only one value is supported by plans.
+_PLANNED: dict[str, Any] = {"base_weights": "same", "max_staleness": 0, "rollout": ()}
 
 
 def _planned_slices(args: GRPOConfig) -> Slices:
-    """How rollouts become updates.
-
-    Raises:
-        ValueError: something is set that is not planned for.
-    """
+    """Returns how rollouts are split into updates; refuses unsupported settings."""
     for name, value in _PLANNED.items():
         if getattr(args, name) != value:
-            raise ValueError(f"{name} {getattr(args, name)!r} is not planned for; leave it at {value!r}")
+            raise ValueError(f"{name} {getattr(args, name)!r} is not supported by plans; leave it at {value!r}")
     slices = slices_of(args)
     if slices.per_step > 1:
         raise ValueError(
-            f"updates_per_rollout {args.updates_per_rollout} has updates on parts of several rollouts, which are not "
-            "planned for; choose a whole number"
+            f"updates_per_rollout {args.updates_per_rollout} updates on parts of several rollouts, which plans do not "
+            "support; choose a whole number"
         )
     return slices

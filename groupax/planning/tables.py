@@ -1,4 +1,4 @@
-"""Plans as text and as records."""
+"""Plans as text and as JSON records."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,44 +9,44 @@ from groupax.planning.measured import OTHER, Measured, step_seconds
 from groupax.planning.programs import host_bytes
 from groupax.planning.run import Run
 
-# By the largest value of a table, so that it is not all zeros.
+# A table's unit follows its largest value, so that it is not all zeros.
 _PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 KINDS = ("masters", "optimizer", "policy", "base", "reference", "rollout weights", "kv cache", "gradients", OTHER)
 
 
-def text_of(plan: Plan) -> str:
-    """What a plan comes to, as tables of a terminal's width."""
+def format_plan(plan: Plan) -> str:
+    """Returns a plan as tables."""
     if plan.fault is not None:
         return verdict(plan)
     assert plan.run is not None, "there is no fault"
     lines = [_settings(plan), "", *_memory_table(plan), ""]
     if of_host := _host_memory(plan.run):
-        told = ", ".join(f"{kind} {_size(num_bytes)}" for kind, num_bytes in of_host.items())
-        lines += [f"in the memory of the hosts, for each device: {told}", ""]
-    lines += ["one run of each program on a device", *_work_table(plan), ""]
+        sizes = ", ".join(f"{kind} {_size(num_bytes)}" for kind, num_bytes in of_host.items())
+        lines += [f"host memory for each device: {sizes}", ""]
+    lines += ["work of a device in one run of each program", *_work_table(plan), ""]
     if plan.target.chip is not None:
         lines += [_least_time(plan, plan.target.chip), ""]
     return "\n".join([*lines, verdict(plan)])
 
 
 def verdict(plan: Plan) -> str:
-    """Whether it fits, in a line."""
+    """Returns a line that says whether a plan fits."""
     if plan.fault is not None:
         return f"does not fit: {plan.fault}"
     most, chip = plan.largest, plan.target.chip
     if chip is None:
-        return f"the most is {_size(most.total)} of memory for each device, in {most.name}"
+        return f"the peak is {_size(most.total)} per device, in {most.name}"
     fits = "fits" if plan.fits else "DOES NOT FIT"
-    return f"{fits}: the most is {_size(most.total)} of {_size(chip.memory_bytes)}, in {most.name}"
+    return f"{fits}: the peak is {_size(most.total)} of {_size(chip.memory_bytes)} per device, in {most.name}"
 
 
-def record_of(plan: Plan) -> dict[str, Any]:
-    """The same as numbers: bytes, operations and seconds."""
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """Returns a plan as numbers: bytes, operations and seconds."""
     chip, run = plan.target.chip, plan.run
     record: dict[str, Any] = {
         "devices": plan.target.name,
         "mesh": list(plan.mesh.shape.values()),
-        "changes": list(plan.asked.changes),
+        "changes": list(plan.request.changes),
         "fits": plan.fits,
         "fault": None if plan.fault is None else str(plan.fault),
     }
@@ -76,22 +76,22 @@ def record_of(plan: Plan) -> dict[str, Any]:
 
 
 def _settings(plan: Plan) -> str:
-    run, args, shape = plan.run, plan.asked.args, plan.mesh.shape
+    run, args, shape = plan.run, plan.request.args, plan.mesh.shape
     assert run is not None, "there is no fault"
     sizes = ", ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "one device"
     return (
         f"{plan.target.name}: {plan.mesh.devices.size} devices, {sizes}\n"
         f"{run.num_rows} completions of {args.max_completion_length} tokens in each rollout, {run.num_updates} "
-        f"update{'s' * (run.num_updates > 1)} on them; on a device {run.cache.num_slots} rows are decoded at once, and "
-        f"an update has {run.num_micro_batches} micro-batch{'es' * (run.num_micro_batches > 1)} of "
+        f"update{'s' * (run.num_updates > 1)} on them; a device decodes {run.cache.num_slots} rows at once, and an "
+        f"update has {run.num_micro_batches} micro-batch{'es' * (run.num_micro_batches > 1)} of "
         f"{run.micro_batch_cells} tokens"
     )
 
 
 def _host_memory(run: Run) -> dict[str, float]:
-    """Bytes for each device, by what they are."""
-    of_kinds = {kind: host_bytes({kind: tree}) for kind, tree in run.residents.items()}
-    return {kind: num_bytes for kind, num_bytes in of_kinds.items() if num_bytes}
+    """Returns bytes of host memory for each device, by kind."""
+    sizes = {kind: host_bytes({kind: tree}) for kind, tree in run.residents.items()}
+    return {kind: num_bytes for kind, num_bytes in sizes.items() if num_bytes}
 
 
 def _memory_table(plan: Plan) -> list[str]:
@@ -107,10 +107,10 @@ def _memory_table(plan: Plan) -> list[str]:
 def _work_table(plan: Plan) -> list[str]:
     chip = plan.target.chip
     all_counts = [program.counts for program in plan.programs]
-    of_flops, flop = _unit(counts.flops for counts in all_counts)
-    of_products, product = _unit(counts.product_bytes for counts in all_counts)
-    of_others, other = _unit(sent for counts in all_counts for sent in counts.exchanged.values())
-    rows = [["", "runs", f"{of_flops}FLOP", f"{of_products}B in products", f"{of_others}B to others"]]
+    flop_prefix, flop = _unit(counts.flops for counts in all_counts)
+    product_prefix, product = _unit(counts.product_bytes for counts in all_counts)
+    sent_prefix, other = _unit(sent for counts in all_counts for sent in counts.exchanged.values())
+    rows = [["", "runs", f"{flop_prefix}FLOP", f"{product_prefix}B in matmuls", f"{sent_prefix}B sent"]]
     rows[0] += ["at least", "bound by"] if chip else []
     for program in plan.programs:
         counts = program.counts
@@ -137,17 +137,17 @@ def _least_time(plan: Plan, chip: Chip) -> str:
     assert run is not None, "there is no fault"
     phases = step_seconds(plan.programs, run, chip)
     total = sum(phases.values())
-    tokens = run.num_rows * plan.asked.args.max_completion_length
+    tokens = run.num_rows * plan.request.args.max_completion_length
     parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in phases.items() if seconds)
     num = plan.mesh.devices.size
     return (
-        f"at least {total:.3g} s for a rollout and its updates ({parts}), by the chip's stated peaks: at most "
-        f"{tokens / total:,.0f} tokens/s, {tokens / total / num:,.0f} on each device"
+        f"at least {total:.3g} s for a rollout and its updates ({parts}) at the chip's stated peaks: at most "
+        f"{tokens / total:,.0f} tokens/s, {tokens / total / num:,.0f} per device"
     )
 
 
 def _unit(values: Iterable[float]) -> tuple[str, float]:
-    """The prefix in which the largest value is at least 1, and what it stands for."""
+    """Returns the prefix with which the largest value is at least 1, and its factor."""
     largest = max(values, default=0.0)
     return next((each for each in _PREFIXES if largest >= each[1]), _PREFIXES[-1])
 

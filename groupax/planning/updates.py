@@ -13,7 +13,7 @@ from groupax.models.adapted import joined
 from groupax.models.split import partition_specs
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
-from groupax.planning.abstract import AbstractModel, placed_structs, struct_at
+from groupax.planning.abstract import AbstractModel, sharded_structs, struct_with
 from groupax.planning.programs import Program, host_bytes
 from groupax.rollouts.slices import Slices
 from groupax.training.batch import attention_cost_with, pack
@@ -24,66 +24,91 @@ from groupax.types import Row
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """The learner's programs, how many micro-batches there are of a step, and tokens of the largest on a device."""
+    """The learner's programs for a rollout.
+
+    Attributes:
+        programs: The programs, in order.
+        num_micro_batches: Number of micro-batches of an optimizer step.
+        cells: Tokens of the largest micro-batch on a device, padding included.
+    """
 
     programs: tuple[Program, ...]
-    num_parts: int
+    num_micro_batches: int
     cells: int
 
 
-def training_of(of_model: AbstractModel, slices: Slices, longest: tuple[int, int], tokens: int) -> Training:
-    """The learner's programs."""
-    config, mesh, args, updates = of_model.config, of_model.mesh, of_model.args, slices.steps_per_rollout
-    settings = of_model.settings.objective
-    rows = [_row(index // args.num_generations, longest, args, updates) for index in range(slices.rows)]
-    attention_cost = attention_cost_with(of_model.execution.attention)
-    parts, _ = pack(rows, num_data_shards(mesh), tokens, (), args.share_prefix, longest, attention_cost)
-    largest = max(parts, key=lambda part: part.num_cells)
-    batch = jax.tree.map(lambda x: struct_at(x, NamedSharding(mesh, ROWS)), largest.batch)
-    static: dict[str, Any] = {"config": config, "mesh": mesh}
-    of_step = {**static, "settings": settings, "execution": of_model.execution}
-    totals = jax.eval_shape(lambda params: zero_grads(params, **static, settings=settings), of_model.policy)
-    totals = placed_structs(totals, accumulator_pspecs(config, mesh, of_model.policy, totals), mesh)
-    scalar, num_parts = of_model.scalar, len(parts)
-    counts: Any = jax.tree.unflatten(jax.tree.structure(Denominators(jnp.zeros(()), jnp.zeros(()))), [scalar, scalar])
-    dropout_key = _key(mesh) if of_model.dropout_rate else None
-    of_policy = (of_model.policy, totals, batch, counts, scalar, of_model.frozen, dropout_key)
-    steps = micro_step.trace(*of_policy, **of_step, dropout_rate=of_model.dropout_rate)
-    sums = all_reduce.trace(totals, **static)
-    grads = placed_structs(
-        jax.eval_shape(lambda totals: totals.grads, sums.out_info),
-        partition_specs(config, mesh, of_model.masters),
-        mesh,
-    )
-    of_update = {**static, "optimizer": of_model.optimizer, "offload_optimizer": args.offload_optimizer}
-    update = apply_update.trace(of_model.state, grads, scalar, **of_update)
-    state = {"masters": of_model.state.params, "optimizer": of_model.state.opt_state}
-    programs = [
-        Program("micro_step", steps, {**of_model.own, "gradients": totals}, num_parts * updates),
-        Program("all_reduce", sums, {"gradients": totals}, updates),
-        Program(
-            "apply_update",
-            update,
-            {**state, "gradients": grads},
-            updates,
-            transferred_bytes=2 * host_bytes(state),  # each part comes and goes
-        ),
+def trace_training(model_state: AbstractModel, slices: Slices, longest: tuple[int, int], tokens: int) -> Training:
+    """Traces the learner's programs for micro-batches of at most `tokens` tokens on each device."""
+    mesh, args = model_state.mesh, model_state.args
+    rows = [
+        _row(index // args.num_generations, longest, args, slices.steps_per_rollout) for index in range(slices.rows)
     ]
-    # of all rows, by the policy before updates other than the first one, or to find the tokens of high entropy
-    own_passes = slices.per_rollout - 1 + updates * (args.top_entropy_quantile < 1)
-    passes = own_passes + slices.per_rollout * (args.beta > 0)
-    if passes:
-        of_reference = {"base" if of_model.frozen else "reference": of_model.reference}
-        params = joined(of_model.frozen, of_model.policy) if own_passes else of_model.reference
-        scores = score.trace(params, batch, **of_step)
-        scored = of_model.own if own_passes and not args.offload_reference else of_reference
-        programs.insert(0, Program("score", scores, scored, num_parts * passes))
-    cells = largest.num_cells // num_data_shards(mesh)
-    return Training(tuple(programs), num_parts, cells)
+    attention_cost = attention_cost_with(model_state.execution.attention)
+    micro_batches, _ = pack(rows, num_data_shards(mesh), tokens, (), args.share_prefix, longest, attention_cost)
+    largest = max(micro_batches, key=lambda each: each.num_cells)
+    batch = jax.tree.map(lambda x: struct_with(x, NamedSharding(mesh, ROWS)), largest.batch)
+    programs = (
+        *_trace_scoring(model_state, batch, len(micro_batches), slices),
+        *_trace_update(model_state, batch, len(micro_batches), slices.steps_per_rollout),
+    )
+    return Training(programs, len(micro_batches), largest.num_cells // num_data_shards(mesh))
+
+
+def _trace_scoring(model_state: AbstractModel, batch: Any, num_micro_batches: int, slices: Slices) -> list[Program]:
+    """Traces the scoring of a rollout by the reference and the policy, if it needs any."""
+    args = model_state.args
+    # the policy scores all rows before updates other than the first, and to find the tokens of high entropy
+    policy_passes = slices.per_rollout - 1 + slices.steps_per_rollout * (args.top_entropy_quantile < 1)
+    passes = policy_passes + slices.per_rollout * (args.beta > 0)
+    if not passes:
+        return []
+    params = joined(model_state.frozen, model_state.policy) if policy_passes else model_state.reference
+    reference = {"base" if model_state.frozen else "reference": model_state.reference}
+    arguments = model_state.own if policy_passes and not args.offload_reference else reference
+    traced = score.trace(
+        params,
+        batch,
+        config=model_state.config,
+        mesh=model_state.mesh,
+        settings=model_state.settings.objective,
+        execution=model_state.execution,
+    )
+    return [Program("score", traced, arguments, num_micro_batches * passes)]
+
+
+def _trace_update(model_state: AbstractModel, batch: Any, num_micro_batches: int, updates: int) -> list[Program]:
+    """Traces the programs of an optimizer step."""
+    config, mesh, scalar = model_state.config, model_state.mesh, model_state.scalar
+    static: dict[str, Any] = {"config": config, "mesh": mesh}
+    objective = {**static, "settings": model_state.settings.objective}
+    totals = jax.eval_shape(lambda params: zero_grads(params, **objective), model_state.policy)
+    totals = sharded_structs(totals, accumulator_pspecs(config, mesh, model_state.policy, totals), mesh)
+    counts: Any = jax.tree.unflatten(jax.tree.structure(Denominators(jnp.zeros(()), jnp.zeros(()))), [scalar, scalar])
+    dropout_key = _key(mesh) if model_state.dropout_rate else None
+    steps = micro_step.trace(
+        *(model_state.policy, totals, batch, counts, scalar, model_state.frozen, dropout_key),
+        **objective,
+        execution=model_state.execution,
+        dropout_rate=model_state.dropout_rate,
+    )
+    sums = all_reduce.trace(totals, **static)
+    grads = jax.eval_shape(lambda totals: totals.grads, sums.out_info)
+    grads = sharded_structs(grads, partition_specs(config, mesh, model_state.masters), mesh)
+    offload = model_state.args.offload_optimizer
+    update = apply_update.trace(
+        *(model_state.state, grads, scalar), **static, optimizer=model_state.optimizer, offload_optimizer=offload
+    )
+    state = {"masters": model_state.state.params, "optimizer": model_state.state.opt_state}
+    moved_bytes = 2 * host_bytes(state)  # each array comes and goes
+    return [
+        Program("micro_step", steps, {**model_state.own, "gradients": totals}, num_micro_batches * updates),
+        Program("all_reduce", sums, {"gradients": totals}, updates),
+        Program("apply_update", update, {**state, "gradients": grads}, updates, transferred_bytes=moved_bytes),
+    ]
 
 
 def _row(group: int, longest: tuple[int, int], args: GRPOConfig, updates: int) -> Row:
-    """A completion of the greatest length, with what its update needs."""
+    """Returns a completion of maximum length with the fields that its update needs."""
     prompt, completion = (np.zeros(length, np.int32) for length in longest)
     logp = np.zeros(longest[1], np.float32)
     return Row(
@@ -101,6 +126,6 @@ def _row(group: int, longest: tuple[int, int], args: GRPOConfig, updates: int) -
 
 
 def _key(mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Of random numbers, the same on all devices."""
+    """Returns a replicated abstract PRNG key."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return struct_at(key, NamedSharding(mesh, PartitionSpec()))
+    return struct_with(key, NamedSharding(mesh, PartitionSpec()))

@@ -112,7 +112,7 @@ def encoded(request: Request, tokenizer: Any, max_positions: int) -> list[np.nda
     name = "messages" if request.is_chat else "prompt"
     texts = [prompt for prompt in request.prompts if not _is_ids(prompt)]
     try:
-        ids = iter(encode_prompts(tokenizer, texts, max_tokens_kept=max_positions, name=name))
+        ids = iter(encode_prompts(tokenizer, texts, max_tokens=max_positions, name=name))
     except ValueError as error:
         raise ApiError(400, f"the prompt cannot be encoded: {error}", name) from error
     return [np.asarray(prompt, np.int32) if _is_ids(prompt) else next(ids) for prompt in request.prompts]

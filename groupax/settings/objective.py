@@ -36,8 +36,8 @@ class LossSettings:
     """The loss of the policy. See docs/algorithm.md."""
 
     loss_type: LossType | str | Callable[..., Any] = "dapo"
-    """Loss of a token and aggregation of the token losses: a built-in name, a "module:attribute" reference, a function
-    or a `Loss`. See docs/algorithm.md."""
+    """Policy loss and aggregation of the token losses: a built-in name, or your own as "module:function",
+    "module:function(option=1)", a function or a `Loss`. See docs/algorithm.md."""
     beta: float = ranged(0.0, 1e6, resume="fixed_zero")
     """Weight of the KL to the reference model; 0 loads no reference."""
     epsilon: float = ranged(0.2, 1e6)
@@ -62,7 +62,7 @@ class LossSettings:
     vespo_lambda_neg: float = ranged(2.0, 1e3)
     """Decay of vespo's weight for negative advantages."""
     kl_estimator: KLEstimator | str | Callable[..., Any] = "k3"
-    """KL estimator: a built-in name, a "module:function" reference or a function."""
+    """Estimator of the KL to the reference: k2, k3, or a function of the log-probs of policy and reference."""
     use_bias_correction_kl: bool = True
     """Multiply the KL estimate by the importance ratio, which makes k3's gradient exact."""
     off_policy_mask_threshold: float | None = ranged(None, 1e6)

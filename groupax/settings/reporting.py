@@ -1,12 +1,11 @@
 """Settings of logs, trackers and displays. Imports no jax."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from groupax.settings.fields import ranged, setting
 
-TrackerName = Literal["wandb", "tensorboard", "trackio", "jsonl"]
-TRACKERS: tuple[str, ...] = get_args(TrackerName)
+TRACKERS = ("wandb", "tensorboard", "trackio", "jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +25,9 @@ class ReportingSettings:
     rollout_log_gb: float | None = ranged(20.0, 1e9, resume="free")
     """Size limit of rollouts/ in GB. Beyond it steps are removed such that the others are evenly spaced, but never the
     first, the newest and the best one. None for no limit."""
-    report_to: tuple[TrackerName, ...] = setting((), resume="free")
-    """Trackers to report to, in addition to the run folder: wandb, tensorboard, trackio, jsonl. See
-    docs/monitoring.md."""
+    report_to: tuple[str, ...] = setting((), resume="free")
+    """Trackers to report to, in addition to the run folder: wandb, tensorboard, trackio, jsonl, or the
+    "module:attribute" reference of a tracker. See docs/monitoring.md."""
     run_name: str | None = setting(None, resume="free")
     """Name of the run in trackers; None takes the name of the run folder."""
     project: str = setting("groupax", resume="free")

@@ -18,6 +18,7 @@ from groupax.models.grouped import Ragged
 from groupax.objective.objective import LossInputs
 from groupax.parallel.pytree import pytree
 from groupax.parallel.transfer import to_host
+from groupax.settings.compute import SharePrefix
 from groupax.training.packing import PLAIN, AttentionCost, MicroBatchPlan, Part, Shape, plan, ranges
 from groupax.types import Row
 

@@ -28,7 +28,7 @@ from groupax.parallel.peak import free_memory_bytes
 from groupax.parallel.transfer import to_host
 from groupax.settings.compute import UpdateSettings
 from groupax.settings.fields import like
-from groupax.settings.objective import MaskSettings, ObjectiveSettings, ReferenceSettings
+from groupax.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.run import RunSettings
 from groupax.training.batch import Packed, attention_cost_with, pack, unpack

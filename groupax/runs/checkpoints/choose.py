@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from groupax.events import Emit, Message
 from groupax.runs.checkpoints.files import CHECKSUMS, STATE, damage
-from groupax.runs.checkpoints.fingerprint import Identity, differences, forbidden, told
+from groupax.runs.checkpoints.fingerprint import Identity, describe, differences, incompatible
 from groupax.runs.checkpoints.store import PREFIX, LocalStore, RemoteStore, Store, name_of
 from groupax.storage.buckets import RemoteFolder, is_remote
 
@@ -159,7 +159,7 @@ def _same_run(saved: Saved, identity: Identity, emit: Emit) -> bool:
         emit(
             Message(
                 f"the checkpoint {saved.where} is of another run, so this one begins at its start; different are\n"
-                f"{told(found)}\nTo continue the earlier run on purpose, set resume to its folder",
+                f"{describe(found)}\nTo continue the earlier run on purpose, set resume to its folder",
                 warning=True,
             )
         )
@@ -168,14 +168,14 @@ def _same_run(saved: Saved, identity: Identity, emit: Emit) -> bool:
 
 def _check(saved: Saved, identity: Identity, emit: Emit) -> None:
     found = differences(saved.state["identity"], identity)
-    refused = forbidden(found)
+    refused = incompatible(found)
     if refused:
         raise ValueError(
-            f"resume: {saved.where} cannot be continued by this run; different are\n{told(refused)}\nGive the same, or "
-            "export the checkpoint (groupax checkpoints RUN_DIR export) and start a new run from that model"
+            f"resume: {saved.where} cannot be continued by this run; different are\n{describe(refused)}\nGive the "
+            "same, or export the checkpoint (groupax checkpoints RUN_DIR export) and start a new run from that model"
         )
     if found:
-        emit(Message(f"{saved.where} is continued with other settings:\n{told(found)}", warning=True))
+        emit(Message(f"{saved.where} is continued with other settings:\n{describe(found)}", warning=True))
 
 
 def _unreadable(saved: Saved) -> str:

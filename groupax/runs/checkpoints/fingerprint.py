@@ -92,7 +92,7 @@ def differences(saved: Identity, now: Identity) -> dict[str, tuple[Any, Any]]:
     return {name: (a.get(name), b.get(name)) for name in [*a, *(b.keys() - a.keys())] if a.get(name) != b.get(name)}
 
 
-def forbidden(found: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+def incompatible(found: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
     """Those differences with which a checkpoint cannot be continued, even on purpose."""
     return {
         name: (then, now)
@@ -104,7 +104,7 @@ def forbidden(found: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]
     }
 
 
-def told(found: Mapping[str, tuple[Any, Any]]) -> str:
+def describe(found: Mapping[str, tuple[Any, Any]]) -> str:
     """Differences as lines to read."""
     return "\n".join(
         f"  {name}: {_short(then)} in the checkpoint, {_short(now)} now" for name, (then, now) in found.items()

@@ -2,27 +2,28 @@
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from markupsafe import Markup
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 180, 58, 22, 10
 MOST_POINTS = 300
 PALETTE = ("#2f6fde", "#d9632a", "#2a9d6f", "#a44bc4", "#c2a400", "#d13d6b")
 
 
-def curve(title: str, steps: Sequence[float], series: Mapping[str, Sequence[float]]) -> str:
-    """Lines over steps; empty if no value is a number.
+def curve(title: str, steps: Sequence[float], series: Mapping[str, Sequence[float]]) -> Markup:
+    """Returns lines over steps; empty if no value is finite.
 
     Args:
-        title: for those who cannot see it.
-        steps: [N].
-        series: values by name, [N] each; NaN leaves a gap.
+        title: Title for screen readers.
+        steps: Steps, [N].
+        series: Values by name, [N] each; NaN leaves a gap.
     """
     values = np.array([list(each) for each in series.values()], float)
     known = values[np.isfinite(values)]
     if not known.size:
-        return ""
+        return Markup()
     low, high = float(known.min()), float(known.max())
     spread = (high - low) or max(abs(high), 1.0) * 0.1
     first, last = float(steps[0]), float(steps[-1])
@@ -52,20 +53,20 @@ def curve(title: str, steps: Sequence[float], series: Mapping[str, Sequence[floa
             else:
                 parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.6"/>')
     label = html.escape(f"{title}: {', '.join(series)}, from {number(low)} to {number(high)}")
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return Markup(f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>')
 
 
-def legend(names: Sequence[str]) -> str:
-    """The colours of a curve's series."""
+def legend(names: Iterable[str]) -> Markup:
+    """Returns the colours of a curve's series."""
     marks = [
         f'<span><i style="background:{PALETTE[index % len(PALETTE)]}"></i>{html.escape(name)}</span>'
         for index, name in enumerate(names)
     ]
-    return f'<div class="legend">{"".join(marks)}</div>'
+    return Markup(f'<div class="legend">{"".join(marks)}</div>')
 
 
-def bar(parts: Mapping[str, float]) -> str:
-    """Parts of a whole, one beside another."""
+def bar(parts: Mapping[str, float]) -> Markup:
+    """Returns a bar that is divided in proportion to the values."""
     total, left, pieces = sum(parts.values()) or 1.0, 0.0, []
     for index, (name, value) in enumerate(parts.items()):
         width = 100 * value / total
@@ -75,11 +76,11 @@ def bar(parts: Mapping[str, float]) -> str:
         )
         left += width
     label = html.escape(", ".join(f"{name} {100 * value / total:.0f} %" for name, value in parts.items()))
-    return f'<svg viewBox="0 0 100 6" class="bar" role="img" aria-label="{label}">{"".join(pieces)}</svg>'
+    return Markup(f'<svg viewBox="0 0 100 6" class="bar" role="img" aria-label="{label}">{"".join(pieces)}</svg>')
 
 
 def number(value: float) -> str:
-    """A number in few characters."""
+    """Returns the number in few characters."""
     for size, unit in ((1e9, "G"), (1e6, "M")):
         if abs(value) >= size:
             return f"{value / size:.3g} {unit}"
@@ -87,7 +88,7 @@ def number(value: float) -> str:
 
 
 def _pieces(steps: np.ndarray, values: np.ndarray) -> list[list[tuple[float, float]]]:
-    """Points between gaps, of long series the least and the greatest of each stretch."""
+    """Returns the points between gaps; of long series the minimum and the maximum of each stretch."""
     stretch = math.ceil(len(steps) / MOST_POINTS)
     pieces: list[list[tuple[float, float]]] = [[]]
     for start in range(0, len(steps), stretch):

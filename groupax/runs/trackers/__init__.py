@@ -1,2 +1,1 @@
-"""Where a run is told of beside its folder: Weights & Biases, TensorBoard, Trackio, a file of JSON lines. Imports no
-jax."""
+"""Services that record a run: Weights & Biases, TensorBoard, Trackio, JSON lines. Imports no jax."""

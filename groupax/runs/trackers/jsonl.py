@@ -1,4 +1,4 @@
-"""Everything that trackers are told, as lines of JSON in `tracked.jsonl` of the run folder. Imports no jax.
+"""JSON lines in `tracked.jsonl` of the run folder, with everything that trackers receive. Imports no jax.
 
 Each line has `kind` ("run", "metrics", "samples", "histograms" or "diagnostic") and `step`.
 """
@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from groupax.runs.folder import TRACKED
-from groupax.runs.trackers.tracker import Sample, TrackedRun
+from groupax.runs.trackers.tracker import Sample, TrackedRun, Tracker
 from groupax.types import Metrics
 
 
-class JsonLinesTracker:
-    """Appends to the file; lines of steps that are made again are removed."""
+class JsonLinesTracker(Tracker):
+    """Appends to the file, after removing the lines of steps that will be repeated."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.path = run.folder / TRACKED
@@ -27,29 +27,17 @@ class JsonLinesTracker:
         self._write("run", run.first_step, id=run.id, name=run.name, project=run.project, config=dict(run.config))
 
     def metrics(self, step: int, metrics: Metrics) -> None:
-        """See `Tracker`."""
         self._write("metrics", step, metrics=metrics)
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """See `Tracker`."""
         self._write("samples", samples[0].step, samples=[sample.row for sample in samples])
 
     def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        """See `Tracker`."""
         self._write("histograms", step, values={name: each.tolist() for name, each in values.items()})
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
-        """See `Tracker`."""
         self._write("diagnostic", step, name=name, text=text)
-
-    def close(self) -> None:
-        """See `Tracker`."""
 
     def _write(self, kind: str, step: int, **content: Any) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "step": step, **content}) + "\n")
-
-
-def open_tracker(run: TrackedRun) -> JsonLinesTracker:
-    """See `tracker.open_tracker`."""
-    return JsonLinesTracker(run)

@@ -1,6 +1,6 @@
 """TensorBoard: event files in `tensorboard/` of the run folder, written by tensorboardX. Imports no jax.
 
-Scalars are float32 there, as its format has them.
+The format stores scalars as float32.
 """
 
 import html
@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from groupax.runs.trackers.tracker import Sample, TrackedRun
+from groupax.runs.trackers.tracker import Sample, TrackedRun, Tracker
 from groupax.types import Metrics
 
 
-class TensorBoardTracker:
-    """Adds an event file to the folder; TensorBoard's readers leave out what earlier ones have of later steps."""
+class TensorBoardTracker(Tracker):
+    """Adds an event file to the folder; TensorBoard ignores later steps of earlier files."""
 
     def __init__(self, run: TrackedRun) -> None:
         from tensorboardX import SummaryWriter
@@ -25,12 +25,10 @@ class TensorBoardTracker:
         self.writer.add_text("config", f"<pre>{text}</pre>", run.first_step)
 
     def metrics(self, step: int, metrics: Metrics) -> None:
-        """See `Tracker`."""
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """See `Tracker`."""
         rows = [sample.row for sample in samples]
         head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
         body = "".join(
@@ -39,19 +37,11 @@ class TensorBoardTracker:
         self.writer.add_text("samples", f"<table><tr>{head}</tr>{body}</table>", samples[0].step)
 
     def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        """See `Tracker`."""
         for name, each in values.items():
             self.writer.add_histogram(name, each, step)
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
-        """See `Tracker`."""
         self.writer.add_text(f"diagnostics/{name}", html.escape(text), step)
 
     def close(self) -> None:
-        """See `Tracker`."""
         self.writer.close()
-
-
-def open_tracker(run: TrackedRun) -> TensorBoardTracker:
-    """See `tracker.open_tracker`."""
-    return TensorBoardTracker(run)

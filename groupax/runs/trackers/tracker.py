@@ -1,42 +1,40 @@
-"""What a tracker is told, and which ones there are. Imports no jax."""
+"""The interface of trackers and the built-in ones by name. Imports no jax."""
 
-import importlib
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
 from groupax.runs.rollout_log import beginning, prompt_text, valid_text
-from groupax.settings.reporting import TrackerName
+from groupax.settings.references import import_attribute
 from groupax.types import Metrics, Rollout
 
 SAMPLE_CHARACTERS = 4000  # of a text in a table of samples
 
-# The module of each tracker, whose `open_tracker` makes it, and the package that it needs.
-MODULES: dict[TrackerName, str] = {
-    "wandb": "groupax.runs.trackers.wandb",
-    "tensorboard": "groupax.runs.trackers.tensorboard",
-    "trackio": "groupax.runs.trackers.trackio",
-    "jsonl": "groupax.runs.trackers.jsonl",
+BUILT_IN = {
+    "wandb": "groupax.runs.trackers.wandb:WandbTracker",
+    "tensorboard": "groupax.runs.trackers.tensorboard:TensorBoardTracker",
+    "trackio": "groupax.runs.trackers.trackio:TrackioTracker",
+    "jsonl": "groupax.runs.trackers.jsonl:JsonLinesTracker",
 }
-PACKAGES: dict[TrackerName, str] = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
+PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Which run it is.
+    """The run that a tracker records.
 
     Attributes:
-        id: the same in every process that works on the run.
-        name: to be shown.
-        project: runs of one are shown together.
-        folder: of the run; a tracker's own files lie in it.
-        config: the run's settings.
-        first_step: steps that were made before; what a tracker has of later ones is of no account.
+        id: Identifier of the run, the same in every process that works on it.
+        name: Name to show.
+        project: Name under which several runs are shown together.
+        folder: The run folder, in which a tracker's own files belong.
+        config: The run's settings.
+        first_step: Number of steps before this process; what a tracker has of later steps is void.
     """
 
     id: str
@@ -49,7 +47,7 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion as a table shows it; `rewards` by function."""
+    """A completion for a table; `rewards` by function."""
 
     step: int
     prompt: str
@@ -66,52 +64,59 @@ class Sample:
         return own | rewards | {"advantage": self.advantage, "finish_reason": self.finish_reason}
 
 
-@runtime_checkable
-class Tracker(Protocol):
-    """Something that a run is told to. It is used by one thread, which may take its time."""
+class Tracker:
+    """A service that records a run; a subclass overrides what it records.
+
+    It is created and called in a thread of its own, so it may be slow.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        """Starts to record the run, or resumes it."""
 
     def metrics(self, step: int, metrics: Metrics) -> None:
-        """A line of metrics, of training or of an evaluation (`eval_...`); all numbers are finite."""
+        """Records a line of metrics, of training or of an evaluation (`eval_...`); all numbers are finite."""
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Completions of a step."""
+        """Records completions of a step."""
 
     def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        """Distributions by name, [N] each."""
+        """Records distributions by name, [N] each."""
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
-        """Something is off (see `groupax.runs.diagnostics`)."""
+        """Records that something is wrong (see `groupax.runs.diagnostics`)."""
 
     def close(self) -> None:
-        """The run ended."""
+        """Writes or sends everything; the run has ended."""
 
 
-def open_tracker(name: TrackerName, run: TrackedRun) -> Tracker:
-    """Begin to track a run, or go on with it."""
-    return importlib.import_module(MODULES[name]).open_tracker(run)
+def open_tracker(name: str, run: TrackedRun) -> Tracker:
+    """Creates the tracker of a built-in name or a "module:class" reference."""
+    return import_attribute("report_to", BUILT_IN.get(name, name))(run)
 
 
-def check_installed(names: Sequence[TrackerName]) -> None:
-    """Refuse trackers whose package is not there.
+def check_trackers(names: Sequence[str]) -> None:
+    """Checks that the trackers can be imported.
 
     Raises:
-        ValueError: one is missing.
+        ValueError: A package is not installed, or there is no such class.
     """
     for name in names:
-        if not is_installed(name):
+        if name not in BUILT_IN:
+            import_attribute("report_to", name)
+        elif not is_installed(name):
             raise ValueError(
                 f"report_to has {name!r}, and the package {PACKAGES[name]} is not installed; "
                 f"pip install 'groupax[{name}]', or leave it out of report_to"
             )
 
 
-def is_installed(name: TrackerName) -> bool:
-    """Whether a tracker's package, if it needs one, is there."""
+def is_installed(name: str) -> bool:
+    """Returns whether the package of a built-in tracker is installed, if it needs one."""
     return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
 
 
-def samples_of(step: int, rollouts: Sequence[Rollout], most: int) -> list[Sample]:
-    """The first completions of a rollout, with long texts cut."""
+def samples_of(step: int, rollouts: Sequence[Rollout], num_samples: int) -> list[Sample]:
+    """Returns the first completions of a rollout, with long texts cut."""
     return [
         Sample(
             step,
@@ -121,10 +126,10 @@ def samples_of(step: int, rollouts: Sequence[Rollout], most: int) -> list[Sample
             row.finish_reason,
             dict(row.rewards),
         )
-        for row in rollouts[:most]
+        for row in rollouts[:num_samples]
     ]
 
 
 def finite(metrics: Metrics) -> Metrics:
-    """Those of the metrics that are numbers, without the step, which is told beside them."""
+    """Returns the metrics that are finite numbers, without the step."""
     return {name: value for name, value in metrics.items() if name != "step" and math.isfinite(value)}

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from groupax.runs.trackers.tracker import Sample, TrackedRun
+from groupax.runs.trackers.tracker import Sample, TrackedRun, Tracker
 from groupax.types import Metrics
 
 
-class TrackioTracker:
-    """A run of the same name each time that the run goes on, which trackio takes for one."""
+class TrackioTracker(Tracker):
+    """Resumes the run of the same name if there is one."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.trackio: Any = importlib.import_module("trackio")
@@ -19,28 +19,18 @@ class TrackioTracker:
         self.run: Any = self.trackio.init(run.project, name, config=dict(run.config), resume="allow", embed=False)
 
     def metrics(self, step: int, metrics: Metrics) -> None:
-        """See `Tracker`."""
         self.run.log(metrics, step=step)
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """See `Tracker`."""
         rows = [sample.row for sample in samples]
         table = self.trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self.run.log({"samples": table}, step=samples[0].step)
 
     def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        """See `Tracker`."""
         self.run.log({name: self.trackio.Histogram(each) for name, each in values.items()}, step=step)
 
     def diagnostic(self, step: int, name: str, text: str) -> None:
-        """See `Tracker`."""
         self.run.log({f"diagnostics/{name}": text}, step=step)
 
     def close(self) -> None:
-        """See `Tracker`."""
         self.run.finish()
-
-
-def open_tracker(run: TrackedRun) -> TrackioTracker:
-    """See `tracker.open_tracker`."""
-    return TrackioTracker(run)
