@@ -39,7 +39,7 @@ NAMES_ELSEWHERE = {
     "save_strategy": "save_steps or save_interval_minutes",
     "logging_strategy": "logging_steps",
     "shuffle_dataset": "prompt_order",
-    "use_vllm": "rollout, for a server; by itself groupax samples with its own engine",
+    "use_vllm": "rollout_servers, for a server; otherwise groupax samples with its own engine",
     "vllm_importance_sampling_correction": "rollout_correction",
     "lr_scheduler_kwargs": "learning_rate_end",
     "resume_from_checkpoint": "resume",

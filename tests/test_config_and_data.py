@@ -67,8 +67,8 @@ def test_trls_names_point_to_ours():
         ({"drop_last": 1}, "drop_last must be true or false, got 1"),
         ({"output_dir": 3}, "output_dir must be a text, got 3"),
         ({"reward_weights": ("1",)}, "reward_weights must be a list with each a number or None, got"),
-        ({"report_to": "wandbb"}, "report_to must be a list with each one of wandb, .*did you mean wandb"),
-        ({"report_to": ("wandbb",)}, "report_to must be a list with each one of wandb, .*, got"),
+        ({"report_to": "wandbb"}, "report_to must be of wandb, .*did you mean wandb"),
+        ({"report_to": ("wandbb",)}, "report_to must be of wandb, .*, got"),
     ],
 )
 def test_bad_settings(settings, message):

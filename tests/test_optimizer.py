@@ -36,7 +36,7 @@ def step(optimizer, params, grads):
 
 def test_the_config_lists_the_tables():
     def choices(name):
-        return get_args(GRPOConfig.__annotations__[name])
+        return get_args(GRPOConfig.__dataclass_fields__[name].type)
 
     assert set(OPTIMIZERS) == set(get_args(OptimizerName)) == set(choices("optimizer"))
     assert choices("lr_scheduler_type") == get_args(LRScheduler)

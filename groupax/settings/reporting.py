@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from groupax.settings.fields import ranged, setting
+from groupax.settings.fields import nearest, ranged, setting
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "jsonl")
 
@@ -36,6 +36,12 @@ class ReportingSettings:
     """Measure the memory in use after every step, in addition to its peak."""
 
     def check(self) -> None:
-        """Raises a ValueError for a tracker that is named twice."""
+        """Raises a ValueError for a tracker that does not exist or is named twice."""
+        for name in self.report_to:
+            if name not in TRACKERS and ":" not in name:
+                raise ValueError(
+                    f"report_to must be of {', '.join(TRACKERS)}, or trackers of your own as 'module:class', got "
+                    f"{name!r}{nearest(name, TRACKERS)}"
+                )
         if len(set(self.report_to)) < len(self.report_to):
-            raise ValueError(f"report_to names a tracker twice: {', '.join(map(str, self.report_to))}")
+            raise ValueError(f"report_to names a tracker twice: {', '.join(self.report_to)}")
