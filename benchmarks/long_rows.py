@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_7M, parser, show
 
 from groupax import GRPOConfig, init_model
-from groupax.models.execution import execution_on
+from groupax.models.execution import execution_for
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.peak import peak_memory_bytes
@@ -52,7 +52,7 @@ def main() -> None:
         counts = Denominators(jnp.float32(2), jnp.float32(2 * length))
         static: dict[str, Any] = {"config": model.config, "settings": settings.objective, "mesh": model.mesh}
         batch = shard_batch(part.batch, model.mesh)
-        static["execution"] = execution_on("cpu", "full")
+        static["execution"] = execution_for("cpu", "full")
         lowered = micro_step.lower(model.params, totals, batch, counts, jnp.float32(0), **static)
         memory: Any = lowered.compile().memory_analysis()
         row: dict[str, Any] = {"tokens_per_row": length, "temporaries_gb_per_device": memory.temp_size_in_bytes / 1e9}

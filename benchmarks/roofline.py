@@ -84,12 +84,12 @@ def part_seconds(model: Model, cache: Cache, with_attention: bool, with_head: bo
         prompt_visible = jnp.ones((cache.prompt_tokens.shape[0], cache.num_prompt_columns), bool)
         visible = jnp.ones((tokens.shape[0], cache.num_columns), bool)
 
-        def attend(how: Any, kept: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        def attend(attn: Any, kept: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
             if not with_attention:
                 return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1), kept
             prompt_k, prompt_v, keys, values = kept
             q = q + k[:, :1] + v[:, :1]
-            return attend_cached(q, prompt_k, prompt_v, prompt_visible, keys, values, visible, how), kept
+            return attend_cached(q, prompt_k, prompt_v, prompt_visible, keys, values, visible, attn), kept
 
         layers = list(zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True))
 

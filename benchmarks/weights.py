@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import KEY, QWEN_05B, parser, served, show
 
 from groupax import Model, init_model
-from groupax.models.adapted import joined
+from groupax.models.adapted import apply_adapter
 from groupax.models.checkpoint import add_adapter
 from groupax.models.lora import LoRAConfig
 from groupax.serve.client import RemoteSampler
@@ -66,7 +66,7 @@ def of_adapter(model: Model, url: str, dtype: str, repeats: int) -> dict[str, An
         f"adapter, {dtype}",
         sampler,
         size(trained),
-        lambda number: joined(adapter.frozen, other(trained, number)),
+        lambda number: apply_adapter(adapter.frozen, other(trained, number)),
         repeats,
     )
 

@@ -27,9 +27,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from groupax.models.attention import attend_stored
+from groupax.models.attention import attend_masked
 from groupax.models.checkpoint import Model, init_model, load_model
-from groupax.models.config import Attention, ModelConfig
+from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.logprobs import token_logprobs
 from groupax.models.saving import save_model
@@ -80,9 +80,9 @@ NUM_EVALUATED = 500
 MAX_COMPLETION = 64
 
 
-def attend(how: Attention, q: Array, k: Array, v: Array, visible: Array) -> Array:
+def attend(attn: AttentionConfig, q: Array, k: Array, v: Array, visible: Array) -> Array:
     """Attention over the visible keys, [B, S, K, H]."""
-    return attend_stored(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), visible, how)
+    return attend_masked(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), visible, attn)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -160,9 +160,9 @@ def loss(config: ModelConfig, params: Params, rows: Int[Array, "B T"], learned: 
     causal = jnp.tril(jnp.ones((1, T, T), bool))
     visible = causal & (document[:, :-1, None] == document[:, None, :-1])
 
-    def attend_in_document(how: Attention, kept: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    def attend_in_document(attn: AttentionConfig, kept: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
-        return attend(how, q, k, v, visible).reshape(B * T, *q.shape[2:]), kept
+        return attend(attn, q, k, v, visible).reshape(B * T, *q.shape[2:]), kept
 
     hidden = forward(config, params, tokens.reshape(-1), jnp.tile(jnp.arange(T), B), attend_in_document).hidden
     logps, _ = token_logprobs(hidden, head_weights(params), rows[:, 1:].reshape(-1), 1.0)
@@ -208,10 +208,10 @@ def sample(
     def step(carry: tuple[Array, list[Array]], t: Array) -> tuple[tuple[Array, list[Array]], Array]:
         tokens, cache = carry
 
-        def attend_cached(how: Attention, kept: Array, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        def attend_cached(attn: AttentionConfig, kept: Array, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
             kept = kept.at[:, :, t].set(jnp.stack([k, v]))
             visible = jnp.broadcast_to(jnp.arange(T) <= t, (B, 1, T))
-            return attend(how, q[:, None], kept[0], kept[1], visible)[:, 0], kept
+            return attend(attn, q[:, None], kept[0], kept[1], visible)[:, 0], kept
 
         hidden, cache, _ = forward(config, params, tokens, jnp.full(B, t), attend_cached, cache)
         logits = hidden @ head_weights(params).T

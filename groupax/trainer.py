@@ -31,9 +31,9 @@ from groupax.events import (
     ignore,
 )
 from groupax.metrics.estimates import Estimate
-from groupax.models.adapted import joined
+from groupax.models.adapted import apply_adapter
 from groupax.models.checkpoint import Model, add_adapter
-from groupax.models.lora import counts, trainable_line
+from groupax.models.lora import count_params, trainable_params_line
 from groupax.models.saving import save_adapter, save_model, source_folders
 from groupax.models.specs import Params
 from groupax.parallel import processes
@@ -77,8 +77,8 @@ from groupax.settings.rewards import RewardSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
+from groupax.training.buckets import Shape
 from groupax.training.learner import Learner, Update
-from groupax.training.packing import Shape
 from groupax.training.state import TrainState
 from groupax.types import Metrics, Row
 
@@ -206,7 +206,7 @@ class GRPOTrainer:
         self.learner = Learner(self._model, learner_settings(args), self.num_steps, longest)
         if self._model.adapter is not None and self.learner.frozen is not None:
             adapter = replace(self._model.adapter, frozen=self.learner.frozen)  # those loaded in another dtype can go
-            self._model = replace(self._model, params=joined(adapter.frozen, adapter.trained), adapter=adapter)
+            self._model = replace(self._model, params=apply_adapter(adapter.frozen, adapter.trained), adapter=adapter)
         self.engine = engine_for(args, self._model, self.learner.policy, self.eos_ids, self.tokenizer)
         self.collector = Collector(
             args,
@@ -622,7 +622,7 @@ class GRPOTrainer:
     def print_trainable_parameters(self) -> None:
         """Print how many of the model's parameters are trained, in PEFT's words."""
         adapter = self._model.adapter
-        print(trainable_line(*counts(self._model.config, adapter and adapter.config)))
+        print(trainable_params_line(*count_params(self._model.config, adapter and adapter.config)))
 
     def _introduce(self) -> None:
         """Show once what the run is."""

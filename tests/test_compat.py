@@ -20,7 +20,7 @@ from groupax.compat.easydel.trainer import with_sampling
 from groupax.compat.fields import CompatWarning
 from groupax.events import Evaluated, StepEnded
 from groupax.models.checkpoint import reshard
-from groupax.models.lora import lora_config
+from groupax.models.lora import as_lora_config
 from groupax.models.quantize import dense
 from groupax.parallel.mesh import RULES, make_mesh
 from groupax.rollouts.collector import sampling_params
@@ -637,7 +637,7 @@ def test_a_trl_trainer_adapts_a_quantized_base_and_evaluates(folder, tmp_path):
         str(folder), count_a, config, PROMPTS, PROMPTS[:2], quantization_config=four_bits, peft_config=lora
     )
     assert trainer.native.args.base_weights == "nf4"
-    assert trainer.native.model.adapter.config == lora_config(lora)
+    assert trainer.native.model.adapter.config == as_lora_config(lora)
     trainer.train()
     assert "eval_reward" in trainer.evaluate()
     trainer.save_model(tmp_path / "adapter")

@@ -18,7 +18,7 @@ from groupax.cli.serve import Serve, engines_of, models_of
 from groupax.engine.batch import Batch
 from groupax.engine.decode import decode_chunk
 from groupax.engine.session import Session
-from groupax.models.adapted import joined
+from groupax.models.adapted import apply_adapter
 from groupax.models.checkpoint import add_adapter, reshard
 from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.named_tensors import host_tensors, param_leaves
@@ -167,8 +167,7 @@ def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
     model = init_model(MIXTURE, mesh=make_mesh(mesh))
     engine = Engine(model.config, model.params, model.mesh, (1,), kv_bytes=1 << 26, tp=tp)
     assert dict(engine.mesh.shape) == {"dp": 4 // tp, "fsdp": 1, "ep": 1, "tp": tp, "sp": 1}
-    settings = (engine.chunk_steps, engine.kv_dtype, engine.prefixes, 0)
-    batch = Batch(engine.config, engine.mesh, engine.plan(), engine.sequences(PROMPTS, PARAMS), *settings)
+    batch = Batch(engine, engine.plan(), engine.sequences(PROMPTS, PARAMS), patience=0)
     static = {"config": engine.config, "mesh": engine.mesh, "num_steps": 8}
     decodes = decode_chunk.trace(engine.params, batch.cache, batch.slots, np.int32(0), **static)
     num_rows = batch.shape.num_slots
@@ -272,7 +271,7 @@ def test_a_server_holds_its_models_in_parts(folder):
     push(weights, "base", model_specs(models["base"].config), base)
     assert engines["base"].version == 5
     assert parts(engines["base"].params["layers"][0]["down"]) == {(32, 32)}
-    expected["adapted"].params, expected["base"].params = joined(lora.frozen, trained), base
+    expected["adapted"].params, expected["base"].params = apply_adapter(lora.frozen, trained), base
     for name, engine in engines.items():
         assert_same(engine.generate(prompts, PARAMS), expected[name].generate(prompts, PARAMS))
 

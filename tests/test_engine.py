@@ -502,7 +502,7 @@ def test_stop_texts_that_straddle_tokens(tiny_model, expected):
     sampled = rollout(engine, Letters(), [{}] * len(PROMPTS), PROMPTS, replace(PARAMS, stop=stop), step=0)
     texts = {row.prompt_index: [member.text for member in rows] for rows in sampled for row in rows}
     assert [texts[index] for index in range(len(PROMPTS))] == [[letters(s.tokens) for s in group] for group in groups]
-    with pytest.raises(ValueError, match=r"stop texts \('a'\) need a tokenizer"):
+    with pytest.raises(ValueError, match=r"stop strings \('a'\) need a tokenizer"):
         engine_for(tiny_model).generate(PROMPTS, SamplingParams(stop=("a",), max_tokens=8))
 
 

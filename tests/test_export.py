@@ -92,7 +92,7 @@ def test_merge_convert_and_quantize(folders, capsys):
     assert np.abs(all_logits(load_model(folder / "nf4")) - all_logits(model)).max() < 0.3
     capsys.readouterr()
     for argv, message in (
-        (["merge", str(folder / "base"), str(folder / "x")], "no adapter; there is nothing to merge"),
+        (["merge", str(folder / "base"), str(folder / "x")], "not an adapter; there is nothing to merge"),
         (["convert", str(folder / "adapter"), str(folder / "x")], "use merge"),
         (["push", str(folder), "me/model"], "contains no model"),
     ):

@@ -13,7 +13,7 @@ from groupax.models.attention import attend
 from groupax.models.config import DynamicRope, LongRope, Rope
 from groupax.models.decoder import causal_hidden, forward, head_weights, logits
 from groupax.models.execution import Execution
-from groupax.models.experts import Routing, grouped, load_balancing_loss, one_by_one
+from groupax.models.experts import Routing, load_balancing_loss, loop_over_experts, ragged_experts
 from groupax.models.families import FAMILIES, read_config
 from groupax.models.flops import activation_bytes_per_token, forward_flops
 from groupax.models.layers import vocabulary_logits
@@ -217,7 +217,7 @@ def test_long_factors_are_for_models_of_longer_sequences(tmp_path):
 def test_two_tables_that_differ_are_refused(family, change):
     hf = {**BASE, "model_type": family, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    with pytest.raises(ValueError, match=r"config.json has rope_scaling=.* beside rope_parameters=.* remove rope_sca"):
+    with pytest.raises(ValueError, match=r"config.json has rope_scaling=.*, but rope_parameters=.* remove rope_sca"):
         read_config({**hf, "rope_scaling": yarn})
 
 
@@ -279,13 +279,13 @@ def test_both_ways_through_the_experts_are_the_sum_over_them():
         sum(w * expert(row, e) for w, e in zip(ws, es, strict=True))
         for row, ws, es in zip(x, weights, chosen, strict=True)
     ]
-    for way in (grouped, one_by_one):
+    for way in (ragged_experts, loop_over_experts):
         np.testing.assert_allclose(way(x, weights, chosen, gate, up, down, "silu"), expected, atol=1e-4)
     grads = [
         jax.grad(
             lambda *args, way=way: jnp.sum(jnp.square(way(args[0], args[1], chosen, *args[2:], "silu"))), range(5)
         )(x, weights, gate, up, down)
-        for way in (grouped, one_by_one)
+        for way in (ragged_experts, loop_over_experts)
     ]
     for a, b in zip(*grads, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
@@ -487,8 +487,8 @@ def test_the_router_loss_is_that_of_transformers(tmp_path):
 
 
 def routed_logits(model, tokens):
-    def attend_causally(how, kept, q, k, v):
-        return attend(q[None], k[None], v[None], jnp.zeros(1, jnp.int32), how)[0], kept
+    def attend_causally(attn, cache, q, k, v):
+        return attend(q[None], k[None], v[None], jnp.zeros(1, jnp.int32), attn)[0], cache
 
     flat = jnp.asarray(tokens[0], jnp.int32)
     hidden, _, routings = forward(model.config, model.params, flat, jnp.arange(len(flat)), attend_causally)

@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from groupax import GRPOConfig, init_model
 from groupax.models import attention, cudnn, fused_attention, splash
 from groupax.models.checkpoint import reshard
-from groupax.models.config import Attention
-from groupax.models.execution import FusedAttention, execution_on
+from groupax.models.config import AttentionConfig
+from groupax.models.execution import FusedAttention, execution_for
 from groupax.models.families import read_config
-from groupax.models.fused_attention import fused_for
+from groupax.models.fused_attention import select_fused_attention
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh
 from groupax.runs.build import learner_settings
@@ -57,13 +57,13 @@ def assert_alike(kernel, plain, arrays, counts):
 
 # queries, columns of the prompt, query and key heads, their dims, how they attend
 CASES = {
-    "few": (40, 24, 4, 4, 64, Attention(0.125)),
-    "grouped": (130, 96, 4, 2, 80, Attention(0.1)),
-    "one-key-head": (256, 130, 4, 1, 128, Attention(0.09)),
-    "softcap": (128, 128, 2, 1, 64, Attention(0.3, softcap=2.0)),
-    "window": (200, 150, 2, 2, 64, Attention(0.125, window=70)),
-    "blocks": (1030, 200, 1, 1, 64, Attention(0.125, window=300)),
-    "blocks-softcap": (700, 600, 2, 1, 64, Attention(0.2, softcap=5.0)),
+    "few": (40, 24, 4, 4, 64, AttentionConfig(0.125)),
+    "grouped": (130, 96, 4, 2, 80, AttentionConfig(0.1)),
+    "one-key-head": (256, 130, 4, 1, 128, AttentionConfig(0.09)),
+    "softcap": (128, 128, 2, 1, 64, AttentionConfig(0.3, softcap=2.0)),
+    "window": (200, 150, 2, 2, 64, AttentionConfig(0.125, window=70)),
+    "blocks": (1030, 200, 1, 1, 64, AttentionConfig(0.125, window=300)),
+    "blocks-softcap": (700, 600, 2, 1, 64, AttentionConfig(0.2, softcap=5.0)),
 }
 LONG = ("one-key-head", "blocks", "blocks-softcap")
 
@@ -75,15 +75,15 @@ def marked(name, kernel):
 
 @pytest.mark.parametrize(("case", "kernel"), [marked(name, kernel) for name in CASES for kernel in KERNELS])
 def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
-    T, S, N, K, H, how = CASES[case]
-    if how.softcap and kernel == "cudnn":
+    T, S, N, K, H, attn = CASES[case]
+    if attn.softcap and kernel == "cudnn":
         pytest.skip("cuDNN has no softcap")
     arrays = draw(0, 3, T, N, H), draw(1, 3, T, K, H), draw(2, 3, T, K, H)
     prompts = draw(3, 3, S, K, H), draw(4, 3, S, K, H)
     starts = jnp.array([0, 7, S])  # whole, padded, and no prompt at all
 
     def behind(attend):
-        return lambda q, k, v, prompt_k, prompt_v: attend(q, k, v, prompt_k, prompt_v, starts, how)
+        return lambda q, k, v, prompt_k, prompt_v: attend(q, k, v, prompt_k, prompt_v, starts, attn)
 
     kernels, plain = KERNELS[kernel]("attend_with_prompt"), attention.attend_with_prompt
     assert_alike(behind(kernels), behind(plain), (*arrays, *prompts), True)
@@ -91,7 +91,7 @@ def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
     counts = (jnp.arange(T)[None, :] >= begins[:, None])[..., None, None]
 
     def alone(attend):
-        return lambda q, k, v: attend(q, k, v, begins, how)
+        return lambda q, k, v: attend(q, k, v, begins, attn)
 
     assert_alike(alone(KERNELS[kernel]("attend")), alone(attention.attend), arrays, counts)
 
@@ -99,13 +99,13 @@ def test_a_kernel_attends_as_the_plain_form_does(case, kernel):
 @pytest.mark.heavy
 @pytest.mark.parametrize("kernel", ["plain", *KERNELS])
 def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
-    how, starts = Attention(0.125, window=30), jnp.array([0, 7, 24])
+    attn, starts = AttentionConfig(0.125, window=30), jnp.array([0, 7, 24])
     q, *others = draw(0, 3, 40, 4, 64), draw(1, 3, 40, 2, 64), draw(2, 3, 40, 2, 64)
     others += [draw(3, 3, 24, 2, 64), draw(4, 3, 24, 2, 64)]
     plain = attention.attend_with_prompt
     attend = plain if kernel == "plain" else KERNELS[kernel]("attend_with_prompt")
-    out = attend(q[:, 24:], *others, starts, how)
-    np.testing.assert_allclose(out, plain(q, *others, starts, how)[:, 24:], atol=1e-5, rtol=1e-5)
+    out = attend(q[:, 24:], *others, starts, attn)
+    np.testing.assert_allclose(out, plain(q, *others, starts, attn)[:, 24:], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.heavy
@@ -114,10 +114,10 @@ def test_the_last_queries_alone_get_what_they_get_among_all(kernel):
 def test_padding_is_finite_and_so_are_its_gradients(kernel, window):
     """A prompt that is nothing but padding, and columns that fill up a block, whatever comes back for them."""
     q, k, v = draw(0, 2, 20, 2, 64), draw(1, 2, 20, 1, 64), draw(2, 2, 20, 1, 64)
-    attend, how = KERNELS[kernel]("attend"), Attention(0.125, window=window)
+    attend, attn = KERNELS[kernel]("attend"), AttentionConfig(0.125, window=window)
 
     def loss(*arrays):
-        return jnp.sum(jnp.square(attend(*arrays, jnp.array([20, 5]), how)))
+        return jnp.sum(jnp.square(attend(*arrays, jnp.array([20, 5]), attn)))
 
     value, gradients = jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
     assert np.isfinite(value)
@@ -207,7 +207,7 @@ def test_narrow_tiles_stay_plain(monkeypatch):
         monkeypatch.setattr(splash, name, unexpected)
         monkeypatch.setattr(cudnn, name, unexpected)
     q, k, starts = draw(0, 1, 127, 2, 64), draw(1, 1, 127, 1, 64), jnp.array([3])
-    short, splash_kernel = Attention(0.1), FusedAttention("splash")
+    short, splash_kernel = AttentionConfig(0.1), FusedAttention("splash")
     fused_attention.attend(q, k, k, starts, short, splash_kernel)
     fused_attention.attend_with_prompt(q, k, k, k, k, starts, short, splash_kernel)
     wide, prompt = draw(2, 1, 128, 1, 64), draw(3, 1, 1024, 1, 64)
@@ -242,7 +242,7 @@ def test_cudnns_calls_are_lowered_for_a_gpu(monkeypatch):
         Denominators(scalar, scalar),
         scalar,
         **static,
-        execution=execution_on("gpu", "none", attention=FusedAttention("cudnn")),
+        execution=execution_for("gpu", "none", attention=FusedAttention("cudnn")),
     )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmax(" in text
@@ -277,8 +277,8 @@ GEMMA2 = {"model_type": "gemma2", "sliding_window": 100, "query_pre_attn_scalar"
 def test_kernels_are_taken_where_there_are_some(device, change, dtype, kernel):
     config = read_config({**TINY, **change})
     for asked in ("auto", "fused"):
-        assert fused_for(asked, device, config, jnp.dtype(dtype)) == FusedAttention(kernel)
-    assert fused_for("plain", device, config, jnp.dtype(dtype)) is None
+        assert select_fused_attention(asked, device, config, jnp.dtype(dtype)) == FusedAttention(kernel)
+    assert select_fused_attention("plain", device, config, jnp.dtype(dtype)) is None
 
 
 @pytest.mark.parametrize(
@@ -300,11 +300,11 @@ def test_kernels_are_taken_where_there_are_some(device, change, dtype, kernel):
 )
 def test_where_there_is_none_auto_is_plain_and_fused_an_error(device, change, dtype, fault):
     config = read_config({**TINY, **change})
-    assert fused_for("auto", device, config, jnp.dtype(dtype)) is None
+    assert select_fused_attention("auto", device, config, jnp.dtype(dtype)) is None
     with pytest.raises(
         ValueError, match=rf"attn_implementation is 'fused', and .*{fault}; set it to 'auto' or 'plain'"
     ):
-        fused_for("fused", device, config, jnp.dtype(dtype))
+        select_fused_attention("fused", device, config, jnp.dtype(dtype))
 
 
 def test_a_run_is_told_before_it_begins(tiny_model):

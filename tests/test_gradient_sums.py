@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax.models.adapted import Adapted, LowRank
+from groupax.models.adapted import AdaptedWeight, LowRank
 from groupax.models.layers import linear, rms_norm, vocabulary_logits
 from groupax.models.logprobs import token_logprobs
 from groupax.models.lookup import lookup
@@ -81,7 +81,7 @@ def test_both_matrices_of_an_adapter():
     base, a, b = jnp.zeros((DIM, DIM), jnp.bfloat16), narrow(4, DIM), narrow(DIM, 4)
 
     def adapted(change):
-        return linear(X, Adapted(base, change, jnp.bfloat16(0.5)))
+        return linear(X, AdaptedWeight(base, change, jnp.bfloat16(0.5)))
 
     ours = jax.jit(lambda change: jax.vjp(adapted, change)[1](COTANGENT)[0])(LowRank(a, b))
     inner = 0.5 * exact(X) @ exact(a).T

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
-from groupax.models.adapted import Adapted, joined
+from groupax.models.adapted import AdaptedWeight, apply_adapter
 from groupax.models.decoder import logits
-from groupax.models.lora import adapter_specs, counts, lora_config, trainable_line
+from groupax.models.lora import adapter_specs, as_lora_config, count_params, trainable_params_line
 from groupax.training.batch import pack
 from groupax.types import Row
 
@@ -35,7 +35,7 @@ def trained_randomly(model, seed=0):
         lambda x: x + 0.1 * jnp.asarray(rng.normal(size=x.shape), jnp.float32), model.adapter.trained
     )
     adapter = replace(model.adapter, trained=trained)
-    return replace(model, params=joined(adapter.frozen, trained), adapter=adapter)
+    return replace(model, params=apply_adapter(adapter.frozen, trained), adapter=adapter)
 
 
 def all_logits(model):
@@ -56,7 +56,7 @@ def test_the_notebooks_line_from_shapes_alone():
 
     seven = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     for targets in (seven, "all-linear", r".*_proj"):
-        line = trainable_line(*counts(read_config(llama), LoRAConfig(r=8, target_modules=targets)))
+        line = trainable_params_line(*count_params(read_config(llama), LoRAConfig(r=8, target_modules=targets)))
         assert line == "trainable params: 20,971,520 || all params: 8,051,232,768 || trainable%: 0.2605"
 
 
@@ -133,9 +133,9 @@ def test_fused_matrices_are_refused_and_the_others_named():
 )
 def test_adapters_of_another_kind_are_refused_by_name(settings, message):
     with pytest.raises(ValueError, match=message):
-        lora_config(settings)
+        as_lora_config(settings)
     with pytest.raises(ValueError, match=r"must be a LoRAConfig or a peft\.LoraConfig, got int"):
-        lora_config(3)
+        as_lora_config(3)
 
 
 @pytest.mark.parametrize("how", [False, "gaussian", "orthogonal"])
@@ -143,8 +143,10 @@ def test_only_the_usual_beginning_of_an_adapter_is_done(how):
     settings = {"peft_type": "LORA", "init_lora_weights": how}
     for given in (settings, SimpleNamespace(**settings)):
         with pytest.raises(ValueError, match=f"init_lora_weights is {how!r}; .* leave it at True"):
-            lora_config(given)
-    assert lora_config(settings, has_weights=True) == lora_config({"peft_type": "LORA", "init_lora_weights": True})
+            as_lora_config(given)
+    assert as_lora_config(settings, has_weights=True) == as_lora_config(
+        {"peft_type": "LORA", "init_lora_weights": True}
+    )
 
 
 # -- the arrays
@@ -203,7 +205,7 @@ def test_an_adapter_survives_the_disk(tmp_path):
     np.testing.assert_array_equal(
         all_logits(load_model(tmp_path / "adapter", base=tmp_path / "moved")), all_logits(model)
     )
-    with pytest.raises(ValueError, match="is a model and no adapter"):
+    with pytest.raises(ValueError, match="is a model and not an adapter"):
         load_model(tmp_path / "moved", base=tmp_path / "moved")
 
 
@@ -212,9 +214,9 @@ def test_an_adapter_survives_the_disk(tmp_path):
     [
         (lambda path: path.unlink(), "pickled adapters are never loaded"),
         (lambda path: path.write_bytes(path.read_bytes()[:-50]), "damaged or truncated"),
-        (lambda path: rename_first(path), "it lacks .*no place for"),
+        (lambda path: rename_first(path), "it lacks .*does not belong"),
         (lambda path: set_config(path, r=4), r"has shape \[3, 64\], not \[4, 64\]"),
-        (lambda path: set_config(path, base_model_name_or_path=None), "does not say which base"),
+        (lambda path: set_config(path, base_model_name_or_path=None), "does not name the adapter's base"),
         (lambda path: set_config(path, target_modules=["x"]), "names 'x', which is no module"),
     ],
 )
@@ -247,7 +249,7 @@ def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
     model = a_base()
     before = [x.copy() for x in leaves(model.params)]
     trainer = a_trainer(tmp_path, model=model, lora_r=4, learning_rate=1e-2, max_steps=32, beta=1e-3)
-    num_trained = counts(model.config, trainer.model.adapter.config)[0]
+    num_trained = count_params(model.config, trainer.model.adapter.config)[0]
     assert sum(x.size for x in leaves(trainer.learner.state.params)) == num_trained
     assert sum(x.size for x in leaves(trainer.learner.state.opt_state)) < 2 * num_trained + 8
     trainer.train()
@@ -278,7 +280,7 @@ def test_everything_that_an_adapter_can_train_is_trained(tmp_path):
     assert all(jax.tree.leaves(moved))
     assert len(k_biases) == 2
     policy = trainer.learner.policy
-    assert isinstance(policy["layers"][0]["q"], Adapted)
+    assert isinstance(policy["layers"][0]["q"], AdaptedWeight)
     np.testing.assert_array_equal(policy["head"], trainer.learner.state.params["head"])
 
 
@@ -353,13 +355,13 @@ def test_dropout_does_not_depend_on_micro_batches(tmp_path):
 
 
 def test_the_inputs_that_are_left_out():
-    from groupax.models.adapted import Dropout, Frozen
+    from groupax.models.adapted import Dropout, FrozenBase
 
     lora = LoRAConfig(r=4, lora_dropout=0.25)
     model = add_adapter(init_model(TINY), lora)
     tokens = jnp.array([5, 6, 5], jnp.uint32)
     dropout = Dropout(jax.random.key(0), tokens, np.float32(0.25))
-    params = joined(Frozen(model.adapter.frozen.params, np.float32(1.0)), model.adapter.trained, dropout)
+    params = apply_adapter(FrozenBase(model.adapter.frozen.params, np.float32(1.0)), model.adapter.trained, dropout)
     from groupax.models.adapted import _dropped
 
     masks = [
@@ -382,7 +384,7 @@ def test_tokens_have_the_same_number_wherever_they_are_computed():
     for budget in (8, 4096):
         numbers = set()
         for part in pack(rows, 2, budget, share_prefix="always")[0]:
-            numbers |= set(part.batch.numbers.tolist())
+            numbers |= set(part.batch.dropout_ids.tolist())
         seen.append(numbers - {0})
     assert seen[0] | {0} == seen[1] | {0}
     assert len(seen[1]) >= 4 + 5 + 2 * (1 + 2 + 3) - 1

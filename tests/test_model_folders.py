@@ -160,7 +160,7 @@ BAD = {
     "layers: 10**9": (config(num_hidden_layers=10**9), "num_hidden_layers=1000000000; it must be a whole number"),
     "layers: 200": (config(num_hidden_layers=200), r"describes a model of 1,802 tensors \(200 layers\)"),
     "layers: one too many": (config(num_hidden_layers=3), "lacks 9 weights"),
-    "layers: one too few": (config(num_hidden_layers=1), "no place for"),
+    "layers: one too few": (config(num_hidden_layers=1), "not part of a"),
     "layers: true": (config(num_hidden_layers=True), "num_hidden_layers=True"),
     "layers: null": (config(num_hidden_layers=None), "num_hidden_layers=None"),
     "layers: missing": (removed("config.json", "num_hidden_layers"), "lacks num_hidden_layers"),
@@ -182,7 +182,7 @@ BAD = {
     "heads: 3": (config(num_attention_heads=3), "multiple of num_kv_heads"),
     "kv heads: object": (config(num_key_value_heads={}), "num_key_value_heads={}"),
     "head_dim: 10**9": (config(head_dim=10**9), "has shape"),
-    "head_dim: odd": (config(head_dim=7), "even head_dim"),
+    "head_dim: odd": (config(head_dim=7), "even number of dims"),
     "head_dim: -8": (config(head_dim=-8), "head_dim=-8"),
     "ffn: text": (config(intermediate_size="a"), "intermediate_size='a'"),
     "positions: 0": (config(max_position_embeddings=0), "max_position_embeddings=0"),
@@ -274,13 +274,16 @@ BAD = {
     # the index of several files
     "index: ..": (
         with_index(lambda m: dict.fromkeys(m, "../../../../etc/passwd")),
-        "names '../../../../etc/passwd', which is no safetensors file of its folder",
+        "names '../../../../etc/passwd', which is not a safetensors file in its folder",
     ),
-    "index: absolute": (with_index(lambda m: dict.fromkeys(m, "/tmp/x.safetensors")), "no safetensors file of its"),
-    "index: null character": (with_index(lambda m: dict.fromkeys(m, "a\0.safetensors")), "no safetensors file of its"),
-    "index: numbers": (with_index(lambda m: dict.fromkeys(m, 3)), "names 3, which is no safetensors file"),
+    "index: absolute": (with_index(lambda m: dict.fromkeys(m, "/tmp/x.safetensors")), "not a safetensors file in its"),
+    "index: null character": (
+        with_index(lambda m: dict.fromkeys(m, "a\0.safetensors")),
+        "not a safetensors file in its",
+    ),
+    "index: numbers": (with_index(lambda m: dict.fromkeys(m, 3)), "names 3, which is not a safetensors file"),
     "index: a missing file": (with_index(lambda m: m | {"x": "c.safetensors"}), r"names c\.safetensors, which is mis"),
-    "index: other file": (with_index(in_both), "says that 'b.safetensors' holds"),
+    "index: other file": (with_index(in_both), "says that 'b.safetensors' contains"),
     "index: no map": (raw("model.safetensors.index.json", "{}"), "weight_map=None; it must be an object"),
     "index: map a list": (raw("model.safetensors.index.json", '{"weight_map": ["a"]}'), r"weight_map=\['a'\]"),
     "index: not JSON": (raw("model.safetensors.index.json", "{"), NOT_JSON),
@@ -307,7 +310,10 @@ BAD = {
         config("tokenizer_config.json", fast_tokenizer_files=["../tokenizer.1.0.json"]),
         "not one of its files",
     ),
-    "tokenizer config: vocabulary elsewhere": (config("tokenizer_config.json", vocab="/etc/passwd"), "no file of the"),
+    "tokenizer config: vocabulary elsewhere": (
+        config("tokenizer_config.json", vocab="/etc/passwd"),
+        "not one of its files",
+    ),
     "special tokens: [1]": (raw("special_tokens_map.json", "[1]"), "must contain a JSON object"),
     "chat template: a link out": (linked("chat_template.jinja"), "is a link out of the model's folder"),
 }
@@ -315,8 +321,8 @@ BAD = {
 BAD_ADAPTER = {
     "settings: cut off": (raw("adapter_config.json", "{"), NOT_JSON),
     "settings: deep": (raw("adapter_config.json", DEEP), NOT_JSON),
-    "base: missing": (removed("adapter_config.json", "base_model_name_or_path"), "does not say which base"),
-    "base: a list": (config("adapter_config.json", base_model_name_or_path=["x"]), "does not say which base"),
+    "base: missing": (removed("adapter_config.json", "base_model_name_or_path"), "does not name the adapter's base"),
+    "base: a list": (config("adapter_config.json", base_model_name_or_path=["x"]), "does not name the adapter's base"),
     "base: null character": (config("adapter_config.json", base_model_name_or_path="a\0b"), "null character"),
     "base: nowhere": (config("adapter_config.json", base_model_name_or_path="/nowhere"), "neither a model folder"),
     "rank: text": (config("adapter_config.json", r="2"), "r='2'"),
@@ -352,7 +358,7 @@ BAD_NF4 = {
     "codes as numbers": (tensors(lambda t: t | {QUANTIZED: t[QUANTIZED].astype(np.float32)}), "numbers of float32"),
     "codes as 8-bit floats": (
         header(lambda h: h | {QUANTIZED: h[QUANTIZED] | {"dtype": "F8_E4M3"}}),
-        "of another dtype than those of 4-bit",
+        "has a dtype other than U8 and F32",
     ),
     "scales lack": (
         tensors(lambda t: {k: v for k, v in t.items() if k != f"{QUANTIZED}.nested_absmax"}),
@@ -424,7 +430,9 @@ def test_odd_folders_that_load(good, tmp_path, caplog):
     (folder / "tokenizer.json").symlink_to("other.json")
     with caplog.at_level(logging.WARNING):
         load(folder)
-    assert "generation_config.json names the end-of-sequence tokens [1000000000]; the vocabulary has 13" in caplog.text
+    assert (
+        "generation_config.json names the end-of-sequence tokens [1000000000], but the vocabulary has 13" in caplog.text
+    )
 
 
 def test_a_folder_of_the_hubs_cache_may_have_links(good, tmp_path):

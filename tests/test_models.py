@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from groupax import init_model, load_model, save_model
 from groupax.models.attention import attend, attend_with_prompt
-from groupax.models.config import Attention, Llama3Rope
+from groupax.models.config import AttentionConfig, Llama3Rope
 from groupax.models.decoder import forward, logits
 from groupax.models.families import read_config
 from groupax.models.logprobs import token_logprobs
@@ -96,7 +96,7 @@ def test_a_tied_head_may_have_the_heads_name(tmp_path, tiny_model, sizes):
 
 @pytest.mark.parametrize("rows", [7, 4096])
 def test_a_tied_head_that_is_there_too_and_the_same_is_the_embedding(tmp_path, tiny_model, rows, monkeypatch, caplog):
-    monkeypatch.setattr("groupax.models.tensor_files.COMPARED_ROWS", rows)
+    monkeypatch.setattr("groupax.models.weight_loading.COMPARED_ROWS", rows)
     folder = save_model(tiny_model, tmp_path / "model", dtype=jnp.bfloat16)
     rewritten(folder, lambda tensors: {**tensors, HEAD: tensors[EMBEDDING].copy()})
     loaded = load_model(folder)
@@ -109,7 +109,7 @@ def test_a_tied_head_that_is_there_too_and_the_same_is_the_embedding(tmp_path, t
 @pytest.mark.parametrize("rows", [7, 4096])
 def test_a_tied_head_that_differs_is_loaded_as_one_of_its_own(tmp_path, family, rows, monkeypatch, caplog):
     """As in transformers; Gemma's config.json does not say that embeddings are tied, which they are."""
-    monkeypatch.setattr("groupax.models.tensor_files.COMPARED_ROWS", rows)
+    monkeypatch.setattr("groupax.models.weight_loading.COMPARED_ROWS", rows)
     model = init_model({**TINY, "model_type": family})
     folder = save_model(model, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
@@ -177,13 +177,13 @@ def test_layers_of_one_kind_are_traced_once(tiny_model):
     params = {**tiny_model.params, "layers": tiny_model.params["layers"][:1] * 4}
     seen = []
 
-    def attend(how, kept, q, k, v):
-        seen.append(how.window)
-        return q, kept + 1
+    def attend(attn, cache, q, k, v):
+        seen.append(attn.window)
+        return q, cache + 1
 
     out = forward(config, params, jnp.arange(5), jnp.arange(5), attend, [jnp.int32(index) for index in range(4)])
     assert seen == [None, 8]
-    assert [int(kept) for kept in out.kept] == [1, 2, 3, 4]
+    assert [int(cache) for cache in out.caches] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("chunk", [1 << 21, 500])
@@ -248,17 +248,17 @@ def test_attention_in_blocks_is_attention(monkeypatch):
     prompt_k, prompt_v, starts = draw(2, 16, 2, 8), draw(2, 16, 2, 8), jnp.array([3, 9])
 
     def outputs(q, k, v, prompt_k, prompt_v):
-        how = Attention(8**-0.5)
-        behind = k, v, prompt_k, prompt_v, starts, how
-        return attend(q, k, v, starts, how), *(attend_with_prompt(q[:, first:], *behind) for first in (0, 10, 42))
+        attn = AttentionConfig(8**-0.5)
+        behind = k, v, prompt_k, prompt_v, starts, attn
+        return attend(q, k, v, starts, attn), *(attend_with_prompt(q[:, first:], *behind) for first in (0, 10, 42))
 
     def total(*arrays):
         return sum(jnp.sum(jnp.sin(out)) for out in outputs(*arrays))
 
     arrays = (q, k, v, prompt_k, prompt_v)
     whole = jax.tree.leaves((outputs(*arrays), jax.grad(total, argnums=(0, 1, 2, 3, 4))(*arrays)))
-    monkeypatch.setattr("groupax.models.attention.MOST_COLUMNS", 16)
-    monkeypatch.setattr("groupax.models.attention.BLOCK_QUERIES", 16)
+    monkeypatch.setattr("groupax.models.attention.MAX_UNBLOCKED_COLUMNS", 16)
+    monkeypatch.setattr("groupax.models.attention.QUERY_BLOCK", 16)
     blocks = jax.tree.leaves((outputs(*arrays), jax.grad(total, argnums=(0, 1, 2, 3, 4))(*arrays)))
     for a, b in zip(blocks, whole, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
@@ -318,12 +318,12 @@ def test_unsupported_model_type_lists_the_supported_ones(tmp_path):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .* not supported for llama"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
-        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "1 layers where .* 2 in num_hidden_layers"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "kinds of 1 layers, but num_hidden_layers is 2"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ({"model_type": "cohere2", "position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
         ({"model_type": "mixtral", "num_local_experts": 4}, "lacks num_experts_per_tok"),
-        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "1 to 4 experts, got 5"),
-        ({"head_dim": 7}, "even head_dim"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "between 1 and 4, got 5"),
+        ({"head_dim": 7}, "even number of dims"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"num_attention_heads": 3}, "multiple of num_kv_heads"),
         ({"vocab_size": 0}, "vocab_size=0; it must be a whole number from 1"),
@@ -366,7 +366,7 @@ def test_weights_that_do_not_fit_the_config(saved):
     with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[8\]"):
         load_model(saved)
     save_file({**tensors, "model.extra": np.ones(8, np.float32)}, saved / "model.safetensors")
-    with pytest.raises(ValueError, match=r"no place for.*model\.extra"):
+    with pytest.raises(ValueError, match=r"not part of a .*model\.extra"):
         load_model(saved)
 
 

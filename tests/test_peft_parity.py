@@ -9,8 +9,8 @@ import pytest
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
 from groupax.models.decoder import logits
-from groupax.models.lora import counts, lora_config, trainable_line
-from groupax.models.nf4 import dequantized, quantized_nf4, scale_code
+from groupax.models.lora import as_lora_config, count_params, trainable_params_line
+from groupax.models.nf4 import dequantize_nf4, quantize_nf4, scale_code
 
 from .conftest import TINY
 from .test_lora import trained_randomly
@@ -81,7 +81,7 @@ def test_what_peft_writes_we_load(tmp_path, change, lora, capsys):
     model = get_peft_model(base, theirs)
     config = load_model(tmp_path / "base").config
     model.print_trainable_parameters()
-    assert capsys.readouterr().out.strip() == trainable_line(*counts(config, LoRAConfig(**lora)))
+    assert capsys.readouterr().out.strip() == trainable_params_line(*count_params(config, LoRAConfig(**lora)))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             kind = 0.2 if "lora_" in name else 0.05
@@ -94,13 +94,13 @@ def test_what_peft_writes_we_load(tmp_path, change, lora, capsys):
 def test_a_real_lora_config_is_taken(tmp_path):
     from peft import LoraConfig
 
-    ours = lora_config(LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    ours = as_lora_config(LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     assert ours == LoRAConfig(r=4, lora_alpha=8, target_modules=("q_proj", "v_proj"))
-    assert lora_config(LoraConfig()).target_modules == ("q_proj", "v_proj")
+    assert as_lora_config(LoraConfig()).target_modules == ("q_proj", "v_proj")
     with pytest.raises(ValueError, match="use_dora=True"):
-        lora_config(LoraConfig(use_dora=True))
+        as_lora_config(LoraConfig(use_dora=True))
     with pytest.raises(ValueError, match="rank_pattern="):
-        lora_config(LoraConfig(rank_pattern={"q_proj": 4}))
+        as_lora_config(LoraConfig(rank_pattern={"q_proj": 4}))
 
 
 # -- 4 bits
@@ -113,7 +113,7 @@ def test_nf4_numbers_and_scales_are_those_of_bitsandbytes(shape):
 
     np.testing.assert_array_equal(create_dynamic_map().numpy(), scale_code())
     weight = (0.02 * np.random.default_rng(0).standard_normal(shape)).astype(np.float32)
-    ours = jax.jit(quantized_nf4)(jnp.asarray(weight))
+    ours = jax.jit(quantize_nf4)(jnp.asarray(weight))
     codes, state = quantize_4bit(torch.tensor(weight), quant_type="nf4", compress_statistics=True)
     np.testing.assert_array_equal(np.asarray(ours.codes).reshape(-1), codes.numpy().reshape(-1))
     np.testing.assert_allclose(ours.scale_scales, state.state2.absmax.numpy(), rtol=1e-5)
@@ -129,7 +129,7 @@ def test_nf4_numbers_and_scales_are_those_of_bitsandbytes(shape):
     same = np.ones(-(-weight.size // 64), bool)
     same[differ] = False
     same = np.repeat(same, 64)[: weight.size].reshape(shape)
-    numbers = np.asarray(dequantized(ours, jnp.float32))
+    numbers = np.asarray(dequantize_nf4(ours, jnp.float32))
     np.testing.assert_allclose(numbers[same], dequantize_4bit(codes, state).numpy()[same], rtol=1e-5, atol=1e-8)
 
 

@@ -16,13 +16,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import groupax.engine.batch
-import groupax.engine.engine
+import groupax.engine.core
 import groupax.training.learner
 from groupax import GRPOConfig, SamplingParams, add_adapter, init_model
 from groupax.cli.main import main
 from groupax.models import attention, splash
 from groupax.models.bitsandbytes_format import quantization_config
-from groupax.models.config import Attention
+from groupax.models.config import AttentionConfig
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
 from groupax.models.specs import model_specs
@@ -135,7 +135,7 @@ def test_a_kernels_blocks_count_as_often_as_they_are_multiplied_and_moved():
 def test_scores_of_a_kernel_are_not_moved():
     def update(attend):
         def loss(q, k, v):
-            return jnp.sum(attend(q, k, v, jnp.zeros(2, jnp.int32), Attention(0.125)))
+            return jnp.sum(attend(q, k, v, jnp.zeros(2, jnp.int32), AttentionConfig(0.125)))
 
         return counted(jax.grad(loss, argnums=(0, 1, 2)), (2, 512, 4, 64), (2, 512, 2, 64), (2, 512, 2, 64))
 
@@ -460,7 +460,7 @@ def test_the_cache_has_what_is_free_beside_gathered_weights(monkeypatch):
         seen.append(engine._params is not None)
         return 1e6
 
-    monkeypatch.setattr(groupax.engine.engine, "free_memory_bytes", free)
+    monkeypatch.setattr(groupax.engine.core, "free_memory_bytes", free)
     assert engine.plan().max_tokens == int(0.8e6) // engine.bytes_per_token
     assert seen == [True]
 

@@ -11,7 +11,7 @@ from groupax import GRPOConfig, GRPOTrainer, LoRAConfig, add_adapter, load_model
 from groupax.models.bitsandbytes_format import quantization_config
 from groupax.models.checkpoint import reshard
 from groupax.models.layers import linear
-from groupax.models.nf4 import CODE, Nf4, dequantized, nf4_bytes, quantized_nf4
+from groupax.models.nf4 import CODE, Nf4, dequantize_nf4, nf4_bytes, quantize_nf4
 from groupax.models.quantize import decoding_params, dense, is_quantized, quantizer
 from groupax.parallel.mesh import make_mesh
 
@@ -30,7 +30,7 @@ def saved(tmp_path_factory):
 
 def test_weights_in_fewer_bits_are_not_put_on_a_mesh_that_would_split_them(saved):
     model = load_model(saved, weights="int8", mesh=make_mesh((4, 1, 1, 1, 1)))
-    with pytest.raises(ValueError, match="quantized weights lie whole on every device"):
+    with pytest.raises(ValueError, match="quantized weights are replicated and cannot be sharded"):
         reshard(model, make_mesh((2, 1, 1, 2, 1)))
 
 
@@ -39,7 +39,7 @@ def test_numbers_of_the_code_are_kept_and_others_become_the_nearest():
     weight = np.zeros((4, 64), np.float32)
     weight[:, :16], weight[2:] = 3 * code, 0
     weight[1, 20:23] = 3 * np.array([0.04, 0.9, -0.62], np.float32)
-    out = np.asarray(dequantized(quantized_nf4(jnp.asarray(weight)), jnp.float32))
+    out = np.asarray(dequantize_nf4(quantize_nf4(jnp.asarray(weight)), jnp.float32))
     scale = out[0, 15] / 3  # of all blocks alike
     np.testing.assert_allclose(scale, 1.0, rtol=0.02)
     np.testing.assert_allclose(out[:2, :16], 3 * scale * code[None].repeat(2, 0), rtol=1e-6, atol=1e-7)
@@ -49,14 +49,14 @@ def test_numbers_of_the_code_are_kept_and_others_become_the_nearest():
 
 @pytest.mark.parametrize("shape", [(64, 172), (5, 26), (1, 2), (512, 1024)])
 def test_4_bits_take_about_half_a_byte(shape):
-    quantized = quantized_nf4(jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32))
+    quantized = quantize_nf4(jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32))
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(quantized))
     assert num_bytes == nf4_bytes(shape)
     assert quantized.shape == shape
     if shape[0] > 8:
         assert num_bytes / np.prod(shape) <= 0.57
     with pytest.raises(ValueError, match="5 x 3 cannot be packed into 4 bits: it has an odd number of columns"):
-        quantized_nf4(jnp.zeros((5, 3)))
+        quantize_nf4(jnp.zeros((5, 3)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +76,7 @@ def test_products_and_their_gradients_are_those_of_the_numbers(kind):
 
 def test_the_backward_pass_makes_the_numbers_again():
     """16 layers of 512 x 512, compiled and not run: their numbers are 17 MB, their bits 2 MB."""
-    quantized = jax.eval_shape(quantized_nf4, jax.ShapeDtypeStruct((512, 512), jnp.float32))
+    quantized = jax.eval_shape(quantize_nf4, jax.ShapeDtypeStruct((512, 512), jnp.float32))
 
     def loss(x, layers):
         for weight in layers:
@@ -110,7 +110,7 @@ def test_4_bits_on_disk(saved, tmp_path):
         np.testing.assert_array_equal(a, b)
     save_model(again, tmp_path / "numbers")
     np.testing.assert_allclose(all_logits(load_model(tmp_path / "numbers")), all_logits(model), atol=1e-5)
-    with pytest.raises(ValueError, match="are 4-bit ones; they cannot be quantized to int8"):
+    with pytest.raises(ValueError, match="are in 4 bits; they cannot be quantized to int8"):
         load_model(tmp_path / "nf4", weights="int8")
     config = json.loads((tmp_path / "nf4" / "config.json").read_text())
     config["quantization_config"] |= {"bnb_4bit_quant_type": "fp4"}

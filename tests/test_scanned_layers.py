@@ -10,10 +10,10 @@ import pytest
 from groupax import init_model
 from groupax.models.checkpoint import add_adapter
 from groupax.models.decoder import forward
-from groupax.models.execution import DIRECT, execution_on
+from groupax.models.execution import DIRECT, execution_for
 from groupax.models.families import read_config
 from groupax.models.lora import LoRAConfig
-from groupax.models.scan_layers import Repeat, repeat_of
+from groupax.models.scan_layers import LayerPattern, find_repeating_pattern
 
 from .conftest import TINY, one_device_mesh
 from .test_mesh import after_updates
@@ -41,19 +41,19 @@ ALTERNATING = {
 @pytest.mark.parametrize(
     ("kinds", "repeat"),
     [
-        ("", Repeat(0, 0, 0)),
-        ("a", Repeat(0, 0, 0)),
-        ("abc", Repeat(0, 0, 0)),
-        ("aaaa", Repeat(0, 1, 4)),
-        ("baaaa", Repeat(1, 1, 4)),
-        ("ababab", Repeat(0, 2, 3)),
-        ("aabaabaa", Repeat(0, 3, 2)),
-        ("aaaaab" * 4 + "aa", Repeat(0, 6, 4)),
-        ("xababaay", Repeat(1, 2, 2)),
+        ("", LayerPattern(0, 0, 0)),
+        ("a", LayerPattern(0, 0, 0)),
+        ("abc", LayerPattern(0, 0, 0)),
+        ("aaaa", LayerPattern(0, 1, 4)),
+        ("baaaa", LayerPattern(1, 1, 4)),
+        ("ababab", LayerPattern(0, 2, 3)),
+        ("aabaabaa", LayerPattern(0, 3, 2)),
+        ("aaaaab" * 4 + "aa", LayerPattern(0, 6, 4)),
+        ("xababaay", LayerPattern(1, 2, 2)),
     ],
 )
 def test_the_repeat_leaves_the_fewest_layers(kinds, repeat):
-    assert repeat_of(kinds) == repeat
+    assert find_repeating_pattern(kinds) == repeat
 
 
 @pytest.mark.parametrize(("change", "compiled"), [(ALTERNATING, 4), (MIXTURE, 2)], ids=["windows", "experts"])
@@ -64,12 +64,12 @@ def test_alike_layers_are_compiled_once(change, compiled):
     def layers_in(execution):
         def states(params):
             tokens = jnp.arange(5)
-            return forward(config, params, tokens, tokens, lambda how, kept, q, k, v: (q, kept), execution=execution)
+            return forward(config, params, tokens, tokens, lambda attn, cache, q, k, v: (q, cache), execution=execution)
 
         return str(jax.make_jaxpr(lambda params: states(params).hidden)(params)).count("name=layer")
 
     assert layers_in(DIRECT) == config.num_layers
-    assert layers_in(execution_on("cpu", "none", scan_layers=True)) == compiled
+    assert layers_in(execution_for("cpu", "none", scan_layers=True)) == compiled
 
 
 @pytest.mark.heavy

@@ -16,7 +16,7 @@ import numpy as np
 from groupax.compat.fields import tell
 from groupax.engine.engine import Engine
 from groupax.models.checkpoint import Model, add_adapter, load_adapter, load_model
-from groupax.models.lora import counts, lora_config, trainable_line
+from groupax.models.lora import as_lora_config, count_params, trainable_params_line
 from groupax.models.nf4 import Nf4
 from groupax.models.quantize import dense_params, is_quantized
 from groupax.models.saving import save_adapter, save_model, source_folders
@@ -83,7 +83,7 @@ class LoraConfig:
     def __init__(self, **settings: Any) -> None:
         self.peft_type = "LORA"
         self.__dict__ |= settings
-        lora_config(self)
+        as_lora_config(self)
 
 
 # Settings of a model's config that can be set, and why that has no meaning here.
@@ -158,7 +158,7 @@ class CausalLM:
 
     def print_trainable_parameters(self) -> None:
         """Print how many parameters an adapter trains, in PEFT's words."""
-        print(trainable_line(*counts(self.model.config, self.model.adapter and self.model.adapter.config)))
+        print(trainable_params_line(*count_params(self.model.config, self.model.adapter and self.model.adapter.config)))
 
     def generate(
         self,
@@ -348,7 +348,7 @@ class PeftModel(CausalLM):
 def get_peft_model(model: CausalLM, peft_config: Any, **inert: Any) -> CausalLM:
     """The model with a new adapter."""
     tell_inert(inert, {"adapter_name"}, "get_peft_model")
-    return CausalLM(add_adapter(model.model, lora_config(peft_config)))
+    return CausalLM(add_adapter(model.model, as_lora_config(peft_config)))
 
 
 def prepare_model_for_kbit_training(model: CausalLM, **inert: Any) -> CausalLM:

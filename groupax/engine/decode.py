@@ -18,12 +18,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from groupax.engine.cache import ROWS, Cache, pspec_of
 from groupax.engine.plan import piece_columns
 from groupax.engine.sampling import History, SamplingArrays, alternatives, sample, uniforms
-from groupax.models.attention import attend_cached, attend_stored, within_window
-from groupax.models.config import Attention, ModelConfig
+from groupax.models.attention import attend_cached, attend_masked, within_window
+from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decoder import forward, head_weights
 from groupax.models.layers import vocabulary_logits
 from groupax.models.specs import Params, layout_of
-from groupax.models.split import collected_weight, partition_specs
+from groupax.models.split import gather_weight, partition_specs
 from groupax.parallel.collectives import all_gather
 from groupax.parallel.mesh import DATA, Layout
 from groupax.parallel.pytree import pytree
@@ -222,7 +222,7 @@ def _prefill(
         is_unknown = own[None, :] >= first_unknown[:, None]
 
         def attend_to_stored(
-            how: Attention, stored: tuple[Array, Array], q: Array, k: Array, v: Array
+            attn: AttentionConfig, stored: tuple[Array, Array], q: Array, k: Array, v: Array
         ) -> tuple[Array, tuple[Array, Array]]:
             keys, values = stored
             q, k, v = (x.reshape(P, M, *x.shape[1:]) for x in (q, k, v))
@@ -232,15 +232,15 @@ def _prefill(
                 v = jnp.where(is_unknown[:, None, :, None], v, lax.dynamic_slice_in_dim(values, first, M, 2))
             keys = lax.dynamic_update_slice_in_dim(keys, k, first, 3)
             values = lax.dynamic_update_slice_in_dim(values, v, first, 2)
-            seen = visible & within_window(behind, how.window)
-            return attend_stored(q, keys, values, seen, how).reshape(P * M, *q.shape[2:]), (keys, values)
+            seen = visible & within_window(behind, attn.window)
+            return attend_masked(q, keys, values, seen, attn).reshape(P * M, *q.shape[2:]), (keys, values)
 
         tokens = lax.dynamic_slice_in_dim(prompts, first, M, 1)
         positions = jnp.maximum(own[None, :] - starts[:, None], 0)
         layers = list(zip(*stored, strict=True))
         layers = forward(
             config, params, tokens.reshape(-1), positions.reshape(-1), attend_to_stored, layers, layout=layout
-        ).kept
+        ).caches
         return [keys for keys, _ in layers], [values for _, values in layers]
 
     first_piece = jnp.minimum(jnp.min(first_unknown), S - 1) // M
@@ -284,24 +284,24 @@ def _decode_chunk(
         visible = (columns >= slots.start[:, None]) & (columns <= current)
 
         def attend_to_past(
-            how: Attention, kept: tuple[Array, ...], q: Array, k: Array, v: Array
+            attn: AttentionConfig, kept: tuple[Array, ...], q: Array, k: Array, v: Array
         ) -> tuple[Array, tuple[Array, ...]]:
             prompt_k, prompt_v, keys, values = kept
             keys = lax.dynamic_update_index_in_dim(keys, k.astype(keys.dtype), current, axis=3)
             values = lax.dynamic_update_index_in_dim(values, v.astype(values.dtype), current, axis=2)
             of_prompt, of_row = prompt_visible, visible
-            if how.window is not None:
+            if attn.window is not None:
                 behind_prompt = (current - slots.start)[:, None] + cache.num_prompt_columns - prompt_columns
                 of_prompt = jnp.repeat(prompt_visible, rows_per_prompt, axis=0)
-                of_prompt = of_prompt & within_window(behind_prompt, how.window)
-                of_row = visible & within_window(current - columns, how.window)
-            out = attend_cached(q, prompt_k, prompt_v, of_prompt, keys, values, of_row, how)
+                of_prompt = of_prompt & within_window(behind_prompt, attn.window)
+                of_row = visible & within_window(current - columns, attn.window)
+            out = attend_cached(q, prompt_k, prompt_v, of_prompt, keys, values, of_row, attn)
             return out, (prompt_k, prompt_v, keys, values)
 
         layers = list(zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True))
         hidden, layers, _ = forward(config, params, slots.token, slots.position, attend_to_past, layers, layout=layout)
         _, _, keys, values = (list(each) for each in zip(*layers, strict=True))
-        head = collected_weight(layout, ("vocab", "embed"), head_weights(params))
+        head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
         logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
         tokens = lax.dynamic_update_index_in_dim(cache.tokens, slots.token, current, axis=1)
         history = History(

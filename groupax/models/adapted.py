@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
-from groupax.models.matmul import linear_product
+from groupax.models.matmul import dense_linear
 from groupax.parallel.pytree import pytree
 
 # A tree of weights, as in `models.specs`.
@@ -39,7 +39,7 @@ class Dropout:
 
 
 @pytree
-class Adapted:
+class AdaptedWeight:
     """A weight of the forward pass: the base, multiplied as it is, and beside it scale b a.
 
     Attributes:
@@ -56,7 +56,7 @@ class Adapted:
 
 
 @pytree
-class Frozen:
+class FrozenBase:
     """What does not change while an adapter is trained.
 
     Attributes:
@@ -68,7 +68,7 @@ class Frozen:
     scale: Float[Any, ""]
 
 
-def joined(frozen: Frozen | None, trained: Params, dropout: Dropout | None = None) -> Params:
+def apply_adapter(frozen: FrozenBase | None, trained: Params, dropout: Dropout | None = None) -> Params:
     """The weights that the forward pass reads: the base's, with what is trained beside them or in their places.
 
     Args:
@@ -83,7 +83,7 @@ def _joined(base: Any, trained: Any, scale: Any, dropout: Dropout | None, path: 
     if isinstance(trained, LowRank):
         if dropout is not None:
             dropout = replace(dropout, key=jax.random.fold_in(dropout.key, zlib.crc32(path.encode())))
-        return Adapted(base, trained, scale, dropout)
+        return AdaptedWeight(base, trained, scale, dropout)
     if isinstance(trained, dict):
         own = {name: _joined(base[name], x, scale, dropout, f"{path}/{name}") for name, x in trained.items()}
         return {**base, **own}
@@ -93,12 +93,12 @@ def _joined(base: Any, trained: Any, scale: Any, dropout: Dropout | None, path: 
     return trained
 
 
-def low_rank_product(x: Float[Array, "*M I"], weight: Adapted) -> Float[Array, "*M O"]:
+def low_rank_linear(x: Float[Array, "*M I"], weight: AdaptedWeight) -> Float[Array, "*M O"]:
     """scale b a x. The scale multiplies between two products, where no compiler joins it with an addition."""
     if weight.dropout is not None:
         x = _dropped(x, weight.dropout)
-    inner = linear_product(x, weight.change.a) * jnp.asarray(weight.scale, x.dtype)
-    return linear_product(inner, weight.change.b)
+    inner = dense_linear(x, weight.change.a) * jnp.asarray(weight.scale, x.dtype)
+    return dense_linear(inner, weight.change.b)
 
 
 def _dropped(x: Float[Array, "M I"], dropout: Dropout) -> Float[Array, "M I"]:

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from groupax.models.config import Attention
+from groupax.models.config import AttentionConfig
 from groupax.models.layers import scaled, softcapped
-from groupax.models.matmul import times
+from groupax.models.matmul import matmul
 
 # Queries that reach beyond so many columns are taken in blocks of so many.
-MOST_COLUMNS = 1024
-BLOCK_QUERIES = 512
+MAX_UNBLOCKED_COLUMNS = 1024
+QUERY_BLOCK = 512
 MASKED = -1e30  # not -inf: a query without any visible key must give finite numbers, not NaN
 
 
@@ -26,7 +26,7 @@ def attend(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     starts: Int[Array, "B"],
-    how: Attention,
+    attn: AttentionConfig,
 ) -> Float[Array, "B T N H"]:
     """softmax(scale q k') v, where each query sees its own position and those before it, from `starts` on.
 
@@ -39,8 +39,8 @@ def attend(
     def of_block(first: Array | int, q: Array) -> Array:
         own = first + jnp.arange(q.shape[1])
         visible = (columns >= starts[:, None, None]) & (columns <= own[None, :, None])
-        visible = visible & within_window(own[None, :, None] - columns, how.window)
-        return attend_stored(q, keys, values, visible, how)
+        visible = visible & within_window(own[None, :, None] - columns, attn.window)
+        return attend_masked(q, keys, values, visible, attn)
 
     return _in_blocks(of_block, q)
 
@@ -51,9 +51,9 @@ def _in_blocks(of_block: Callable[[Array | int, Array], Array], q: Float[Array, 
     The backward pass computes a block again, so that memory grows with a row's length and not with its square.
     """
     B, T, N, H = q.shape
-    if first + T <= MOST_COLUMNS:
+    if first + T <= MAX_UNBLOCKED_COLUMNS:
         return of_block(first, q)
-    size = min(BLOCK_QUERIES, T)
+    size = min(QUERY_BLOCK, T)
     num_blocks = -(-T // size)
     padded = jnp.pad(q, ((0, 0), (0, num_blocks * size - T), (0, 0), (0, 0)))
     blocks = padded.reshape(B, num_blocks, size, N, H).swapaxes(0, 1)
@@ -62,19 +62,19 @@ def _in_blocks(of_block: Callable[[Array | int, Array], Array], q: Float[Array, 
     return out.swapaxes(0, 1).reshape(B, num_blocks * size, N, H)[:, :T]
 
 
-def attend_stored(
+def attend_masked(
     q: Float[Array, "B T N H"],
     keys: Float[Array, "B K H S"],
     values: Float[Array, "B K S H"],
     visible: Bool[Array, "B T S"],
-    how: Attention,
+    attn: AttentionConfig,
 ) -> Float[Array, "B T N H"]:
     """`attend` with keys and values as the cache has them, maybe in another dtype."""
     B, T, N, H = q.shape
     K = keys.shape[1]
     keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-    grouped = scaled(q, how.scale).reshape(B, T, K, N // K, H)
-    scores = jnp.where(visible[:, None, None], softcapped(_scores(grouped, keys), how.softcap), MASKED)
+    grouped = scaled(q, attn.scale).reshape(B, T, K, N // K, H)
+    scores = jnp.where(visible[:, None, None], softcapped(_scores(grouped, keys), attn.softcap), MASKED)
     weights = jnp.exp(scores - _highest(scores))
     out = _weighted(weights.astype(q.dtype), values) / _total(weights)
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
@@ -87,7 +87,7 @@ def attend_with_prompt(
     prompt_k: Float[Array, "B S K H"],
     prompt_v: Float[Array, "B S K H"],
     prompt_starts: Int[Array, "B"],
-    how: Attention,
+    attn: AttentionConfig,
 ) -> Float[Array, "B T N H"]:
     """Rows that continue a left-padded prompt: each query sees the row's prompt and, causally, the row itself.
 
@@ -100,13 +100,13 @@ def attend_with_prompt(
 
     def of_block(first: Array | int, q: Array) -> Array:
         B, t, N, H = q.shape
-        grouped = scaled(q, how.scale).reshape(B, t, K, N // K, H)
+        grouped = scaled(q, attn.scale).reshape(B, t, K, N // K, H)
         own = first + jnp.arange(t)[:, None]
         behind, behind_row = S + own - jnp.arange(S)[None, :], own - jnp.arange(C)[None, :]
-        row_visible = (behind_row >= 0) & within_window(behind_row, how.window)
-        prompt_seen = prompt_visible & within_window(behind[None, None, None], how.window)
+        row_visible = (behind_row >= 0) & within_window(behind_row, attn.window)
+        prompt_seen = prompt_visible & within_window(behind[None, None, None], attn.window)
         on_prompt, on_row = (
-            jnp.where(visible, softcapped(_scores(grouped, keys), how.softcap), MASKED)
+            jnp.where(visible, softcapped(_scores(grouped, keys), attn.softcap), MASKED)
             for visible, keys in ((prompt_seen, prompt_keys), (row_visible[None, None, None], keys))
         )
         highest = jnp.maximum(_highest(on_prompt), _highest(on_row))
@@ -129,7 +129,7 @@ def attend_cached(
     k: Float[Array, "B K H T"],
     v: Float[Array, "B K T H"],
     visible: Bool[Array, "B T"],
-    how: Attention,
+    attn: AttentionConfig,
 ) -> Float[Array, "B N H"]:
     """One query per row over its prompt's and its own visible columns; B / Q neighbouring rows share a prompt.
 
@@ -148,19 +148,19 @@ def attend_cached(
     def by_row(x: Array) -> Array:
         return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
 
-    grouped = scaled(q, how.scale).reshape(B, K, G, H).astype(common)
-    on_prompt = softcapped(times(by_prompt(grouped), prompt_k), how.softcap)
+    grouped = scaled(q, attn.scale).reshape(B, K, G, H).astype(common)
+    on_prompt = softcapped(matmul(by_prompt(grouped), prompt_k), attn.softcap)
     if prompt_visible.shape[0] == Q:
         prompt_visible = prompt_visible[:, None, None]
     else:
         prompt_visible = jnp.repeat(prompt_visible.reshape(Q, 1, R, -1), G, axis=2)
     on_prompt = jnp.where(prompt_visible, on_prompt, MASKED)
-    on_row = softcapped(times(grouped, k), how.softcap)
+    on_row = softcapped(matmul(grouped, k), attn.softcap)
     on_row = jnp.where(visible[:, None, None], on_row, MASKED)
     highest = jnp.maximum(by_row(_highest(on_prompt)), _highest(on_row))
     prompt_weights, row_weights = jnp.exp(on_prompt - by_prompt(highest)), jnp.exp(on_row - highest)
-    of_prompt = times(prompt_weights.astype(v.dtype), prompt_v)
-    of_row = times(row_weights.astype(v.dtype), v)
+    of_prompt = matmul(prompt_weights.astype(v.dtype), prompt_v)
+    of_row = matmul(row_weights.astype(v.dtype), v)
     out = (by_row(of_prompt) + of_row) / (by_row(_total(prompt_weights)) + _total(row_weights))
     return out.astype(q.dtype).reshape(B, N, H)
 
@@ -182,10 +182,10 @@ def _scores(q: Float[Array, "B T K G H"], keys: Float[Array, "B K H S"]) -> Floa
     """q' keys, float32."""
     B, T, K, G, H = q.shape
     by_head = q.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    return times(by_head, keys).reshape(B, K, G, T, -1)
+    return matmul(by_head, keys).reshape(B, K, G, T, -1)
 
 
 def _weighted(weights: Float[Array, "B K G T S"], values: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
     """The sum of the values by weight, float32."""
     B, K, G, T, S = weights.shape
-    return times(weights.reshape(B, K, G * T, S), values).reshape(B, K, G, T, -1)
+    return matmul(weights.reshape(B, K, G * T, S), values).reshape(B, K, G, T, -1)

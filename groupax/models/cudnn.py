@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from groupax.models.config import Attention
+from groupax.models.config import AttentionConfig
 
 # cuDNN's, or what XLA makes of the same call on any device.
 Implementation = Literal["cudnn", "xla"]
@@ -22,20 +22,20 @@ def attend(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     starts: Int[Array, "B"],
-    how: Attention,
+    attn: AttentionConfig,
     implementation: Implementation = "cudnn",
 ) -> Float[Array, "B T N H"]:
     """As `attention.attend`, but for what a query before its row's start gets.
 
     Args:
-        q, k, v, starts, how: see there; there is no softcap.
+        q, k, v, starts, attn: see there; there is no softcap.
         implementation: of the call.
     """
-    assert how.softcap is None, "cuDNN has no softcap"
-    window = None if how.window is None else (how.window - 1, 0)
+    assert attn.softcap is None, "cuDNN has no softcap"
+    window = None if attn.window is None else (attn.window - 1, 0)
     out = jax.nn.dot_product_attention(
         *(_turned(x, starts) for x in (q, k, v)),
-        scale=how.scale,
+        scale=attn.scale,
         is_causal=True,
         local_window_size=window,
         implementation=implementation,
@@ -50,14 +50,14 @@ def attend_with_prompt(
     prompt_k: Float[Array, "B S K H"],
     prompt_v: Float[Array, "B S K H"],
     prompt_starts: Int[Array, "B"],
-    how: Attention,
+    attn: AttentionConfig,
     implementation: Implementation = "cudnn",
 ) -> Float[Array, "B T N H"]:
     """As `attention.attend_with_prompt`; `implementation` as in `attend`."""
     before = prompt_k.shape[1] + k.shape[1] - q.shape[1]
     queries = jnp.pad(q, ((0, 0), (before, 0), (0, 0), (0, 0)))
     keys, values = jnp.concatenate([prompt_k, k], axis=1), jnp.concatenate([prompt_v, v], axis=1)
-    return attend(queries, keys, values, prompt_starts, how, implementation)[:, before:]
+    return attend(queries, keys, values, prompt_starts, attn, implementation)[:, before:]
 
 
 @jax.custom_vjp

@@ -15,21 +15,21 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from groupax.models.attention import attend
-from groupax.models.config import Attention, ModelConfig, Rope
+from groupax.models.config import AttentionConfig, ModelConfig, Rope
 from groupax.models.execution import DIRECT, Execution
-from groupax.models.experts import Routing, mixture
-from groupax.models.layers import NORMS, Weight, gated_mlp, linear, linear_of_parts, scaled, vocabulary_logits
+from groupax.models.experts import Routing, mixture_of_experts
+from groupax.models.layers import NORMS, Weight, gated_mlp, linear, row_parallel_linear, scaled, vocabulary_logits
 from groupax.models.lookup import lookup
 from groupax.models.rope import Tables, rope_tables, rotate
-from groupax.models.scan_layers import through_layers
+from groupax.models.scan_layers import apply_layers
 from groupax.models.specs import Params, layer_specs
-from groupax.models.split import collected, collected_weight
+from groupax.models.split import gather_weight, gather_weights
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
 from groupax.parallel.mesh import REPLICATED, Layout
 
-# (how the layer attends, what it keeps, queries [M, N, H], keys [M, K, H], values [M, K, H])
-# -> (what each token attended to [M, N, H], what the layer keeps from now on)
-Attend = Callable[[Attention, Any, Array, Array, Array], tuple[Array, Any]]
+# (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H])
+# -> (outputs [M, N, H], the layer's updated cache)
+Attend = Callable[[AttentionConfig, Any, Array, Array, Array], tuple[Array, Any]]
 # What the backward pass finds of a layer: its input alone, its input and the products with weights, or those with each
 # other (attention's) too. The rest is computed again.
 _SAVED = {
@@ -39,17 +39,17 @@ _SAVED = {
 }
 
 
-class Forward(NamedTuple):
+class ForwardOutput(NamedTuple):
     """What a forward pass gives.
 
     Attributes:
         hidden: states after the final norm, times `hidden_scale`, in the dtype of the parameters.
-        kept: what each layer's `attend` keeps.
+        caches: what each layer's `attend` returned as its cache.
         routings: where the router of each layer with experts sent the tokens.
     """
 
     hidden: Float[Array, "M D"]
-    kept: list[Any]
+    caches: list[Any]
     routings: list[Routing]
 
 
@@ -64,10 +64,10 @@ def forward(
     tokens: Int[Array, "M"],
     positions: Int[Array, "M"],
     attend: Attend,
-    kept: Sequence[Any] | None = None,
+    caches: Sequence[Any] | None = None,
     execution: Execution = DIRECT,
     layout: Layout = REPLICATED,
-) -> Forward:
+) -> ForwardOutput:
     """The forward pass.
 
     Layers of the same kind are traced once: `attend` may read what is around it, but must change nothing there.
@@ -79,8 +79,8 @@ def forward(
         config, params: the model.
         tokens, positions: of the flat list.
         attend: see above.
-        kept: what each layer's `attend` gets, its part of a cache; None for nothing.
-        execution: how it is computed; layers that keep something are not scanned.
+        caches: one per layer, passed to `attend`; None for no caches.
+        execution: how it is computed; layers with caches are not scanned.
         layout: how the model is split.
     """
     x = _embedded(params, tokens, layout)
@@ -88,36 +88,36 @@ def forward(
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     tables = {rope: rope_tables(rope, config.max_positions, positions, x.dtype) for rope in config.ropes if rope}
 
-    def layer(x: Array, weights: Params, kept: Any, index: int) -> tuple[Array, Any, Routing | None]:
-        weights, attend_as = collected(layout, layer_specs(config, index), weights), config.attention(index)
+    def layer(x: Array, weights: Params, cache: Any, index: int) -> tuple[Array, Any, Routing | None]:
+        weights, attend_as = gather_weights(layout, layer_specs(config, index), weights), config.attention(index)
         h = _normed(config, x, weights.get("attention_norm"))
-        attended, kept = _attention(config, index, weights, h, tables, partial(attend, attend_as, kept), layout)
+        attended, cache = _attention(config, index, weights, h, tables, partial(attend, attend_as, cache), layout)
         x = x + _added(config, attended, weights.get("attention_out_norm"))
         h = h if config.block == "parallel" else _normed(config, x, weights.get("mlp_norm"))
         out, routing = _mlp(config, index, weights, h, layout)
-        return x + _added(config, out, weights.get("mlp_out_norm")), kept, routing
+        return x + _added(config, out, weights.get("mlp_out_norm")), cache, routing
 
     if execution.checkpointing != "none":
         layer = jax.checkpoint(layer, static_argnums=3, policy=_SAVED[execution.checkpointing])
     elif layout.axis("embed") is not None:
         layer = jax.checkpoint(layer, static_argnums=3, policy=_all_but_gathered)
     layer = jax.jit(layer, static_argnums=3)
-    scans = execution.scan_layers and kept is None
-    kept = list(kept) if kept is not None else [None] * config.num_layers
+    scans = execution.scan_layers and caches is None
+    caches = list(caches) if caches is not None else [None] * config.num_layers
 
     def numbered(x: Array, weights: Params, index: int) -> tuple[Array, Routing | None]:
-        x, kept[index], routing = layer(x, weights, kept[index], config.first_similar_layer(index))
+        x, caches[index], routing = layer(x, weights, caches[index], config.first_similar_layer(index))
         return x, routing
 
     kinds = [config.first_similar_layer(index) if scans else index for index in range(config.num_layers)]
-    x, routings = through_layers(numbered, x, params["layers"], kinds)
+    x, routings = apply_layers(numbered, x, params["layers"], kinds)
     routings = [routing for routing in routings if routing is not None]
-    return Forward(scaled(_normed(config, x, params["final_norm"]), config.hidden_scale), kept, routings)
+    return ForwardOutput(scaled(_normed(config, x, params["final_norm"]), config.hidden_scale), caches, routings)
 
 
 def _embedded(params: Params, tokens: Int[Array, "M"], layout: Layout) -> Float[Array, "M D"]:
     """The tokens' embeddings; of those that other devices have, 0 until they are added up."""
-    table, axis = collected_weight(layout, ("vocab", "embed"), params["embed"]), layout.axis("vocab")
+    table, axis = gather_weight(layout, ("vocab", "embed"), params["embed"]), layout.axis("vocab")
     if axis is None:
         return lookup(table, tokens)
     own = tokens - axis_index(axis) * table.shape[0]
@@ -147,9 +147,9 @@ def _attention(
     if rope := config.ropes[index]:
         q, k = (rotate(x, tables[rope], rope.interleaved) for x in (q, k))
     if axis is not None and layout.axis("kv_heads") is None:
-        k, v = (own_kv_heads(x, q.shape[1], axis) for x in (k, v))
-    out, kept = attend(q, k, v)
-    return linear_of_parts(out.reshape(M, -1), weights["o"], weights.get("o_bias"), axis), kept
+        k, v = (local_kv_heads(x, q.shape[1], axis) for x in (k, v))
+    out, cache = attend(q, k, v)
+    return row_parallel_linear(out.reshape(M, -1), weights["o"], weights.get("o_bias"), axis), cache
 
 
 def _within_heads(config: ModelConfig, weights: Params, layout: Layout) -> Params:
@@ -165,7 +165,7 @@ def _within_heads(config: ModelConfig, weights: Params, layout: Layout) -> Param
     }
 
 
-def own_kv_heads(x: Float[Array, "M K H"], num_own: int, axis: Axis) -> Float[Array, "M k H"]:
+def local_kv_heads(x: Float[Array, "M K H"], num_own: int, axis: Axis) -> Float[Array, "M k H"]:
     """The key/value heads that a device's query heads use.
 
     Args:
@@ -187,7 +187,7 @@ def _mlp(
     if config.has_experts(index):
         assert config.experts is not None, "the layer has some"
         matrices = weights["expert_gate"], weights["expert_up"], weights["expert_down"]
-        return mixture(config.experts, h, weights["router"], *matrices, config.activation, layout)
+        return mixture_of_experts(config.experts, h, weights["router"], *matrices, config.activation, layout)
     biases = (weights.get("gate_bias"), weights.get("up_bias"), weights.get("down_bias"))
     matrices = weights["gate"], weights["up"], weights["down"]
     return gated_mlp(h, *matrices, biases, config.activation, layout.axis("ffn")), None
@@ -214,9 +214,9 @@ def causal_hidden(
     """Hidden states after the final norm of whole, left-padded sequences; `starts` are their first columns."""
     B, T = tokens.shape
 
-    def attend_causally(how: Attention, kept: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    def attend_causally(attn: AttentionConfig, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
-        return attend(q, k, v, starts, how).reshape(B * T, *q.shape[2:]), kept
+        return attend(q, k, v, starts, attn).reshape(B * T, *q.shape[2:]), cache
 
     positions = jnp.maximum(jnp.arange(T)[None, :] - starts[:, None], 0).reshape(-1)
     return forward(config, params, tokens.reshape(-1), positions, attend_causally).hidden.reshape(B, T, -1)

@@ -46,7 +46,7 @@ class Execution:
 DIRECT = Execution()
 
 
-def execution_on(
+def execution_for(
     platform: str,
     checkpointing: Checkpointing,
     scan_layers: bool | None = None,

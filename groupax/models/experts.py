@@ -9,8 +9,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.config import Activation, Experts
-from groupax.models.layers import gated, linear
-from groupax.models.matmul import times_transposed
+from groupax.models.layers import gated_activation, linear
+from groupax.models.matmul import matmul_nt
 from groupax.parallel.collectives import all_gather, axis_index, psum, psum_grad, reduce_scatter
 from groupax.parallel.mesh import REPLICATED, Layout
 from groupax.parallel.pytree import pytree
@@ -34,7 +34,7 @@ class Routing:
     chosen: Int[Array, "M A"]
 
 
-def mixture(
+def mixture_of_experts(
     experts: Experts,
     x: Float[Array, "M D"],
     router: Float[Array, "E D"],
@@ -50,7 +50,7 @@ def mixture(
     (arXiv:2401.04088, section 2.1). No token is dropped. Where experts are split over a mesh axis, a device computes
     its own ones for the tokens of all.
     """
-    logits = times_transposed(x, router)
+    logits = matmul_nt(x, router)
     exps = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
     probs = exps / jnp.sum(exps, axis=-1, keepdims=True)
     weights, chosen = lax.top_k(probs, experts.per_token)
@@ -66,13 +66,13 @@ def mixture(
     # each choice, and the order of its sums depends on the number of rows.
     out = lax.platform_dependent(
         *arrays,
-        cpu=partial(one_by_one, activation=activation),
-        default=partial(grouped, activation=activation, some_elsewhere=apart is not None),
+        cpu=partial(loop_over_experts, activation=activation),
+        default=partial(ragged_experts, activation=activation, some_elsewhere=apart is not None),
     )
     return psum(reduce_scatter(out, apart, 0), within), Routing(probs, chosen)
 
 
-def grouped(
+def ragged_experts(
     x: Float[Array, "M D"],
     weights: Float[Array, "M A"],
     chosen: Int[Array, "M A"],
@@ -92,7 +92,7 @@ def grouped(
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.sum(jax.nn.one_hot(chosen.reshape(-1), E, dtype=jnp.int32), axis=0)
     rows = _permuted(jnp.repeat(x, A, axis=0), order)
-    between = gated(activation, _by_group(rows, gate, sizes), _by_group(rows, up, sizes))
+    between = gated_activation(activation, _by_group(rows, gate, sizes), _by_group(rows, up, sizes))
     weighted = between * _permuted(weights.reshape(-1, 1), order)
     if some_elsewhere:  # rows behind the groups' are anything
         is_own = (jnp.arange(M * A) < jnp.sum(sizes))[:, None]
@@ -103,7 +103,7 @@ def grouped(
     return jnp.sum(out.reshape(M, A, -1), axis=1)
 
 
-def one_by_one(
+def loop_over_experts(
     x: Float[Array, "M D"],
     weights: Float[Array, "M A"],
     chosen: Int[Array, "M A"],
@@ -118,7 +118,7 @@ def one_by_one(
     def add(total: Array, expert: tuple[Array, Array, Array, Array]) -> tuple[Array, None]:
         index, gate, up, down = expert
         weight = jnp.sum(weights, axis=1, keepdims=True, where=chosen == index)
-        between = gated(activation, linear(x, gate), linear(x, up))
+        between = gated_activation(activation, linear(x, gate), linear(x, up))
         return total + linear(between * weight, down), None
 
     return lax.scan(add, jnp.zeros_like(x), (jnp.arange(gate.shape[0]), gate, up, down))[0]

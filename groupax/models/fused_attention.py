@@ -8,22 +8,24 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from groupax.models import attention
-from groupax.models.config import Attention, ModelConfig
+from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.execution import FusedAttention
 from groupax.settings.compute import AttnImplementation
 
 # By a v4's stated peaks (planning.counting; 32 heads over 8 of 128 dims) splash takes about half of the plain form's
 # time with 128 queries, as long with 64, and with 32 twice as long, since a block has 128.
-FEWEST_QUERIES = 128
+MIN_QUERIES = 128
 # cuDNN computes the scores of empty queries too. With five times the scores that are needed its arithmetic, at 60 % of
 # an H100's stated peak, takes as long as the memory that plain scores go through.
-MOST_EXTRA_SCORES = 4
+MAX_EXTRA_SCORES = 4
 # A GPU's least compute capability with such kernels, and the one from which heads may be as wide as the second number.
 _FIRST_CAPABILITY, _FEW_DIMS = (8, 0), 128
 _WIDE_CAPABILITY, _MANY_DIMS = (9, 0), 256
 
 
-def fused_for(asked: AttnImplementation, device: Any, config: ModelConfig, dtype: Any) -> FusedAttention | None:
+def select_fused_attention(
+    asked: AttnImplementation, device: Any, config: ModelConfig, dtype: Any
+) -> FusedAttention | None:
     """The kernel that updates attend with on a device; None for the plain form.
 
     Args:
@@ -72,19 +74,19 @@ def attend(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     starts: Int[Array, "B"],
-    how: Attention,
+    attn: AttentionConfig,
     fused: FusedAttention | None,
 ) -> Float[Array, "B T N H"]:
     """`attention.attend`, fused where it pays; a query before its row's start then gets numbers without meaning."""
     if fused is None or not _pays(fused, q.shape[1], 0):
-        return attention.attend(q, k, v, starts, how)
+        return attention.attend(q, k, v, starts, attn)
     if fused.kernel == "splash":
         from groupax.models import splash
 
-        return splash.attend(q, k, v, starts, how, fused.emulated)
+        return splash.attend(q, k, v, starts, attn, fused.emulated)
     from groupax.models import cudnn
 
-    return cudnn.attend(q, k, v, starts, how, "xla" if fused.emulated else "cudnn")
+    return cudnn.attend(q, k, v, starts, attn, "xla" if fused.emulated else "cudnn")
 
 
 def attend_with_prompt(
@@ -94,24 +96,24 @@ def attend_with_prompt(
     prompt_k: Float[Array, "B S K H"],
     prompt_v: Float[Array, "B S K H"],
     prompt_starts: Int[Array, "B"],
-    how: Attention,
+    attn: AttentionConfig,
     fused: FusedAttention | None,
 ) -> Float[Array, "B T N H"]:
     """`attention.attend_with_prompt`, fused where it pays."""
     arrays = (q, k, v, prompt_k, prompt_v, prompt_starts)
     if fused is None or not _pays(fused, q.shape[1], prompt_k.shape[1] + k.shape[1] - q.shape[1]):
-        return attention.attend_with_prompt(*arrays, how)
+        return attention.attend_with_prompt(*arrays, attn)
     if fused.kernel == "splash":
         from groupax.models import splash
 
-        return splash.attend_with_prompt(*arrays, how, fused.emulated)
+        return splash.attend_with_prompt(*arrays, attn, fused.emulated)
     from groupax.models import cudnn
 
-    return cudnn.attend_with_prompt(*arrays, how, "xla" if fused.emulated else "cudnn")
+    return cudnn.attend_with_prompt(*arrays, attn, "xla" if fused.emulated else "cudnn")
 
 
 def _pays(fused: FusedAttention, queries: int, before: int) -> bool:
     """Whether so many queries behind so many columns take less time fused."""
     needed, computed = queries * (2 * before + queries), (before + queries) ** 2
-    extra = fused.kernel == "cudnn" and computed > MOST_EXTRA_SCORES * needed
-    return queries >= FEWEST_QUERIES and not extra
+    extra = fused.kernel == "cudnn" and computed > MAX_EXTRA_SCORES * needed
+    return queries >= MIN_QUERIES and not extra

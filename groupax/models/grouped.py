@@ -1,7 +1,7 @@
 """Completions behind shared prompts, without padding: each prompt is computed once for all rows that continue it.
 
 All tokens lie one behind another, and everything but attention works on them as they lie. Attention sees rectangles, of
-prompts and of tiles of rows (`groupax.training.packing`): its queries, keys and values are taken there, its outputs
+prompts and of tiles of rows (`groupax.training.buckets`): its queries, keys and values are taken there, its outputs
 taken back.
 """
 
@@ -12,22 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from groupax.models.config import Attention, ModelConfig
-from groupax.models.decoder import forward, head_weights, own_kv_heads
+from groupax.models.config import AttentionConfig, ModelConfig
+from groupax.models.decoder import forward, head_weights, local_kv_heads
 from groupax.models.execution import DIRECT, Execution
 from groupax.models.experts import Routing
 from groupax.models.fused_attention import attend, attend_with_prompt
 from groupax.models.logprobs import token_logprobs
 from groupax.models.lookup import lookup
 from groupax.models.specs import Params
-from groupax.models.split import collected_weight
+from groupax.models.split import gather_weight
 from groupax.parallel.collectives import Axis, all_gather, all_gather_invariant, all_to_all, axis_size, local_slice
 from groupax.parallel.mesh import REPLICATED, Layout
 from groupax.parallel.pytree import pytree
 
 
 @pytree
-class Ragged:
+class RaggedBatch:
     """Tokens of prompts and of the rows behind them, and where attention finds them.
 
     Attributes:
@@ -53,7 +53,7 @@ class Ragged:
 def grouped_logprobs(
     config: ModelConfig,
     params: Params,
-    ragged: Ragged,
+    ragged: RaggedBatch,
     temperature: float,
     execution: Execution = DIRECT,
     entropy_gradient: bool = True,
@@ -62,7 +62,7 @@ def grouped_logprobs(
     """Log-probability of each of the rows' targets and entropy of its distribution, in nats, float32.
 
     Also where the routers of a mixture of experts sent all tokens, the prompts' and behind them the rows'; of devices
-    that share the tokens (`own_tokens`), each has its own ones' routings.
+    that share the tokens (`local_tokens`), each has its own ones' routings.
 
     Args:
         config, params: the model.
@@ -79,22 +79,22 @@ def grouped_logprobs(
     cells = jnp.concatenate([side.reshape(-1) for side in sides])
     ends = np.cumsum([side.size for side in sides])
 
-    def attend_in_groups(how: Attention, kept: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    def attend_in_groups(attn: AttentionConfig, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         if shared is None:
-            return attend_to_all(how, q, k, v), kept
+            return attend_to_all(attn, q, k, v), cache
         q, k, v = _all_tokens(q, k, v, shared)
         M = ragged.tokens.shape[0]
-        out = jnp.pad(attend_to_all(how, q[:M], k[:M], v[:M]), ((0, q.shape[0] - M), (0, 0), (0, 0)))
-        return all_to_all(out, shared, 0, 1), kept
+        out = jnp.pad(attend_to_all(attn, q[:M], k[:M], v[:M]), ((0, q.shape[0] - M), (0, 0), (0, 0)))
+        return all_to_all(out, shared, 0, 1), cache
 
-    def attend_to_all(how: Attention, q: Array, k: Array, v: Array) -> Array:
+    def attend_to_all(attn: AttentionConfig, q: Array, k: Array, v: Array) -> Array:
         def in_rectangles(x: Array) -> list[Array]:
-            parts = jnp.split(taken(x, cells, ragged.slots), ends[:-1])
+            parts = jnp.split(gather_with_inverse(x, cells, ragged.slots), ends[:-1])
             return [part.reshape(*side.shape, *x.shape[1:]) for part, side in zip(parts, sides, strict=True)]
 
         (prompt_q, *row_q), (prompt_k, *row_k), (prompt_v, *row_v) = map(in_rectangles, (q, k, v))
         fused = execution.attention
-        outs = [attend(prompt_q, prompt_k, prompt_v, starts, how, fused)]
+        outs = [attend(prompt_q, prompt_k, prompt_v, starts, attn, fused)]
         for last, own_q in enumerate(row_q):
             B = own_q.shape[0]
             of = ragged.prompt_of[:B]
@@ -102,17 +102,19 @@ def grouped_logprobs(
                 jnp.concatenate([x[:B] for x in of_tiles[: last + 1]], axis=1) for of_tiles in (row_k, row_v)
             )
             behind = lookup(prompt_k, of), lookup(prompt_v, of), starts[of]
-            outs.append(attend_with_prompt(own_q, own_k, own_v, *behind, how, fused))
-        return taken(jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs]), ragged.slots, cells)
+            outs.append(attend_with_prompt(own_q, own_k, own_v, *behind, attn, fused))
+        return gather_with_inverse(
+            jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs]), ragged.slots, cells
+        )
 
-    tokens, positions = (own_tokens(x, layout) for x in (ragged.tokens, ragged.positions))
+    tokens, positions = (local_tokens(x, layout) for x in (ragged.tokens, ragged.positions))
     hidden, _, routings = forward(
         config, params, tokens, positions, attend_in_groups, execution=execution, layout=layout
     )
     M, R = ragged.tokens.shape[0], ragged.targets.shape[0]
-    of_rows = own_tokens(all_gather(hidden, shared, 0)[M - R : M], layout)
-    head = collected_weight(layout, ("vocab", "embed"), head_weights(params))
-    targets, vocabulary = own_tokens(ragged.targets, layout), layout.axis("vocab")
+    of_rows = local_tokens(all_gather(hidden, shared, 0)[M - R : M], layout)
+    head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
+    targets, vocabulary = local_tokens(ragged.targets, layout), layout.axis("vocab")
     logp, entropy = token_logprobs(
         of_rows,
         head,
@@ -126,7 +128,7 @@ def grouped_logprobs(
     return all_gather_invariant(logp, shared, 0)[:R], all_gather_invariant(entropy, shared, 0)[:R], routings
 
 
-def own_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..."]:
+def local_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..."]:
     """Of something that all devices have for each token, a device's part, filled up to parts of one size."""
     axis = layout.axis("tokens")
     if axis is None:
@@ -142,12 +144,12 @@ def _all_tokens(
     q = all_to_all(q, axis, 1, 0)
     if k.shape[1] % axis_size(axis) == 0:
         return q, all_to_all(k, axis, 1, 0), all_to_all(v, axis, 1, 0)
-    k, v = (own_kv_heads(all_gather(x, axis, 0), q.shape[1], axis) for x in (k, v))
+    k, v = (local_kv_heads(all_gather(x, axis, 0), q.shape[1], axis) for x in (k, v))
     return q, k, v
 
 
 @jax.custom_vjp
-def taken(x: Array, index: Array, inverse: Array) -> Array:
+def gather_with_inverse(x: Array, index: Array, inverse: Array) -> Array:
     """x[index], with zeros where the index is -1.
 
     Args:
@@ -160,15 +162,15 @@ def taken(x: Array, index: Array, inverse: Array) -> Array:
     return x.at[jnp.where(index < 0, x.shape[0], index)].get(mode="fill", fill_value=0)
 
 
-def _taken_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
-    return taken(x, index, inverse), (index, inverse)
+def _gather_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
+    return gather_with_inverse(x, index, inverse), (index, inverse)
 
 
-def _taken_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
+def _gather_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
     index, inverse = saved
     # a sum of several tiles' gradients would be made anew for each item that is taken of it
     flat = jax.lax.optimization_barrier(gradient.reshape(index.size, *gradient.shape[index.ndim :]))
-    return taken(flat, inverse, index.reshape(-1)), None, None
+    return gather_with_inverse(flat, inverse, index.reshape(-1)), None, None
 
 
-taken.defvjp(_taken_forward, _taken_backward)
+gather_with_inverse.defvjp(_gather_forward, _gather_backward)

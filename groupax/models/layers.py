@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from groupax.models.adapted import Adapted, low_rank_product
+from groupax.models.adapted import AdaptedWeight, low_rank_linear
 from groupax.models.config import Activation, NormKind
-from groupax.models.matmul import linear_product, times, times_transposed
-from groupax.models.nf4 import Nf4, dequantized
+from groupax.models.matmul import dense_linear, matmul, matmul_nt
+from groupax.models.nf4 import Nf4, dequantize_nf4
 from groupax.parallel.collectives import Axis, psum, psum_grad
 from groupax.parallel.platform import traced_platform
 
@@ -30,7 +30,7 @@ def rms_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) ->
     return (wide * inverse_rms).astype(x.dtype) * _for_last(weight, x)
 
 
-def rms_norm_around_zero(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
+def zero_centered_rms_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
     """x / rms(x) * (1 + weight), all in float32 (Gemma's released model code)."""
     wide = x.astype(jnp.float32)
     inverse_rms = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
@@ -47,7 +47,7 @@ def layer_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) 
 
 NORMS: dict[NormKind, Callable[[Array, Array, float], Array]] = {
     "rms": rms_norm,
-    "zero_centered_rms": rms_norm_around_zero,
+    "zero_centered_rms": zero_centered_rms_norm,
     "layer": layer_norm,
 }
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
@@ -83,7 +83,7 @@ def _sum_of_each(leading: tuple[int, ...], _: None, cotangent: Array) -> tuple[A
     own = cotangent.shape[len(leading) :]
     flat = cotangent.reshape(math.prod(leading), math.prod(own))
     if traced_platform() == "cpu":
-        total = times(jnp.ones((1, len(flat)), flat.dtype), flat)
+        total = matmul(jnp.ones((1, len(flat)), flat.dtype), flat)
     else:
         total = jnp.sum(flat, axis=0, dtype=jnp.float32)
     return (total.reshape(own).astype(cotangent.dtype),)
@@ -94,13 +94,15 @@ _for_each.defvjp(lambda weight, leading: (_for_each(weight, leading), None), _su
 
 def linear(x: Float[Array, "*M I"], weight: Weight, bias: Array | None = None) -> Float[Array, "*M O"]:
     """Returns weight x (+ bias), with the weight in the layout of checkpoints, [O, I], quantized, or adapted."""
-    if isinstance(weight, Adapted):
-        return linear(x, weight.base, bias) + low_rank_product(x, weight)
-    y = linear_product(x, weight) if isinstance(weight, Array) else _quantized_product(x, weight)
+    if isinstance(weight, AdaptedWeight):
+        return linear(x, weight.base, bias) + low_rank_linear(x, weight)
+    y = dense_linear(x, weight) if isinstance(weight, Array) else _quantized_product(x, weight)
     return y if bias is None else y + _for_last(bias, y)
 
 
-def linear_of_parts(x: Float[Array, "*M I"], weight: Weight, bias: Array | None, axis: Axis) -> Float[Array, "*M O"]:
+def row_parallel_linear(
+    x: Float[Array, "*M I"], weight: Weight, bias: Array | None, axis: Axis
+) -> Float[Array, "*M O"]:
     """`linear`, of inputs that are split over a mesh axis like the weight's; the result is whole."""
     if axis is None:
         return linear(x, weight, bias)
@@ -113,8 +115,8 @@ def _quantized_product(x: Float[Array, "*M I"], weight: Any) -> Float[Array, "*M
     """weight x, with no gradient for the weight; the backward pass finds its bits and makes numbers of them again."""
     weight = _after(x, weight)
     if isinstance(weight, Nf4):
-        return linear_product(x, dequantized(weight, x.dtype))
-    return linear_product(x, weight.qvalue.astype(x.dtype)) * _scales(weight, x)
+        return dense_linear(x, dequantize_nf4(weight, x.dtype))
+    return dense_linear(x, weight.qvalue.astype(x.dtype)) * _scales(weight, x)
 
 
 def _quantized_product_forward(x: Array, weight: Any) -> tuple[Array, Any]:
@@ -124,9 +126,9 @@ def _quantized_product_forward(x: Array, weight: Any) -> tuple[Array, Any]:
 def _quantized_product_backward(weight: Any, gradient: Array) -> tuple[Array, None]:
     weight = _after(gradient, weight)
     if isinstance(weight, Nf4):
-        return linear_product(gradient, dequantized(weight, gradient.dtype).T), None
+        return dense_linear(gradient, dequantize_nf4(weight, gradient.dtype).T), None
     scaled = gradient * _scales(weight, gradient)
-    return linear_product(scaled, weight.qvalue.astype(gradient.dtype).T), None
+    return dense_linear(scaled, weight.qvalue.astype(gradient.dtype).T), None
 
 
 def _after(x: Array, weight: Any) -> Any:
@@ -149,9 +151,9 @@ def vocabulary_logits(hidden: Float[Array, "*M D"], head: Weight, softcap: float
     """Returns head hidden in float32, softcapped if there is a softcap; the head may be quantized."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     if isinstance(head, Array):
-        product = times_transposed(flat, head)
+        product = matmul_nt(flat, head)
     else:
-        product = times_transposed(flat, head.qvalue.astype(hidden.dtype))
+        product = matmul_nt(flat, head.qvalue.astype(hidden.dtype))
         product = product * _scales(head, product)
     return softcapped(product.reshape(*hidden.shape[:-1], -1), softcap)
 
@@ -161,7 +163,9 @@ def _scales(weight: Any, x: Array) -> Float[Array, "*M O"]:
     return jnp.expand_dims(weight.scale[:, 0].astype(x.dtype), tuple(range(x.ndim - 1)))
 
 
-def gated(activation: Activation, gate: Float[Array, "*M F"], up: Float[Array, "*M F"]) -> Float[Array, "*M F"]:
+def gated_activation(
+    activation: Activation, gate: Float[Array, "*M F"], up: Float[Array, "*M F"]
+) -> Float[Array, "*M F"]:
     """activation(gate) up; of fewer bits in float32 and rounded once."""
     return ACTIVATIONS[activation](gate) * up if gate.dtype == jnp.float32 else _gated_narrow(activation, gate, up)
 
@@ -200,5 +204,5 @@ def gated_mlp(
     """
     gate_bias, up_bias, down_bias = biases
     x = psum_grad(x, axis)
-    between = gated(activation, linear(x, gate, gate_bias), linear(x, up, up_bias))
-    return linear_of_parts(between, down, down_bias, axis)
+    between = gated_activation(activation, linear(x, gate, gate_bias), linear(x, up, up_bias))
+    return row_parallel_linear(between, down, down_bias, axis)

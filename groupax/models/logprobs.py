@@ -16,14 +16,14 @@ from jaxtyping import Array, Float, Int
 
 from groupax.models.execution import CPU_LOGITS
 from groupax.models.layers import softcapped
-from groupax.models.matmul import times, times_transposed
+from groupax.models.matmul import matmul, matmul_nt
 from groupax.parallel.collectives import Axis, axis_index, psum_grad
 
 # Fewest tokens of a chunk and fewest words of a block: below, products are slow for their size.
-FEWEST_TOKENS = 64
-FEWEST_WORDS = 512
+MIN_CHUNK_TOKENS = 64
+MIN_BLOCK_WORDS = 512
 # Words of a block come in so many.
-WORDS = 64
+BLOCK_MULTIPLE = 64
 
 
 def token_logprobs(
@@ -63,7 +63,7 @@ class _Logits:
     in_flight: int
 
     def of(self, hidden: Array, head: Array) -> Array:
-        return softcapped(times_transposed(hidden, head), self.softcap) * self.inverse_temperature
+        return softcapped(matmul_nt(hidden, head), self.softcap) * self.inverse_temperature
 
     def slope(self, logits: Array) -> Array | np.float32:
         """d logits / d product."""
@@ -86,7 +86,7 @@ def _token_logprobs(hidden: Array, head: Array, targets: Array, kind: _Logits, _
 def _forward(hidden: Array, head: Array, targets: Array, kind: _Logits) -> tuple[Array, Array, Array]:
     """Log-probs, entropies, and the log of each token's sum of exponentials."""
     M, V = hidden.shape[0], head.shape[0]
-    num_chunks = max(1, -(-M // max(FEWEST_TOKENS, kind.in_flight // V)))
+    num_chunks = max(1, -(-M // max(MIN_CHUNK_TOKENS, kind.in_flight // V)))
     chunk = -(-M // num_chunks)
     pad = num_chunks * chunk - M
 
@@ -140,8 +140,8 @@ def _backward(
     hidden, head, targets, entropy, log_sum = saved
     of_logp, of_entropy = (x[:, None] for x in cotangents)
     M, V = hidden.shape[0], head.shape[0]
-    num_blocks = -(-V // max(FEWEST_WORDS, kind.in_flight // M))
-    block = min(V, -(-V // num_blocks // WORDS) * WORDS)
+    num_blocks = -(-V // max(MIN_BLOCK_WORDS, kind.in_flight // M))
+    block = min(V, -(-V // num_blocks // BLOCK_MULTIPLE) * BLOCK_MULTIPLE)
 
     def add_block(index: Array, grads: tuple[Array, Array]) -> tuple[Array, Array]:
         of_hidden, of_head = grads
@@ -155,8 +155,8 @@ def _backward(
         if entropy_gradient:
             gradient = gradient - of_entropy * p * (logp + entropy[:, None])
         gradient = jnp.where(words[None, :] >= index * block, gradient * kind.slope(logits), 0.0).astype(hidden.dtype)
-        of_hidden = of_hidden + times(gradient, part)
-        of_part = times(gradient.T, hidden) + lax.dynamic_slice_in_dim(of_head, first, block)
+        of_hidden = of_hidden + matmul(gradient, part)
+        of_part = matmul(gradient.T, hidden) + lax.dynamic_slice_in_dim(of_head, first, block)
         return of_hidden, lax.dynamic_update_slice_in_dim(of_head, of_part, first, 0)
 
     start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(head.shape, jnp.float32)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import regex
 from jaxtyping import Array, Key
 
-from groupax.models.adapted import Frozen, LowRank, Params
+from groupax.models.adapted import FrozenBase, LowRank, Params
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import dense
 from groupax.models.specs import Spec, model_specs, num_params
@@ -101,7 +101,7 @@ class LoRAConfig:
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
-def lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
+def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
     """A `LoRAConfig` from one, from a `peft.LoraConfig`, or from the contents of an `adapter_config.json`.
 
     Args:
@@ -252,7 +252,7 @@ class Adapter:
     """
 
     config: LoRAConfig
-    frozen: Frozen
+    frozen: FrozenBase
     trained: Params
     base_name: str | None = None
 
@@ -279,7 +279,7 @@ def init_adapter(config: ModelConfig, lora: LoRAConfig, params: Params, key: Key
     return jax.jit(lambda params: init(specs, params), out_shardings=sharding)(params)
 
 
-def counts(config: ModelConfig, lora: LoRAConfig | None) -> tuple[int, int]:
+def count_params(config: ModelConfig, lora: LoRAConfig | None) -> tuple[int, int]:
     """How many numbers are trained, and how many there are, as PEFT counts: copies of the base's weights are further
     ones."""
     total = num_params(config)
@@ -295,10 +295,10 @@ def _is_copy(spec: Spec, lora: LoRAConfig) -> bool:
     return any(module_name(spec).endswith(name) for name in lora.modules_to_save)
 
 
-def trainable_line(trained: int, total: int) -> str:
+def trainable_params_line(trained: int, total: int) -> str:
     """PEFT's line about the counts.
 
-    >>> trainable_line(20_971_520, 8_051_232_768)
+    >>> trainable_params_line(20_971_520, 8_051_232_768)
     'trainable params: 20,971,520 || all params: 8,051,232,768 || trainable%: 0.2605'
     """
     return f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}"

@@ -24,21 +24,21 @@ def cpu_multiplies_bfloat16() -> bool:
     return platform.machine() == "x86_64" and flags.exists() and "amx_bf16" in flags.read_text()
 
 
-def times(x: Float[Array, "*B M K"], y: Float[Array, "*B K N"]) -> Float[Array, "*B M N"]:
+def matmul(x: Float[Array, "*B M K"], y: Float[Array, "*B K N"]) -> Float[Array, "*B M N"]:
     """x y, float32."""
     return _product(x, y, transposed=False)
 
 
-def times_transposed(x: Float[Array, "*B M K"], y: Float[Array, "*B N K"]) -> Float[Array, "*B M N"]:
+def matmul_nt(x: Float[Array, "*B M K"], y: Float[Array, "*B N K"]) -> Float[Array, "*B M N"]:
     """x y', float32."""
     return _product(x, y, transposed=True)
 
 
-def linear_product(x: Float[Array, "*M I"], weight: Float[Array, "O I"]) -> Float[Array, "*M O"]:
+def dense_linear(x: Float[Array, "*M I"], weight: Float[Array, "O I"]) -> Float[Array, "*M O"]:
     """weight x, in x's dtype."""
     if x.dtype == jnp.float32 or traced_platform() != "cpu":
         return jnp.einsum("...i,oi->...o", x, weight)
-    y = times_transposed(x.reshape(-1, x.shape[-1]), weight.astype(x.dtype)).astype(x.dtype)
+    y = matmul_nt(x.reshape(-1, x.shape[-1]), weight.astype(x.dtype)).astype(x.dtype)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 

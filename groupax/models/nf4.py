@@ -92,7 +92,7 @@ def nf4_bytes(shape: tuple[int, ...]) -> int:
     return size // 2 + num_blocks + 4 * -(-num_blocks // SCALE_BLOCK) + 4
 
 
-def quantized_nf4(weight: Float[Array, "O I"]) -> Nf4:
+def quantize_nf4(weight: Float[Array, "O I"]) -> Nf4:
     """The nearest numbers. Their magnitudes are relative to the largest one of each block.
 
     Raises:
@@ -126,7 +126,7 @@ def quantized_nf4(weight: Float[Array, "O I"]) -> Nf4:
     return Nf4(pairs[..., 0] << 4 | pairs[..., 1], scales, scale_scales, offset)
 
 
-def dequantized(weight: Nf4, dtype: Any) -> Float[Array, "O I"]:
+def dequantize_nf4(weight: Nf4, dtype: Any) -> Float[Array, "O I"]:
     """The matrix, in that dtype."""
     rows, columns = weight.shape
     num_blocks = weight.scales.shape[0]

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from groupax.models.adapted import Adapted
+from groupax.models.adapted import AdaptedWeight
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import head_weights
-from groupax.models.nf4 import Nf4, dequantized, quantized_nf4
+from groupax.models.nf4 import Nf4, dequantize_nf4, quantize_nf4
 from groupax.models.specs import Params, model_specs
 from groupax.settings.compute import DecodingWeights
 
@@ -60,7 +60,7 @@ def _converter(config: ModelConfig, dtype: str) -> Callable[[Params], Params]:
     quantized = quantizer(dtype)
 
     def of_matrix(weight: Any) -> Any:
-        return replace(weight, base=quantized(weight.base)) if isinstance(weight, Adapted) else quantized(weight)
+        return replace(weight, base=quantized(weight.base)) if isinstance(weight, AdaptedWeight) else quantized(weight)
 
     def convert(params: Params) -> Params:
         specs = model_specs(config)["layers"]
@@ -80,7 +80,7 @@ def quantizer(kind: str) -> Callable[[Array], Any]:
         ImportError: 8 bits are asked for and qwix is not installed.
     """
     if kind == "nf4":
-        return quantized_nf4
+        return quantize_nf4
     try:
         import qwix
     except ImportError as error:
@@ -97,7 +97,7 @@ def _is_quantized_weight(weight: Any) -> bool:
     return isinstance(weight, Nf4) or hasattr(weight, "qvalue")
 
 
-def in_dtype(params: Params, dtype: Any) -> Params:
+def cast_unquantized(params: Params, dtype: Any) -> Params:
     """The weights in a dtype, those in fewer bits as they are; arrays that have it are not copied."""
     return jax.tree.map(
         lambda x: x if _is_quantized_weight(x) else x.astype(dtype), params, is_leaf=_is_quantized_weight
@@ -106,11 +106,11 @@ def in_dtype(params: Params, dtype: Any) -> Params:
 
 def dense(weight: Any, dtype: Any) -> Float[Array, "..."]:
     """A weight as plain array: numbers made of bits, low-rank changes added, in float32, then cast."""
-    if isinstance(weight, Adapted):
+    if isinstance(weight, AdaptedWeight):
         change = jnp.einsum("or,ri->oi", weight.change.b.astype(jnp.float32), weight.change.a.astype(jnp.float32))
         return (dense(weight.base, jnp.float32) + weight.scale * change).astype(dtype)
     if isinstance(weight, Nf4):
-        return dequantized(weight, dtype)
+        return dequantize_nf4(weight, dtype)
     if hasattr(weight, "qvalue"):
         return (weight.qvalue.astype(jnp.float32) * weight.scale.astype(jnp.float32)).astype(dtype)
     return weight.astype(dtype)
@@ -120,6 +120,6 @@ def dense_params(params: Params, dtype: Any) -> Params:
     """All weights as plain arrays (see `dense`): an adapter is added to its base."""
 
     def is_weight(x: Any) -> bool:
-        return isinstance(x, Adapted) or _is_quantized_weight(x)
+        return isinstance(x, AdaptedWeight) or _is_quantized_weight(x)
 
     return jax.tree.map(lambda weight: dense(weight, dtype), params, is_leaf=is_weight)

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from groupax.models.config import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
-from groupax.models.matmul import times
+from groupax.models.matmul import matmul
 from groupax.parallel.platform import traced_platform
 
 Tables = tuple[Array, Array]
@@ -67,7 +67,7 @@ def _quarter_turned(x: Float[Array, "M N D"], interleaved: bool) -> Float[Array,
     if x.dtype != jnp.float32 and traced_platform() == "cpu":
         # shuffled numbers of bfloat16 are turned into float32 and back one at a time there
         unit = np.eye(x.shape[-1], dtype=np.float32)
-        shuffled = times(x.reshape(-1, x.shape[-1]), jnp.asarray(_shuffled(unit, interleaved, np), x.dtype))
+        shuffled = matmul(x.reshape(-1, x.shape[-1]), jnp.asarray(_shuffled(unit, interleaved, np), x.dtype))
         return shuffled.astype(x.dtype).reshape(x.shape)
     return _shuffled(x, interleaved, jnp)
 

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 
 @dataclass(frozen=True)
-class Repeat:
+class LayerPattern:
     """Layers from `first` on that come in periods of `period`, so many `times`; the others come before and behind."""
 
     first: int
@@ -24,13 +24,13 @@ class Repeat:
         return self.first + self.period * self.times
 
 
-def repeat_of(kinds: Sequence[Hashable]) -> Repeat:
+def find_repeating_pattern(kinds: Sequence[Hashable]) -> LayerPattern:
     """The repeat that leaves the fewest layers to be compiled.
 
     Args:
         kinds: of each layer; layers of equal kinds are alike.
     """
-    best, fewest = Repeat(0, 0, 0), len(kinds)
+    best, fewest = LayerPattern(0, 0, 0), len(kinds)
     for period in range(1, len(kinds) // 2 + 1):
         alike = [kinds[index] == kinds[index + period] for index in range(len(kinds) - period)]
         for first in range(len(alike)):
@@ -38,11 +38,11 @@ def repeat_of(kinds: Sequence[Hashable]) -> Repeat:
             times = 1 + length // period
             compiled = len(kinds) - period * (times - 1)
             if times > 1 and compiled < fewest:
-                best, fewest = Repeat(first, period, times), compiled
+                best, fewest = LayerPattern(first, period, times), compiled
     return best
 
 
-def through_layers(
+def apply_layers(
     layer: Callable[[Array, Any, int], tuple[Array, Any]], x: Array, layers: Sequence[Any], kinds: Sequence[Hashable]
 ) -> tuple[Array, list[Any]]:
     """x through all layers, and what each of them gives besides.
@@ -54,7 +54,7 @@ def through_layers(
         layers: the weights of each.
         kinds: of each; layers that are alike have weights of one structure, shape and dtype too.
     """
-    repeat = repeat_of([(kind, _form(weights)) for kind, weights in zip(kinds, layers, strict=True)])
+    repeat = find_repeating_pattern([(kind, _form(weights)) for kind, weights in zip(kinds, layers, strict=True)])
     extras, index = [], 0
     while index < len(layers):
         if index == repeat.first and repeat.times:
@@ -74,7 +74,7 @@ def _form(weights: Any) -> Hashable:
 
 
 def _scanned(
-    layer: Callable[[Array, Any, int], tuple[Array, Any]], x: Array, layers: Sequence[Any], repeat: Repeat
+    layer: Callable[[Array, Any, int], tuple[Array, Any]], x: Array, layers: Sequence[Any], repeat: LayerPattern
 ) -> tuple[Array, list[Any]]:
     """x through the layers of a repeat. Their weights are copied into one piece, but for what all of them share."""
     first, period = repeat.first, repeat.period

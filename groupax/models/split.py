@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from groupax.models.adapted import Adapted, LowRank, Params
+from groupax.models.adapted import AdaptedWeight, LowRank, Params
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Spec, layout_of, model_specs
 from groupax.parallel.collectives import all_gather, psum_grad
@@ -31,7 +31,7 @@ def partition_specs(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
     return _specs(layout_of(config, mesh), {"head": specs["embed"], **specs}, params)
 
 
-def laid_out(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
+def shard_params(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
     """The weights on a mesh, split as it says; those that lie there already are not copied."""
     specs = partition_specs(config, mesh, params)
     return to_device(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
@@ -46,7 +46,7 @@ def _specs(layout: Layout, spec: Any, weight: Any) -> Any:
         a, b = _low_rank_dims(spec)
         return LowRank(layout.spec(a), layout.spec(b))
     leaves, structure = jax.tree.flatten(weight)
-    if isinstance(weight, Adapted):
+    if isinstance(weight, AdaptedWeight):
         own = [
             *jax.tree.leaves(_specs(layout, spec, weight.base)),
             *_specs(layout, spec, weight.change).__dict__.values(),
@@ -62,20 +62,20 @@ def _low_rank_dims(spec: Spec) -> tuple[Dims, Dims]:
     return (None, of_in), (of_out, None)
 
 
-def collected(layout: Layout, specs: dict[str, Spec], weights: Params) -> Params:
+def gather_weights(layout: Layout, specs: dict[str, Spec], weights: Params) -> Params:
     """Weights as a device multiplies them: those that are split over fsdp gathered, by their names."""
     if layout.axis("embed") is None and layout.axis("heads") is None and layout.axis("ffn") is None:
         return weights
-    return {name: collected_weight(layout, specs[name].axes, weight) for name, weight in weights.items()}
+    return {name: gather_weight(layout, specs[name].axes, weight) for name, weight in weights.items()}
 
 
-def collected_weight(layout: Layout, dims: Dims, weight: Any) -> Any:
+def gather_weight(layout: Layout, dims: Dims, weight: Any) -> Any:
     """A weight with these dims, likewise."""
-    if isinstance(weight, Adapted):
-        base = collected_weight(layout, dims, weight.base)
+    if isinstance(weight, AdaptedWeight):
+        base = gather_weight(layout, dims, weight.base)
         of_out, of_in = dims
-        a = collected_weight(layout, (None, of_in), weight.change.a)
-        b = collected_weight(layout, (of_out, None), weight.change.b)
+        a = gather_weight(layout, (None, of_in), weight.change.a)
+        b = gather_weight(layout, (of_out, None), weight.change.b)
         # of a and b one is whole where the matrix is split
         a = a if of_out == "embed" else psum_grad(a, layout.axis(of_out))
         b = b if of_in == "embed" else psum_grad(b, layout.axis(of_in))

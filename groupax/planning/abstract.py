@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.config import GRPOConfig
-from groupax.models.adapted import Frozen
+from groupax.models.adapted import FrozenBase
 from groupax.models.config import ModelConfig
-from groupax.models.execution import execution_on
-from groupax.models.fused_attention import fused_for
+from groupax.models.execution import execution_for
+from groupax.models.fused_attention import select_fused_attention
 from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.specs import Params, model_specs
 from groupax.models.split import partition_specs
@@ -35,15 +35,15 @@ class AbstractModel:
         device = mesh.devices.flat[0]
         self.platform = device.platform
         self.dtype: Any = compute_dtype(self.platform, args.dtype)
-        fused = fused_for(args.attn_implementation, device, config, self.dtype)
-        self.execution = execution_on(self.platform, args.gradient_checkpointing, args.scan_layers, fused)
+        fused = select_fused_attention(args.attn_implementation, device, config, self.dtype)
+        self.execution = execution_for(self.platform, args.gradient_checkpointing, args.scan_layers, fused)
         self.optimizer = make_optimizer(self.settings.optimizer, make_schedule(self.settings.schedule, _STEPS))
         weights = self.on_mesh(_in_dtype(model_specs(config), self.dtype))
         trained = _in_dtype(adapter_specs(config, lora) if lora else model_specs(config), jnp.float32)
         self.masters = self.on_mesh(trained)
         state = jax.eval_shape(lambda params: TrainState(params, self.optimizer.init(params)), self.masters)
         self.state: Any = jax.tree.map(struct_with, state, state_shardings(config, mesh, state, args.offload_optimizer))
-        self.frozen = Frozen(weights, self.scalar) if lora else None
+        self.frozen = FrozenBase(weights, self.scalar) if lora else None
         # the masters serve as the policy where they have its dtype
         self.policy_name = "masters" if self.dtype == jnp.float32 else "policy"
         self.policy = self.masters if self.dtype == jnp.float32 else self.on_mesh(_in_dtype(trained, self.dtype))

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.config import GRPOConfig
-from groupax.models.adapted import joined
+from groupax.models.adapted import apply_adapter
 from groupax.models.split import partition_specs
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
@@ -45,13 +45,13 @@ def trace_training(model_state: AbstractModel, slices: Slices, longest: tuple[in
     ]
     attention_cost = attention_cost_with(model_state.execution.attention)
     micro_batches, _ = pack(rows, num_data_shards(mesh), tokens, (), args.share_prefix, longest, attention_cost)
-    largest = max(micro_batches, key=lambda each: each.num_cells)
+    largest = max(micro_batches, key=lambda each: each.num_tokens)
     batch = jax.tree.map(lambda x: struct_with(x, NamedSharding(mesh, ROWS)), largest.batch)
     programs = (
         *_trace_scoring(model_state, batch, len(micro_batches), slices),
         *_trace_update(model_state, batch, len(micro_batches), slices.steps_per_rollout),
     )
-    return Training(programs, len(micro_batches), largest.num_cells // num_data_shards(mesh))
+    return Training(programs, len(micro_batches), largest.num_tokens // num_data_shards(mesh))
 
 
 def _trace_scoring(model_state: AbstractModel, batch: Any, num_micro_batches: int, slices: Slices) -> list[Program]:
@@ -62,7 +62,7 @@ def _trace_scoring(model_state: AbstractModel, batch: Any, num_micro_batches: in
     passes = policy_passes + slices.per_rollout * (args.beta > 0)
     if not passes:
         return []
-    params = joined(model_state.frozen, model_state.policy) if policy_passes else model_state.reference
+    params = apply_adapter(model_state.frozen, model_state.policy) if policy_passes else model_state.reference
     reference = {"base" if model_state.frozen else "reference": model_state.reference}
     arguments = model_state.own if policy_passes and not args.offload_reference else reference
     traced = score.trace(

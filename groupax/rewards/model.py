@@ -16,7 +16,7 @@ from groupax.data.tokenizer import encode_texts, is_conversational, load_tokeniz
 from groupax.models.checkpoint import Model, load_model
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import causal_hidden
-from groupax.models.matmul import times_transposed
+from groupax.models.matmul import matmul_nt
 from groupax.models.specs import Params
 from groupax.parallel.mesh import DATA, num_data_shards
 from groupax.parallel.transfer import to_device, to_host
@@ -129,4 +129,4 @@ def sequence_scores(
 
 def _local_scores(config: ModelConfig, params: Params, tokens: Array, starts: Array) -> Array:
     last = causal_hidden(config, params, tokens, starts)[:, -1]
-    return times_transposed(last, params["score"])[:, 0]
+    return matmul_nt(last, params["score"])[:, 0]

@@ -15,7 +15,7 @@ from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
 from groupax.models.checkpoint import Model, load_model, reshard
-from groupax.models.lora import LoRAConfig, lora_config
+from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
 from groupax.objective.advantages import find_advantage_estimator
 from groupax.objective.kl import find_estimator
@@ -96,7 +96,7 @@ def lora_for(args: GRPOConfig, peft_config: Any) -> LoRAConfig | None:
     if peft_config is not None:
         if args.lora_r:
             raise ValueError(f"peft_config and lora_r ({args.lora_r}) both ask for an adapter; leave lora_r at 0")
-        return lora_config(peft_config)
+        return as_lora_config(peft_config)
     if not args.lora_r:
         return None
     return LoRAConfig(

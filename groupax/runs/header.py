@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from groupax.config import GRPOConfig
 from groupax.data.prompts import PromptSet
 from groupax.models.checkpoint import Model
-from groupax.models.lora import counts
+from groupax.models.lora import count_params
 from groupax.rewards.contract import Reward
 
 
@@ -39,7 +39,7 @@ def run_facts(
 
 
 def _parameters(model: Model) -> str:
-    trained, total = counts(model.config, model.adapter and model.adapter.config)
+    trained, total = count_params(model.config, model.adapter and model.adapter.config)
     return f"{total:,}, all trained" if trained == total else f"{total:,}, of which {trained:,} are trained"
 
 

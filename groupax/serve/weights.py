@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from groupax.models.adapted import Frozen, joined
+from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.checkpoint import Model
-from groupax.models.lora import LoRAConfig, adapter_specs, init_adapter, lora_config
+from groupax.models.lora import LoRAConfig, adapter_specs, as_lora_config, init_adapter
 from groupax.models.named_tensors import param_leaves, replace_tensors
 from groupax.models.specs import Params, model_specs
 from groupax.serve.errors import ApiError
@@ -72,7 +72,7 @@ class Held:
         """The weights for the forward pass."""
         if self.lora is None or self.trained is None:
             return self.base
-        return joined(Frozen(self.base, np.float32(self.lora.scale)), self.trained)
+        return apply_adapter(FrozenBase(self.base, np.float32(self.lora.scale)), self.trained)
 
 
 @dataclass(eq=False)
@@ -138,7 +138,7 @@ class Weights:
             raise ApiError(404, f"there is no model {model!r}; this server has {names}", "model", "model_not_found")
         self._check_state(request)
         try:
-            lora = None if request.adapter is None else lora_config(request.adapter, has_weights=True)
+            lora = None if request.adapter is None else as_lora_config(request.adapter, has_weights=True)
             extents = read_manifest(request.tensors)
             self._check_tensors(model, lora, extents)
         except (ValueError, TypeError) as error:

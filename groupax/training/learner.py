@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from groupax.models.adapted import Frozen, joined
+from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.checkpoint import Model
-from groupax.models.execution import execution_on
-from groupax.models.fused_attention import fused_for
-from groupax.models.quantize import in_dtype, is_quantized
+from groupax.models.execution import execution_for
+from groupax.models.fused_attention import select_fused_attention
+from groupax.models.quantize import cast_unquantized, is_quantized
 from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators
 from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state
@@ -32,10 +32,10 @@ from groupax.settings.objective import EntropySettings, MaskSettings, ObjectiveS
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.run import RunSettings
 from groupax.training.batch import Packed, attention_cost_with, pack, unpack
+from groupax.training.buckets import Shape
 from groupax.training.memory import CPU_MICRO_BATCH_TOKENS, compute_dtype, explain_out_of_memory, fitting_tokens
 from groupax.training.offload import offload_state
 from groupax.training.optimizer import make_optimizer, make_schedule
-from groupax.training.packing import Shape
 from groupax.training.state import (
     TrainState,
     apply_update,
@@ -126,8 +126,8 @@ class Learner:
         device = model.mesh.devices.flat[0]
         self.on_cpu = device.platform == "cpu"
         self.dtype: Any = compute_dtype(device.platform, settings.dtype)
-        fused = fused_for(settings.attn_implementation, device, model.config, self.dtype)
-        self.execution = execution_on(device.platform, settings.gradient_checkpointing, settings.scan_layers, fused)
+        fused = select_fused_attention(settings.attn_implementation, device, model.config, self.dtype)
+        self.execution = execution_for(device.platform, settings.gradient_checkpointing, settings.scan_layers, fused)
         self.frozen, self.dropout_rate = self._frozen_base(model), 0.0
         if model.adapter:
             self.dropout_rate = model.adapter.config.lora_dropout
@@ -147,12 +147,14 @@ class Learner:
         self.entropy = EntropyState(settings.entropy.entropy_coef)
         self.device_lock: AbstractContextManager[None] | None = None
 
-    def _frozen_base(self, model: Model) -> Frozen | None:
+    def _frozen_base(self, model: Model) -> FrozenBase | None:
         if model.adapter is None and is_quantized(model.params):
             raise ValueError(
                 "the weights are quantized and cannot be trained; train an adapter: set lora_r, e.g. to 16"
             )
-        return model.adapter and Frozen(in_dtype(model.adapter.frozen.params, self.dtype), model.adapter.frozen.scale)
+        return model.adapter and FrozenBase(
+            cast_unquantized(model.adapter.frozen.params, self.dtype), model.adapter.frozen.scale
+        )
 
     def _initial_reference(self) -> Params:
         # fewer bits would lose the small steps by which sync_ref_model moves the reference
@@ -177,7 +179,7 @@ class Learner:
         """Puts the reference's weights on the devices for the duration of the block."""
         assert self.reference is not None, "the config requires beta > 0"
         _ = self.micro_batch_tokens  # measured while the reference is still offloaded
-        yield in_dtype(on_devices(self.reference), self.dtype)
+        yield cast_unquantized(on_devices(self.reference), self.dtype)
 
     def _stored(self, reference: Params) -> Params:
         return on_host(reference) if self.settings.offload_reference else reference
@@ -303,7 +305,7 @@ class Learner:
 
     def policy_of(self, snapshot: Params) -> Params:
         """Returns the weights of a snapshot in the form that the engine samples from."""
-        return joined(self.frozen, snapshot)
+        return apply_adapter(self.frozen, snapshot)
 
     def logprobs(self, params: Params, rows: Sequence[Row]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Computes log-probs of each row's completion under some weights, and the entropies of their distributions."""
@@ -332,7 +334,7 @@ class Learner:
         return [replace(row, policy_mask=entropy >= threshold) for row, entropy in zip(rows, entropies, strict=True)]
 
     def _policy(self) -> Params:
-        return joined(self.frozen, self._trained())
+        return apply_adapter(self.frozen, self._trained())
 
     def _trained(self) -> Params:
         """Returns the trained weights in compute dtype: the masters themselves where they have it."""

@@ -14,11 +14,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Key
 
-from groupax.models.adapted import Dropout, Frozen, joined
+from groupax.models.adapted import Dropout, FrozenBase, apply_adapter
 from groupax.models.config import ModelConfig
 from groupax.models.execution import Execution
 from groupax.models.experts import Routing, load_balancing_loss
-from groupax.models.grouped import grouped_logprobs, own_tokens, taken
+from groupax.models.grouped import gather_with_inverse, grouped_logprobs, local_tokens
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import partition_specs
 from groupax.objective.aggregation import Denominators
@@ -113,7 +113,7 @@ def micro_step(
     batch: MicroBatch,
     counts: Denominators,
     entropy_coef: Float[Array, ""],
-    frozen: Frozen | None = None,
+    frozen: FrozenBase | None = None,
     dropout_key: Key[Array, ""] | None = None,
     *,
     config: ModelConfig,
@@ -161,7 +161,7 @@ def _local_micro_step(
     batch: MicroBatch,
     counts: Denominators,
     entropy_coef: Array,
-    frozen: Frozen | None,
+    frozen: FrozenBase | None,
     dropout_key: Array | None,
     *,
     config: ModelConfig,
@@ -170,12 +170,12 @@ def _local_micro_step(
     execution: Execution,
     dropout_rate: float,
 ) -> tuple[GradAccumulator, tuple[Array, Array]]:
-    inputs, dropout = batch.inputs, None
+    inputs, dropout = batch.loss_inputs, None
     if dropout_key is not None:
-        dropout = Dropout(dropout_key, own_tokens(batch.numbers, layout), jnp.float32(dropout_rate))
+        dropout = Dropout(dropout_key, local_tokens(batch.dropout_ids, layout), jnp.float32(dropout_rate))
 
     def loss_fn(params: Params) -> tuple[Array, tuple[MetricSums, Array, Array]]:
-        weights = joined(frozen, params, dropout)
+        weights = apply_adapter(frozen, params, dropout)
         logp, entropy, routings = _logprobs(config, settings, execution, weights, batch, layout)
         loss, metrics = policy_objective(logp, entropy, inputs, counts, settings, entropy_coef)
         if config.experts:
@@ -203,7 +203,7 @@ def router_loss_coef(config: ModelConfig, settings: ObjectiveSettings) -> float:
     return config.experts.aux_loss_coef if coef is None else coef
 
 
-def _frozen_pspecs(config: ModelConfig, mesh: Mesh, frozen: Frozen) -> Any:
+def _frozen_pspecs(config: ModelConfig, mesh: Mesh, frozen: FrozenBase) -> Any:
     leaves = jax.tree.leaves(partition_specs(config, mesh, frozen.params))
     return jax.tree.unflatten(jax.tree.structure(frozen), [*leaves, REPLICATED])
 
@@ -260,11 +260,15 @@ def _logprobs(
     logp, entropy, routings = grouped_logprobs(
         config, params, batch.ragged, settings.temperature, execution, settings.entropy_bonus, layout
     )
-    return taken(logp, batch.cells, batch.slots), taken(entropy, batch.cells, batch.slots), routings
+    return (
+        gather_with_inverse(logp, batch.cells, batch.slots),
+        gather_with_inverse(entropy, batch.cells, batch.slots),
+        routings,
+    )
 
 
 def _balance(routings: list[Routing], batch: MicroBatch, layout: Layout) -> Float[Array, ""]:
     """Computes this shard's share of the micro-batch's load-balancing loss, times the micro-batch's loss tokens."""
-    num_tokens = lax.psum(jnp.sum(batch.inputs.mask).astype(jnp.float32), DATA)
-    counted = own_tokens(batch.ragged.slots >= 0, layout)
+    num_tokens = lax.psum(jnp.sum(batch.loss_inputs.mask).astype(jnp.float32), DATA)
+    counted = local_tokens(batch.ragged.slots >= 0, layout)
     return psum(load_balancing_loss(routings, counted, TOKENS), layout.axis("tokens")) * num_tokens

@@ -16,7 +16,7 @@ from groupax.compat.trl.config import GRPOConfig, as_mapping
 from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
-from groupax.models.lora import lora_config
+from groupax.models.lora import as_lora_config
 from groupax.parallel.runtime import configure_jax
 from groupax.settings.fields import nearest
 from groupax.storage.folders import resolve_folder
@@ -201,7 +201,7 @@ def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config:
     given = hf.as_model(model)
     adapter = getattr(given, "adapter", None)
     if adapter is not None and peft_config is not None:
-        if lora_config(peft_config) != adapter.config:
+        if as_lora_config(peft_config) != adapter.config:
             raise ValueError("the model has an adapter already, and peft_config asks for another one; give one of them")
         tell("peft_config describes the adapter that the model has already, which is trained; leave it out")
         peft_config = None
@@ -215,7 +215,7 @@ def _adapter(peft_config: Any) -> dict[str, Any]:
     """An adapter as native settings: a base that is quantized while it is loaded gets it there."""
     if peft_config is None:
         return {}
-    lora = lora_config(peft_config)
+    lora = as_lora_config(peft_config)
     names = lora.target_modules
     if isinstance(names, str) and names != "all-linear":
         raise ValueError("target_modules as a regular expression needs a loaded model; name the modules")

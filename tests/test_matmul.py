@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupax.models import matmul
-from groupax.models.matmul import linear_product, times, times_transposed
+from groupax.models.matmul import cpu_multiplies_bfloat16, dense_linear, matmul, matmul_nt
 
 from .conftest import rest_heavy
 
@@ -24,9 +23,9 @@ def factors(*shapes, dtype=jnp.bfloat16):
 @pytest.fixture(params=[False, True], ids=["as_float32", "as_bfloat16"])
 def kind_of_cpu(request, monkeypatch):
     """A CPU without and one with matrix units for bfloat16; the latter only where it is one."""
-    if request.param and not matmul.cpu_multiplies_bfloat16():
+    if request.param and not cpu_multiplies_bfloat16():
         pytest.skip("this CPU has no matrix units for bfloat16")
-    monkeypatch.setattr(matmul, "cpu_multiplies_bfloat16", lambda: request.param)
+    monkeypatch.setattr("groupax.models.matmul.cpu_multiplies_bfloat16", lambda: request.param)
 
 
 @pytest.mark.optimized
@@ -35,7 +34,7 @@ def kind_of_cpu(request, monkeypatch):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_of_bfloat16_add_up_in_float32(kind_of_cpu, batch, M, K, N, transposed):
     x, y = factors((*batch, M, K), (*batch, N, K) if transposed else (*batch, K, N))
-    multiply = times_transposed if transposed else times
+    multiply = matmul_nt if transposed else matmul
 
     def loss(x, y, multiply):
         return jnp.sum(jnp.sin(multiply(x, y)))
@@ -58,7 +57,7 @@ def test_products_of_bfloat16_add_up_in_float32(kind_of_cpu, batch, M, K, N, tra
 
 def test_a_linear_layer_keeps_leading_dims_and_dtype(kind_of_cpu):
     x, weight = factors((2, 3, 8), (5, 8))
-    y = linear_product(x, weight)
+    y = dense_linear(x, weight)
     assert y.shape == (2, 3, 5)
     assert y.dtype == jnp.bfloat16
     np.testing.assert_allclose(
