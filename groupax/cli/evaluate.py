@@ -306,7 +306,7 @@ def _write(command: Eval, task: _Task, results: Results, seconds: float, emit: E
     """Writes `result.json` and the items of each set."""
     from groupax.cli.summary import plain_estimates
     from groupax.evaluation.items import write_items
-    from groupax.runs.folder import free_name
+    from groupax.runs.files import free_name
 
     folder = command.output_dir
     if (folder / "result.json").exists():

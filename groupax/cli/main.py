@@ -407,7 +407,7 @@ def _next_commands(trainer: "GRPOTrainer", result: Any) -> list[Any]:
 
     from groupax.cli.summary import next_commands
 
-    return next_commands(trainer.run_folder.place, trainer.prompts.examples[0]["prompt"], result)
+    return next_commands(trainer.run_folder.uri, trainer.prompts.examples[0]["prompt"], result)
 
 
 def _recorded(command: Train) -> dict[str, Any]:
