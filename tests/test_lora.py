@@ -364,10 +364,10 @@ def test_the_inputs_that_are_left_out():
     tokens = jnp.array([5, 6, 5], jnp.uint32)
     dropout = Dropout(jax.random.key(0), tokens, np.float32(0.25))
     params = apply_adapter(FrozenBase(model.adapter.frozen.params, np.float32(1.0)), model.adapter.trained, dropout)
-    from groupax.models.adapted import _dropped
+    from groupax.models.adapted import _apply_dropout
 
     masks = [
-        np.asarray(_dropped(jnp.ones((3, 4000)), params["layers"][i][name].dropout)) for i, name in ((0, "q"), (1, "q"))
+        np.asarray(_apply_dropout(jnp.ones((3, 4000)), params["layers"][i][name].dropout)) for i, name in ((0, "q"), (1, "q"))
     ]
     assert set(np.unique(masks[0])) == {0.0, np.float32(1 / 0.75)}
     assert abs((masks[0] == 0).mean() - 0.25) < 0.02

@@ -40,7 +40,7 @@ def frequencies(rope: Rope, max_positions: int) -> Float[np.ndarray, "R"]:
 
 
 def rope_tables(rope: Rope, max_positions: int, positions: Int[Array, "M"], dtype: jnp.dtype) -> Tables:
-    """Computes cosine and sine of each position's angles for the first 2 R dims, [M, 1, 2 R], in float32, then casts."""
+    """Computes cosine and sine of each position's angles for the first 2 R dims, [M, 1, 2 R]: in float32, then cast."""
     angles = positions[:, None].astype(jnp.float32) * frequencies(rope, max_positions)[None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.scale != 1.0:
@@ -90,7 +90,7 @@ def _dynamic(rope: Rope, scaling: DynamicRope, max_positions: int) -> np.ndarray
 def _llama3(plain: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
     """Divides the frequencies of pairs with less than `low_freq_factor` turns in the original context by `factor`.
 
-    Pairs with more than `high_freq_factor` turns keep theirs, and between them the blend is linear in the number of turns
+    Pairs with more than `high_freq_factor` turns keep theirs; between them the blend is linear in the number of turns
     (Llama 3.1's released model code; arXiv:2407.21783, section 3.4.2).
     """
     turns = scaling.original_max_positions * plain / (2 * np.pi)

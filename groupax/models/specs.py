@@ -74,7 +74,7 @@ class Spec:
 
 
 def model_specs(config: ModelConfig) -> Params:
-    """Returns the tree of `Spec`s of a model: `embed`, `layers` (a list of dicts), `final_norm`, and `head` or `score`."""
+    """Returns a model's tree of `Spec`s: `embed`, `layers` (a list of dicts), `final_norm`, and `head` or `score`."""
     D, V = config.hidden_size, config.vocab_size
     specs: Params = {
         "embed": Spec((V, D), ("vocab", "embed"), EMBEDDING),
