@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_05B, parser, show
 
 from groupax import Engine, Model, SamplingParams, init_model
-from groupax.engine.ahead_of_time import traced_programs
+from groupax.engine.ahead_of_time import Tracer
 from groupax.engine.plan import CACHE_COLUMNS, PREFILL_COLUMNS, CacheShape, Plan, bucket
 
 
@@ -41,7 +41,8 @@ def case(name: str, model: Model, rows: int, at_once: int, args: Any) -> dict[st
     shape = CacheShape(at_once, 1, bucket(args.prompt_tokens, PREFILL_COLUMNS), columns)
     num_tokens = Plan(0, model.config.num_layers, 256).planned_tokens(shape)
     engine.kv_bytes = num_tokens * engine.bytes_per_token
-    *programs, _, _ = traced_programs(model.config, model.mesh, shape, model.params, jnp.float32)
+    tracer = Tracer(model.config, model.mesh, model.params, jnp.float32, engine.chunk_steps)
+    programs = tracer.decode_chunk(shape), tracer.admit(shape, (shape.max_prompts, shape.num_prompt_columns))
     needs: list[Any] = [traced.lower().compile().memory_analysis() for traced in programs]
     temporaries = max(memory.temp_size_in_bytes for memory in needs)
     prompts = list(np.random.default_rng(0).integers(0, 8000, (rows, args.prompt_tokens)).astype(np.int32))

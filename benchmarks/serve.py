@@ -1,11 +1,11 @@
-"""A server under load beside the engine by itself: 256 clients on loopback, one after another asking for completions.
+"""Compares a server under load with the engine alone: 256 clients on loopback request completions in a loop.
 
-    python benchmarks/serve.py [--json] [--seconds 300] [--warm_up_s 60] [--clients 256] [--by_itself 1000]
+    python benchmarks/serve.py [--json] [--seconds 300] [--warm_up_s 60] [--clients 256] [--engine_requests 1000]
 
 A 7M-parameter Qwen2-shaped model with random weights, float32. Prompts have 8 to 128 tokens, completions 8 to 256
-(geometric, mean 64); half of the clients take them as a stream. Each answer must be the one that was asked for, by its
-prompt and its length. Then an engine in this process decodes a part of the same requests by itself, which must give the
-same tokens. Clients and server share the cores.
+(geometric, mean 64); half of the clients stream them. Each response must have the prompt and the length of its request.
+Then an engine in this process decodes some of the same requests, which must give the same tokens. Clients and server
+share the cores.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from models import KEY, QWEN_7M, served, show
 
 from groupax import Engine, SamplingParams
 
-ROWS = 128  # decoded at once, by both
+ROWS = 128  # decoded at once, by server and engine
 CHUNK_STEPS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A request, a function of its number."""
+    """A request, which is a function of its number."""
 
     number: int
     prompt: list[int]
@@ -44,20 +44,20 @@ class Asked:
 
     @classmethod
     def of(cls, number: int) -> "Asked":
-        """The request of a number."""
+        """Returns the request of a number."""
         rng = np.random.default_rng(number)
         prompt = rng.integers(1, 8000, rng.integers(8, 129)).tolist()
         return cls(number, prompt, int(np.clip(rng.geometric(1 / 64), 8, 256)))
 
     @property
     def params(self) -> SamplingParams:
-        """How it is sampled."""
+        """Sampling parameters of the request."""
         return SamplingParams(seed=self.number, max_tokens=self.max_tokens, ignore_eos=True)
 
 
 @dataclass
 class Load:
-    """What the clients have seen."""
+    """Measurements of the clients."""
 
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Load:
 
 
 def client(url: str, load: Load, until_s: float, streams: bool) -> None:
-    """Ask until the time is over."""
+    """Sends requests until a deadline."""
     connection = http.client.HTTPConnection(urllib.parse.urlsplit(url).netloc, timeout=600)
     while time.monotonic() < until_s:
         asked = Asked.of(next(load.numbers))
@@ -83,14 +83,14 @@ def client(url: str, load: Load, until_s: float, streams: bool) -> None:
         load.seconds[asked.number] = load.ended_s[asked.number] - begun_s
         load.tokens[asked.number] = tokens
         if prompt != asked.prompt or len(tokens) != asked.max_tokens:
-            load.faults.append(f"{asked.number}: an answer to something else")
+            load.faults.append(f"{asked.number}: a response to another request")
     connection.close()
 
 
 def ask(
     connection: http.client.HTTPConnection, asked: Asked, streams: bool, load: Load, begun_s: float
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a completion, and of the prompt that it says it continues."""
+    """Returns the token ids of a completion, and those of its prompt in the response."""
     body = {"prompt": asked.prompt, "seed": asked.number, "max_tokens": asked.max_tokens, "ignore_eos": True}
     body |= {"return_token_ids": True, "stream": streams}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Authorization": f"Bearer {KEY}"})
@@ -112,13 +112,13 @@ def ask(
 
 
 def main() -> None:
-    """Print a row for the server and one for the engine."""
+    """Prints a row for the server and one for the engine."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     flags.add_argument("--seconds", type=float, default=300)
     flags.add_argument("--warm_up_s", type=float, default=60)
     flags.add_argument("--clients", type=int, default=256)
-    flags.add_argument("--by_itself", type=int, default=1000, help="requests that the engine does again")
+    flags.add_argument("--engine_requests", type=int, default=1000, help="requests that the engine repeats")
     arguments = flags.parse_args()
     load = Load()
     with tempfile.TemporaryDirectory() as temporary:
@@ -153,29 +153,31 @@ def main() -> None:
             }
         ]
         print(f"server: {len(counted)} completions, {rate:.0f} tokens/s", flush=True)
-        again = counted[: arguments.by_itself]
-        by_itself = engine_rate(engine, load, again)
-    rows.append({**dict.fromkeys(rows[0], ""), "who": "engine", "completions": len(again), "tokens/s": by_itself})
+        again = counted[: arguments.engine_requests]
+        engine_tokens_per_s = engine_rate(engine, load, again)
+    rows.append(
+        {**dict.fromkeys(rows[0], ""), "who": "engine", "completions": len(again), "tokens/s": engine_tokens_per_s}
+    )
     show(rows, arguments.json)
     print(f"memory of the server after warm-up and each quarter, MB: {', '.join(f'{each:.0f}' for each in memory)}")
-    print(f"server / engine: {rate / by_itself:.2f}; faults: {len(load.faults)} {load.faults[:3]}")
+    print(f"server / engine: {rate / engine_tokens_per_s:.2f}; faults: {len(load.faults)} {load.faults[:3]}")
 
 
 def memory_mb(pid: int) -> float:
-    """Resident memory of a process."""
+    """Returns the resident memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     [line] = [line for line in status.splitlines() if line.startswith("VmRSS")]
     return int(line.split()[1]) / 1e3
 
 
 def percentiles(name: str, seconds: list[float]) -> dict[str, Any]:
-    """Of latencies."""
+    """Returns percentiles of latencies."""
     cuts = statistics.quantiles(seconds, n=100)
     return {f"{name} p{part} s": cuts[part - 1] for part in (50, 95, 99)}
 
 
 def sequences_of(engine: Engine, numbers: list[int]) -> list[Any]:
-    """Unstarted sequences of requests, each as if it were a request by itself."""
+    """Returns unstarted sequences, each as if its request were the only one."""
     sequences = []
     for index, asked in enumerate(map(Asked.of, numbers)):
         [sequence] = engine.sequences([np.array(asked.prompt, np.int32)], asked.params)
@@ -185,7 +187,7 @@ def sequences_of(engine: Engine, numbers: list[int]) -> list[Any]:
 
 
 def engine_rate(engine: Engine, load: Load, numbers: list[int]) -> float:
-    """Tokens per second of the engine by itself, once what it needs is compiled; its completions must be the same."""
+    """Returns the tokens per second of the engine after compilation; its completions must equal the server's."""
     list(engine.stream(sequences_of(engine, numbers)))
     sequences = sequences_of(engine, numbers)
     begun_s = time.perf_counter()

@@ -66,7 +66,8 @@ from groupax.runs.checkpoints.fingerprint import Identity, identity_of, process_
 from groupax.runs.checkpoints.record import read_policies, read_rollout, stored_dtype, with_scores
 from groupax.runs.checkpoints.saver import RunSaver, remove_download, retry_while_disk_full
 from groupax.runs.diagnostics import START_STEPS, UNSCORED_ROLLOUTS, logp_limit, num_unscored_steps, setup_diagnostics
-from groupax.runs.folder import RunFolder, free_name
+from groupax.runs.files import free_name
+from groupax.runs.folder import RunFolder
 from groupax.runs.header import run_facts
 from groupax.runs.log import RunLog
 from groupax.runs.model_card import license_of, read_card, run_card
@@ -77,8 +78,8 @@ from groupax.settings.rewards import RewardSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
+from groupax.training.buckets import Shape
 from groupax.training.learner import Learner, Update
-from groupax.training.packing import Shape
 from groupax.training.state import TrainState
 from groupax.types import Metrics, Row
 
@@ -408,7 +409,7 @@ class GRPOTrainer:
         self.emit(
             Message(
                 f"step {self.cursor.step}: the loss ({loss}) or the gradient's norm ({grad_norm}) is not finite; the "
-                f"update was skipped, its batch is in {self.run_folder.place_of(f'bad_steps/{path.name}')}",
+                f"update was skipped, its batch is in {self.run_folder.uri_of(f'bad_steps/{path.name}')}",
                 warning=True,
             )
         )
@@ -417,7 +418,7 @@ class GRPOTrainer:
             retry_while_disk_full(
                 lambda: processes.run_on_primary(self.run_folder.sync), self.run_folder, self.emit, stop
             )
-            folder, batches = processes.run_on_primary(lambda: [*map(self.run_folder.place_of, ("model", "bad_steps"))])
+            folder, batches = processes.run_on_primary(lambda: [*map(self.run_folder.uri_of, ("model", "bad_steps"))])
             raise DivergedError(
                 f"{self.cursor.num_bad_steps} updates in a row were not finite (max_bad_steps), the last one in step "
                 f"{self.cursor.step}; the model as it was before them is in {folder}, their batches are in "
@@ -480,8 +481,8 @@ class GRPOTrainer:
         if self.cursor.step >= self.num_steps:
             self.emit(
                 Message(
-                    f"the run in {self.run_folder.place} is complete, with {self.num_steps} steps; to train on, set a "
-                    f"larger max_steps (groupax resume {self.run_folder.place} --max_steps {2 * self.num_steps}); for "
+                    f"the run in {self.run_folder.uri} is complete, with {self.num_steps} steps; to train on, set a "
+                    f"larger max_steps (groupax resume {self.run_folder.uri} --max_steps {2 * self.num_steps}); for "
                     "a new run, set resume='never' or another output_dir"
                 )
             )
@@ -622,7 +623,7 @@ class GRPOTrainer:
         """Show once what the run is."""
         if not self._is_introduced:
             self._is_introduced = True
-            facts = self._facts | {"to watch it": f"groupax view {self.run_folder.place}"}
+            facts = self._facts | {"to watch it": f"groupax view {self.run_folder.uri}"}
             self.emit(RunDescribed(self.num_steps, facts))
 
     @property
@@ -632,7 +633,7 @@ class GRPOTrainer:
     def _tell_setup(self, log: RunLog) -> None:
         """What the user should know before the first step."""
         if self.run_folder.moved_aside:
-            self.emit(Message(f"the earlier run in {self.run_folder.place} is now in {self.run_folder.moved_aside}"))
+            self.emit(Message(f"the earlier run in {self.run_folder.uri} is now in {self.run_folder.moved_aside}"))
         sets = {"train_dataset": self.prompts} | {
             f"eval_dataset {name!r}": prompts for name, prompts in self.eval_prompts.items()
         }

@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_used(stopped, tmp
         resumed.train()
     assert re.search(f"step_000003 is damaged: .*{named}.*; it is not used", caplog.text)
     assert re.search(r"step_000003 is now .*step_000003.aside", caplog.text)
-    assert "going on after step 2, from" in caplog.text
+    assert "continuing after step 2, from" in caplog.text
     assert_same_end(resumed, trainer)
     assert lines_of(tmp_path) == lines_of(folder)
 
@@ -271,7 +271,7 @@ def test_the_newest_checkpoint_that_can_be_read_is_continued(stopped, tmp_path, 
     with caplog.at_level("INFO"):
         resumed.train()
     assert re.search(f"step_000003 .*{named}.*; it is not used", caplog.text)
-    assert "going on after step 2, from" in caplog.text
+    assert "continuing after step 2, from" in caplog.text
     assert_same_end(resumed, trainer)
     assert lines_of(tmp_path) == lines_of(folder)
     assert not (tmp_path / "run.1").exists()
@@ -737,7 +737,7 @@ def test_checkpoints_in_a_bucket(earlier, tmp_path, bucket, caplog, monkeypatch)
     with caplog.at_level("INFO"):
         resumed.train()
     assert "step_000002 is damaged: SHA256SUMS is missing" in caplog.text
-    assert "going on after step 1, from s3://bucket/runs/one/checkpoints/step_000001" in caplog.text
+    assert "continuing after step 1, from s3://bucket/runs/one/checkpoints/step_000001" in caplog.text
     assert_same_end(resumed, earlier[0])
     assert store.steps() == [3, 4]
     assert main(["checkpoints", place, "verify"]) == 0

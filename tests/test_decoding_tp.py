@@ -167,8 +167,7 @@ def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
     model = init_model(MIXTURE, mesh=make_mesh(mesh))
     engine = Engine(model.config, model.params, model.mesh, (1,), kv_bytes=1 << 26, tp=tp)
     assert dict(engine.mesh.shape) == {"dp": 4 // tp, "fsdp": 1, "ep": 1, "tp": tp, "sp": 1}
-    settings = (engine.chunk_steps, engine.kv_dtype, engine.prefixes, 0)
-    batch = Batch(engine.config, engine.mesh, engine.plan(), engine.sequences(PROMPTS, PARAMS), *settings)
+    batch = Batch(engine, engine.plan(), engine.sequences(PROMPTS, PARAMS), patience=0)
     static = {"config": engine.config, "mesh": engine.mesh, "num_steps": 8}
     decodes = decode_chunk.trace(engine.params, batch.cache, batch.slots, np.int32(0), **static)
     num_rows = batch.shape.num_slots
@@ -183,9 +182,9 @@ def test_a_token_takes_two_sums_per_layer_and_its_logits(mesh, tp):
     [
         ({}, {"tp": 3}, "decoding with tp 3 needs a multiple of 3 devices, but the mesh has 4"),
         ({}, {"tp": 0}, "decoding with tp 0 needs a multiple"),
-        ({}, {"tp": 4}, r"with tp 4, which does not divide kv_heads \(2\); choose a smaller tp"),
-        ({"model_type": "olmo2"}, {"tp": 2}, r"heads \(1\), kv_heads \(1\)"),
-        ({}, {"tp": 2, "weights": "int8"}, "weights in int8 lie whole on every device: decode with tp 1 instead of 2"),
+        ({}, {"tp": 4}, r"with tp 4: not divisible by it: kv_heads \(2\); choose a smaller tp"),
+        ({"model_type": "olmo2"}, {"tp": 2}, r"heads \(1\) and kv_heads \(1\)"),
+        ({}, {"tp": 2, "weights": "int8"}, "weights in int8 are replicated on every device: decode with tp 1 instead of 2"),
     ],
 )
 def test_what_devices_cannot_share_is_told(change, settings, message, tmp_path):

@@ -207,7 +207,7 @@ def test_an_adapter_survives_the_disk(tmp_path):
     np.testing.assert_array_equal(
         all_logits(load_model(tmp_path / "adapter", base=tmp_path / "moved")), all_logits(model)
     )
-    with pytest.raises(ValueError, match="is a model and no adapter"):
+    with pytest.raises(ValueError, match="is a model and not an adapter"):
         load_model(tmp_path / "moved", base=tmp_path / "moved")
 
 
@@ -216,9 +216,9 @@ def test_an_adapter_survives_the_disk(tmp_path):
     [
         (lambda path: path.unlink(), "pickled adapters are never loaded"),
         (lambda path: path.write_bytes(path.read_bytes()[:-50]), "damaged or truncated"),
-        (lambda path: rename_first(path), "it lacks .*no place for"),
+        (lambda path: rename_first(path), "it lacks .*does not belong"),
         (lambda path: set_config(path, r=4), r"has shape \[3, 64\], not \[4, 64\]"),
-        (lambda path: set_config(path, base_model_name_or_path=None), "does not say which base"),
+        (lambda path: set_config(path, base_model_name_or_path=None), "does not name the adapter's base"),
         (lambda path: set_config(path, target_modules=["x"]), "names 'x', which is not a module"),
     ],
 )
@@ -367,7 +367,8 @@ def test_the_inputs_that_are_left_out():
     from groupax.models.adapted import _apply_dropout
 
     masks = [
-        np.asarray(_apply_dropout(jnp.ones((3, 4000)), params["layers"][i][name].dropout)) for i, name in ((0, "q"), (1, "q"))
+        np.asarray(_apply_dropout(jnp.ones((3, 4000)), params["layers"][i][name].dropout))
+        for i, name in ((0, "q"), (1, "q"))
     ]
     assert set(np.unique(masks[0])) == {0.0, np.float32(1 / 0.75)}
     assert abs((masks[0] == 0).mean() - 0.25) < 0.02
@@ -386,7 +387,7 @@ def test_tokens_have_the_same_number_wherever_they_are_computed():
     for budget in (8, 4096):
         numbers = set()
         for part in pack(rows, 2, budget, share_prefix="always")[0]:
-            numbers |= set(part.batch.numbers.tolist())
+            numbers |= set(part.batch.dropout_ids.tolist())
         seen.append(numbers - {0})
     assert seen[0] | {0} == seen[1] | {0}
     assert len(seen[1]) >= 4 + 5 + 2 * (1 + 2 + 3) - 1

@@ -43,7 +43,7 @@ DAMAGED = "is damaged or truncated"
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A base, an adapter on it and its weights in 4 bits, which load."""
+    """Folders that load: a base, an adapter on it, and the base in 4 bits."""
     folder = tmp_path_factory.mktemp("good")
     base = init_model({**TINY, "vocab_size": 13}, seed=0)
     save_model(base, folder / "base", a_tokenizer(eos_token="<eos>"))
@@ -53,11 +53,11 @@ def good(tmp_path_factory):
 
 
 def load(folder):
-    """What every command does with a model's folder first."""
+    """Loads a model's folder as every command does."""
     load_tokenizer(load_model(folder).source)
 
 
-# -- what a bad folder has that a good one has not: each case changes a copy
+# -- bad folders: each case changes a copy of a good one
 
 
 def config(name="config.json", **values):
@@ -95,7 +95,7 @@ def tensors(change_of, name="model.safetensors"):
 
 
 def header(change_of, name="model.safetensors"):
-    """Of the safetensors file: 8 bytes of length, JSON, data."""
+    """Changes the header of the safetensors file: 8 bytes of length, then JSON, then data."""
 
     def change(folder):
         data = (folder / name).read_bytes()
@@ -107,7 +107,7 @@ def header(change_of, name="model.safetensors"):
 
 
 def with_index(weight_map):
-    """Of two shards: the tensors' names are given to `weight_map`, which returns what the index has."""
+    """Writes two shards; `weight_map` maps the tensors' names to the contents of the index."""
 
     def change(folder):
         found = load_file(folder / "model.safetensors")
@@ -160,7 +160,7 @@ BAD = {
     "layers: 10**9": (config(num_hidden_layers=10**9), "num_hidden_layers=1000000000; it must be a whole number"),
     "layers: 200": (config(num_hidden_layers=200), r"describes a model of 1,802 tensors \(200 layers\)"),
     "layers: one too many": (config(num_hidden_layers=3), "lacks 9 weights"),
-    "layers: one too few": (config(num_hidden_layers=1), "no place for"),
+    "layers: one too few": (config(num_hidden_layers=1), "not part of a"),
     "layers: true": (config(num_hidden_layers=True), "num_hidden_layers=True"),
     "layers: null": (config(num_hidden_layers=None), "num_hidden_layers=None"),
     "layers: missing": (removed("config.json", "num_hidden_layers"), "lacks num_hidden_layers"),
@@ -182,7 +182,7 @@ BAD = {
     "heads: 3": (config(num_attention_heads=3), "multiple of num_kv_heads"),
     "kv heads: object": (config(num_key_value_heads={}), "num_key_value_heads={}"),
     "head_dim: 10**9": (config(head_dim=10**9), "has shape"),
-    "head_dim: odd": (config(head_dim=7), "even head_dim"),
+    "head_dim: odd": (config(head_dim=7), "even number of dims"),
     "head_dim: -8": (config(head_dim=-8), "head_dim=-8"),
     "ffn: text": (config(intermediate_size="a"), "intermediate_size='a'"),
     "positions: 0": (config(max_position_embeddings=0), "max_position_embeddings=0"),
@@ -274,13 +274,16 @@ BAD = {
     # the index of several files
     "index: ..": (
         with_index(lambda m: dict.fromkeys(m, "../../../../etc/passwd")),
-        "names '../../../../etc/passwd', which is no safetensors file of its folder",
+        "names '../../../../etc/passwd', which is not a safetensors file in its folder",
     ),
-    "index: absolute": (with_index(lambda m: dict.fromkeys(m, "/tmp/x.safetensors")), "no safetensors file of its"),
-    "index: null character": (with_index(lambda m: dict.fromkeys(m, "a\0.safetensors")), "no safetensors file of its"),
-    "index: numbers": (with_index(lambda m: dict.fromkeys(m, 3)), "names 3, which is no safetensors file"),
+    "index: absolute": (with_index(lambda m: dict.fromkeys(m, "/tmp/x.safetensors")), "not a safetensors file in its"),
+    "index: null character": (
+        with_index(lambda m: dict.fromkeys(m, "a\0.safetensors")),
+        "not a safetensors file in its",
+    ),
+    "index: numbers": (with_index(lambda m: dict.fromkeys(m, 3)), "names 3, which is not a safetensors file"),
     "index: a missing file": (with_index(lambda m: m | {"x": "c.safetensors"}), r"names c\.safetensors, which is mis"),
-    "index: other file": (with_index(in_both), "says that 'b.safetensors' holds"),
+    "index: other file": (with_index(in_both), "says that 'b.safetensors' contains"),
     "index: no map": (raw("model.safetensors.index.json", "{}"), "weight_map=None; it must be an object"),
     "index: map a list": (raw("model.safetensors.index.json", '{"weight_map": ["a"]}'), r"weight_map=\['a'\]"),
     "index: not JSON": (raw("model.safetensors.index.json", "{"), NOT_JSON),
@@ -307,7 +310,10 @@ BAD = {
         config("tokenizer_config.json", fast_tokenizer_files=["../tokenizer.1.0.json"]),
         "not one of its files",
     ),
-    "tokenizer config: vocabulary elsewhere": (config("tokenizer_config.json", vocab="/etc/passwd"), "no file of the"),
+    "tokenizer config: vocabulary elsewhere": (
+        config("tokenizer_config.json", vocab="/etc/passwd"),
+        "not one of its files",
+    ),
     "special tokens: [1]": (raw("special_tokens_map.json", "[1]"), "must contain a JSON object"),
     "chat template: a link out": (linked("chat_template.jinja"), "is a link out of the model's folder"),
 }
@@ -315,8 +321,8 @@ BAD = {
 BAD_ADAPTER = {
     "settings: cut off": (raw("adapter_config.json", "{"), NOT_JSON),
     "settings: deep": (raw("adapter_config.json", DEEP), NOT_JSON),
-    "base: missing": (removed("adapter_config.json", "base_model_name_or_path"), "does not say which base"),
-    "base: a list": (config("adapter_config.json", base_model_name_or_path=["x"]), "does not say which base"),
+    "base: missing": (removed("adapter_config.json", "base_model_name_or_path"), "does not name the adapter's base"),
+    "base: a list": (config("adapter_config.json", base_model_name_or_path=["x"]), "does not name the adapter's base"),
     "base: null character": (config("adapter_config.json", base_model_name_or_path="a\0b"), "null character"),
     "base: nowhere": (config("adapter_config.json", base_model_name_or_path="/nowhere"), "neither a model folder"),
     "rank: text": (config("adapter_config.json", r="2"), "r='2'"),
@@ -352,7 +358,7 @@ BAD_NF4 = {
     "codes as numbers": (tensors(lambda t: t | {QUANTIZED: t[QUANTIZED].astype(np.float32)}), "numbers of float32"),
     "codes as 8-bit floats": (
         header(lambda h: h | {QUANTIZED: h[QUANTIZED] | {"dtype": "F8_E4M3"}}),
-        "of another dtype than those of 4-bit",
+        "has a dtype other than U8 and F32",
     ),
     "scales lack": (
         tensors(lambda t: {k: v for k, v in t.items() if k != f"{QUANTIZED}.nested_absmax"}),
@@ -416,7 +422,7 @@ def test_an_adapter_on_itself_is_refused(good, tmp_path):
 
 
 def test_odd_folders_that_load(good, tmp_path, caplog):
-    """What released folders have, and what says itself."""
+    """Values of released folders."""
     folder = shutil.copytree(good / "base", tmp_path / "model")
     config(mlp_bias=None, rope_scaling=None, rope_theta=10000, head_dim=None, auto_map={"AutoConfig": "x.X"})(folder)
     config("generation_config.json", eos_token_id=[1, 10**9], temperature=0)(folder)
@@ -424,7 +430,9 @@ def test_odd_folders_that_load(good, tmp_path, caplog):
     (folder / "tokenizer.json").symlink_to("other.json")
     with caplog.at_level(logging.WARNING):
         load(folder)
-    assert "generation_config.json names the end-of-sequence tokens [1000000000]; the vocabulary has 13" in caplog.text
+    assert (
+        "generation_config.json names the end-of-sequence tokens [1000000000], but the vocabulary has 13" in caplog.text
+    )
 
 
 def test_a_folder_of_the_hubs_cache_may_have_links(good, tmp_path):
@@ -437,7 +445,7 @@ def test_a_folder_of_the_hubs_cache_may_have_links(good, tmp_path):
 
 
 def test_every_key_that_a_family_reads_has_its_kind():
-    """Where readers ask a file for a key, `checks.CONFIG` says what it may be; `require` compares with one value."""
+    """Every key that a reader looks up is in the schema `CONFIG`, except those that `require` compares with a value."""
     read = set()
     for file in (PACKAGE / "models" / "families").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -461,7 +469,7 @@ def test_a_config_alone_is_not_counted_up_to():
             read_config({**TINY, "model_type": name, "num_hidden_layers": MAX_LAYERS + 1})
 
 
-# -- no code of a folder
+# -- code of a folder never runs
 
 
 def test_every_call_that_could_run_code_of_a_folder_forbids_it():
@@ -475,7 +483,7 @@ def test_every_call_that_could_run_code_of_a_folder_forbids_it():
                 assert not node.keywords, f"{file}:{node.lineno}"
 
 
-def test_a_folder_with_code_of_its_own_is_refused_at_once(good, tmp_path):
+def test_a_folder_with_code_is_refused_at_once(good, tmp_path):
     folder = shutil.copytree(good / "base", tmp_path / "model")
     pwned = tmp_path / "pwned"
     (folder / "evil.py").write_text(
@@ -503,7 +511,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused_where_it_is_used(good, t
 
 
 def project(folder):
-    """A folder that groupax did not write, with all that one would not like to lose."""
+    """Fills a folder that groupax did not write with files that must not be lost."""
     for name in (".git/HEAD", ".git/objects/ab/cd", "checkpoint-500/model.safetensors", "thesis.tex", "config.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"my {name}")
@@ -515,7 +523,7 @@ def contents(folder):
 
 
 def writers(good):
-    """What writes a model, by name: each is given a folder."""
+    """Returns the functions that write a model to a folder, by name."""
     model, adapted = load_model(good / "base"), load_model(good / "adapter")
     return {
         "convert": lambda folder: main(["convert", str(good / "base"), str(folder)]),
@@ -551,7 +559,7 @@ def test_nothing_that_groupax_did_not_write_is_lost(good, tmp_path, name, capsys
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", rest_heavy(["save_model", "save_adapter", "compat", "convert", "merge"], quick=3))
-def test_what_somebody_added_to_a_written_model_stays(good, tmp_path, name):
+def test_files_added_to_a_written_model_are_kept(good, tmp_path, name):
     folder = tmp_path / "model"
     save_model(load_model(good / "nf4"), folder, card="as written")
     added = {".git/HEAD": "head", "sub/notes.txt": "notes", "README.md": "my own words"}
@@ -633,7 +641,7 @@ def test_a_link_to_a_folder_is_followed(good, tmp_path):
         assert (tmp_path / "target" / "config.json").is_file()
 
 
-def test_a_run_refuses_a_model_folder_of_somebody_else_before_it_trains(tmp_path):
+def test_a_run_refuses_a_foreign_model_folder_before_training(tmp_path):
     folder = project(tmp_path / "run" / "model")
     before = contents(folder)
     with pytest.raises(ForeignFilesError, match="that groupax did not write"):
@@ -643,7 +651,7 @@ def test_a_run_refuses_a_model_folder_of_somebody_else_before_it_trains(tmp_path
 
 
 def test_a_save_into_the_midst_of_other_files_adds_to_them(good, tmp_path, monkeypatch):
-    """As scripts for transformers do: tokenizer and model into one folder, one after the other, again and again."""
+    """Saves tokenizer and model into one folder repeatedly, as scripts for transformers do."""
     model, tokenizer = CausalLM(load_model(good / "base")), load_tokenizer(good / "base")
     folder = tmp_path / "out"
     (folder / "runs").mkdir(parents=True)
@@ -696,7 +704,7 @@ def test_a_kill_leaves_the_old_model_or_the_new_one(tmp_path):
         assert all(name.startswith(".model.partial-") for name in leftovers), "which the documents name"
 
 
-def test_what_appears_while_a_model_is_replaced_is_kept(tmp_path, monkeypatch, caplog):
+def test_files_that_appear_while_a_model_is_replaced_are_kept(tmp_path, monkeypatch, caplog):
     folder, real = tmp_path / "model", groupax.storage.replacing._exchange
 
     def exchange(new, old):

@@ -70,7 +70,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def rewritten(folder, change):
-    """The folder with other tensors, in two files."""
+    """Returns the folder with other tensors, in two files."""
     tensors = change(load_file(folder / "model.safetensors"))
     (folder / "model.safetensors").unlink()
     weight_map = {name: f"model-{1 + (name == HEAD)}.safetensors" for name in tensors}
@@ -96,7 +96,7 @@ def test_a_tied_head_may_have_the_heads_name(tmp_path, tiny_model, sizes):
 
 @pytest.mark.parametrize("rows", [7, 4096])
 def test_a_tied_head_that_is_there_too_and_the_same_is_the_embedding(tmp_path, tiny_model, rows, monkeypatch, caplog):
-    monkeypatch.setattr("groupax.models.tensor_files.COMPARED_ROWS", rows)
+    monkeypatch.setattr("groupax.models.weight_loading.COMPARED_ROWS", rows)
     folder = save_model(tiny_model, tmp_path / "model", dtype=jnp.bfloat16)
     rewritten(folder, lambda tensors: {**tensors, HEAD: tensors[EMBEDDING].copy()})
     loaded = load_model(folder)
@@ -107,9 +107,9 @@ def test_a_tied_head_that_is_there_too_and_the_same_is_the_embedding(tmp_path, t
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("rows", [7, 4096])
-def test_a_tied_head_that_differs_is_loaded_as_one_of_its_own(tmp_path, family, rows, monkeypatch, caplog):
-    """As in transformers; Gemma's config.json does not say that embeddings are tied, which they are."""
-    monkeypatch.setattr("groupax.models.tensor_files.COMPARED_ROWS", rows)
+def test_a_tied_head_that_differs_is_loaded_as_a_separate_weight(tmp_path, family, rows, monkeypatch, caplog):
+    """Behaves as transformers does; Gemma's embeddings are tied although its config.json does not say so."""
+    monkeypatch.setattr("groupax.models.weight_loading.COMPARED_ROWS", rows)
     model = init_model({**TINY, "model_type": family})
     folder = save_model(model, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
@@ -213,7 +213,7 @@ def test_token_logprobs_are_those_of_a_dense_softmax(chunk):
 
 
 def test_the_vocabulary_is_never_there_for_all_tokens():
-    """4 rows of 2,048 tokens at Qwen's vocabulary, compiled and not run: a dense pass needs 5 GB."""
+    """Compiles 4 rows of 2,048 tokens with Qwen's vocabulary, without running them: a dense pass needs 5 GB."""
     M, D, V = 4 * 2048, 896, 151_936
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((M, D), (V, D), (M,))]
     targets = jax.ShapeDtypeStruct((M,), jnp.int32)
@@ -267,7 +267,7 @@ def test_attention_in_blocks_is_attention(monkeypatch):
 # -- refusals
 
 
-def test_a_folder_that_is_no_model(tmp_path):
+def test_a_folder_that_is_not_a_model(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ValueError, match=r"no config\.json \(it contains notes\.txt\)"):
         load_model(tmp_path)
@@ -318,18 +318,18 @@ def test_unsupported_model_type_lists_the_supported_ones(tmp_path):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .* not supported for llama"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
-        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "1 layers where .* 2 in num_hidden_layers"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "kinds of 1 layers, but num_hidden_layers is 2"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ({"model_type": "cohere2", "position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
         ({"model_type": "mixtral", "num_local_experts": 4}, "lacks num_experts_per_tok"),
-        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "1 to 4 experts, got 5"),
-        ({"head_dim": 7}, "even head_dim"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "between 1 and 4, got 5"),
+        ({"head_dim": 7}, "even number of dims"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"num_attention_heads": 3}, "multiple of num_kv_heads"),
         ({"vocab_size": 0}, "vocab_size=0; it must be a whole number from 1"),
     ],
 )
-def test_what_a_family_does_not_do_is_refused_by_name(change, message):
+def test_unsupported_features_of_a_family_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         read_config({**TINY, **change})
 
@@ -339,7 +339,7 @@ def test_missing_size_is_named():
         read_config({key: value for key, value in TINY.items() if key != "intermediate_size"})
 
 
-def test_unknown_config_key_is_told():
+def test_unknown_config_keys_cause_a_warning():
     with pytest.warns(UserWarning, match="residual_multiplier"):
         read_config({**TINY, "residual_multiplier": 2.0})
 
@@ -366,7 +366,7 @@ def test_weights_that_do_not_fit_the_config(saved):
     with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[8\]"):
         load_model(saved)
     save_file({**tensors, "model.extra": np.ones(8, np.float32)}, saved / "model.safetensors")
-    with pytest.raises(ValueError, match=r"no place for.*model\.extra"):
+    with pytest.raises(ValueError, match=r"not part of a .*model\.extra"):
         load_model(saved)
 
 

@@ -21,16 +21,16 @@ from groupax.rewards import RewardError
 from groupax.rollouts.sampler import rollout
 from groupax.serve import client
 from groupax.serve.client import RemoteSampler
-from groupax.serve.remote import Remote
+from groupax.serve.remote import RemoteServer
 from groupax.serve.vllm_sglang import (
-    Answered,
+    RemoteCompletion,
     WeightsFolder,
-    dialect_of,
-    draws_from_logits,
-    seed_of,
-    sglang_answers,
+    identify_server,
+    parse_sglang,
+    parse_vllm,
+    samples_from_logits,
+    seed_from_key,
     sglang_request,
-    vllm_answers,
     vllm_request,
 )
 
@@ -70,18 +70,18 @@ def test_answers_become_tokens_with_their_log_probs():
         {"index": 1, "text": "b", "token_ids": [7], "logprobs": {"token_logprobs": [-2.0]}, "finish_reason": "stop"},
         {"index": 0, "text": "a", "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"},
     ]
-    expected = [Answered([5], [-1.0], "a", "length"), Answered([7], [-2.0], "b", "stop")]
-    assert vllm_answers({"choices": choices}) == expected
+    expected = [RemoteCompletion([5], [-1.0], "a", "length"), RemoteCompletion([7], [-2.0], "b", "stop")]
+    assert parse_vllm({"choices": choices}) == expected
     rows = [
         {"text": text, "meta_info": {"output_token_logprobs": [[logp, token, None]], "finish_reason": {"type": end}}}
         for text, logp, token, end in (("a", -1.0, 5, "length"), ("b", -2.0, 7, "stop"))
     ]
-    assert sglang_answers(rows) == expected
+    assert parse_sglang(rows) == expected
 
 
 def test_rows_have_seeds_of_their_own():
     keys = np.array([[0, 1], [1, 0], [2**32 - 1, 2**32 - 1]], np.uint32)
-    seeds = [seed_of(key) for key in keys]
+    seeds = [seed_from_key(key) for key in keys]
     assert len({*seeds}) == 3
     assert min(seeds) >= 0
     assert max(seeds) < 2**62
@@ -98,7 +98,7 @@ def test_rows_have_seeds_of_their_own():
     ],
 )
 def test_settings_that_leave_the_logits_alone_are_known(settings, expected):
-    assert draws_from_logits(SamplingParams(**settings)) is expected
+    assert samples_from_logits(SamplingParams(**settings)) is expected
 
 
 def test_servers_that_take_no_weights_are_refused():
@@ -108,15 +108,17 @@ def test_servers_that_take_no_weights_are_refused():
         return JSONResponse({"object": "list", "data": cards})
 
     with listening(Starlette(routes=[Route("/v1/models", models)])) as address:
-        server = Remote(address, None, 10.0)
-        with pytest.raises(RunError, match=r"a server of 'somebody', .* come from groupax serve, vLLM or SGLang"):
-            dialect_of(server, None)
+        server = RemoteServer(address, None, 10.0)
+        with pytest.raises(
+            RunError, match=r"a server of 'somebody', which is not supported; use groupax serve, vLLM or SGLang"
+        ):
+            identify_server(server, None)
         cards[0]["owned_by"] = "groupax"
-        assert dialect_of(server, None) is None
+        assert identify_server(server, None) is None
         cards[0]["owned_by"] = "vllm"
         with pytest.raises(RunError, match="has no model 'other'; it has gpt"):
-            dialect_of(server, "other")
-        assert dialect_of(server, None).name == "vLLM"
+            identify_server(server, "other")
+        assert identify_server(server, None).name == "vLLM"
 
 
 def test_a_folder_without_servers_is_refused():
@@ -195,7 +197,7 @@ def test_patience_is_with_servers_that_say_nothing(scripted, sampler_of):
         scripted.told = answers
         assert sampled(sampler) == [[5]] * PLAIN.n
     scripted.told = [503, 503, 503]
-    with pytest.raises(RunError, match=r"no server has sampled for 0 s; the last one asked says: .*503"):
+    with pytest.raises(RunError, match=r"no server has sampled for 0 s; the last error is: .*503"):
         sampled(sampler)
 
 
@@ -208,7 +210,7 @@ def test_after_one_that_is_gone_the_next_server_is_asked(scripted, sampler_of):
 def test_versions_belong_to_their_process(tiny_model, tmp_path):
     (tmp_path / "left").mkdir()  # by a process that was killed
     one, other = (WeightsFolder(tmp_path, tiny_model, jnp.float32) for _ in range(2))
-    folders = [each.written(tiny_model.params, version) for each in (one, other) for version in (1, 2, 3)]
+    folders = [each.save(tiny_model.params, version) for each in (one, other) for version in (1, 2, 3)]
     assert [folder.is_dir() for folder in folders] == 2 * [False, True, True]
     path = one.path
     del one
@@ -216,7 +218,7 @@ def test_versions_belong_to_their_process(tiny_model, tmp_path):
     assert folders[-1].is_dir()
     own = WeightsFolder(tmp_path, tiny_model, jnp.float32, is_own=True)
     assert tmp_path / "left" in tmp_path.iterdir()
-    own.written(tiny_model.params, 1)
+    own.save(tiny_model.params, 1)
     assert [*tmp_path.iterdir()] == [own.path]
 
 
@@ -357,12 +359,12 @@ def test_log_probs_that_are_not_of_the_draws_are_refused(tmp_path, folder, serve
     assert [row.completion_ids.tolist() for row in rows] == [
         row.completion_ids.tolist() for row in completions(sampler_for(folder, address, tmp_path), plain)
     ]  # the same seed
-    with pytest.raises(RunError, match=r"tells raw_logprobs.*--logprobs-mode processed_logprobs"):
+    with pytest.raises(RunError, match=r"returns raw_logprobs.*--logprobs-mode processed_logprobs"):
         completions(sampler)
     server.logprobs_mode = "processed_logprobs"
     assert len(completions(sampler_for(folder, address, tmp_path))) == 6
     server.with_ids = False
-    with pytest.raises(RunError, match=r"answers without token ids or log-probs .*'token_ids'"):
+    with pytest.raises(RunError, match=r"responds without token ids or log-probs .*'token_ids'"):
         completions(sampler_for(folder, address, tmp_path))
     server.logprobs_mode, server.with_ids = "raw_logprobs", True
 
@@ -371,10 +373,10 @@ def test_log_probs_that_are_not_of_the_draws_are_refused(tmp_path, folder, serve
 def test_servers_that_cannot_reload_are_the_end(tmp_path, folder, servers):
     for _, address in servers.values():
         sampler = sampler_for(folder, address, tmp_path)
-        sampler._shared.written = lambda *_: tmp_path / "nowhere"  # a folder that it does not see
-        with pytest.raises(RunError, match=r"says (400|500): .* to see .*nowhere"):
+        sampler._shared.save = lambda *_: tmp_path / "nowhere"  # a folder that it does not see
+        with pytest.raises(RunError, match=r"returned (400|500): .* must see .*nowhere"):
             completions(sampler)
     plain = VLLM(folder, a_tokenizer(eos_token="<eos>"), dev_mode=False)
-    says = r"/collective_rpc says 404.*VLLM_SERVER_DEV_MODE=1"
+    says = r"/collective_rpc returned 404.*VLLM_SERVER_DEV_MODE=1"
     with listening(plain.app) as address, pytest.raises(RunError, match=says):
         completions(sampler_for(folder, address, tmp_path))

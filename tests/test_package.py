@@ -58,6 +58,7 @@ WITHOUT_JAX = [
     "groupax.serve.requests",
     "groupax.serve.text",
     "groupax.serve.protocol",
+    "groupax.training.buckets",
     "groupax.training.packing",
     "groupax.parallel.preemption",
     "groupax.runs.progress.named",

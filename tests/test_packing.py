@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from groupax.training.batch import pack
-from groupax.training.packing import PLAIN, AttentionCost, Shape, plan, ranges, round_up
+from groupax.training.buckets import PLAIN, AttentionCost, Shape, tile_ranges
+from groupax.training.packing import plan_micro_batches, round_up
 from groupax.types import Row
 
 RNG = np.random.default_rng(0)
@@ -28,7 +29,7 @@ def test_every_row_lies_in_one_place_with_its_prompt(shards, budget, share_prefi
     packed, _ = pack(rows, shards, budget, share_prefix=share_prefix)
     assert sorted(int(index) for part in packed for index in part.rows if index >= 0) == list(range(len(rows)))
     for part in packed:
-        ragged, evidence = part.batch.ragged, part.batch.inputs
+        ragged, evidence = part.batch.ragged, part.batch.loss_inputs
         M, R, (P, S) = len(ragged.tokens) // shards, len(ragged.targets) // shards, ragged.prompts.shape
         for position, index in enumerate(part.rows):
             cells = part.batch.cells[position]
@@ -60,7 +61,7 @@ def test_every_row_lies_in_one_place_with_its_prompt(shards, budget, share_prefi
 def test_a_large_step_on_many_devices_is_planned():
     rng = np.random.default_rng(1)
     rows = [row for row in rows_of(128, 16, longest=4096, rng=rng) if len(row.completion) > 1]
-    micro_batches = plan(rows, 8, 8192)
+    micro_batches = plan_micro_batches(rows, 8, 8192)
     found = sorted(index for each in micro_batches for shard in each.shards for part in shard for index in part.rows)
     assert found == list(range(len(rows)))
     tokens = sum(len(row.completion) for row in rows)
@@ -73,7 +74,7 @@ def test_known_sizes_stand_for_one_that_is_not():
 
     rows = [Row(g, np.zeros(2, int), np.zeros(20, int), np.ones(20, bool), 1.0, np.zeros(20)) for g in range(18)]
     known = [shape(256), shape(64)]
-    assert [each.shape.tokens for each in plan(rows, 1, 256, known)] == [256, 64, 64]
+    assert [each.shape.tokens for each in plan_micro_batches(rows, 1, 256, known)] == [256, 64, 64]
 
 
 def test_slots_and_cells_are_inverse():
@@ -91,20 +92,20 @@ def test_a_prompt_is_computed_once_for_its_group_unless_that_is_switched_off():
     rows = rows_of(4, 8)
     distinct = sum(len(rows[8 * group].prompt) - 1 for group in range(4))
     for share, copies in (("always", 1), ("never", 8), ("auto", 1)):
-        [each] = plan(rows, 1, 10**6, share_prefix=share)
+        [each] = plan_micro_batches(rows, 1, 10**6, share_prefix=share)
         assert sum(part.prompt for part in each.shards[0]) == copies * distinct
 
 
 def test_groups_are_cut_where_shards_would_be_unequal():
     prompt = np.arange(10)
     rows = [Row(0, prompt, prompt, np.ones(10, bool), 1.0, np.zeros(10)) for _ in range(8)]
-    [each] = plan(rows, 4, 10_000)
+    [each] = plan_micro_batches(rows, 4, 10_000)
     assert [sum(len(part.rows) for part in parts) for parts in each.shards] == [2, 2, 2, 2]
 
 
 def test_fewer_rows_than_shards():
     rows = rows_of(1, 2)
-    [each] = plan(rows, 4, 10_000)
+    [each] = plan_micro_batches(rows, 4, 10_000)
     assert sum(len(part.rows) for parts in each.shards for part in parts) == 2
 
 
@@ -122,7 +123,7 @@ def test_over_many_steps_padding_is_little_and_shapes_are_few(mean):
                 rows.append(Row(group, prompt, np.zeros(length, int), np.ones(length, bool), 1.0, np.zeros(length)))
                 real += length
         packed, shapes = pack(rows, 2, 4096, shapes, longest=(400, 512))
-        padding.append(1 - real / sum(part.num_cells for part in packed))
+        padding.append(1 - real / sum(part.num_tokens for part in packed))
         counts.append(len(shapes))
     assert np.mean(padding) < 0.15
     assert counts[-1] <= 8, counts
@@ -139,7 +140,9 @@ def of_one_prompt(columns, lengths):
 
 
 def tiles_of(lengths, attention_cost=PLAIN):
-    [each] = plan(of_one_prompt(64, lengths), 1, 10**6, share_prefix="always", attention_cost=attention_cost)
+    [each] = plan_micro_batches(
+        of_one_prompt(64, lengths), 1, 10**6, share_prefix="always", attention_cost=attention_cost
+    )
     return each.shape.tiles
 
 
@@ -168,7 +171,7 @@ def test_no_tile_is_too_narrow(narrowest, longest):
         tiles = tiles_of([20] * 8 + [40] * 4 + [longest - 1] * num_long, AttentionCost(narrowest))
         assert tiles[-1][1] >= longest - 1
         if len(tiles) > 1:
-            assert all(end - first >= narrowest for _, first, end in ranges(tiles))
+            assert all(end - first >= narrowest for _, first, end in tile_ranges(tiles))
     assert len(tiles) > 1 or longest < 2 * narrowest
 
 
@@ -184,7 +187,7 @@ def test_kernels_need_fewer_tiles_for_the_scores_they_skip():
 @pytest.mark.parametrize(("prompt", "length", "size", "budget"), [(900, 60, 16, 3840), (225, 20, 8, 980)])
 def test_groups_that_must_share_their_prompt_are_cut_as_often_as_it_takes(prompt, length, size, budget):
     rows = of_one_prompt(prompt, [length] * size)
-    planned = plan(rows, 2, budget, share_prefix="always")
+    planned = plan_micro_batches(rows, 2, budget, share_prefix="always")
     assert sum(len(part.rows) for each in planned for shard in each.shards for part in shard) == size
 
 
@@ -201,5 +204,5 @@ def test_a_known_shape_is_used_where_its_tiles_have_room():
         ([10] * 5 + [128] * 3, False),
         ([129], False),
     ):
-        planned = plan(of_one_prompt(64, lengths), 1, 640, [shape], "always")
+        planned = plan_micro_batches(of_one_prompt(64, lengths), 1, 640, [shape], "always")
         assert (planned[0].shape == shape) == fits, lengths

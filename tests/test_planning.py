@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import groupax.engine.batch
-import groupax.engine.engine
+import groupax.engine.core
 import groupax.training.learner
 from groupax import GRPOConfig, SamplingParams, add_adapter, init_model
 from groupax.cli.main import main
@@ -460,7 +460,7 @@ def test_the_cache_has_what_is_free_beside_gathered_weights(monkeypatch):
         seen.append(engine._params is not None)
         return 1e6
 
-    monkeypatch.setattr(groupax.engine.engine, "free_memory_bytes", free)
+    monkeypatch.setattr(groupax.engine.core, "free_memory_bytes", free)
     assert engine.plan().max_tokens == int(0.8e6) // engine.bytes_per_token
     assert seen == [True]
 

@@ -30,7 +30,7 @@ def saved(tmp_path_factory):
 
 def test_weights_in_fewer_bits_are_not_put_on_a_mesh_that_would_split_them(saved):
     model = load_model(saved, weights="int8", mesh=make_mesh((4, 1, 1, 1, 1)))
-    with pytest.raises(ValueError, match="quantized weights lie whole on every device"):
+    with pytest.raises(ValueError, match="quantized weights are replicated and cannot be sharded"):
         reshard(model, make_mesh((2, 1, 1, 2, 1)))
 
 
@@ -110,7 +110,7 @@ def test_4_bits_on_disk(saved, tmp_path):
         np.testing.assert_array_equal(a, b)
     save_model(again, tmp_path / "numbers")
     np.testing.assert_allclose(all_logits(load_model(tmp_path / "numbers")), all_logits(model), atol=1e-5)
-    with pytest.raises(ValueError, match="are 4-bit ones; they cannot be quantized to int8"):
+    with pytest.raises(ValueError, match="are in 4 bits; they cannot be quantized to int8"):
         load_model(tmp_path / "nf4", weights="int8")
     config = json.loads((tmp_path / "nf4" / "config.json").read_text())
     config["quantization_config"] |= {"bnb_4bit_quant_type": "fp4"}

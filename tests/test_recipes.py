@@ -12,8 +12,8 @@ from groupax.data.examples import load_examples
 from groupax.data.sources import MissingSplitError, read_rows
 from groupax.evaluation.items import read_items
 from groupax.recipes import RECIPES, load_recipe
-from groupax.recipes.countdown import countdown_correct, evaluated, problems
-from groupax.recipes.fit import fitting_length, fitting_template, positions_of
+from groupax.recipes.countdown import countdown_correct, evaluate_expression, problems
+from groupax.recipes.fit import fitting_length, fitting_template, max_positions_of
 from groupax.recipes.gsm8k import strict_xml_format
 from groupax.recipes.tldr_length import near_length
 from groupax.rewards.resolve import resolve_rewards
@@ -87,7 +87,7 @@ def test_one_recipe_reads_the_mathematics_of_several_sources(tmp_path):
     assert examples[2] == {"prompt": rows[2]["prompt"], "answer": "2"}
     file = write_jsonl(tmp_path / "gsm8k.jsonl", GSM8K_ROWS)
     assert [row["answer"] for row in numina.examples(str(file))] == ["7", "1,000", "-1"]
-    with pytest.raises(ValueError, match=r"row 1 of .*x.jsonl does not fit the recipe: its answer .* is no number"):
+    with pytest.raises(ValueError, match=r"row 1 of .*x.jsonl does not fit the recipe: its answer .* is not a number"):
         gsm8k.examples(str(write_jsonl(tmp_path / "x.jsonl", [GSM8K_ROWS[0], rows[1]])))
 
 
@@ -95,8 +95,8 @@ def test_one_recipe_reads_the_mathematics_of_several_sources(tmp_path):
     ("name", "row", "message"),
     [
         ("gsm8k", {"answer": "1"}, "no text in a column question, problem or prompt; it has answer"),
-        ("gsm8k", {"question": "?"}, "neither a column answer nor solution"),
-        ("numinamath", {"problem": "?", "answer": " "}, "neither a column answer nor solution"),
+        ("gsm8k", {"question": "?"}, "neither a column answer nor a column solution"),
+        ("numinamath", {"problem": "?", "answer": " "}, "neither a column answer nor a column solution"),
         ("countdown", {"nums": ["x"], "target": 3}, "needs the columns nums"),
         ("tldr_length", {"text": "?"}, "it has no prompt; it has text"),
         ("arithmetic", {"prompt": "1+1="}, "needs the columns prompt and answer"),
@@ -173,8 +173,8 @@ def test_countdown_checks_numbers_and_value():
     found = countdown_correct(completions, [[1, 2, 3]] * len(completions), [7] * len(completions))
     assert found == [0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
     assert countdown_correct(["<answer>8/(3-8/3)</answer>"], [[8, 3, 8, 3]], [24]) == [1.0]
-    assert evaluated("(" * 150 + "1" + ")" * 150) is None
-    assert evaluated("True+1") is None
+    assert evaluate_expression("(" * 150 + "1" + ")" * 150) is None
+    assert evaluate_expression("True+1") is None
     assert problems(3, seed=0) == problems(5, seed=0)[:3]
 
 
@@ -205,13 +205,13 @@ def base_model(tmp_path_factory):
     return str(folder)
 
 
-def test_defaults_are_fitted_to_the_model_and_told(base_model):
-    assert positions_of(base_model) == 640
+def test_defaults_are_fitted_to_the_model_and_reported(base_model):
+    assert max_positions_of(base_model) == 640
     assert fitting_length(640, 512, 512) == (
         320,
         [
             "the model has 640 positions: completions have at most 320 tokens instead of the default 512, and prompts "
-            "what is left"
+            "have the rest"
         ],
     )
     assert fitting_length(640, 300, 512) == (300, [])
@@ -228,7 +228,7 @@ def test_a_4_bit_model_and_an_adapter_on_it_are_fitted(base_model, tmp_path):
     model = load_model(base_model)
     save_model(model, tmp_path / "nf4", weights="nf4")
     save_adapter(add_adapter(load_model(tmp_path / "nf4"), LoRAConfig(r=2)), tmp_path / "adapter")
-    assert positions_of(str(tmp_path / "nf4")) == positions_of(str(tmp_path / "adapter")) == 640
+    assert max_positions_of(str(tmp_path / "nf4")) == max_positions_of(str(tmp_path / "adapter")) == 640
 
 
 # -- commands
@@ -327,7 +327,7 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     capsys.readouterr()
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
-    assert "test.greedy: 3 items of both" in out
+    assert "test.greedy: 3 common items" in out
     assert "mcnemar, exact" in out
     assert main([*argv, "--output_dir", str(tmp_path / "b"), "--reward_weights", "2"]) == 0
     assert (tmp_path / "b.1" / "result.json").is_file()
@@ -342,13 +342,13 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
         (["eval", "--dataset", "x.jsonl"], "--model is missing"),
         (["eval", "--model", "m", "--dataset", "x.jsonl"], "--reward_funcs is missing"),
         (["eval", "--model", "m", "--reward_funcs", "xml_count"], "--dataset is missing"),
-        (["eval", "--recipe", "gsm8k", "--dataset", "a=x.jsonl", "a=y.jsonl"], "two evaluation sets are called 'a'"),
+        (["eval", "--recipe", "gsm8k", "--dataset", "a=x.jsonl", "a=y.jsonl"], "two evaluation sets have the name 'a'"),
         (["eval", "--recipe", "gsm8k", "--dataset", "x.jsonl"], "there is no file x.jsonl"),
-        (["compare", "nowhere", "nothing"], "nowhere is not there"),
+        (["compare", "nowhere", "nothing"], "nowhere is missing"),
         (["train", "--recipe", "gsm8k", "--model", "nowhere", "--dataset", "x.jsonl"], "there is no file x.jsonl"),
     ],
 )
-def test_mistakes_are_told_in_one_line(argv, message, capsys):
+def test_mistakes_are_reported_in_one_line(argv, message, capsys):
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert message in err

@@ -102,7 +102,7 @@ def test_a_run_stopped_by_a_signal_goes_on_exactly(tmp_path, whole, step):
     stopped = stopped_at(a_run(tmp_path), step, random.choice([signal.SIGTERM, signal.SIGINT]))
     assert stopped.code == PREEMPTED
     assert re.search(
-        rf"stopped \(SIG\w+\) after step {step}; its state is in .*step_00000{step}. To go on", str(stopped)
+        rf"stopped \(SIG\w+\) after step {step}; its state is in .*step_00000{step}. To continue", str(stopped)
     )
     assert steps_in(tmp_path) == [f"step_00000{step}"]  # the update was finished
     assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
@@ -166,10 +166,10 @@ def test_a_run_before_its_first_step_has_nothing_to_save_and_says_so(tmp_path, c
             os.kill(os.getpid(), signal.SIGTERM)
         return count_a(completion_ids)
 
-    with pytest.raises(PreemptedError, match="before the first step was made"):
+    with pytest.raises(PreemptedError, match="before the first step was complete"):
         a_trainer(tmp_path, stops).train()
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert "before the first step was made; nothing was saved. To begin again, start it as before" in caplog.text
+    assert "before the first step was complete; nothing was saved. To start over, run it as before" in caplog.text
 
 
 @pytest.mark.heavy
@@ -180,7 +180,7 @@ def test_a_run_that_is_complete_stays_as_it_is(tmp_path, caplog):
     with caplog.at_level("INFO"):
         repeated = again.train()
     assert re.search(r"is complete, with 4 steps; .*groupax resume \S+ --max_steps 8\); for a new run", caplog.text)
-    assert "going on after" not in caplog.text
+    assert "continuing after" not in caplog.text
     assert repeated.metrics == result.metrics
     assert_same(again, tmp_path, (final_state(first), tmp_path))
     assert not (tmp_path / "run.1").exists()

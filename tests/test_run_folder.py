@@ -19,7 +19,7 @@ from groupax.parallel.preemption import before_training
 from groupax.rewards import RewardError
 from groupax.runs.checkpoints import saver
 from groupax.runs.checkpoints.files import damage
-from groupax.runs.folder import RunFolder
+from groupax.runs.metrics_file import MetricsFile
 from groupax.storage.lock import LOCK, LockedError, RunLock, check_unlocked
 
 from .conftest import rest_heavy
@@ -179,10 +179,10 @@ def give_to_another(run):
     rest_heavy(
         [
             (remove, "run", "files of the run in .*run were deleted or moved"),
-            (give_to_another, "run.1", "was taken by another run, .* the run goes on in .*run.1"),
+            (give_to_another, "run.1", "was taken by another run, .* the run continues in .*run.1"),
             (remove_parts, "run", r"were deleted or moved \(config.json, metrics.jsonl\)"),
-            (put_a_file_there, "run.1", "is no longer a folder; the run goes on in .*run.1"),
-            (move, "run", r"were deleted or moved \(.*what was moved is now in .*moved\)"),
+            (put_a_file_there, "run.1", "is no longer a folder; the run continues in .*run.1"),
+            (move, "run", r"were deleted or moved \(.*the moved files are now in .*moved\)"),
         ],
         quick=2,
     ),
@@ -216,31 +216,31 @@ def test_what_becomes_of_the_folder_costs_nothing_that_is_in_memory(tmp_path, ca
     assert {"config.json", "run.json", "diagnostics.jsonl", "tokenizer"} <= set(os.listdir(run))
     assert len(re.findall(told, caplog.text)) == 1
     assert "could not be written" not in caplog.text
-    assert caplog.text.count("were deleted or moved") + caplog.text.count("the run goes on in") == 1
+    assert caplog.text.count("were deleted or moved") + caplog.text.count("the run continues in") == 1
     if do is give_to_another:
         assert os.listdir(tmp_path / "run") == [LOCK]
         give_to_another.lock.release()
 
 
 def test_a_folder_in_which_nothing_can_be_written_is_given_up_at_the_end(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(saver, "MEND_S", 0.0)
+    monkeypatch.setattr(saver, "REPAIR_S", 0.0)
     monkeypatch.setattr(saver, "RETRY_END_S", 0.01)
-    write = RunFolder._append
+    write = MetricsFile.append
 
-    def barred(folder, data):
-        if folder.path.name == "run" and json.loads(data.splitlines()[-1])["step"] >= 2:
+    def barred(file, folder, data):
+        if folder.name == "run" and json.loads(data.splitlines()[-1])["step"] >= 2:
             raise PermissionError(13, "Permission denied")
-        write(folder, data)
+        write(file, folder, data)
 
     def check(folder):
         if folder.name == "run" and trainer.cursor.step:
             raise PermissionError(13, "Permission denied")
 
     trainer = a_trainer(tmp_path, max_steps=3)
-    monkeypatch.setattr(RunFolder, "_append", barred)
-    monkeypatch.setattr("groupax.runs.folder._check_writable", check)
+    monkeypatch.setattr(MetricsFile, "append", barred)
+    monkeypatch.setattr("groupax.runs.folder.check_writable", check)
     trainer.train()
-    assert re.search("run cannot be written to .Permission denied.; the run goes on in .*run.1", caplog.text)
+    assert re.search("run cannot be written to .Permission denied.; the run continues in .*run.1", caplog.text)
     assert len((tmp_path / "run.1" / "metrics.jsonl").read_text().splitlines()) == 3
     assert load_model(tmp_path / "run.1" / "model").config.vocab_size == 13
 
@@ -290,7 +290,7 @@ def test_a_run_killed_before_its_first_checkpoint_makes_its_steps_again_in_its_p
         again = a_trainer(tmp_path, max_steps=3, do_last_save=False)
         again.train()
         shutil.rmtree(run / "model")
-    assert "was stopped before its first checkpoint; its steps are made again" in caplog.text
+    assert "was stopped before its first checkpoint; its steps are repeated" in caplog.text
     assert os.listdir(tmp_path / "run" / "rollouts")
     assert sorted(os.listdir(tmp_path)) == ["run", "whole"]
     assert lines_of(tmp_path) == lines_of(tmp_path / "whole")
@@ -326,7 +326,7 @@ def test_stopping_before_the_first_step_says_that_nothing_was_saved(tmp_path, ca
     with pytest.raises(PreemptedError) as stopped:
         trainer.train()
     assert stopped.value.code == PREEMPTED
-    assert caplog.text.count("nothing was saved. To begin again, start it as before") == 1
+    assert caplog.text.count("nothing was saved. To start over, run it as before") == 1
     with pytest.raises(ValueError, match=r"has no checkpoint: nothing was saved there .*; start the run") as error:
         a_trainer(tmp_path, resume=str(tmp_path / "run")).train()
     assert str(error.value).count("no checkpoint") == 1

@@ -28,13 +28,13 @@ def finish(scheduler, *slots):
     return scheduler.free_finished()
 
 
-def test_sequences_of_a_prompt_share_places_and_shards():
+def test_sequences_of_a_prompt_share_prompt_slots_and_shards():
     scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 1, 0, 1, 0, 0, 1, 1))
     [admission] = scheduler.admit(8)
     assert names(scheduler.slots) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
     assert [[prompt.tolist() for prompt in prompts] for prompts in admission.prompts] == [[[1]], [[2]]]
-    assert sorted(admission.places) == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert sorted(admission.prompt_slots) == [(0, 0), (1, 0), (2, 0), (3, 0)]
     assert scheduler.admit(8) == []
 
 
@@ -90,24 +90,24 @@ def test_those_that_are_not_far_make_room_and_begin_again():
     slots = scheduler.slots
     for slot, length in enumerate((5, 1, 0, 2, 3, 3, 9, 0)):
         slots[slot].tokens += [7] * length
-    places, rows = scheduler.preempt(num_prompt_slots=1, share=2)
-    assert places.tolist() == [0, 1]
+    prompt_slots, rows = scheduler.preempt(num_prompt_slots=1, share=2)
+    assert prompt_slots.tolist() == [0, 1]
     assert rows.tolist() == [0, 1, 2, 3]
     assert [len(sequence.tokens) for sequence in scheduler.slots] == [5, 1, 9, 0]
     assert (scheduler.slots_per_shard, scheduler.share) == (2, 2)
     assert [[s.tokens for s in bundle] for bundle in scheduler.waiting] == [[[], []], [[], []], [[]]]
-    places, rows = scheduler.preempt(num_prompt_slots=1, share=1)
-    assert (places.tolist(), rows.tolist()) == ([0, 0], [0, 0])
+    prompt_slots, rows = scheduler.preempt(num_prompt_slots=1, share=1)
+    assert (prompt_slots.tolist(), rows.tolist()) == ([0, 0], [0, 0])
     assert [len(sequence.tokens) for sequence in scheduler.slots] == [5, 9]
     assert [len(bundle) for bundle in scheduler.waiting] == [1] * 7
     scheduler.grow(2)
     assert [sequence and len(sequence.tokens) for sequence in scheduler.slots] == [5, None, 9, None]
     assert scheduler.num_blocked() == 5, "of seven that wait, two have a free slot"
-    assert len(scheduler.admit(8)[0].placed) == 2
+    assert len(scheduler.admit(8)[0].slots) == 2
     assert scheduler.num_blocked() == 5
 
 
-def test_slots_beside_running_sequences_are_free_once_their_places_are_split():
+def test_slots_beside_running_sequences_are_free_once_their_prompt_slots_are_split():
     scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=4)
     scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 1, 1))
     scheduler.admit(8)
@@ -118,7 +118,7 @@ def test_slots_beside_running_sequences_are_free_once_their_places_are_split():
     assert [scheduler.num_blocked(share) for share in (4, 2, 1)] == [4, 2, 0]
     scheduler.split(2)
     assert scheduler.num_stranded == 3
-    assert len(scheduler.admit(8)[0].placed) == 2
+    assert len(scheduler.admit(8)[0].slots) == 2
     assert scheduler.num_blocked(2) == 2
 
 
@@ -136,7 +136,7 @@ def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():
 def test_the_first_shape_is_as_large_as_the_work_and_the_memory():
     plan = Plan(max_tokens=10**9, num_layers=4, max_slots=64)
     assert plan.first_shape([8] * 4, 2, (100, 100)) == CacheShape(16, 8, 128, 128)
-    assert plan.first_shape([8] * 40, 2, (100, 100)) == CacheShape(32, 2, 128, 128), "others wait for places"
+    assert plan.first_shape([8] * 40, 2, (100, 100)) == CacheShape(32, 2, 128, 128), "others wait for prompt slots"
     little = Plan(max_tokens=4000, num_layers=4, max_slots=64)
     shape = little.first_shape([8] * 4, 1, (100, 900))
     assert shape == CacheShape(4, 2, 128, 512), "half of 900 tokens are expected"
@@ -145,7 +145,7 @@ def test_the_first_shape_is_as_large_as_the_work_and_the_memory():
     assert not little.allows(grown)
     assert little.smaller(grown) == CacheShape(2, 2, 128, 1024)
     assert Plan(2000, 4, 64).smaller(CacheShape(8, 8, 128, 512)) == CacheShape(2, 2, 128, 512)
-    with pytest.raises(ValueError, match="a completion of 900 tokens behind a prompt of 100 tokens"):
+    with pytest.raises(ValueError, match="a completion of 900 tokens after a prompt of 100 tokens"):
         Plan(1500, 4, 64).first_shape([1], 1, (100, 900))
 
 
@@ -172,9 +172,9 @@ def test_prompts_of_one_length_are_computed_together_where_that_saves_padding():
     parts = scheduler.admit(64)
     assert [part.size for part in parts] == [(32, 64), (32, 256)]
     for part in parts:
-        for place, index in part.places:
-            assert (part.prompts[place // 64][index] == scheduler.slots[place].prompt).all()
-    placed = [pair for part in parts for pair in part.placed]
+        for prompt_slot, index in part.prompt_slots:
+            assert (part.prompts[prompt_slot // 64][index] == scheduler.slots[prompt_slot].prompt).all()
+    placed = [pair for part in parts for pair in part.slots]
     assert sorted(slot for slot, _ in placed) == list(range(128))
     assert all(scheduler.slots[slot] is sequence for slot, sequence in placed)
 

@@ -22,7 +22,7 @@ from groupax.serve.app import Limits, create_app
 from groupax.serve.client import RemoteSampler
 from groupax.serve.loop import EngineLoop
 from groupax.serve.protocol import DTYPES, checksum, manifest_of, pieces_of, read_manifest, tensors_in
-from groupax.serve.remote import Refused, Remote
+from groupax.serve.remote import RefusedError, RemoteServer
 
 from .test_server import KEY, demo_model, listening, wait_until
 
@@ -193,25 +193,25 @@ def test_of_an_adapter_only_the_changes_travel(local, monkeypatch):
 @pytest.mark.heavy
 def test_a_torn_or_late_upload_is_never_used(servers):
     server = servers[0]
-    remote = Remote(server.url, KEY, 60.0)
+    remote = RemoteServer(server.url, KEY, 60.0)
     specs = model_specs(server.model.config)
     tensors = host_tensors(specs, param_leaves(specs, perturbed(server.engine.params, 5)))
     path = "/groupax/v1/weights"
     before = server.engine.params
 
     def begin(**changed):
-        held = remote.ask("GET", path)["models"][0]
+        held = remote.request("GET", path)["models"][0]
         manifest = {"model": "demo", "version": 9, "replaces": held["state"], "tensors": manifest_of(tensors)}
-        return f"{path}/" + remote.ask("POST", path, {**manifest, "piece_bytes": 1 << 20, **changed})["upload"]
+        return f"{path}/" + remote.request("POST", path, {**manifest, "piece_bytes": 1 << 20, **changed})["upload"]
 
     def put(upload, pieces):
         for number in pieces:
             parts, crc = list(pieces_of(tensors, 1 << 20))[number]
-            remote.ask("PUT", f"{upload}/{number}", parts, x_crc32=f"{crc:08x}")
+            remote.request("PUT", f"{upload}/{number}", parts, x_crc32=f"{crc:08x}")
 
     def refused(code, *request, **headers):
-        with pytest.raises(Refused) as caught:
-            remote.ask(*request, **headers)
+        with pytest.raises(RefusedError) as caught:
+            remote.request(*request, **headers)
         assert caught.value.code == code
         assert server.engine.params is before
 
@@ -228,7 +228,7 @@ def test_a_torn_or_late_upload_is_never_used(servers):
     refused("torn", "POST", f"{upload}/commit")
     later = begin()
     refused("upload_not_found", "POST", f"{upload}/commit")  # another one was begun
-    remote.ask("DELETE", later)
+    remote.request("DELETE", later)
     refused("upload_not_found", "PUT", f"{later}/0", [first], x_crc32=f"{crc:08x}")
     for changed, code in (
         ({"replaces": "of old"}, "other_weights"),
@@ -240,12 +240,12 @@ def test_a_torn_or_late_upload_is_never_used(servers):
         ({"adapter": adapter_config_dict(add_adapter(server.model, LORA).adapter, server.model.config)}, None),
         ({"nonsense": 1}, None),
     ):
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(RefusedError) as caught:
             begin(**changed)
         assert caught.value.code == code
     early, late = begin(), None
     put(early, range(num_pieces))
-    assert remote.ask("POST", f"{early}/commit")["version"] == 9
+    assert remote.request("POST", f"{early}/commit")["version"] == 9
     assert server.engine.version == 9
     for one, other in zip(param_leaves(specs, server.engine.params), param_leaves(specs, before), strict=True):
         assert not np.array_equal(one, other)
@@ -253,7 +253,7 @@ def test_a_torn_or_late_upload_is_never_used(servers):
     put(late, range(num_pieces))
     server.loop.between_chunks(lambda: None).result()
     refused("upload_not_found", "POST", f"{early}/commit")
-    remote.ask("DELETE", late)
+    remote.request("DELETE", late)
 
 
 @pytest.mark.heavy
@@ -263,10 +263,10 @@ def test_weights_change_between_two_chunks_and_answers_say_so(servers):
         [server.url], server.model.config, perturbed(server.engine.params, 8), server.engine.eos_ids, api_key=KEY
     )
     sampler.version = 70
-    remote = Remote(server.url, KEY, 60.0)
+    remote = RemoteServer(server.url, KEY, 60.0)
     request = {"prompt": "1+1=", "n": 2, "max_tokens": 400, "ignore_eos": True, "seed": 1}
     answers = []
-    asking = threading.Thread(target=lambda: answers.append(remote.ask("POST", "/v1/completions", request)))
+    asking = threading.Thread(target=lambda: answers.append(remote.request("POST", "/v1/completions", request)))
     asking.start()
     wait_until(lambda: server.loop.counts.num_running == 2)
     old = server.engine.version
@@ -309,11 +309,11 @@ def test_a_server_that_dies_and_comes_back_is_not_missed(local):
 def test_without_a_key_nobody_changes_weights(servers):
     app = create_app(servers[0].loop, Limits(), {"demo": servers[0].model})
     says = "403: weights can be changed only on a server with keys"
-    with listening(app) as address, pytest.raises(Refused, match=says):
-        Remote(address, None, 60.0).ask("POST", "/groupax/v1/weights", {})
+    with listening(app) as address, pytest.raises(RefusedError, match=says):
+        RemoteServer(address, None, 60.0).request("POST", "/groupax/v1/weights", {})
 
 
 def test_addresses_are_checked():
     for url in ("localhost:8000", "ftp://x", "http://"):
         with pytest.raises(ValueError, match="must be given as http://host:port"):
-            Remote(url, None, 1.0)
+            RemoteServer(url, None, 1.0)

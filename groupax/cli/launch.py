@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from groupax.launch.argv import program_of, split_argv
-from groupax.launch.retries import Outcome, Retries, run_with_retries
+from groupax.launch.retries import Outcome, RetryOptions, run_with_retries
 from groupax.settings.command_line import parsed
 from groupax.settings.fields import nearest
 
@@ -17,19 +17,11 @@ USAGE = "groupax launch local | slurm | ray [options] -- train ... (or resume, e
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local:
+class Local(RetryOptions):
     """Run a program as several processes on this machine: groupax launch local -n 2 -- train ..."""
 
     num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])]
     """Number of processes."""
-    restarts: int = 3
-    """Maximum number of restarts after a process failed."""
-    preemptions: int = 1000
-    """Maximum number of restarts after a process saved its state to be started again (status 75)."""
-    backoff_s: float = 1.0
-    """Seconds before the first restart; doubled with each restart, up to a minute."""
-    grace_s: float = 60.0
-    """Seconds that the other processes have to stop after one has failed, before they are killed."""
 
 
 def launch(arguments: Sequence[str]) -> int | None:
@@ -56,10 +48,12 @@ def local(arguments: Sequence[str], argv: Sequence[str]) -> int:
     from groupax.launch.local import Stop, local_attempt
 
     program = program_of(argv)
-    retries = Retries(command.restarts, command.preemptions, command.backoff_s)
     with Stop() as stop:
         outcome: Outcome[int] = run_with_retries(
-            lambda: local_attempt(program, command.num_processes, stop, command.grace_s), retries, log, stop.pause
+            lambda: local_attempt(program, command.num_processes, stop, command.grace_s),
+            command.retries,
+            log,
+            stop.pause,
         )
     if outcome.ending in ("mistake", "stopped"):
         log(outcome.why)

@@ -22,6 +22,7 @@ import tyro
 from groupax import __version__
 from groupax.cli import evaluate as evaluation_commands
 from groupax.cli import models as model_commands
+from groupax.cli import results as result_commands
 from groupax.cli.launch import launch
 from groupax.cli.plan import plan
 from groupax.cli.serve import serve
@@ -359,9 +360,9 @@ def _train(command: Train, recipe: Recipe | None, model: str, rewards: list[str]
     elif recipe:
         sets = recipe.eval_dataset(command.dataset)
     if recipe:
-        from groupax.recipes.fit import fitted, fitting_template, positions_of
+        from groupax.recipes.fit import fit_config, fitting_template, max_positions_of
 
-        args, notes = fitted(args, recipe, positions_of(model))
+        args, notes = fit_config(args, recipe, max_positions_of(model))
         template, told = fitting_template(model, args.chat_template, [dataset])
         args = replace(args, chat_template=template)
         for note in (*notes, *told):
@@ -405,7 +406,7 @@ def _next_commands(trainer: "GRPOTrainer", result: Any) -> list[Any]:
 
     from groupax.cli.summary import next_commands
 
-    return next_commands(trainer.run_folder.place, trainer.prompts.examples[0]["prompt"], result)
+    return next_commands(trainer.run_folder.uri, trainer.prompts.examples[0]["prompt"], result)
 
 
 def _recorded(command: Train) -> dict[str, Any]:
@@ -536,8 +537,8 @@ def plan_run(arguments: Sequence[str]) -> int:
 COMMANDS = {
     "train": train,
     "eval": evaluation_commands.evaluate,
-    "compare": evaluation_commands.compare,
-    "report": evaluation_commands.report,
+    "compare": result_commands.compare,
+    "report": result_commands.report,
     "generate": generate,
     "serve": serve,
     "resume": resume,

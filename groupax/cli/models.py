@@ -1,4 +1,4 @@
-"""The commands about models on disk: inspect, merge, convert, quantize, push. Each imports what it needs."""
+"""Commands for models on disk: inspect, merge, convert, quantize, push. Each imports only the modules it needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,72 +18,72 @@ Given = tyro.conf.Positional
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Tell what a model is and what it takes, from its config.json alone."""
+    """Print a model's architecture, parameter counts and memory, from its config.json alone."""
 
     model: Annotated[str, Given]
-    """A folder, a config.json, or a Hugging Face hub id."""
+    """Folder, config.json, or Hugging Face Hub id."""
     lora_r: int = 0
-    """Count the trained parameters of a LoRA adapter of this rank."""
+    """Count the trained parameters of a LoRA adapter of this rank; 0 for none."""
     lora_target_modules: tuple[str, ...] = ("all-linear",)
-    """Modules that it adapts."""
+    """Modules to adapt."""
     lora_bias: LoRABias = "none"
-    """Biases that are trained too."""
+    """Biases to train in addition."""
     lora_modules_to_save: tuple[str, ...] = ()
-    """Modules whose weights are trained whole."""
+    """Modules whose weights are trained in full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """Add an adapter to its base, and write the sum as a model that transformers loads."""
+    """Merge an adapter into its base, and write the result as a model that transformers loads."""
 
     adapter: Annotated[str, Given]
-    """A folder or hub id with an adapter, as groupax and PEFT write them."""
+    """Folder or hub id of an adapter, in PEFT's format."""
     folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
-    """Where to write. A model that groupax wrote there is replaced; a folder with other files is refused."""
+    """Destination folder. A model that groupax wrote there is replaced; a folder with other files is refused."""
     base: str | None = None
-    """The base, if it is not where the adapter's config says."""
+    """Folder or hub id of the base, if it is not the one that the adapter's config names."""
     dtype: Dtype | None = None
-    """Of the weights; by default the base's own."""
+    """Dtype of the weights; by default that of the base."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Write a model anew: in another dtype, in safetensors of at most 5 GB, quantized weights as numbers."""
+    """Convert a model to another dtype, in safetensors files of at most 5 GB; quantized weights are dequantized."""
 
     model: Annotated[str, Given]
-    """A folder or a Hugging Face hub id."""
+    """Folder or Hugging Face Hub id."""
     folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
-    """Where to write. A model that groupax wrote there is replaced; a folder with other files is refused."""
+    """Destination folder. A model that groupax wrote there is replaced; a folder with other files is refused."""
     dtype: Dtype | None = None
-    """Of the weights; by default the model's own."""
+    """Dtype of the weights; by default that of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize:
-    """Write a model with its layers' matrices in nf4, as bitsandbytes does; groupax and transformers load it."""
+    """Quantize the matrices of a model's layers to bitsandbytes' nf4, which groupax and transformers load."""
 
     model: Annotated[str, Given]
-    """A folder or a Hugging Face hub id; an adapter is merged."""
+    """Folder or Hugging Face Hub id; an adapter is merged."""
     folder: Annotated[Path, Given, tyro.conf.arg(metavar="DESTINATION")]
-    """Where to write. A model that groupax wrote there is replaced; a folder with other files is refused."""
+    """Destination folder. A model that groupax wrote there is replaced; a folder with other files is refused."""
     dtype: Dtype = "bfloat16"
-    """Of the other weights."""
+    """Dtype of the other weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """Upload a model's or an adapter's folder to the Hugging Face hub. The token is that of HF_TOKEN."""
+    """Upload the folder of a model or an adapter to the Hugging Face Hub, with the token in HF_TOKEN."""
 
     folder: Annotated[Path, Given]
-    """What to upload."""
+    """Folder to upload."""
     repo_id: Annotated[str, Given]
-    """owner/name."""
+    """Repository to create or update, as owner/name."""
     public: bool = False
-    """Let everybody see the repository, if it is new."""
+    """Create a new repository as public; an existing one stays as it is."""
 
 
 def inspect(arguments: Sequence[str]) -> None:
-    """`groupax inspect`."""
+    """Runs `groupax inspect`."""
     command = parsed(Inspect, "inspect", arguments)
 
     from groupax.models.lora import LoRAConfig
@@ -101,7 +101,7 @@ def inspect(arguments: Sequence[str]) -> None:
 
 
 def merge(arguments: Sequence[str]) -> None:
-    """`groupax merge`."""
+    """Runs `groupax merge`."""
     command = parsed(Merge, "merge", arguments)
 
     from groupax.models.checkpoint import load_model
@@ -109,14 +109,14 @@ def merge(arguments: Sequence[str]) -> None:
     _check_folder(command.folder, command.adapter, command.base)
     model = load_model(command.adapter, base=command.base)
     if model.adapter is None:
-        raise ValueError(f"{command.adapter} is a model and no adapter; there is nothing to merge (see convert)")
+        raise ValueError(f"{command.adapter} is a model and not an adapter; there is nothing to merge (see convert)")
     base = model.adapter.base_name
     how = f"The LoRA adapter {code(shown_name(command.adapter))}, merged into its base {code(shown_name(base))}."
     _write(model, command.folder, command.dtype, how, base, command.adapter)
 
 
 def convert(arguments: Sequence[str]) -> None:
-    """`groupax convert`."""
+    """Runs `groupax convert`."""
     command = parsed(Convert, "convert", arguments)
 
     from groupax.models.checkpoint import load_model
@@ -130,7 +130,7 @@ def convert(arguments: Sequence[str]) -> None:
 
 
 def quantize(arguments: Sequence[str]) -> None:
-    """`groupax quantize`."""
+    """Runs `groupax quantize`."""
     command = parsed(Quantize, "quantize", arguments)
 
     from groupax.models.checkpoint import load_model
@@ -142,7 +142,7 @@ def quantize(arguments: Sequence[str]) -> None:
 
 
 def push(arguments: Sequence[str]) -> None:
-    """`groupax push`."""
+    """Runs `groupax push`."""
     command = parsed(Push, "push", arguments)
 
     from groupax.storage.hub import push_folder
@@ -151,7 +151,7 @@ def push(arguments: Sequence[str]) -> None:
 
 
 def _check_folder(folder: Path, *sources: str | None) -> None:
-    """Refuses where to write, if a model cannot be written there, before one is loaded."""
+    """Refuses a destination that a model cannot be written to, before one is loaded."""
     from groupax.storage.replacing import check_destination
 
     paths = [Path(source).expanduser() for source in sources if source is not None]
@@ -161,7 +161,7 @@ def _check_folder(folder: Path, *sources: str | None) -> None:
 def _write(
     model: Any, folder: Path, dtype: Dtype | None, how: str, base: str | None, source: str, weights: Any = "same"
 ) -> None:
-    """Write the model with its tokenizer and a card."""
+    """Writes the model with its tokenizer and a card."""
     from groupax.data.tokenizer import load_tokenizer
     from groupax.models.saving import save_model
     from groupax.runs.model_card import derived_card, read_card

@@ -32,7 +32,7 @@ class PlanCommand:
     devices: str | None = None
     """TPU slice, e.g. v4-64, v5e-32, v5p-128 or v6e-16, or virtual CPU devices, e.g. cpu:8."""
     libtpu: Path = Path("build/libtpu")
-    """Folder that libtpu was installed into (pip install --no-deps --target build/libtpu libtpu), if not beside jax."""
+    """Folder that libtpu was installed into (pip install --no-deps --target build/libtpu libtpu), if not with jax."""
     json: Path | None = None
     """File to which the plan is written as JSON."""
     recipe: str | None = None
@@ -63,12 +63,12 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig,
     from groupax.planning.fitting import Request, find_fitting_plan, make_plan
     from groupax.planning.measured import Compiler
     from groupax.planning.tables import format_plan, plan_record, verdict
-    from groupax.recipes.fit import fitted
+    from groupax.recipes.fit import fit_config
 
     model, lora = _read_model(command.model, command.args)
     args, compiler = command.args, Compiler()
     if task is not None:
-        args, notes = fitted(args, task, model.max_positions)
+        args, notes = fit_config(args, task, model.max_positions)
         for note in notes:
             _log(note)
     requested = make_plan(model, Request(command.devices, args), lora, compiler, _log)

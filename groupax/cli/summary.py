@@ -1,4 +1,4 @@
-"""What a run came to: before and after on the same prompts, in words, as tables, a curve and a file."""
+"""The summary of a training run: evaluations before and after as tables, verdicts, a curve and a file."""
 
 import json
 import shlex
@@ -19,17 +19,18 @@ from groupax.trainer import TrainResult
 from groupax.types import Metrics, Prompt
 
 NUM_SAMPLES = 2
-CANNOT_BELOW = 0.05  # a model solves less than this share of a task that it cannot do
+CANNOT_BELOW = 0.05  # largest pass@1 of a model that cannot do the task
 
 
 @dataclass(frozen=True, eq=False)
 class BeforeAfter:
-    """Two evaluations on the same prompts, around a run.
+    """Two evaluations on the same prompts, before and after a run.
 
     Attributes:
-        before, after: of the starting and of the trained model.
-        result: of the training between them.
-        train_prompts: how many prompts were trained on, and how many were too long: `used`, `dropped`, `truncated`.
+        before: Evaluation of the initial model.
+        after: Evaluation of the trained model.
+        result: Result of the training between them.
+        train_prompts: Number of prompts of the training that were `used`, `dropped` and `truncated`.
     """
 
     before: Evaluation
@@ -39,10 +40,10 @@ class BeforeAfter:
 
 
 def write_report(report: BeforeAfter, folder: Path) -> list[Any]:
-    """Write `result.json`, `evaluations/` and, if matplotlib is there, `reward.png` into the run folder.
+    """Writes `result.json`, `evaluations/` and, if matplotlib is installed, `reward.png` into the run folder.
 
     Returns:
-        What to tell the user of it (see `show`).
+        Texts and tables for the user (see `show`).
     """
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     logged = [metrics for metrics in map(json.loads, lines) if "reward" in metrics]
@@ -55,7 +56,7 @@ def write_report(report: BeforeAfter, folder: Path) -> list[Any]:
         for name, each in evaluation.sets.items():
             write_items(folder / "evaluations" / f"{when}.{name}.jsonl", each.items)
 
-    scored = [metrics for metrics in logged if metrics["reward"] is not None]  # steps without any reward have null
+    scored = [metrics for metrics in logged if metrics["reward"] is not None]  # null in steps without any reward
     steps, rewards = [metrics["step"] for metrics in scored], [metrics["reward"] for metrics in scored]
     has_plot = _plot(steps, rewards, folder / "reward.png")
     parts: list[Any] = [f"\nmean reward by step\n{text_curve(rewards)}"]
@@ -63,34 +64,34 @@ def write_report(report: BeforeAfter, folder: Path) -> list[Any]:
         before, after = report.before.sets[name], report.after.sets[name]
         title = f"{name}: before and after, {comparison.num_items} held-out prompts"
         parts += [difference_table(title, comparison, before.metrics, after.metrics), _samples(before, after)]
-    parts.append(_what_was_left_out(summary))
+    parts.append(_omissions(summary))
     if has_plot:
         parts.append(f"reward curve: {folder / 'reward.png'}")
     return [*parts, *(f"{name}: {verdict}" for name, verdict in summary["verdicts"].items())]
 
 
-def next_commands(place: str, prompt: Prompt, result: TrainResult) -> list[str]:
-    """Returns what a user can do with a run that has ended, as a text.
+def next_commands(uri: str, prompt: Prompt, result: TrainResult) -> list[str]:
+    """Returns a text with commands for a finished run.
 
     Args:
-        place: the run's folder or URL.
-        prompt: one of those it was trained on.
-        result: of the training.
+        uri: Folder or URL of the run.
+        prompt: One of its training prompts.
+        result: Result of the training.
     """
     chat = " --chat" if is_conversational(prompt) else ""
-    model, run = shlex.quote(f"{place.rstrip('/')}/model"), shlex.quote(place)
-    asked = shlex.quote(one_line(last_text(prompt), 60))
+    model, run = shlex.quote(f"{uri.rstrip('/')}/model"), shlex.quote(uri)
+    prompt_text = shlex.quote(one_line(last_text(prompt), 60))
     minutes, seconds = divmod(round(result.train_seconds), 60)
     return [
         f"{result.num_steps:,} steps in {minutes}:{seconds:02d}; the model is in {model}\n"
         f"  groupax view {run}\n"
-        f"  groupax generate --model {model}{chat} --prompt {asked}\n"
+        f"  groupax generate --model {model}{chat} --prompt {prompt_text}\n"
         f"  groupax report {run}"
     ]
 
 
 def show(parts: Sequence[Any]) -> None:
-    """Print texts, as they are, and rich tables."""
+    """Prints texts and rich tables."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -102,10 +103,10 @@ def show(parts: Sequence[Any]) -> None:
 
 
 def verdict(before: SetEvaluation, after: SetEvaluation, comparison: Comparison) -> str:
-    """What two evaluations show, and no more, in a sentence."""
+    """Returns a sentence that claims only what two evaluations show."""
     name = "pass@1" if "pass@1" in comparison.differences else "reward"
     if name not in comparison.differences:
-        return "no prompt has a reward, so nothing can be said"
+        return "no prompt has a reward, so the models cannot be compared"
     difference = comparison.differences[name]
     solved = after.estimates.get("pass@1")
     cannot = (
@@ -121,17 +122,18 @@ def verdict(before: SetEvaluation, after: SetEvaluation, comparison: Comparison)
         )
     change = f"{name} went from {difference.before:.3f} to {difference.after:.3f} ({_difference(difference)})"
     if not difference.is_clear:
-        return f"no difference is shown: {change}"
+        return f"no significant difference: {change}"
     return f"{'better' if difference.difference.value > 0 else 'worse'}: {change}"
 
 
 def difference_table(title: str, comparison: Comparison, before: Metrics, after: Metrics) -> Any:
-    """The estimates of two evaluations of the same items, with what changed, as a rich table.
+    """Returns a rich table of the estimates of two evaluations and their differences.
 
     Args:
-        title: above it.
-        comparison: of the two.
-        before, after: lengths and truncation are taken from these.
+        title: Title of the table.
+        comparison: Comparison of the two evaluations.
+        before: Metrics before, for lengths and truncation.
+        after: Metrics after, for lengths and truncation.
     """
     from rich.table import Table
     from rich.text import Text
@@ -149,7 +151,7 @@ def difference_table(title: str, comparison: Comparison, before: Metrics, after:
 
 
 def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
-    """Estimates with their intervals as a rich table."""
+    """Returns a rich table of estimates with their intervals."""
     from rich.table import Table
     from rich.text import Text
 
@@ -164,7 +166,7 @@ def estimate_table(title: str, estimates: Mapping[str, Estimate]) -> Any:
 
 
 def text_curve(values: Sequence[float], width: int = 64, height: int = 8) -> str:
-    """The values as a bar chart of characters, with the range at the left."""
+    """Returns the values as a bar chart of characters, with the range on the left."""
     if not values:
         return ""
     columns = np.array([chunk.mean() for chunk in np.array_split(np.asarray(values), min(width, len(values)))])
@@ -179,12 +181,12 @@ def text_curve(values: Sequence[float], width: int = 64, height: int = 8) -> str
 
 
 def plain_estimates(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
-    """Estimates as JSON has them; what is no number is null."""
+    """Returns estimates for JSON, with null for NaN."""
     return {name: _finite(asdict(each)) for name, each in estimates.items()}
 
 
 def plain_differences(comparison: Comparison) -> dict[str, Any]:
-    """A comparison as JSON has it."""
+    """Returns a comparison for JSON."""
     differences = {
         name: _finite({**asdict(pair), "difference": _finite(asdict(pair.difference))})
         for name, pair in comparison.differences.items()
@@ -200,7 +202,7 @@ def plain_differences(comparison: Comparison) -> dict[str, Any]:
 def _summary(
     report: BeforeAfter, comparisons: Mapping[str, Comparison], logged: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The contents of `result.json`."""
+    """Returns the contents of `result.json`."""
     sets, verdicts = {}, {}
     for name, comparison in comparisons.items():
         before, after = report.before.sets[name], report.after.sets[name]
@@ -228,8 +230,8 @@ def _summary(
         "rollout_tokens_per_s": round(report.result.rollout_tokens_per_s, 1),
         "verdicts": verdicts,
         "train_prompts": dict(report.train_prompts),
-        "train_completions_truncated": _mean(logged, "completions/clipped_ratio"),
-        "train_groups_without_signal": _mean(logged, "frac_reward_zero_std"),
+        "train_completions_truncated": _mean_of(logged, "completions/clipped_ratio"),
+        "train_groups_without_signal": _mean_of(logged, "frac_reward_zero_std"),
         "sets": sets,
     }
 
@@ -237,13 +239,13 @@ def _summary(
 _COUNTS = {"used": "", "dropped": "_dropped", "truncated": "_truncated", "unscorable": "_unscorable"}
 
 
-def _mean(logged: Sequence[Mapping[str, Any]], name: str) -> float | None:
+def _mean_of(logged: Sequence[Mapping[str, Any]], name: str) -> float | None:
     values = [metrics[name] for metrics in logged if metrics.get(name) is not None]
     return round(float(np.mean(values)), 4) if values else None
 
 
-def _what_was_left_out(summary: Mapping[str, Any]) -> str:
-    """Prompts that were too long, completions that were cut off, groups without signal: a line per dataset."""
+def _omissions(summary: Mapping[str, Any]) -> str:
+    """Returns a line per dataset about long prompts, truncated completions and groups without signal."""
     counts, clipped = summary["train_prompts"], summary["train_completions_truncated"]
     rows = [("training", counts, clipped)]
     rows += [(name, each["prompts"], each["completions_truncated"]["after"]) for name, each in summary["sets"].items()]
@@ -279,19 +281,19 @@ def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _samples(before: SetEvaluation, after: SetEvaluation) -> Any:
-    """Problems that were not solved before and are now."""
+    """Returns a table of prompts that were not solved before and are now."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="two answers, before and after", title_justify="left", show_lines=True)
+    table = Table(title="example completions, before and after", title_justify="left", show_lines=True)
     for header in ("prompt", "before", "after"):
         table.add_column(header, overflow="fold")
 
-    def worth(item: Item) -> tuple[bool, float]:
+    def merit(item: Item) -> tuple[bool, float]:
         return bool(item.completions[0].solved), item.completions[0].reward or 0.0
 
     pairs = list(zip(before.items, after.items, strict=True))
-    gained = sorted((pair for pair in pairs if worth(pair[1]) > worth(pair[0])), key=lambda pair: not worth(pair[1])[0])
+    gained = sorted((pair for pair in pairs if merit(pair[1]) > merit(pair[0])), key=lambda pair: not merit(pair[1])[0])
     for first, second in (gained or pairs)[:NUM_SAMPLES]:
         texts = (last_text(first.prompt), first.completions[0].text, second.completions[0].text)
         table.add_row(*(Text(one_line(text, 400)) for text in texts))
@@ -299,7 +301,7 @@ def _samples(before: SetEvaluation, after: SetEvaluation) -> Any:
 
 
 def _plot(steps: Sequence[float], rewards: Sequence[float], path: Path) -> bool:
-    """Write the reward curve; False if matplotlib is not installed."""
+    """Writes the reward curve; returns False if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

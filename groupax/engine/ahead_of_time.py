@@ -1,64 +1,170 @@
-"""The engine's programs for devices that need not exist: traced, to be compiled and counted."""
+"""The engine's programs, traced for arrays that need not exist, to be compiled ahead of time or to be counted."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Traced
 
-from groupax.engine.cache import ROWS, empty_cache, pspec_of
-from groupax.engine.decode import REPLICATED, admit, decode_chunk
-from groupax.engine.plan import CacheShape, max_prompts
-from groupax.engine.slots import slot_table, to_slots
+from groupax.engine.cache import ROWS, Cache, abstract_cache, cache_maker, pspec_of
+from groupax.engine.cache_ops import (
+    move,
+    move_slots,
+    move_starts,
+    moves,
+    read_slot,
+    release,
+    take,
+    widen_slots,
+)
+from groupax.engine.decode import decode_chunk
+from groupax.engine.plan import CacheShape
+from groupax.engine.prefill import Known, admit
+from groupax.engine.slots import Slots, slot_table, to_slots
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
-from groupax.models.split import partition_specs
 from groupax.parallel.mesh import num_data_shards
 from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS
 
-CHUNK_STEPS = 32
+# All that is compiled for decoding.
+PROGRAMS: tuple[Any, ...] = (
+    admit,
+    decode_chunk,
+    move,
+    move_slots,
+    move_starts,
+    read_slot,
+    release,
+    take,
+    widen_slots,
+)
 
 
-def traced_programs(
-    config: ModelConfig, mesh: Mesh, shape: CacheShape, params: Params, kv_dtype: Any
-) -> tuple[jax.stages.Traced, jax.stages.Traced, Any, Any]:
-    """The programs `admit`, of as many prompts as are computed at once, and `decode_chunk`; their weights and cache.
+@dataclass(frozen=True)
+class Create:
+    """An empty cache of this shape."""
 
-    Args:
-        config: the model.
-        mesh: of real devices, or of those of a topology (`jax.experimental.topologies`).
-        shape: of each shard's cache.
-        params: shapes and dtypes of the weights to decode with.
-        kv_dtype: of keys and values.
+    shape: CacheShape
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A chunk, and freeing the slots of sequences that have finished."""
+
+    shape: CacheShape
+
+
+@dataclass(frozen=True)
+class Admit:
+    """An admission of `size` prompts and columns on each shard."""
+
+    shape: CacheShape
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A cache of one shape becomes one of another, or its contents move."""
+
+    before: CacheShape
+    after: CacheShape
+
+
+Program = Create | Decode | Admit | Change
+
+
+@dataclass(frozen=True, eq=False)
+class Tracer:
+    """Traces the programs that a batch calls.
+
+    Attributes:
+        config: Architecture of the model.
+        mesh: Real devices, or devices of a topology (`jax.experimental.topologies`).
+        params: Shapes, dtypes and shardings of the weights to decode with.
+        kv_dtype: Dtype of keys and values.
+        chunk_steps: Number of tokens of a chunk.
+        has_prefixes: Whether the keys and values of finished sequences are stored and reused.
     """
-    rows, replicated = NamedSharding(mesh, ROWS), NamedSharding(mesh, REPLICATED)
-    num_shards = num_data_shards(mesh)
 
-    def on_rows(array: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=rows)
+    config: ModelConfig
+    mesh: Mesh
+    params: Params
+    kv_dtype: Any
+    chunk_steps: int
+    has_prefixes: bool = False
 
-    def numbers(*sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=rows)
+    @cached_property
+    def _static(self) -> dict[str, Any]:
+        return {"config": self.config, "mesh": self.mesh}
 
-    def as_in(x: Any, place: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, place))
+    def traced(self, program: Program) -> Iterator[Traced]:
+        """Yields the jitted functions behind a program, each traced for its arguments."""
+        match program:
+            case Create(shape):
+                yield cache_maker(self.config, self.mesh, shape, self.kv_dtype).trace()
+            case Decode(shape):
+                cache, slots = self.cache(shape), self._slots(shape)
+                yield self.decode_chunk(shape)
+                yield release.trace(slots, self._rows(shape.num_slots, dtype=bool))
+                if self.has_prefixes:
+                    yield read_slot.trace(cache, slots, 0, 0)
+            case Admit(shape, size):
+                yield self.admit(shape, size)
+                if self.has_prefixes:
+                    yield self.admit(shape, size, self._known(size))
+            case Change(before, after):
+                yield from self._change(before, after)
 
-    params = jax.tree.map(as_in, params, partition_specs(config, mesh, params))
-    num_slots, num_prompt_slots = num_shards * shape.num_slots, num_shards * shape.num_prompt_slots
-    sizes = (num_prompt_slots, shape.num_prompt_columns, num_slots, shape.num_columns)
-    cache = jax.tree.map(lambda x: as_in(x, pspec_of(x)), jax.eval_shape(lambda: empty_cache(config, *sizes, kv_dtype)))
-    table = slot_table(num_slots, STOP_IDS, BIASED_TOKENS)
-    slots = jax.tree.map(on_rows, jax.eval_shape(lambda: to_slots(table, jnp.asarray)))
-    num_prompts = num_shards * prompts_at_once(shape)
-    prompts = numbers(num_prompts, shape.num_prompt_columns), numbers(num_prompts)
-    is_new = on_rows(np.zeros(num_slots, bool))
-    static = {"config": config, "mesh": mesh}
-    column = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    admits = admit.trace(params, cache, slots, *prompts, numbers(num_prompt_slots), is_new, slots, **static)
-    return admits, decode_chunk.trace(params, cache, slots, column, num_steps=CHUNK_STEPS, **static), params, cache
+    def cache(self, shape: CacheShape) -> Cache:
+        """Returns the shapes of a cache."""
+        return abstract_cache(self.config, self.mesh, shape, self.kv_dtype)
 
+    def decode_chunk(self, shape: CacheShape) -> Traced:
+        """Returns the traced `decode_chunk` for caches of a shape."""
+        cache, slots = self.cache(shape), self._slots(shape)
+        return decode_chunk.trace(self.params, cache, slots, np.int32(0), num_steps=self.chunk_steps, **self._static)
 
-def prompts_at_once(shape: CacheShape) -> int:
-    """Prompts that are computed in one admission on each shard, if as many wait."""
-    return min(shape.num_prompt_slots, max_prompts(shape.num_prompt_columns))
+    def admit(self, shape: CacheShape, size: tuple[int, int], known: Known | None = None) -> Traced:
+        """Returns the traced `admit` for caches of a shape and an admission of `size` prompts and columns a shard."""
+        slots = self._slots(shape)
+        prompts, starts = self._rows(*size), self._rows(size[0])
+        source, is_new = self._rows(shape.num_prompt_slots), self._rows(shape.num_slots, dtype=bool)
+        cache = self.cache(shape)
+        return admit.trace(self.params, cache, slots, prompts, starts, source, is_new, slots, known, **self._static)
+
+    def _change(self, before: CacheShape, after: CacheShape) -> Iterator[Traced]:
+        has_rows = before.num_slots != after.num_slots
+        has_prompts = has_rows or (before.share, before.num_prompt_columns) != (after.share, after.num_prompt_columns)
+        rows = self._rows(after.num_slots) if has_rows else None
+        prompt_slots = self._rows(after.num_prompt_slots) if has_prompts else None
+        columns = {"num_columns": after.num_columns, "num_prompt_columns": after.num_prompt_columns}
+        cache = self.cache(before)
+        calls = moves(cache, rows, prompt_slots, 0, **columns, mesh=self.mesh)
+        pairs = zip(calls, jax.tree.leaves(cache), strict=True)
+        for call, x in {(call, x.shape): (call, x) for call, x in pairs}.values():  # once for all layers
+            if call is not None:
+                program: Any = call.func
+                yield program.trace(x, *call.args, **call.keywords)
+        yield move_slots.trace(self._slots(before), rows, jnp.int32(0), mesh=self.mesh)
+
+    def _slots(self, shape: CacheShape) -> Slots:
+        table = slot_table(num_data_shards(self.mesh) * shape.num_slots, STOP_IDS, BIASED_TOKENS)
+        return self._sharded(jax.eval_shape(lambda: to_slots(table, jnp.asarray)))
+
+    def _sharded(self, shapes: Any) -> Any:
+        return jax.tree.map(lambda x: x.update(sharding=NamedSharding(self.mesh, pspec_of(x))), shapes)
+
+    def _rows(self, per_shard: int, *sizes: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
+        shape = (num_data_shards(self.mesh) * per_shard, *sizes)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, ROWS))
+
+    def _known(self, size: tuple[int, int]) -> Known:
+        """Returns the shapes of the keys and values of an admission's prompts."""
+        cache = self.cache(CacheShape(size[0], 1, size[1], 1))
+        shapes = jax.eval_shape(lambda cache: Known(cache.prompt_starts, cache.prompt_k, cache.prompt_v), cache)
+        return self._sharded(shapes)

@@ -1,37 +1,42 @@
 """The key-value cache: prompts apart from what follows them.
 
-A prompt's columns lie once for all slots of its place: R neighbouring slots that continue the same prompt read them
-together. Behind it each slot has columns of its own, one per token that it has fed, its prompt's last token first. All
+A prompt's columns are stored once in a prompt slot, which the neighbouring slots that continue the prompt read
+together. Each slot has further columns of its own, one per token that it has fed, its prompt's last token first. All
 slots are aligned at their ends: the next column to be written is the same for all, so that writing it is one update in
-place. A slot that started later starts at a later column; what lies before is hidden. When the columns run out, they
-are moved to the left over columns that no running slot needs, or made more, so that their number follows the longest
-running completion.
+place. A slot that started later starts at a later column, and the columns before are masked. When the columns run out,
+they are shifted to the left over columns that no running slot needs, or their number grows, so that it follows the
+longest running completion.
 """
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from groupax.engine.plan import CacheShape
 from groupax.models.config import ModelConfig
-from groupax.parallel.mesh import DATA, RULES
+from groupax.parallel.mesh import DATA, RULES, num_data_shards
 from groupax.parallel.pytree import pytree
 
 ROWS = PartitionSpec(DATA)
+REPLICATED = PartitionSpec()
 HEADS = PartitionSpec(DATA, RULES["kv_heads"])
 
 
 @pytree
 class Cache:
-    """What B slots and their Q prompts have fed; B / Q slots share a prompt. Keys lie with their columns last.
+    """The tokens that B slots and their Q prompts have fed, and their keys and values; B / Q slots share a prompt.
 
     Attributes:
-        prompt_tokens: right-aligned.
-        prompt_starts: the first column of each prompt.
-        prompt_k, prompt_v: their keys and values, per layer.
-        tokens: of the slots.
-        k, v: their keys and values, per layer.
+        prompt_tokens: Prompts, right-aligned.
+        prompt_starts: First column of each prompt.
+        prompt_k, prompt_v: Keys and values of the prompts, per layer.
+        tokens: Tokens of the slots.
+        k, v: Keys and values of the slots, per layer.
     """
 
     prompt_tokens: Int[Array, "Q S"]
@@ -44,45 +49,45 @@ class Cache:
 
     @property
     def num_columns(self) -> int:
-        """T: how many tokens a slot can hold behind its prompt."""
+        """Number of tokens that a slot can hold after its prompt, T."""
         return self.tokens.shape[1]
 
     @property
     def num_prompt_columns(self) -> int:
-        """S: how many tokens a prompt can have."""
+        """Number of tokens that a prompt can have, S."""
         return self.prompt_tokens.shape[1]
 
 
 def pspec_of(x: Any) -> PartitionSpec:
-    """Where an array of a cache lies: rows on their devices, of keys and values the heads too."""
+    """Returns the pspec of an array of a cache: rows over the data axes, heads of keys and values over `tp`."""
     return HEADS if x.ndim == 4 else ROWS
 
 
-def cache_dtype(asked: Any, weights: str, dtype: Any, platform: str) -> Any:
-    """That of keys and values.
+def cache_dtype(requested: Any, weights: str, dtype: Any, platform: str) -> Any:
+    """Returns the dtype of keys and values.
 
     Args:
-        asked: None for that of the weights that are decoded with, on CPU float32: to write one column of an array of
-            fewer bits, XLA's CPU backend goes through all of it.
-        weights: in which form these are (see `Engine`).
-        dtype: of those that they are made of.
-        platform: of the devices.
+        requested: None for the dtype of the decoding weights, on CPU float32: to write one column of an array of fewer
+            bits, XLA's CPU backend goes through all of it.
+        weights: Format of the decoding weights (see `Engine`).
+        dtype: Dtype of the weights that they are created from.
+        platform: Platform of the devices.
     """
-    if asked is None and platform == "cpu":
+    if requested is None and platform == "cpu":
         return jnp.dtype(jnp.float32)
-    return jnp.dtype(asked or ("bfloat16" if weights == "bfloat16" else dtype))
+    return jnp.dtype(requested or ("bfloat16" if weights == "bfloat16" else dtype))
 
 
 def token_bytes(config: ModelConfig, dtype: Any, tp: int) -> int:
-    """Of one token's keys and values in all layers, on one of the tp devices that share them."""
+    """Returns the size of one token's keys and values in all layers, on one of the `tp` devices that share them."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize // tp
 
 
-def empty_cache(
-    config: ModelConfig, num_prompts: int, num_prompt_columns: int, num_slots: int, num_columns: int, dtype: Any
-) -> Cache:
-    """A cache of zeros."""
+def empty_cache(config: ModelConfig, num_shards: int, shape: CacheShape, dtype: Any) -> Cache:
+    """Returns a cache of zeros whose shards have this shape."""
     K, H, layers = config.num_kv_heads, config.head_dim, range(config.num_layers)
+    num_prompts, num_slots = num_shards * shape.num_prompt_slots, num_shards * shape.num_slots
+    num_prompt_columns, num_columns = shape.num_prompt_columns, shape.num_columns
     return Cache(
         prompt_tokens=jnp.zeros((num_prompts, num_prompt_columns), jnp.int32),
         prompt_starts=jnp.full(num_prompts, num_prompt_columns, jnp.int32),
@@ -92,3 +97,16 @@ def empty_cache(
         k=[jnp.zeros((num_slots, K, H, num_columns), dtype) for _ in layers],
         v=[jnp.zeros((num_slots, K, num_columns, H), dtype) for _ in layers],
     )
+
+
+def abstract_cache(config: ModelConfig, mesh: Mesh, shape: CacheShape, dtype: Any) -> Cache:
+    """Returns the shapes, dtypes and shardings of a cache, as a `Cache` of `jax.ShapeDtypeStruct`s."""
+    shapes = jax.eval_shape(lambda: empty_cache(config, num_data_shards(mesh), shape, dtype))
+    return jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, pspec_of(x))), shapes)
+
+
+@lru_cache(maxsize=64)
+def cache_maker(config: ModelConfig, mesh: Mesh, shape: CacheShape, dtype: Any) -> Callable[[], Cache]:
+    """Returns a jitted function that creates an empty cache on the devices."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_cache(config, mesh, shape, dtype))
+    return jax.jit(lambda: empty_cache(config, num_data_shards(mesh), shape, dtype), out_shardings=shardings)

@@ -1,4 +1,4 @@
-"""The programs between two chunks: slots, places and columns of the cache are given up, added or moved."""
+"""The programs between two chunks: slots, prompt slots and columns of the cache are dropped, added or moved."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,69 +10,66 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from groupax.engine.cache import ROWS, Cache, pspec_of
-from groupax.engine.decode import REPLICATED, Slots
+from groupax.engine.cache import REPLICATED, ROWS, Cache, pspec_of
+from groupax.engine.slots import Slots
 
 
 def rearrange(
     cache: Cache,
-    slots: Slots,
     rows: Int[Array, "B"] | None,
-    places: Int[Array, "Q"] | None,
+    prompt_slots: Int[Array, "Q"] | None,
     shift: int,
     *,
     num_columns: int,
     num_prompt_columns: int,
     mesh: Mesh,
-) -> tuple[Cache, Slots]:
-    """Other slots in other places, with other numbers of columns; layer by layer, so that only one exists twice.
+) -> Cache:
+    """Returns the cache with other slots, prompt slots and numbers of columns; only one array exists twice at a time.
 
     Args:
-        cache, slots: not to be used again.
-        rows: for each new slot its old index on its device, -1 for an idle one; None for all as they are.
-        places: likewise the places of their prompts.
-        shift: how far all slots' contents move, to the right if positive.
-        num_columns, num_prompt_columns, mesh: static.
+        cache: The old cache; it must not be used again.
+        rows: Old index on its device of each new slot, -1 for an idle one; None keeps all slots.
+        prompt_slots: Likewise for the prompt slots; needed where `num_prompt_columns` changes.
+        shift: Number of columns by which all slots' contents move, to the right if positive.
+        num_columns: Number of columns of a slot.
+        num_prompt_columns: Number of columns of a prompt slot.
+        mesh: Devices of the cache.
     """
-    by = jnp.int32(shift)
+    columns = {"num_columns": num_columns, "num_prompt_columns": num_prompt_columns}
+    arrays, structure = jax.tree.flatten(cache)
+    for index, call in enumerate(moves(cache, rows, prompt_slots, shift, **columns, mesh=mesh)):
+        if call is not None:
+            old, arrays[index] = arrays[index], jax.block_until_ready(call(arrays[index]))
+            old.delete()
+    return jax.tree.unflatten(structure, arrays)
+
+
+def moves(
+    cache: Cache, rows: Any, prompt_slots: Any, shift: int, *, num_columns: int, num_prompt_columns: int, mesh: Mesh
+) -> list[partial[Array] | None]:
+    """Returns the call of a jitted function that changes each array of the cache as `rearrange` does, None for none."""
     added = num_prompt_columns - cache.num_prompt_columns  # on the left: prompts are aligned at their ends
-
-    def columns(x: Array, axis: int) -> Array:
-        new = move(x, rows, by, axis=axis, num_columns=num_columns, mesh=mesh)
-        return _instead_of(x, new)
-
-    def prompts(x: Array, axis: int | None = None) -> Array:
-        if added and axis is not None:
-            new = move(x, places, jnp.int32(added), axis=axis, num_columns=num_prompt_columns, mesh=mesh)
-            return _instead_of(x, new)
-        return x if places is None else _instead_of(x, take(x, places, mesh=mesh))
-
-    cache = Cache(
-        prompt_tokens=prompts(cache.prompt_tokens, 1),
-        prompt_starts=prompts(cache.prompt_starts) + jnp.int32(added),
-        prompt_k=[prompts(k, 3) for k in cache.prompt_k],
-        prompt_v=[prompts(v, 2) for v in cache.prompt_v],
-        tokens=columns(cache.tokens, 1),
-        k=[columns(k, 3) for k in cache.k],
-        v=[columns(v, 2) for v in cache.v],
-    )
-    return cache, move_slots(slots, rows, by, mesh=mesh)
-
-
-def _instead_of(old: Array, new: Array) -> Array:
-    """The new array, once it exists; the old one is deleted."""
-    jax.block_until_ready(new)
-    old.delete()
-    return new
+    in_slots = partial(move, rows=rows, shift=jnp.int32(shift), num_columns=num_columns, mesh=mesh)
+    tokens, k, v = (partial(in_slots, axis=axis) for axis in (1, 3, 2))
+    prompt_tokens = starts = prompt_k = prompt_v = None
+    if prompt_slots is not None:
+        starts = partial(move_starts, rows=prompt_slots, shift=jnp.int32(added), mesh=mesh)
+        prompt_tokens = prompt_k = prompt_v = partial(take, rows=prompt_slots, mesh=mesh)
+    if added:
+        widened = partial(move, rows=prompt_slots, shift=jnp.int32(added), num_columns=num_prompt_columns, mesh=mesh)
+        prompt_tokens, prompt_k, prompt_v = (partial(widened, axis=axis) for axis in (1, 3, 2))
+    layers = range(len(cache.k))
+    prompts = [prompt_tokens, starts, *(prompt_k for _ in layers), *(prompt_v for _ in layers)]
+    return [*prompts, tokens, *(k for _ in layers), *(v for _ in layers)]
 
 
 @partial(jax.jit, static_argnames=("axis", "num_columns", "mesh"))
 def move(
     x: Array, rows: Int[Array, "B"] | None, shift: Int[Array, ""], *, axis: int, num_columns: int, mesh: Mesh
 ) -> Array:
-    """One array of the cache, rows first, with its columns at `axis`.
+    """Returns these rows of one array of the cache with its columns, at `axis`, shifted.
 
-    What is moved out at one end comes in at the other or is lost; it must be hidden or be overwritten.
+    Columns that leave at one end enter at the other or are lost; they must be masked or be overwritten.
     """
 
     def local(x: Array, shift: Array, *rows: Array) -> Array:
@@ -87,16 +84,23 @@ def move(
 
 
 @partial(jax.jit, static_argnames="mesh")
-def take(x: Array, places: Int[Array, "Q"], *, mesh: Mesh) -> Array:
-    """Some rows of an array, each from its own device."""
-    return jax.shard_map(
-        lambda x, places: x[places], mesh=mesh, in_specs=(pspec_of(x), ROWS), out_specs=pspec_of(x), check_vma=False
-    )(x, places)
+def take(x: Array, rows: Int[Array, "Q"], *, mesh: Mesh) -> Array:
+    """Returns these rows of one array of the cache."""
+    in_specs = (pspec_of(x), ROWS)
+    return jax.shard_map(lambda x, rows: x[rows], mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(
+        x, rows
+    )
+
+
+@partial(jax.jit, static_argnames="mesh")
+def move_starts(starts: Int[Array, "P"], rows: Int[Array, "Q"], shift: Int[Array, ""], *, mesh: Mesh) -> Array:
+    """Returns the first columns of these prompts, shifted."""
+    return take(starts, rows, mesh=mesh) + shift
 
 
 @partial(jax.jit, static_argnames="mesh")
 def move_slots(slots: Slots, rows: Int[Array, "B"] | None, shift: Int[Array, ""], *, mesh: Mesh) -> Slots:
-    """The slots of these rows, where their columns have moved by `shift`; idle ones where a row is -1."""
+    """Returns these rows of the slots with their columns shifted, idle where a row is -1."""
     if rows is None:
         return replace(slots, start=slots.start + shift)
 
@@ -110,7 +114,7 @@ def move_slots(slots: Slots, rows: Int[Array, "B"] | None, shift: Int[Array, ""]
 
 @partial(jax.jit, static_argnames=("num_stop_ids", "num_biased"))
 def widen_slots(slots: Slots, *, num_stop_ids: int, num_biased: int) -> Slots:
-    """The slots, with room for so many stop ids and biased tokens each."""
+    """Returns the slots with room for more stop ids and biased tokens."""
     settings = slots.settings
 
     def wide(x: Array, num: int, padding: int) -> Array:
@@ -122,14 +126,14 @@ def widen_slots(slots: Slots, *, num_stop_ids: int, num_biased: int) -> Slots:
 
 
 @jax.jit
-def read_slot(cache: Cache, slots: Slots, slot: Int[Array, ""], place: Int[Array, ""]) -> dict[str, Any]:
-    """The keys and values of one slot and of its prompt, per layer, and the slot's first column."""
-    rows = {"k": (cache.k, slot), "v": (cache.v, slot), "prompt_k": (cache.prompt_k, place)}
-    rows["prompt_v"] = (cache.prompt_v, place)
+def read_slot(cache: Cache, slots: Slots, slot: Int[Array, ""], prompt_slot: Int[Array, ""]) -> dict[str, Any]:
+    """Returns the keys and values of one slot and of its prompt, per layer, and the slot's first column."""
+    rows = {"k": (cache.k, slot), "v": (cache.v, slot)}
+    rows |= {"prompt_k": (cache.prompt_k, prompt_slot), "prompt_v": (cache.prompt_v, prompt_slot)}
     return {"start": slots.start[slot], **{name: [x[row] for x in layers] for name, (layers, row) in rows.items()}}
 
 
 @partial(jax.jit, donate_argnames=("slots",))
 def release(slots: Slots, released: Bool[Array, "B"]) -> Slots:
-    """The slots, of which some are to do no more."""
+    """Returns the slots, of which the released ones are idle."""
     return replace(slots, remaining=jnp.where(released, 0, slots.remaining))

@@ -1,18 +1,20 @@
-"""Keys and values of finished sequences, on the host, for prompts that go on from them. Imports no jax.
+"""Keys and values of finished sequences, on the host, for prompts that continue them. Imports no jax.
 
-A conversation's next turn begins with all that was said so far; what was computed for that is looked up instead of
-computed again. The store belongs to one set of weights, which it does not hold; who changes them clears it.
+A conversation's next turn begins with everything said so far, whose keys and values are looked up instead of computed
+again. They belong to one set of weights; whoever changes the weights clears the cache.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """What is known of `tokens`: per layer keys [K, H, n] and values [K, n, H]."""
+    """The keys, [K, H, n], and values, [K, n, H], of n tokens in each layer."""
 
     tokens: np.ndarray
     k: list[np.ndarray]
@@ -20,17 +22,34 @@ class Prefix:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory of the keys and values."""
         return sum(array.nbytes for array in (*self.k, *self.v))
+
+
+def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int]) -> Prefix:
+    """Returns the prefix of a prompt and its completion.
+
+    Args:
+        stored: What `cache_ops.read_slot` returns, on the host.
+        prompt: Token ids of the prompt.
+        tokens: Sampled tokens, of which the last was not fed.
+    """
+    in_prompt = slice(stored["prompt_k"][0].shape[-1] - (len(prompt) - 1), None)
+    in_row = slice(int(stored["start"]), int(stored["start"]) + len(tokens))
+    pairs = zip(stored["prompt_k"], stored["k"], strict=True)
+    k = [np.concatenate([before[..., in_prompt], row[..., in_row]], axis=2) for before, row in pairs]
+    pairs = zip(stored["prompt_v"], stored["v"], strict=True)
+    v = [np.concatenate([before[:, in_prompt], row[:, in_row]], axis=1) for before, row in pairs]
+    return Prefix(np.array([*prompt, *tokens[:-1]], np.int32), k, v)
 
 
 class PrefixCache:
     """The most recently used prefixes that fit into `max_bytes` of host memory.
 
     Attributes:
-        num_bytes: of what is stored.
-        num_reused_tokens: of prompts that were not computed because of it.
-        generation: of the weights, one more whenever it was cleared.
+        num_bytes: Size of the stored prefixes.
+        num_reused_tokens: Number of prompt tokens that were looked up instead of computed.
+        generation: Number of times that the cache was cleared, which identifies the weights.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -42,13 +61,13 @@ class PrefixCache:
         return len(self._prefixes)
 
     def clear(self) -> None:
-        """Forget everything: it was computed by other weights."""
+        """Drops all prefixes, because the weights changed."""
         self._prefixes.clear()
         self.num_bytes = 0
         self.generation += 1
 
     def find(self, tokens: np.ndarray) -> tuple[int, Prefix | None]:
-        """The prefix that has the longest beginning of `tokens`, and its length."""
+        """Returns the length of the longest beginning that `tokens` share with a prefix, and that prefix."""
         longest, best = 0, None
         for key, prefix in self._prefixes.items():
             length = _common_length(tokens, prefix.tokens)
@@ -62,10 +81,11 @@ class PrefixCache:
     def gather(
         self, prompts: np.ndarray, starts: np.ndarray
     ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]] | None:
-        """What is known of left-padded prompts, [P, S], that begin at `starts`; None if nothing.
+        """Looks up left-padded prompts, [P, S], that begin at `starts`.
 
         Returns:
-            Each one's number of known tokens, and per layer keys [P, K, H, S] and values [P, K, S, H].
+            The number of stored tokens of each, and per layer keys [P, K, H, S] and values [P, K, S, H]; None if none
+            are stored.
         """
         found = [self.find(row[start:]) for row, start in zip(prompts, starts, strict=True)]
         some = next((prefix for _, prefix in found if prefix), None)
@@ -86,7 +106,7 @@ class PrefixCache:
         return lengths, k, v
 
     def add(self, prefix: Prefix) -> None:
-        """Keep a prefix, in place of those that it continues and of the longest unused ones if need be."""
+        """Stores a prefix; drops those that it continues and, where memory is short, the least recently used ones."""
         if prefix.num_bytes > self.max_bytes:
             return
         for key, other in list(self._prefixes.items()):
@@ -102,7 +122,6 @@ class PrefixCache:
 
 
 def _common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two sequences have in common at their beginnings."""
     size = min(len(a), len(b))
     differ = np.flatnonzero(a[:size] != b[:size])
     return int(differ[0]) if differ.size else size

@@ -1,7 +1,7 @@
-"""Batches that change their shape only to one whose programs are compiled, and what has to be compiled for requests.
+"""Batches that change only to shapes whose programs are compiled, and the programs that requests need.
 
-A request that needs another shape waits until all is compiled that it and its company may come to: whoever runs goes on
-meanwhile. So shapes are few here, in larger steps than elsewhere.
+A request that needs another shape waits until all programs are compiled that it and the running sequences may need;
+these continue meanwhile. Therefore shapes are few here, in larger steps than elsewhere.
 """
 
 import copy
@@ -13,68 +13,72 @@ from typing import Any
 
 import numpy as np
 
-from groupax.engine.batch import Batch, longest
-from groupax.engine.plan import CACHE_COLUMNS, CacheShape, max_prompts, power_of_two
-from groupax.engine.programs import Admit, Begin, Change, Decode, Program, Programs
+from groupax.engine.ahead_of_time import Admit, Change, Create, Decode, Program
+from groupax.engine.batch import Batch
+from groupax.engine.core import EngineCore
+from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Plan, max_prompts, power_of_two
+from groupax.engine.programs import Programs
 from groupax.engine.scheduler import Scheduler
-from groupax.engine.sequence import Sequence
+from groupax.engine.sequence import Sequence, required_columns
 from groupax.parallel.mesh import num_data_shards
 
 PROMPT_COLUMNS, PROMPT_STEP = 128, 4
 COLUMNS_STEP = 2
-SMALLEST_ADMISSION = 2  # prompts; more are admitted one such part after another where no larger one is compiled
+SMALLEST_ADMISSION = 2  # prompts; larger numbers are admitted in several where no larger size is compiled
 
 
 class PreparedBatch(Batch):
-    """A batch whose shapes are those that `programs` has.
+    """A batch whose shapes are limited to those that are compiled.
 
     Args:
-        programs: what is compiled.
-        arguments: those of `Batch`.
+        programs: The compiled programs.
+        core, plan, sequences, patience: Arguments of `Batch`.
 
     Attributes:
-        wished: the last shape that it would have changed to, had it been compiled; None for none.
+        declined: The last shape that was not compiled when the batch would have changed to it; None for none.
     """
 
-    def __init__(self, programs: Programs, *arguments: Any) -> None:
+    def __init__(
+        self, programs: Programs, core: EngineCore, plan: Plan, sequences: list[Sequence], patience: int
+    ) -> None:
         self.programs = programs
-        self.wished: CacheShape | None = None
-        super().__init__(*arguments)
+        self.declined: CacheShape | None = None
+        super().__init__(core, plan, sequences, patience)
 
-    def wishes(self) -> list[Program]:
-        """Returns what is not compiled of what it would need for the last shape that it wished for, and forgets it."""
-        wished, self.wished = self.wished, None
-        return [] if wished is None else self.programs.missing(self._programs_of(wished))
+    def missing_programs(self) -> list[Program]:
+        """Returns the programs that the last declined shape lacks, and forgets the shape."""
+        declined, self.declined = self.declined, None
+        return [] if declined is None else self.programs.missing(self._programs_of(declined))
 
     def _programs_of(self, shape: CacheShape) -> Iterator[Program]:
-        """Yields what is needed to change to a shape, and to go on in it."""
+        """Yields the programs that change to a shape and continue in it."""
         if shape != self.shape:
             yield Change(self.shape, shape)
-        yield from future(shape, self._last_columns(), self.plan.allows)
+        yield from future_programs(shape, self._last_columns(), self.plan.allows)
 
     def _last_columns(self) -> int:
-        """Returns the columns that the longest completion comes to."""
-        return self._columns(longest([*self.scheduler.running, *self.scheduler.queued], self.chunk_steps)[1])
+        """Returns the number of columns that the longest completion will need."""
+        return self._columns(required_columns([*self.scheduler.running, *self.scheduler.queued], self.chunk_steps)[1])
 
     def _first_shape(self, sequences: list[Sequence]) -> CacheShape:
         shape = super()._first_shape(sequences)
         wider = replace(shape, num_prompt_columns=self._prompt_columns(shape.num_prompt_columns))
         return wider if self.plan.allows(wider) else shape
 
-    def _columns(self, size: int) -> int:
-        return in_steps(size, CACHE_COLUMNS, COLUMNS_STEP)
+    def _columns(self, num_tokens: int) -> int:
+        return in_steps(num_tokens, CACHE_COLUMNS, COLUMNS_STEP)
 
-    def _prompt_columns(self, size: int) -> int:
-        return in_steps(size, PROMPT_COLUMNS, PROMPT_STEP)
+    def _prompt_columns(self, num_tokens: int) -> int:
+        return in_steps(num_tokens, PROMPT_COLUMNS, PROMPT_STEP)
 
     def _fitting_share(self) -> int:
-        """Returns as many slots for a place as now, or one, for which programs are compiled beside each shape."""
+        """Returns the present number of slots per prompt slot, or 1: programs are compiled for both."""
         return self.scheduler.share if super()._fitting_share() == self.scheduler.share else 1
 
     def _max_prompts(self) -> int:
         columns = self.shape.num_prompt_columns
-        whole = [num for num, length in self.programs.admissions(self.shape) if length == columns]
-        return min(max_prompts(columns), max(whole, default=SMALLEST_ADMISSION))
+        full = [num for num, length in self.programs.admissions(self.shape) if length == columns]
+        return min(max_prompts(columns), max(full, default=SMALLEST_ADMISSION))
 
     def _admission_size(self, size: tuple[int, int]) -> tuple[int, int]:
         compiled = [each for each in self.programs.admissions(self.shape) if each[0] >= size[0] and each[1] >= size[1]]
@@ -83,18 +87,18 @@ class PreparedBatch(Batch):
     def _is_prepared(self, shape: CacheShape) -> bool:
         if not self.programs.missing(self._programs_of(shape)):
             return True
-        self.wished = shape
+        self.declined = shape
         return False
 
 
 class Rehearsal(PreparedBatch):
-    """A batch without arrays, which finds out what another one would do if further sequences joined it now.
+    """A batch without arrays, which finds the programs that another one would call if further sequences joined it.
 
     Args:
-        batch: which goes on as it is.
+        batch: The batch to rehearse, which is not changed.
 
     Attributes:
-        needed: the programs that it would call.
+        needed: The programs that it would call.
     """
 
     def __init__(self, batch: PreparedBatch) -> None:
@@ -104,61 +108,59 @@ class Rehearsal(PreparedBatch):
         self.scheduler = _copied_scheduler(batch.scheduler)
 
     @classmethod
-    def of_first(cls, programs: Programs, *arguments: Any) -> "Rehearsal":
+    def of_first(cls, programs: Programs, core: EngineCore, plan: Plan, sequences: list[Sequence]) -> "Rehearsal":
         """Returns the rehearsal of a new batch.
 
         Args:
-            programs: what is compiled.
-            arguments: those of `Batch`, with copies of the sequences.
+            programs: The compiled programs.
+            core, plan: Arguments of `Batch`.
+            sequences: Copies of the sequences.
         """
         self = cls.__new__(cls)
-        self.programs, self.wished, self.needed, self.column = programs, None, [], 0
-        self.config, self.mesh, self.plan, sequences, self.chunk_steps, *_ = arguments
+        self.programs, self.declined, self.needed, self.column = programs, None, [], 0
+        self.core, self.plan, self.mesh, self.chunk_steps = core, plan, core.mesh, core.chunk_steps
         shape = self._first_shape(sequences)
         self._now = replace(shape, num_columns=self._columns(self.chunk_steps))
         self.scheduler = Scheduler(num_data_shards(self.mesh), shape.num_slots, shape.share)
         self.scheduler.submit(sequences)
-        self.needed.append(Begin(self._now))
+        self.needed.append(Create(self._now))
         return self
 
     @property
     def shape(self) -> CacheShape:
-        """Returns the shape of each shard's cache."""
+        """Shape of each shard's cache."""
         return self._now
 
     def run(self) -> list[Program]:
-        """Returns all programs that are needed until the last of the sequences has ended."""
+        """Returns all programs that are needed until the last of the sequences has finished."""
         self.reserve()
         self.rebalance()
         self.grow_cache()
-        self.needed += future(self.shape, self._last_columns(), self.plan.allows)
+        self.needed += future_programs(self.shape, self._last_columns(), self.plan.allows)
         return self.needed
 
     def _rearrange(
         self,
         rows: np.ndarray | None,  # noqa: ARG002
-        places: np.ndarray | None,  # noqa: ARG002
+        prompt_slots: np.ndarray | None,  # noqa: ARG002
         column: int,
-        num_columns: int,
-        num_prompt_columns: int | None = None,
+        shape: CacheShape,
     ) -> None:
-        before, scheduler = self._now, self.scheduler
-        prompt_columns = num_prompt_columns or before.num_prompt_columns
-        self._now = CacheShape(scheduler.slots_per_shard, scheduler.share, prompt_columns, num_columns)
-        self.needed.append(Change(before, self._now))
+        self.needed.append(Change(self._now, shape))
+        self._now = shape
         self.column = column
 
     def _widen_slots(self, sequences: list[Sequence]) -> None:
-        """Servers refuse what needs that."""
+        """Does nothing: servers refuse requests that need wider slots."""
 
 
-def future(shape: CacheShape, last_columns: int, allows: Callable[[CacheShape], bool]) -> Iterator[Program]:
-    """Yields what a batch of this shape calls until its completions have so many columns, and others have joined it.
+def future_programs(shape: CacheShape, last_columns: int, allows: Callable[[CacheShape], bool]) -> Iterator[Program]:
+    """Yields the programs that a batch calls while its completions grow to `last_columns` and others join it.
 
     Args:
-        shape: with which it goes on.
-        last_columns: of its longest completion.
-        allows: whether there is memory for a shape; beyond, sequences make room for others.
+        shape: Shape of the batch now.
+        last_columns: Number of columns of its longest completion.
+        allows: Whether there is memory for a shape; beyond, sequences are preempted.
     """
     for share in dict.fromkeys((shape.share, 1)):
         before = None
@@ -179,17 +181,17 @@ def future(shape: CacheShape, last_columns: int, allows: Callable[[CacheShape], 
             before, columns = now, columns * COLUMNS_STEP
 
 
-def usual(
+def usual_programs(
     clients: Iterable[int], num_tokens: int, chunk_steps: int, num_shards: int, allows: Callable[[CacheShape], bool]
 ) -> list[Program]:
-    """Returns what batches of some usual sizes call, from their beginning to their end.
+    """Returns the programs that batches of some usual sizes call, from their start to their end.
 
     Args:
-        clients: numbers of requests at once.
-        num_tokens: of their prompts and of their completions, at most.
-        chunk_steps: of the engine.
-        num_shards: of its mesh.
-        allows: whether there is memory for a shape.
+        clients: Numbers of simultaneous requests.
+        num_tokens: Maximum number of tokens of their prompts, and of their completions.
+        chunk_steps: Number of tokens of a chunk.
+        num_shards: Number of shards of the engine's mesh.
+        allows: Whether there is memory for a shape.
     """
     prompt_columns = in_steps(num_tokens, PROMPT_COLUMNS, PROMPT_STEP)
     first, last = (in_steps(size, CACHE_COLUMNS, COLUMNS_STEP) for size in (chunk_steps, num_tokens + chunk_steps))
@@ -197,7 +199,7 @@ def usual(
     shapes = [CacheShape(size, 1, prompt_columns, first) for size in sizes]
     needed: list[Program] = []
     for shape in filter(allows, shapes):
-        needed += [Begin(shape), *future(shape, last, allows)]
+        needed += [Create(shape), *future_programs(shape, last, allows)]
     columns = dict.fromkeys(each.shape.num_columns for each in needed if isinstance(each, Decode))
     needed += [
         Change(replace(one, num_columns=number), replace(other, num_columns=number))
@@ -216,13 +218,12 @@ def in_steps(size: int, smallest: int, step: int) -> int:
 
 
 def copied(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Returns sequences of the same lengths, which can be cut without changing the others."""
+    """Returns copies of the sequences without their log-probs, which can be cut without changing the originals."""
     nothing: dict[str, Any] = {"policy_logps": [], "sampler_logps": [], "alternatives": [], "versions": []}
     return [replace(sequence, tokens=list(sequence.tokens), **nothing) for sequence in sequences]
 
 
 def _copied_scheduler(scheduler: Scheduler) -> Scheduler:
-    """Returns a scheduler with copies of the sequences."""
     result = copy.copy(scheduler)
     result.slots = [None if sequence is None else copied([sequence])[0] for sequence in scheduler.slots]
     result.waiting = deque(copied(bundle) for bundle in scheduler.waiting)

@@ -1,8 +1,8 @@
-"""Which sequence sits in which slot: host logic, without jax.
+"""The assignment of sequences to slots: host logic. Imports no jax.
 
-Slots are numbered through over all shards (devices of the data axes); shard d owns the slots d*B to (d+1)*B - 1.
-Neighbouring slots form places, which hold sequences of one prompt. A group's rows are kept on as few shards as
-possible, because each shard computes the prompts of its own slots.
+Slots are numbered consecutively over all shards (devices of the data axes); shard d owns the slots d*B to (d+1)*B - 1.
+Neighbouring slots share a prompt slot, so that they hold sequences of one prompt. A group's rows are kept on as few
+shards as possible, because each shard computes the prompts of its own slots.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from groupax.engine.decode import Chunk
 
 
-# Prompts are computed in several programs instead of one if that saves each shard so many tokens of padding.
+# Prompts are computed in several programs instead of one if that saves each shard this many tokens of padding.
 PADDING_TOKENS = 512
 
 
@@ -28,68 +28,83 @@ class Admission:
     """Sequences that enter slots together.
 
     Attributes:
-        size: prompts of each shard and their columns, as they are computed, padding included.
-        prompts: per shard, the distinct prompts to compute.
-        places: (place, index into its shard's prompts).
-        placed: (slot, sequence).
+        size: Numbers of prompts and of columns that each shard computes, padding included.
+        prompts: The distinct prompts to compute, per shard.
+        prompt_slots: Pairs of a prompt slot and an index into its shard's prompts.
+        slots: Pairs of a slot and the sequence that enters it.
     """
 
     size: tuple[int, int]
     prompts: list[list[np.ndarray]]
-    places: list[tuple[int, int]]
-    placed: list[tuple[int, Sequence]]
+    prompt_slots: list[tuple[int, int]]
+    slots: list[tuple[int, Sequence]]
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens that each shard computes, padding included."""
+        """Number of prompt tokens that each shard computes, padding included."""
         return self.size[0] * self.size[1]
+
+    def padded(self, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the prompts of all shards without their last tokens, left-padded, [P, S], and their starts, [P].
+
+        Args:
+            size: Numbers of prompts and of columns for each shard.
+        """
+        num_prompts, length = size
+        prompts = np.zeros((len(self.prompts) * num_prompts, length), np.int32)
+        starts = np.full(len(prompts), length, np.int32)
+        for shard, own in enumerate(self.prompts):
+            for row, prompt in enumerate(own, start=shard * num_prompts):
+                starts[row] = length - (len(prompt) - 1)
+                prompts[row, starts[row] :] = prompt[:-1]
+        return prompts, starts
 
 
 class Scheduler:
-    """Waiting sequences, and the slots with the running ones.
+    """A queue of waiting sequences, and the slots with the running ones.
 
     Args:
-        num_shards: devices of the data axes.
-        slots_per_shard: slots on each.
-        share: neighbouring slots, a place, that continue one prompt; divides `slots_per_shard`.
+        num_shards: Number of devices along the data axes.
+        slots_per_shard: Number of slots on each shard.
+        share: Number of neighbouring slots that share a prompt slot; divides `slots_per_shard`.
     """
 
     def __init__(self, num_shards: int, slots_per_shard: int, share: int = 1) -> None:
         self.num_shards, self.slots_per_shard, self.share = num_shards, slots_per_shard, share
         self.slots: list[Sequence | None] = [None] * (num_shards * slots_per_shard)
-        self.waiting: deque[list[Sequence]] = deque()  # sequences of one prompt, at most as many as share a place
+        self.waiting: deque[list[Sequence]] = deque()  # bundles of one prompt's sequences, at most `share` each
 
     @property
     def running(self) -> list[Sequence]:
-        """The sequences in slots."""
+        """Sequences in slots."""
         return [sequence for sequence in self.slots if sequence]
 
     @property
     def queued(self) -> list[Sequence]:
-        """The sequences that wait."""
+        """Sequences that wait."""
         return [sequence for bundle in self.waiting for sequence in bundle]
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence is waiting or running."""
+        """True while any sequence waits or runs."""
         return bool(self.waiting) or bool(self.running)
 
     @property
     def num_stranded(self) -> int:
-        """Idle slots that nobody can enter, because others of their places still run."""
-        places = (self.slots[first : first + self.share] for first in range(0, len(self.slots), self.share))
-        return sum(place.count(None) for place in places if any(place))
+        """Number of idle slots that no sequence can enter, because others of their prompt slots still run."""
+        shared = (self.slots[first : first + self.share] for first in range(0, len(self.slots), self.share))
+        return sum(slots.count(None) for slots in shared if any(slots))
 
     @property
     def num_fed(self) -> int:
-        """The largest number of tokens that a running sequence has fed behind its prompt."""
+        """Maximum number of tokens that a running sequence has fed after its prompt."""
         return max((_progress(sequence) for sequence in self.running), default=0)
 
     def num_blocked(self, share: int = 1) -> int:
-        """Waiting sequences for which no place would be free.
+        """Returns the number of waiting sequences for which no prompt slot would be free.
 
         Args:
-            share: slots of a place, as they would be; they divide those that it has.
+            share: The number of slots that would share a prompt slot; divides the present one.
         """
         firsts = range(0, len(self.slots), share)
         num_free = sum(not any(self.slots[first : first + share]) for first in firsts)
@@ -99,7 +114,7 @@ class Scheduler:
         return sum(lengths[num_free:])
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
-        """Put sequences at the end of the queue, those of one prompt beside each other."""
+        """Adds sequences at the end of the queue, those of one prompt in bundles."""
         filling: dict[tuple[int, int], list[Sequence]] = {}
         for sequence in sequences:
             bundle = filling.get(sequence.group)
@@ -109,26 +124,26 @@ class Scheduler:
             bundle.append(sequence)
 
     def cancelled(self) -> list[Sequence]:
-        """Sequences that were cancelled: waiting ones, which leave the queue, and running ones, which `retire` ends."""
+        """Returns cancelled sequences: waiting ones, which leave the queue, and running ones, for `free_finished`."""
         gone = [sequence for sequence in self.queued if sequence.finish_reason]
         left = ([sequence for sequence in bundle if not sequence.finish_reason] for bundle in self.waiting)
         self.waiting = deque(bundle for bundle in left if bundle)
         return gone + [sequence for sequence in self.running if sequence.finish_reason]
 
     def admit(self, max_prompts: int) -> list[Admission]:
-        """Move waiting sequences into free places, in their order; nothing if there is none of either.
+        """Moves waiting sequences into free prompt slots, in their order, as long as there are both.
 
         Args:
-            max_prompts: most distinct prompts of a shard; sequences of further ones go on waiting.
+            max_prompts: Maximum number of distinct prompts of a shard; sequences of further prompts keep waiting.
 
         Returns:
-            Several admissions, by the lengths of their prompts, where that saves much padding.
+            The admissions; several, by the lengths of their prompts, where that saves much padding.
         """
         per_shard = self.slots_per_shard // self.share
         free: list[list[int]] = [[] for _ in range(self.num_shards)]
-        for place in reversed(range(self.num_shards * per_shard)):
-            if not any(self.slots[place * self.share : (place + 1) * self.share]):
-                free[place // per_shard].append(place)
+        for prompt_slot in reversed(range(self.num_shards * per_shard)):
+            if not any(self.slots[prompt_slot * self.share : (prompt_slot + 1) * self.share]):
+                free[prompt_slot // per_shard].append(prompt_slot)
         if not self.waiting or not any(free):
             return []
         known: list[set[tuple[int, int]]] = [set() for _ in range(self.num_shards)]
@@ -141,20 +156,20 @@ class Scheduler:
             if group not in known[shard] and len(known[shard]) == max_prompts:
                 break
             known[shard].add(group)
-            place = free[shard].pop()
-            taken[place] = self.waiting.popleft()
-            for slot, sequence in enumerate(taken[place], start=place * self.share):
+            prompt_slot = free[shard].pop()
+            taken[prompt_slot] = self.waiting.popleft()
+            for slot, sequence in enumerate(taken[prompt_slot], start=prompt_slot * self.share):
                 self.slots[slot] = sequence
         return self._by_columns(taken)
 
     def _by_columns(self, taken: dict[int, list[Sequence]]) -> list[Admission]:
-        """Admissions of sequences by their places, the shortest prompts first."""
-        columns = {place: prefill_columns(len(bundle[0].prompt) - 1) for place, bundle in taken.items()}
+        """Returns admissions of sequences by their prompt slots, the shortest prompts first."""
+        columns = {prompt_slot: prefill_columns(len(bundle[0].prompt) - 1) for prompt_slot, bundle in taken.items()}
         parts: list[Admission] = []
         rest = self._admission(taken, columns)
         for width in sorted(set(columns.values()))[:-1]:
-            short = {place: bundle for place, bundle in taken.items() if columns[place] <= width}
-            longer = {place: bundle for place, bundle in taken.items() if columns[place] > width}
+            short = {prompt_slot: bundle for prompt_slot, bundle in taken.items() if columns[prompt_slot] <= width}
+            longer = {prompt_slot: bundle for prompt_slot, bundle in taken.items() if columns[prompt_slot] > width}
             first, second = self._admission(short, columns), self._admission(longer, columns)
             if first.num_tokens + second.num_tokens + PADDING_TOKENS <= rest.num_tokens:
                 parts.append(first)
@@ -164,20 +179,22 @@ class Scheduler:
     def _admission(self, taken: dict[int, list[Sequence]], columns: dict[int, int]) -> Admission:
         prompts: list[list[np.ndarray]] = [[] for _ in range(self.num_shards)]
         known: dict[tuple[int, tuple[int, int]], int] = {}
-        places, placed = [], []
-        for place, bundle in taken.items():
-            shard = place * self.share // self.slots_per_shard
+        prompt_slots, slots = [], []
+        for prompt_slot, bundle in taken.items():
+            shard = prompt_slot * self.share // self.slots_per_shard
             key = shard, bundle[0].group
             if key not in known:
                 known[key] = len(prompts[shard])
                 prompts[shard].append(bundle[0].prompt)
-            places.append((place, known[key]))
-            placed += enumerate(bundle, start=place * self.share)
+            prompt_slots.append((prompt_slot, known[key]))
+            slots += enumerate(bundle, start=prompt_slot * self.share)
         num_prompts = power_of_two(max(len(each) for each in prompts))
-        return Admission((num_prompts, max(columns[place] for place in taken)), prompts, places, placed)
+        return Admission(
+            (num_prompts, max(columns[prompt_slot] for prompt_slot in taken)), prompts, prompt_slots, slots
+        )
 
     def append(self, chunk: "Chunk") -> list[Sequence]:
-        """Append a decoded chunk on the host to the running sequences; returns them, the cancelled ones too."""
+        """Appends a decoded chunk on the host to the running sequences; returns them, the cancelled ones too."""
         grown = []
         for slot, sequence in enumerate(self.slots):
             if sequence is None:
@@ -190,11 +207,11 @@ class Scheduler:
             sequence.policy_logps += chunk.policy_logp[slot, :num].tolist()
             sequence.sampler_logps += chunk.sampler_logp[slot, :num].tolist()
             if sequence.params.logprobs:
-                assert chunk.alternatives is not None, "fetched when wanted"
-                assert chunk.alternative_logps is not None, "fetched when wanted"
-                wanted = slice(0, sequence.params.logprobs)
-                tokens = chunk.alternatives[slot, :num, wanted].tolist()
-                logps = chunk.alternative_logps[slot, :num, wanted].tolist()
+                assert chunk.alternatives is not None, "fetched when requested"
+                assert chunk.alternative_logps is not None, "fetched when requested"
+                requested = slice(0, sequence.params.logprobs)
+                tokens = chunk.alternatives[slot, :num, requested].tolist()
+                logps = chunk.alternative_logps[slot, :num, requested].tolist()
                 sequence.alternatives += [list(zip(*pair, strict=True)) for pair in zip(tokens, logps, strict=True)]
             if chunk.stopped[slot]:
                 sequence.finish_reason = "stop"
@@ -203,15 +220,15 @@ class Scheduler:
         return grown
 
     def num_slots_needed(self) -> int:
-        """Slots per shard that the running sequences take up."""
+        """Returns the number of slots per shard that the running sequences take up."""
         shards = np.array([sequence is not None for sequence in self.slots]).reshape(-1, self.slots_per_shard)
         return int(shards.sum(axis=1).max())
 
     def compact(self, slots_per_shard: int) -> np.ndarray:
-        """Give each shard fewer slots, enough for its running sequences, and each slot a place of its own.
+        """Gives each shard fewer slots, enough for its running sequences, and each slot its own prompt slot.
 
         Returns:
-            For each new slot the index within its shard of the old slot that moves there.
+            The index within its shard of the old slot that moves to each new slot.
         """
         kept = []
         for first in range(0, len(self.slots), self.slots_per_shard):
@@ -225,58 +242,58 @@ class Scheduler:
         return np.array(kept, np.int32)
 
     def preempt(self, num_prompt_slots: int, share: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keep on each shard the places and in them the slots that are furthest; the other sequences start again.
+        """Keeps each shard's prompt slots with the longest sequences, and the longest of each; preempts the others.
 
-        These go to the front of the queue. There they are sampled once more, which costs the least for those that are
-        not far.
+        Preempted sequences go to the front of the queue and are sampled again from their prompts, which costs the least
+        for the shortest.
 
         Args:
-            num_prompt_slots: places per shard to keep, at most as many as there are.
-            share: slots per place to keep, likewise.
+            num_prompt_slots: Number of prompt slots to keep on each shard, at most all.
+            share: Number of slots to keep of each prompt slot, at most all.
 
         Returns:
-            The places and the slots that are kept, by their indices within their shards.
+            The prompt slots and the slots that are kept, by their indices within their shards.
         """
-        kept_places, kept_slots = [], []
+        kept_prompt_slots, kept_slots = [], []
         for shard in range(self.num_shards):
             own = self.slots[shard * self.slots_per_shard : (shard + 1) * self.slots_per_shard]
-            places = [range(first, first + self.share) for first in range(0, len(own), self.share)]
-            furthest = sorted(places, key=lambda place: -max(_progress(own[slot]) for slot in place))[:num_prompt_slots]
-            for place in sorted(furthest, key=lambda place: place.start):
-                kept_places.append(place.start // self.share)
-                kept_slots.append(sorted(sorted(place, key=lambda slot: -_progress(own[slot]))[:share]))
+            shared = [range(first, first + self.share) for first in range(0, len(own), self.share)]
+            longest = sorted(shared, key=lambda slots: -max(_progress(own[slot]) for slot in slots))[:num_prompt_slots]
+            for slots in sorted(longest, key=lambda slots: slots.start):
+                kept_prompt_slots.append(slots.start // self.share)
+                kept_slots.append(sorted(sorted(slots, key=lambda slot: -_progress(own[slot]))[:share]))
         slots = np.array(kept_slots, np.int32).reshape(self.num_shards, -1)
         kept = slots + self.slots_per_shard * np.arange(self.num_shards)[:, None]
-        evicted = [sequence for slot, sequence in enumerate(self.slots) if sequence and slot not in kept]
+        preempted = [sequence for slot, sequence in enumerate(self.slots) if sequence and slot not in kept]
         self.slots = [self.slots[slot] for slot in kept.reshape(-1)]
         self.slots_per_shard, self.share = num_prompt_slots * share, share
         others = self.queued
         self.waiting.clear()
-        for sequence in evicted:
+        for sequence in preempted:
             sequence.cut(0)
-        self.submit([*evicted, *others])
-        return np.array(kept_places, np.int32), slots.reshape(-1)
+        self.submit([*preempted, *others])
+        return np.array(kept_prompt_slots, np.int32), slots.reshape(-1)
 
     def fitting_share(self) -> int:
-        """How many slots a place should have, at most as many as now, so that what waits leaves none of them idle."""
+        """Returns the largest number of slots per prompt slot with which waiting bundles leave none of them idle."""
         return min((len(bundle) & -len(bundle) for bundle in self.waiting), default=self.share)
 
     def split(self, share: int) -> None:
-        """Make several places of each, with `share` slots; it divides the number that they have."""
+        """Splits prompt slots into several with `share` slots each, which divides the present number."""
         waiting = self.queued
         self.waiting.clear()
         self.share = share
         self.submit(waiting)
 
     def grow(self, slots_per_shard: int) -> None:
-        """Give each shard more slots, idle ones behind those that it has."""
+        """Adds idle slots at the end of each shard."""
         added = [None] * (slots_per_shard - self.slots_per_shard)
         shards = range(0, len(self.slots), self.slots_per_shard)
         self.slots = [slot for first in shards for slot in (*self.slots[first : first + self.slots_per_shard], *added)]
         self.slots_per_shard = slots_per_shard
 
     def free_finished(self) -> list[int]:
-        """Free the slots of finished sequences; returns them."""
+        """Frees the slots of finished sequences and returns them."""
         freed = [slot for slot, sequence in enumerate(self.slots) if sequence and sequence.finish_reason]
         for slot in freed:
             self.slots[slot] = None
@@ -284,5 +301,5 @@ class Scheduler:
 
 
 def _progress(sequence: Sequence | None) -> int:
-    """Tokens fed behind the prompt's last one; -1 for an idle slot."""
+    """Returns the number of tokens fed after the prompt's last one; -1 for an idle slot."""
     return -1 if sequence is None else len(sequence.tokens)

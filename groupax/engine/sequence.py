@@ -1,9 +1,11 @@
 """A prompt and its completion, while it is sampled. Imports no jax."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from groupax.engine.plan import longest_columns
 from groupax.settings.sampling import SamplingParams
 from groupax.types import FinishReason
 
@@ -57,3 +59,10 @@ class Sequence:
         """Drops all but the first tokens."""
         for values in (self.tokens, self.policy_logps, self.sampler_logps, self.alternatives, self.versions):
             del values[num_tokens:]
+
+
+def required_columns(sequences: Iterable[Sequence], chunk_steps: int) -> tuple[int, int]:
+    """Returns the maximum numbers of columns that a prompt and a completion of these sequences take."""
+    sizes = [(len(sequence.prompt), sequence.params.max_tokens) for sequence in sequences]
+    longest_prompt, longest_completion = (max(lengths) for lengths in zip(*sizes, strict=True))
+    return longest_columns(longest_prompt, longest_completion, chunk_steps)

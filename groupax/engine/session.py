@@ -1,57 +1,56 @@
-"""Sequences that run, to which others are added while they do."""
+"""Sequences that are decoded together, to which others are added while they run."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupax.data.tokenizer import context_tokens, decode_after
-from groupax.engine.batch import Batch, longest
-from groupax.engine.prepared import PreparedBatch, Rehearsal, copied, usual
-from groupax.engine.programs import Program, Programs
-from groupax.engine.sequence import Sequence
+from groupax.engine.ahead_of_time import Program
+from groupax.engine.batch import Batch
+from groupax.engine.core import EngineCore
+from groupax.engine.prepared import PreparedBatch, Rehearsal, copied, usual_programs
+from groupax.engine.programs import Programs
+from groupax.engine.sequence import Sequence, required_columns
 from groupax.engine.stop_strings import exempt_length, find_stop, text_before_stop
 from groupax.parallel.mesh import num_data_shards
 
-if TYPE_CHECKING:
-    from groupax.engine.engine import Engine
-
 
 class Session:
-    """Requests of one engine, each a list of sequences from `Engine.sequences`, decoded together.
+    """The requests of one engine, each a list of sequences from `Engine.sequences`, decoded together.
 
-        submit ──► waits ──► step ──► step ──► ... each yields what has grown
+        submit ──► waits ──► step ──► step ──► ... each yields the sequences that have grown
 
     A sequence comes out as if it ran alone, whenever others join or leave. Between two steps requests may be added,
     sequences cancelled (`Sequence.cancel`) and the engine's weights changed; all of that in the thread that steps.
     While nothing runs, no memory is held for keys and values.
 
     Args:
-        engine: its memory for keys and values is counted now and belongs to this session until it ends.
-        patience: while requests are few, slots for more are kept for so many chunks.
-        programs: what is compiled beside decoding; requests that need something else wait for it, and others pass them.
-            None compiles when something is needed, while all wait.
+        engine: The engine; its memory for keys and values is measured now and belongs to this session until it ends.
+        patience: Number of chunks for which slots for more requests are kept while requests are few.
+        programs: Programs that are compiled while the engine decodes; requests that need others wait for them, and
+            later requests pass them. None compiles whatever is needed while all wait.
     """
 
-    def __init__(self, engine: "Engine", patience: int = 0, programs: Programs | None = None) -> None:
+    def __init__(self, engine: EngineCore, patience: int = 0, programs: Programs | None = None) -> None:
         self.engine, self.patience, self.programs = engine, patience, programs
-        self._held: set[tuple[Any, ...]] = set()  # kinds of requests that wait for programs, as long as none is added
+        self._held: set[tuple[Any, ...]] = set()  # kinds of requests that wait for programs, until one is compiled
         self._num_programs = 0
         self._plan = engine.plan()
         self._batch: Batch | None = None
         self._pending: deque[list[Sequence]] = deque()
         self._num_requests = 0
-        self._told: dict[int, int] = {}  # by sequence; one that had to start again has been told more than it has
-        self._ended: set[int] = set()  # told to have ended, by whoever was told, and still in a slot
+        self._reported: dict[int, int] = {}  # tokens by sequence, which for a preempted one are more than it has
+        self._finished: set[int] = set()  # sequences that were reported as finished and are still in a slot
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence is waiting or running."""
+        """True while any sequence waits or runs."""
         return bool(self._pending) or self._batch is not None
 
     @property
     def can_step(self) -> bool:
-        """Whether the next step does anything: something runs, or waits for something else than programs."""
+        """True if the next step does anything: something runs, or waits for something other than programs."""
         if self._batch is not None or self._has_new_programs:
             return self.busy
         return any(self._kind(each) not in self._held for each in self._pending)
@@ -62,35 +61,35 @@ class Session:
 
     @property
     def num_running(self) -> int:
-        """Sequences in slots."""
+        """Number of sequences in slots."""
         return len(self._batch.scheduler.running) if self._batch else 0
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have no slot yet, or none any more."""
+        """Number of sequences without a slot."""
         queued = len(self._batch.scheduler.queued) if self._batch else 0
         return queued + sum(len(sequences) for sequences in self._pending)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Refuse a request that can never run; from any thread.
+        """Refuses a request that can never run; from any thread.
 
         Raises:
-            ValueError: the memory for keys and values does not hold two of its longest sequences.
+            ValueError: The memory for keys and values does not hold two of its longest sequences.
         """
-        self._plan.check(longest(sequences, self.engine.chunk_steps))
+        self._plan.check(required_columns(sequences, self.engine.chunk_steps))
 
     def usual_programs(self, clients: Iterable[int], num_tokens: int) -> list[Program]:
-        """Returns what requests of usual sizes need and is not compiled yet (see `prepared.usual`)."""
-        assert self.programs is not None, "of a session that compiles beside decoding"
+        """Returns the programs that requests of usual sizes lack (see `prepared.usual_programs`)."""
+        assert self.programs is not None, "for a session that compiles while it decodes"
         num_shards = num_data_shards(self.engine.mesh)
-        needed = usual(clients, num_tokens, self.engine.chunk_steps, num_shards, self._plan.allows)
+        needed = usual_programs(clients, num_tokens, self.engine.chunk_steps, num_shards, self._plan.allows)
         return self.programs.missing(needed)
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
-        """Add a request: unstarted sequences, which begin with the next step if there is room.
+        """Adds a request: unstarted sequences, which start with the next step if there is room.
 
         Raises:
-            ValueError: the memory for keys and values does not hold two of its longest sequences.
+            ValueError: The memory for keys and values does not hold two of its longest sequences.
         """
         sequences = list(sequences)
         if not sequences:
@@ -102,30 +101,21 @@ class Session:
         self._pending.append(sequences)
 
     def step(self) -> Iterator[tuple[Sequence, int]]:
-        """Another chunk for all that run; yields those that have grown or ended, with the numbers of their new tokens.
+        """Decodes a chunk and yields the sequences that have grown or finished, with their numbers of new tokens.
 
-        To be exhausted before the next one. One that had to begin again is told again only when it is further than
+        Must be exhausted before the next step. A preempted sequence is reported again only when it is longer than
         before; if it is cancelled by then, the number is negative.
         """
-        yield from self._cancelled_before_they_began()
+        yield from self._cancelled_before_start()
         has_new = self._has_new_programs
         if self.programs is not None and has_new:
             self._num_programs = self.programs.num_compiled
             self._held.clear()
-        has_more = self._begin()
+        has_more = self._start()
         batch = self._batch
         if batch is None:
             return
-        cancelled = batch.scheduler.cancelled()
-        for sequence in cancelled:
-            self._finish(sequence, len(sequence.tokens))
-        batch.free_finished()
-        for sequence in cancelled:
-            self._told.pop(id(sequence), None)
-            if id(sequence) in self._ended:
-                self._ended.remove(id(sequence))
-            else:
-                yield sequence, 0
+        yield from self._free_cancelled(batch)
         if has_more or has_new:
             batch.reserve()
         batch.rebalance()
@@ -134,11 +124,23 @@ class Session:
         if batch.scheduler.running:
             yield from self._decode(batch)
         if self.programs is not None and isinstance(batch, PreparedBatch):
-            self.programs.request(batch.wishes())
+            self.programs.request(batch.missing_programs())
         if not batch.scheduler.busy:
             self._batch = None
 
-    def _cancelled_before_they_began(self) -> Iterator[tuple[Sequence, int]]:
+    def _free_cancelled(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
+        cancelled = batch.scheduler.cancelled()
+        for sequence in cancelled:
+            self._finish(sequence, len(sequence.tokens))
+        batch.free_finished()
+        for sequence in cancelled:
+            self._reported.pop(id(sequence), None)
+            if id(sequence) in self._finished:
+                self._finished.remove(id(sequence))
+            else:
+                yield sequence, 0
+
+    def _cancelled_before_start(self) -> Iterator[tuple[Sequence, int]]:
         for sequences in self._pending:
             cancelled = [sequence for sequence in sequences if sequence.finish_reason]
             sequences[:] = [sequence for sequence in sequences if not sequence.finish_reason]
@@ -146,8 +148,8 @@ class Session:
                 yield sequence, 0
         self._pending = deque(sequences for sequences in self._pending if sequences)
 
-    def _begin(self) -> bool:
-        """Hand requests to the batch, in their order, as long as it could hold them; whether it got any."""
+    def _start(self) -> bool:
+        """Hands requests to the batch, in order, as long as it could hold them; returns whether it received any."""
         has_more = False
         held: list[list[Sequence]] = []
         while self._pending and (self._batch is None or self._batch.allows(self._pending[0])):
@@ -162,18 +164,12 @@ class Session:
         self._pending.extendleft(reversed(held))
         return has_more
 
-    def _settings(self, sequences: list[Sequence]) -> tuple[Any, ...]:
-        """The arguments of a new batch."""
-        engine = self.engine
-        kept = engine.chunk_steps, engine.kv_dtype, engine.prefixes, self.patience
-        return engine.config, engine.mesh, self._plan, sequences, *kept
-
     def _new_batch(self, sequences: list[Sequence]) -> Batch:
-        settings = self._settings(sequences)
+        settings = self.engine, self._plan, sequences, self.patience
         return Batch(*settings) if self.programs is None else PreparedBatch(self.programs, *settings)
 
     def _is_prepared(self, sequences: list[Sequence]) -> bool:
-        """Whether all is compiled that a request and its company may need; if not, that is requested."""
+        """Returns whether all programs that a request may need are compiled; requests the missing ones."""
         if self.programs is None:
             return True
         kind = self._kind(sequences)
@@ -183,7 +179,7 @@ class Session:
             rehearsal = Rehearsal(self._batch)
             rehearsal.submit(copied(sequences))
         else:
-            rehearsal = Rehearsal.of_first(self.programs, *self._settings(copied(sequences)))
+            rehearsal = Rehearsal.of_first(self.programs, self.engine, self._plan, copied(sequences))
         missing = self.programs.missing(rehearsal.run())
         if missing:
             self._held.add(kind)
@@ -191,12 +187,12 @@ class Session:
         return not missing
 
     def _kind(self, sequences: list[Sequence]) -> tuple[Any, ...]:
-        """The same for requests that need the same programs, if they join now."""
+        """Returns a key that requests share which need the same programs, if they join now."""
         if not sequences:
             return ()
         shape = self._batch.shape if self._batch else None
         groups = len({sequence.group for sequence in sequences})
-        return *longest(sequences, self.engine.chunk_steps), groups, len(sequences), shape
+        return *required_columns(sequences, self.engine.chunk_steps), groups, len(sequences), shape
 
     def _decode(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
         grown = batch.decode(self.engine.params)
@@ -209,18 +205,18 @@ class Session:
         in_slots = {id(sequence) for sequence in batch.scheduler.running}
         for sequence, _ in grown:
             key = id(sequence)
-            told = self._told.get(key, 0)
-            num_new = len(sequence.tokens) - told
-            self._told[key] = max(told, len(sequence.tokens))
+            reported = self._reported.get(key, 0)
+            num_new = len(sequence.tokens) - reported
+            self._reported[key] = max(reported, len(sequence.tokens))
             if sequence.finish_reason and key in in_slots:
-                self._ended.add(key)
+                self._finished.add(key)
             elif sequence.finish_reason:
-                del self._told[key]
+                del self._reported[key]
             if num_new > 0 or sequence.finish_reason:
                 yield sequence, num_new
 
     def _finish(self, sequence: Sequence, num_before: int) -> None:
-        """Look for stop texts in what is new, and set the text of a sequence that has ended."""
+        """Looks for stop strings in the new tokens, and sets the text of a finished sequence."""
         stop, tokenizer = sequence.params.stop, self.engine.tokenizer
         if tokenizer is None or not (stop or sequence.finish_reason):
             return

@@ -196,7 +196,7 @@ def _wait_for_all(runs: Sequence[Any], nodes: Sequence[str], pids: Sequence[int]
 
 
 def _ending(run: Any, answers: Callable[[], bool]) -> _Ended:
-    """Returns the end of one host. If its process is gone, its node's answer tells a failure from a lost host."""
+    """Returns the end of one host. If its process is gone, its node's answer tells whether the host is lost."""
     import ray.exceptions
 
     try:

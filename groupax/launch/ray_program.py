@@ -18,13 +18,13 @@ from groupax.launch.ray_functions import (
     execute,
 )
 from groupax.launch.ray_hosts import connect
-from groupax.launch.retries import Retries
+from groupax.launch.retries import RetryOptions
 
 LAST_LINES_S = 1.0  # for the hosts' last lines to arrive
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ray:
+class Ray(RetryOptions):
     """Run a program on the hosts of a Ray cluster: groupax launch ray --tpu v4-64 -- train ..."""
 
     tpu: str | None = None
@@ -43,14 +43,6 @@ class Ray:
     """Packages to install for the processes."""
     working_dir: Path | None = None
     """Folder that is copied to all hosts as their working directory."""
-    restarts: int = 3
-    """Maximum number of restarts after a host failed."""
-    preemptions: int = 1000
-    """Maximum number of restarts after a host was preempted or lost."""
-    backoff_s: float = 1.0
-    """Seconds before the first restart; doubled with each restart, up to a minute."""
-    grace_s: float = 60.0
-    """Seconds that the other hosts have to stop after one has failed, before they are killed."""
 
 
 def run_program(argv: Sequence[str], grace_s: float) -> None:
@@ -80,7 +72,7 @@ def launch_on_ray(command: Ray, argv: Sequence[str], log: Callable[[str], None])
     """
     config = config_of(command)
     program_of(argv)
-    retries = Retries(command.restarts, command.preemptions, command.backoff_s)
+    retries = command.retries
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # show a line that several hosts print for each of them
     connect(command.address, command.working_dir)
     import ray

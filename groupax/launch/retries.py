@@ -40,6 +40,25 @@ class Retries:
         return min(self.first_wait_s * 2.0 ** min(num_restarts, 60), self.max_wait_s)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RetryOptions:
+    """Command-line options of launchers that restart a program."""
+
+    restarts: int = 3
+    """Maximum number of restarts after a process or host failed."""
+    preemptions: int = 1000
+    """Maximum number of restarts after one saved its state to be started again (status 75), or its host was lost."""
+    backoff_s: float = 1.0
+    """Seconds before the first restart; doubled with each restart, up to a minute."""
+    grace_s: float = 60.0
+    """Seconds that the other processes have to stop after one has failed, before they are killed."""
+
+    @property
+    def retries(self) -> Retries:
+        """The budget of restarts."""
+        return Retries(self.restarts, self.preemptions, self.backoff_s)
+
+
 @dataclass(frozen=True)
 class Outcome(Generic[Value]):
     """The end of an attempt.

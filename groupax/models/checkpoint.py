@@ -1,8 +1,8 @@
-"""Models and adapters from Hugging Face folders into memory. Never pickle, never remote code."""
+"""Loading of models and adapters from Hugging Face folders. Never unpickles, never runs remote code."""
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from groupax.models.lora import Adapter, LoRAConfig, init_adapter
 from groupax.models.quantize import is_quantized
 from groupax.models.specs import Params, init_params, model_specs, num_params, param_shardings, split_dims
 from groupax.models.split import shard_params
-from groupax.models.tensor_files import check_tensors, find_tensors, make_weight_loader, resolve_tied_head
+from groupax.models.tensor_files import Tensors, find_tensors
+from groupax.models.weight_loading import check_tensors, make_weight_loader, resolve_tied_head
 from groupax.parallel.mesh import check_divisible, default_mesh, format_mesh
 from groupax.storage.folders import read_json, resolve_folder
 from groupax.storage.model_json import GENERATION, out_of_vocabulary, validate
@@ -32,17 +33,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Model:
-    """A model in memory: what it is, its weights on the mesh, and the files' settings to be written back.
+    """A model in memory: its architecture, its weights on a mesh, and the settings of its files.
 
     Attributes:
-        config: the architecture.
-        params: the weights (see `models.specs`), an adapter's among them.
-        mesh: where they lie.
-        hf_config: the parsed `config.json`.
-        generation_config: the parsed `generation_config.json`, empty if there was none.
-        source: the folder that it came from, where the tokenizer lies too; None for a model made here.
-        name: the folder or hub id that it was loaded by; None for a model made here.
-        adapter: base and changes, if the model is a base with an adapter.
+        config: Architecture.
+        params: Weights (see `models.specs`), including an adapter's.
+        mesh: Devices of the weights.
+        hf_config: Parsed `config.json`.
+        generation_config: Parsed `generation_config.json`; empty if there was none.
+        source: Folder that it was loaded from, which also has the tokenizer; None for a new model.
+        name: Folder or hub id that it was loaded by; None for a new model.
+        adapter: The adapter and its base, if the model has an adapter.
     """
 
     config: ModelConfig
@@ -62,10 +63,18 @@ def init_model(
     mesh: Mesh | None = None,
     replicated: Collection[str] = (),
 ) -> Model:
-    """A model with random weights from the contents of a `config.json`; the rest as in `load_model`."""
+    """Returns a model with random weights.
+
+    Args:
+        hf_config: Contents of a `config.json`.
+        seed: Seed of the weights.
+        dtype: Dtype of the weights.
+        mesh: Devices of the weights (see `load_model`).
+        replicated: Dims that may be replicated (see `load_model`).
+    """
     config = read_config(hf_config)
     mesh = mesh or default_mesh(num_params(config) * jnp.dtype(dtype).itemsize)
-    check_divisible(split_dims(config), mesh, replicated)
+    _check_mesh(config, mesh, replicated)
     return Model(config, init_params(config, jax.random.key(seed), mesh, dtype), mesh, dict(hf_config), {})
 
 
@@ -78,79 +87,66 @@ def load_model(
     max_positions: int | None = None,
     replicated: Collection[str] = (),
 ) -> Model:
-    """Load a causal language model from a folder or, if there is none of that name, from the Hugging Face hub.
+    """Loads a causal language model from a folder or, if there is no such folder, from the Hugging Face Hub.
 
-    Each device receives its part of each tensor straight from the file, so that no host holds a second copy.
+    Each device receives its shard of each tensor directly from the file, so that no host holds a second copy.
 
     Args:
-        name_or_path: a folder with `config.json` and safetensors files, or with a PEFT adapter, or a hub id like
+        name_or_path: Folder with `config.json` and safetensors files, or with a PEFT adapter; or a hub id like
             "Qwen/Qwen3-0.6B".
-        dtype: of the weights in memory; None keeps each tensor's own.
-        mesh: where to put them; by default a copy on every device (see `parallel.mesh.default_mesh`).
-        weights: "int8", "float8" or "nf4" quantize the layers' matrices, each as it is read.
-        base: the base of an adapter, if it is not where `adapter_config.json` says.
-        max_positions: the longest sequence; None for what `config.json` says, and for the original context if rotary
-            embeddings are others beyond it ("longrope"). It decides for all sequences (see `rope.frequencies`).
-        replicated: dims that may stay whole on every device if they do not divide by the mesh.
+        dtype: Dtype of the weights in memory; None keeps each tensor's own.
+        mesh: Devices of the weights; by default every device has a copy (see `parallel.mesh.default_mesh`).
+        weights: "int8", "float8" or "nf4" to quantize the layers' matrices as they are read.
+        base: Base of an adapter, if it is not the one that `adapter_config.json` names.
+        max_positions: Longest sequence; None for the value in `config.json`, or for the original context if longer
+            sequences need other rotary embeddings ("longrope"). It applies to all sequences (see `rope.frequencies`).
+        replicated: Dims that may be replicated if they are not divisible by the mesh.
 
     Raises:
-        ValueError: the folder is no model, its config or weights are unsupported, damaged or incomplete, or the mesh
-            does not divide it.
-        ImportError: 8 bits are asked for and qwix is not installed.
+        ValueError: The folder is not a model's, its config or weights are unsupported, damaged or incomplete, or its
+            dims are not divisible by the mesh.
+        ImportError: 8-bit weights are requested and qwix is not installed.
     """
     folder = resolve_folder(name_or_path)
     if (folder / peft_format.CONFIG_NAME).is_file():
-        return _load_adapter(
-            name_or_path,
-            folder,
-            base,
-            lambda name: load_model(name, dtype, mesh, weights, max_positions=max_positions, replicated=replicated),
-        )
+        options = {"dtype": dtype, "mesh": mesh, "weights": weights, "max_positions": max_positions}
+        return _load_with_base(name_or_path, folder, base, {**options, "replicated": replicated})
     if base is not None:
-        raise ValueError(f"{name_or_path} is a model and no adapter; it has no base ({base})")
-    hf_config = read_json(folder / "config.json")
+        raise ValueError(f"{name_or_path} is a model and not an adapter; it has no base ({base})")
+    hf_config, generation_config, config = _read_settings(folder)
     is_nf4 = bitsandbytes_format.is_nf4(hf_config.get("quantization_config"))
     if is_nf4 and weights not in ("same", "nf4"):
-        raise ValueError(f"the weights in {folder} are 4-bit ones; they cannot be quantized to {weights}")
+        raise ValueError(f"the weights in {folder} are in 4 bits; they cannot be quantized to {weights}")
     hf_config = bitsandbytes_format.without_nf4(hf_config)
-    generation_config = _generation_config(folder)
-    try:
-        config = read_config(hf_config)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
-    _tell_endless(folder, hf_config, generation_config)
     config = config if max_positions is None else replace(config, max_positions=max_positions)
-    stored, tensors = resolve_tied_head(config, find_tensors(folder), folder)
-    quantized = {name for name in tensors if is_nf4 and f"{name}.{bitsandbytes_format.FURTHER[0]}" in tensors}
-    check_tensors(stored, tensors, folder, quantized)
+    stored, tensors, quantized = _find_weights(config, folder, is_nf4)
     if stored != config:
         config, hf_config = stored, {**hf_config, "tie_word_embeddings": False}
-    mesh = mesh or default_mesh(num_params(config) * 4)
-    check_divisible(split_dims(config), mesh, replicated)
-    if is_nf4 or weights != "same":
-        _check_whole(mesh)
+    mesh = mesh or default_mesh(4 * num_params(config))
+    _check_mesh(config, mesh, replicated, is_nf4 or weights != "same")
     load = make_weight_loader(mesh, tensors, dtype, weights, quantized)
     params = jax.tree.map(load, model_specs(config), param_shardings(config, mesh))
     return Model(config, params, mesh, hf_config, generation_config, folder, _absolute(name_or_path))
 
 
-def _generation_config(folder: Path) -> dict[str, Any]:
-    """The contents of `generation_config.json`, which a folder need not have."""
+def _read_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any], ModelConfig]:
+    """Returns the parsed `config.json` and `generation_config.json` (empty if there is none), and the architecture."""
+    hf_config = read_json(folder / "config.json")
+    without_nf4 = bitsandbytes_format.without_nf4(hf_config)
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
-    content = read_json(path)
-    return validate(content, GENERATION, str(path))
-
-
-def _tell_endless(folder: Path, hf_config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> None:
+    generation_config = validate(read_json(path), GENERATION, str(path)) if path.is_file() else {}
+    try:
+        config = read_config(without_nf4)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
     for name, content in (("config.json", hf_config), ("generation_config.json", generation_config)):
-        outside = out_of_vocabulary(content, hf_config["vocab_size"])
+        outside = out_of_vocabulary(content, config.vocab_size)
         if outside:
             logger.warning(
-                "%s names the end-of-sequence tokens %s; the vocabulary has %s tokens, so that they end no completion",
-                *(folder / name, short_repr(outside), hf_config["vocab_size"]),
+                "%s names the end-of-sequence tokens %s, but the vocabulary has %s tokens: they end no completion",
+                *(folder / name, short_repr(outside), config.vocab_size),
             )
+    return hf_config, generation_config, config
 
 
 def _absolute(name_or_path: str | os.PathLike[str]) -> str:
@@ -159,30 +155,36 @@ def _absolute(name_or_path: str | os.PathLike[str]) -> str:
 
 
 def load_adapter(model: Model, name_or_path: str | os.PathLike[str]) -> Model:
-    """A model with an adapter of a folder or a hub id; the model's weights are not copied.
+    """Returns the model with an adapter from a folder or the hub; the model's weights are not copied.
 
     Raises:
-        ValueError: it is no adapter, does not fit the model, or the model has one already.
+        ValueError: It is not an adapter, does not fit the model, or the model has one already.
     """
     folder = resolve_folder(name_or_path)
     if not (folder / peft_format.CONFIG_NAME).is_file():
-        raise ValueError(f"{name_or_path} is no adapter: it has no {peft_format.CONFIG_NAME}")
+        raise ValueError(f"{name_or_path} is not an adapter: it has no {peft_format.CONFIG_NAME}")
     if model.adapter is not None:
-        raise ValueError(f"{model.name or 'the model'} has an adapter already; give its base")
+        raise ValueError(f"{model.name or 'the model'} has an adapter already; load its base instead")
     lora = peft_format.read_lora_config(read_json(folder / peft_format.CONFIG_NAME), folder)
     trained = peft_format.read_tensors(model.config, lora, folder, _replicated(model.mesh))
     return replace(_with_adapter(model, lora, trained), name=_absolute(name_or_path))
 
 
-def _load_adapter(
-    name_or_path: str | os.PathLike[str], folder: Path, base: Any, load_base: Callable[[str], Model]
-) -> Model:
-    named = base or peft_format.base_name(read_json(folder / peft_format.CONFIG_NAME), folder)
+def _find_weights(config: ModelConfig, folder: Path, is_nf4: bool) -> tuple[ModelConfig, Tensors, set[str]]:
+    """Returns the architecture by the files' tensors, these tensors, and the names of the 4-bit weights."""
+    stored, tensors = resolve_tied_head(config, find_tensors(folder), folder)
+    quantized = {name for name in tensors if is_nf4 and f"{name}.{bitsandbytes_format.FURTHER[0]}" in tensors}
+    check_tensors(stored, tensors, folder, quantized)
+    return stored, tensors, quantized
+
+
+def _load_with_base(name_or_path: str | os.PathLike[str], folder: Path, base: Any, options: Mapping[str, Any]) -> Model:
+    base_name = base or peft_format.base_name(read_json(folder / peft_format.CONFIG_NAME), folder)
     try:
-        base_folder = resolve_folder(named)
+        base_folder = resolve_folder(base_name)
         if (base_folder / peft_format.CONFIG_NAME).is_file():
-            raise ValueError(f"{named} is an adapter too; merge it first")
-        model = load_base(named)
+            raise ValueError(f"{base_name} is an adapter too; merge it first")
+        model = load_model(base_name, **options)
     except ValueError as error:
         raise ValueError(f"the base of the adapter in {folder} cannot be loaded: {error}") from error
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
@@ -190,10 +192,10 @@ def _load_adapter(
 
 
 def add_adapter(model: Model, lora: LoRAConfig, seed: int = 0) -> Model:
-    """The model with a new adapter, which changes nothing yet; the base's weights are not copied.
+    """Returns the model with a new adapter, which changes nothing yet; the base's weights are not copied.
 
     Raises:
-        ValueError: it has an adapter already, or the adapter's settings do not fit it.
+        ValueError: The model has an adapter already, or the adapter's settings do not fit it.
     """
     if model.adapter is not None:
         raise ValueError(f"{model.name or 'the model'} has an adapter already; merge it first, or train that one")
@@ -206,25 +208,29 @@ def _with_adapter(model: Model, lora: LoRAConfig, trained: Params) -> Model:
     return _adapted(model, Adapter(lora, FrozenBase(model.params, np.float32(lora.scale)), trained, model.name))
 
 
-def _check_whole(mesh: Mesh) -> None:
-    if mesh.shape["tp"] * mesh.shape["ep"] > 1:
+def _check_mesh(config: ModelConfig, mesh: Mesh, replicated: Collection[str], is_quantized: bool = False) -> None:
+    if is_quantized and mesh.shape["tp"] * mesh.shape["ep"] > 1:
         raise ValueError(
-            f"mesh {format_mesh(mesh)}: quantized weights lie whole on every device and cannot be multiplied in parts; "
-            "have tp and ep 1, or the base as it is stored"
+            f"mesh {format_mesh(mesh)}: quantized weights are replicated and cannot be sharded over tp or ep; set both "
+            "to 1, or keep the base as it is stored"
         )
+    check_divisible(split_dims(config), mesh, replicated)
 
 
 def reshard(model: Model, mesh: Mesh, replicated: Collection[str] = ()) -> Model:
-    """The model on another mesh.
+    """Returns the model on another mesh.
+
+    Args:
+        model: Model to move.
+        mesh: Devices of the new weights.
+        replicated: Dims that may be replicated if they are not divisible by the mesh.
 
     Raises:
-        ValueError: the mesh does not divide it.
+        ValueError: The model's dims are not divisible by the mesh.
     """
     if mesh == model.mesh:
         return model
-    if is_quantized(model.params):
-        _check_whole(mesh)
-    check_divisible(split_dims(model.config), mesh, replicated)
+    _check_mesh(model.config, mesh, replicated, is_quantized(model.params))
     if model.adapter is None:
         return replace(model, params=shard_params(model.config, mesh, model.params), mesh=mesh)
     adapter = model.adapter

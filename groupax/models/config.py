@@ -1,28 +1,28 @@
-"""What a decoder-only transformer is, in numbers. Imports no jax."""
+"""The architecture of a decoder-only transformer. Imports no jax."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-# How a row of numbers is normalized: by its root mean square, the same with weights around 0, or by mean and deviation.
+# Kinds of norms: by the root mean square, the same with weights centered at 0, or by mean and standard deviation.
 NormKind = Literal["rms", "zero_centered_rms", "layer"]
-# What queries and keys are normalized over: nothing, each head with weights for all, each with its own, or all at once.
+# Norms of queries and keys: none, per head with shared weights, per head with separate weights, or over all heads.
 QKNorm = Literal["none", "head", "each_head", "all_heads"]
-# The function within the feed-forward part, by Hugging Face's name.
+# Activations of feed-forward layers, by Hugging Face's names.
 Activation = Literal["silu", "gelu_pytorch_tanh"]
-# Where a block has norms: before attention and feed-forward, behind them, both, or once before the two side by side.
+# Norms of a block: before attention and feed-forward, after them, both, or one before the two in parallel.
 BlockKind = Literal["pre_norm", "post_norm", "sandwich_norm", "parallel"]
 
 
 @dataclass(frozen=True)
 class LinearRope:
-    """All positions are divided by `factor`."""
+    """Rotary embeddings with all positions divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class DynamicRope:
-    """The base grows with the context beyond the original one ("NTK-aware"; see `rope.frequencies`)."""
+    """Rotary embeddings whose base grows beyond the original context ("NTK-aware"; see `rope.frequencies`)."""
 
     factor: float
     original_max_positions: int
@@ -30,7 +30,7 @@ class DynamicRope:
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """Frequency-dependent stretching of rotary embeddings (Llama 3.1; see `rope.frequencies`)."""
+    """Rotary embeddings with frequency-dependent stretching (Llama 3.1; see `rope.frequencies`)."""
 
     factor: float
     low_freq_factor: float
@@ -40,7 +40,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class YarnRope:
-    """Slow pairs are stretched, fast ones kept, with a ramp between them (arXiv:2309.00071; see `rope.frequencies`)."""
+    """YaRN, which stretches low frequencies, keeps high ones, and has a ramp in between (arXiv:2309.00071)."""
 
     factor: float
     original_max_positions: int
@@ -51,9 +51,7 @@ class YarnRope:
 
 @dataclass(frozen=True)
 class LongRope:
-    """A divisor for each pair, one set up to the original context and one for models of longer sequences
-    (arXiv:2402.13753).
-    """
+    """LongRoPE: divisors per frequency, for up to the original context and for longer ones (arXiv:2402.13753)."""
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
@@ -68,11 +66,11 @@ class Rope:
     """Rotary embeddings of a layer.
 
     Attributes:
-        theta: base of the frequencies.
-        dims: of each head that turn, from the first on.
-        scaling: for contexts longer than the original one; None for none.
-        scale: multiplies cosines and sines.
-        interleaved: neighbouring dims are a pair, instead of one of the first half and one of the second.
+        theta: Base of the frequencies.
+        dims: Number of rotated dims of each head, starting at the first.
+        scaling: Method for contexts longer than the original one; None for none.
+        scale: Factor of cosines and sines.
+        interleaved: Whether pairs are adjacent dims, rather than one of each half.
     """
 
     theta: float
@@ -84,12 +82,12 @@ class Rope:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How a layer attends.
+    """Attention of one layer.
 
     Attributes:
-        scale: multiplies the products of queries and keys.
-        softcap: scores become softcap tanh(score / softcap); None leaves them.
-        window: a query sees so many positions, its own included; None for all up to its own.
+        scale: Factor of the products of queries and keys.
+        softcap: Scores become softcap tanh(score / softcap); None leaves them unchanged.
+        window: Number of positions that a query sees, including its own; None for all up to its own.
     """
 
     scale: float
@@ -99,16 +97,16 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in place of the feed-forward part.
+    """A mixture of experts instead of a feed-forward layer.
 
     Attributes:
-        num: E, of which each token goes through `per_token`, by the probabilities of a router.
-        per_token: experts of a token.
-        ffn_size: of each.
-        norm_topk_prob: a token's weights are divided by their sum.
-        layers: those with experts; the others have an ordinary feed-forward part.
-        aux_loss_coef: weight of the load-balancing loss that the model was trained with.
-        router_name, gate_name, up_name, down_name: of the weights in a layer of a checkpoint; `{expert}` is a number.
+        num: Number of experts E.
+        per_token: Number of experts per token, chosen by a router's probabilities.
+        ffn_size: Hidden size of each expert.
+        norm_topk_prob: Whether the router's weights of a token are divided by their sum.
+        layers: Indices of the layers with experts; the others have ordinary feed-forward layers.
+        aux_loss_coef: Coefficient of the load-balancing loss that the model was trained with.
+        router_name, gate_name, up_name, down_name: Names of a layer's weights in a checkpoint; `{expert}` is an index.
     """
 
     num: int
@@ -125,20 +123,20 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture of one model: hashable, so a jitted program can be specialized on it.
+    """The architecture of one model. It is hashable, so that a jitted program can be specialized on it.
 
     Dims: D `hidden_size`, L `num_layers`, N `num_heads`, K `num_kv_heads`, H `head_dim`,
     F `ffn_size`, V `vocab_size`. With `num_labels` the model classifies sequences and has no vocabulary head.
 
     Attributes:
-        max_positions: the longest sequence.
-        ropes: of each layer; None where positions do not enter.
-        windows: of each layer; None where it sees everything before.
-        attention_scale: multiplies the products of queries and keys.
-        attention_softcap, logit_softcap: x becomes softcap tanh(x / softcap), of scores and of logits.
-        embedding_scale, residual_scale, logit_scale: multiply embeddings, what a part adds, and logits.
-        experts: a mixture of experts; None for none.
-        fused_projections: the checkpoint has queries, keys and values in one tensor, and gate and up in another.
+        max_positions: Length of the longest sequence.
+        ropes: Rotary embeddings of each layer; None for a layer without positions.
+        windows: Sliding window of each layer; None for a layer that sees all earlier positions.
+        attention_scale: Factor of the products of queries and keys.
+        attention_softcap, logit_softcap: Scores and logits x become softcap tanh(x / softcap).
+        embedding_scale, residual_scale, logit_scale: Factors of embeddings, of each block's output, and of logits.
+        experts: Mixture of experts; None for a dense model.
+        fused_projections: Whether a checkpoint has queries, keys and values in one tensor, and gate and up in another.
     """
 
     model_type: str
@@ -182,25 +180,27 @@ class ModelConfig:
         for name in ("ropes", "windows"):
             if len(getattr(self, name)) != self.num_layers:
                 raise ValueError(
-                    f"config.json speaks of {len(getattr(self, name))} layers where it lists their kinds, and of "
-                    f"{self.num_layers} in num_hidden_layers"
+                    f"config.json lists the kinds of {len(getattr(self, name))} layers, but num_hidden_layers is "
+                    f"{self.num_layers}"
                 )
         odd = [rope.dims for rope in self.ropes if rope and (rope.dims % 2 or rope.dims > self.head_dim)]
         if odd:
             raise ValueError(
-                f"rotary embeddings need an even head_dim or part of it, got {odd[0]} of {self.head_dim} dims"
+                f"rotary embeddings need an even number of dims, at most head_dim, got {odd[0]} of {self.head_dim} dims"
             )
         if any(window is not None and window < 1 for window in self.windows):
             raise ValueError(f"a sliding window must be at least 1, got {self.windows}")
         if self.experts and not 1 <= self.experts.per_token <= self.experts.num:
-            raise ValueError(f"a token goes through 1 to {self.experts.num} experts, got {self.experts.per_token}")
+            raise ValueError(
+                f"experts per token must be between 1 and {self.experts.num}, got {self.experts.per_token}"
+            )
 
     def attention(self, layer: int) -> AttentionConfig:
-        """How this layer attends."""
+        """Returns the attention of a layer."""
         return AttentionConfig(self.attention_scale, self.attention_softcap, self.windows[layer])
 
     def first_similar_layer(self, layer: int) -> int:
-        """The first layer of the same kind."""
+        """Returns the first layer of the same kind."""
         kinds = [
             (rope, window, self.has_experts(i))
             for i, (rope, window) in enumerate(zip(self.ropes, self.windows, strict=True))
@@ -209,9 +209,9 @@ class ModelConfig:
 
     @property
     def hidden_scale(self) -> float:
-        """The factor of the last hidden states, which scales the logits."""
+        """Factor of the last hidden states, which scales the logits."""
         return 1.0 if self.num_labels else self.logit_scale
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer is a mixture of experts."""
+        """Returns whether a layer is a mixture of experts."""
         return self.experts is not None and layer in self.experts.layers

@@ -1,4 +1,4 @@
-"""Weights as named tensors on the host and back, as files have them and as they travel from a trainer to a server."""
+"""Conversion between weights on devices and named tensors on the host, for files and for sending them to a server."""
 
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -11,11 +11,11 @@ from groupax.models.specs import Params, Spec
 
 
 def trained_params(specs: Any, params: Any) -> Any:
-    """What an adapter trains of the weights that the forward pass reads (see `models.adapted.joined`).
+    """Selects an adapter's weights from those that the forward pass reads (see `models.adapted.joined`).
 
     Args:
-        specs: `lora.adapter_specs`.
-        params: the joined weights.
+        specs: Specs of the adapter (`lora.adapter_specs`).
+        params: Joined weights of base and adapter.
     """
     if isinstance(specs, LowRank):
         assert isinstance(params, AdaptedWeight), "joined with this adapter"
@@ -28,7 +28,7 @@ def trained_params(specs: Any, params: Any) -> Any:
 
 
 def specs_by_name(specs: Params) -> dict[str, list[tuple[int, Spec]]]:
-    """For each place in a checkpoint the weights there: their indices among the tree's leaves, and their specs."""
+    """Groups specs by their name in a checkpoint; each comes with its index among the tree's leaves."""
     found: dict[str, list[tuple[int, Spec]]] = {}
     for index, spec in enumerate(jax.tree.leaves(specs)):
         found.setdefault(spec.name, []).append((index, spec))
@@ -36,7 +36,10 @@ def specs_by_name(specs: Params) -> dict[str, list[tuple[int, Spec]]]:
 
 
 def join_tensors(parts: Sequence[tuple[Spec, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The tensors that the weights of one place make: one each, one for each index of one, or one of all."""
+    """Returns the checkpoint's tensors for the weights of one name.
+
+    A stacked weight becomes one tensor per index; weights that are rows of one tensor are concatenated.
+    """
     spec, array = parts[0]
     if spec.is_stacked:
         return dict(zip(spec.tensor_names, array, strict=True))
@@ -45,10 +48,10 @@ def join_tensors(parts: Sequence[tuple[Spec, np.ndarray]]) -> dict[str, np.ndarr
 
 
 def param_leaves(specs: Params, params: Params) -> list[Any]:
-    """The weights in the order of their specs.
+    """Returns the weights in the order of their specs.
 
     Raises:
-        ValueError: some are quantized ones.
+        ValueError: Some weights are quantized.
     """
     leaves = jax.tree.structure(specs).flatten_up_to(params)
     if not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves):
@@ -56,32 +59,33 @@ def param_leaves(specs: Params, params: Params) -> list[Any]:
     return leaves
 
 
-def host_tensors(specs: Params, leaves: list[Any], wanted: Container[str] | None = None) -> dict[str, np.ndarray]:
-    """Tensors on the host, without a copy where the devices allow it.
+def host_tensors(specs: Params, leaves: list[Any], names: Container[str] | None = None) -> dict[str, np.ndarray]:
+    """Returns weights as tensors on the host, without a copy if the devices allow it.
 
     Args:
-        specs: of the weights.
-        leaves: the weights (see `param_leaves`).
-        wanted: their places; None for all.
+        specs: Specs of the weights.
+        leaves: Weights (see `param_leaves`).
+        names: Names of the requested weights in a checkpoint; None for all.
     """
     tensors: dict[str, np.ndarray] = {}
     for name, parts in specs_by_name(specs).items():
-        if wanted is None or name in wanted:
+        if names is None or name in names:
             tensors |= join_tensors([(spec, np.asarray(leaves[index])) for index, spec in parts])
     return tensors
 
 
 def replace_tensors(specs: Params, params: Params, tensors: Mapping[str, np.ndarray]) -> Params:
-    """Weights on the devices with some of their tensors replaced, in the dtypes and on the devices that they have.
+    """Returns weights with some of their tensors replaced; dtypes and shardings stay the same.
 
     Args:
-        specs: of the weights.
-        params: left as they are.
-        tensors: by name, in the shapes of the specs; must not change any more, as the weights may be the same memory.
+        specs: Specs of the weights.
+        params: Old weights, which are not modified.
+        tensors: New tensors by name, in the shapes of the specs. They must not be modified afterwards, since the
+            weights may share their memory.
     """
-    specs_of, structure = jax.tree.flatten(specs)
-    leaves = [_replaced(*pair, tensors) for pair in zip(specs_of, structure.flatten_up_to(params), strict=True)]
-    return jax.block_until_ready(jax.tree.unflatten(structure, leaves))
+    leaves, structure = jax.tree.flatten(specs)
+    weights = [_replaced(*pair, tensors) for pair in zip(leaves, structure.flatten_up_to(params), strict=True)]
+    return jax.block_until_ready(jax.tree.unflatten(structure, weights))
 
 
 def _replaced(spec: Spec, weight: jax.Array, tensors: Mapping[str, np.ndarray]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Adapters as PEFT has them on disk: `adapter_config.json` and `adapter_model.safetensors`."""
+"""PEFT's format of adapters on disk: `adapter_config.json` and `adapter_model.safetensors`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +20,7 @@ from groupax.storage.model_json import FLAG, TEXT, TEXTS, Kind, above, integer, 
 from groupax.terminal.printable import short_repr
 
 TENSORS_NAME = "adapter_model.safetensors"
-# What values the keys of `adapter_config.json` may have that are read here.
+# The schema of the keys of `adapter_config.json` that are read here.
 SETTINGS: Mapping[str, Kind] = {
     "bias": TEXT.or_null(),
     "lora_alpha": replace(above(0), is_number=False).or_null(),
@@ -36,10 +36,10 @@ SETTINGS: Mapping[str, Kind] = {
 
 
 def adapter_config_dict(adapter: Adapter, config: ModelConfig) -> dict[str, Any]:
-    """The contents of `adapter_config.json`."""
+    """Returns the contents of `adapter_config.json`."""
     lora = adapter.config
     is_pattern = isinstance(lora.target_modules, str) and lora.target_modules != "all-linear"
-    named = _target_names(config, lora) if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    targets = _target_names(config, lora) if isinstance(lora.target_modules, str) else list(lora.target_modules)
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if config.num_labels else "CAUSAL_LM",
@@ -48,7 +48,7 @@ def adapter_config_dict(adapter: Adapter, config: ModelConfig) -> dict[str, Any]
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
-        "target_modules": lora.target_modules if is_pattern else named,
+        "target_modules": lora.target_modules if is_pattern else targets,
         "bias": lora.bias,
         "use_rslora": lora.use_rslora,
         "modules_to_save": list(lora.modules_to_save) or None,
@@ -58,24 +58,24 @@ def adapter_config_dict(adapter: Adapter, config: ModelConfig) -> dict[str, Any]
 
 
 def _target_names(config: ModelConfig, lora: LoRAConfig) -> list[str]:
-    """Names that stand for the adapted modules and no others: how they end, or all of it where others end so too."""
-    specs = jax.tree.leaves(adapter_specs(config, lora), is_leaf=_is_change)
-    names = [module_name(spec.a).removesuffix(".lora_A").removeprefix(PREFIX) for spec in specs if _is_change(spec)]
+    """Returns names that match the adapted modules only: their last components, or full names if others share these."""
+    specs = jax.tree.leaves(adapter_specs(config, lora), is_leaf=_is_low_rank)
+    names = [module_name(spec.a).removesuffix(".lora_A").removeprefix(PREFIX) for spec in specs if _is_low_rank(spec)]
     weights = [spec for spec in jax.tree.leaves(model_specs(config)) if spec.name.endswith(".weight")]
-    others = {_ending(name) for name in set(map(module_name, weights)) - set(names)}
-    return list(dict.fromkeys(name if _ending(name) in others else _ending(name) for name in names))
+    others = {_last_component(name) for name in set(map(module_name, weights)) - set(names)}
+    return list(dict.fromkeys(name if _last_component(name) in others else _last_component(name) for name in names))
 
 
-def _ending(module: str) -> str:
+def _last_component(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _is_change(spec: Any) -> bool:
+def _is_low_rank(spec: Any) -> bool:
     return isinstance(spec, LowRank)
 
 
 def write_tensors(config: ModelConfig, lora: LoRAConfig, trained: Params, folder: Path) -> None:
-    """Write `adapter_model.safetensors`, in the dtype of what was trained."""
+    """Writes `adapter_model.safetensors`, in the dtype of the trained weights."""
     specs = jax.tree.leaves(adapter_specs(config, lora))
     pairs = zip(specs, jax.tree.leaves(trained), strict=True)
     tensors = {spec.name: np.ascontiguousarray(np.asarray(array)) for spec, array in pairs}
@@ -84,10 +84,10 @@ def write_tensors(config: ModelConfig, lora: LoRAConfig, trained: Params, folder
 
 
 def read_tensors(config: ModelConfig, lora: LoRAConfig, folder: Path, sharding: Any) -> Params:
-    """What `adapter_model.safetensors` holds, as float32 on the devices, in the structure of `adapter_specs`.
+    """Reads `adapter_model.safetensors` as float32 weights on the devices, in the structure of `adapter_specs`.
 
     Raises:
-        ValueError: the file is missing or damaged, or does not hold what `adapter_config.json` says.
+        ValueError: The file is missing or damaged, or its tensors do not match `adapter_config.json`.
     """
     path = folder / TENSORS_NAME
     if not path.is_file():
@@ -97,7 +97,7 @@ def read_tensors(config: ModelConfig, lora: LoRAConfig, folder: Path, sharding: 
         specs = adapter_specs(config, lora)
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_NAME}: {error}") from error
-    _check({spec.name: spec for spec in jax.tree.leaves(specs)}, file.file, path)
+    _check_tensors({spec.name: spec for spec in jax.tree.leaves(specs)}, file.file, path)
 
     def read(spec: Any) -> Any:
         array = file.get_tensor(spec.name)
@@ -107,39 +107,39 @@ def read_tensors(config: ModelConfig, lora: LoRAConfig, folder: Path, sharding: 
     return jax.tree.map(read, specs)
 
 
-def _check(expected: Mapping[str, Any], file: Any, path: Path) -> None:
+def _check_tensors(expected: Mapping[str, Any], file: Any, path: Path) -> None:
     found = set(file.keys())
     missing, unknown = sorted(expected.keys() - found), sorted(found - expected.keys())
     if missing or unknown:
         raise ValueError(
-            f"{path} does not hold what {CONFIG_NAME} says for this base: it lacks {missing[:3]}, and there is no "
-            f"place for {short_repr(unknown)}"
+            f"{path} does not match {CONFIG_NAME} for this base: it lacks {missing[:3]}, and {short_repr(unknown)} "
+            "does not belong there"
         )
     for name, spec in expected.items():
         shape, dtype = file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()
         if tuple(shape) != spec.shape:
             raise ValueError(f"{path}: {name} has shape {shape}, not {list(spec.shape)}")
         if dtype not in DTYPES:
-            raise ValueError(f"{path}: {name} has dtype {dtype}; weights are read in {', '.join(DTYPES)}")
+            raise ValueError(f"{path}: {name} has dtype {dtype}; supported are {', '.join(DTYPES)}")
 
 
 def base_name(content: Mapping[str, Any], folder: Path) -> str:
-    """The base that a parsed `adapter_config.json` names.
+    """Returns the base that a parsed `adapter_config.json` names.
 
     Raises:
-        ValueError: it names none.
+        ValueError: It names none.
     """
     name = content.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{folder / CONFIG_NAME} does not say which base the adapter is for; give it")
+        raise ValueError(f"{folder / CONFIG_NAME} does not name the adapter's base; pass it explicitly")
     return name
 
 
 def read_lora_config(content: Mapping[str, Any], folder: Path) -> LoRAConfig:
-    """The settings of an adapter that has weights already, from a parsed `adapter_config.json`.
+    """Reads the settings of a trained adapter from a parsed `adapter_config.json`.
 
     Raises:
-        ValueError: a value is none that its key can have, or asks for something that is not done here.
+        ValueError: A value is not of its key's kind, or requests something unsupported.
     """
     content = validate(content, SETTINGS, str(folder / CONFIG_NAME))
     try:

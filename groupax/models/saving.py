@@ -1,7 +1,8 @@
-"""Models and adapters from memory into Hugging Face folders."""
+"""Saving of models and adapters as Hugging Face folders."""
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,23 +32,24 @@ def save_model(
     weights: Literal["same", "nf4"] = "same",
     card: str | None = None,
 ) -> Path:
-    """Write a folder that `transformers` loads. It appears whole or not at all.
+    """Writes a folder that `transformers` loads, atomically.
 
     Args:
-        model: the model; quantized weights become numbers again, and an adapter is added to its base.
-        folder: need not exist. A model that groupax has written there is replaced; other files stay.
-        tokenizer: written beside the weights if given.
-        dtype: of the weights on disk; None keeps each weight's own.
-        weights: "nf4" writes the layers' matrices in 4 bits, as bitsandbytes does.
-        card: the `README.md`, if given.
+        model: Model to save. Quantized weights are dequantized, and an adapter is merged into its base.
+        folder: Destination, which need not exist. A model that groupax wrote there is replaced; other files are kept.
+        tokenizer: Tokenizer to save with the weights, if given.
+        dtype: Dtype of the weights on disk; None keeps each weight's own.
+        weights: "nf4" to write the layers' matrices in the 4-bit format of bitsandbytes.
+        card: Text of the `README.md`, if given.
 
     Raises:
-        ForeignFilesError: the folder holds files that groupax did not write and that are not beside a model of its own.
-        ValueError: the folder is the model's source, or 4 bits are asked of tensors that hold several matrices.
+        ForeignFilesError: The folder contains files that groupax did not write, and no model that it did.
+        ValueError: The folder overlaps with the model's source, or 4 bits are requested for tensors that consist of
+            several matrices.
     """
     if weights == "nf4" and model.config.fused_projections:
         raise ValueError(
-            f"{model.config.model_type} has several matrices in one tensor; groupax writes no 4 bits of it"
+            f"{model.config.model_type} has several matrices in one tensor, which groupax cannot write in 4 bits"
         )
     folder = Path(folder)
     with replacing_folder(folder, source_folders(model)) as partial:
@@ -59,40 +61,40 @@ def save_model(
         if model.generation_config:
             write_json(partial / "generation_config.json", model.generation_config)
         _save_params(model, partial, dtype, weights)
-        _write_beside(partial, tokenizer, card)
+        _write_tokenizer_and_card(partial, tokenizer, card)
     return folder
 
 
 def save_adapter(model: Model, folder: str | os.PathLike[str], tokenizer: Any = None, card: str | None = None) -> Path:
-    """Write the model's adapter as a folder that PEFT loads, without the base. It appears whole or not at all.
+    """Writes the model's adapter, without the base, as a folder that PEFT loads, atomically.
 
     Args:
-        model: a base with an adapter.
-        folder: need not exist. A model that groupax has written there is replaced; other files stay.
-        tokenizer: written beside it if given.
-        card: the `README.md`, if given.
+        model: A base with an adapter.
+        folder: Destination, which need not exist. A model that groupax wrote there is replaced; other files are kept.
+        tokenizer: Tokenizer to save with the adapter, if given.
+        card: Text of the `README.md`, if given.
 
     Raises:
-        ForeignFilesError: the folder holds files that groupax did not write and that are not beside a model of its own.
-        ValueError: there is no adapter, or the folder is the source of the adapter or of its base.
+        ForeignFilesError: The folder contains files that groupax did not write, and no model that it did.
+        ValueError: There is no adapter, or the folder overlaps with the source of the adapter or of its base.
     """
     if model.adapter is None:
-        raise ValueError(f"{model.name or 'the model'} has no adapter to be saved")
+        raise ValueError(f"{model.name or 'the model'} has no adapter to save")
     folder = Path(folder)
     with replacing_folder(folder, source_folders(model)) as partial:
         write_json(partial / peft_format.CONFIG_NAME, peft_format.adapter_config_dict(model.adapter, model.config))
         peft_format.write_tensors(model.config, model.adapter.config, model.adapter.trained, partial)
-        _write_beside(partial, tokenizer, card)
+        _write_tokenizer_and_card(partial, tokenizer, card)
     return folder
 
 
 def source_folders(model: Model) -> list[Path]:
-    """The local folders that a model, its adapter and the adapter's base were read from, as far as they exist."""
-    named = [model.source, model.name, model.adapter and model.adapter.base_name]
-    return [Path(each) for each in named if each and Path(each).is_dir()]
+    """Returns the existing local folders that a model, its adapter and the adapter's base were read from."""
+    names = [model.source, model.name, model.adapter and model.adapter.base_name]
+    return [Path(name) for name in names if name and Path(name).is_dir()]
 
 
-def _write_beside(folder: Path, tokenizer: Any, card: str | None) -> None:
+def _write_tokenizer_and_card(folder: Path, tokenizer: Any, card: str | None) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if card is not None:
@@ -103,40 +105,51 @@ def _save_params(model: Model, folder: Path, dtype: Any, weights: str) -> None:
     own = model.params["embed"].dtype
     specs = model_specs(model.config)
     leaves = jax.tree.structure(specs).flatten_up_to(model.params)
-    parts_at = {name: [(spec, leaves[index]) for index, spec in parts] for name, parts in specs_by_name(specs).items()}
+    by_name = {name: [(spec, leaves[index]) for index, spec in parts] for name, parts in specs_by_name(specs).items()}
+    itemsize = jnp.dtype(dtype or own).itemsize
+    sizes = {
+        name: sum(
+            nf4_bytes(spec.shape) if weights == "nf4" and spec.is_layer_matrix else math.prod(spec.shape) * itemsize
+            for spec, _ in parts
+        )
+        for name, parts in by_name.items()
+    }
+    shards = _group_in_shards(sizes)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors: dict[str, np.ndarray] = {}
+        for name in shard:
+            tensors |= _tensors_of(by_name[name], dtype, own, weights)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors creates files that only their owner can read
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        write_json(folder / INDEX_NAME, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+
+
+def _group_in_shards(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Groups the names of weights into files of at most `SHARD_BYTES`; a larger weight has a file to itself."""
     shards: list[list[str]] = [[]]
-    size = total = 0
-    for place, parts in parts_at.items():
-        is_nf4 = weights == "nf4" and parts[0][0].is_layer_matrix
-        itemsize = jnp.dtype(dtype or own).itemsize
-        num_bytes = sum(nf4_bytes(spec.shape) if is_nf4 else math.prod(spec.shape) * itemsize for spec, _ in parts)
+    size = 0
+    for name, num_bytes in sizes.items():
         if shards[-1] and size + num_bytes > SHARD_BYTES:
             shards.append([])
             size = 0
-        shards[-1].append(place)
-        size, total = size + num_bytes, total + num_bytes
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors: dict[str, np.ndarray] = {}
-        for place in shard:
-            tensors |= _tensors_of(parts_at[place], dtype, own, weights)
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(0o644)  # safetensors makes files that only their owner can read
-        weight_map |= dict.fromkeys(tensors, name)
-    if len(shards) > 1:
-        write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        shards[-1].append(name)
+        size += num_bytes
+    return shards
 
 
 def _tensors_of(parts: list[tuple[Spec, Any]], dtype: Any, own: Any, weights: str) -> dict[str, np.ndarray]:
-    """The checkpoint's tensors that weights of one place make."""
+    """Returns the checkpoint's tensors for the weights of one name."""
     spec, weight = parts[0]
     if weights == "nf4" and spec.is_layer_matrix:
         quantized = weight if isinstance(weight, Nf4) else jax.jit(quantize_nf4)(dense(weight, jnp.float32))
         return bitsandbytes_format.nf4_tensors(spec.name, quantized, jnp.dtype(dtype or own).name)
-    return join_tensors([(spec, _numbers(weight, dtype, own)) for spec, weight in parts])
+    return join_tensors([(spec, _dequantized(weight, dtype, own)) for spec, weight in parts])
 
 
-def _numbers(weight: Any, dtype: Any, own: Any) -> np.ndarray:
+def _dequantized(weight: Any, dtype: Any, own: Any) -> np.ndarray:
     array = weight if isinstance(weight, jax.Array | np.ndarray) else dense(weight, dtype or own)
     return np.ascontiguousarray(cast(np.asarray(array), dtype))

@@ -1,4 +1,4 @@
-"""What a model is and takes, from its `config.json` alone."""
+"""A summary of a model's architecture and memory, from its `config.json` alone."""
 
 import math
 from collections.abc import Mapping
@@ -22,41 +22,41 @@ TRAINED_BYTES = 12
 
 
 def find_config(name_or_path: str, is_base: bool = False) -> tuple[dict[str, Any], LoRAConfig | None]:
-    """The `config.json` of a model or of an adapter's base, and the adapter's settings.
+    """Returns the `config.json` of a model or of an adapter's base, and the adapter's settings.
 
     Args:
-        name_or_path: a folder, a `config.json`, or a hub id, of which no weights are downloaded.
-        is_base: it is the base of an adapter, which cannot be one itself.
+        name_or_path: Folder, `config.json`, or hub id, of which no weights are downloaded.
+        is_base: Whether it must be the base of an adapter, which cannot be an adapter itself.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is no such model, or its files are damaged.
     """
     path = Path(name_or_path).expanduser()
     if path.is_file():
-        return _checked(path), None
+        return _read_checked(path), None
     if path.is_dir():
         adapter = path / peft_format.CONFIG_NAME
         file = adapter if adapter.is_file() else path / "config.json"
         if not file.is_file():
-            raise ValueError(f"{path} is no model folder: it has no config.json")
+            raise ValueError(f"{path} is not a model folder: it has no config.json")
         check_links(path)
     elif path.exists() or name_or_path.count("/") != 1:
         raise ValueError(f"{name_or_path} is neither a model folder, nor a config.json, nor a hub id like 'owner/name'")
     else:
         file = _downloaded(name_or_path)
     if file.name != peft_format.CONFIG_NAME:
-        return _checked(file), None
+        return _read_checked(file), None
     content = read_json(file)
     if is_base:
-        raise ValueError(f"{name_or_path} is to be the base of an adapter, but is an adapter too; merge it first")
+        raise ValueError(f"{name_or_path} should be the base of an adapter, but is an adapter too; merge it first")
     lora = peft_format.read_lora_config(content, file.parent)
-    hf_config, of_base = find_config(peft_format.base_name(content, file.parent), is_base=True)
-    assert of_base is None, "a base is no adapter"
+    hf_config, base_lora = find_config(peft_format.base_name(content, file.parent), is_base=True)
+    assert base_lora is None, "a base is not an adapter"
     return hf_config, lora
 
 
-def _checked(file: Path) -> dict[str, Any]:
-    """A `config.json` as it is, with values that its keys can have."""
+def _read_checked(file: Path) -> dict[str, Any]:
+    """Returns a `config.json` unchanged, after validating it."""
     content = read_json(file)
     try:
         validate_config(content)
@@ -72,47 +72,48 @@ def _downloaded(hub_id: str) -> Path:
     try:
         try:
             return Path(hf_hub_download(hub_id, peft_format.CONFIG_NAME))
-        except EntryNotFoundError:  # no adapter, or the hub cannot be reached, and what is here already is none
+        except EntryNotFoundError:  # not an adapter, or the hub is unreachable and the cache has none
             return Path(hf_hub_download(hub_id, "config.json"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"there is no folder {hub_id}, and the hub does not give it: {error}") from error
+        raise ValueError(f"there is no folder {hub_id}, and it cannot be downloaded from the hub: {error}") from error
 
 
 def summarize(hf_config: Mapping[str, Any], lora: LoRAConfig | None = None) -> str:
-    """Architecture, counts of parameters, and memory of the weights, a line each.
+    """Returns a text with the architecture, parameter counts, and memory of the weights.
 
     Args:
-        hf_config: the parsed `config.json`.
-        lora: an adapter, which is then all that is trained.
+        hf_config: Parsed `config.json`.
+        lora: An adapter, in which case only it is trained.
     """
     config = read_config(without_nf4(hf_config))
     trained, total = count_params(config, lora)
     lines = [_architecture(config), *_parameters(config), *_memory(config)]
-    what = "the adapter" if lora else "all weights"
-    lines.append(_row(f"training {what} with AdamW", f"{_size_text(TRAINED_BYTES * trained)} of masters and moments"))
+    trained_name = "the adapter" if lora else "all weights"
+    state = f"{_size_text(TRAINED_BYTES * trained)} of masters and moments"
+    lines.append(_row(f"training {trained_name} with AdamW", state))
     return "\n".join([*lines, trainable_params_line(trained, total)])
 
 
 def _architecture(config: ModelConfig) -> str:
-    head = "tied to the embedding" if config.tie_embeddings else "of its own"
+    head = "a head tied to the embedding" if config.tie_embeddings else "a separate head"
     return (
         f"{config.model_type}: {config.num_layers} layers of {config.hidden_size} dims, {config.num_heads} query and "
         f"{config.num_kv_heads} key/value heads of {config.head_dim}, feed-forward {config.ffn_size}, vocabulary "
-        f"{config.vocab_size} with a head {head}, {config.max_positions} positions"
+        f"{config.vocab_size} with {head}, {config.max_positions} positions"
     )
 
 
 def _parameters(config: ModelConfig) -> list[str]:
     specs = model_specs(config)
     layers = sum(_size(spec) for spec in jax.tree.leaves(specs["layers"]))
-    beside = sum(_size(spec) for name in ("head", "score") if (spec := specs.get(name)))
-    parts = {"layers": layers, "embedding": _size(specs["embed"]), "head": beside}
+    head = sum(_size(spec) for name in ("head", "score") if (spec := specs.get(name)))
+    parts = {"layers": layers, "embedding": _size(specs["embed"]), "head": head}
     counted = [_row(f"  {name}", f"{count:,}") for name, count in parts.items() if count]
     return [_row("parameters", f"{num_params(config):,}"), *counted]
 
 
 def _memory(config: ModelConfig) -> list[str]:
-    """Of the weights in each dtype; quantized layers have the rest in bfloat16."""
+    """Returns lines with the size of the weights in each dtype; next to quantized matrices the rest is bfloat16."""
     specs: list[Spec] = jax.tree.leaves(model_specs(config))
     rest = sum(2 * _size(spec) for spec in specs if not spec.is_layer_matrix)
     matrices = [spec.shape for spec in specs if spec.is_layer_matrix]

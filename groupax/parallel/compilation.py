@@ -30,7 +30,7 @@ class Compilation:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a program is being compiled, and not just read back from the cache."""
+        """True while a program is being compiled, and not just read back from the cache."""
         now_s = time.monotonic()
         return any(now_s - requested_s > CACHE_READ_S for requested_s in self._requested_s.copy().values())
 

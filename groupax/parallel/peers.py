@@ -4,7 +4,7 @@
     process 1 ──┼── hub, a thread of process 0: collects the objects of a round and sends all of them to each
     process 2 ──┘
 
-With connections of their own, processes learn at once that another one has ended. A program that several processes
+Over these connections processes learn at once that another one has ended. A program that several processes
 compute together would wait for ever, and jax's coordination service notices only after a timeout. Imports no jax.
 """
 
@@ -54,7 +54,7 @@ class Peers:
 
     @property
     def failed(self) -> bool:
-        """Whether this process or another one has ended early."""
+        """True once this process or another one has ended early."""
         return self._has_failed or self._notice is not None
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -86,7 +86,7 @@ class Peers:
             is_reported, self._has_failed = self.failed, True
         if not is_reported:
             self._send("failed", f"process {self.process_index} failed: {type(error).__name__}: {error}")
-            with self._changed:  # the hub has told the others when it tells this one
+            with self._changed:  # the hub informs this process last
                 self._changed.wait_for(lambda: self._notice is not None, EXPLANATION_S)
 
     def leave(self) -> None:

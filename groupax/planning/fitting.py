@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has enough memory for every program."""
+        """True if a device has enough memory for every program."""
         if self.fault is not None:
             return False
         return self.target.chip is None or self.largest.total <= self.target.chip.memory_bytes

@@ -5,9 +5,18 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from groupax.engine.ahead_of_time import CHUNK_STEPS, prompts_at_once, traced_programs
+from groupax.engine.ahead_of_time import Tracer
 from groupax.engine.cache import cache_dtype, token_bytes
-from groupax.engine.plan import CACHE_COLUMNS, FREE_FRAC, CacheShape, Plan, bucket, longest_columns, piece_columns
+from groupax.engine.plan import (
+    CACHE_COLUMNS,
+    CHUNK_STEPS,
+    FREE_FRAC,
+    CacheShape,
+    Plan,
+    bucket,
+    longest_columns,
+    piece_columns,
+)
 from groupax.models.adapted import apply_adapter
 from groupax.models.quantize import decoding_params
 from groupax.models.split import partition_specs
@@ -43,16 +52,17 @@ def trace_rollout(
     requested_dtype = None if args.kv_cache_dtype == "same" else args.kv_cache_dtype
     kv_dtype = cache_dtype(requested_dtype, args.decoding_weights, model_state.dtype, model_state.platform)
     shape = _cache_shape(model_state, mesh, num_rows, longest, kv_dtype, left - kept)
-    admits, decodes, params, cache = traced_programs(config, mesh, shape, params, kv_dtype)
+    tracer = Tracer(config, mesh, params, kv_dtype, CHUNK_STEPS)
     per_shard, num_chunks = -(-num_rows // num_data_shards(mesh)), -(-longest[1] // CHUNK_STEPS)
     num_prompts, num_waves = -(-per_shard // shape.share), -(-per_shard // shape.num_slots)
-    together = prompts_at_once(shape)
+    together = shape.max_prompts
+    admits = tracer.admit(shape, (together, shape.num_prompt_columns))
     own_heads = config.num_heads // mesh.shape["tp"]
     num_pieces = shape.num_prompt_columns // piece_columns(together, shape.num_prompt_columns, own_heads)
-    arguments = {**({"rollout weights": params} if kept else model_state.own), "kv cache": cache}
+    arguments = {**({"rollout weights": params} if kept else model_state.own), "kv cache": tracer.cache(shape)}
     programs = [
         Program("admit", admits, arguments, -(-num_prompts // min(together, shape.num_prompt_slots)), num_pieces),
-        Program("decode_chunk", decodes, arguments, num_waves * num_chunks, CHUNK_STEPS),
+        Program("decode_chunk", tracer.decode_chunk(shape), arguments, num_waves * num_chunks, CHUNK_STEPS),
     ]
     return programs, shape, device_bytes({"weights": gathered}) - device_bytes({"weights": given}) if gathers else 0.0
 

@@ -45,13 +45,13 @@ def trace_training(model_state: AbstractModel, slices: Slices, longest: tuple[in
     ]
     attention_cost = attention_cost_with(model_state.execution.attention)
     micro_batches, _ = pack(rows, num_data_shards(mesh), tokens, (), args.share_prefix, longest, attention_cost)
-    largest = max(micro_batches, key=lambda each: each.num_cells)
+    largest = max(micro_batches, key=lambda each: each.num_tokens)
     batch = jax.tree.map(lambda x: struct_with(x, NamedSharding(mesh, ROWS)), largest.batch)
     programs = (
         *_trace_scoring(model_state, batch, len(micro_batches), slices),
         *_trace_update(model_state, batch, len(micro_batches), slices.steps_per_rollout),
     )
-    return Training(programs, len(micro_batches), largest.num_cells // num_data_shards(mesh))
+    return Training(programs, len(micro_batches), largest.num_tokens // num_data_shards(mesh))
 
 
 def _trace_scoring(model_state: AbstractModel, batch: Any, num_micro_batches: int, slices: Slices) -> list[Program]:

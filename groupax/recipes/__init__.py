@@ -1,6 +1,6 @@
-"""Recipes: data, prompts, rewards, defaults and a model that belong together, by name. Imports no jax.
+"""Recipes: named tasks with data, prompts, rewards, default settings and a model. Imports no jax.
 
-A recipe is a module, which says how rows become prompts, and a YAML file beside it with everything that is a setting.
+A recipe is a module, which turns rows into prompts, and a YAML file of the same name with all settings.
 """
 
 import importlib
@@ -20,14 +20,13 @@ class Recipe:
     """A task that a model can be trained on with one command.
 
     Attributes:
-        model: a folder or hub id, used unless the user names another.
-        reward_funcs: names or references of the reward functions.
-        config: settings of `GRPOConfig` that differ from its defaults.
-        expected: what a run comes to, or that nobody has measured it.
-        train_dataset: the training prompts, by default from the recipe's own source; else from a file, a folder or a
-            hub id.
-        eval_dataset: the held-out prompts, likewise; None where a source has none.
-        examples: the prompts of all rows of a file, or of the test split of a folder or hub id.
+        model: Folder or hub id of the default model.
+        reward_funcs: Names or references of the reward functions.
+        config: Settings of `GRPOConfig` that differ from its defaults.
+        expected: Measured result of a run, or a note that there is none.
+        train_dataset: Loads the training prompts from the recipe's own source, or from a file, a folder or a hub id.
+        eval_dataset: Loads the held-out prompts likewise; returns None if the source has none.
+        examples: Loads the prompts of all rows of a file, or of the test split of a folder or hub id.
     """
 
     model: str
@@ -39,7 +38,7 @@ class Recipe:
     examples: Callable[[str], Examples]
 
 
-# The module of each recipe; it has a `RECIPE`.
+# Name of a recipe -> its module, which defines `RECIPE`.
 RECIPES = {
     "arithmetic": "groupax.recipes.arithmetic.recipe",
     "gsm8k": "groupax.recipes.gsm8k",
@@ -50,13 +49,13 @@ RECIPES = {
 
 
 def load_recipe(name: str) -> Recipe:
-    """The recipe of that name.
+    """Returns the recipe with this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is none.
     """
     if name not in RECIPES:
-        raise ValueError(f"there is no recipe {name!r}{nearest(name, RECIPES)}; there are {', '.join(RECIPES)}")
+        raise ValueError(f"there is no recipe {name!r}{nearest(name, RECIPES)}; the recipes are {', '.join(RECIPES)}")
     return importlib.import_module(RECIPES[name]).RECIPE
 
 
@@ -65,15 +64,15 @@ def make_recipe(
     example: Callable[[Example], dict[str, Any]],
     generated: Mapping[str, Callable[[], Examples]] | None = None,
 ) -> Recipe:
-    """The recipe of a module and of the YAML file beside it.
+    """Creates the recipe of a module and the YAML file of the same name.
 
-    The file has `model`, `reward_funcs`, `expected`, settings of `GRPOConfig`, and where the data comes from:
-    `dataset`, a hub id, and `subset`, its configuration.
+    The file has `model`, `reward_funcs`, `expected`, settings of `GRPOConfig`, and the source of the data: `dataset`, a
+    hub id, and `subset`, its configuration.
 
     Args:
-        module_file: the module's `__file__`.
-        example: makes a row with a `prompt` of a row of the data; raises ValueError if it cannot.
-        generated: data that the recipe makes itself, "train" and "eval", in place of `dataset`.
+        module_file: `__file__` of the module.
+        example: Turns a row of the data into a row with a `prompt`; raises ValueError if it cannot.
+        generated: Functions that generate "train" and "eval" data, instead of `dataset`.
     """
     import yaml
 
@@ -110,7 +109,7 @@ def make_recipe(
 
 
 def _is_one_set(source: Path) -> bool:
-    """Whether there is nothing to hold out: a file, or a single dataset as `datasets` saves it."""
+    """Returns whether a source has no splits: a file, or a single dataset as saved by `datasets`."""
     return file_kind(source) is not None or (source / "state.json").is_file()
 
 

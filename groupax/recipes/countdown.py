@@ -1,6 +1,6 @@
-"""The countdown recipe: make a number of other numbers.
+"""The countdown recipe: combine given numbers into a target number.
 
-The problems are drawn here; rows of a source of your own have the columns `nums` and `target`.
+The problems are generated here. Rows of another source have the columns `nums` and `target`.
 """
 
 import ast
@@ -23,7 +23,7 @@ NUM_HELD_OUT = 500
 HELD_OUT_FRAC = 0.1
 MAX_NUMBER = 99
 MAX_TARGET = 999
-MAX_CHARS = 200  # of an expression
+MAX_CHARS = 200  # longest expression
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 SYSTEM_PROMPT = (
     "Reason inside <think> </think>, then give one expression inside <answer> </answer>, like this: "
@@ -32,12 +32,12 @@ SYSTEM_PROMPT = (
 
 
 def problems(num: int, seed: int, held_out: bool = False) -> list[dict[str, Any]]:
-    """Problems that can be solved. No problem is on both sides, whatever the seeds.
+    """Generates solvable problems. No problem is in both splits, whatever the seeds.
 
     Args:
-        num: how many.
-        seed: the same seed gives the same problems.
-        held_out: the side to draw from.
+        num: Number of problems.
+        seed: Seed that determines the problems.
+        held_out: Whether to draw from the held-out split.
 
     Returns:
         Rows with the columns `prompt`, `nums` and `target`.
@@ -46,15 +46,15 @@ def problems(num: int, seed: int, held_out: bool = False) -> list[dict[str, Any]
         >>> problems(1, seed=0)[0]["nums"], problems(1, seed=0)[0]["target"]
         ([87, 79, 58, 52], 276)
     """
-    rows = ({"nums": nums, "target": target} for nums, target in _drawn(seed, held_out))
+    rows = ({"nums": nums, "target": target} for nums, target in _draw_problems(seed, held_out))
     return [example(row) for row in itertools.islice(rows, num)]
 
 
 def example(row: Example) -> dict[str, Any]:
-    """A row with the conversation to continue, the numbers and the target.
+    """Returns a row with the prompt, the numbers and the target.
 
     Raises:
-        ValueError: it has no numbers, or no target.
+        ValueError: The row has no numbers or no target.
     """
     try:
         nums, target = [int(number) for number in row["nums"]], int(row["target"])
@@ -69,22 +69,22 @@ def example(row: Example) -> dict[str, Any]:
 
 
 def countdown_correct(completions: Sequence[Any], nums: Sequence[Sequence[int]], target: Sequence[int]) -> list[float]:
-    """1 if the last `<answer>` is an expression of just these numbers that equals the target, exactly; else 0.
+    """Returns 1 if the last `<answer>` is an expression of exactly these numbers with the target's value, else 0.
 
-    `= target` may follow the expression.
+    The expression may be followed by `= target`.
     """
     rewards = []
-    for completion, numbers, wanted in zip(completions, nums, target, strict=True):
+    for completion, numbers, goal in zip(completions, nums, target, strict=True):
         text = completion_text(completion)
         answer = tagged(text, "answer") if "</answer>" in text else ""
         expression, _, claimed = answer.strip().partition("=")
-        found = evaluated(expression) if not claimed or claimed.strip() == str(wanted) else None
-        rewards.append(float(found is not None and found == (Fraction(wanted), Counter(numbers))))
+        found = evaluate_expression(expression) if not claimed or claimed.strip() == str(goal) else None
+        rewards.append(float(found is not None and found == (Fraction(goal), Counter(numbers))))
     return rewards
 
 
-def evaluated(expression: str) -> tuple[Fraction, Counter[int]] | None:
-    """The value of an expression of whole numbers, and the numbers in it; None if it is anything else."""
+def evaluate_expression(expression: str) -> tuple[Fraction, Counter[int]] | None:
+    """Returns the value of an expression of whole numbers, and the numbers in it; None for anything else."""
     used: Counter[int] = Counter()
 
     def value(node: ast.expr) -> Fraction:
@@ -104,7 +104,7 @@ def evaluated(expression: str) -> tuple[Fraction, Counter[int]] | None:
         return None
 
 
-def _drawn(seed: int, held_out: bool) -> Iterator[tuple[list[int], int]]:
+def _draw_problems(seed: int, held_out: bool) -> Iterator[tuple[list[int], int]]:
     rng = random.Random(f"countdown {held_out} {seed}")
     while True:
         nums = [rng.randint(1, MAX_NUMBER) for _ in range(rng.choice((3, 4)))]

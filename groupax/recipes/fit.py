@@ -1,4 +1,4 @@
-"""A recipe's defaults, fitted to the model at hand."""
+"""Adaptation of a recipe's defaults to a model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,18 +15,18 @@ from groupax.storage.folders import resolve_folder
 FALLBACK_TEMPLATE = "plain"
 
 
-def positions_of(model: str) -> int:
-    """How many positions a model has, which is loaded from this folder or hub id."""
+def max_positions_of(model: str) -> int:
+    """Returns the number of positions of the model in a folder or with a hub id."""
     return read_config(without_nf4(find_config(str(resolve_folder(model)))[0])).max_positions
 
 
-def fitted(args: GRPOConfig, recipe: Recipe, positions: int) -> tuple[GRPOConfig, list[str]]:
-    """The settings with those defaults of the recipe changed that the model cannot have, and lines for the user.
+def fit_config(args: GRPOConfig, recipe: Recipe, positions: int) -> tuple[GRPOConfig, list[str]]:
+    """Returns the settings, with defaults of the recipe changed that do not fit the model, and messages for the user.
 
     Args:
-        args: of the run.
-        recipe: that it is of.
-        positions: of the model.
+        args: Settings of the run.
+        recipe: Recipe of the run.
+        positions: Number of positions of the model.
     """
     default = recipe.config["max_completion_length"]
     if args.max_completion_length != default:
@@ -36,43 +36,43 @@ def fitted(args: GRPOConfig, recipe: Recipe, positions: int) -> tuple[GRPOConfig
 
 
 def fitting_length(positions: int, max_completion_length: int, max_prompt_length: int | None) -> tuple[int, list[str]]:
-    """A default of the longest completion, lowered to half of the model's positions if prompts have no room beside it.
+    """Returns a default for the longest completion that leaves room for prompts: at most half of the positions.
 
     Args:
-        positions: of the model.
-        max_completion_length: the default, in tokens.
-        max_prompt_length: what prompts may take.
+        positions: Number of positions of the model.
+        max_completion_length: Default in tokens.
+        max_prompt_length: Longest prompt in tokens.
 
     Returns:
-        The length, and a line for the user if it is another one.
+        The length in tokens, and a message for the user if it differs from the default.
     """
     half = positions // 2
     if max_completion_length + (max_prompt_length or 1) <= positions or max_completion_length <= half:
         return max_completion_length, []
     return half, [
         f"the model has {positions} positions: completions have at most {half} tokens instead of the default "
-        f"{max_completion_length}, and prompts what is left"
+        f"{max_completion_length}, and prompts have the rest"
     ]
 
 
 def fitting_template(
     model: str, chat_template: str | None, datasets: Sequence[Examples]
 ) -> tuple[str | None, list[str]]:
-    """The chat template, where prompts are conversations and the model, a base model, has none.
+    """Returns a fallback chat template if prompts are conversations and the model has none, as base models.
 
     Args:
-        model: a folder or hub id.
-        chat_template: what the user asked for.
-        datasets: with the prompts.
+        model: Folder or hub id.
+        chat_template: Template that the user requested.
+        datasets: Datasets with the prompts.
 
     Returns:
-        The template's name or None for the model's own, and a line for the user if it is a fallback.
+        The template's name, None for the model's own, and a message for the user if it is the fallback.
     """
     if chat_template is not None or not any(is_conversational(rows[0]["prompt"]) for rows in datasets if len(rows)):
         return chat_template, []
     folder = resolve_folder(model)
     if (folder / "adapter_config.json").is_file() and not (folder / "tokenizer_config.json").is_file():
-        return None, []  # the base's tokenizer is loaded with it
+        return None, []  # the tokenizer of the base model is loaded with it
     if load_tokenizer(folder).chat_template:
         return None, []
     return FALLBACK_TEMPLATE, [

@@ -1,6 +1,6 @@
-"""The gsm8k recipe: word problems of grade school, with a gold answer behind `####`.
+"""The gsm8k recipe: grade-school word problems, with a gold answer after `####`.
 
-Rows have the columns `question` and `answer`, as in the hub's openai/gsm8k; MIT licence.
+Rows have the columns `question` and `answer`, as in the hub's openai/gsm8k; MIT license.
 """
 
 import re
@@ -12,7 +12,7 @@ from groupax.recipes import make_recipe
 from groupax.recipes.rows import chat, gold, question
 from groupax.rewards.formats import xml_format
 
-SYSTEM_PROMPT = """Solve the problem step by step. Answer in exactly this form, with nothing before or behind it:
+SYSTEM_PROMPT = """Solve the problem step by step. Answer in exactly this form, with nothing before or after it:
 <think>
 your reasoning
 </think>
@@ -23,19 +23,19 @@ NUMBER = re.compile(r"[-+]?\$?\s*[\d,]*\.?\d+")
 
 
 def example(row: Example) -> dict[str, Any]:
-    """A row with the conversation to continue and the gold number.
+    """Returns a row with the prompt and the gold number.
 
     Raises:
-        ValueError: there is no question, or the answer is no number.
+        ValueError: There is no question, or the answer is not a number.
     """
     number = gold(row)
     if not NUMBER.fullmatch(number):
-        raise ValueError(f"its answer {number[:80]!r} is no number; for other mathematics use the recipe numinamath")
+        raise ValueError(f"its answer {number[:80]!r} is not a number; for other mathematics use the recipe numinamath")
     return {**chat(SYSTEM_PROMPT, row, question(row)), "answer": number}
 
 
 def strict_xml_format(completions: Sequence[Any]) -> list[float]:
-    """`xml_format` with nothing but the tags, each on a line of its own, under a name of its own in the metrics."""
+    """Returns the strict `xml_format`, under a separate name in the metrics."""
     return xml_format(completions, strict=True)
 
 

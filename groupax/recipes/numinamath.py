@@ -1,4 +1,4 @@
-r"""The numinamath recipe: mathematics of competitions, with answers that math-verify compares.
+r"""The numinamath recipe: competition mathematics, with answers that are compared by math-verify.
 
 Rows have the columns `problem` and `solution` (the answer in `\boxed{}`), as in the hub's AI-MO/NuminaMath-TIR
 (Apache-2.0), or `answer`, as in MATH-500 and GSM8K.
@@ -17,10 +17,10 @@ SYSTEM_PROMPT = (
 
 
 def example(row: Example) -> dict[str, Any]:
-    """A row with the conversation to continue and the gold answer, or the solution that has it.
+    """Returns a row with the prompt and the gold answer, or the solution that contains it.
 
     Raises:
-        ValueError: there is no problem, or nothing to compare an answer with.
+        ValueError: There is no problem, or no gold answer.
     """
     return {**chat(SYSTEM_PROMPT, row, question(row)), "answer": gold(row)}
 

@@ -1,4 +1,4 @@
-"""What recipes read from the columns of a row. Imports no jax."""
+"""Access to the columns of a row for recipes. Imports no jax."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ QUESTIONS = ("question", "problem", "prompt")
 
 
 def chat(system: str, row: Example, user: str) -> dict[str, Any]:
-    """The prompt of a row: a system message, then the user's; or the conversation that the row has already."""
+    """Returns the prompt of a row: its conversation if it has one, else a system message and the user's message."""
     prompt = row.get("prompt")
     if isinstance(prompt, list):
         return {"prompt": prompt}
@@ -16,10 +16,10 @@ def chat(system: str, row: Example, user: str) -> dict[str, Any]:
 
 
 def question(row: Example) -> str:
-    """The problem of a row: its column `question`, `problem` or `prompt`; the user's last message of a conversation.
+    """Returns the problem of a row, from `question`, `problem` or `prompt`; of a conversation the last message.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is none.
     """
     for name in QUESTIONS:
         value = row.get(name)
@@ -33,15 +33,14 @@ def question(row: Example) -> str:
 
 
 def gold(row: Example) -> str:
-    r"""The gold answer: what stands behind `####` in the column `answer`, or else all of it; or else the column
-    `solution`, whose answer stands in `\boxed{}`.
+    r"""Returns the gold answer: the column `answer` after any `####`, else `solution`, with the answer in `\boxed{}`.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: The row has neither column.
     """
     answer = row.get("answer")
     if answer is None or not str(answer).strip():
         answer = row.get("solution")
     if answer is None or not str(answer).strip():
-        raise ValueError(f"it has neither a column answer nor solution; it has {', '.join(row)}")
+        raise ValueError(f"it has neither a column answer nor a column solution; it has {', '.join(row)}")
     return str(answer).rpartition("####")[2].strip()

@@ -1,6 +1,6 @@
-"""The tldr_length recipe: summaries of a wanted length, the smallest thing that shows whether training works.
+"""The tldr_length recipe: summaries of a given length, the simplest task that shows whether training works.
 
-Rows have the column `prompt`, as in the hub's trl-lib/tldr; a reference summary (`completion`) is left out.
+Rows have the column `prompt`, as in the hub's trl-lib/tldr; a reference summary (`completion`) is ignored.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from groupax.rewards.text import completion_text
 
 
 def example(row: Example) -> dict[str, Any]:
-    """The row's prompt.
+    """Returns a row with the prompt.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is none.
     """
     if not row.get("prompt"):
         raise ValueError(f"it has no prompt; it has {', '.join(row)}")
@@ -23,11 +23,11 @@ def example(row: Example) -> dict[str, Any]:
 
 
 def near_length(completions: Sequence[Any], *, target: int = 20) -> list[float]:
-    """How far a completion is from a length, as a negative number.
+    """Returns minus the distance of a completion's length from the target length.
 
     Args:
-        completions: of the policy.
-        target: in characters.
+        completions: Completions of the policy.
+        target: Target length in characters.
     """
     return [-float(abs(target - len(completion_text(completion)))) for completion in completions]
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
-from groupax.rewards.sandbox import Limits, check_sandbox, passes
+from groupax.rewards.sandbox import Limits, Sandbox, check_sandbox, passes
 from groupax.rewards.text import completion_text
 
 MAX_COMPLETION_CHARS = 1 << 20
@@ -25,7 +25,7 @@ def code_tests(
     tests: Sequence[Any],
     entry_point: Sequence[str | None] | None = None,
     *,
-    sandbox: Literal["bwrap", "none"] = "bwrap",
+    sandbox: Sandbox = "bwrap",
     timeout_s: float = 10.0,
     memory_mb: int = 512,
     partial_credit: bool = False,
@@ -60,19 +60,25 @@ def code_tests(
     limits = Limits(seconds=timeout_s, memory_bytes=memory_mb << 20)
     names = [""] * len(completions) if entry_point is None else [name or "" for name in entry_point]
 
-    def reward(index: int) -> float | None:
-        name, completion = names[index], completion_text(completions[index])
-        sources = _sources(tests[index], partial_credit)
-        if not sources:
-            return None
-        if len(completion) > MAX_COMPLETION_CHARS:
-            return 0.0
-        solution, stub = program(completion, prompts[index], name), _stub(_prompt_text(prompts[index]), name)
-        results = [passes(solution, _with_call(source, name), limits, sandbox, name, stub) for source in sources]
-        return sum(results) / len(results)
+    def reward(completion: Any, prompt: Any, sources: Any, name: str) -> float | None:
+        return _passed_frac(
+            completion_text(completion), prompt, _sources(sources, partial_credit), name, limits, sandbox
+        )
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        return list(pool.map(reward, range(len(completions))))
+        return list(pool.map(reward, completions, prompts, tests, names))
+
+
+def _passed_frac(
+    completion: str, prompt: Any, sources: Sequence[str], name: str, limits: Limits, sandbox: Sandbox
+) -> float | None:
+    if not sources:
+        return None
+    if len(completion) > MAX_COMPLETION_CHARS:
+        return 0.0
+    solution, stub = program(completion, prompt, name), _stub(_prompt_text(prompt), name)
+    results = [passes(solution, _with_call(source, name), limits, sandbox, name, stub) for source in sources]
+    return sum(results) / len(results)
 
 
 def _sources(tests: Any, partial_credit: bool) -> list[str]:

@@ -23,7 +23,7 @@ class Profile:
             self.first = event.step
             jax.profiler.start_trace(self.folder.path / "profile", create_perfetto_trace=True)
         elif self.first is not None and event.step == self.first + self.num_steps:
-            self.emit(Message(f"the trace of {self.num_steps} steps is in {self.folder.place_of('profile')}"))
+            self.emit(Message(f"the trace of {self.num_steps} steps is in {self.folder.uri_of('profile')}"))
             self.close()
 
     def close(self) -> None:

@@ -148,6 +148,17 @@ def write_table(path: Path, table: Any) -> None:
         raise
 
 
+def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Writes records, whose values may be arrays, atomically as a table."""
+    import pyarrow
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if hasattr(value, "tolist") else value
+
+    rows = [{name: plain(value) for name, value in record.items()} for record in records]
+    write_table(path, pyarrow.Table.from_pylist(rows))
+
+
 def simple_column(values: Sequence[Any]) -> Any:
     """Values of any kind as a `pyarrow.Array` of booleans, whole numbers, numbers, or else of texts."""
     import pyarrow as pa

@@ -43,7 +43,7 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a server allows.
+    """Limits of a server.
 
     Attributes:
         api_keys: Keys, one of which every request but /health and /ready must have; none are needed if empty.
@@ -139,7 +139,7 @@ class Server:
         return respond
 
     async def complete(self, http: HttpRequest, is_chat: bool) -> Response:
-        """/v1/completions and /v1/chat/completions."""
+        """Handles /v1/completions and /v1/chat/completions."""
         started_s = time.monotonic()
         deadline_s = started_s + self.limits.request_timeout_s
         request = await run_in_threadpool(parse, await _json_body(http, self.limits.max_body_bytes), is_chat)
@@ -164,51 +164,51 @@ class Server:
         return JSONResponse(prepared.responses.full(completions))
 
     async def list_models(self, _: HttpRequest) -> Response:
-        """/v1/models."""
+        """Handles /v1/models."""
         return JSONResponse({"object": "list", "data": [self._model_card(name) for name in self.models]})
 
     async def get_model(self, http: HttpRequest) -> Response:
-        """/v1/models/NAME."""
+        """Handles /v1/models/NAME."""
         return JSONResponse(self._model_card(self._model_name(http.path_params["model"])))
 
     async def get_metrics(self, _: HttpRequest) -> Response:
-        """/metrics."""
+        """Handles /metrics."""
         return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     async def health(self, _: HttpRequest) -> Response:
-        """/health: 200 while the engine runs."""
+        """Handles /health: 200 while the engine runs."""
         alive = self.loop.is_alive
         return JSONResponse({"status": "ok" if alive else "the engine has stopped"}, 200 if alive else 503)
 
     async def ready(self, _: HttpRequest) -> Response:
-        """/ready: 200 when requests of usual sizes need no compilation."""
+        """Handles /ready: 200 when requests of usual sizes need no compilation."""
         if not self.loop.is_alive:
             return JSONResponse({"status": "the engine has stopped"}, 503)
         is_ready = self.loop.is_ready
         return JSONResponse({"status": "ready" if is_ready else "compiling"}, 200 if is_ready else 503)
 
     async def list_weights(self, _: HttpRequest) -> Response:
-        """/groupax/v1/weights: version and state of each model's weights."""
+        """Handles GET /groupax/v1/weights: version and state of each model's weights."""
         return JSONResponse(self.weights.describe())
 
     async def begin_upload(self, http: HttpRequest) -> Response:
-        """POST /groupax/v1/weights: announces an upload."""
+        """Handles POST /groupax/v1/weights: announces an upload."""
         self._check_may_change()
         return JSONResponse(self.weights.begin(parse_json(await _json_body(http, self.limits.max_body_bytes))))
 
     async def put_piece(self, http: HttpRequest) -> Response:
-        """PUT /groupax/v1/weights/UPLOAD/PIECE."""
+        """Handles PUT /groupax/v1/weights/UPLOAD/PIECE."""
         self._check_may_change()
         upload, piece = http.path_params["upload"], http.path_params["piece"]
         return JSONResponse(await self.weights.put(upload, piece, http.headers.get("x-crc32"), http.stream()))
 
     async def abort_upload(self, http: HttpRequest) -> Response:
-        """DELETE /groupax/v1/weights/UPLOAD."""
+        """Handles DELETE /groupax/v1/weights/UPLOAD."""
         self._check_may_change()
         return JSONResponse(self.weights.abort(http.path_params["upload"]))
 
     async def commit_upload(self, http: HttpRequest) -> Response:
-        """POST /groupax/v1/weights/UPLOAD/commit: the engine takes over all new weights or none."""
+        """Handles POST /groupax/v1/weights/UPLOAD/commit: the engine takes over all new weights or none."""
         self._check_may_change()
         upload = self.weights.close(http.path_params["upload"])
         held = await run_in_threadpool(self.weights.prepared, upload)

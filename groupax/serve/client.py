@@ -1,8 +1,8 @@
-"""Completions from servers instead of an engine in this process. Needs no server software.
+"""Samples completions on servers instead of an engine in this process. Needs no server packages.
 
-params = newest weights            each server has them before it samples (`serve.weights`)
-stream ──► a request per prompt ──► server 0, 1, ... ──► sequences, a prompt's completions together
-                  └────── what one server cannot do now, the next one is asked for
+params = newest weights            each server receives them before it samples (`serve.weights`)
+stream ──► a request per prompt ──► server 0, 1, ... ──► sequences, the completions of a prompt together
+                  └────── if one server cannot run it now, the next one is tried
 """
 
 import http.client
@@ -29,34 +29,34 @@ from groupax.models.peft_format import adapter_config_dict
 from groupax.models.specs import Params, model_specs
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.serve.protocol import PIECE_BYTES, manifest_of, pieces_of
-from groupax.serve.remote import Refused, Remote
-from groupax.serve.vllm_sglang import Other, WeightsFolder, dialect_of
+from groupax.serve.remote import RefusedError, RemoteServer
+from groupax.serve.vllm_sglang import ForeignServer, WeightsFolder, identify_server
 from groupax.settings.sampling import SamplingParams
 
-MAX_REQUESTS = 64  # at once
-SENDERS = 2  # of pieces: one makes checksums while the server works on the other's
+MAX_REQUESTS = 64  # simultaneous
+NUM_SENDERS = 2  # threads that send pieces: one computes checksums while the server receives the other's
 PIECE_ATTEMPTS = 4
-LATER = (429, 500, 502, 503, 504)  # what another server, or the same one a little later, may do
+RETRIED = (429, 500, 502, 503, 504)  # statuses after which the request is repeated, here or on another server
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 
 
 class RemoteSampler:
-    """Samples completions on servers, with the weights that it is given: a `rollout.Sampler`.
+    """Samples completions on servers with the current weights: a `rollouts.sampler.PolicySampler`.
 
-    The same seed gives the completions of an `Engine` in this process, whichever server makes which. Servers that are
-    not groupax's have an arithmetic and a randomness of their own (see `serve.others`).
+    The same seed gives the completions of an `Engine` in this process, independent of which server samples which.
+    Other programs' servers have their own arithmetic and randomness (see `serve.vllm_sglang`).
 
     Args:
-        urls: of `groupax serve`s with the model, each with a key; or of vLLM or SGLang.
-        config: the model's architecture.
-        params: its weights; set them anew before each rollout. Servers get what has changed before they sample.
-        eos_ids: tokens that end every completion.
-        adapter: if `params` are a base with one: only it is sent, and the servers must have that base.
-        shared: where servers that are not groupax's find the weights; None refuses those.
-        model: its name on the servers; None for their first.
-        api_key: of all servers.
-        timeout_s: the longest that a request, of all completions of a prompt, may take.
-        patience_s: how long to go on trying when no server answers, as while they start again; one that is full does.
+        urls: Addresses of `groupax serve`s with the model, each with a key; or of vLLM or SGLang.
+        config: The model's architecture.
+        params: The weights; set them before each rollout. Servers receive what has changed before they sample.
+        eos_ids: Tokens that end every completion.
+        adapter: The adapter, if `params` contain one: only it is sent, and the servers must have its base.
+        shared: Folder from which other programs' servers load weights; None refuses such servers.
+        model: Name of the model on the servers; None takes their first.
+        api_key: Key of all servers.
+        timeout_s: Longest time for a request, which samples all completions of a prompt.
+        patience_s: Time for which to retry while no server responds, as during a restart; a full server does respond.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class RemoteSampler:
         patience_s: float = 300.0,
     ) -> None:
         if not urls:
-            raise ValueError("give the address of at least one server")
+            raise ValueError("urls is empty; give the address of at least one server")
         self.config, self.eos_ids, self.model = config, eos_ids, model
         self.timeout_s, self.patience_s = timeout_s, patience_s
-        self.servers = [Remote(url, api_key, timeout_s) for url in urls]
+        self.servers = [RemoteServer(url, api_key, timeout_s) for url in urls]
         self._shared = shared
-        self._others: dict[Remote, Other | None] = {}  # of those that have been asked what they are
+        self._foreign: dict[RemoteServer, ForeignServer | None] = {}  # None for servers of groupax
         self._settings = None if adapter is None else adapter_config_dict(adapter, config)
         self._specs = model_specs(config) if adapter is None else adapter_specs(config, adapter.config)
-        self._under_way: set[_Requests] = set()
+        self._rollouts: set[_RolloutRequests] = set()
         self.version = 0
         self._params: Params | None = None
         self.params = params
@@ -89,7 +89,7 @@ class RemoteSampler:
     @property
     def params(self) -> Params:
         """The weights that completions are sampled from."""
-        assert self._params is not None, "set at once"
+        assert self._params is not None, "set by __init__"
         return self._params
 
     @params.setter
@@ -99,66 +99,67 @@ class RemoteSampler:
             self.version += 1
 
     def release(self) -> None:
-        """Nothing: weights to decode with are the servers' own."""
+        """Does nothing: the servers have their own copies of the weights."""
 
     def sequences(
         self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
     ) -> list[Completion]:
-        """Unstarted sequences (see `Engine.sequences`)."""
+        """Returns unstarted sequences (see `Engine.sequences`)."""
         if params.logprobs:
-            raise ValueError("alternatives (logprobs) of remote completions are not fetched; ask the server itself")
+            raise ValueError(f"logprobs={params.logprobs} is not supported by remote sampling; set it to 0")
         return new_sequences(prompts, params, self.eos_ids, step, first_prompt)
 
     def stream(self, sequences: Iterable[Completion]) -> Iterator[Completion]:
-        """Run sequences to their ends, those of a prompt yielded as soon as all of them are finished.
+        """Runs sequences to their ends and yields those of a prompt when all of them are finished.
 
         Raises:
-            RunError: no server does it, or the servers do not fit the model.
+            RunError: no server can sample, or the servers do not fit the model.
+            RolloutCancelled: `cancel` was called.
         """
         groups: dict[int, list[Completion]] = {}
         for sequence in sequences:
             groups.setdefault(sequence.prompt_index, []).append(sequence)
         if not groups:
             return
-        requests = _Requests()
-        self._under_way.add(requests)
+        requests = _RolloutRequests()
+        self._rollouts.add(requests)
         pool = ThreadPoolExecutor(min(len(groups), MAX_REQUESTS), thread_name_prefix="rollout")
         try:
             work = [pool.submit(self._complete, *item, requests) for item in enumerate(groups.values())]
             for done in as_completed(work):
                 yield from done.result()
         finally:
-            self._under_way.discard(requests)
+            self._rollouts.discard(requests)
             requests.cancel()
             pool.shutdown(wait=False, cancel_futures=True)
 
     def cancel(self) -> None:
         """Cancels everything under way, whose consumers get a `RolloutCancelled`. From any thread."""
-        for requests in list(self._under_way):
+        for requests in list(self._rollouts):
             requests.cancel()
 
-    def _complete(self, number: int, group: list[Completion], requests: "_Requests") -> list[Completion]:
-        """A prompt's completions, from the server whose turn it is or from one after it."""
+    def _complete(self, number: int, group: list[Completion], requests: "_RolloutRequests") -> list[Completion]:
+        """Samples a prompt's completions on the server of this number, or on the next ones."""
         silent_since_s: float | None = None
         attempt, wait_s = 0, FIRST_WAIT_S
-        while not requests.given_up.is_set():
+        while not requests.cancelled.is_set():
             server, is_full, is_slow = self.servers[(number + attempt) % len(self.servers)], False, False
             try:
-                return self._asked(server, group, requests)
-            except Refused as refused:
+                return self._sample_on(server, group, requests)
+            except RefusedError as refused:
                 if refused.code == "other_weights":
                     server.state = None
-                elif refused.status not in LATER:
+                elif refused.status not in RETRIED:
                     raise RunError(f"{server.url} refuses to sample: {refused}") from refused
                 last, is_full = f"{server.url}: {refused}", refused.status == HTTPStatus.TOO_MANY_REQUESTS
                 is_slow = refused.status == HTTPStatus.GATEWAY_TIMEOUT
             except (OSError, http.client.HTTPException) as error:
-                if requests.given_up.is_set():
+                if requests.cancelled.is_set():
                     break
-                if self._others.get(server) is not None:
-                    server.state = None  # it may start again without a word of it
+                if self._foreign.get(server) is not None:
+                    server.state = None  # it may have restarted, which it does not report
                 last = f"{server.url}: {error!r}"
-                is_slow = isinstance(error, TimeoutError) and error.errno is None  # ours, and not that of the system
+                is_slow = isinstance(error, TimeoutError) and error.errno is None  # our timeout, not the system's
             now_s = time.monotonic()
             if is_full:
                 silent_since_s = None
@@ -168,52 +169,39 @@ class RemoteSampler:
                 raise RunError(self._too_slow(group, last) if is_slow else self._silent(last))
             attempt += 1
             if attempt % len(self.servers) == 0:
-                requests.given_up.wait(wait_s)
+                requests.cancelled.wait(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         raise RolloutCancelled
 
     def _silent(self, last: str) -> str:
-        return f"no server has sampled for {self.patience_s:.0f} s; the last one asked says: {last}"
+        return f"no server has sampled for {self.patience_s:.0f} s; the last error is: {last}"
 
     def _too_slow(self, group: list[Completion], last: str) -> str:
         return (
             f"the {len(group)} completions of a prompt, of up to {group[0].params.max_tokens} tokens, took too long: "
             f"{last}; raise rollout_timeout_s, now {self.timeout_s:g} s, and the servers' own limit "
-            "(--request_timeout_s of groupax serve), or ask for fewer or shorter ones"
+            "(--request_timeout_s of groupax serve), or sample fewer or shorter ones"
         )
 
-    def _asked(self, server: Remote, group: list[Completion], requests: "_Requests") -> list[Completion]:
+    def _sample_on(
+        self, server: RemoteServer, group: list[Completion], requests: "_RolloutRequests"
+    ) -> list[Completion]:
         with server.lock:
-            if server not in self._others:
-                self._others[server] = self._dialect_of(server)
-            other = self._others[server]
+            if server not in self._foreign:
+                self._foreign[server] = self._identify(server)
+            foreign = self._foreign[server]
             if server.pushed != self.version or server.state is None:
                 self.push(server)
             state, version = server.state, server.version
-        if other is not None:
+        if foreign is not None:
             with requests.connection(server) as connection:
-                return other.complete(group, version, connection)
-        params = group[0].params
-        left_out = ("n", "seed", "logprobs", "logit_bias", "stop_token_ids", "ignore_eos", "stop")
-        settings = {each.name: getattr(params, each.name) for each in fields(params) if each.name not in left_out}
-        request = {
-            **settings,
-            "prompt": group[0].prompt.tolist(),
-            "n": len(group),
-            "stop": list(params.stop),
-            "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
-            "stop_token_ids": list(group[0].stop_ids),
-            "ignore_eos": True,  # the stop tokens are all there are
-            "row_keys": [sequence.key.tolist() for sequence in group],
-            "weights_state": state,
-            "return_token_ids": True,
-            **({} if self.model is None else {"model": self.model}),
-        }
+                return foreign.complete(group, version, connection)
         with requests.connection(server) as connection:
-            choices = server.ask("POST", "/v1/completions", request, connection)["choices"]
+            body = self._request_body(group, state)
+            choices = server.request("POST", "/v1/completions", body, connection)["choices"]
         versions = {made_by for choice in choices for made_by, _ in choice["weight_versions"]}
         if versions != {version}:
-            raise Refused(409, f"weights {sorted(versions)} have made it, not {version}", "other_weights")
+            raise RefusedError(409, f"sampled with weights {sorted(versions)}, not {version}", "other_weights")
         for sequence, choice in zip(group, choices, strict=True):
             sequence.tokens = list(choice["token_ids"])
             sequence.policy_logps, sequence.sampler_logps = choice["policy_logps"], choice["sampler_logps"]
@@ -221,18 +209,34 @@ class RemoteSampler:
             sequence.text, sequence.finish_reason = choice["text"], choice["finish_reason"]
         return group
 
-    def push(self, server: Remote) -> None:
-        """Have a server take over the weights: what has changed since the last time, if it still has those.
+    def _request_body(self, group: list[Completion], state: str | None) -> dict[str, Any]:
+        params = group[0].params
+        return {
+            **{each.name: getattr(params, each.name) for each in fields(params) if each.name != "logprobs"},
+            "prompt": group[0].prompt.tolist(),
+            "n": len(group),
+            "seed": None,
+            "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
+            "stop_token_ids": list(group[0].stop_ids),
+            "ignore_eos": True,  # stop_token_ids include the end-of-sequence tokens
+            "row_keys": [sequence.key.tolist() for sequence in group],
+            "weights_state": state,
+            "return_token_ids": True,
+            "model": self.model,
+        }
+
+    def push(self, server: RemoteServer) -> None:
+        """Sends the weights to a server: only what has changed, if it still has the previous ones.
 
         Raises:
-            Refused: the server says no.
-            OSError, http.client.HTTPException: it is gone; it goes on with what it had.
+            RefusedError: the server refuses.
+            OSError, http.client.HTTPException: the server is gone; its weights are unchanged.
         """
-        if (other := self._others.get(server)) is not None:
-            assert self._shared is not None, "others are refused without"
+        if (foreign := self._foreign.get(server)) is not None:
+            assert self._shared is not None, "such servers are refused without"
             server.state = None
             version = self.version
-            other.reload(self._shared.written(self.params, version))
+            foreign.reload(self._shared.save(self.params, version))
             server.state, server.version, server.pushed = f"version {version}", version, version
             return
         part = self.params if self._settings is None else trained_params(self._specs, self.params)
@@ -249,17 +253,17 @@ class RemoteSampler:
         server.state, server.version, server.pushed = held["state"], held["version"], self.version
         server.leaves = [weakref.ref(leaf) for leaf in leaves]
 
-    def _dialect_of(self, server: Remote) -> Other | None:
-        other = dialect_of(server, self.model)
-        if other is not None and self._shared is None:
+    def _identify(self, server: RemoteServer) -> ForeignServer | None:
+        foreign = identify_server(server, self.model)
+        if foreign is not None and self._shared is None:
             raise RunError(
-                f"{server.url} is a server of {other.name}, whose log-probs are not those that training computes; set "
-                "rollout_correction, e.g. to 'token_truncate', which makes up for the difference, or use groupax serve"
+                f"{server.url} is a server of {foreign.name}, whose log-probs differ from those of training; set "
+                "rollout_correction, e.g. to 'token_truncate', which corrects for the difference, or use groupax serve"
             )
-        return other
+        return foreign
 
-    def _held_by(self, server: Remote, connection: http.client.HTTPConnection) -> dict[str, Any]:
-        models = server.ask("GET", "/groupax/v1/weights", None, connection)["models"]
+    def _held_by(self, server: RemoteServer, connection: http.client.HTTPConnection) -> dict[str, Any]:
+        models = server.request("GET", "/groupax/v1/weights", None, connection)["models"]
         found = [each for each in models if self.model in (None, each["model"])]
         if not found:
             names = ", ".join(each["model"] for each in models) or "none"
@@ -268,7 +272,7 @@ class RemoteSampler:
 
     def _upload(
         self,
-        server: Remote,
+        server: RemoteServer,
         connection: http.client.HTTPConnection,
         held: dict[str, Any],
         tensors: dict[str, np.ndarray],
@@ -276,7 +280,7 @@ class RemoteSampler:
         begin = {"model": held["model"], "version": self.version, "replaces": held["state"]}
         begin |= {"adapter": self._settings, "tensors": manifest_of(tensors), "piece_bytes": PIECE_BYTES}
         path = "/groupax/v1/weights"
-        path += "/" + server.ask("POST", path, begin, connection)["upload"]
+        path += "/" + server.request("POST", path, begin, connection)["upload"]
         pieces, lock = enumerate(pieces_of(tensors)), threading.Lock()
 
         def send() -> None:
@@ -289,33 +293,35 @@ class RemoteSampler:
                     number, (parts, crc) = item
                     _put(server, own, f"{path}/{number}", parts, crc)
 
-        with ThreadPoolExecutor(SENDERS) as pool:
-            for sender in [pool.submit(send) for _ in range(SENDERS)]:
+        with ThreadPoolExecutor(NUM_SENDERS) as pool:
+            for sender in [pool.submit(send) for _ in range(NUM_SENDERS)]:
                 sender.result()
-        return server.ask("POST", f"{path}/commit")  # the other connection may have been idle for too long
+        return server.request(
+            "POST", f"{path}/commit"
+        )  # a new connection: the other one may have been idle for too long
 
 
-class _Requests:
-    """Those of a rollout, which are given up together."""
+class _RolloutRequests:
+    """The requests of a rollout, which are cancelled together."""
 
     def __init__(self) -> None:
-        self.given_up = threading.Event()
+        self.cancelled = threading.Event()
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
 
     @contextmanager
-    def connection(self, server: Remote) -> Iterator[http.client.HTTPConnection]:
-        """An open connection, until it is given up.
+    def connection(self, server: RemoteServer) -> Iterator[http.client.HTTPConnection]:
+        """Opens a connection that `cancel` shuts down.
 
         Raises:
-            OSError: there is none to be had.
-            RolloutCancelled: it was given up before.
+            OSError: the server cannot be reached.
+            RolloutCancelled: the rollout is cancelled already.
         """
         with closing(server.connection()) as connection:
             connection.connect()
-            opened = connection.sock  # which the connection forgets at the beginning of the answer
+            opened = connection.sock  # the connection forgets it at the start of the response
             with self._lock:
-                if self.given_up.is_set():
+                if self.cancelled.is_set():
                     raise RolloutCancelled
                 self._open.add(opened)
             try:
@@ -325,20 +331,22 @@ class _Requests:
                     self._open.discard(opened)
 
     def cancel(self) -> None:
-        """Have them end at once: threads that wait for an answer would keep the process, and servers busy."""
+        """Ends them at once: waiting threads would keep the process alive, and servers busy."""
         with self._lock:
-            self.given_up.set()
+            self.cancelled.set()
             for opened in self._open:
-                with suppress(OSError):  # it has just ended
+                with suppress(OSError):  # it has just been closed
                     opened.shutdown(socket.SHUT_RDWR)
 
 
-def _put(server: Remote, connection: http.client.HTTPConnection, path: str, parts: list[memoryview], crc: int) -> None:
-    """Send a piece, anew if it does not come as it was sent."""
+def _put(
+    server: RemoteServer, connection: http.client.HTTPConnection, path: str, parts: list[memoryview], crc: int
+) -> None:
+    """Sends a piece, again if it does not arrive intact."""
     for attempt in range(PIECE_ATTEMPTS):
         try:
-            server.ask("PUT", path, parts, connection, x_crc32=f"{crc:08x}")
+            server.request("PUT", path, parts, connection, x_crc32=f"{crc:08x}")
             return
-        except Refused as refused:
+        except RefusedError as refused:
             if refused.code != "torn" or attempt == PIECE_ATTEMPTS - 1:
                 raise

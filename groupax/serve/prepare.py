@@ -15,7 +15,7 @@ from groupax.settings.sampling import SamplingParams
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
-    """What requests of a model are checked against.
+    """A model as far as its requests are checked against it.
 
     Attributes:
         name: Its name for clients.

@@ -1,4 +1,4 @@
-"""A server, as its clients see it. Needs no server software."""
+"""A connection to a server for its clients. Needs no server packages."""
 
 import http.client
 import json
@@ -10,13 +10,13 @@ from http import HTTPStatus
 from typing import Any
 
 
-class Refused(Exception):  # noqa: N818 - not always an error
-    """An answer other than 200.
+class RefusedError(Exception):
+    """A response with a status other than 200.
 
     Args:
-        status: of HTTP.
-        message: what the server says.
-        code: of its error object.
+        status: HTTP status.
+        message: The server's message.
+        code: Code of its error object.
     """
 
     def __init__(self, status: int, message: str, code: str | None) -> None:
@@ -24,19 +24,19 @@ class Refused(Exception):  # noqa: N818 - not always an error
         self.status, self.code = status, code
 
 
-class Remote:
-    """A server, and what is known of the weights that it has.
+class RemoteServer:
+    """A server, and which weights it has.
 
     Args:
-        url: as http://host:port.
-        api_key: of the server; None if it needs none.
-        timeout_s: the longest that it may take for an answer.
+        url: Address as http://host:port.
+        api_key: Key of the server; None if it needs none.
+        timeout_s: Longest time to wait for a response.
 
     Attributes:
-        state, version: of its weights after the last push, as it calls them; None if others may be there.
-        pushed: which of our weights these are.
-        leaves: their arrays, as far as they still exist.
-        lock: held by who pushes.
+        state, version: Its name and version of its weights after the last push; None if it may have others.
+        pushed: Our version of these weights.
+        leaves: Their arrays, as far as they still exist.
+        lock: Held during a push.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
@@ -50,13 +50,13 @@ class Remote:
         self.lock = threading.Lock()
 
     def connection(self) -> http.client.HTTPConnection:
-        """A connection that is not open yet."""
+        """Returns a connection that is not open yet."""
         secure = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         assert self._parts.hostname is not None, "checked"
         return kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
 
-    def ask(
+    def request(
         self,
         method: str,
         path: str,
@@ -64,22 +64,22 @@ class Remote:
         connection: http.client.HTTPConnection | None = None,
         **headers: str,
     ) -> Any:
-        """The answer to a request, {} if it is empty.
+        """Sends a request and returns the JSON of its response, {} if that is empty.
 
         Args:
-            method: of HTTP.
-            path: on the server.
-            body: an object, or bytes in parts.
-            connection: an open one; None for one of its own.
-            headers: further ones, with _ for -.
+            method: HTTP method.
+            path: Path on the server.
+            body: An object, or a list of bytes.
+            connection: An open connection; None opens one for this request.
+            headers: Further headers, with _ for -.
 
         Raises:
-            Refused: the server says no.
-            OSError, http.client.HTTPException: there was no whole answer.
+            RefusedError: the server refuses.
+            OSError, http.client.HTTPException: there was no complete response.
         """
         if connection is None:
             with closing(self.connection()) as own:
-                return self.ask(method, path, body, own, **headers)
+                return self.request(method, path, body, own, **headers)
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if self._api_key is not None:
             sent["authorization"] = f"Bearer {self._api_key}"
@@ -92,14 +92,14 @@ class Remote:
         with connection.getresponse() as response:
             status, text = response.status, response.read()
         try:
-            answer = json.loads(text) if text else {}
+            received = json.loads(text) if text else {}
         except ValueError as error:
-            if status != HTTPStatus.OK:  # what stands before the server, as a proxy
-                raise Refused(status, text[:200].decode(errors="replace"), None) from error
-            raise http.client.HTTPException(f"{self.url}{path} answers {status} with no JSON") from error
+            if status != HTTPStatus.OK:  # for example a proxy's page
+                raise RefusedError(status, text[:200].decode(errors="replace"), None) from error
+            raise http.client.HTTPException(f"the response of {self.url}{path} ({status}) is not JSON") from error
         if status != HTTPStatus.OK:
-            told = answer.get("error", answer) if isinstance(answer, dict) else answer
-            told = told if isinstance(told, dict) else {"message": told}
-            code = told.get("code")
-            raise Refused(status, str(told.get("message", answer)), code if isinstance(code, str) else None)
-        return answer
+            fault = received.get("error", received) if isinstance(received, dict) else received
+            fault = fault if isinstance(fault, dict) else {"message": fault}
+            code = fault.get("code")
+            raise RefusedError(status, str(fault.get("message", received)), code if isinstance(code, str) else None)
+        return received

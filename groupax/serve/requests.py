@@ -121,7 +121,7 @@ class Request(BaseModel):
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a request for a chat."""
+        """True for a chat."""
         return isinstance(self, ChatRequest)
 
     def sampling_params(self, default_max_tokens: int) -> SamplingParams:

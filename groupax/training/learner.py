@@ -29,10 +29,10 @@ from groupax.parallel.peak import free_memory_bytes
 from groupax.parallel.transfer import to_host
 from groupax.settings.objective import ObjectiveSettings
 from groupax.training.batch import Packed, attention_cost_with, pack, unpack
+from groupax.training.buckets import Shape
 from groupax.training.memory import CPU_MICRO_BATCH_TOKENS, compute_dtype, explain_out_of_memory, fitting_tokens
 from groupax.training.offload import offload_state
 from groupax.training.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
-from groupax.training.packing import Shape
 from groupax.training.state import (
     TrainState,
     apply_update,

@@ -58,7 +58,7 @@ def explain_out_of_memory(
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        num_tokens = packed.num_cells // num_shards
+        num_tokens = packed.num_tokens // num_shards
         longest_row = int((packed.batch.cells >= 0).sum(axis=1).max())
         smaller = max(256, min(num_tokens, micro_batch_tokens) // 2)
         advice = f"set micro_batch_tokens (now {micro_batch_tokens}) to {smaller}"

@@ -170,9 +170,9 @@ def _local_micro_step(
     execution: Execution,
     dropout_rate: float,
 ) -> tuple[GradAccumulator, tuple[Array, Array]]:
-    inputs, dropout = batch.inputs, None
+    inputs, dropout = batch.loss_inputs, None
     if dropout_key is not None:
-        dropout = Dropout(dropout_key, local_tokens(batch.numbers, layout), jnp.float32(dropout_rate))
+        dropout = Dropout(dropout_key, local_tokens(batch.dropout_ids, layout), jnp.float32(dropout_rate))
 
     def loss_fn(params: Params) -> tuple[Array, tuple[MetricSums, Array, Array]]:
         weights = apply_adapter(frozen, params, dropout)
@@ -269,6 +269,6 @@ def _logprobs(
 
 def _balance(routings: list[Routing], batch: MicroBatch, layout: Layout) -> Float[Array, ""]:
     """Computes this shard's share of the micro-batch's load-balancing loss, times the micro-batch's loss tokens."""
-    num_tokens = lax.psum(jnp.sum(batch.inputs.mask).astype(jnp.float32), DATA)
+    num_tokens = lax.psum(jnp.sum(batch.loss_inputs.mask).astype(jnp.float32), DATA)
     counted = local_tokens(batch.ragged.slots >= 0, layout)
     return psum(load_balancing_loss(routings, counted, TOKENS), layout.axis("tokens")) * num_tokens

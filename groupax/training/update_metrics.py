@@ -55,7 +55,7 @@ def efficiency_metrics(
     flops_per_s = 3.0 * forward_flops(config, groups.values()) / seconds  # backward is twice forward
     num_tokens = sum(prompt - 1 + sum(lengths) for prompt, lengths in groups.values())
     return {
-        "padding_frac": 1.0 - num_tokens / sum(part.num_cells for part in packed),
+        "padding_frac": 1.0 - num_tokens / sum(part.num_tokens for part in packed),
         "micro_batches": float(len(packed)),
         "time/train_s": seconds,
         "train/tokens_per_s": num_tokens / seconds,

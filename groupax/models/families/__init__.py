@@ -1,4 +1,4 @@
-"""From a Hugging Face `config.json` to a `ModelConfig`, one module per family. Imports no jax."""
+"""Readers of Hugging Face `config.json` files, one module per family of models. Imports no jax."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,11 +42,11 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """The `ModelConfig` that a parsed `config.json` describes.
+    """Returns the architecture that a parsed `config.json` describes.
 
     Raises:
-        ValueError: the `model_type` is missing or unsupported, a value is missing or one that its key cannot have, or
-            the file asks for something that the family here does not do. Nothing is ignored in silence.
+        ValueError: The `model_type` is missing or unsupported, a value is missing or invalid, or the file requests
+            something that groupax does not support for its family. Nothing is ignored silently.
     """
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

@@ -7,9 +7,11 @@ from groupax.models.config import ModelConfig
 from groupax.models.families.fields import head_dim_of, model_config, needed
 from groupax.models.families.rope import read_rope
 
+KEYS = ("attention_bias", "layer_norm_eps", "logit_scale")
+
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Attention and feed-forward part side by side behind one layer norm; logits are scaled."""
+    """Reads Cohere: attention and feed-forward in parallel after one layer norm, and scaled logits."""
     hf = {"rope_theta": 500_000.0, "tie_word_embeddings": True, **hf}
     rope = read_rope(hf, head_dim_of(hf), interleaved=True)
     return model_config(
@@ -17,15 +19,12 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         (*KEYS, "use_qk_norm"),
         ropes=(rope,) * needed(hf, "num_hidden_layers"),
         qk_norm="each_head" if hf.get("use_qk_norm") else "none",
-        **differs(hf),
+        **overrides(hf),
     )
 
 
-KEYS = ("attention_bias", "layer_norm_eps", "logit_scale")
-
-
-def differs(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """What Cohere's families have in common."""
+def overrides(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields in which Cohere's families differ from Llama."""
     return {
         "block": "parallel",
         "norm": "layer",

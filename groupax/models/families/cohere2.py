@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupax.models.config import ModelConfig
-from groupax.models.families.cohere import KEYS, differs
+from groupax.models.families.cohere import KEYS, overrides
 from groupax.models.families.fields import head_dim_of, layer_windows, model_config, require, sliding_layers
 from groupax.models.families.rope import read_rope
 
-# What released files state and the architecture fixes.
+# Keys of released files whose values the architecture fixes.
 FIXED = {
     "order_of_interleaved_layers": "local_attn_first",
     "position_embedding_type": "rope_gptj",
@@ -22,7 +22,7 @@ FIXED = {
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Cohere with sliding windows; positions enter there only, and not where a layer sees everything."""
+    """Reads Cohere 2: Cohere with sliding windows; layers without a window have no positions."""
     hf = {"tie_word_embeddings": True, **hf}
     for key, value in FIXED.items():
         require(hf, key, value)
@@ -35,5 +35,5 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         (*KEYS, *FIXED, "sliding_window", "sliding_window_pattern", "layer_types"),
         ropes=tuple(None if window is None else rope for window in windows),
         windows=windows,
-        **differs(hf),
+        **overrides(hf),
     )

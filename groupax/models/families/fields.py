@@ -1,4 +1,4 @@
-"""Reading `config.json` strictly: what the families have in common."""
+"""Strict reading of `config.json`: the keys that all families share."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from groupax.models.config import Activation, LongRope, ModelConfig
 from groupax.models.families.rope import read_rope
 from groupax.terminal.printable import short_repr
 
-# Keys that say nothing about what the forward pass computes.
+# Keys that do not affect the forward pass.
 METADATA = frozenset(
     [
         "_name_or_path",
@@ -63,13 +63,13 @@ _READ = frozenset(
 )
 
 
-def model_config(hf: Mapping[str, Any], reads: tuple[str, ...] = (), **differs: Any) -> ModelConfig:
-    """A Llama-like model, but for what differs.
+def model_config(hf: Mapping[str, Any], reads: tuple[str, ...] = (), **overrides: Any) -> ModelConfig:
+    """Returns the architecture of a Llama-like model.
 
     Args:
-        hf: the parsed `config.json`.
-        reads: further keys that the calling family interprets itself.
-        differs: fields of `ModelConfig`.
+        hf: Parsed `config.json`.
+        reads: Further keys that the calling family interprets itself.
+        overrides: Fields of `ModelConfig` that differ from Llama's.
     """
     missing = [key for key in _SIZES.values() if key not in hf]
     if missing:
@@ -85,7 +85,7 @@ def model_config(hf: Mapping[str, Any], reads: tuple[str, ...] = (), **differs: 
 
     num_layers, num_heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     head_dim = head_dim_of(hf)
-    ropes = differs.pop("ropes", None) or (read_rope(hf, head_dim),) * num_layers
+    ropes = overrides.pop("ropes", None) or (read_rope(hf, head_dim),) * num_layers
     fields = {
         "model_type": hf["model_type"],
         **{ours: hf[theirs] for ours, theirs in _SIZES.items()},
@@ -100,16 +100,16 @@ def model_config(hf: Mapping[str, Any], reads: tuple[str, ...] = (), **differs: 
         "tie_embeddings": bool(hf.get("tie_word_embeddings")),
         "num_labels": _num_labels(hf),
     }
-    return ModelConfig(**{**fields, **differs})
+    return ModelConfig(**{**fields, **overrides})
 
 
 def head_dim_of(hf: Mapping[str, Any]) -> int:
-    """Of queries, keys and values."""
+    """Returns the number of dims of a head of queries, keys and values."""
     return hf.get("head_dim") or needed(hf, "hidden_size") // needed(hf, "num_attention_heads")
 
 
 def sliding_layers(hf: Mapping[str, Any], rule: Callable[[int], bool]) -> tuple[bool, ...]:
-    """Whether each layer sees a sliding window only: as `layer_types` says, or else by the family's rule."""
+    """Returns whether each layer has a sliding window, from `layer_types` or else by the family's rule."""
     kinds = hf.get("layer_types")
     if not kinds:
         return tuple(rule(index) for index in range(needed(hf, "num_hidden_layers")))
@@ -120,12 +120,12 @@ def sliding_layers(hf: Mapping[str, Any], rule: Callable[[int], bool]) -> tuple[
 
 
 def layer_windows(sliding: tuple[bool, ...], window: int | None) -> tuple[int | None, ...]:
-    """`ModelConfig.windows` of layers of which some slide."""
+    """Returns `ModelConfig.windows`, with a window for the sliding layers."""
     return tuple(window if slides else None for slides in sliding)
 
 
 def require(hf: Mapping[str, Any], key: str, supported: Any) -> None:
-    """Refuse a config whose `key` is set to anything but `supported` (absent and None pass)."""
+    """Refuses a config whose `key` is set to anything but `supported`, absent or null."""
     if hf.get(key) not in (None, supported):
         raise ValueError(
             f"config.json has {key}={short_repr(hf[key])}; groupax supports only {supported!r} for {hf['model_type']}"
@@ -133,10 +133,10 @@ def require(hf: Mapping[str, Any], key: str, supported: Any) -> None:
 
 
 def needed(hf: Mapping[str, Any], *keys: str) -> Any:
-    """The value of the first of these keys that is there.
+    """Returns the value of the first of these keys that is set.
 
     Raises:
-        ValueError: none is.
+        ValueError: None of them is set.
     """
     for key in keys:
         if hf.get(key) is not None:
@@ -145,13 +145,13 @@ def needed(hf: Mapping[str, Any], *keys: str) -> Any:
 
 
 def _max_positions(hf: Mapping[str, Any], ropes: tuple[Any, ...]) -> int:
-    """As the file says; the original context, if the embeddings are others for longer sequences."""
+    """Returns the file's number, or the original context if longer sequences need other rotary embeddings."""
     limits = [rope.scaling.original_max_positions for rope in ropes if rope and isinstance(rope.scaling, LongRope)]
     return min([hf.get("max_position_embeddings", 2048), *limits])
 
 
 def _num_labels(hf: Mapping[str, Any]) -> int:
-    """Of a sequence classifier, else 0. A file without labels means transformers' default of two."""
+    """Returns the number of labels of a sequence classifier, else 0; transformers' default is two."""
     architectures = hf.get("architectures") or []
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
         return 0
@@ -165,5 +165,5 @@ def _account_for_all_keys(hf: Mapping[str, Any], read: set[str] | frozenset[str]
     unknown = sorted(key for key, value in hf.items() if key not in known and value not in (None, False))
     if unknown:
         warnings.warn(
-            f"config.json keys that groupax does not know and does not apply: {short_repr(unknown)}", stacklevel=5
+            f"config.json has keys that groupax does not know and ignores: {short_repr(unknown)}", stacklevel=5
         )

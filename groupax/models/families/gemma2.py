@@ -19,21 +19,21 @@ KEYS = (
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Norms before and behind each part, softcaps, and a sliding window in every other layer."""
+    """Reads Gemma 2: sandwich norms, softcaps, and a sliding window in every other layer."""
     hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **with_defaults(hf)}
     sliding = sliding_layers(hf, lambda index: index % 2 == 0)
-    return model_config(hf, KEYS, windows=layer_windows(sliding, hf.get("sliding_window", 4096)), **differs(hf))
+    return model_config(hf, KEYS, windows=layer_windows(sliding, hf.get("sliding_window", 4096)), **overrides(hf))
 
 
 def with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The file, with what holds for Gemma where it says nothing."""
+    """Returns the file with Gemma's defaults for missing keys."""
     require(hf, "use_bidirectional_attention", False)
     activation = hf.get("hidden_activation") or "gelu_pytorch_tanh"
     return {"head_dim": 256, "tie_word_embeddings": True, **hf, "hidden_act": activation}
 
 
-def differs(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """What Gemma 2 and 3 have in common."""
+def overrides(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields in which Gemma 2 and 3 differ from Llama."""
     return {
         "block": "sandwich_norm",
         "norm": "zero_centered_rms",

@@ -17,7 +17,7 @@ KEYS = (
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Llama with a multiplier in each of four places."""
+    """Reads Granite: Llama with multipliers of embeddings, attention scores, residuals and logits."""
     bias = hf.get("attention_bias", False)
     return model_config(
         hf,

@@ -10,7 +10,7 @@ KEYS = ("num_experts_per_tok", "num_local_experts", "router_aux_loss_coef", "rou
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Mistral with a mixture of experts in every layer."""
+    """Reads Mixtral: Mistral with a mixture of experts in every layer."""
     hf = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, **hf}
     require(hf, "router_jitter_noise", 0.0)
     num_layers = hf.get("num_hidden_layers", 0)

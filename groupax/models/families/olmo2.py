@@ -8,7 +8,7 @@ from groupax.models.families.fields import model_config
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Norms behind attention and feed-forward part instead of before, and on all queries and all keys of a token."""
+    """Reads OLMo 2: norms after attention and feed-forward, and over all query and all key heads of a token."""
     hf = {"rms_norm_eps": 1e-5, **hf}
     bias = hf.get("attention_bias", False)
     return model_config(hf, ("attention_bias",), block="post_norm", qk_norm="all_heads", qkv_bias=bias, o_bias=bias)

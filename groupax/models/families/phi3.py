@@ -9,9 +9,9 @@ from groupax.models.families.rope import read_rope
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Llama with fused projections, a sliding window in all layers, and heads of which a part may turn."""
+    """Reads Phi 3: Llama with fused projections, a sliding window in all layers, and partial rotary embeddings."""
     hf = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **hf}
-    # both names are older ones of what is now called longrope
+    # both are older names of longrope
     rope = read_rope(hf, head_dim_of(hf), kinds={"su": "longrope", "yarn": "longrope"}, partial=True)
     num_layers = needed(hf, "num_hidden_layers")
     windows = (hf.get("sliding_window"),) * num_layers

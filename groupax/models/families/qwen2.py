@@ -10,12 +10,12 @@ WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "lay
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Llama with biases on the query, key and value projections, whatever the file says."""
+    """Reads Qwen 2: Llama with biases of the query, key and value projections, whatever the file says."""
     return model_config(hf, WINDOW_KEYS, windows=windows(hf), qkv_bias=True)
 
 
 def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Sliding ones in the layers from `max_window_layers` on, if they are switched on."""
+    """Returns the windows of all layers: sliding from layer `max_window_layers` on, if they are enabled."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     sliding = sliding_layers(hf, lambda index: index >= hf.get("max_window_layers", 28))
     return layer_windows(sliding, window)

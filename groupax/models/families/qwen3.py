@@ -9,7 +9,7 @@ from groupax.models.families.qwen2 import WINDOW_KEYS, windows
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Llama with RMS norms on each head's queries and keys."""
+    """Reads Qwen 3: Llama with RMS norms of each head's queries and keys."""
     hf = {**hf, "head_dim": hf.get("head_dim") or 128}  # the family's default, which is not hidden_size / num_heads
     bias = hf.get("attention_bias", False)
     reads = ("attention_bias", *WINDOW_KEYS)

@@ -23,7 +23,7 @@ KEYS = (
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Qwen 3 with experts in every `decoder_sparse_step`-th layer, but for those of `mlp_only_layers`."""
+    """Reads Qwen 3 MoE: experts in every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     layers, step = range(hf.get("num_hidden_layers", 0)), hf.get("decoder_sparse_step", 1)
     dense = hf.get("mlp_only_layers") or ()
     experts = Experts(

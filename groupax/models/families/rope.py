@@ -1,4 +1,4 @@
-"""Reading what `config.json` says about rotary embeddings."""
+"""Reading of rotary embeddings from `config.json`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,11 +9,11 @@ from groupax.terminal.printable import short_repr
 
 
 class Parameters:
-    """One table of rotary parameters, of which every entry must be taken.
+    """A table of rotary parameters, each of which must be consumed.
 
     Args:
         table: `rope_parameters` (transformers 5), `rope_scaling`, or an entry of it for one kind of layer.
-        hf: the parsed `config.json`.
+        hf: Parsed `config.json`.
     """
 
     def __init__(self, table: Mapping[str, Any] | None, hf: Mapping[str, Any]) -> None:
@@ -23,10 +23,10 @@ class Parameters:
         self.kind: str = named[0] if named else "default"
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The entry, or the default if there is none.
+        """Consumes an entry and returns it, or the default if there is none.
 
         Raises:
-            ValueError: there is neither.
+            ValueError: There is neither an entry nor a default.
         """
         value = self.left.pop(name, default)
         if value is None:
@@ -35,13 +35,13 @@ class Parameters:
 
     @property
     def original_max_positions(self) -> int:
-        """The context before scaling."""
+        """Context before scaling."""
         own = self.take("original_max_position_embeddings", self.max_positions)
         return self.hf.get("original_max_position_embeddings") or own
 
     @property
     def max_positions(self) -> int:
-        """The context after scaling."""
+        """Context after scaling."""
         return self.hf.get("max_position_embeddings", 2048)
 
 
@@ -49,25 +49,22 @@ def read_rope(
     hf: Mapping[str, Any],
     head_dim: int,
     table: Mapping[str, Any] | None = None,
-    theta: float | None = None,
     kinds: Mapping[str, str] | None = None,
     partial: bool = False,
     interleaved: bool = False,
 ) -> Rope:
-    """The rotary embeddings of `rope_parameters` (transformers 5) or of `rope_theta` and `rope_scaling`.
+    """Returns the rotary embeddings of `rope_parameters` (transformers 5), or of `rope_theta` and `rope_scaling`.
 
     Args:
-        hf: the parsed `config.json`.
-        head_dim: of queries and keys.
-        table: the parameters, if they are elsewhere.
-        theta: the base, if it is elsewhere.
-        kinds: what the family means by a name of a type, where that is something else.
-        partial: the family may turn a part of each head only.
-        interleaved: neighbouring dims are pairs.
+        hf: Parsed `config.json`.
+        head_dim: Number of dims of a head of queries and keys.
+        table: Parameters to use instead of those of `hf`.
+        kinds: The family's own meanings of type names.
+        partial: Whether the family may rotate some of a head's dims only.
+        interleaved: Whether pairs are adjacent dims.
 
     Raises:
-        ValueError: the type is unknown, an entry is missing, there is one that the type here has not, or the file says
-            two things.
+        ValueError: The type is unknown, an entry is missing or unknown, or the file contradicts itself.
     """
     if table is None:
         table = rope_table(hf)
@@ -77,13 +74,13 @@ def read_rope(
         raise ValueError(
             f"rope type {short_repr(parameters.kind)} is not supported; supported are {', '.join(_READERS)}"
         )
-    theta = float(parameters.take("rope_theta", hf.get("rope_theta") or 10_000.0) if theta is None else theta)
-    part = float(parameters.take("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0))
-    if part != 1.0 and not partial:
+    theta = float(parameters.take("rope_theta", hf.get("rope_theta") or 10_000.0))
+    fraction = float(parameters.take("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0))
+    if fraction != 1.0 and not partial:
         raise ValueError(
-            f"config.json has partial_rotary_factor={part}; groupax supports only 1 for {hf['model_type']}"
+            f"config.json has partial_rotary_factor={fraction}; groupax supports only 1 for {hf['model_type']}"
         )
-    dims = int(head_dim * part)
+    dims = int(head_dim * fraction)
     if dims < 2:
         raise ValueError(f"rotary embeddings need at least 2 dims of a head; config.json leaves {dims} of {head_dim}")
     scaling, scale = _READERS[parameters.kind](parameters)
@@ -92,20 +89,20 @@ def read_rope(
         raise ValueError(f"rope type {parameters.kind!r} of config.json has {entries}, which groupax does not apply")
     if isinstance(scaling, LongRope) and {len(scaling.short_factors), len(scaling.long_factors)} != {dims // 2}:
         raise ValueError(
-            f"rope type 'longrope' needs {dims // 2} factors, a pair of dims each; config.json has "
+            f"rope type 'longrope' needs {dims // 2} factors, one per pair of dims; config.json has "
             f"{len(scaling.short_factors)} short and {len(scaling.long_factors)} long ones"
         )
     return Rope(theta=theta, dims=dims, scaling=scaling, scale=scale, interleaved=interleaved)
 
 
 def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """`rope_parameters` of a file, or `rope_scaling` of an older one; None without either.
+    """Returns `rope_parameters` of a file, or `rope_scaling` of an older one; None without either.
 
     Args:
-        hf: the parsed `config.json`.
+        hf: Parsed `config.json`.
 
     Raises:
-        ValueError: both are there, and the latter says something else; transformers forgets all of the former then.
+        ValueError: Both exist and disagree, in which case transformers silently ignores the former.
     """
     table, scaling = hf.get("rope_parameters"), hf.get("rope_scaling")
     if not table or not scaling:
@@ -115,8 +112,8 @@ def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
     said = {"rope_type": "default", **table}
     if any(said.get(key) != value for key, value in (kind | others).items()):
         raise ValueError(
-            f"config.json has rope_scaling={short_repr(scaling)} beside rope_parameters={short_repr(table)}, which says "
-            "something else; write into rope_parameters what is meant, and remove rope_scaling"
+            f"config.json has rope_scaling={short_repr(scaling)}, but rope_parameters={short_repr(table)}; write the "
+            "intended values into rope_parameters, and remove rope_scaling"
         )
     return table
 
@@ -139,7 +136,7 @@ def _llama3(parameters: Parameters) -> tuple[RopeScaling, float]:
 
 
 def _yarn(parameters: Parameters) -> tuple[RopeScaling, float]:
-    """With the temperature of attention, 0.1 ln(factor) + 1, in cosines and sines (arXiv:2309.00071, equation 22)."""
+    """Reads YaRN; its temperature, 0.1 ln(factor) + 1, scales cosines and sines (arXiv:2309.00071, equation 22)."""
     original, factor = parameters.original_max_positions, parameters.left.pop("factor", None)
     factor = factor or parameters.max_positions / original
 
@@ -154,7 +151,7 @@ def _yarn(parameters: Parameters) -> tuple[RopeScaling, float]:
 
 
 def _long(parameters: Parameters) -> tuple[RopeScaling, float]:
-    """With sqrt(1 + ln(factor) / ln(original context)) in cosines and sines (arXiv:2402.13753's released code)."""
+    """Reads LongRoPE, which scales by sqrt(1 + ln(factor) / ln(original)) (released code of arXiv:2402.13753)."""
     original = parameters.original_max_positions
     factor = parameters.take("factor", parameters.max_positions / original)
     scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

@@ -1,1 +1,1 @@
-"""The embedded default recipe: a small model learns to reason its way through arithmetic."""
+"""The default recipe, with an embedded model: a small model learns arithmetic by reasoning."""

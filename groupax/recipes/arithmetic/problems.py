@@ -1,7 +1,7 @@
-"""Arithmetic problems such as `8*(2+5)-17`: what to ask, the answer, and the reasoning step by step. Imports no jax.
+"""Arithmetic problems such as `8*(2+5)-17`, with answers and step-by-step solutions. Imports no jax.
 
-Every value on the way to an answer lies between 0 and 99, so a step is an exercise on numbers of two digits and
-the difficulty lies in taking several of them. Everything here is a pure function of its arguments.
+Every intermediate value is between 0 and 99, so each step is easy, and the difficulty is the number of steps. All
+functions here are pure.
 """
 
 import ast
@@ -17,25 +17,25 @@ Split = Literal["train", "held_out"]
 PROMPT = "{}="
 MAX_VALUE = 99
 HELD_OUT_FRAC = 0.1
-# How often a problem has that many operands.
+# Number of operands of a problem -> how often it occurs.
 OPERAND_SHARES = {2: 0.2, 3: 0.4, 4: 0.4}
 OPERATORS = {ast.Add: ("+", operator.add), ast.Sub: ("-", operator.sub), ast.Mult: ("*", operator.mul)}
 PRECEDENCE = {"+": 1, "-": 1, "*": 2}
 
 
 def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, str]]:
-    """Problems with their answers. No problem is in both splits, whatever the seeds; one may come up twice in a split.
+    """Generates problems with their answers. No problem is in both splits; it may occur twice in one.
 
     Args:
-        num: how many.
-        seed: the same seed gives the same problems, and the first of a longer list.
-        split: the part of all problems to draw from.
+        num: Number of problems.
+        seed: Seed that determines the problems; a shorter list is the start of a longer one.
+        split: Split to draw from.
 
     Returns:
         Rows with the columns `prompt` and `answer`.
 
     Raises:
-        ValueError: `split` is unknown or `num` negative.
+        ValueError: `split` is unknown, or `num` is negative.
 
     Example:
         >>> generate(1, seed=0)
@@ -48,7 +48,7 @@ def generate(num: int, seed: int, split: Split = "train") -> list[dict[str, str]
 
 
 def expressions(seed: int, split: Split = "train") -> Iterator[str]:
-    """The endless series of bare expressions behind `generate`.
+    """Yields the expressions of `generate`, without end.
 
     Raises:
         ValueError: `split` is unknown.
@@ -63,15 +63,15 @@ def expressions(seed: int, split: Split = "train") -> Iterator[str]:
 
 
 def is_held_out(expression: str) -> bool:
-    """Whether a hash of the expression puts it into the held-out split."""
+    """Returns whether an expression is in the held-out split, by its hash."""
     return zlib.crc32(expression.encode()) < HELD_OUT_FRAC * 2**32
 
 
 def worked_steps(expression: str) -> list[str]:
-    """The steps to the answer, one operation each, in the order in which an expression is read.
+    """Returns the steps to the answer, one operation each, in the order in which an expression is read.
 
     Raises:
-        ValueError: `expression` holds something other than whole numbers, `+`, `-`, `*` and parentheses.
+        ValueError: `expression` contains something other than whole numbers, `+`, `-`, `*` and parentheses.
 
     Example:
         >>> worked_steps("8*(2+5)-17")
@@ -95,7 +95,7 @@ def worked_steps(expression: str) -> list[str]:
 
 
 def solve(expression: str) -> str:
-    """The answer.
+    """Returns the answer.
 
     Example:
         >>> solve("8*(2+5)-17")
@@ -106,7 +106,7 @@ def solve(expression: str) -> str:
 
 
 def worked_solution(expression: str) -> str:
-    """The completion that deserves full marks.
+    """Returns a completion that gets the full reward.
 
     Example:
         >>> worked_solution("8*(2+5)-17")
@@ -119,7 +119,7 @@ def _parse(expression: str) -> ast.expr:
     try:
         return ast.parse(expression, mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"{expression!r} is no arithmetic expression: {error.msg}") from error
+        raise ValueError(f"{expression!r} is not an arithmetic expression: {error.msg}") from error
 
 
 def _draw(rng: random.Random) -> str:
@@ -128,11 +128,11 @@ def _draw(rng: random.Random) -> str:
 
 
 def _expression(rng: random.Random, num_operands: int, value: int) -> tuple[str, int]:
-    """An expression of that value, and how strongly its outermost operator binds."""
+    """Returns an expression with this value, and the precedence of its outermost operator."""
     if num_operands == 1:
         return str(value), 3
     symbol, a, b = _operation(rng, value)
-    # The largest of three draws: long left sides, as in `a+b-c`, are the usual case.
+    # The largest of three draws, so that long left sides, as in `a+b-c`, are the usual case.
     num_left = max(rng.randint(1, num_operands - 1) for _ in range(3))
     left, left_binds = _expression(rng, num_left, a)
     right, right_binds = _expression(rng, num_operands - num_left, b)
@@ -143,7 +143,7 @@ def _expression(rng: random.Random, num_operands: int, value: int) -> tuple[str,
 
 
 def _operation(rng: random.Random, value: int) -> tuple[str, int, int]:
-    """An operator and two positive operands that give `value`."""
+    """Returns an operator and two positive operands with the result `value`."""
     factors = [a for a in range(2, value) if value % a == 0]
     symbols = [*("*" if factors else ""), *("+" if value >= 2 else ""), *("-" if value < MAX_VALUE else "")]
     symbol = rng.choice(symbols)

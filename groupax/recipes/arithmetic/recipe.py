@@ -1,8 +1,8 @@
 """The arithmetic recipe: a small model inside the package learns to think before it answers.
 
-The model was pretrained on answers of mixed quality (see `model/README.md`). It can work a problem out step by step,
-but mostly guesses. The rewards pay for an answer in the form `<think>...</think><answer>...</answer>`, and far more for
-a right one. Rows of a source of your own have the columns `prompt` (such as `8*(2+5)-17=`) and `answer`.
+The model was pretrained on answers of mixed quality (see `model/README.md`). It can solve a problem step by step, but
+mostly guesses. The rewards are for an answer in the form `<think>...</think><answer>...</answer>`, and mainly for a
+correct one. Rows of another source have the columns `prompt` (such as `8*(2+5)-17=`) and `answer`.
 """
 
 from typing import Any
@@ -16,10 +16,10 @@ NUM_HELD_OUT = 500
 
 
 def example(row: Example) -> dict[str, Any]:
-    """The row's prompt and answer.
+    """Returns a row with the prompt and the answer.
 
     Raises:
-        ValueError: one is missing.
+        ValueError: One of them is missing.
     """
     if not row.get("prompt") or row.get("answer") is None:
         raise ValueError(f"it needs the columns prompt and answer, it has {', '.join(row)}")

@@ -1,6 +1,6 @@
-"""Pytrees of arrays on disk, through orbax: written beside training, read onto any mesh.
+"""Pytrees of arrays on disk, by orbax: written in the background, read onto any mesh.
 
-A tree is stored flat, by the names of its leaves, so that nothing depends on the classes that it is made of.
+A tree is stored flat, by the names of its leaves, so that nothing depends on the classes of its nodes.
 """
 
 import logging
@@ -15,22 +15,22 @@ from groupax.parallel.processes import num_processes
 
 
 def _quiet(record: logging.LogRecord) -> bool:
-    """Orbax logs every error with its traceback before it raises it."""
+    """Drops records of orbax, which logs every error with its traceback before it raises it."""
     return "orbax" not in record.pathname
 
 
 logging.getLogger("absl").addFilter(_quiet)
 
 
-def begin_writing(folder: Path, tree: Any) -> Callable[[], None]:
-    """Take the values of the arrays as they are now, and write them in the background; by one process alone.
+def start_writing(folder: Path, tree: Any) -> Callable[[], None]:
+    """Copies the arrays to the host and writes them in the background; called by one process alone.
 
     Args:
-        folder: made here.
-        tree: of arrays, which may be donated or deleted as soon as this returns.
+        folder: Folder to create.
+        tree: Tree of arrays, which may be donated or deleted as soon as this returns.
 
     Returns:
-        A function that waits until all is written, and raises what went wrong.
+        A function that waits until everything is written, and raises what went wrong.
     """
     import orbax.checkpoint as ocp
 
@@ -50,29 +50,30 @@ def begin_writing(folder: Path, tree: Any) -> Callable[[], None]:
 
 
 def read(folder: Path, like: Any) -> Any:
-    """The arrays of `folder` in the structure of `like`.
+    """Returns the arrays of a folder in the structure of `like`.
 
     Args:
-        folder: written by `begin_writing`.
-        like: of `jax.ShapeDtypeStruct`s with the shardings that the arrays are to have, on whatever mesh.
+        folder: Folder that `start_writing` wrote.
+        like: Tree of `jax.ShapeDtypeStruct`s with the requested shardings, on any mesh.
 
     Raises:
-        ValueError: the folder has other arrays, or arrays of other shapes or dtypes.
+        ValueError: The folder has other arrays, or arrays of other shapes or dtypes.
     """
     import orbax.checkpoint as ocp
 
-    wanted = _flat(like)
+    requested = _flat(like)
     with ocp.PyTreeCheckpointer() as checkpointer:
         stored = _stored(checkpointer, folder)
-        _check(folder, stored, wanted)
-        restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
-        flat = checkpointer.restore(folder.absolute(), args=ocp.args.PyTreeRestore(wanted, restore_args=restore_args))
-    names = list(wanted)
+        _check(folder, stored, requested)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(requested)
+        args = ocp.args.PyTreeRestore(requested, restore_args=restore_args)
+        flat = checkpointer.restore(folder.absolute(), args=args)
+    names = list(requested)
     return jax.tree.unflatten(jax.tree.structure(like), [flat[name] for name in names])
 
 
 def read_on_host(folder: Path) -> dict[str, np.ndarray]:
-    """All arrays of a folder by name, on the host."""
+    """Returns all arrays of a folder by name, on the host."""
     import orbax.checkpoint as ocp
 
     with ocp.PyTreeCheckpointer() as checkpointer:
@@ -82,12 +83,12 @@ def read_on_host(folder: Path) -> dict[str, np.ndarray]:
 
 
 def abstract(tree: Any) -> Any:
-    """Shapes, dtypes and shardings of a tree's arrays."""
+    """Returns the shapes, dtypes and shardings of a tree's arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def named_leaves(tree: Any) -> Mapping[str, Any]:
-    """A tree's leaves by the names that they are stored under."""
+    """Returns a tree's leaves by the names under which they are stored."""
     return _flat(tree)
 
 
@@ -102,13 +103,11 @@ def _stored(checkpointer: Any, folder: Path) -> dict[str, Any]:
     return dict(checkpointer.metadata(folder.absolute()).item_metadata.tree)
 
 
-def _check(folder: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    missing, unknown = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+def _check(folder: Path, stored: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
+    missing, unknown = sorted(requested.keys() - stored.keys()), sorted(stored.keys() - requested.keys())
     if missing or unknown:
-        raise ValueError(
-            f"{folder} has other arrays than this run: it lacks {_some(missing)}, and has {_some(unknown)} beside them"
-        )
-    for name, leaf in wanted.items():
+        raise ValueError(f"{folder} has other arrays than this run: {_some(missing)} missing, {_some(unknown)} unknown")
+    for name, leaf in requested.items():
         found = stored[name]
         if tuple(found.shape) != leaf.shape or found.dtype != leaf.dtype:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues. Imports no jax beyond what says what a run is."""
+"""Chooses the checkpoint that a run continues."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from groupax.runs.checkpoints.store import PREFIX, LocalStore, RemoteStore, Stor
 from groupax.storage.buckets import RemoteFolder, is_remote
 
 FORMAT = 5  # of `state.json`
-# What a state of that format has at least.
+# Required entries of a state of that format.
 ENTRIES = {"cursor", "devices", "identity", "learner", "log", "metrics_bytes", "model", "rollout", "versions"}
 
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A whole checkpoint.
+    """A complete checkpoint.
 
     Attributes:
-        step: of the run.
-        where: its place, to be told.
-        folder: its files, locally.
-        state: the contents of its `state.json`.
+        step: Step of the run.
+        where: Path or URL, for messages.
+        folder: Local folder with its files.
+        state: Content of its `state.json`.
     """
 
     step: int
@@ -34,19 +34,19 @@ class Saved:
 
 
 class Fault(NamedTuple):
-    """Why a checkpoint cannot be continued.
+    """The reason why a checkpoint cannot be continued.
 
     Attributes:
-        text: names the checkpoint and says what is wrong.
-        was_whole: it was written to its end, once.
+        text: Names the checkpoint and says what is wrong.
+        was_complete: Whether it was once complete.
     """
 
     text: str
-    was_whole: bool
+    was_complete: bool
 
 
 def store_of(run: str, scratch: Path) -> Store:
-    """The checkpoints of a run by its folder or URL; those in a bucket pass through the local folder `scratch`."""
+    """Returns the checkpoints of a run by its folder or URL; `scratch` is a local folder for those in a bucket."""
     return (
         RemoteStore(RemoteFolder(run), scratch)
         if is_remote(run)
@@ -55,7 +55,7 @@ def store_of(run: str, scratch: Path) -> Store:
 
 
 def split_path(path: str) -> tuple[str, int | None]:
-    """A run's folder and, if the path is one of its checkpoints, that one's step."""
+    """Returns the run folder of a path and, if the path is a checkpoint, its step."""
     head, _, name = path.rstrip("/").rpartition("/")
     number = name.removeprefix(PREFIX)
     if name.startswith(PREFIX) and number.isdigit():
@@ -66,11 +66,11 @@ def split_path(path: str) -> tuple[str, int | None]:
 
 
 def readable_checkpoints(store: Store, faults: dict[int, Fault]) -> Iterator[Saved]:
-    """The checkpoints that can be continued by this groupax, newest first.
+    """Yields the checkpoints that this groupax can continue, newest first.
 
     Args:
-        store: where they lie.
-        faults: gets, by step, what is wrong with each of the others that was looked at.
+        store: The run's checkpoints.
+        faults: Filled with the faults of the other checkpoints, by step.
     """
     for step in reversed(store.steps()):
         saved = Saved(step, store.where(step), store.local(step), store.state(step))
@@ -83,19 +83,19 @@ def readable_checkpoints(store: Store, faults: dict[int, Fault]) -> Iterator[Sav
 
 
 def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, emit: Emit) -> Saved | None:
-    """The checkpoint that a run goes on from; None if it begins at its start.
+    """Returns the checkpoint that a run continues; None if it starts from the beginning.
 
     Args:
-        resume: "auto" takes the newest checkpoint of the run's own folder that can be read, if it is of the same run;
-            "never" none; a run's folder or checkpoint has that one continued.
-        output: the checkpoints in the run's own folder.
-        scratch: for downloads.
-        identity: of this run.
+        resume: "auto" for the newest readable checkpoint in the run's own folder, if it is of the same run; "never"
+            for none; the path of a run or a checkpoint for that one.
+        output: Checkpoints in the run's own folder.
+        scratch: Local folder for downloads.
+        identity: Identity of this run.
         emit: Receives messages about the choice.
 
     Raises:
-        ValueError: the checkpoint that `resume` names is not there, damaged, or of a run that cannot be continued with
-            this model, tokenizer, data or these settings; or there are checkpoints, and none of them can be read.
+        ValueError: The checkpoint that `resume` names does not exist, is damaged, or is of a run that cannot be
+            continued with this model, tokenizer, data or these settings; or no existing checkpoint can be read.
     """
     if resume == "never":
         return None
@@ -103,12 +103,12 @@ def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, e
     begun = next(readable_checkpoints(output, faults), None)
     if resume == "auto":
         if begun is None:
-            _refuse_to_lose(faults)
+            _check_none_lost(faults)
         _report_skipped(faults, emit)
         if begun is None:
             return None
         return begun if _same_run(begun, identity, emit) else None
-    if begun is not None and begun.state.get("origin") == resume:  # this run itself, which was stopped
+    if begun is not None and begun.state.get("origin") == resume:  # this run, which was stopped
         _report_skipped(faults, emit)
         _check(begun, identity, emit)
         return begun
@@ -130,16 +130,16 @@ def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, e
     raise ValueError(f"resume: {_there_are(store, run)}")
 
 
-def _refuse_to_lose(faults: Mapping[int, Fault]) -> None:
-    """See that a run is not begun anew over checkpoints that cannot be read; uploads that were cut off are none.
+def _check_none_lost(faults: Mapping[int, Fault]) -> None:
+    """Checks that a run does not start over unreadable checkpoints; incomplete uploads do not count.
 
     Raises:
-        ValueError: there are some.
+        ValueError: There are such checkpoints.
     """
-    if any(fault.was_whole for fault in faults.values()):
+    if any(fault.was_complete for fault in faults.values()):
         raise ValueError(
             f"this run has checkpoints, but none of them can be continued:\n{_listed(faults)}\nNothing was changed. "
-            "Use the groupax that wrote them, or begin a new run: with resume='never', which moves this one aside, or "
+            "Use the groupax that wrote them, or start a new run: with resume='never', which moves this one aside, or "
             "in another output_dir"
         )
 
@@ -158,8 +158,8 @@ def _same_run(saved: Saved, identity: Identity, emit: Emit) -> bool:
     if found:
         emit(
             Message(
-                f"the checkpoint {saved.where} is of another run, so this one begins at its start; different are\n"
-                f"{describe(found)}\nTo continue the earlier run on purpose, set resume to its folder",
+                f"the checkpoint {saved.where} is of another run, so this one starts from the beginning; the "
+                f"differences are\n{describe(found)}\nTo continue the earlier run on purpose, set resume to its folder",
                 warning=True,
             )
         )
@@ -171,15 +171,15 @@ def _check(saved: Saved, identity: Identity, emit: Emit) -> None:
     refused = incompatible(found)
     if refused:
         raise ValueError(
-            f"resume: {saved.where} cannot be continued by this run; different are\n{describe(refused)}\nGive the "
-            "same, or export the checkpoint (groupax checkpoints RUN_DIR export) and start a new run from that model"
+            f"resume: {saved.where} cannot be continued by this run; the differences are\n{describe(refused)}\nGive "
+            "the same, or export the checkpoint (groupax checkpoints RUN_DIR export) and start a new run from it"
         )
     if found:
         emit(Message(f"{saved.where} is continued with other settings:\n{describe(found)}", warning=True))
 
 
 def _unreadable(saved: Saved) -> str:
-    """Why this groupax cannot continue a checkpoint whose files are whole; empty if it can."""
+    """Returns why this groupax cannot continue an undamaged checkpoint; empty if it can."""
     state = saved.state
     if "format" not in state:
         return f"the checkpoint {saved.where} is damaged: its {STATE} has no format"

@@ -1,4 +1,4 @@
-"""A checkpoint's files: their checksums, and that they are on the disk. Imports no jax."""
+"""Checksums of a checkpoint's files. Imports no jax."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ STATE = "state.json"
 
 
 def seal(folder: Path) -> None:
-    """Write the checksums of all files in the folder, and have everything on the disk before returning."""
+    """Writes the checksums of all files in the folder, and flushes everything to the disk."""
     files = _files(folder)
     sums = folder / CHECKSUMS
     sums.write_text("".join(f"{_sha256(folder / name)}  {name}\n" for name in files), encoding="utf-8")
@@ -20,7 +20,7 @@ def seal(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint: a file is missing, is not as its checksum says, or has none. None if whole."""
+    """Returns what is wrong with a checkpoint: a file is missing, differs, or has no checksum. None if it is intact."""
     if not (folder / CHECKSUMS).is_file():
         return f"{CHECKSUMS} is missing: the folder was not written or copied to its end"
     expected = {}
@@ -40,7 +40,7 @@ def damage(folder: Path) -> str | None:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Have a file or a folder's entries on the disk before returning."""
+    """Flushes a file or a folder's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,7 +49,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def _files(folder: Path) -> list[str]:
-    """All files below the folder but the checksums and hidden ones."""
+    """Returns all files below the folder except the checksums and hidden files."""
     found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(str(path) for path in found if str(path) != CHECKSUMS and not path.name.startswith("."))
 

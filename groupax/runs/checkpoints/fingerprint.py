@@ -1,4 +1,4 @@
-"""What a run is: model, tokenizer, data, rewards, settings. A checkpoint continues a run only if these agree."""
+"""The identity of a run: model, tokenizer, data, rewards, settings. Checkpoints continue only runs that agree in it."""
 
 import datetime
 import hashlib
@@ -22,7 +22,7 @@ from groupax.config import GRPOConfig
 from groupax.models.checkpoint import Model
 from groupax.parallel.transfer import to_host
 
-# Settings that say how a run is computed, shown, limited and saved; they may differ at any time.
+# Settings of how a run is computed, shown, limited and saved; a resumed run may change them.
 RESUMABLE = {
     "output_dir",
     "mesh",
@@ -73,7 +73,7 @@ RESUMABLE = {
     "greater_is_better",
     "resume",
 } | {field.name for field in fields(GRPOConfig) if field.metadata.get("resume") == "free"}
-# Settings on which the saved state itself depends.
+# Settings that the saved state depends on; a resumed run may not change them.
 IMMUTABLE = {
     "seed",
     "prompts_per_step",
@@ -91,9 +91,9 @@ IMMUTABLE = {
     "momentum",
     "dtype",
 }
-# Settings whose change from or to 0 changes the saved state.
+# Settings that a resumed run may not change from or to 0.
 IMMUTABLE_ZERO = {"beta", "max_grad_norm"}
-NO_WHOLE_BYTES = ("bool", "int2", "uint2", "int4", "uint4")
+SUB_BYTE = ("bool", "int2", "uint2", "int4", "uint4")
 LIBRARIES = ("groupax", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "transformers")
 
 Identity = Mapping[str, Any]
@@ -107,15 +107,15 @@ def identity_of(
     rewards: Sequence[str],
     num_steps: int,
 ) -> Identity:
-    """Everything that two runs have to have in common to be one, as plain data.
+    """Returns everything that identifies a run, as plain data.
 
     Args:
-        args: settings.
-        model: at the start of the run.
-        tokenizer: with its chat template.
-        prompts: token ids of each training prompt.
-        rewards: names of the reward functions.
-        num_steps: optimizer steps of the run.
+        args: The run's settings.
+        model: The starting model.
+        tokenizer: The tokenizer with its chat template.
+        prompts: Token ids of each training prompt.
+        rewards: Names of the reward functions.
+        num_steps: Number of optimizer steps of the run.
     """
     return _plain(
         {
@@ -132,17 +132,17 @@ def identity_of(
 
 
 def versions() -> Mapping[str, str]:
-    """Of the libraries that a run's numbers depend on."""
+    """Returns the versions of the libraries that affect a run's numbers."""
     return {name: importlib.metadata.version(name) for name in LIBRARIES}
 
 
 def devices_of(mesh: Mesh) -> Mapping[str, Any]:
-    """What a run computes on, as plain data."""
+    """Returns the kind and the mesh of a run's devices, as plain data."""
     return {"kind": mesh.devices.flat[0].device_kind, "mesh": {name: int(size) for name, size in mesh.shape.items()}}
 
 
 def process_of(mesh: Mesh) -> Mapping[str, Any]:
-    """What a process is that works on a run: since when, on what machine, with which libraries, as plain data."""
+    """Returns the start time, the machine and the libraries of this process, as plain data."""
     return {
         "started_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "platform": mesh.devices.flat[0].platform,
@@ -156,13 +156,13 @@ def process_of(mesh: Mesh) -> Mapping[str, Any]:
 
 
 def differences(saved: Identity, now: Identity) -> dict[str, tuple[Any, Any]]:
-    """What differs between two runs, by name: then and now. Settings that may differ at any time do not count."""
+    """Returns the differences between two runs, then and now, by name; without settings that may change."""
     a, b = _flat(saved), _flat(now)
     return {name: (a.get(name), b.get(name)) for name in [*a, *(b.keys() - a.keys())] if a.get(name) != b.get(name)}
 
 
 def incompatible(found: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
-    """Those differences with which a checkpoint cannot be continued, even on purpose."""
+    """Returns the differences with which a checkpoint cannot be continued, even on request."""
     return {
         name: (then, now)
         for name, (then, now) in found.items()
@@ -174,19 +174,19 @@ def incompatible(found: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, A
 
 
 def describe(found: Mapping[str, tuple[Any, Any]]) -> str:
-    """Differences as lines to read."""
+    """Returns the differences as lines of text."""
     return "\n".join(
         f"  {name}: {_short(then)} in the checkpoint, {_short(now)} now" for name, (then, now) in found.items()
     )
 
 
 def digest(identity: Identity) -> str:
-    """A digest of what two runs have to have in common to be one."""
+    """Returns a digest of a run's identity."""
     return _sha256([json.dumps(_flat(identity), sort_keys=True).encode()])
 
 
 def weights_fingerprint(params: Any) -> str:
-    """A digest of all weights and their names that does not depend on how they are spread over devices."""
+    """Returns a digest of all weights and their names, independent of their sharding."""
     named = jax.tree_util.tree_leaves_with_path(params)
     sums = [_digest(jnp.asarray(leaf)) for _, leaf in named]
     lines = [
@@ -197,7 +197,7 @@ def weights_fingerprint(params: Any) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A digest of a tokenizer's vocabulary, special tokens and chat template."""
+    """Returns a digest of a tokenizer's vocabulary, special tokens and chat template."""
     vocabulary = sorted((token, index) for token, index in tokenizer.get_vocab().items())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else ""
@@ -206,8 +206,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 @partial(jax.jit)
 def _digest(x: jax.Array) -> jax.Array:
-    """Two sums modulo 2^32 of a weight's bits, the second weighted by position: exact, so in any order of additions."""
-    if x.dtype.name in NO_WHOLE_BYTES:
+    """Returns two sums modulo 2^32 of a weight's bits, the second mixed with positions; exact in any order."""
+    if x.dtype.name in SUB_BYTE:
         x = x.astype(jnp.int32)
     width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     bits = lax.bitcast_convert_type(x, width).astype(jnp.uint32)
@@ -229,7 +229,7 @@ def _processor() -> str:
 
 
 def _flat(identity: Identity) -> dict[str, Any]:
-    known = _plain(GRPOConfig().to_dict())  # what an older version did not have yet was as the default is
+    known = _plain(GRPOConfig().to_dict())  # settings that an older version did not have had their defaults
     settings = {name: value for name, value in {**known, **identity["settings"]}.items() if name not in RESUMABLE}
     flat: dict[str, Any] = {}
     for name, value in identity.items():
@@ -243,7 +243,7 @@ def _flat(identity: Identity) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
+    """Returns the value as JSON restores it."""
     return json.loads(json.dumps(value))
 
 

@@ -1,4 +1,4 @@
-"""Looking at a run's checkpoints: what there are, whether they are whole, one as a model's folder."""
+"""Lists, verifies and exports the checkpoints of a run."""
 
 import os
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ from groupax.runs.checkpoints.store import Store
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """A checkpoint as it is listed.
+    """A checkpoint in a list.
 
     Attributes:
-        step: of the run.
-        saved_at: when it was written, UTC; empty if that cannot be read.
-        metrics: of the run when it was written.
-        rollout: whether it was written between the updates on a rollout.
+        step: Step of the run.
+        saved_at: Time when it was written, UTC; empty if it cannot be read.
+        metrics: Metrics of the run at that step.
+        rollout: Whether it was written between the updates on a rollout.
     """
 
     step: int
@@ -40,7 +40,7 @@ class Listed:
 
 
 def listed(store: Store) -> list[Listed]:
-    """A run's checkpoints by their `state.json`; that they are whole is not looked at."""
+    """Returns a run's checkpoints by their `state.json`, without verifying them."""
     states = [(step, store.state(step)) for step in store.steps()]
     return [
         Listed(step, state.get("saved_at", ""), state.get("metrics", {}), state.get("rollout") is not None)
@@ -49,22 +49,22 @@ def listed(store: Store) -> list[Listed]:
 
 
 def damages(store: Store) -> dict[int, str | None]:
-    """What is wrong with each checkpoint; None if it is whole."""
+    """Returns what is wrong with each checkpoint by step; None if it is intact."""
     return {step: damage(store.local(step)) for step in store.steps()}
 
 
 def export(store: Store, step: int, folder: str | os.PathLike[str], tokenizer: Any = None) -> Path:
-    """Write the policy of a checkpoint as a Hugging Face folder, in the dtype of the model that the run began with.
+    """Writes the policy of a checkpoint as a Hugging Face folder, in the dtype of the run's starting model.
 
     Args:
-        store: the run's checkpoints.
-        step: of the checkpoint.
-        folder: need not exist. A model that groupax has written there is replaced; other files stay.
-        tokenizer: written beside the weights if given.
+        store: The run's checkpoints.
+        step: Step of the checkpoint.
+        folder: Folder to write; a model that groupax wrote there is replaced, other files stay.
+        tokenizer: Tokenizer to write too, if given.
 
     Raises:
-        ForeignFilesError: the folder holds files that groupax did not write.
-        ValueError: the checkpoint is damaged, or its weights are not those of a whole model.
+        ForeignFilesError: The folder has files that groupax did not write.
+        ValueError: The checkpoint is damaged, or its weights are not those of a complete model.
     """
     configure_jax()
     local = store.local(step)
@@ -85,6 +85,6 @@ def export(store: Store, step: int, folder: str | os.PathLike[str], tokenizer: A
 
 
 def tokenizer_of(store: Store) -> Any:
-    """The tokenizer that the run has written into its folder; None if there is none."""
+    """Returns the tokenizer from the run's folder; None if there is none."""
     folder = store.beside("tokenizer")
     return None if folder is None else load_tokenizer(folder)

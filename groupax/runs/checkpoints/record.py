@@ -1,10 +1,10 @@
-"""A run's state as a checkpoint's files, and back.
+"""Converts the state of a run into a checkpoint's files, and back.
 
-state.json            cursor, what adapts, log, what the run is, versions
-params/ optimizer/    master weights, or the adapters, and the optimizer's state
-reference/            only if it moves
-rollout.parquet       only while there are updates left on a rollout: its completions, what they were scored with
-policies/             only with max_staleness: earlier policies, which sample rollouts to come
+state.json            cursor, adaptive coefficients, log, identity, versions
+params/ optimizer/    master weights (or adapters) and the optimizer's state
+reference/            only if the reference model moves
+rollout.parquet       only while updates on a rollout are left: its completions and their log-probs
+policies/             only with max_staleness: earlier policies, which sample the next rollouts
 """
 
 import datetime
@@ -27,15 +27,15 @@ from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.choose import FORMAT
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.rollout_log import simple_column
+from groupax.training.buckets import Shape
 from groupax.training.learner import Learner
-from groupax.training.packing import Shape
 from groupax.training.state import TrainState
 from groupax.types import Rollout, Row
 
 PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rollout.parquet"
 POLICIES = "policies"
 SCORED = ("old_logp", "ref_logp")  # of the rows of slices; the rest of a row follows from its rollout
-BY_NAME = ("rewards", "extra")  # the fields of a rollout that are mappings
+BY_NAME = ("rewards", "extra")  # fields of a rollout that are mappings
 
 
 def state_of(
@@ -46,7 +46,7 @@ def state_of(
     identity: Identity,
     model: Model,
 ) -> dict[str, Any]:
-    """What `state.json` says of the run, without its log."""
+    """Returns the content of `state.json` without the log."""
     return {
         "format": FORMAT,
         "step": cursor.step,
@@ -55,7 +55,7 @@ def state_of(
             "num_updates": learner.num_updates,
             "entropy": asdict(learner.entropy),
             "shapes": [asdict(shape) for shape in learner.shapes],
-            "shapes_of": _made_for(learner),
+            "shapes_of": _shape_limits(learner),
         },
         "rollout": None
         if experience is None
@@ -80,16 +80,16 @@ def state_of(
 
 
 def stored_dtype(model: Model) -> str:
-    """The dtype in which a model's files had its weights."""
+    """Returns the dtype of the weights in a model's files."""
     return model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "float32"
 
 
-def begin_writing(
+def start_writing(
     learner: Learner, policies: Mapping[int, Policy], with_optimizer: bool
 ) -> Callable[[Path], Callable[[], None]]:
-    """What writes a run's arrays into a folder, in the background (see `arrays.begin_writing`).
+    """Returns a function that writes the run's arrays into a folder in the background (see `arrays.start_writing`).
 
-    Of several processes all must call this, and the first one can write.
+    All processes must call this; the primary one can write.
     """
     trees = _trees(learner, with_optimizer)
     if policies:
@@ -98,7 +98,7 @@ def begin_writing(
         trees = to_host_on_primary(trees)
 
     def begin(folder: Path) -> Callable[[], None]:
-        waits = [arrays.begin_writing(folder / name, tree) for name, tree in trees.items()]
+        waits = [arrays.start_writing(folder / name, tree) for name, tree in trees.items()]
 
         def wait() -> None:
             for each in waits:
@@ -110,14 +110,14 @@ def begin_writing(
 
 
 def restore_learner(learner: Learner, folder: Path, state: Mapping[str, Any]) -> None:
-    """Make a new learner what the saved one was, on its own mesh. Its arrays are freed before those of the folder come.
+    """Restores the saved state of a new learner on its own mesh, after freeing its arrays.
 
     Raises:
-        ValueError: the folder has other arrays.
+        ValueError: The folder has other arrays.
     """
     learner.num_updates = state["num_updates"]
     learner.entropy = EntropyState(**state["entropy"])
-    if state["shapes_of"] == _made_for(learner):
+    if state["shapes_of"] == _shape_limits(learner):
         learner.shapes = [_shape(record) for record in state["shapes"]]
     like = {name: arrays.abstract(tree) for name, tree in _trees(learner, with_optimizer=True).items()}
     for leaf in jax.tree.leaves(_trees(learner, with_optimizer=True)):
@@ -132,15 +132,15 @@ def restore_learner(learner: Learner, folder: Path, state: Mapping[str, Any]) ->
 
 
 def read_policies(folder: Path, state: Sequence[Mapping[str, int]], learner: Learner) -> dict[int, Policy]:
-    """The policies that sample rollouts to come, by the rollout's number.
+    """Returns the policies that sample the next rollouts, by the rollout's number.
 
     Args:
-        folder: of the checkpoint.
-        state: what `state.json` says of them.
-        learner: of the run.
+        folder: Folder of the checkpoint.
+        state: Their entry of `state.json`.
+        learner: The run's learner.
 
     Raises:
-        ValueError: the folder has other arrays.
+        ValueError: The folder has other arrays.
     """
     if not state:
         return {}
@@ -150,12 +150,12 @@ def read_policies(folder: Path, state: Sequence[Mapping[str, int]], learner: Lea
 
 
 def has_optimizer(folder: Path) -> bool:
-    """Whether a checkpoint has the optimizer's state."""
+    """Returns whether a checkpoint has the optimizer's state."""
     return (folder / OPTIMIZER).is_dir()
 
 
 def write_rollout(experience: Experience, folder: Path) -> None:
-    """Write the completions of a rollout with rewards and advantages, and what its rows were scored with."""
+    """Writes the completions of a rollout with rewards and advantages, and the log-probs of its rows."""
     import pyarrow
     import pyarrow.parquet
 
@@ -171,7 +171,7 @@ def write_rollout(experience: Experience, folder: Path) -> None:
     for name in SCORED:
         values = [getattr(row, name) for row in trained]
         columns[name] = [*values, *[None] * (len(rollouts) - len(trained))]
-    # what reward functions log, and texts, may be what Parquet has no kind for
+    # Parquet may have no type for texts and for what reward functions log
     kinds = {name: simple_column if name == "text" or name.startswith("extra/") else pyarrow.array for name in columns}
     table = pyarrow.table({name: kinds[name](values) for name, values in columns.items()})
     pyarrow.parquet.write_table(table, folder / ROLLOUT)
@@ -180,15 +180,15 @@ def write_rollout(experience: Experience, folder: Path) -> None:
 def read_rollout(
     folder: Path, state: Mapping[str, Any], example_of: Callable[[int], Any]
 ) -> tuple[Experience, list[dict[str, np.ndarray | None]]]:
-    """A rollout as `write_rollout` has written it.
+    """Returns a rollout that `write_rollout` has written.
 
     Args:
-        folder: of the checkpoint.
-        state: what `state.json` says of the rollout.
-        example_of: the dataset row of a prompt by its index in the rollout.
+        folder: Folder of the checkpoint.
+        state: The rollout's entry of `state.json`.
+        example_of: Returns the dataset row of a prompt by its index in the rollout.
 
     Returns:
-        The rollout without its slices, and what each completion was scored with.
+        The rollout without its slices, and the log-probs of each completion.
     """
     import pyarrow.parquet
 
@@ -209,7 +209,7 @@ def read_rollout(
 
 
 def with_scores(slices: Sequence[Sequence[Row]], scores: Sequence[Mapping[str, np.ndarray | None]]) -> list[list[Row]]:
-    """The rows of slices with what they were scored with; there may be more scores than rows."""
+    """Returns the rows of slices with their log-probs; there may be more log-probs than rows."""
     each = iter(scores)
     return [[replace(row, **next(each)) for row in part] for part in slices]
 
@@ -224,7 +224,7 @@ def _trees(learner: Learner, with_optimizer: bool) -> dict[str, Any]:
 
 
 def _scheduled(opt_state: Any, num_updates: int) -> Any:
-    """A fresh optimizer state whose learning rate is that of the update to come."""
+    """Returns a fresh optimizer state with the learning rate of the next update."""
 
     def counted(state: Any) -> Any:
         if not isinstance(state, optax.ScaleByScheduleState):
@@ -234,8 +234,8 @@ def _scheduled(opt_state: Any, num_updates: int) -> Any:
     return jax.tree.map(counted, opt_state, is_leaf=lambda state: isinstance(state, optax.ScaleByScheduleState))
 
 
-def _made_for(learner: Learner) -> list[Any]:
-    """What sets how large shapes are: others must not outlive it, say where they have run out of memory."""
+def _shape_limits(learner: Learner) -> list[Any]:
+    """Returns what limits the shapes: saved shapes of other limits may not fit into memory."""
     return [learner.settings.micro_batch_tokens, learner.mesh.devices.flat[0].device_kind]
 
 
@@ -247,7 +247,7 @@ def _shape(record: Mapping[str, Any]) -> Shape:
 
 
 def _values(column: Any) -> list[Any]:
-    """A column's values; lists of numbers as arrays of their own dtype."""
+    """Returns a column's values; lists of numbers as arrays of their own dtype."""
     import pyarrow
 
     kind = column.type

@@ -1,4 +1,4 @@
-"""Saves a run as it goes, and brings it back."""
+"""Saves the state of a run during training and restores it."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.choose import Saved, split_path, store_of, to_continue
 from groupax.runs.checkpoints.files import STATE
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, digest, versions
-from groupax.runs.checkpoints.record import begin_writing, has_optimizer, restore_learner, state_of, write_rollout
+from groupax.runs.checkpoints.record import has_optimizer, restore_learner, start_writing, state_of, write_rollout
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore, Store
 from groupax.runs.checkpoints.writer import CheckpointWriter, SaveSettings, Snapshot
 from groupax.runs.folder import RunFolder
@@ -30,22 +30,22 @@ from groupax.runs.log import RunLog
 from groupax.settings.fields import nearest
 from groupax.training.learner import Learner
 
-# How long the end of a run waits for room, and between two tries.
-PATIENCE_S, RETRY_END_S = 1800.0, 5.0
-MEND_S = 60.0  # until it gives up a folder in which nothing can be written, on a disk that has room
+PATIENCE_S = 1800.0  # that the end of a run waits for disk space
+RETRY_END_S = 5.0  # between two attempts
+REPAIR_S = 60.0  # until it gives up a folder that cannot be written to although its disk has room
 
 
 class RunSaver:
     """The checkpoints of one run.
 
     Args:
-        args: when to save, and what to continue.
-        identity: what the run is.
-        model: that it began with.
-        folder: where it is written; prepared by `begin`.
-        learner: new; `begin` makes it the saved one.
-        log: tells what happens; likewise.
-        policies: the earlier ones that sample rollouts to come (see `Pipeline.policies`).
+        args: The run's settings.
+        identity: The run's identity.
+        model: The starting model.
+        folder: The run folder, which `begin` prepares.
+        learner: A new learner, whose saved state `begin` restores.
+        log: The run's log.
+        policies: Returns the earlier policies that sample the next rollouts (see `Pipeline.policies`).
     """
 
     def __init__(
@@ -68,12 +68,13 @@ class RunSaver:
         self.writer = CheckpointWriter(self.store, args.part(SaveSettings), log.emit, folder.sync)
 
     def begin(self) -> Saved | None:
-        """Bring back the learner that `resume` asks for, and prepare the run folder; None for a run from its start.
+        """Restores the learner from the checkpoint that `resume` names, and prepares the run folder.
 
-        The log has to be brought back with `RunLog.resume`.
+        Returns:
+            The checkpoint, from which the caller restores the log; None if the run starts from the beginning.
 
         Raises:
-            ValueError: `resume` names what cannot be continued.
+            ValueError: `resume` names a checkpoint that cannot be continued.
         """
         saved = processes.run_on_primary(
             lambda: to_continue(self.args.resume, self.store, self.scratch, self.identity, self.log.emit)
@@ -83,10 +84,10 @@ class RunSaver:
         if saved is None:
             self.folder.start(config, identity, afresh=self.args.resume != "auto")
             return None
-        self._tell(saved)
+        self._report(saved)
         restore_learner(self.learner, saved.folder, saved.state["learner"])
         num_bytes = saved.state["metrics_bytes"]
-        is_another = saved.where != self.store.where(saved.step)  # a run of its own, that begins where that one was
+        is_another = saved.where != self.store.where(saved.step)  # a new run that starts where that one was
         if is_another or not processes.is_primary():
             self.folder.start(config, identity)
             return saved
@@ -101,21 +102,21 @@ class RunSaver:
         return saved
 
     def save_if_due(self, cursor: Cursor, experience: Experience | None) -> None:
-        """Begin to write a checkpoint if it is time for one."""
+        """Starts to write a checkpoint if one is due."""
         self.writer.look()
-        due = self.writer.due(cursor.step) or self._is_judged_here(cursor)
+        due = self.writer.due(cursor.step) or self._is_candidate_for_best(cursor)
         if cursor.step and processes.broadcast_object(due):
             self.save(cursor, experience)
 
     def save(self, cursor: Cursor, experience: Experience | None) -> None:
-        """Begin to write a checkpoint of the run as it is now; the first process writes it."""
+        """Starts to write a checkpoint of the current state; the primary process writes it."""
         policies = self.policies(cursor)
-        begin = begin_writing(self.learner, policies, self.args.save_optimizer_state)
+        begin = start_writing(self.learner, policies, self.args.save_optimizer_state)
         if not processes.is_primary():
             return
         self.folder.flush()
         self._follow_folder()
-        self._tell_if_unknown(cursor.step)
+        self._report_unknown_metric(cursor.step)
         state = {
             **state_of(cursor, self.learner, experience, policies, self.identity, self.model),
             "log": self.log.state(),
@@ -132,11 +133,11 @@ class RunSaver:
             if experience is not None:
                 write_rollout(experience, folder)
 
-        text = json.dumps(state)  # now, as the log goes on
+        text = json.dumps(state)  # before the log changes
         self.writer.save(Snapshot(cursor.step, text, begin_with_metrics, write_more))
 
     def save_and_wait(self, cursor: Cursor, experience: Experience | None) -> bool:
-        """Have a checkpoint of the run as it is now; returns whether there is one."""
+        """Writes a checkpoint of the current state, and returns whether there is one."""
         self.writer.wait()
         if processes.broadcast_object(self.writer.newest() != cursor.step):
             self.save(cursor, experience)
@@ -144,15 +145,15 @@ class RunSaver:
         return processes.broadcast_object(self.writer.newest() == cursor.step)
 
     def stop(self, cursor: Cursor, experience: Experience | None, reason: str) -> None:
-        """The run was asked to stop: have its state saved.
+        """Saves the state of a run that was asked to stop.
 
         Raises:
             PreemptedError: always.
         """
         if not cursor.step:
             message = (
-                f"stopped ({reason}) before the first step was made; nothing was saved. To begin again, start it as "
-                "before"
+                f"stopped ({reason}) before the first step was complete; nothing was saved. To start over, run it "
+                "as before"
             )
             self.log.emit(Message(message, warning=True))
             raise PreemptedError(message)
@@ -163,57 +164,57 @@ class RunSaver:
         else:
             kept = "its state could not be saved"
         message = processes.broadcast_object(
-            f"stopped ({reason}) after step {cursor.step}; {kept}. {self._how_to_go_on}"
+            f"stopped ({reason}) after step {cursor.step}; {kept}. {self._how_to_continue}"
         )
         self.log.emit(Message(message, warning=True))
         raise PreemptedError(message)
 
     def fail(self, cursor: Cursor, experience: Experience | None, whole: bool) -> None:
-        """The run cannot go on: keep what was achieved.
+        """Saves the state of a run that cannot continue.
 
         Args:
-            cursor: of the run.
-            experience: likewise.
-            whole: whether cursor, experience and learner belong together; otherwise the newest checkpoint has to do.
+            cursor: The run's cursor.
+            experience: The rollout in progress.
+            whole: Whether cursor, experience and learner are consistent; otherwise the newest checkpoint must do.
         """
         if cursor.step and whole:
             self.save_and_wait(cursor, experience)
         self.writer.wait()
         if newest := self.writer.newest():
             self.log.emit(
-                Message(f"the run's state is in {self.store.where(newest)}. {self._how_to_go_on}", warning=True)
+                Message(f"the run's state is in {self.store.where(newest)}. {self._how_to_continue}", warning=True)
             )
 
     def end(self, cursor: Cursor, experience: Experience | None) -> None:
-        """The last step was made, maybe in the middle of a rollout: a longer run goes on with the rest of it.
+        """Saves the state after the last step, from which a longer run can continue.
 
         Raises:
-            RunError: the last checkpoint could not be written.
+            RunError: The last checkpoint could not be written.
         """
         self.writer.wait()
         if self.args.do_last_save and not self.save_and_wait(cursor, experience):
             raise RunError(f"the last checkpoint could not be written to {self.store.where(cursor.step)}")
 
     def _seen_by_all(self, saved: Saved) -> Saved:
-        """The checkpoint that the first process has chosen, for this one.
+        """Returns the checkpoint that the primary process has chosen, for this process.
 
         Raises:
-            ValueError: a process does not see it.
+            ValueError: A process cannot read it.
         """
-        if not processes.is_primary() and str(saved.folder) != saved.where:  # a download of that process
+        if not processes.is_primary() and str(saved.folder) != saved.where:  # it is a download of that process
             run, _ = split_path(saved.where)
             saved = replace(saved, folder=store_of(run, self.scratch).local(saved.step))
         seen = processes.all_gather_object((saved.folder / STATE).is_file())
         if not all(seen):
-            blind = ", ".join(str(number) for number, sees in enumerate(seen) if not sees)
+            unable = ", ".join(str(number) for number, sees in enumerate(seen) if not sees)
             raise ValueError(
-                f"resume: processes {blind} do not see the checkpoint {saved.where}; output_dir must be a folder that "
-                "all hosts share, or in a bucket"
+                f"resume: processes {unable} cannot read the checkpoint {saved.where}; output_dir must be a "
+                "folder that all hosts share, or in a bucket"
             )
         return saved
 
     def _follow_folder(self) -> None:
-        """Write checkpoints where the run folder is now."""
+        """Moves the store to the current run folder."""
         place = self.folder.path / "checkpoints"
         if isinstance(self.store, LocalStore) and self.store.folder != place.resolve():
             self.writer.wait()
@@ -221,14 +222,14 @@ class RunSaver:
             self.writer.last_step = None
 
     @property
-    def _how_to_go_on(self) -> str:
+    def _how_to_continue(self) -> str:
         again = "start it again as before (resume is 'auto')" if self.args.resume != "never" else "set resume"
-        command = f", or: groupax resume {self.folder.place}" if self.folder.command is not None else ""
-        return f"To go on, {again}{command}"
+        command = f", or: groupax resume {self.folder.uri}" if self.folder.command is not None else ""
+        return f"To continue, {again}{command}"
 
-    def _tell(self, saved: Saved) -> None:
-        if saved.step < self.identity["num_steps"]:  # a complete run is told by the trainer
-            self.log.emit(Message(f"going on after step {saved.step}, from {saved.where}"))
+    def _report(self, saved: Saved) -> None:
+        if saved.step < self.identity["num_steps"]:  # the trainer reports a complete run
+            self.log.emit(Message(f"continuing after step {saved.step}, from {saved.where}"))
         then, now = saved.state["versions"], versions()
         changed = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
         if changed:
@@ -244,15 +245,18 @@ class RunSaver:
             )
         if not has_optimizer(saved.folder):
             self.log.emit(
-                Message("the checkpoint has no optimizer state (save_optimizer_state); it begins anew", warning=True)
+                Message(
+                    "the checkpoint has no optimizer state (save_optimizer_state); it is initialized again",
+                    warning=True,
+                )
             )
 
-    def _is_judged_here(self, cursor: Cursor) -> bool:
-        """Whether the policy, as it is now, was evaluated to find the best checkpoint, of which there is none yet."""
+    def _is_candidate_for_best(self, cursor: Cursor) -> bool:
+        """Returns whether the current policy was evaluated for the best checkpoint and is not saved yet."""
         name, is_known = self.args.metric_for_best_model, self.writer.last_step == cursor.step
         return name in self.log.evaluated and cursor.evaluated_step == cursor.step and not is_known
 
-    def _tell_if_unknown(self, step: int) -> None:
+    def _report_unknown_metric(self, step: int) -> None:
         name, metrics = self.args.metric_for_best_model, self.log.last | self.log.evaluated
         will_be_evaluated = step < self.args.eval_steps and name is not None and name.startswith("eval_")
         if name is not None and name not in metrics and not will_be_evaluated:
@@ -266,38 +270,38 @@ class RunSaver:
 
 
 def remove_download(saved: Saved) -> None:
-    """Remove the local copy of a checkpoint that came from a bucket."""
+    """Deletes the local copy of a checkpoint from a bucket."""
     if str(saved.folder) != saved.where:
         shutil.rmtree(saved.folder, ignore_errors=True)
 
 
 def retry_while_disk_full(action: Callable[[], None], folder: RunFolder, emit: Emit, stop: PreemptionHandler) -> None:
-    """Do what needs room on a disk or an answer from a server, and try again for a while if it fails.
+    """Runs an action that needs disk space or a server, and retries it for a while if it fails.
 
-    If it fails for another reason than room, the run goes on in another folder after `MEND_S` (see
+    If it fails for another reason than a full disk, the run continues in another folder after `REPAIR_S` (see
     `RunFolder.give_way`).
 
     Raises:
-        RunError: it failed for `PATIENCE_S`, or the run was asked to stop meanwhile.
+        RunError: It failed for `PATIENCE_S`, or the run was asked to stop meanwhile.
     """
-    begun_s, told, place = time.monotonic(), False, folder.place
+    started_s, is_reported, uri = time.monotonic(), False, folder.uri
     while True:
         try:
             action()
             return
         except (OSError, RunError, SafetensorError) as error:
-            if any(processes.all_gather_object(stop.reason is not None or time.monotonic() - begun_s > PATIENCE_S)):
-                raise RunError(f"the end of the run could not be saved in {place}: {error}") from error
-            if not told:
+            if any(processes.all_gather_object(stop.reason is not None or time.monotonic() - started_s > PATIENCE_S)):
+                raise RunError(f"the end of the run could not be saved in {uri}: {error}") from error
+            if not is_reported:
                 emit(
                     Message(
-                        f"the end of the run cannot be saved in {place}: {error}. Make room or mend the folder; it is "
+                        f"the end of the run cannot be saved in {uri}: {error}. Make room or repair the folder; it is "
                         f"tried again for {PATIENCE_S / 60:.0f} minutes",
                         warning=True,
                     )
                 )
-            told = True
-            if processes.broadcast_object(time.monotonic() - begun_s > MEND_S):
-                with suppress(OSError):  # then there is nothing but to wait
+            is_reported = True
+            if processes.broadcast_object(time.monotonic() - started_s > REPAIR_S):
+                with suppress(OSError):  # no other folder either; wait
                     processes.run_on_primary(folder.give_way)
             time.sleep(RETRY_END_S)

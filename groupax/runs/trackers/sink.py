@@ -63,7 +63,7 @@ class Trackers:
         self.running = []
 
     def _open(self, step: int) -> None:
-        name = self.args.run_name or PurePath(self.folder.place.rstrip("/")).name
+        name = self.args.run_name or PurePath(self.folder.uri.rstrip("/")).name
         config = self.args.to_dict()
         run = TrackedRun(self.folder.id, name, self.args.project, self.folder.path, config, step)
         self.running = [BackgroundTracker(tracker, run) for tracker in self.args.report_to]

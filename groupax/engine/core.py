@@ -1,0 +1,97 @@
+"""The weights, devices and memory that sessions decode with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from groupax.engine.cache import cache_dtype, token_bytes
+from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, Plan
+from groupax.engine.prefix_cache import PrefixCache
+from groupax.engine.tensor_parallel import validate_tp
+from groupax.models.config import ModelConfig
+from groupax.models.quantize import check_decoding_weights, decoding_params
+from groupax.models.specs import Params
+from groupax.models.split import shard_params
+from groupax.parallel.mesh import decoding_mesh, splits_model
+from groupax.parallel.peak import free_memory_bytes
+
+
+class EngineCore:
+    """The part of an `Engine` that sessions share, with its arguments and attributes."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        mesh: Mesh,
+        eos_ids: tuple[int, ...],
+        max_slots: int = 256,
+        chunk_steps: int = CHUNK_STEPS,
+        tokenizer: Any = None,
+        kv_bytes: int | None = None,
+        kv_dtype: Any = None,
+        prefix_bytes: int = 0,
+        weights: str = "same",
+        tp: int = 1,
+    ) -> None:
+        if config.num_labels:
+            raise ValueError(
+                f"the model classifies sequences, with {config.num_labels} labels, and has no head to generate text "
+                "with; give a causal model"
+            )
+        if chunk_steps < 1:
+            raise ValueError(f"chunk_steps must be at least 1, got {chunk_steps}")
+        self.config = config
+        self.weights = weights
+        self.mesh = decoding_mesh(mesh, tp)
+        self._gathers = splits_model(mesh) or tp > 1
+        if tp > 1:
+            validate_tp(config, self.mesh, params, weights)
+        self._given: Params = params
+        self._params: Params | None = None
+        self.version = 0
+        self.eos_ids = eos_ids
+        self.max_slots = max_slots
+        self.chunk_steps = chunk_steps
+        self.tokenizer = tokenizer
+        self.kv_bytes = kv_bytes
+        check_decoding_weights(params, weights)
+        self.kv_dtype = cache_dtype(kv_dtype, weights, params["embed"].dtype, self.mesh.devices.flat[0].platform)
+        self.prefixes = PrefixCache(prefix_bytes)
+        self.before_chunk: Callable[[], object] | None = None
+
+    @property
+    def params(self) -> Params:
+        """The weights that the engine decodes with."""
+        if self._params is None:
+            given = self._given
+            gathered = jax.block_until_ready(shard_params(self.config, self.mesh, given)) if self._gathers else given
+            self._params = decoding_params(self.config, gathered, self.weights)
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        if params is not self._given:  # the same weights need no second copy
+            self._given, self._params = params, None
+            self.version += 1
+            self.prefixes.clear()
+
+    def release(self) -> None:
+        """Frees the memory of weights that were gathered or converted; the next decoding creates them again."""
+        if self._gathers or self.weights != "same":
+            self._params = None
+
+    def plan(self) -> Plan:
+        """Returns the limits of the cache: `kv_bytes`, or a fraction of the memory that the weights leave free."""
+        allowed = self.kv_bytes
+        if allowed is None:
+            jax.block_until_ready(self.params)  # gathered and converted weights take their memory first
+            allowed = int(FREE_FRAC * free_memory_bytes(self.mesh))
+        return Plan(allowed // self.bytes_per_token, self.config.num_layers, self.max_slots)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Size of one token's keys and values in all layers, on one of the devices that store them."""
+        return token_bytes(self.config, self.kv_dtype, self.mesh.shape["tp"])
