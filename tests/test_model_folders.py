@@ -336,7 +336,7 @@ BAD_ADAPTER = {
         config("adapter_config.json", target_modules="(.|.)*(.|.)*(.|.)*(.|.)*!"),
         "takes longer than|matches no module",
     ),
-    "targets: unknown": (config("adapter_config.json", target_modules=["x_proj"]), "no module of the model"),
+    "targets: unknown": (config("adapter_config.json", target_modules=["x_proj"]), "not a module of the model"),
     "kind: number": (config("adapter_config.json", peft_type=1), "peft_type=1"),
     "weights: missing": (removed("adapter_model.safetensors"), "pickled adapters are never loaded"),
     "weights: damaged": (raw("adapter_model.safetensors", b"x" * 99), DAMAGED),
