@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyControl:
-    """Settings of the bonus. The fields are `GRPOConfig`'s of the same names.
+    """Settings of the entropy bonus. The fields are `GRPOConfig`'s of the same names.
 
     Attributes:
-        entropy_coef: weight of the mean token entropy in the loss; with `use_adaptive_entropy` the first one.
-        use_adaptive_entropy: change the weight after every optimizer step.
-        entropy_coef_min: lower bound.
-        entropy_coef_max: upper bound.
-        entropy_coef_delta: change per step.
+        entropy_coef: weight of the mean token entropy in the loss; with `use_adaptive_entropy` its initial value.
+        use_adaptive_entropy: whether to change the weight after every optimizer step.
+        entropy_coef_min: lower bound of the weight.
+        entropy_coef_max: upper bound of the weight.
+        entropy_coef_delta: change of the weight per step.
         entropy_target: mean token entropy to hold, in nats.
     """
 
@@ -25,16 +25,16 @@ class EntropyControl:
 
     @property
     def active(self) -> bool:
-        """Whether the loss has an entropy term."""
+        """Returns whether the loss has an entropy term."""
         return self.entropy_coef != 0 or self.use_adaptive_entropy
 
 
 @dataclass(frozen=True)
 class EntropyState:
-    """What the bonus carries from step to step.
+    """The state of the entropy bonus between steps.
 
     Attributes:
-        coef: the coefficient.
+        coef: weight of the bonus.
         last_entropy: mean token entropy of the last step; None before the first.
     """
 
@@ -43,13 +43,13 @@ class EntropyState:
 
 
 def applied_coef(state: EntropyState, control: EntropyControl) -> float:
-    """The weight of this step's bonus: none while the last step's entropy was above the target, if adaptive."""
+    """Returns the weight of this step's bonus: if adaptive, 0 while the last step's entropy was above the target."""
     above = state.last_entropy is not None and state.last_entropy > control.entropy_target
     return 0.0 if control.use_adaptive_entropy and above else state.coef
 
 
 def next_entropy_state(state: EntropyState, control: EntropyControl, entropy: float) -> EntropyState:
-    """After a step: the coefficient plus delta if its entropy was at or below the target, minus delta if above.
+    """Raises the coefficient by delta after a step with an entropy at or below the target, and lowers it otherwise.
 
     Source: Skywork-OR1, arXiv:2505.22312; there the step's own entropy gates it, here the last step's.
     """
