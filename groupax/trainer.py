@@ -450,8 +450,10 @@ class GRPOTrainer:
         policies = self.pipeline.policies if self.pipeline else lambda _: {}
         saver = RunSaver(self.args, self._identity, self._model, self.run_folder, self.learner, log, policies)
         model_folder = self.run_folder.path / "model"
-        if not (self.run_folder.path / "metrics.jsonl").exists():  # an earlier run may be moved aside, with its model
-            processes.run_on_primary(lambda: check_destination(model_folder, source_folders(self._model)))
+        metrics = self.run_folder.path / "metrics.jsonl"  # an earlier run may be moved aside, with its model
+        processes.run_on_primary(
+            lambda: metrics.exists() or check_destination(model_folder, source_folders(self._model))
+        )
         saved = saver.begin()
         self.run_folder.write_tokenizer(self.tokenizer)
         if saved is not None:

@@ -1,4 +1,4 @@
-"""Datasets as people have them: damaged, foreign, endless. Each is refused before training, in words, or trains."""
+"""Damaged, foreign and endless datasets: each is refused with a clear error before training, or trains."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ ROW = b'{"prompt": "abc", "answer": "1"}\n'
 
 
 def prompts_of(dataset):
-    """The prompts that a run would train on."""
+    """Returns the prompts that a run would train on."""
     tokenizer = a_tokenizer(eos_token="<eos>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     return encode_examples(load_examples(dataset), tokenizer, 64, "error", name="train_dataset").examples
@@ -31,7 +31,7 @@ def message(content, role="user"):
     return json.dumps({"prompt": [{"role": role, "content": content}]}).encode()
 
 
-# Name of a file, what is in it, and what is said of it; None if it trains.
+# File name, contents, and the expected error; None if it trains.
 FILES = {
     "empty.jsonl": (b"", "is empty"),
     "blank_lines.jsonl": (b"\n\n  \n", "is empty"),
@@ -163,7 +163,7 @@ def test_damaged_parquet_files(tmp_path):
         try:
             load_examples(tmp_path / "a.parquet")
         except ValueError as error:
-            assert "a.parquet" in str(error)  # noqa: PT017 - it may also be none
+            assert "a.parquet" in str(error)  # noqa: PT017 - there may be no error
 
 
 def test_parquet_with_bytes_for_prompts(tmp_path):
@@ -210,7 +210,7 @@ def test_damaged_folders_of_datasets(tmp_path):
 
 
 class Arithmetic:
-    """Rows that are computed, as `torch.utils.data.Dataset` has them: no index is too high."""
+    """Computed rows, as of a `torch.utils.data.Dataset`, which accepts every index."""
 
     def __init__(self, length=5):
         self.length = length
@@ -291,7 +291,7 @@ def streamed():
         (lambda: np.array(["a", "b"]), r"no column 'prompt' \(row 0 has str"),
     ],
 )
-def test_objects_that_are_no_rows(make, fault):
+def test_objects_that_are_not_rows(make, fault):
     with pytest.raises(ValueError, match=fault):
         load_examples(make())
 

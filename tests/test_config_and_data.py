@@ -1,4 +1,4 @@
-"""Settings, datasets and tokenizers: what is accepted, in which order it is visited, what is refused."""
+"""Settings, datasets and tokenizers: accepted and refused values, and the order of visits."""
 
 import dataclasses
 import json
@@ -76,7 +76,7 @@ def test_bad_settings(settings, message):
         GRPOConfig(**settings)
 
 
-# What no number should be; some settings can be some of these.
+# Numbers that most settings refuse.
 BAD_NUMBERS = [
     10**5000,
     float("nan"),
@@ -95,7 +95,7 @@ BAD_KINDS = [True, "1", "", " ", "a\0b", b"x", None, (), [1e400], ("",), {}, {"a
 
 
 def outcome(settings):
-    """The settings that come of it, or what the error says; anything else than a clear error fails."""
+    """Returns the resulting settings or the message of a clear error; any other error fails the test."""
     try:
         config = GRPOConfig(**settings)
     except ValueError as error:
@@ -109,7 +109,7 @@ def outcome(settings):
     return said
 
 
-def test_every_number_has_a_range_and_its_default_lies_in_it():
+def test_every_number_has_a_range_that_contains_its_default():
     for field in dataclasses.fields(GRPOConfig):
         is_number = {int, float} & {field.type, *get_args(field.type)} or "float" in str(get_args(field.type))
         if is_number and get_origin(field.type) is not Literal:
@@ -122,7 +122,7 @@ def test_every_number_has_a_range_and_its_default_lies_in_it():
 
 
 def test_every_bad_setting_is_refused_where_it_is_given_or_can_work():
-    """Each setting with each odd value: 200 random ones alone, and 200 pairs."""
+    """Tries odd values of settings: 200 random ones alone, and 200 pairs."""
     drawn = random.Random(0)
     names = [field.name for field in dataclasses.fields(GRPOConfig)]
     refused = 0
@@ -148,7 +148,7 @@ def test_lists_paths_and_numpys_numbers_are_settings_too(tmp_path):
     assert json.loads(json.dumps(config.to_dict()))["output_dir"] == str(tmp_path)
 
 
-def test_what_a_file_means_by_its_values():
+def test_values_of_a_file_are_converted():
     read = yaml.safe_load("{learning_rate: 1e-6, epsilon_high: 3e-1, report_to: wandb, reward_weights: 1, beta: 0}")
     assert read["learning_rate"] == "1e-6"  # to YAML that is a text
     config = GRPOConfig.from_mapping(read)
@@ -270,7 +270,7 @@ def test_rollouts_are_cut_into_steps():
             slices_of(GRPOConfig(**wrong))
 
 
-def test_whole_epochs_leave_out_what_makes_no_rollout():
+def test_whole_epochs_leave_out_incomplete_rollouts():
     parts = slices_of(GRPOConfig(prompts_per_step=4, updates_per_rollout=2, drop_last=True))
     assert parts.prompts_per_epoch(19) == 16
     assert parts.num_steps(19, 3.0, -1) == 12
@@ -374,7 +374,7 @@ def test_eos_ids_come_from_everywhere():
     "model_type", [None, "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "cohere", "cohere2", "mistral", "phi3"]
 )
 def test_no_tokenizer_in_the_folder(tmp_path, model_type):
-    """Of some families transformers would make one of a few special tokens, even if its settings alone are there."""
+    """For some families transformers would create a tokenizer of special tokens from the settings alone."""
     if model_type is not None:
         (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": model_type}))
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))

@@ -732,7 +732,7 @@ def test_columns_become_fewer_when_long_completions_have_ended(tiny_model, monke
 
 
 def test_long_prompts_are_computed_in_pieces(tiny_model, monkeypatch):
-    from groupax.engine import decode, plan
+    from groupax.engine import plan, prefill
 
     prompts = [RNG.integers(2, 96, length) for length in (120, 61, 3)]
     params = SamplingParams(n=2, max_tokens=5, temperature=0.0)
@@ -740,9 +740,9 @@ def test_long_prompts_are_computed_in_pieces(tiny_model, monkeypatch):
     monkeypatch.setattr(plan, "PIECE_TOKENS", 64)
     monkeypatch.setattr(plan, "PIECE_COLUMNS", 16)
     assert plan.piece_columns(4, 128, 4) == 16
-    decode.admit.clear_cache()
+    prefill.admit.clear_cache()
     pieces = engine_for(tiny_model, 1).generate(prompts, params)
-    decode.admit.clear_cache()
+    prefill.admit.clear_cache()
     assert tokens_of(pieces) == tokens_of(whole)
     for a, b in zip(pieces, whole, strict=True):
         np.testing.assert_allclose(a[0].policy_logps, b[0].policy_logps, atol=1e-5)

@@ -400,7 +400,7 @@ class Sampled:
 
 
 class ScriptedEngine:
-    """Gives the completions that it is told to, by the order of the prompts."""
+    """Returns given completions, in the order of the prompts."""
 
     config = SimpleNamespace(max_positions=4096)
 

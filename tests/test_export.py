@@ -1,4 +1,4 @@
-"""The commands about models on disk, and the hub."""
+"""Commands for models on disk, and the hub."""
 
 import base64
 import hashlib
@@ -40,7 +40,7 @@ LLAMA = {
 
 @pytest.fixture
 def folders(tmp_path):
-    """A base and an adapter on it, trained at random."""
+    """Returns the folders of a base and of an adapter with random weights."""
     base = init_model({**TINY, "vocab_size": 13}, seed=0)
     save_model(base, tmp_path / "base", a_tokenizer(eos_token="<eos>"))
     model = trained_randomly(add_adapter(load_model(tmp_path / "base"), LoRAConfig(r=4)))
@@ -60,7 +60,7 @@ def test_inspect_prints_the_notebooks_line(tmp_path, capsys):
             assert part in out
 
 
-def test_inspect_an_adapter_and_what_is_none(folders, capsys):
+def test_inspect_an_adapter_and_missing_models(folders, capsys):
     folder, model = folders
     assert main(["inspect", str(folder / "adapter")]) == 0
     trained = sum(x.size for x in leaves(model.adapter.trained))
@@ -127,7 +127,7 @@ def test_a_model_without_a_tokenizer_is_written_without_one(tmp_path, capsys):
 
 
 def test_inspect_an_adapter_of_the_hub_by_its_settings(folders, monkeypatch, capsys):
-    """Both are in the hub's cache, without weights; nothing can be had from the hub."""
+    """Reads both from the hub's cache, without weights and without access to the hub."""
     import huggingface_hub
 
     folder, model = folders
@@ -149,9 +149,9 @@ def test_inspect_an_adapter_of_the_hub_by_its_settings(folders, monkeypatch, cap
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's HTTP API as an upload needs.
+    """A server with the subset of the hub's HTTP API that an upload needs.
 
-    Files are in `repos` only after their commit. `drop` breaks the connection in the middle of so many uploads.
+    Files are in `repos` only after their commit. `drop` is the number of uploads whose connection breaks in the middle.
     """
 
     protocol_version = "HTTP/1.1"
@@ -288,7 +288,7 @@ def push(hub, *arguments, token="right"):
 
 
 def uploaded(folder):
-    """Every file of a model's folder but the list of those that groupax wrote into it."""
+    """Uploads every file of a model's folder except the manifest."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST}
 
 
@@ -349,7 +349,7 @@ def test_an_upload_that_broke_off_goes_on(folders, hub):
 
 
 @pytest.mark.long
-def test_a_connection_that_stays_down_is_told(folders, hub):
+def test_a_lost_connection_is_reported(folders, hub):
     folder, _ = folders
     hub.drop = 1000
     started_s = time.perf_counter()
@@ -364,7 +364,7 @@ def test_a_connection_that_stays_down_is_told(folders, hub):
 
 @pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # of the hub's own client
 def test_the_trainer_pushes_its_model(tmp_path, hub, monkeypatch):
-    """In this process, whose conftest has taken the hub offline."""
+    """Runs in this process, in which conftest has set the hub offline."""
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)

@@ -1,4 +1,4 @@
-"""Families: what `transformers` computes, we compute; what we save, it loads."""
+"""Families: agreement with `transformers`, which loads every model that we save."""
 
 import math
 
@@ -152,7 +152,7 @@ LOADED = [("mistral", 0), ("gemma3_text", 0), ("phi3", 0), ("smollm3", 2), ("mix
 
 
 @pytest.mark.parametrize(("family", "index"), rest_heavy(LOADED))
-def test_what_is_saved_is_loaded_and_the_window_is_where_it_should_be(tmp_path, family, index):
+def test_saved_models_load_with_their_windows(tmp_path, family, index):
     model = init_model({**BASE, "model_type": family, **CONFIGS[family][index]}, seed=2)
     save_model(model, tmp_path / "model")
     again = load_model(tmp_path / "model")
@@ -373,7 +373,7 @@ def test_norms_with_a_row_for_each_head_are_no_matrices():
 
 
 def torch_model(family, change):
-    """A random model of `transformers` with weights of a size at which everything matters."""
+    """Returns a random model of `transformers` with weights large enough that every part matters."""
     torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -393,7 +393,7 @@ def torch_model(family, change):
 
 
 def torch_logits(model, rows, length):
-    """Logits of left-padded rows of this length."""
+    """Returns the logits of left-padded rows of this length."""
     import torch
 
     tokens, mask = np.zeros((2, len(rows), length), np.int64)

@@ -43,7 +43,7 @@ DAMAGED = "is damaged or truncated"
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A base, an adapter on it and its weights in 4 bits, which load."""
+    """Folders that load: a base, an adapter on it, and the base in 4 bits."""
     folder = tmp_path_factory.mktemp("good")
     base = init_model({**TINY, "vocab_size": 13}, seed=0)
     save_model(base, folder / "base", a_tokenizer(eos_token="<eos>"))
@@ -53,11 +53,11 @@ def good(tmp_path_factory):
 
 
 def load(folder):
-    """What every command does with a model's folder first."""
+    """Loads a model's folder as every command does."""
     load_tokenizer(load_model(folder).source)
 
 
-# -- what a bad folder has that a good one has not: each case changes a copy
+# -- bad folders: each case changes a copy of a good one
 
 
 def config(name="config.json", **values):
@@ -95,7 +95,7 @@ def tensors(change_of, name="model.safetensors"):
 
 
 def header(change_of, name="model.safetensors"):
-    """Of the safetensors file: 8 bytes of length, JSON, data."""
+    """Changes the header of the safetensors file: 8 bytes of length, then JSON, then data."""
 
     def change(folder):
         data = (folder / name).read_bytes()
@@ -107,7 +107,7 @@ def header(change_of, name="model.safetensors"):
 
 
 def with_index(weight_map):
-    """Of two shards: the tensors' names are given to `weight_map`, which returns what the index has."""
+    """Writes two shards; `weight_map` maps the tensors' names to the contents of the index."""
 
     def change(folder):
         found = load_file(folder / "model.safetensors")
@@ -334,9 +334,9 @@ BAD_ADAPTER = {
     "targets: no expression": (config("adapter_config.json", target_modules="("), "as a regular expression"),
     "targets: an expression without end": (
         config("adapter_config.json", target_modules="(.|.)*(.|.)*(.|.)*(.|.)*!"),
-        "takes longer than|fits no module",
+        "takes longer than|matches no module",
     ),
-    "targets: unknown": (config("adapter_config.json", target_modules=["x_proj"]), "no module of the model"),
+    "targets: unknown": (config("adapter_config.json", target_modules=["x_proj"]), "not a module of the model"),
     "kind: number": (config("adapter_config.json", peft_type=1), "peft_type=1"),
     "weights: missing": (removed("adapter_model.safetensors"), "pickled adapters are never loaded"),
     "weights: damaged": (raw("adapter_model.safetensors", b"x" * 99), DAMAGED),
@@ -422,7 +422,7 @@ def test_an_adapter_on_itself_is_refused(good, tmp_path):
 
 
 def test_odd_folders_that_load(good, tmp_path, caplog):
-    """What released folders have, and what says itself."""
+    """Values of released folders."""
     folder = shutil.copytree(good / "base", tmp_path / "model")
     config(mlp_bias=None, rope_scaling=None, rope_theta=10000, head_dim=None, auto_map={"AutoConfig": "x.X"})(folder)
     config("generation_config.json", eos_token_id=[1, 10**9], temperature=0)(folder)
@@ -445,7 +445,7 @@ def test_a_folder_of_the_hubs_cache_may_have_links(good, tmp_path):
 
 
 def test_every_key_that_a_family_reads_has_its_kind():
-    """Where readers ask a file for a key, `checks.CONFIG` says what it may be; `require` compares with one value."""
+    """Every key that a reader looks up is in the schema `CONFIG`, except those that `require` compares with a value."""
     read = set()
     for file in (PACKAGE / "models" / "families").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -469,7 +469,7 @@ def test_a_config_alone_is_not_counted_up_to():
             read_config({**TINY, "model_type": name, "num_hidden_layers": MAX_LAYERS + 1})
 
 
-# -- no code of a folder
+# -- code of a folder never runs
 
 
 def test_every_call_that_could_run_code_of_a_folder_forbids_it():
@@ -483,7 +483,7 @@ def test_every_call_that_could_run_code_of_a_folder_forbids_it():
                 assert not node.keywords, f"{file}:{node.lineno}"
 
 
-def test_a_folder_with_code_of_its_own_is_refused_at_once(good, tmp_path):
+def test_a_folder_with_code_is_refused_at_once(good, tmp_path):
     folder = shutil.copytree(good / "base", tmp_path / "model")
     pwned = tmp_path / "pwned"
     (folder / "evil.py").write_text(
@@ -511,7 +511,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused_where_it_is_used(good, t
 
 
 def project(folder):
-    """A folder that groupax did not write, with all that one would not like to lose."""
+    """Fills a folder that groupax did not write with files that must not be lost."""
     for name in (".git/HEAD", ".git/objects/ab/cd", "checkpoint-500/model.safetensors", "thesis.tex", "config.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"my {name}")
@@ -523,7 +523,7 @@ def contents(folder):
 
 
 def writers(good):
-    """What writes a model, by name: each is given a folder."""
+    """Returns the functions that write a model to a folder, by name."""
     model, adapted = load_model(good / "base"), load_model(good / "adapter")
     return {
         "convert": lambda folder: main(["convert", str(good / "base"), str(folder)]),
@@ -559,7 +559,7 @@ def test_nothing_that_groupax_did_not_write_is_lost(good, tmp_path, name, capsys
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", rest_heavy(["save_model", "save_adapter", "compat", "convert", "merge"], quick=3))
-def test_what_somebody_added_to_a_written_model_stays(good, tmp_path, name):
+def test_files_added_to_a_written_model_are_kept(good, tmp_path, name):
     folder = tmp_path / "model"
     save_model(load_model(good / "nf4"), folder, card="as written")
     added = {".git/HEAD": "head", "sub/notes.txt": "notes", "README.md": "my own words"}
@@ -641,7 +641,7 @@ def test_a_link_to_a_folder_is_followed(good, tmp_path):
         assert (tmp_path / "target" / "config.json").is_file()
 
 
-def test_a_run_refuses_a_model_folder_of_somebody_else_before_it_trains(tmp_path):
+def test_a_run_refuses_a_foreign_model_folder_before_training(tmp_path):
     folder = project(tmp_path / "run" / "model")
     before = contents(folder)
     with pytest.raises(ForeignFilesError, match="that groupax did not write"):
@@ -651,7 +651,7 @@ def test_a_run_refuses_a_model_folder_of_somebody_else_before_it_trains(tmp_path
 
 
 def test_a_save_into_the_midst_of_other_files_adds_to_them(good, tmp_path, monkeypatch):
-    """As scripts for transformers do: tokenizer and model into one folder, one after the other, again and again."""
+    """Saves tokenizer and model into one folder repeatedly, as scripts for transformers do."""
     model, tokenizer = CausalLM(load_model(good / "base")), load_tokenizer(good / "base")
     folder = tmp_path / "out"
     (folder / "runs").mkdir(parents=True)
@@ -704,7 +704,7 @@ def test_a_kill_leaves_the_old_model_or_the_new_one(tmp_path):
         assert all(name.startswith(".model.partial-") for name in leftovers), "which the documents name"
 
 
-def test_what_appears_while_a_model_is_replaced_is_kept(tmp_path, monkeypatch, caplog):
+def test_files_that_appear_while_a_model_is_replaced_are_kept(tmp_path, monkeypatch, caplog):
     folder, real = tmp_path / "model", groupax.storage.replacing._exchange
 
     def exchange(new, old):

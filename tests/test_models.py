@@ -70,7 +70,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def rewritten(folder, change):
-    """The folder with other tensors, in two files."""
+    """Returns the folder with other tensors, in two files."""
     tensors = change(load_file(folder / "model.safetensors"))
     (folder / "model.safetensors").unlink()
     weight_map = {name: f"model-{1 + (name == HEAD)}.safetensors" for name in tensors}
@@ -107,8 +107,8 @@ def test_a_tied_head_that_is_there_too_and_the_same_is_the_embedding(tmp_path, t
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("rows", [7, 4096])
-def test_a_tied_head_that_differs_is_loaded_as_one_of_its_own(tmp_path, family, rows, monkeypatch, caplog):
-    """As in transformers; Gemma's config.json does not say that embeddings are tied, which they are."""
+def test_a_tied_head_that_differs_is_loaded_as_a_separate_weight(tmp_path, family, rows, monkeypatch, caplog):
+    """Behaves as transformers does; Gemma's embeddings are tied although its config.json does not say so."""
     monkeypatch.setattr("groupax.models.weight_loading.COMPARED_ROWS", rows)
     model = init_model({**TINY, "model_type": family})
     folder = save_model(model, tmp_path / "model")
@@ -213,7 +213,7 @@ def test_token_logprobs_are_those_of_a_dense_softmax(chunk):
 
 
 def test_the_vocabulary_is_never_there_for_all_tokens():
-    """4 rows of 2,048 tokens at Qwen's vocabulary, compiled and not run: a dense pass needs 5 GB."""
+    """Compiles 4 rows of 2,048 tokens with Qwen's vocabulary, without running them: a dense pass needs 5 GB."""
     M, D, V = 4 * 2048, 896, 151_936
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((M, D), (V, D), (M,))]
     targets = jax.ShapeDtypeStruct((M,), jnp.int32)
@@ -267,7 +267,7 @@ def test_attention_in_blocks_is_attention(monkeypatch):
 # -- refusals
 
 
-def test_a_folder_that_is_no_model(tmp_path):
+def test_a_folder_that_is_not_a_model(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ValueError, match=r"no config\.json \(it contains notes\.txt\)"):
         load_model(tmp_path)
@@ -329,7 +329,7 @@ def test_unsupported_model_type_lists_the_supported_ones(tmp_path):
         ({"vocab_size": 0}, "vocab_size=0; it must be a whole number from 1"),
     ],
 )
-def test_what_a_family_does_not_do_is_refused_by_name(change, message):
+def test_unsupported_features_of_a_family_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         read_config({**TINY, **change})
 
@@ -339,7 +339,7 @@ def test_missing_size_is_named():
         read_config({key: value for key, value in TINY.items() if key != "intermediate_size"})
 
 
-def test_unknown_config_key_is_told():
+def test_unknown_config_keys_cause_a_warning():
     with pytest.warns(UserWarning, match="residual_multiplier"):
         read_config({**TINY, "residual_multiplier": 2.0})
 

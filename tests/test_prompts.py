@@ -1,4 +1,4 @@
-"""Prompts: conversations and chat templates, long texts, and the texts at which completions stop."""
+"""Prompts: conversations and chat templates, long texts, and stop texts of completions."""
 
 import copy
 import os
@@ -121,7 +121,7 @@ def test_parts_that_are_no_text_are_refused_here_and_by_the_server(kind):
         (TEXT, user("abc", when={1, 2}), "has a value that JSON cannot represent"),
     ],
 )
-def test_what_a_template_loses_or_fails_at_is_told(template, messages, fault):
+def test_lost_messages_and_failing_templates_are_refused(template, messages, fault):
     with pytest.raises(ValueError, match=f"prompt 0:? .*{fault}"):
         render(with_template(template), messages, "prompt 0")
 
@@ -159,7 +159,7 @@ def test_the_prompt_at_which_a_template_does_not_end_is_named(monkeypatch):
     process.close()
 
 
-def test_a_process_that_was_killed_is_started_anew(monkeypatch):
+def test_a_killed_process_is_restarted(monkeypatch):
     monkeypatch.setattr(chats, "TEMPLATES", process := TemplateProcess())
     tokenizer = with_template(TEXT)
     assert render(tokenizer, user("abc"), "p") == "user:abc;"
@@ -176,7 +176,7 @@ def test_many_conversations_are_written_as_transformers_writes_them(qwen):
     assert texts == expected
 
 
-def test_a_tokenizer_may_have_a_way_of_its_own():
+def test_a_tokenizer_may_override_rendering():
     tokenizer = with_template(TEXT)
     tokenizer.apply_chat_template = lambda messages, **_: f"<{messages[0]['content']}>"
     assert render(tokenizer, user(PARTS), "p") == "<What is 2+2?>"
@@ -220,7 +220,7 @@ def test_arguments_that_change_nothing_are_refused(qwen):
         GRPOConfig(chat_template_kwargs={"x": {1, 2}})
 
 
-def test_trl_arguments_that_the_template_does_not_read_are_told(tmp_path):
+def test_trl_arguments_that_the_template_does_not_read_cause_a_warning(tmp_path):
     config = trl.GRPOConfig(str(tmp_path), chat_template_kwargs={"shout": True, "whisper": 1}, report_to=[])
     tokenizer = with_template("{{ messages[0].content }}{% if shout %}j{% endif %}")
     with pytest.warns(CompatWarning, match=r"whisper=1 changes nothing: the chat template reads no 'whisper'"):
@@ -265,7 +265,7 @@ def test_stops_that_cannot_be(settings, fault):
         GRPOConfig(**settings)
 
 
-def test_evaluations_stop_as_rollouts_do_unless_told_otherwise():
+def test_evaluations_use_the_stop_texts_of_rollouts_by_default():
     assert eval_params(GRPOConfig(stop=("x",))).stop == ("x",)
     assert eval_params(GRPOConfig(stop=("x",), eval_stop=("y",))).stop == ("y",)
     assert eval_params(GRPOConfig(stop=("x",), eval_stop=())).stop == ()
@@ -393,7 +393,7 @@ def test_a_stop_text_ends_completions_and_is_trained_on(tmp_path):
 
 
 class Asked:
-    """A sampler that is asked, and samples nothing."""
+    """A sampler that records requests and samples nothing."""
 
     def sequences(self, prompts, params, step=0, first_prompt=0):
         self.params = params

@@ -1,4 +1,4 @@
-"""The command eval: estimates of a model on held-out prompts. It imports what it needs."""
+"""The command `groupax eval`, which evaluates a model on held-out prompts. Imports heavy modules lazily."""
 
 import json
 import time

@@ -22,9 +22,10 @@ from groupax.engine.cache_ops import (
     take,
     widen_slots,
 )
-from groupax.engine.decode import Known, Slots, admit, decode_chunk
+from groupax.engine.decode import decode_chunk
 from groupax.engine.plan import CacheShape
-from groupax.engine.slots import slot_table, to_slots
+from groupax.engine.prefill import Known, admit
+from groupax.engine.slots import Slots, slot_table, to_slots
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from groupax.engine.cache import ROWS, Cache, cache_maker, pspec_of
 from groupax.engine.cache_ops import move_slots, read_slot, rearrange, release, widen_slots
 from groupax.engine.core import EngineCore
-from groupax.engine.decode import Chunk, Known, admit, decode_chunk
+from groupax.engine.decode import Chunk, decode_chunk
 from groupax.engine.plan import (
     CACHE_COLUMNS,
     CacheShape,
@@ -30,6 +30,7 @@ from groupax.engine.plan import (
     power_of_two,
     prefill_columns,
 )
+from groupax.engine.prefill import Known, admit
 from groupax.engine.prefix_cache import prefix_of
 from groupax.engine.scheduler import Admission, Scheduler
 from groupax.engine.sequence import Sequence, required_columns

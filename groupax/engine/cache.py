@@ -23,6 +23,7 @@ from groupax.parallel.mesh import DATA, RULES, num_data_shards
 from groupax.parallel.pytree import pytree
 
 ROWS = PartitionSpec(DATA)
+REPLICATED = PartitionSpec()
 HEADS = PartitionSpec(DATA, RULES["kv_heads"])
 
 

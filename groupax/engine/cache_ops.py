@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from groupax.engine.cache import ROWS, Cache, pspec_of
-from groupax.engine.decode import REPLICATED, Slots
+from groupax.engine.cache import REPLICATED, ROWS, Cache, pspec_of
+from groupax.engine.slots import Slots
 
 
 def rearrange(

@@ -1,4 +1,4 @@
-"""Drawing tokens: truncation by runtime settings, inverse-CDF sampling, counter-based randomness."""
+"""Sampling of tokens: truncation by runtime settings, inverse-CDF sampling, counter-based randomness."""
 
 import math
 from collections.abc import Callable
@@ -34,16 +34,16 @@ class SamplingArrays:
 
 @pytree
 class History:
-    """What each row has seen, for the settings that depend on it.
+    """The tokens that each row has fed, for the settings that depend on them.
 
     Attributes:
-        prompt_tokens: one per column, without each prompt's last token; B / Q neighbouring rows share a prompt.
-        prompt_seen: columns that belong to the prompt.
-        tokens: fed since then, one per column, the prompt's last token first.
-        seen: columns that belong to the row.
-        generated: those of them with tokens that were sampled.
-        num_generated: tokens sampled so far.
-        stop_ids: tokens that end the row, padded with -1.
+        prompt_tokens: Prompts, one token per column, without their last tokens; B / Q neighbouring rows share a prompt.
+        prompt_seen: Columns that belong to the prompt.
+        tokens: Tokens fed since then, one per column, the prompt's last token first.
+        seen: Columns that belong to the row.
+        generated: Columns of the row whose tokens were sampled.
+        num_generated: Number of tokens sampled so far.
+        stop_ids: Tokens that end the row, padded with -1.
     """
 
     prompt_tokens: Int[Array, "Q S"]
@@ -57,10 +57,10 @@ class History:
 
 @pytree
 class Sampled:
-    """One token per row, with its natural log-probability under the policy and under the sampler.
+    """One token per row, with its natural log-prob under the policy and under the sampler.
 
-    The policy is softmax(logits / temperature); the sampler is that of the changed logits, cut by top-k, top-p and
-    min-p and renormalized.
+    The policy is softmax(logits / temperature); the sampler is the softmax of the changed logits, cut by top-k, top-p
+    and min-p and renormalized.
     """
 
     token: Int[Array, "B"]
@@ -74,7 +74,7 @@ def sample(
     settings: SamplingArrays,
     history: History,
 ) -> Sampled:
-    """Draw one token per row. The draw depends on the row's logits, history, settings and numbers in [0, 1) alone."""
+    """Draws one token per row, which depends on the row's logits, history, settings and numbers in [0, 1) only."""
     greedy = settings.temperature == 0
     inverse_temperature = (1.0 / jnp.where(greedy, 1.0, settings.temperature))[:, None]
 
@@ -92,7 +92,7 @@ def sample(
     weights = jnp.exp(policy)
     policy_log_sum = log_sum(weights)
 
-    # Branches give numbers per row alone: what is as large as the logits would be copied.
+    # Branches return only numbers per row: arrays as large as the logits would be copied.
     def from_policy() -> tuple[Array, Array]:
         token = _inverse_cdf(weights, uniform)
         return token, logp(policy, policy_log_sum, token)
@@ -114,7 +114,7 @@ def sample(
 
 
 def changed_logits(logits: Float[Array, "B V"], settings: SamplingArrays, history: History) -> Float[Array, "B V"]:
-    """The logits with bias, without stop tokens where it is too early for them, and with the penalties."""
+    """Returns the logits with bias, without stop tokens where it is too early for them, and with the penalties."""
     V = logits.shape[-1]
     rows = jnp.arange(logits.shape[0])[:, None]
 
@@ -141,9 +141,9 @@ def changed_logits(logits: Float[Array, "B V"], settings: SamplingArrays, histor
 def alternatives(
     logits: Float[Array, "B V"], settings: SamplingArrays
 ) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
-    """The policy's likeliest tokens and their log-probs, `MAX_LOGPROBS` of them or the whole vocabulary.
+    """Returns the policy's likeliest tokens and their log-probs, `MAX_LOGPROBS` of them or the whole vocabulary.
 
-    Zeros if no row wants any: the search costs more than all the rest of sampling.
+    They are zeros if no row requests any: the search costs more than the rest of sampling together.
     """
     num = min(MAX_LOGPROBS, logits.shape[-1])
 
@@ -174,7 +174,7 @@ def _are_changed(settings: SamplingArrays, history: History) -> Bool[Array, ""]:
 
 
 def uniforms(key: UInt32[Array, "B 2"], positions: Int[Array, "B C"]) -> Float[Array, "B C 2"]:
-    """Two numbers in [0, 1) for each token that is drawn: from the row's key and the position of the token it feeds."""
+    """Returns two numbers in [0, 1) for each token, from the row's key and the position of the token that it feeds."""
 
     def draw(key: Array, position: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position), (2,))
@@ -183,15 +183,15 @@ def uniforms(key: UInt32[Array, "B 2"], positions: Int[Array, "B C"]) -> Float[A
 
 
 def row_keys(seed: int, step: int, prompts: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """The keys of rows, [B, 2] uint32, from where each stands in the run and not from where it is computed.
+    """Returns the PRNG keys of rows, [B, 2] uint32, which do not depend on where the rows are computed.
 
     Args:
-        seed: of the run; all of its 64 bits count.
-        step: of the rollout within the run.
-        prompts: [B] which prompt of the step.
-        samples: [B] which completion of the prompt.
+        seed: Seed of the run; all of its 64 bits count.
+        step: Index of the rollout within the run.
+        prompts: [B] index of the prompt within the step.
+        samples: [B] index of the completion among those of its prompt.
     """
-    # as jax.random.key makes it where JAX has integers of 64 bits; elsewhere that drops the upper half
+    # like jax.random.key where JAX has integers of 64 bits; elsewhere it drops the upper half
     words = np.array([int(seed) >> 32 & 0xFFFFFFFF, int(seed) & 0xFFFFFFFF], np.uint32)
     key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(words)), step)
     return np.asarray(_fold_in_all(key, jnp.asarray(prompts, jnp.int32), jnp.asarray(samples, jnp.int32)))
@@ -206,27 +206,27 @@ def _fold_in_all(key: Array, prompts: Array, samples: Array) -> Array:
 
 
 def kept_tokens(scaled: Float[Array, "B V"], settings: SamplingArrays) -> Bool[Array, "B V"]:
-    """Which tokens the sampler may draw: those at or above a threshold that top-k, top-p and min-p set.
+    """Returns a mask of the tokens at or above the thresholds of top-k, top-p and min-p.
 
     Args:
-        scaled: logits over temperature, less the row's largest.
-        settings: top-k is applied first, then top-p to what is left of the mass, then min-p.
+        scaled: Logits over temperature, minus the row's largest.
+        settings: Sampling parameters; top-k is applied first, then top-p to the remaining mass, then min-p.
     """
     V = scaled.shape[-1]
     order = _ordered_bits(scaled)
 
     def top_k_threshold() -> Array:
-        wanted = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, V), V)
-        return _largest_threshold(lambda candidate: jnp.sum(order >= candidate[:, None], axis=-1) >= wanted)
+        count = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, V), V)
+        return _largest_threshold(lambda candidate: jnp.sum(order >= candidate[:, None], axis=-1) >= count)
 
     threshold = lax.cond(jnp.any(settings.top_k > 0), top_k_threshold, lambda: jnp.zeros(order.shape[0], jnp.uint32))
 
     def top_p_threshold() -> Array:
         weights = jnp.where(order >= threshold[:, None], jnp.exp(scaled), 0.0)
-        wanted = settings.top_p * jnp.sum(weights, axis=-1)
+        mass = settings.top_p * jnp.sum(weights, axis=-1)
 
         def holds_enough(candidate: Array) -> Array:
-            return jnp.sum(weights, axis=-1, where=order >= candidate[:, None]) >= wanted
+            return jnp.sum(weights, axis=-1, where=order >= candidate[:, None]) >= mass
 
         return jnp.where(settings.top_p < 1, jnp.maximum(threshold, _largest_threshold(holds_enough)), threshold)
 
@@ -236,16 +236,16 @@ def kept_tokens(scaled: Float[Array, "B V"], settings: SamplingArrays) -> Bool[A
 
 
 def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
-    """Integers in the order of the float32 numbers, so that a threshold can be found bit by bit."""
+    """Returns integers in the order of the float32 numbers, so that a threshold can be found bit by bit."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     negative = bits >> 31 == 1
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _largest_threshold(holds: Callable[[Array], Array]) -> UInt32[Array, "B"]:
-    """The largest threshold per row for which `holds`, true at 0 and monotone, is still true.
+    """Returns the largest threshold per row for which `holds`, true at 0 and monotone, is still true.
 
-    Thirty-two passes over the row, exact for any setting, where sorting the vocabulary costs several times more.
+    It takes 32 passes over the row and is exact for any setting; sorting the vocabulary costs several times more.
     """
     rows = jax.eval_shape(holds, jax.ShapeDtypeStruct((1,), jnp.uint32)).shape
 
@@ -257,7 +257,7 @@ def _largest_threshold(holds: Callable[[Array], Array]) -> UInt32[Array, "B"]:
 
 
 def _inverse_cdf(weights: Float[Array, "B V"], uniform: Float[Array, "B 2"]) -> Int[Array, "B"]:
-    """A token per row with probability proportional to its weight: first a block of tokens, then one within it."""
+    """Draws a token per row, each with a probability proportional to its weight: first a block, then one within it."""
     B, V = weights.shape
     width = block_width(V)
     num_blocks = -(-V // width)
@@ -268,16 +268,16 @@ def _inverse_cdf(weights: Float[Array, "B V"], uniform: Float[Array, "B 2"]) -> 
 
 
 def block_width(V: int) -> int:
-    """About the root of V; a divisor of it, if one is not too far from that, so that nothing has to be padded."""
+    """Returns a divisor of V near its root, so that nothing must be padded, or else about the root."""
     root = V**0.5
     near = [width for width in range(math.ceil(root / 4), int(root * 4) + 1) if V % width == 0]
     return min(near, key=lambda width: width + V // width, default=max(1, round(root)))
 
 
 def _first_beyond(weights: Float[Array, "B J"], uniform: Float[Array, "B"]) -> Int[Array, "B"]:
-    """The first index whose cumulative weight exceeds uniform * total; never one of weight 0."""
+    """Returns the first index whose cumulative weight exceeds uniform * total; never one of weight 0."""
     cumulative = jnp.cumsum(weights, axis=-1)
     total = cumulative[:, -1]
-    # uniform * total may round up to total, beyond which there is nothing
+    # uniform * total may round up to total, which no cumulative weight exceeds
     target = jnp.minimum(uniform * total, jnp.nextafter(total, jnp.zeros_like(total)))
     return jnp.argmax(cumulative > target[:, None], axis=-1)

@@ -1,23 +1,47 @@
-"""Slots on the host: a table with a row per slot, and its way to the devices."""
+"""The state of the slots: arrays on the devices, made from a table on the host with a row per slot."""
 
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
+from jaxtyping import Array, Int, UInt32
 
-from groupax.engine.decode import Slots
 from groupax.engine.sampling import SamplingArrays
 from groupax.engine.sequence import Sequence
+from groupax.parallel.pytree import pytree
 from groupax.settings.sampling import SamplingParams
 
 _DTYPES = {int: "i4", float: "f4"}
 _ARRAYS = {each.name for each in fields(SamplingArrays)}
-_NUMBERS = [each for each in fields(SamplingParams) if each.name in _ARRAYS]  # what the devices need of them
+_NUMBERS = [each for each in fields(SamplingParams) if each.name in _ARRAYS]  # the numbers that the devices need
+
+
+@pytree
+class Slots:
+    """The state of B slots.
+
+    Attributes:
+        token: Token that is fed next.
+        position: Position of that token in its sequence.
+        start: The slot's first column in the cache.
+        key: PRNG key of the slot (see `sampling.row_keys`).
+        remaining: Number of tokens that the slot may still sample; 0 for an idle slot.
+        stop_ids: Tokens that end the sequence, padded with -1.
+        settings: Sampling parameters.
+    """
+
+    token: Int[Array, "B"]
+    position: Int[Array, "B"]
+    start: Int[Array, "B"]
+    key: UInt32[Array, "B 2"]
+    remaining: Int[Array, "B"]
+    stop_ids: Int[Array, "B E"]
+    settings: SamplingArrays
 
 
 def slot_table(num_slots: int, num_stop_ids: int, num_biased: int) -> np.ndarray:
-    """Idle slots on the host, a structured array with a field per field of `Slots` and `SamplingArrays`."""
+    """Returns idle slots on the host, a structured array with a field per field of `Slots` and `SamplingArrays`."""
     columns = [
         ("token", "i4"),
         ("position", "i4"),
@@ -36,7 +60,7 @@ def slot_table(num_slots: int, num_stop_ids: int, num_biased: int) -> np.ndarray
 
 
 def fill(row: np.void, sequence: Sequence, column: int) -> None:
-    """Enter a sequence that starts at this column of the cache."""
+    """Enters a sequence that starts at this column of the cache."""
     row["token"] = sequence.prompt[-1]
     row["position"] = len(sequence.prompt) - 1
     row["start"] = column
@@ -45,12 +69,12 @@ def fill(row: np.void, sequence: Sequence, column: int) -> None:
     row["stop_ids"][: len(sequence.stop_ids)] = sequence.stop_ids
     for each in _NUMBERS:
         row[each.name] = getattr(sequence.params, each.name)
-    for place, (token, bias) in enumerate(sequence.params.logit_bias.items()):
-        row["bias_tokens"][place], row["bias"][place] = token, bias
+    for index, (token, bias) in enumerate(sequence.params.logit_bias.items()):
+        row["bias_tokens"][index], row["bias"][index] = token, bias
 
 
 def to_slots(table: np.ndarray, put: Callable[[np.ndarray], Any]) -> Slots:
-    """The table's columns as `Slots`, each put where `put` puts it."""
+    """Returns the table's columns as `Slots`, each transferred by `put`."""
     columns = {name: put(table[name]) for name in table.dtype.names or ()}
     settings = SamplingArrays(**{each.name: columns.pop(each.name) for each in fields(SamplingArrays)})
     return Slots(**columns, settings=settings)

@@ -35,7 +35,7 @@ class TensorFile:
 
     @property
     def file(self) -> Any:
-        """The file, which is opened if necessary.
+        """File handle, which is opened if necessary.
 
         Raises:
             ValueError: It is damaged.

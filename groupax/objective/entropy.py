@@ -7,10 +7,10 @@ from groupax.settings.objective import EntropySettings
 
 @dataclass(frozen=True)
 class EntropyState:
-    """What the bonus carries from step to step.
+    """The state of the entropy bonus between steps.
 
     Attributes:
-        coef: the coefficient.
+        coef: weight of the bonus.
         last_entropy: mean token entropy of the last step; None before the first.
     """
 
@@ -19,13 +19,13 @@ class EntropyState:
 
 
 def applied_coef(state: EntropyState, control: EntropySettings) -> float:
-    """The weight of this step's bonus: none while the last step's entropy was above the target, if adaptive."""
+    """Returns the weight of this step's bonus: if adaptive, 0 while the last step's entropy was above the target."""
     above = state.last_entropy is not None and state.last_entropy > control.entropy_target
     return 0.0 if control.use_adaptive_entropy and above else state.coef
 
 
 def next_entropy_state(state: EntropyState, control: EntropySettings, entropy: float) -> EntropyState:
-    """After a step: the coefficient plus delta if its entropy was at or below the target, minus delta if above.
+    """Raises the coefficient by delta after a step with an entropy at or below the target, and lowers it otherwise.
 
     Source: Skywork-OR1, arXiv:2505.22312; there the step's own entropy gates it, here the last step's.
     """

@@ -117,7 +117,7 @@ class RewardRunner:
         return by_group
 
     def serve(self, until: "Sequence[concurrent.futures.Future[Any]]") -> None:
-        """Calls, in this thread, which is the context's, the functions that need it, until all of these are done."""
+        """Runs calls that need this thread, which is the context's, until all of these futures are done."""
         self._main_thread.run_until(until)
 
     def cancel(self) -> None:
@@ -126,7 +126,7 @@ class RewardRunner:
             call.cancel()
 
     def close(self) -> None:
-        """Ends what still runs: processes are killed, threads abandoned."""
+        """Ends the running calls: processes are killed, threads abandoned."""
         self.cancel()
         self._own.groups, self._own.calls = [], []
         if self._supervisor is not None:

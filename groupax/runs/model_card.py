@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from groupax.config import GRPOConfig
+from groupax.terminal.printable import one_line
 from groupax.types import Metrics
 
 CARD_NAME = "README.md"
@@ -163,9 +164,7 @@ def license_of(text: str | None) -> str | None:
 
 def code(text: str) -> str:
     """A text as inline code of one line, in which nothing is markup, also within a table."""
-    plain = "".join(char if char.isprintable() else " " for char in text)
-    plain = plain if len(plain) <= _MAX_CHARS else f"{plain[:_MAX_CHARS]}..."
-    return f"`{plain.replace('`', chr(39)).replace('|', '/').strip() or ' '}`"
+    return f"`{one_line(text, _MAX_CHARS).replace('`', chr(39)).replace('|', '/').strip() or ' '}`"
 
 
 def _held_out(estimates: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:

@@ -44,7 +44,7 @@ class RunLock:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the locked file is still at its path: it is not if the folder was deleted or moved."""
+        """True while the locked file is at its path, which it is not if the folder was deleted or moved."""
         if self._descriptor is None:
             return self.path.parent.is_dir()
         return _is_at(self._descriptor, self.path)
