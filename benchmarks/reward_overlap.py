@@ -60,7 +60,7 @@ def main() -> None:
 
     timed()
     results = {
-        "one call after the rollout per group, as without overlap": timed(reward_batch="rollout")["decoding_s"]
+        "one call after the rollout per group, as without overlap": timed(reward_scope="rollout")["decoding_s"]
         + GROUPS * SLEEP_S,
         "beside decoding, one call at a time": timed(),
         "beside decoding, 4 calls at a time": timed(reward_concurrency=4),
