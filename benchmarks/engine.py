@@ -1,4 +1,4 @@
-"""Decoding throughput: groupax's engine beside `transformers` generate, one machine, one run.
+"""Decoding throughput of groupax's engine and of `transformers` generate, on one machine, in one run.
 
     python benchmarks/engine.py [--json] [--cases 32 128 long-tailed 0.5B] [--repeats 3]
 
@@ -30,7 +30,7 @@ PROMPT_TOKENS, GROUP = 192, 8
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What is decoded: a row's length is the number of its new tokens."""
+    """A model and the number of new tokens of each row."""
 
     config: dict[str, Any]
     lengths: np.ndarray
@@ -45,7 +45,7 @@ CASES = {
 
 
 def groupax_run(model: Model, prompts: np.ndarray, lengths: np.ndarray) -> Callable[[int], int]:
-    """A function that samples with a seed and returns the number of tokens."""
+    """Returns a function that samples with a seed and returns the number of tokens."""
     engine = Engine(model.config, model.params, model.mesh, eos_ids=())
 
     def run(seed: int) -> int:
@@ -58,7 +58,7 @@ def groupax_run(model: Model, prompts: np.ndarray, lengths: np.ndarray) -> Calla
 
 
 def transformers_run(folder: Path, prompts: np.ndarray, lengths: np.ndarray) -> Callable[[int], int] | None:
-    """The same through `transformers`, every row with its own prompt copy; None without torch."""
+    """Returns the same for `transformers`, every row with its own prompt copy; None without torch."""
     try:
         import torch
         from transformers import AutoModelForCausalLM

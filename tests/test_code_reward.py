@@ -39,7 +39,7 @@ if not set(os.environ) - {"PATH", "PWD", "LC_CTYPE"}: raise OSError
     "a socket": "import socket\nsocket.create_connection(('127.0.0.1', 22), 2)",
     "another machine": "import socket\nsocket.getaddrinfo('example.com', 80)",
     "writing outside": "open('/usr/written', 'w')",
-    "writing beside the interpreter": "import sys\nopen(sys.prefix + '/written', 'w')",
+    "writing next to the interpreter": "import sys\nopen(sys.prefix + '/written', 'w')",
     "killing the parent": "import os\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)",
     "a fake result": "import os\nprint('passed')\nos._exit(0)",
     "leaving early": "raise SystemExit(0)",
@@ -140,7 +140,7 @@ def test_fences_pair_whatever_their_language(text, source):
 
 
 @needs_bubblewrap
-def test_a_solution_behind_another_block_passes():
+def test_a_solution_after_another_block_passes():
     text = "```bash\r\npip install x\r\n```\r\n\r\n```Python\r\ndef f(x):\r\n    return abs(x)\r\n```"
     assert code_tests([text], ["p"], ["assert f(-1) == 1"], ["f"]) == [1.0]
 

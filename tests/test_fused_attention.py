@@ -274,7 +274,7 @@ GEMMA2 = {"model_type": "gemma2", "sliding_window": 100, "query_pre_attn_scalar"
         (H100, {"head_dim": 256}, "bfloat16", "cudnn"),
     ],
 )
-def test_kernels_are_taken_where_there_are_some(device, change, dtype, kernel):
+def test_kernels_are_selected_where_there_are_some(device, change, dtype, kernel):
     config = read_config({**TINY, **change})
     for asked in ("auto", "fused"):
         assert select_fused_attention(asked, device, config, jnp.dtype(dtype)) == FusedAttention(kernel)
@@ -288,27 +288,27 @@ def test_kernels_are_taken_where_there_are_some(device, change, dtype, kernel):
         (MI300, {}, "bfloat16", "no fused attention for AMD Instinct MI300X, only for TPUs and NVIDIA GPUs"),
         (V100, {}, "bfloat16", "needs compute capability 8.0, and Tesla V100 has 7.0"),
         (H100, {}, "float32", "computes in bfloat16, and dtype is float32"),
-        (H100, GEMMA2, "bfloat16", "has no softcap, and this model's is 50.0"),
+        (H100, GEMMA2, "bfloat16", "has no softcap, and this model's softcap is 50.0"),
         (
             A100,
             {"head_dim": 256},
             "bfloat16",
-            "heads of up to 128 dims in eights on NVIDIA A100, and this model has 256",
+            "a head_dim of at most 128 that is a multiple of 8 on NVIDIA A100, and this model's is 256",
         ),
-        (H100, {"head_dim": 100}, "bfloat16", "in eights on NVIDIA H100, and this model has 100"),
+        (H100, {"head_dim": 100}, "bfloat16", "a multiple of 8 on NVIDIA H100, and this model's is 100"),
     ],
 )
 def test_where_there_is_none_auto_is_plain_and_fused_an_error(device, change, dtype, fault):
     config = read_config({**TINY, **change})
     assert select_fused_attention("auto", device, config, jnp.dtype(dtype)) is None
     with pytest.raises(
-        ValueError, match=rf"attn_implementation is 'fused', and .*{fault}; set it to 'auto' or 'plain'"
+        ValueError, match=rf"attn_implementation is 'fused', but .*{fault}; set it to 'auto' or 'plain'"
     ):
         select_fused_attention("fused", device, config, jnp.dtype(dtype))
 
 
-def test_a_run_is_told_before_it_begins(tiny_model):
-    with pytest.raises(ValueError, match="'fused', and there is no fused attention for a cpu device"):
+def test_a_run_is_refused_before_it_starts(tiny_model):
+    with pytest.raises(ValueError, match="'fused', but there is no fused attention for a cpu device"):
         Learner(tiny_model, learner_settings(GRPOConfig(attn_implementation="fused")), 1)
     with pytest.raises(ValueError, match="attn_implementation must be one of auto, plain, fused, got 'flash'"):
         GRPOConfig(attn_implementation="flash")

@@ -101,10 +101,10 @@ def test_settings_that_make_no_sense(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_modules": ("q_prj",)}, r"names 'q_prj', which is no module of the model; did you mean q_proj"),
-        ({"target_modules": "nothing"}, "'nothing' fits no module"),
-        ({"target_modules": ("embed_tokens",)}, "no matrix of a layer; train it whole with modules_to_save"),
-        ({"modules_to_save": ("embed_tokens",)}, "uses as its head too"),
+        ({"target_modules": ("q_prj",)}, r"names 'q_prj', which is not a module of the model; did you mean q_proj"),
+        ({"target_modules": "nothing"}, "'nothing' matches no module"),
+        ({"target_modules": ("embed_tokens",)}, "not a matrix of a layer; train it fully with modules_to_save"),
+        ({"modules_to_save": ("embed_tokens",)}, "also uses as its head"),
     ],
     ids=str,
 )
@@ -115,7 +115,9 @@ def test_modules_that_cannot_be_adapted(settings, message):
 
 def test_fused_matrices_are_refused_and_the_others_named():
     phi = init_model({**TINY, "model_type": "phi3"}).config
-    with pytest.raises(ValueError, match=r"_proj is several matrices .*; target_modules may name down_proj, o_proj$"):
+    with pytest.raises(
+        ValueError, match=r"_proj fused or stacked with other matrices .*; target_modules may name down_proj, o_proj$"
+    ):
         adapter_specs(phi, LoRAConfig())
     layer = adapter_specs(phi, LoRAConfig(target_modules=("o_proj", "down_proj")))["layers"][0]
     assert set(layer) == {"o", "down"}
@@ -124,7 +126,7 @@ def test_fused_matrices_are_refused_and_the_others_named():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"peft_type": "IA3"}, "of the kind 'IA3'"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"peft_type": "LORA", "use_dora": True}, "use_dora=True"),
         ({"peft_type": "LORA", "rank_pattern": {"q_proj": 3}}, "rank_pattern="),
         ({"peft_type": "LORA", "init_lora_weights": "pissa"}, "which changes the base"),
@@ -217,7 +219,7 @@ def test_an_adapter_survives_the_disk(tmp_path):
         (lambda path: rename_first(path), "it lacks .*does not belong"),
         (lambda path: set_config(path, r=4), r"has shape \[3, 64\], not \[4, 64\]"),
         (lambda path: set_config(path, base_model_name_or_path=None), "does not name the adapter's base"),
-        (lambda path: set_config(path, target_modules=["x"]), "names 'x', which is no module"),
+        (lambda path: set_config(path, target_modules=["x"]), "names 'x', which is not a module"),
     ],
 )
 def test_damaged_adapters(tmp_path, damage, message):
@@ -362,10 +364,11 @@ def test_the_inputs_that_are_left_out():
     tokens = jnp.array([5, 6, 5], jnp.uint32)
     dropout = Dropout(jax.random.key(0), tokens, np.float32(0.25))
     params = apply_adapter(FrozenBase(model.adapter.frozen.params, np.float32(1.0)), model.adapter.trained, dropout)
-    from groupax.models.adapted import _dropped
+    from groupax.models.adapted import _apply_dropout
 
     masks = [
-        np.asarray(_dropped(jnp.ones((3, 4000)), params["layers"][i][name].dropout)) for i, name in ((0, "q"), (1, "q"))
+        np.asarray(_apply_dropout(jnp.ones((3, 4000)), params["layers"][i][name].dropout))
+        for i, name in ((0, "q"), (1, "q"))
     ]
     assert set(np.unique(masks[0])) == {0.0, np.float32(1 / 0.75)}
     assert abs((masks[0] == 0).mean() - 0.25) < 0.02

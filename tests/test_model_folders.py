@@ -334,9 +334,9 @@ BAD_ADAPTER = {
     "targets: no expression": (config("adapter_config.json", target_modules="("), "as a regular expression"),
     "targets: an expression without end": (
         config("adapter_config.json", target_modules="(.|.)*(.|.)*(.|.)*(.|.)*!"),
-        "takes longer than|fits no module",
+        "takes longer than|matches no module",
     ),
-    "targets: unknown": (config("adapter_config.json", target_modules=["x_proj"]), "no module of the model"),
+    "targets: unknown": (config("adapter_config.json", target_modules=["x_proj"]), "not a module of the model"),
     "kind: number": (config("adapter_config.json", peft_type=1), "peft_type=1"),
     "weights: missing": (removed("adapter_model.safetensors"), "pickled adapters are never loaded"),
     "weights: damaged": (raw("adapter_model.safetensors", b"x" * 99), DAMAGED),

@@ -164,15 +164,15 @@ def assert_ends(pid):
         if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]:
             return
         time.sleep(0.1)
-    raise AssertionError(f"process {pid} goes on")
+    raise AssertionError(f"process {pid} is still running")
 
 
 @pytest.mark.long
 def test_a_lost_worker_is_a_failed_attempt(nodes, tmp_path):
     def dies_once(completions):
-        with open(tmp_path / "begun", "a") as file:
+        with open(tmp_path / "started", "a") as file:
             file.write("x")
-        if (tmp_path / "begun").stat().st_size == 1:
+        if (tmp_path / "started").stat().st_size == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return [1.0] * len(completions)
 
@@ -192,14 +192,14 @@ def test_a_lost_worker_is_a_failed_attempt(nodes, tmp_path):
 @pytest.mark.long
 def test_a_lost_node_is_a_failed_attempt(nodes, tmp_path):
     def hangs_at_first(completions):
-        if not (tmp_path / "begun").exists():
-            (tmp_path / "begun").touch()
+        if not (tmp_path / "started").exists():
+            (tmp_path / "started").touch()
             time.sleep(600)
         return [1.0] * len(completions)
 
     with a_runner(hangs_at_first, reward_retries=1) as runner:
         runner.start(rollouts_of("ab"))
-        while not (tmp_path / "begun").exists():
+        while not (tmp_path / "started").exists():
             time.sleep(0.1)
         nodes.remove_node(nodes.worker, allow_graceful=False)
         nodes.worker = nodes.add_node(num_cpus=2, num_gpus=1)

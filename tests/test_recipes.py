@@ -43,7 +43,7 @@ def test_a_recipe_is_whole(name):
     config = GRPOConfig.from_mapping(recipe.config)
     rewards = resolve_rewards(list(recipe.reward_funcs), ["answer", "nums", "target"])
     assert config.reward_weights is None or len(config.reward_weights) == len(rewards)
-    assert config.solved_by is None or config.solved_by in [reward.name for reward in rewards]
+    assert config.correctness_reward is None or config.correctness_reward in [reward.name for reward in rewards]
     assert recipe.expected
     assert {"max_completion_length", "output_dir"} <= set(recipe.config)
 
@@ -102,7 +102,7 @@ def test_one_recipe_reads_the_mathematics_of_several_sources(tmp_path):
         ("arithmetic", {"prompt": "1+1="}, "needs the columns prompt and answer"),
     ],
 )
-def test_rows_that_do_not_fit_are_told(tmp_path, name, row, message):
+def test_rows_that_do_not_fit_are_reported(tmp_path, name, row, message):
     with pytest.raises(ValueError, match=f"row 0 of .* does not fit the recipe: .*{message}"):
         load_recipe(name).examples(str(write_jsonl(tmp_path / "x.jsonl", [row])))
 
@@ -219,9 +219,9 @@ def test_defaults_are_fitted_to_the_model_and_reported(base_model):
     chat, text = [{"prompt": [{"role": "user", "content": "?"}]}], [{"prompt": "?"}]
     assert fitting_template(base_model, None, [text]) == (None, [])
     assert fitting_template(base_model, "chatml", [chat]) == ("chatml", [])
-    template, told = fitting_template(base_model, None, [chat])
+    template, notes = fitting_template(base_model, None, [chat])
     assert template == "plain"
-    assert "has no chat template" in told[0]
+    assert "has no chat template" in notes[0]
 
 
 def test_a_4_bit_model_and_an_adapter_on_it_are_fitted(base_model, tmp_path):
@@ -331,7 +331,7 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     assert "mcnemar, exact" in out
     assert main([*argv, "--output_dir", str(tmp_path / "b"), "--reward_weights", "2"]) == 0
     assert (tmp_path / "b.1" / "result.json").is_file()
-    assert json.loads((tmp_path / "b" / "result.json").read_text())["solved_by"] == "gsm8k_accuracy"
+    assert json.loads((tmp_path / "b" / "result.json").read_text())["correctness_reward"] == "gsm8k_accuracy"
 
 
 @pytest.mark.parametrize(
@@ -372,11 +372,11 @@ def test_evaluation_sets_in_a_file(tmp_path):
         ("model: [a]", "model must be a text, got ['a']"),
     ],
 )
-def test_odd_values_in_a_file_are_told_with_their_key(tmp_path, line, message, capsys):
+def test_odd_values_in_a_file_are_reported_with_their_key(tmp_path, line, message, capsys):
     (tmp_path / "run.yaml").write_text(f"recipe: gsm8k\n{line}\n")
     assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
-    assert f"{tmp_path}/run.yaml: " in (told := capsys.readouterr().err)
-    assert message in told
+    assert f"{tmp_path}/run.yaml: " in (err := capsys.readouterr().err)
+    assert message in err
 
 
 def test_an_empty_value_in_a_file_is_none(tmp_path):
@@ -407,9 +407,9 @@ def test_the_gsm8k_program_with_the_flags_of_the_document(base_model, tmp_path, 
     assert config["report_to"] == ["wandb"]
     assert (tmp_path / "run" / "tracked.jsonl").exists()
     assert config["reward_weights"] == [3.0, 0.5, 0.5, 0.5, 0.5]
-    wanted = {"prompts_per_step": 2, "num_generations": 4, "top_k": 50, "top_p": 0.95, "beta": 0.04, "max_steps": 1}
-    wanted |= {"attn_implementation": "plain"}
-    assert {name: config[name] for name in wanted} == wanted
+    expected = {"prompts_per_step": 2, "num_generations": 4, "top_k": 50, "top_p": 0.95, "beta": 0.04, "max_steps": 1}
+    expected |= {"attn_implementation": "plain"}
+    assert {name: config[name] for name in expected} == expected
     assert (config["max_completion_length"], config["num_train_epochs"], config["temperature"]) == (64, 3.0, 0.9)
     command = json.loads((tmp_path / "run" / "command.json").read_text())
     assert command["recipe"] == "gsm8k"

@@ -1,4 +1,4 @@
-"""Rewards beside decoding: calls that raise, hang, block or end their process; threads, loops and processes."""
+"""Rewards during decoding: calls that raise, hang, block or end their process; threads, loops and processes."""
 
 import asyncio
 import os
@@ -143,7 +143,7 @@ def test_groups_keep_their_order_and_rewards_theirs(batch):
         return lengths(completions)
 
     results = run_groups(
-        [noting, lambda completions: [0.0] * len(completions)], groups_of(["a", "bb"], ["ccc", "d"]), reward_batch=batch
+        [noting, lambda completions: [0.0] * len(completions)], groups_of(["a", "bb"], ["ccc", "d"]), reward_scope=batch
     )
     assert results == [[[1.0, 2.0], [0.0, 0.0]], [[3.0, 1.0], [0.0, 0.0]]]
     assert seen == ([2, 2] if batch == "group" else [4])
@@ -201,7 +201,7 @@ def test_failed_calls_are_tried_again():
     assert "try again" in scores_of(third_time_lucky, rollouts_of("ab"), reward_retries=1).error
 
 
-def test_sync_functions_run_one_call_at_a_time_unless_told():
+def test_sync_functions_run_one_call_at_a_time_by_default():
     running, most = [], []
     lock = threading.Lock()
 
@@ -302,7 +302,7 @@ def test_a_hanging_function_does_not_keep_the_interpreter(tmp_path):
 
 
 @pytest.mark.heavy
-def test_the_trainer_scores_beside_decoding(tmp_path):
+def test_the_trainer_scores_during_decoding(tmp_path):
     calls = []
 
     def noting(completions, trainer_state):
@@ -313,7 +313,7 @@ def test_the_trainer_scores_beside_decoding(tmp_path):
     assert calls == [(4, 0, 2)] * 4 + [(4, 1, 2)] * 4
 
 
-def test_a_reward_that_fails_now_and_then_is_counted_and_told_once(tmp_path, caplog):
+def test_a_reward_that_fails_now_and_then_is_counted_and_reported_once(tmp_path, caplog):
     calls = []
 
     def flaky(completion_ids):
@@ -412,7 +412,7 @@ def test_errors_that_quote_completions_are_visible_in_diagnostics_and_exceptions
 @pytest.mark.parametrize("batch", ["group", "rollout"])
 def test_a_function_that_needs_signals_is_called_in_the_main_thread(batch):
     set_handler = signal.signal
-    values = run_groups(limits_its_time, groups_of(["a", "bb"], ["ccc", "d"]), reward_batch=batch)
+    values = run_groups(limits_its_time, groups_of(["a", "bb"], ["ccc", "d"]), reward_scope=batch)
     assert values == [[[1.0, 2.0]], [[3.0, 1.0]]]
     assert signal.signal is set_handler
     assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
@@ -435,10 +435,10 @@ def test_processes_give_signals_to_functions():
 
 
 def test_a_function_that_hangs_in_the_main_thread_is_interrupted():
-    begun = time.monotonic()
+    started_s = time.monotonic()
     groups = groups_of(["a", "b"], ["slow", "d"], ["e", "f"])
     values = run_groups(hangs_in_the_main_thread, groups, reward_timeout_s=0.5)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - started_s < 30
     np.testing.assert_array_equal(np.array(values)[:, 0], [[1, 1], [np.nan, np.nan], [1, 1]])
 
 

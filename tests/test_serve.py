@@ -428,6 +428,10 @@ def test_an_error_inside_a_stream_is_told_and_counted(caplog):
     assert "POST /v1/completions failed" in caplog.text
 
 
-def test_the_trainer_imports_nothing_of_the_server():
-    code = "import sys, groupax.trainer; assert not any(name.startswith('groupax.serve') for name in sys.modules)"
+def test_training_imports_no_server_and_its_rollout_clients_no_package_of_servers():
+    code = (
+        "import sys, groupax.trainer; assert not any(name.startswith('groupax.serve') for name in sys.modules); "
+        "import groupax.serve.client, groupax.serve.broadcast_sampler; "
+        "assert not {'pydantic', 'starlette', 'uvicorn', 'httptools', 'prometheus_client'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

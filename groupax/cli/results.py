@@ -1,4 +1,4 @@
-"""The commands about the results of evaluations and runs: compare, report. Each imports what it needs."""
+"""The commands `groupax compare` and `groupax report`. Imports heavy modules lazily."""
 
 import json
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""The rollout engine: scheduler, cache, decoding, sampling."""
+"""The rollout engine: scheduler, cache, prefill, decoding and sampling."""

@@ -30,7 +30,7 @@ def prefix_of(stored: Mapping[str, Any], prompt: np.ndarray, tokens: list[int]) 
     """Returns the prefix of a prompt and its completion.
 
     Args:
-        stored: What `cache_ops.read_slot` returns, on the host.
+        stored: Result of `cache_ops.read_slot`, on the host.
         prompt: Token ids of the prompt.
         tokens: Sampled tokens, of which the last was not fed.
     """

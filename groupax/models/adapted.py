@@ -1,4 +1,4 @@
-"""A matrix with a low-rank change beside it (LoRA, arXiv:2106.09685), and how the two become a model's weights."""
+"""Weights with low-rank changes (LoRA, arXiv:2106.09685), applied without merging them into the base."""
 
 import zlib
 from dataclasses import replace
@@ -17,7 +17,7 @@ Params = dict[str, Any]
 
 @pytree
 class LowRank:
-    """The change scale b a of a matrix [O, I]: what LoRA trains."""
+    """The trained factors of a low-rank change, scale b a, of a matrix [O, I]."""
 
     a: Any
     b: Any
@@ -25,12 +25,12 @@ class LowRank:
 
 @pytree
 class Dropout:
-    """Which inputs of the changes are left out, by weight, token and input; it does not depend on the micro-batch.
+    """Dropout of the changes' inputs. It depends on weight, token and input, but not on the micro-batch.
 
     Attributes:
-        key: of the update; `joined` makes one for each weight of it.
-        tokens: a number for each of the M tokens of the pass, the same wherever the token is computed.
-        rate: how many of the inputs are left out.
+        key: PRNG key of the update, from which `apply_adapter` derives one per weight.
+        tokens: Number of each of the M tokens of the pass, the same wherever the token is computed.
+        rate: Fraction of the inputs that is dropped.
     """
 
     key: Key[Array, ""]
@@ -40,13 +40,13 @@ class Dropout:
 
 @pytree
 class AdaptedWeight:
-    """A weight of the forward pass: the base, multiplied as it is, and beside it scale b a.
+    """A weight of the forward pass: the unchanged base plus the change scale b a.
 
     Attributes:
-        base: an array [O, I], or a quantized one.
-        change: a [R, I] and b [O, R].
-        scale: of the change.
-        dropout: None outside of training.
+        base: Array or quantized weight [O, I].
+        change: Factors a [R, I] and b [O, R].
+        scale: Scale of the change.
+        dropout: Dropout of the change's inputs; None outside of training.
     """
 
     base: Any
@@ -57,11 +57,11 @@ class AdaptedWeight:
 
 @pytree
 class FrozenBase:
-    """What does not change while an adapter is trained.
+    """The values that stay constant while an adapter is trained.
 
     Attributes:
-        params: the base's weights; with the adapter switched off they are the model.
-        scale: of all changes.
+        params: Base weights, which are the model without the adapter.
+        scale: Scale of all changes.
     """
 
     params: Params
@@ -69,39 +69,39 @@ class FrozenBase:
 
 
 def apply_adapter(frozen: FrozenBase | None, trained: Params, dropout: Dropout | None = None) -> Params:
-    """The weights that the forward pass reads: the base's, with what is trained beside them or in their places.
+    """Combines the base and the trained weights to the weights that the forward pass reads.
 
     Args:
-        frozen: None if everything is trained.
-        trained: some of the tree of weights: `LowRank`s, and arrays that replace the base's.
-        dropout: of the changes' inputs.
+        frozen: Base; None if everything is trained.
+        trained: Subtree of the weights: `LowRank` changes, and arrays that replace the base's.
+        dropout: Dropout of the changes' inputs.
     """
-    return trained if frozen is None else _joined(frozen.params, trained, frozen.scale, dropout, "")
+    return trained if frozen is None else _apply(frozen.params, trained, frozen.scale, dropout, "")
 
 
-def _joined(base: Any, trained: Any, scale: Any, dropout: Dropout | None, path: str) -> Any:
+def _apply(base: Any, trained: Any, scale: Any, dropout: Dropout | None, path: str) -> Any:
     if isinstance(trained, LowRank):
         if dropout is not None:
             dropout = replace(dropout, key=jax.random.fold_in(dropout.key, zlib.crc32(path.encode())))
         return AdaptedWeight(base, trained, scale, dropout)
     if isinstance(trained, dict):
-        own = {name: _joined(base[name], x, scale, dropout, f"{path}/{name}") for name, x in trained.items()}
-        return {**base, **own}
+        adapted = {name: _apply(base[name], x, scale, dropout, f"{path}/{name}") for name, x in trained.items()}
+        return {**base, **adapted}
     if isinstance(trained, list):
         pairs = enumerate(zip(base, trained, strict=True))
-        return [_joined(b, t, scale, dropout, f"{path}/{index}") for index, (b, t) in pairs]
+        return [_apply(b, t, scale, dropout, f"{path}/{index}") for index, (b, t) in pairs]
     return trained
 
 
 def low_rank_linear(x: Float[Array, "*M I"], weight: AdaptedWeight) -> Float[Array, "*M O"]:
-    """scale b a x. The scale multiplies between two products, where no compiler joins it with an addition."""
+    """Computes scale b a x, scaled between the two matmuls, where no compiler fuses the scale with an addition."""
     if weight.dropout is not None:
-        x = _dropped(x, weight.dropout)
+        x = _apply_dropout(x, weight.dropout)
     inner = dense_linear(x, weight.change.a) * jnp.asarray(weight.scale, x.dtype)
     return dense_linear(inner, weight.change.b)
 
 
-def _dropped(x: Float[Array, "M I"], dropout: Dropout) -> Float[Array, "M I"]:
+def _apply_dropout(x: Float[Array, "M I"], dropout: Dropout) -> Float[Array, "M I"]:
     keys = jax.vmap(lambda token: jax.random.fold_in(dropout.key, token))(dropout.tokens)
     uniform = jax.vmap(lambda key: jax.random.uniform(key, x.shape[1:]))(keys)
     factor = jnp.where(uniform < dropout.rate, 0.0, 1.0 / (1.0 - dropout.rate))

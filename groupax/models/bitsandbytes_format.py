@@ -1,4 +1,4 @@
-"""4-bit weights on disk, as bitsandbytes and transformers write and read them."""
+"""The format of 4-bit weights on disk that bitsandbytes and transformers write and read."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from groupax.parallel.transfer import to_device
 from groupax.storage.model_json import is_number
 from groupax.terminal.printable import short_repr
 
-# What stands behind a weight's name for the further tensors of a quantized one.
+# Suffixes, after a weight's name, of the further tensors of a quantized weight.
 _SCALES, _CODE = "absmax", "quant_map"
 _SCALE_SCALES, _SCALE_CODE = "nested_absmax", "nested_quant_map"
 _STATE = "quant_state.bitsandbytes__nf4"
@@ -21,7 +21,7 @@ FURTHER = (_SCALES, _CODE, _SCALE_SCALES, _SCALE_CODE, _STATE)
 
 
 def quantization_config(dtype: str) -> dict[str, Any]:
-    """What `config.json` says of such weights; `dtype` is what transformers is to compute in."""
+    """Returns the `quantization_config` of `config.json`; `dtype` is what transformers should compute in."""
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
@@ -33,7 +33,7 @@ def quantization_config(dtype: str) -> dict[str, Any]:
 
 
 def is_nf4(quantization: Any) -> bool:
-    """Whether a `quantization_config` is of weights that can be read here: nf4 with double quantization."""
+    """Checks for a `quantization_config` that groupax can read: nf4 with double quantization."""
     return isinstance(quantization, Mapping) and all(
         quantization.get(key) == value
         for key, value in quantization_config("").items()
@@ -42,13 +42,13 @@ def is_nf4(quantization: Any) -> bool:
 
 
 def without_nf4(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of a `config.json`, of such weights as if they were not quantized, of others as they are."""
+    """Removes a readable `quantization_config` from the contents of a `config.json`; others stay."""
     is_read_here = is_nf4(hf_config.get("quantization_config"))
     return {key: value for key, value in hf_config.items() if key != "quantization_config" or not is_read_here}
 
 
 def nf4_tensors(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
-    """The tensors of one weight."""
+    """Returns the tensors of one weight by name."""
     state = {
         "quant_type": "nf4",
         "blocksize": BLOCK,

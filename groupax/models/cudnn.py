@@ -1,8 +1,8 @@
-"""Attention in blocks that stay on the chip, on NVIDIA's GPUs: cuDNN's, with a backward pass of its own.
+"""Fused attention on NVIDIA GPUs: cuDNN's kernels, forward and backward.
 
-cuDNN's causal mask has query i see columns up to i, however many columns there are; windows go with that mask alone. So
-prompt and row become one sequence that begins at its first token, with empty queries where none are asked for, whose
-results are dropped. Padding lies behind, where nothing that counts sees it.
+In cuDNN's causal mask query i sees columns up to i, however many columns there are, and windows need that mask. So
+prompt and row become one sequence that starts at its first token, with padding queries for the prompt, whose results
+are dropped. The padding is moved to the end, where no real query sees it.
 """
 
 from typing import Literal
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from groupax.models.config import AttentionConfig
 
-# cuDNN's, or what XLA makes of the same call on any device.
+# cuDNN's kernel, or XLA's lowering of the same call, which runs on any device.
 Implementation = Literal["cudnn", "xla"]
 
 
@@ -25,22 +25,17 @@ def attend(
     attn: AttentionConfig,
     implementation: Implementation = "cudnn",
 ) -> Float[Array, "B T N H"]:
-    """As `attention.attend`, but for what a query before its row's start gets.
-
-    Args:
-        q, k, v, starts, attn: see there; there is no softcap.
-        implementation: of the call.
-    """
+    """Computes `attention.attend` without a softcap; queries before their row's start get undefined results."""
     assert attn.softcap is None, "cuDNN has no softcap"
     window = None if attn.window is None else (attn.window - 1, 0)
     out = jax.nn.dot_product_attention(
-        *(_turned(x, starts) for x in (q, k, v)),
+        *(_roll_left(x, starts) for x in (q, k, v)),
         scale=attn.scale,
         is_causal=True,
         local_window_size=window,
         implementation=implementation,
     )
-    return _turned(out, -starts)
+    return _roll_left(out, -starts)
 
 
 def attend_with_prompt(
@@ -53,7 +48,7 @@ def attend_with_prompt(
     attn: AttentionConfig,
     implementation: Implementation = "cudnn",
 ) -> Float[Array, "B T N H"]:
-    """As `attention.attend_with_prompt`; `implementation` as in `attend`."""
+    """Computes `attention.attend_with_prompt`."""
     before = prompt_k.shape[1] + k.shape[1] - q.shape[1]
     queries = jnp.pad(q, ((0, 0), (before, 0), (0, 0), (0, 0)))
     keys, values = jnp.concatenate([prompt_k, k], axis=1), jnp.concatenate([prompt_v, v], axis=1)
@@ -61,18 +56,18 @@ def attend_with_prompt(
 
 
 @jax.custom_vjp
-def _turned(x: Float[Array, "B C N H"], by: Int[Array, "B"]) -> Float[Array, "B C N H"]:
-    """Each row's columns moved to the left by so many; those that fall out come back at the other end."""
-    columns = (jnp.arange(x.shape[1])[None, :] + by[:, None]) % x.shape[1]
+def _roll_left(x: Float[Array, "B C N H"], shift: Int[Array, "B"]) -> Float[Array, "B C N H"]:
+    """Rolls the columns of each row to the left by its shift."""
+    columns = (jnp.arange(x.shape[1])[None, :] + shift[:, None]) % x.shape[1]
     return jnp.take_along_axis(x, columns[:, :, None, None], axis=1)
 
 
-def _turned_forward(x: Array, by: Array) -> tuple[Array, Array]:
-    return _turned(x, by), by
+def _roll_forward(x: Array, shift: Array) -> tuple[Array, Array]:
+    return _roll_left(x, shift), shift
 
 
-def _turned_backward(by: Array, gradient: Array) -> tuple[Array, None]:
-    return _turned(gradient, -by), None
+def _roll_backward(shift: Array, gradient: Array) -> tuple[Array, None]:
+    return _roll_left(gradient, -shift), None
 
 
-_turned.defvjp(_turned_forward, _turned_backward)
+_roll_left.defvjp(_roll_forward, _roll_backward)

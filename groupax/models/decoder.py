@@ -1,8 +1,8 @@
 """The decoder: one forward pass for training, scoring, prefill and decoding.
 
-The pass works on a flat list of M tokens with their positions. What differs between its uses is only which
-tokens see which, and that is the caller's `attend`: it gets a layer's queries, keys and values of all M
-tokens and returns what each token attended to, and what the layer keeps: its part of a cache, if there is one.
+The pass works on a flat list of M tokens with their positions. Its uses differ only in which tokens see which, and that
+is up to the caller's `attend`: it receives a layer's queries, keys and values of all M tokens and returns the attention
+output of each token, and the layer's updated cache if there is one.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from groupax.models.execution import DIRECT, Execution
 from groupax.models.experts import Routing, mixture_of_experts
 from groupax.models.layers import NORMS, Weight, gated_mlp, linear, row_parallel_linear, scaled, vocabulary_logits
 from groupax.models.lookup import lookup
-from groupax.models.rope import Tables, rope_tables, rotate
+from groupax.models.rope import Tables, apply_rope, rope_tables
 from groupax.models.scan_layers import apply_layers
 from groupax.models.specs import Params, layer_specs
 from groupax.models.split import gather_weight, gather_weights
@@ -30,8 +30,8 @@ from groupax.parallel.mesh import REPLICATED, Layout
 # (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H])
 # -> (outputs [M, N, H], the layer's updated cache)
 Attend = Callable[[AttentionConfig, Any, Array, Array, Array], tuple[Array, Any]]
-# What the backward pass finds of a layer: its input alone, its input and the products with weights, or those with each
-# other (attention's) too. The rest is computed again.
+# Values of a layer that are saved for the backward pass: its input alone, also the matmuls with weights, or also those
+# of activations with each other (attention's). The rest is recomputed.
 _SAVED = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -40,12 +40,12 @@ _SAVED = {
 
 
 class ForwardOutput(NamedTuple):
-    """What a forward pass gives.
+    """The result of a forward pass.
 
     Attributes:
-        hidden: states after the final norm, times `hidden_scale`, in the dtype of the parameters.
-        caches: what each layer's `attend` returned as its cache.
-        routings: where the router of each layer with experts sent the tokens.
+        hidden: Hidden states after the final norm, times `hidden_scale`, in the dtype of the parameters.
+        caches: Cache that `attend` returned for each layer.
+        routings: Routing of the tokens in each layer with experts.
     """
 
     hidden: Float[Array, "M D"]
@@ -53,8 +53,8 @@ class ForwardOutput(NamedTuple):
     routings: list[Routing]
 
 
-def _all_but_gathered(primitive: Any, *_args: Any, **_params: Any) -> bool:
-    """What the backward pass finds if nothing is to be computed again: all but weights gathered from other devices."""
+def _all_except_gathered(primitive: Any, *_args: Any, **_params: Any) -> bool:
+    """Saves everything for the backward pass except weights that were gathered from other devices."""
     return primitive.name != "all_gather"
 
 
@@ -68,55 +68,74 @@ def forward(
     execution: Execution = DIRECT,
     layout: Layout = REPLICATED,
 ) -> ForwardOutput:
-    """The forward pass.
+    """Runs the decoder on a flat list of tokens.
 
-    Layers of the same kind are traced once: `attend` may read what is around it, but must change nothing there.
-
-    With a layout, inside a shard_map, a device has its parts of the weights, and `attend` gets its heads; hidden states
-    are whole.
+    Layers of the same kind are traced once, so `attend` may read its closure but must not change it. With a layout,
+    inside a shard_map, each device has its shard of the weights and `attend` receives its heads; hidden states are
+    replicated.
 
     Args:
-        config, params: the model.
-        tokens, positions: of the flat list.
-        attend: see above.
-        caches: one per layer, passed to `attend`; None for no caches.
-        execution: how it is computed; layers with caches are not scanned.
-        layout: how the model is split.
+        config: Architecture of the model.
+        params: Weights of the model.
+        tokens: Token ids.
+        positions: Position of each token in its sequence.
+        attend: Attention of the caller (see above).
+        caches: Cache of each layer, passed to `attend`; None for no caches.
+        execution: Execution settings; layers with caches are not scanned.
+        layout: Sharding of the model.
     """
-    x = _embedded(params, tokens, layout)
-    if config.embedding_scale != 1.0:  # which is of the parameters' dtype itself, as transformers has it
+    x = _embed(params, tokens, layout)
+    if config.embedding_scale != 1.0:  # rounded to the parameters' dtype, as in transformers
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     tables = {rope: rope_tables(rope, config.max_positions, positions, x.dtype) for rope in config.ropes if rope}
 
     def layer(x: Array, weights: Params, cache: Any, index: int) -> tuple[Array, Any, Routing | None]:
-        weights, attend_as = gather_weights(layout, layer_specs(config, index), weights), config.attention(index)
-        h = _normed(config, x, weights.get("attention_norm"))
-        attended, cache = _attention(config, index, weights, h, tables, partial(attend, attend_as, cache), layout)
-        x = x + _added(config, attended, weights.get("attention_out_norm"))
-        h = h if config.block == "parallel" else _normed(config, x, weights.get("mlp_norm"))
-        out, routing = _mlp(config, index, weights, h, layout)
-        return x + _added(config, out, weights.get("mlp_out_norm")), cache, routing
+        return _layer(config, tables, attend, layout, x, weights, cache, index)
 
-    if execution.checkpointing != "none":
-        layer = jax.checkpoint(layer, static_argnums=3, policy=_SAVED[execution.checkpointing])
-    elif layout.axis("embed") is not None:
-        layer = jax.checkpoint(layer, static_argnums=3, policy=_all_but_gathered)
-    layer = jax.jit(layer, static_argnums=3)
+    compiled = _with_checkpointing(layer, execution, layout)
     scans = execution.scan_layers and caches is None
     caches = list(caches) if caches is not None else [None] * config.num_layers
 
-    def numbered(x: Array, weights: Params, index: int) -> tuple[Array, Routing | None]:
-        x, caches[index], routing = layer(x, weights, caches[index], config.first_similar_layer(index))
+    def apply_layer(x: Array, weights: Params, index: int) -> tuple[Array, Routing | None]:
+        x, caches[index], routing = compiled(x, weights, caches[index], config.first_similar_layer(index))
         return x, routing
 
     kinds = [config.first_similar_layer(index) if scans else index for index in range(config.num_layers)]
-    x, routings = apply_layers(numbered, x, params["layers"], kinds)
-    routings = [routing for routing in routings if routing is not None]
-    return ForwardOutput(scaled(_normed(config, x, params["final_norm"]), config.hidden_scale), caches, routings)
+    x, routings = apply_layers(apply_layer, x, params["layers"], kinds)
+    hidden = scaled(_norm(config, x, params["final_norm"]), config.hidden_scale)
+    return ForwardOutput(hidden, caches, [routing for routing in routings if routing is not None])
 
 
-def _embedded(params: Params, tokens: Int[Array, "M"], layout: Layout) -> Float[Array, "M D"]:
-    """The tokens' embeddings; of those that other devices have, 0 until they are added up."""
+def _layer(
+    config: ModelConfig,
+    tables: dict[Rope, Tables],
+    attend: Attend,
+    layout: Layout,
+    x: Float[Array, "M D"],
+    weights: Params,
+    cache: Any,
+    index: int,
+) -> tuple[Float[Array, "M D"], Any, Routing | None]:
+    weights, attn = gather_weights(layout, layer_specs(config, index), weights), config.attention(index)
+    h = _norm(config, x, weights.get("attention_norm"))
+    attended, cache = _attention(config, index, weights, h, tables, partial(attend, attn, cache), layout)
+    x = x + _residual(config, attended, weights.get("attention_out_norm"))
+    h = h if config.block == "parallel" else _norm(config, x, weights.get("mlp_norm"))
+    out, routing = _mlp(config, index, weights, h, layout)
+    return x + _residual(config, out, weights.get("mlp_out_norm")), cache, routing
+
+
+def _with_checkpointing(layer: Callable[..., Any], execution: Execution, layout: Layout) -> Callable[..., Any]:
+    """Wraps a layer so that the backward pass recomputes what it should; argument 3, the index, is static."""
+    if execution.checkpointing != "none":
+        layer = jax.checkpoint(layer, static_argnums=3, policy=_SAVED[execution.checkpointing])
+    elif layout.axis("embed") is not None:
+        layer = jax.checkpoint(layer, static_argnums=3, policy=_all_except_gathered)
+    return jax.jit(layer, static_argnums=3)
+
+
+def _embed(params: Params, tokens: Int[Array, "M"], layout: Layout) -> Float[Array, "M D"]:
+    """Looks up the embeddings. With a sharded vocabulary each device contributes its own rows to a psum."""
     table, axis = gather_weight(layout, ("vocab", "embed"), params["embed"]), layout.axis("vocab")
     if axis is None:
         return lookup(table, tokens)
@@ -135,25 +154,25 @@ def _attention(
     layout: Layout,
 ) -> tuple[Float[Array, "M D"], Any]:
     M, axis = h.shape[0], layout.axis("heads")
-    h, weights = psum_grad(h, axis), _within_heads(config, weights, layout)
+    h, weights = psum_grad(h, axis), _with_psum_grads(config, weights, layout)
     q, k = (linear(h, weights[name], weights.get(f"{name}_bias")) for name in ("q", "k"))
     if config.qk_norm == "all_heads":
-        q, k = _normed(config, q, weights["q_norm"]), _normed(config, k, weights["k_norm"])
+        q, k = _norm(config, q, weights["q_norm"]), _norm(config, k, weights["k_norm"])
     q = q.reshape(M, -1, config.head_dim)
     k = k.reshape(M, -1, config.head_dim)
     v = linear(h, weights["v"], weights.get("v_bias")).reshape(M, -1, config.head_dim)
     if config.qk_norm in ("head", "each_head"):
-        q, k = _normed(config, q, weights["q_norm"]), _normed(config, k, weights["k_norm"])
+        q, k = _norm(config, q, weights["q_norm"]), _norm(config, k, weights["k_norm"])
     if rope := config.ropes[index]:
-        q, k = (rotate(x, tables[rope], rope.interleaved) for x in (q, k))
+        q, k = (apply_rope(x, tables[rope], rope.interleaved) for x in (q, k))
     if axis is not None and layout.axis("kv_heads") is None:
         k, v = (local_kv_heads(x, q.shape[1], axis) for x in (k, v))
     out, cache = attend(q, k, v)
     return row_parallel_linear(out.reshape(M, -1), weights["o"], weights.get("o_bias"), axis), cache
 
 
-def _within_heads(config: ModelConfig, weights: Params, layout: Layout) -> Params:
-    """A layer's weights, where devices have heads of their own: what is whole there gets the gradients of all."""
+def _with_psum_grads(config: ModelConfig, weights: Params, layout: Layout) -> Params:
+    """Marks the replicated weights that each device applies to its own heads, so that their gradients are summed."""
     axis = layout.axis("heads")
     if axis is None:
         return weights
@@ -166,12 +185,12 @@ def _within_heads(config: ModelConfig, weights: Params, layout: Layout) -> Param
 
 
 def local_kv_heads(x: Float[Array, "M K H"], num_own: int, axis: Axis) -> Float[Array, "M k H"]:
-    """The key/value heads that a device's query heads use.
+    """Returns the key/value heads that a device's query heads use.
 
     Args:
-        x: of all of the axis's devices.
-        num_own: query heads of each.
-        axis: over which the query heads are split.
+        x: Heads of all devices of the axis.
+        num_own: Number of query heads per device.
+        axis: Mesh axis over which the query heads are sharded.
     """
     K = x.shape[1]
     per_kv_head = num_own * axis_size(axis) // K
@@ -193,25 +212,25 @@ def _mlp(
     return gated_mlp(h, *matrices, biases, config.activation, layout.axis("ffn")), None
 
 
-def _normed(config: ModelConfig, x: Array, weight: Array | None) -> Array:
-    """Normalized as the family does it, if there is a norm in this place."""
+def _norm(config: ModelConfig, x: Array, weight: Array | None) -> Array:
+    """Applies the family's norm; without a weight there is no norm."""
     return x if weight is None else NORMS[config.norm](x, weight, config.norm_eps)
 
 
-def _added(config: ModelConfig, x: Array, norm: Array | None) -> Array:
-    """What a part of a layer adds to the stream."""
-    return scaled(_normed(config, x, norm), config.residual_scale)
+def _residual(config: ModelConfig, x: Array, norm: Array | None) -> Array:
+    """Returns what a block adds to the residual stream."""
+    return scaled(_norm(config, x, norm), config.residual_scale)
 
 
 def head_weights(params: Params) -> Weight:
-    """The matrix that turns hidden states into logits: the embedding itself where they are tied."""
+    """Returns the matrix that turns hidden states into logits: the embedding itself if they are tied."""
     return params.get("head", params["embed"])
 
 
 def causal_hidden(
     config: ModelConfig, params: Params, tokens: Int[Array, "B T"], starts: Int[Array, "B"]
 ) -> Float[Array, "B T D"]:
-    """Hidden states after the final norm of whole, left-padded sequences; `starts` are their first columns."""
+    """Computes the hidden states of left-padded sequences after the final norm; `starts` are their first columns."""
     B, T = tokens.shape
 
     def attend_causally(attn: AttentionConfig, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
@@ -223,6 +242,6 @@ def causal_hidden(
 
 
 def logits(config: ModelConfig, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    """Next-token logits of whole sequences, float32. For small inputs: nothing is chunked."""
+    """Computes the next-token logits of sequences in float32. Meant for small inputs: nothing is chunked."""
     hidden = causal_hidden(config, params, tokens, jnp.zeros(tokens.shape[0], jnp.int32))
     return vocabulary_logits(hidden, head_weights(params), config.logit_softcap)

@@ -1,23 +1,23 @@
-"""How a pass over many tokens is computed. What it gives stays the same, but for rounding."""
+"""Settings of how a pass over many tokens is executed. They change its results by rounding at most."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from groupax.config import Checkpointing
+from groupax.settings.compute import Checkpointing
 
-# Logits in flight at the vocabulary's matrix, in numbers: blocks of this size stay in a CPU's cache; an accelerator
-# reads the matrix again for each, and has memory for 256 MiB.
+# Logits that are computed at a time. Blocks of this size stay in a CPU's cache; an accelerator reads the vocabulary's
+# matrix again for each block, and has memory for 256 MiB.
 CPU_LOGITS = 1 << 21
 ACCELERATOR_LOGITS = 1 << 26
 
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """Attention by a kernel (see `models.fused_attention`).
+    """A fused attention kernel (see `models.fused_attention`).
 
     Attributes:
-        kernel: of TPUs or of NVIDIA's GPUs.
-        emulated: by operations that every device has, to see what the kernel computes where it does not run.
+        kernel: "splash" on TPUs, "cudnn" on NVIDIA GPUs.
+        emulated: Whether the kernel is emulated by operations that every device has, for tests.
     """
 
     kernel: Literal["splash", "cudnn"]
@@ -26,14 +26,13 @@ class FusedAttention:
 
 @dataclass(frozen=True)
 class Execution:
-    """See above.
+    """The execution settings of a pass.
 
     Attributes:
-        checkpointing: what the backward pass computes again (see `config.Checkpointing`).
-        scan_layers: layers that are alike are one program, compiled once, which takes them from a copy of their weights
-            that lies in one piece.
-        chunk_logits: logits in flight at the vocabulary's matrix.
-        attention: the kernel that attends; None for the plain form.
+        checkpointing: What the backward pass recomputes (see `config.Checkpointing`).
+        scan_layers: Whether layers of the same kind share one compiled program, which scans over their stacked weights.
+        chunk_logits: Number of logits that are computed at a time.
+        attention: Attention kernel; None for plain attention.
     """
 
     checkpointing: Checkpointing = "none"
@@ -42,7 +41,7 @@ class Execution:
     attention: FusedAttention | None = None
 
 
-# Layers of their own, as the engine has them, and nothing kept back.
+# One program per layer and no checkpointing, as the engine runs it.
 DIRECT = Execution()
 
 
@@ -52,12 +51,13 @@ def execution_for(
     scan_layers: bool | None = None,
     attention: FusedAttention | None = None,
 ) -> Execution:
-    """What suits a kind of device.
+    """Returns the execution settings for a platform.
 
     Args:
-        platform: "cpu" or another.
-        checkpointing, attention: see `Execution`.
-        scan_layers: None scans on accelerators, whose compilers take seconds for a layer.
+        platform: "cpu" or an accelerator's platform.
+        checkpointing: What the backward pass recomputes.
+        scan_layers: Whether to scan layers; None scans on accelerators, whose compilers take seconds per layer.
+        attention: Attention kernel; None for plain attention.
     """
     on_cpu = platform == "cpu"
     scans = not on_cpu if scan_layers is None else scan_layers

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router sends each token through a few of many feed-forward parts."""
+"""Mixtures of experts: a router sends each token through a few of many feed-forward blocks."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from groupax.parallel.collectives import all_gather, axis_index, psum, psum_grad
 from groupax.parallel.mesh import REPLICATED, Layout
 from groupax.parallel.pytree import pytree
 
-# Rows times their group's matrix, [E, O, I]: with the matrix as checkpoints have it, as in `layers.linear`.
+# Rows times their group's matrix, [E, O, I]; the matrices have the layout of checkpoints, as in `layers.linear`.
 _ROWS_BY_GROUP = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
@@ -23,11 +23,11 @@ _ROWS_BY_GROUP = lax.RaggedDotDimensionNumbers(
 
 @pytree
 class Routing:
-    """Where a layer's router sent M tokens.
+    """The experts to which a layer's router sent M tokens.
 
     Attributes:
-        probs: of all E experts, float32.
-        chosen: the experts of each token, likeliest first.
+        probs: Probabilities of all E experts, float32.
+        chosen: The A experts of each token, most probable first.
     """
 
     probs: Float[Array, "M E"]
@@ -44,11 +44,11 @@ def mixture_of_experts(
     activation: Activation = "silu",
     layout: Layout = REPLICATED,
 ) -> tuple[Float[Array, "M D"], Routing]:
-    """The sum over each token's likeliest experts of weight * down(activation(gate x) * up x).
+    """Sums weight * down(activation(gate x) * up x) over the most probable experts of each token.
 
-    The weights are the softmax of the router's logits, of all experts, divided by their sum if `experts.norm_topk_prob`
-    (arXiv:2401.04088, section 2.1). No token is dropped. Where experts are split over a mesh axis, a device computes
-    its own ones for the tokens of all.
+    The weights are the softmax over the router's logits of all experts, divided by their sum if
+    `experts.norm_topk_prob` (arXiv:2401.04088, section 2.1). No token is dropped. If experts are sharded over a mesh
+    axis, each device computes its own experts for the tokens of all devices.
     """
     logits = matmul_nt(x, router)
     exps = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
@@ -56,20 +56,22 @@ def mixture_of_experts(
     weights, chosen = lax.top_k(probs, experts.per_token)
     if experts.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    apart, within = layout.axis("expert"), layout.axis("expert_ffn")
-    all_x, all_weights = (all_gather(psum_grad(each, within), apart, 0) for each in (x, weights.astype(x.dtype)))
-    own_chosen = chosen
-    if apart is not None:
-        own_chosen = lax.all_gather(chosen, apart, tiled=True) - axis_index(apart) * gate.shape[0]
-    arrays = all_x, all_weights, own_chosen, gate, up, down
-    # XLA's CPU backend has no grouped product; what it makes of one costs as many products as there are experts, of
-    # each choice, and the order of its sums depends on the number of rows.
+    expert_axis, ffn_axis = layout.axis("expert"), layout.axis("expert_ffn")
+    all_x, all_weights = (
+        all_gather(psum_grad(each, ffn_axis), expert_axis, 0) for each in (x, weights.astype(x.dtype))
+    )
+    local_chosen = chosen
+    if expert_axis is not None:
+        local_chosen = lax.all_gather(chosen, expert_axis, tiled=True) - axis_index(expert_axis) * gate.shape[0]
+    arrays = all_x, all_weights, local_chosen, gate, up, down
+    # XLA's CPU backend has no grouped matmul. Its lowering costs a matmul with all choices per expert, and the order of
+    # its sums depends on the number of rows.
     out = lax.platform_dependent(
         *arrays,
         cpu=partial(loop_over_experts, activation=activation),
-        default=partial(ragged_experts, activation=activation, some_elsewhere=apart is not None),
+        default=partial(ragged_experts, activation=activation, has_remote=expert_axis is not None),
     )
-    return psum(reduce_scatter(out, apart, 0), within), Routing(probs, chosen)
+    return psum(reduce_scatter(out, expert_axis, 0), ffn_axis), Routing(probs, chosen)
 
 
 def ragged_experts(
@@ -80,26 +82,26 @@ def ragged_experts(
     up: Float[Array, "E F D"],
     down: Float[Array, "E D F"],
     activation: Activation,
-    some_elsewhere: bool = False,
+    has_remote: bool = False,
 ) -> Float[Array, "M D"]:
-    """Tokens through their A experts, sorted by expert, so that each matrix multiplies its own tokens together.
+    """Applies the experts to tokens sorted by expert, so that each expert's matrices are one grouped matmul.
 
-    With `some_elsewhere` choices below 0 or from E on are other devices' experts, which add nothing here.
+    With `has_remote`, choices outside of [0, E) are experts of other devices, which contribute nothing here.
     """
     (M, A), E = chosen.shape, gate.shape[0]
-    if some_elsewhere:
+    if has_remote:
         chosen = jnp.where((chosen < 0) | (chosen >= E), E, chosen)
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.sum(jax.nn.one_hot(chosen.reshape(-1), E, dtype=jnp.int32), axis=0)
-    rows = _permuted(jnp.repeat(x, A, axis=0), order)
-    between = gated_activation(activation, _by_group(rows, gate, sizes), _by_group(rows, up, sizes))
-    weighted = between * _permuted(weights.reshape(-1, 1), order)
-    if some_elsewhere:  # rows behind the groups' are anything
+    rows = _permute(jnp.repeat(x, A, axis=0), order)
+    between = gated_activation(activation, _grouped_matmul(rows, gate, sizes), _grouped_matmul(rows, up, sizes))
+    weighted = between * _permute(weights.reshape(-1, 1), order)
+    if has_remote:  # rows after those of the groups are undefined
         is_own = (jnp.arange(M * A) < jnp.sum(sizes))[:, None]
-        out = jnp.where(is_own, _by_group(jnp.where(is_own, weighted, 0), down, sizes), 0)
+        out = jnp.where(is_own, _grouped_matmul(jnp.where(is_own, weighted, 0), down, sizes), 0)
     else:
-        out = _by_group(weighted, down, sizes)
-    out = _permuted(out, jnp.argsort(order))
+        out = _grouped_matmul(weighted, down, sizes)
+    out = _permute(out, jnp.argsort(order))
     return jnp.sum(out.reshape(M, A, -1), axis=1)
 
 
@@ -112,7 +114,7 @@ def loop_over_experts(
     down: Float[Array, "E D F"],
     activation: Activation,
 ) -> Float[Array, "M D"]:
-    """All tokens through each expert in turn, with a weight of 0 where it was not chosen."""
+    """Applies each expert in turn to all tokens, with a weight of 0 where it was not chosen."""
 
     @jax.checkpoint
     def add(total: Array, expert: tuple[Array, Array, Array, Array]) -> tuple[Array, None]:
@@ -127,16 +129,16 @@ def loop_over_experts(
 def load_balancing_loss(
     routings: list[Routing], counted: Bool[Array, "M"], axes: tuple[str, ...] = ()
 ) -> Float[Array, ""]:
-    """E sum_e f_e P_e: smallest, `per_token`, if the router spreads tokens evenly (arXiv:2101.03961, equations 4 to 6).
+    """Computes E sum_e f_e P_e, which is least (`per_token`) if the router spreads tokens evenly.
 
-    f_e is how many of its choices fell on expert e, per token; P_e is its mean probability. Both are means over all
-    layers with experts, as in `transformers`.
+    f_e is the number of choices per token that fell on expert e; P_e is its mean probability. Both are means over all
+    layers with experts, as in `transformers`. Source: arXiv:2101.03961, equations 4 to 6.
 
     Args:
-        routings: of the layers with experts.
-        counted: tokens that are real.
-        axes: mesh axes over which the tokens are spread, inside a shard_map. The result is then a shard's
-            part; the sum of the parts is the loss of all tokens.
+        routings: Routings of the layers with experts.
+        counted: Mask of the tokens that are not padding.
+        axes: Mesh axes over which the tokens are sharded, inside a shard_map. The result is then partial: its sum over
+            the devices is the loss of all tokens.
     """
     E = routings[0].probs.shape[1]
     real = counted[:, None]
@@ -152,10 +154,12 @@ def load_balancing_loss(
     return E * jnp.sum(lax.stop_gradient(chosen) / num * probs / num)
 
 
-def _by_group(rows: Float[Array, "R I"], weights: Float[Array, "E O I"], sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
-    """Each row times the matrix of its group; the rows lie in the order of their groups."""
+def _grouped_matmul(
+    rows: Float[Array, "R I"], weights: Float[Array, "E O I"], sizes: Int[Array, "E"]
+) -> Float[Array, "R O"]:
+    """Multiplies each row by the matrix of its group; rows are sorted by group."""
     return lax.ragged_dot_general(rows, weights, sizes, _ROWS_BY_GROUP)
 
 
-def _permuted(x: Float[Array, "R D"], order: Int[Array, "R"]) -> Float[Array, "R D"]:
+def _permute(x: Float[Array, "R D"], order: Int[Array, "R"]) -> Float[Array, "R D"]:
     return x.at[order].get(unique_indices=True, mode="promise_in_bounds")

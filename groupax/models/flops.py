@@ -1,4 +1,4 @@
-"""How much arithmetic a model takes, by the table of its weights. Imports no jax beyond that table."""
+"""The arithmetic and activation memory of a model, computed from its table of weights."""
 
 import math
 from collections.abc import Iterable
@@ -8,17 +8,17 @@ from groupax.models.specs import Spec, model_specs
 
 
 def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]]) -> float:
-    """Floating-point operations of one forward pass over prompts and the completions behind each.
+    """Counts the floating-point operations of a forward pass over prompts and the completions of each.
 
-    Two per weight of a matrix and token, of a mixture's experts those that the token goes through, and four per head
-    dim and visible column; norms and softmax are left out. The vocabulary's matrix multiplies completion tokens only.
+    There are two per token and matrix entry (of a mixture only the token's own experts count), and four per head dim
+    and visible column; norms and softmax are left out. The vocabulary's matrix multiplies completion tokens only.
 
     Args:
-        config: the model.
-        sequences: the length of each prompt, and those of its completions.
+        config: Architecture of the model.
+        sequences: Length of each prompt and lengths of its completions.
     """
     num_tokens = num_completion_tokens = 0
-    num_columns = dict.fromkeys(config.windows, 0)  # that are visible, summed over tokens
+    num_columns = dict.fromkeys(config.windows, 0)  # visible columns, summed over tokens
     for prompt, completions in sequences:
         num_completion_tokens += sum(completions)
         num_tokens += prompt + sum(completions)
@@ -33,43 +33,50 @@ def forward_flops(config: ModelConfig, sequences: Iterable[tuple[int, list[int]]
 
 
 def _active_weights(config: ModelConfig, layer: dict[str, Spec]) -> float:
-    """Entries of matrices that a token is multiplied with; of the experts those of its own."""
+    """Counts the matrix entries that a token is multiplied with; of a mixture only its own experts' count."""
     active = 0.0
     for spec in layer.values():
         if spec.is_matrix:
             active += math.prod(spec.shape)
         elif len(spec.shape) == 3:
-            assert config.experts is not None, "their matrices are stacked"
+            assert config.experts is not None, "only experts have stacked matrices"
             active += math.prod(spec.shape) * config.experts.per_token / config.experts.num
     return active
 
 
 def _visible_columns(length: int, window: int | None) -> int:
-    """Columns that the tokens of a sequence see, their own included."""
+    """Counts the columns that the tokens of a sequence see, including their own."""
     seen = length if window is None else min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def activation_bytes_per_token(config: ModelConfig, itemsize: int, checkpointing: str) -> int:
-    """What the backward pass finds of one token, roughly: the inputs of each product, layer by layer.
+    """Estimates the bytes that are saved for the backward pass per token: the inputs of all matmuls.
+
+    One layer at a time has all its activations in memory, whatever the checkpointing.
 
     Args:
-        config: the model.
-        itemsize: bytes of a number.
-        checkpointing: what is computed again (see `config.Checkpointing`); at the same time one layer is there whole.
+        config: Architecture of the model.
+        itemsize: Bytes per number.
+        checkpointing: What the backward pass recomputes (see `config.Checkpointing`).
     """
     D, NH, KH = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
     def layer(index: int) -> tuple[int, int]:
-        """What is kept of a layer, and what there is of it while it is computed."""
+        """Returns the numbers saved of a layer, and those in memory while it is computed."""
         D_mlp, F = D, config.ffn_size
         if config.has_experts(index):
-            assert config.experts is not None, "the layer has some"
+            assert config.experts is not None, "the layer has experts"
             D_mlp, F = D * config.experts.per_token, config.experts.ffn_size * config.experts.per_token
-        whole = 4 * D + 2 * D_mlp + 4 * F + 4 * NH + 4 * KH
-        everything = whole + 8 * D + 2 * F  # norms have two float32 numbers, and the activation is kept with its slope
-        kept = {"none": everything, "all_dots": whole - 2 * D, "dots": 2 * D + D_mlp + 2 * F + 2 * NH, "full": D}
-        return kept[checkpointing], whole
+        matmul_inputs = 4 * D + 2 * D_mlp + 4 * F + 4 * NH + 4 * KH
+        everything = matmul_inputs + 8 * D + 2 * F  # norms save two float32 numbers, and the activation its slope
+        saved = {
+            "none": everything,
+            "all_dots": matmul_inputs - 2 * D,
+            "dots": 2 * D + D_mlp + 2 * F + 2 * NH,
+            "full": D,
+        }
+        return saved[checkpointing], matmul_inputs
 
-    kept, whole = zip(*map(layer, range(config.num_layers)), strict=True)
-    return itemsize * (sum(kept) + max(whole) + 4 * D)
+    saved, matmul_inputs = zip(*map(layer, range(config.num_layers)), strict=True)
+    return itemsize * (sum(saved) + max(matmul_inputs) + 4 * D)

@@ -1,54 +1,55 @@
-"""Which attention is computed by a kernel of the device's own, whose scores never reach its memory, and which plainly.
+"""Chooses between fused attention kernels, whose scores never reach the device's memory, and plain attention.
 
-`models.attention` says what is computed. `models.splash` and `models.cudnn` call the kernels and are imported for that.
+`models.attention` defines the computation. `models.splash` and `models.cudnn` call the kernels and are imported lazily.
 """
 
 from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from groupax.config import AttnImplementation
 from groupax.models import attention
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.execution import FusedAttention
+from groupax.settings.compute import AttnImplementation
 
-# By a v4's stated peaks (planning.counting; 32 heads over 8 of 128 dims) splash takes about half of the plain form's
-# time with 128 queries, as long with 64, and with 32 twice as long, since a block has 128.
+# By a TPU v4's stated peaks (planning.counting; 32 query heads over 8 kv heads of 128 dims) splash takes about half of
+# the plain form's time with 128 queries, the same time with 64, and twice the time with 32, since a block has 128.
 MIN_QUERIES = 128
-# cuDNN computes the scores of empty queries too. With five times the scores that are needed its arithmetic, at 60 % of
-# an H100's stated peak, takes as long as the memory that plain scores go through.
+# cuDNN computes the scores of padding queries too. With five times the needed scores its arithmetic, at 60 % of an
+# H100's stated peak, takes the same time as the memory traffic of plain scores.
 MAX_EXTRA_SCORES = 4
-# A GPU's least compute capability with such kernels, and the one from which heads may be as wide as the second number.
+# The first compute capability of GPUs with these kernels and its most dims per head; and the one from which heads may
+# have more dims.
 _FIRST_CAPABILITY, _FEW_DIMS = (8, 0), 128
 _WIDE_CAPABILITY, _MANY_DIMS = (9, 0), 256
 
 
 def select_fused_attention(
-    asked: AttnImplementation, device: Any, config: ModelConfig, dtype: Any
+    implementation: AttnImplementation, device: Any, config: ModelConfig, dtype: Any
 ) -> FusedAttention | None:
-    """The kernel that updates attend with on a device; None for the plain form.
+    """Selects the attention kernel for updates on a device; None for the plain form.
 
     Args:
-        asked: see `GRPOConfig.attn_implementation`.
-        device: one of jax's, which may be described only.
-        config: the model.
-        dtype: of the forward pass.
+        implementation: The setting `GRPOConfig.attn_implementation`.
+        device: Device of jax, or a description of one.
+        config: Architecture of the model.
+        dtype: Dtype of the forward pass.
 
     Raises:
-        ValueError: "fused" was asked for, and there is no kernel for it.
+        ValueError: "fused" is requested and no kernel supports it.
     """
-    if asked == "plain":
+    if implementation == "plain":
         return None
-    fault = _fault(device, config, str(dtype))
-    if fault is None:
+    reason = _unsupported_reason(device, config, str(dtype))
+    if reason is None:
         return FusedAttention("splash" if device.platform == "tpu" else "cudnn")
-    if asked == "fused":
-        raise ValueError(f"attn_implementation is 'fused', and {fault}; set it to 'auto' or 'plain'")
+    if implementation == "fused":
+        raise ValueError(f"attn_implementation is 'fused', but {reason}; set it to 'auto' or 'plain'")
     return None
 
 
-def _fault(device: Any, config: ModelConfig, dtype: str) -> str | None:
-    """Why there is no kernel; None if there is one."""
+def _unsupported_reason(device: Any, config: ModelConfig, dtype: str) -> str | None:
+    """Returns why there is no kernel, or None if there is one."""
     if device.platform == "tpu":
         return None
     if device.platform not in ("gpu", "cuda"):
@@ -58,14 +59,17 @@ def _fault(device: Any, config: ModelConfig, dtype: str) -> str | None:
         return f"there is no fused attention for {device.device_kind}, only for TPUs and NVIDIA GPUs"
     version = tuple(int(part) for part in capability.split("."))
     if version < _FIRST_CAPABILITY:
-        return f"cuDNN's needs compute capability 8.0, and {device.device_kind} has {capability}"
+        return f"cuDNN's kernel needs compute capability 8.0, and {device.device_kind} has {capability}"
     if dtype != "bfloat16":
-        return f"cuDNN's computes in bfloat16, and dtype is {dtype}"
+        return f"cuDNN's kernel computes in bfloat16, and dtype is {dtype}"
     if config.attention_softcap is not None:
-        return f"cuDNN's has no softcap, and this model's is {config.attention_softcap}"
+        return f"cuDNN's kernel has no softcap, and this model's softcap is {config.attention_softcap}"
     dims, most = config.head_dim, _MANY_DIMS if version >= _WIDE_CAPABILITY else _FEW_DIMS
     if dims > most or dims % 8:
-        return f"cuDNN's takes heads of up to {most} dims in eights on {device.device_kind}, and this model has {dims}"
+        return (
+            f"cuDNN's kernel needs a head_dim of at most {most} that is a multiple of 8 on {device.device_kind}, and "
+            f"this model's is {dims}"
+        )
     return None
 
 
@@ -77,8 +81,8 @@ def attend(
     attn: AttentionConfig,
     fused: FusedAttention | None,
 ) -> Float[Array, "B T N H"]:
-    """`attention.attend`, fused where it pays; a query before its row's start then gets numbers without meaning."""
-    if fused is None or not _pays(fused, q.shape[1], 0):
+    """Computes `attention.attend`, fused where that is faster; queries before their row's start are then undefined."""
+    if fused is None or not _is_faster(fused, q.shape[1], 0):
         return attention.attend(q, k, v, starts, attn)
     if fused.kernel == "splash":
         from groupax.models import splash
@@ -99,9 +103,9 @@ def attend_with_prompt(
     attn: AttentionConfig,
     fused: FusedAttention | None,
 ) -> Float[Array, "B T N H"]:
-    """`attention.attend_with_prompt`, fused where it pays."""
+    """Computes `attention.attend_with_prompt`, fused where that is faster."""
     arrays = (q, k, v, prompt_k, prompt_v, prompt_starts)
-    if fused is None or not _pays(fused, q.shape[1], prompt_k.shape[1] + k.shape[1] - q.shape[1]):
+    if fused is None or not _is_faster(fused, q.shape[1], prompt_k.shape[1] + k.shape[1] - q.shape[1]):
         return attention.attend_with_prompt(*arrays, attn)
     if fused.kernel == "splash":
         from groupax.models import splash
@@ -112,8 +116,8 @@ def attend_with_prompt(
     return cudnn.attend_with_prompt(*arrays, attn, "xla" if fused.emulated else "cudnn")
 
 
-def _pays(fused: FusedAttention, queries: int, before: int) -> bool:
-    """Whether so many queries behind so many columns take less time fused."""
+def _is_faster(fused: FusedAttention, queries: int, before: int) -> bool:
+    """Estimates whether this number of queries after this number of columns takes less time fused."""
     needed, computed = queries * (2 * before + queries), (before + queries) ** 2
     extra = fused.kernel == "cudnn" and computed > MAX_EXTRA_SCORES * needed
     return queries >= MIN_QUERIES and not extra

@@ -1,11 +1,12 @@
-"""Completions behind shared prompts, without padding: each prompt is computed once for all rows that continue it.
+"""Log-probs of completions packed after shared prompts; each prompt is computed once for all rows that continue it.
 
-All tokens lie one behind another, and everything but attention works on them as they lie. Attention sees rectangles, of
-prompts and of tiles of rows (`groupax.training.buckets`): its queries, keys and values are taken there, its outputs
-taken back.
+All tokens are concatenated without padding, and everything except attention works on that flat list. Attention needs
+rectangles: those of the prompts and the query tiles of the rows (`training.buckets`). Queries, keys and values
+are gathered into them, and the outputs are gathered back.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +29,17 @@ from groupax.parallel.pytree import pytree
 
 @pytree
 class RaggedBatch:
-    """Tokens of prompts and of the rows behind them, and where attention finds them.
+    """The packed tokens of prompts and rows, and where attention finds them.
 
     Attributes:
-        tokens, positions: the prompts' from the left, each without its last, and the rows' up to the right end;
-            padding lies between.
-        targets: what each of the last R tokens predicts; there is room for R of rows.
-        prompts: the prompts as rectangle, each ending at the last column: where its tokens are, -1 for none.
-        tiles: for one range of columns after another where the tokens of the rows are that reach into it, -1 for none;
-            the longest row comes first.
-        prompt_of: the prompt of each row of the first tile.
-        slots: where in the prompts' and then the tiles' cells, laid in a row, each token is; -1 for padding.
+        tokens: The prompts' tokens from the left, each prompt without its last token, and the rows' up to the right
+            end; padding is in between.
+        positions: Position of each token in its sequence.
+        targets: Next token of each of the last R tokens, which is the capacity for row tokens.
+        prompts: Index of each token in a rectangle of prompts that end at the last column; -1 where there is none.
+        tiles: Indices of the rows' tokens, one rectangle per query tile, longest row first; -1 where there is none.
+        prompt_of: Prompt of each row of the first tile.
+        slots: Index of each token in the concatenated cells of the prompts and tiles; -1 for padding.
     """
 
     tokens: Int[Any, "M"]
@@ -59,77 +60,113 @@ def grouped_logprobs(
     entropy_gradient: bool = True,
     layout: Layout = REPLICATED,
 ) -> tuple[Float[Array, "R"], Float[Array, "R"], list[Routing]]:
-    """Log-probability of each of the rows' targets and entropy of its distribution, in nats, float32.
+    """Computes the log-prob of each row target and the entropy of its distribution, in nats, float32.
 
-    Also where the routers of a mixture of experts sent all tokens, the prompts' and behind them the rows'; of devices
-    that share the tokens (`local_tokens`), each has its own ones' routings.
+    Also returns the routings of each layer with experts, of the prompts' tokens and then the rows'. If devices share
+    the tokens (`local_tokens`), each returns those of its own tokens.
 
     Args:
-        config, params: the model.
-        ragged: the tokens.
-        temperature: divides the logits.
-        execution: how it is computed.
-        entropy_gradient: whether the entropy will be differentiated.
-        layout: how the model is split, inside a shard_map. Over "tokens" devices share the tokens in all but attention,
-            and the heads in attention (arXiv:2309.14509).
+        config: Architecture of the model.
+        params: Weights of the model.
+        ragged: Packed tokens.
+        temperature: Divisor of the logits.
+        execution: Execution settings.
+        entropy_gradient: Whether the entropy will be differentiated.
+        layout: Sharding of the model, inside a shard_map. Along "tokens", devices share the tokens everywhere except
+            in attention, where they share the heads (arXiv:2309.14509).
     """
     shared = layout.axis("tokens")
-    starts = jnp.sum(ragged.prompts < 0, axis=1)
-    sides = [ragged.prompts, *ragged.tiles]
-    cells = jnp.concatenate([side.reshape(-1) for side in sides])
-    ends = np.cumsum([side.size for side in sides])
-
-    def attend_in_groups(attn: AttentionConfig, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        if shared is None:
-            return attend_to_all(attn, q, k, v), cache
-        q, k, v = _all_tokens(q, k, v, shared)
-        M = ragged.tokens.shape[0]
-        out = jnp.pad(attend_to_all(attn, q[:M], k[:M], v[:M]), ((0, q.shape[0] - M), (0, 0), (0, 0)))
-        return all_to_all(out, shared, 0, 1), cache
-
-    def attend_to_all(attn: AttentionConfig, q: Array, k: Array, v: Array) -> Array:
-        def in_rectangles(x: Array) -> list[Array]:
-            parts = jnp.split(gather_with_inverse(x, cells, ragged.slots), ends[:-1])
-            return [part.reshape(*side.shape, *x.shape[1:]) for part, side in zip(parts, sides, strict=True)]
-
-        (prompt_q, *row_q), (prompt_k, *row_k), (prompt_v, *row_v) = map(in_rectangles, (q, k, v))
-        fused = execution.attention
-        outs = [attend(prompt_q, prompt_k, prompt_v, starts, attn, fused)]
-        for last, own_q in enumerate(row_q):
-            B = own_q.shape[0]
-            of = ragged.prompt_of[:B]
-            own_k, own_v = (
-                jnp.concatenate([x[:B] for x in of_tiles[: last + 1]], axis=1) for of_tiles in (row_k, row_v)
-            )
-            behind = lookup(prompt_k, of), lookup(prompt_v, of), starts[of]
-            outs.append(attend_with_prompt(own_q, own_k, own_v, *behind, attn, fused))
-        return gather_with_inverse(
-            jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs]), ragged.slots, cells
-        )
-
     tokens, positions = (local_tokens(x, layout) for x in (ragged.tokens, ragged.positions))
-    hidden, _, routings = forward(
-        config, params, tokens, positions, attend_in_groups, execution=execution, layout=layout
-    )
+    attend = partial(_attend, _Rectangles.of(ragged), ragged, execution, shared)
+    hidden, _, routings = forward(config, params, tokens, positions, attend, execution=execution, layout=layout)
     M, R = ragged.tokens.shape[0], ragged.targets.shape[0]
-    of_rows = local_tokens(all_gather(hidden, shared, 0)[M - R : M], layout)
-    head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
-    targets, vocabulary = local_tokens(ragged.targets, layout), layout.axis("vocab")
     logp, entropy = token_logprobs(
-        of_rows,
-        head,
-        targets,
+        local_tokens(all_gather(hidden, shared, 0)[M - R : M], layout),
+        gather_weight(layout, ("vocab", "embed"), head_weights(params)),
+        local_tokens(ragged.targets, layout),
         temperature,
         entropy_gradient,
         config.logit_softcap,
-        vocabulary,
+        layout.axis("vocab"),
         execution.chunk_logits,
     )
     return all_gather_invariant(logp, shared, 0)[:R], all_gather_invariant(entropy, shared, 0)[:R], routings
 
 
+class _Rectangles(NamedTuple):
+    """The rectangles that attention works on, first the prompts' and then those of the query tiles.
+
+    Attributes:
+        cells: Index of the token in each cell of all rectangles; -1 where there is none.
+        shapes: Rows and columns of each rectangle.
+        starts: First column of each prompt.
+    """
+
+    cells: Int[Array, "C"]
+    shapes: list[tuple[int, ...]]
+    starts: Int[Array, "P"]
+
+    @classmethod
+    def of(cls, ragged: RaggedBatch) -> "_Rectangles":
+        starts = jnp.sum(ragged.prompts < 0, axis=1)
+        indices = [ragged.prompts, *ragged.tiles]
+        return cls(jnp.concatenate([each.reshape(-1) for each in indices]), [each.shape for each in indices], starts)
+
+    def split(self, x: Array, slots: Array) -> list[Array]:
+        """Gathers a value of each token into the rectangles."""
+        ends = np.cumsum([rows * columns for rows, columns in self.shapes])
+        flat = jnp.split(gather_with_inverse(x, self.cells, slots), ends[:-1])
+        return [cells.reshape(*shape, *x.shape[1:]) for cells, shape in zip(flat, self.shapes, strict=True)]
+
+
+def _attend(
+    rectangles: _Rectangles,
+    ragged: RaggedBatch,
+    execution: Execution,
+    shared: Axis,
+    attn: AttentionConfig,
+    cache: None,
+    q: Float[Array, "m N H"],
+    k: Float[Array, "m K H"],
+    v: Float[Array, "m K H"],
+) -> tuple[Float[Array, "m N H"], None]:
+    """Computes a layer's attention (see `decoder.Attend`). If devices share the tokens, each computes some heads."""
+    if shared is None:
+        return _attend_rectangles(rectangles, ragged, execution, attn, q, k, v), cache
+    q, k, v = _gather_tokens(q, k, v, shared)
+    M = ragged.tokens.shape[0]
+    out = _attend_rectangles(rectangles, ragged, execution, attn, q[:M], k[:M], v[:M])
+    out = jnp.pad(out, ((0, q.shape[0] - M), (0, 0), (0, 0)))
+    return all_to_all(out, shared, 0, 1), cache
+
+
+def _attend_rectangles(
+    rectangles: _Rectangles,
+    ragged: RaggedBatch,
+    execution: Execution,
+    attn: AttentionConfig,
+    q: Float[Array, "M N H"],
+    k: Float[Array, "M K H"],
+    v: Float[Array, "M K H"],
+) -> Float[Array, "M N H"]:
+    (prompt_q, *tile_q), (prompt_k, *tile_k), (prompt_v, *tile_v) = (
+        rectangles.split(x, ragged.slots) for x in (q, k, v)
+    )
+    starts, fused = rectangles.starts, execution.attention
+    outs = [attend(prompt_q, prompt_k, prompt_v, starts, attn, fused)]
+    for last, own_q in enumerate(tile_q):
+        B = own_q.shape[0]
+        prompt_of = ragged.prompt_of[:B]
+        # a tile's queries see the columns of their rows in this tile and in those before it
+        own_k, own_v = (jnp.concatenate([x[:B] for x in tiles[: last + 1]], axis=1) for tiles in (tile_k, tile_v))
+        prompt = lookup(prompt_k, prompt_of), lookup(prompt_v, prompt_of), starts[prompt_of]
+        outs.append(attend_with_prompt(own_q, own_k, own_v, *prompt, attn, fused))
+    flat = jnp.concatenate([out.reshape(-1, *q.shape[1:]) for out in outs])
+    return gather_with_inverse(flat, ragged.slots, rectangles.cells)
+
+
 def local_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m ..."]:
-    """Of something that all devices have for each token, a device's part, filled up to parts of one size."""
+    """Returns a device's share of something that all devices have for each token, padded to shares of equal size."""
     axis = layout.axis("tokens")
     if axis is None:
         return x
@@ -137,10 +174,10 @@ def local_tokens(x: Shaped[Array, "M ..."], layout: Layout) -> Shaped[Array, "m 
     return local_slice(jnp.pad(x, ((0, unused), *((0, 0),) * (x.ndim - 1))), axis, 0)
 
 
-def _all_tokens(
+def _gather_tokens(
     q: Float[Array, "m N H"], k: Float[Array, "m K H"], v: Float[Array, "m K H"], axis: Axis
 ) -> tuple[Float[Array, "M n H"], Float[Array, "M k H"], Float[Array, "M k H"]]:
-    """All tokens' queries of a device's heads, and the keys and values that these use."""
+    """Exchanges shares of the tokens for shares of the heads: all tokens' queries, and the keys and values they use."""
     q = all_to_all(q, axis, 1, 0)
     if k.shape[1] % axis_size(axis) == 0:
         return q, all_to_all(k, axis, 1, 0), all_to_all(v, axis, 1, 0)
@@ -150,13 +187,13 @@ def _all_tokens(
 
 @jax.custom_vjp
 def gather_with_inverse(x: Array, index: Array, inverse: Array) -> Array:
-    """x[index], with zeros where the index is -1.
+    """Returns x[index], with zeros where the index is -1. No item may be named twice.
 
     Args:
-        x: any number of items, the first dim.
-        index: of an item for each place; no item is named twice.
-        inverse: for each item its place among the places laid in a row, -1 for none; the backward pass takes by it,
-            which is far cheaper than adding up.
+        x: Items along the first dim.
+        index: Item of each output cell, or -1.
+        inverse: Cell of each item in the flattened output, or -1. The backward pass gathers by it, which is far cheaper
+            than a scatter-add.
     """
     del inverse
     return x.at[jnp.where(index < 0, x.shape[0], index)].get(mode="fill", fill_value=0)
@@ -168,7 +205,7 @@ def _gather_forward(x: Array, index: Array, inverse: Array) -> tuple[Array, tupl
 
 def _gather_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
     index, inverse = saved
-    # a sum of several tiles' gradients would be made anew for each item that is taken of it
+    # without the barrier, XLA would recompute the sum of several tiles' gradients for each gathered item
     flat = jax.lax.optimization_barrier(gradient.reshape(index.size, *gradient.shape[index.ndim :]))
     return gather_with_inverse(flat, inverse, index.reshape(-1)), None, None
 

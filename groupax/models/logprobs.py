@@ -1,8 +1,8 @@
-"""Log-probabilities of given tokens, without ever holding [tokens, vocabulary], forward or backward.
+"""Log-probs of given tokens, computed without materializing a [tokens, vocabulary] array, forward or backward.
 
-Forward, the tokens are taken in chunks, each against the whole vocabulary. Backward, the vocabulary is taken in blocks,
-each for all tokens, so that the head's gradient is written once; a block's logits are computed again from the hidden
-states and the log of each token's sum.
+The forward pass takes the tokens in chunks, each against the full vocabulary. The backward pass takes the vocabulary in
+blocks, each for all tokens, so that the head's gradient is written once; it recomputes a block's logits from the hidden
+states, and their softmax from the saved log-sum-exp of each token.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from groupax.models.layers import softcapped
 from groupax.models.matmul import matmul, matmul_nt
 from groupax.parallel.collectives import Axis, axis_index, psum_grad
 
-# Fewest tokens of a chunk and fewest words of a block: below, products are slow for their size.
+# Fewest tokens of a chunk and fewest words of a block: smaller matmuls are slow for their size.
 MIN_CHUNK_TOKENS = 64
 MIN_BLOCK_WORDS = 512
-# Words of a block come in so many.
+# The number of words of a block is a multiple of this.
 BLOCK_MULTIPLE = 64
 
 
@@ -36,17 +36,17 @@ def token_logprobs(
     axis: Axis = None,
     chunk_logits: int = CPU_LOGITS,
 ) -> tuple[Float[Array, "M"], Float[Array, "M"]]:
-    """log softmax(logits / temperature)[target] and the entropy of that distribution, in nats, float32.
+    """Computes log softmax(logits / temperature)[target] and the entropy of that distribution, in nats, float32.
 
     Args:
-        hidden: after the final norm.
-        head: the vocabulary's matrix, the embedding itself if they are tied.
-        targets: one per token.
-        temperature: divides the logits.
-        entropy_gradient: whether the entropy will be differentiated; if not its gradient is taken to be zero.
-        softcap: logits are softcap tanh(hidden head' / softcap); None leaves them at hidden head'.
-        axis: of the mesh, inside a shard_map, over whose devices the vocabulary is split.
-        chunk_logits: logits in flight, in numbers.
+        hidden: Hidden states after the final norm.
+        head: Matrix of the vocabulary; the embedding itself if they are tied.
+        targets: Target of each token.
+        temperature: Divisor of the logits.
+        entropy_gradient: Whether the entropy will be differentiated; if not, its gradient is taken to be zero.
+        softcap: Logits are softcap tanh(hidden headᵀ / softcap); None leaves them at hidden headᵀ.
+        axis: Mesh axis, inside a shard_map, over which the vocabulary is sharded.
+        chunk_logits: Number of logits that are computed at a time.
     """
     if axis is not None:
         hidden, targets = psum_grad(hidden, axis), targets - axis_index(axis) * head.shape[0]
@@ -55,18 +55,18 @@ def token_logprobs(
 
 @dataclass(frozen=True)
 class _Logits:
-    """Turns products into logits: softcap tanh(product / softcap) / temperature, for each device's words of an axis."""
+    """The map from products to logits, softcap tanh(product / softcap) / temperature, of each device's words."""
 
     temperature: float
     softcap: float | None
     axis: Axis
-    in_flight: int
+    chunk_logits: int
 
-    def of(self, hidden: Array, head: Array) -> Array:
+    def compute(self, hidden: Array, head: Array) -> Array:
         return softcapped(matmul_nt(hidden, head), self.softcap) * self.inverse_temperature
 
     def slope(self, logits: Array) -> Array | np.float32:
-        """d logits / d product."""
+        """Returns d logits / d product."""
         if self.softcap is None:
             return self.inverse_temperature
         tanh = logits * np.float32(self.temperature / self.softcap)
@@ -84,21 +84,21 @@ def _token_logprobs(hidden: Array, head: Array, targets: Array, kind: _Logits, _
 
 
 def _forward(hidden: Array, head: Array, targets: Array, kind: _Logits) -> tuple[Array, Array, Array]:
-    """Log-probs, entropies, and the log of each token's sum of exponentials."""
+    """Returns log-probs, entropies, and each token's log-sum-exp of the logits."""
     M, V = hidden.shape[0], head.shape[0]
-    num_chunks = max(1, -(-M // max(MIN_CHUNK_TOKENS, kind.in_flight // V)))
+    num_chunks = max(1, -(-M // max(MIN_CHUNK_TOKENS, kind.chunk_logits // V)))
     chunk = -(-M // num_chunks)
     pad = num_chunks * chunk - M
 
-    def of_chunk(xs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    def chunk_logprobs(xs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         hidden, targets = xs
-        logits = kind.of(hidden, head)
+        logits = kind.compute(hidden, head)
         highest = jnp.max(logits, axis=-1, keepdims=True)
         highest = highest if kind.axis is None else lax.pmax(highest, kind.axis)
         logits = logits - highest
         exps = jnp.exp(logits)
         total, weighted = jnp.sum(exps, axis=-1), jnp.sum(exps * logits, axis=-1)
-        target_logits = _of_targets(logits, targets, V, kind.axis)
+        target_logits = _target_logits(logits, targets, V, kind.axis)
         if kind.axis is not None:
             total, weighted, target_logits = lax.psum((total, weighted, target_logits), kind.axis)
         log_total = jnp.log(total)
@@ -106,15 +106,15 @@ def _forward(hidden: Array, head: Array, targets: Array, kind: _Logits) -> tuple
         return target_logits - log_total, entropy, log_total + highest[:, 0]
 
     if num_chunks == 1:
-        return of_chunk((hidden, targets))
+        return chunk_logprobs((hidden, targets))
     hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(num_chunks, chunk, -1)
     targets = jnp.pad(targets, (0, pad)).reshape(num_chunks, chunk)
-    logp, entropy, log_sum = lax.map(of_chunk, (hidden, targets))
+    logp, entropy, log_sum = lax.map(chunk_logprobs, (hidden, targets))
     return logp.reshape(-1)[:M], entropy.reshape(-1)[:M], log_sum.reshape(-1)[:M]
 
 
-def _of_targets(logits: Array, targets: Array, V: int, axis: Axis) -> Array:
-    """Each token's logit of its target; 0 for targets that are other devices' words."""
+def _target_logits(logits: Array, targets: Array, V: int, axis: Axis) -> Array:
+    """Returns each token's logit of its target; 0 for targets that are other devices' words."""
     if axis is None:
         return jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     is_own = (targets >= 0) & (targets < V)
@@ -122,7 +122,7 @@ def _of_targets(logits: Array, targets: Array, V: int, axis: Axis) -> Array:
     return jnp.where(is_own, found, 0.0)
 
 
-def _saved(
+def _forward_with_residuals(
     hidden: Array, head: Array, targets: Array, kind: _Logits, _: bool
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     logp, entropy, log_sum = _forward(hidden, head, targets, kind)
@@ -132,36 +132,36 @@ def _saved(
 def _backward(
     kind: _Logits, entropy_gradient: bool, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
-    """Gradients of hidden states and head, block by block of the vocabulary.
+    """Computes the gradients of hidden states and head, block by block of the vocabulary.
 
     With p a token's distribution and H its entropy, d logp / d logit = [target] - p and
     d H / d logit = -p (log p + H).
     """
     hidden, head, targets, entropy, log_sum = saved
-    of_logp, of_entropy = (x[:, None] for x in cotangents)
+    d_logp, d_entropy = (x[:, None] for x in cotangents)
     M, V = hidden.shape[0], head.shape[0]
-    num_blocks = -(-V // max(MIN_BLOCK_WORDS, kind.in_flight // M))
+    num_blocks = -(-V // max(MIN_BLOCK_WORDS, kind.chunk_logits // M))
     block = min(V, -(-V // num_blocks // BLOCK_MULTIPLE) * BLOCK_MULTIPLE)
 
     def add_block(index: Array, grads: tuple[Array, Array]) -> tuple[Array, Array]:
-        of_hidden, of_head = grads
-        first = jnp.minimum(index * block, V - block)  # the last block begins earlier, and counts only what is new
+        d_hidden, d_head = grads
+        first = jnp.minimum(index * block, V - block)  # the last block starts earlier and only its new words count
         words = first + jnp.arange(block)
-        part = lax.dynamic_slice_in_dim(head, first, block)
-        logits = kind.of(hidden, part)
+        block_head = lax.dynamic_slice_in_dim(head, first, block)
+        logits = kind.compute(hidden, block_head)
         logp = logits - log_sum[:, None]
         p = jnp.exp(logp)
-        gradient = jnp.where(targets[:, None] == words[None, :], of_logp, 0.0) - of_logp * p
+        gradient = jnp.where(targets[:, None] == words[None, :], d_logp, 0.0) - d_logp * p
         if entropy_gradient:
-            gradient = gradient - of_entropy * p * (logp + entropy[:, None])
+            gradient = gradient - d_entropy * p * (logp + entropy[:, None])
         gradient = jnp.where(words[None, :] >= index * block, gradient * kind.slope(logits), 0.0).astype(hidden.dtype)
-        of_hidden = of_hidden + matmul(gradient, part)
-        of_part = matmul(gradient.T, hidden) + lax.dynamic_slice_in_dim(of_head, first, block)
-        return of_hidden, lax.dynamic_update_slice_in_dim(of_head, of_part, first, 0)
+        d_hidden = d_hidden + matmul(gradient, block_head)
+        d_block = matmul(gradient.T, hidden) + lax.dynamic_slice_in_dim(d_head, first, block)
+        return d_hidden, lax.dynamic_update_slice_in_dim(d_head, d_block, first, 0)
 
     start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(head.shape, jnp.float32)
-    of_hidden, of_head = lax.fori_loop(0, -(-V // block), add_block, start)
-    return of_hidden.astype(hidden.dtype), of_head.astype(head.dtype), None
+    d_hidden, d_head = lax.fori_loop(0, -(-V // block), add_block, start)
+    return d_hidden.astype(hidden.dtype), d_head.astype(head.dtype), None
 
 
-_token_logprobs.defvjp(_saved, _backward)
+_token_logprobs.defvjp(_forward_with_residuals, _backward)

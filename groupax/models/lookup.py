@@ -1,4 +1,4 @@
-"""Rows of a table by index, with a gradient that is exact however often a row is looked up."""
+"""Table lookup whose gradient stays exact however often a row is looked up."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 def lookup(table: Float[Array, "V ..."], index: Int[Array, "M"]) -> Float[Array, "M ..."]:
     """Returns table[index].
 
-    The backward pass adds up the gradients of each row in float32 and rounds the sum once: in bfloat16 a sum stops
+    The backward pass accumulates the gradient of each row in float32 and rounds the sum once. In bfloat16 a sum stops
     growing after some hundreds of terms.
     """
     return table[index]

@@ -1,13 +1,13 @@
-"""LoRA (arXiv:2106.09685): which weights an adapter trains, and the adapter of a model.
+"""LoRA (arXiv:2106.09685): the settings of adapters, their tables of weights and their initialization.
 
-The settings have PEFT's names and meaning. An adapter's weights stand in one table, like a model's (`models.specs`);
-initialization, loading, saving and counts follow from it.
+The settings have PEFT's names and meaning. An adapter's weights are listed in one table, like a model's
+(`models.specs`), from which initialization, loading, saving and counts follow.
 """
 
 import math
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,22 +16,22 @@ import jax.numpy as jnp
 import regex
 from jaxtyping import Array, Key
 
-from groupax.config import LoRABias
 from groupax.models.adapted import FrozenBase, LowRank, Params
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import dense
 from groupax.models.specs import Spec, model_specs, num_params
+from groupax.settings.adapter import LoRABias
 from groupax.settings.fields import nearest
 from groupax.storage.model_json import MAX_SIZE, is_integer, is_number
 from groupax.terminal.printable import short_repr
 
 PATTERN_TIMEOUT_S = 2.0
 ALL_LINEAR = "all-linear"
-# The modules that PEFT adapts in these families if nothing is said.
+# The modules that PEFT adapts in these families by default.
 PEFT_DEFAULT = ("q_proj", "v_proj")
-# How PEFT writes the names of a model's weights in its files.
+# The prefix of weight names in PEFT's files.
 PREFIX = "base_model.model."
-# What a `peft.LoraConfig` may say that changes nothing here.
+# Fields of a `peft.LoraConfig` that have no effect here.
 _INERT = frozenset(
     [
         "auto_mapping",
@@ -51,20 +51,20 @@ _INERT = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """An adapter: which matrices get a low-rank change beside them, and what else is trained. Names are PEFT's.
+    """Settings of a LoRA adapter, with PEFT's names.
 
     Attributes:
-        r: rank of the changes.
-        lora_alpha: a change is scaled by lora_alpha / r.
-        lora_dropout: share of a change's inputs that is left out in training.
-        target_modules: names of modules as they end ("q_proj", "self_attn.q_proj"), or one regular expression for
-            whole names, or "all-linear" for all matrices of the layers.
-        bias: biases that are trained: "none", "all", or "lora_only" for those of the adapted modules.
-        use_rslora: scale by lora_alpha / sqrt(r) instead (arXiv:2312.03732).
-        modules_to_save: names of modules whose weights are trained whole.
+        r: Rank of the changes.
+        lora_alpha: Numerator of the scale; changes are scaled by lora_alpha / r.
+        lora_dropout: Fraction of a change's inputs that is dropped in training.
+        target_modules: Modules to adapt: endings of their names ("q_proj", "self_attn.q_proj"), one regular expression
+            for full names, or "all-linear" for all matrices of the layers.
+        bias: Biases to train: "none", "all", or "lora_only" for those of the adapted modules.
+        use_rslora: Whether to scale by lora_alpha / sqrt(r) instead (arXiv:2312.03732).
+        modules_to_save: Names of modules whose weights are trained fully.
 
     Raises:
-        ValueError: a value makes no sense.
+        ValueError: A value is out of range.
     """
 
     r: int = 8
@@ -97,19 +97,19 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """Of the changes."""
+        """The factor of the low-rank changes."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
 def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
-    """A `LoRAConfig` from one, from a `peft.LoraConfig`, or from the contents of an `adapter_config.json`.
+    """Converts a `LoRAConfig`, a `peft.LoraConfig` or the contents of an `adapter_config.json` to a `LoRAConfig`.
 
     Args:
-        settings: in either form.
-        has_weights: the adapter has weights already, so that it does not matter how others would begin.
+        settings: Settings in any of these forms.
+        has_weights: Whether the adapter has weights already, so that its initialization does not matter.
 
     Raises:
-        ValueError: it is no LoRA, or asks for something that is not done here. Nothing is ignored in silence.
+        ValueError: It is not a LoRA adapter, or a setting is not supported. Nothing is ignored silently.
     """
     if isinstance(settings, LoRAConfig):
         return settings
@@ -120,119 +120,127 @@ def as_lora_config(settings: Any, has_weights: bool = False) -> LoRAConfig:
     kind = settings.get("peft_type", "LORA")
     if str(getattr(kind, "value", kind)) != "LORA":
         raise ValueError(
-            f"the adapter is of the kind {short_repr(getattr(kind, 'value', kind))}; groupax has LORA only"
+            f"the adapter's peft_type is {short_repr(getattr(kind, 'value', kind))}; groupax supports only LORA"
         )
     own = {field.name for field in fields(LoRAConfig)}
     _check_init(settings.get("init_lora_weights", True), has_weights)
-    asked = {key: value for key, value in settings.items() if key not in own | _INERT | {"init_lora_weights"}}
-    unsupported = sorted(key for key, value in asked.items() if value and not key.startswith("_"))
+    others = {key: value for key, value in settings.items() if key not in own | _INERT | {"init_lora_weights"}}
+    unsupported = sorted(key for key, value in others.items() if value and not key.startswith("_"))
     if unsupported:
         raise ValueError(
-            "groupax does not do what the LoRA settings ask for with "
-            + ", ".join(f"{key}={short_repr(asked[key])}" for key in unsupported[:4])
+            "groupax does not support the LoRA settings "
+            + ", ".join(f"{key}={short_repr(others[key])}" for key in unsupported[:4])
         )
     given = {key: settings[key] for key in own if settings.get(key) is not None}
     return LoRAConfig(**{"target_modules": PEFT_DEFAULT, **given})
 
 
-def _check_init(how: Any, has_weights: bool) -> None:
-    if how not in (True, False, "gaussian", "orthogonal"):
-        raise ValueError(f"init_lora_weights is {short_repr(how)}, which changes the base; groupax does not do that")
-    if how is not True and not has_weights:
+def _check_init(init: Any, has_weights: bool) -> None:
+    if init not in (True, False, "gaussian", "orthogonal"):
         raise ValueError(
-            f"init_lora_weights is {how!r}; groupax begins a new adapter only as PEFT does by default: leave it at True"
+            f"init_lora_weights is {short_repr(init)}, which changes the base; groupax does not support that"
+        )
+    if init is not True and not has_weights:
+        raise ValueError(
+            f"init_lora_weights is {init!r}; groupax supports only PEFT's default for new adapters: leave it at True"
         )
 
 
 def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Params:
-    """The table of what an adapter trains: part of the tree of the model's weights, a `LowRank` of `Spec`s for each
-    adapted matrix. Names are those of PEFT's files.
+    """Returns the table of an adapter's trained weights, a subtree of the model's table.
+
+    Each adapted matrix has a `LowRank` of `Spec`s. Names are those of PEFT's files.
 
     Raises:
-        ValueError: a name fits no module, or one that cannot be adapted.
+        ValueError: A name matches no module, or a module that cannot be adapted.
     """
-    weights = [spec for spec in jax.tree.leaves(model_specs(config)) if spec.name.endswith(".weight")]
+    specs = model_specs(config)
+    weights = [spec for spec in jax.tree.leaves(specs) if spec.name.endswith(".weight")]
+    modules = {module_name(spec): spec for spec in weights}
+    targets = _match_modules(lora.target_modules, modules, "target_modules")
+    saved = _match_modules(lora.modules_to_save, modules, "modules_to_save")
+    if lora.target_modules == ALL_LINEAR:
+        targets = {name for name, spec in modules.items() if spec.is_layer_matrix} - saved
+    _check_modules(config, weights, targets, saved)
+    top = {name: spec for name, spec in specs.items() if isinstance(spec, Spec)}
+    top, *layers = (_trained_specs(each, lora, targets, saved) for each in (top, *specs["layers"]))
+    return {**top, "layers": layers}
+
+
+def _check_modules(config: ModelConfig, weights: Sequence[Spec], targets: set[str], saved: set[str]) -> None:
     modules = {module_name(spec): spec for spec in weights}
     shared = {name for name, count in Counter(map(module_name, weights)).items() if count > 1}
     shared |= {name for name, spec in modules.items() if spec.is_stacked}
-    targets = _matching(lora.target_modules, modules, "target_modules")
-    saved = _matching(lora.modules_to_save, modules, "modules_to_save")
-    if lora.target_modules == ALL_LINEAR:
-        targets = {name for name, spec in modules.items() if spec.is_layer_matrix} - saved
     for name in (targets | saved) & shared:
         others = _endings(name for name, spec in modules.items() if spec.is_layer_matrix and name not in shared)
         raise ValueError(
-            f"{name} is several matrices that groupax keeps as one, or one that it keeps as several; it neither adapts "
-            f"such nor trains them alone; target_modules may name {others}"
+            f"groupax stores {name} fused or stacked with other matrices and can neither adapt it nor train it alone; "
+            f"target_modules may name {others}"
         )
     for name in targets:
         if not modules[name].is_layer_matrix:
             raise ValueError(
-                f"target_modules names {name}, which is no matrix of a layer; train it whole with modules_to_save"
+                f"target_modules names {name}, which is not a matrix of a layer; train it fully with modules_to_save"
             )
     if config.tie_embeddings and saved & {"model.embed_tokens", "lm_head"}:
         raise ValueError(
-            "modules_to_save names the embedding, which this model uses as its head too; PEFT would train a copy of "
-            "one of the two, so that they would differ afterwards"
+            "modules_to_save names the embedding, which this model also uses as its head; PEFT would train a copy of "
+            "one of the two, so that they would differ afterwards; remove it from modules_to_save"
         )
 
-    def trained(specs: Params) -> Params:
-        tree = {}
-        for name, spec in specs.items():
-            module = module_name(spec)
-            if spec.name.endswith(".bias"):
-                if lora.bias == "all" or (lora.bias == "lora_only" and module in targets) or module in saved:
-                    infix = ".base_layer" if module in targets else ""
-                    tree[name] = Spec(spec.shape, spec.axes, f"{PREFIX}{module}{infix}.bias")
-            elif module in saved:
-                tree[name] = Spec(spec.shape, spec.axes, PREFIX + spec.name)
-            elif module in targets:
-                (rows, columns), (of_out, of_in) = spec.shape, spec.axes
-                a = Spec((lora.r, columns), (None, of_in), f"{PREFIX}{module}.lora_A.weight")
-                b = Spec((rows, lora.r), (of_out, None), f"{PREFIX}{module}.lora_B.weight", init="zeros")
-                tree[name] = LowRank(a, b)
-        return tree
 
-    specs = model_specs(config)
-    top = trained({name: spec for name, spec in specs.items() if isinstance(spec, Spec)})
-    return {**top, "layers": [trained(layer) for layer in specs["layers"]]}
+def _trained_specs(specs: Params, lora: LoRAConfig, targets: set[str], saved: set[str]) -> Params:
+    trained: Params = {}
+    for name, spec in specs.items():
+        module = module_name(spec)
+        if spec.name.endswith(".bias"):
+            if lora.bias == "all" or (lora.bias == "lora_only" and module in targets) or module in saved:
+                infix = ".base_layer" if module in targets else ""
+                trained[name] = Spec(spec.shape, spec.axes, f"{PREFIX}{module}{infix}.bias")
+        elif module in saved:
+            trained[name] = Spec(spec.shape, spec.axes, PREFIX + spec.name)
+        elif module in targets:
+            (rows, columns), (out_dim, in_dim) = spec.shape, spec.axes
+            a = Spec((lora.r, columns), (None, in_dim), f"{PREFIX}{module}.lora_A.weight")
+            b = Spec((rows, lora.r), (out_dim, None), f"{PREFIX}{module}.lora_B.weight", init="zeros")
+            trained[name] = LowRank(a, b)
+    return trained
 
 
 def module_name(spec: Spec) -> str:
-    """The name of the module that a weight belongs to in `transformers`."""
+    """Returns the name of the module that a weight belongs to in `transformers`."""
     return spec.name.rpartition(".")[0]
 
 
-def _matching(wanted: str | Iterable[str], modules: Mapping[str, Spec], setting: str) -> set[str]:
-    """The modules that are meant, by PEFT's rules: names as they end, those to save also within a word, or a regular
-    expression of the whole name."""
-    if wanted == ALL_LINEAR:
+def _match_modules(names: str | Iterable[str], modules: Mapping[str, Spec], setting: str) -> set[str]:
+    """Finds modules by PEFT's rules: endings of names (with modules_to_save, of words too), or a regular expression."""
+    if names == ALL_LINEAR:
         return set()
-    if isinstance(wanted, str):
-        found = {name for name in modules if _fits(wanted, name, setting)}
+    if isinstance(names, str):
+        found = {name for name in modules if _full_match(names, name, setting)}
         if not found:
-            raise ValueError(f"{setting} {wanted!r} fits no module of the model; there are {_endings(modules)}")
+            raise ValueError(f"{setting} {names!r} matches no module of the model; the modules are {_endings(modules)}")
         return found
     found = set()
-    for each in wanted:
+    for each in names:
         ending = each if setting == "modules_to_save" else f".{each}"
         own = {name for name in modules if name == each or name.endswith(ending)}
         if not own:
             endings = sorted({name.rpartition(".")[2] for name in modules})
             raise ValueError(
-                f"{setting} names {each!r}, which is no module of the model{nearest(each, endings)}; there are "
-                f"{_endings(modules)}"
+                f"{setting} names {each!r}, which is not a module of the model{nearest(each, endings)}; the modules "
+                f"are {_endings(modules)}"
             )
         found |= own
     return found
 
 
-def _fits(pattern: str, name: str, setting: str) -> bool:
-    """Whether a regular expression fits a name. It may be a stranger's, and some take for ever."""
+def _full_match(pattern: str, name: str, setting: str) -> bool:
+    """Matches a name against a regular expression. It may be untrusted, and some take forever."""
     try:
         return regex.fullmatch(pattern, name, timeout=PATTERN_TIMEOUT_S) is not None
     except (regex.error, TimeoutError, RecursionError) as error:
-        reason = str(error) or f"it takes longer than {PATTERN_TIMEOUT_S} s"
+        reason = str(error) or f"matching takes longer than {PATTERN_TIMEOUT_S} s"
         raise ValueError(f"{setting} {short_repr(pattern)} cannot be used as a regular expression: {reason}") from error
 
 
@@ -245,10 +253,10 @@ class Adapter:
     """An adapter in memory.
 
     Attributes:
-        config: its settings.
-        frozen: the base.
-        trained: its weights, float32, in the structure of `adapter_specs`.
-        base_name: the folder or hub id of the base; None for one that was made in memory.
+        config: Settings of the adapter.
+        frozen: Base weights.
+        trained: Trained weights, float32, in the structure of `adapter_specs`.
+        base_name: Folder or hub id of the base; None if the base was created in memory.
     """
 
     config: LoRAConfig
@@ -258,16 +266,16 @@ class Adapter:
 
 
 def init_adapter(config: ModelConfig, lora: LoRAConfig, params: Params, key: Key[Array, ""], sharding: Any) -> Params:
-    """What an adapter trains, before the first step, float32: changes of zero, and copies of the base's weights.
+    """Initializes an adapter's weights in float32: changes of zero, and copies of the base's fully trained weights.
 
-    `LowRank.a` is uniform in [-1, 1] / sqrt(I), as in PEFT; values depend on the key and the weight's name only.
+    `LowRank.a` is uniform in [-1, 1] / sqrt(I), as in PEFT; values depend only on the key and the weight's name.
     """
 
     def init(spec: Any, base: Any) -> Any:
         if isinstance(spec, LowRank):
-            own_key = jax.random.fold_in(key, zlib.crc32(spec.a.name.encode()))
+            weight_key = jax.random.fold_in(key, zlib.crc32(spec.a.name.encode()))
             bound = 1.0 / math.sqrt(spec.a.shape[1])
-            a = jax.random.uniform(own_key, spec.a.shape, jnp.float32, -bound, bound)
+            a = jax.random.uniform(weight_key, spec.a.shape, jnp.float32, -bound, bound)
             return LowRank(a, jnp.zeros(spec.b.shape, jnp.float32))
         if isinstance(spec, dict):
             return {name: init(each, base[name]) for name, each in spec.items()}
@@ -280,8 +288,7 @@ def init_adapter(config: ModelConfig, lora: LoRAConfig, params: Params, key: Key
 
 
 def count_params(config: ModelConfig, lora: LoRAConfig | None) -> tuple[int, int]:
-    """How many numbers are trained, and how many there are, as PEFT counts: copies of the base's weights are further
-    ones."""
+    """Counts the trained and all parameters as PEFT does: fully trained copies of base weights are extra parameters."""
     total = num_params(config)
     if lora is None:
         return total, total
@@ -296,7 +303,7 @@ def _is_copy(spec: Spec, lora: LoRAConfig) -> bool:
 
 
 def trainable_params_line(trained: int, total: int) -> str:
-    """PEFT's line about the counts.
+    """Formats the counts as PEFT does.
 
     >>> trainable_params_line(20_971_520, 8_051_232_768)
     'trainable params: 20,971,520 || all params: 8,051,232,768 || trainable%: 0.2605'

@@ -1,8 +1,8 @@
-"""Matrices in 4-bit NormalFloat with double quantization (arXiv:2305.14314), as bitsandbytes lays them out.
+"""4-bit NormalFloat quantization with double quantization (arXiv:2305.14314), in bitsandbytes' layout.
 
-64 consecutive numbers of a matrix share a scale, their largest magnitude; 256 scales in turn are 8-bit numbers of a
-dynamic map with a scale of their own. That is 0.516 bytes a number. qwix's "nf4" has no double quantization and
-stores a number per byte.
+64 consecutive numbers of a matrix share a scale, their largest magnitude. Each 256 scales are in turn quantized to
+8 bits, by a dynamic map with a scale of its own. That takes 0.516 bytes per number. qwix's "nf4" has no double
+quantization and takes a byte per number.
 """
 
 import math
@@ -17,9 +17,9 @@ from groupax.parallel.pytree import pytree
 
 BLOCK = 64
 SCALE_BLOCK = 256
-# In place of 0 as largest number; its inverse is finite on devices that have no numbers below 1.2e-38.
+# Replaces 0 as a divisor; its inverse is finite even on devices that flush numbers below 1.2e-38 to zero.
 TINY = 1e-30
-# Quantiles of a normal distribution within [-1, 1], among them 0 (appendix E of the paper).
+# Quantiles of a normal distribution scaled to [-1, 1], with an exact 0 (appendix E of the paper).
 CODE = (
     -1.0,
     -0.6961928009986877,
@@ -42,13 +42,13 @@ CODE = (
 
 @pytree
 class Nf4:
-    """A matrix [O, I] in N blocks of 64 numbers, counted row by row; I = 2 J.
+    """A matrix [O, I] of 4-bit numbers in N blocks of 64, in row-major order; I = 2 J.
 
     Attributes:
-        codes: indices into `CODE`, two in a byte, the first one in its upper half.
-        scales: of the blocks, indices into `scale_code`.
-        scale_scales: of 256 scales each.
-        offset: the scales' mean, which was taken off before they were quantized.
+        codes: Indices into `CODE`, two per byte, the first one in the upper half.
+        scales: Scales of the blocks, as indices into `scale_code`.
+        scale_scales: Scale of each 256 scales.
+        offset: Mean of the scales, which was subtracted before they were quantized.
     """
 
     codes: UInt8[Any, "O J"]
@@ -58,15 +58,15 @@ class Nf4:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix."""
+        """The shape of the matrix."""
         return self.codes.shape[0], 2 * self.codes.shape[1]
 
 
 @lru_cache(maxsize=1)
 def scale_code() -> Float[np.ndarray, "256"]:
-    """The signed dynamic 8-bit map: 7 decades below 1, each with twice the numbers of the one below it.
+    """Returns the signed dynamic 8-bit map: 7 decades below 1, each with twice the numbers of the one below it.
 
-    Source: arXiv:1511.04561, as bitsandbytes' `create_dynamic_map` has it.
+    Source: arXiv:1511.04561, as in bitsandbytes' `create_dynamic_map`.
     """
     numbers = [0.0, 1.0]
     for decade in range(7):
@@ -77,7 +77,7 @@ def scale_code() -> Float[np.ndarray, "256"]:
 
 
 def _spaced(num: int) -> Float[np.ndarray, "E"]:
-    """From 0.1 to 1.0 in equal steps, to the bit as PyTorch rounds them: from the nearer end, rounded once."""
+    """Computes torch.linspace(0.1, 1.0, num) to the bit: PyTorch steps from the nearer end and rounds once."""
     low, high, index = np.float32(0.1), np.float32(1.0), np.arange(num)
     step = float((high - low) / np.float32(num - 1))
     return np.where(index < num // 2, low.item() + step * index, high.item() - step * (num - 1 - index)).astype(
@@ -86,17 +86,17 @@ def _spaced(num: int) -> Float[np.ndarray, "E"]:
 
 
 def nf4_bytes(shape: tuple[int, ...]) -> int:
-    """What a matrix of this shape takes."""
+    """Computes the bytes of a quantized matrix of this shape."""
     size = math.prod(shape)
     num_blocks = -(-size // BLOCK)
     return size // 2 + num_blocks + 4 * -(-num_blocks // SCALE_BLOCK) + 4
 
 
 def quantize_nf4(weight: Float[Array, "O I"]) -> Nf4:
-    """The nearest numbers. Their magnitudes are relative to the largest one of each block.
+    """Quantizes a matrix to the nearest numbers of the code, relative to the largest magnitude of each block.
 
     Raises:
-        ValueError: the matrix has an odd number of columns.
+        ValueError: The matrix has an odd number of columns.
     """
     rows, columns = weight.shape
     if columns % 2:
@@ -115,9 +115,9 @@ def quantize_nf4(weight: Float[Array, "O I"]) -> Nf4:
         codes = codes + (relative > bound).astype(jnp.uint8)
     pairs = codes.reshape(-1)[: rows * columns].reshape(rows, columns // 2, 2)
     offset = jnp.mean(largest)
-    centred = largest - offset
+    centered = largest - offset
     num_groups = -(-num_blocks // SCALE_BLOCK)
-    groups = jnp.pad(centred, (0, num_groups * SCALE_BLOCK - num_blocks)).reshape(num_groups, SCALE_BLOCK)
+    groups = jnp.pad(centered, (0, num_groups * SCALE_BLOCK - num_blocks)).reshape(num_groups, SCALE_BLOCK)
     scale_scales = jnp.max(jnp.abs(groups), axis=1)
     of_group = groups / jnp.maximum(scale_scales, TINY)[:, None]
     numbers = scale_code()
@@ -127,7 +127,7 @@ def quantize_nf4(weight: Float[Array, "O I"]) -> Nf4:
 
 
 def dequantize_nf4(weight: Nf4, dtype: Any) -> Float[Array, "O I"]:
-    """The matrix, in that dtype."""
+    """Returns the matrix in this dtype."""
     rows, columns = weight.shape
     num_blocks = weight.scales.shape[0]
     of_scale = jnp.repeat(weight.scale_scales, SCALE_BLOCK)[:num_blocks]
@@ -139,7 +139,7 @@ def dequantize_nf4(weight: Nf4, dtype: Any) -> Float[Array, "O I"]:
 
 
 def _numbers(codes: UInt8[Array, "N B"]) -> Float[Array, "N B"]:
-    """CODE[codes] by the codes' bits: compilers turn choices into vector instructions, and look-ups into loops."""
+    """Returns CODE[codes] by selecting on the bits, which compilers vectorize; a table lookup becomes a loop."""
     numbers = [jnp.float32(number) for number in CODE]
     for bit in range(4):
         is_set = (codes >> bit) & 1 == 1

@@ -1,7 +1,7 @@
-"""Weights in fewer bits: for decoding, where a step reads mostly weights, and for the base of an adapter.
+"""Quantized weights: for decoding, whose steps mostly read weights, and for the base of an adapter.
 
 A quantized weight is qwix's `QArray`, integers or 8-bit floats with a scale per output, or an `Nf4`; `layers.linear`
-multiplies both.
+applies both.
 """
 
 from collections.abc import Callable
@@ -13,37 +13,37 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from groupax.config import DecodingWeights
 from groupax.models.adapted import AdaptedWeight
 from groupax.models.config import ModelConfig
 from groupax.models.decoder import head_weights
 from groupax.models.nf4 import Nf4, dequantize_nf4, quantize_nf4
 from groupax.models.specs import Params, model_specs
+from groupax.settings.compute import DecodingWeights
 
 # "same" leaves weights as they are.
 _QTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
 
 def decoding_params(config: ModelConfig, params: Params, dtype: str) -> Params:
-    """The weights to decode with: as they are, in bfloat16, or with their matrices in 8 bits.
+    """Converts weights for decoding: unchanged, in bfloat16, or with their matrices in 8 bits.
 
-    Norms, biases, routers and experts keep their dtype under quantization, and so do the embedding and low-rank
-    changes; a head that is tied to the embedding becomes a quantized one of its own. Every output of a matrix has its
-    own scale, which makes its largest weight the type's largest number.
+    Under quantization norms, biases, routers, experts, the embedding and low-rank changes keep their dtype; a tied head
+    becomes a separate quantized weight. Each output of a matrix has its own scale, which maps its largest weight to the
+    type's largest number.
 
     Raises:
-        ImportError, ValueError: as `check_decoding_weights`.
+        ImportError, ValueError: See `check_decoding_weights`.
     """
     check_decoding_weights(params, dtype)
     return params if dtype == "same" else _converter(config, dtype)(params)
 
 
 def check_decoding_weights(params: Params, dtype: str) -> None:
-    """Refuse what `decoding_params` cannot make, before anything is computed.
+    """Checks that `decoding_params` can convert the weights, before anything is computed.
 
     Raises:
-        ImportError: 8 bits are asked for and qwix is not installed.
-        ValueError: there is no such dtype, or the weights are quantized already.
+        ImportError: 8 bits are requested and qwix is not installed.
+        ValueError: The dtype is unknown, or the weights are quantized already.
     """
     if dtype not in get_args(DecodingWeights):
         raise ValueError(f"weights to decode with must be one of {', '.join(get_args(DecodingWeights))}, got {dtype!r}")
@@ -57,27 +57,27 @@ def check_decoding_weights(params: Params, dtype: str) -> None:
 def _converter(config: ModelConfig, dtype: str) -> Callable[[Params], Params]:
     if dtype == "bfloat16":
         return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
-    quantized = quantizer(dtype)
+    quantize = quantizer(dtype)
 
-    def of_matrix(weight: Any) -> Any:
-        return replace(weight, base=quantized(weight.base)) if isinstance(weight, AdaptedWeight) else quantized(weight)
+    def convert_matrix(weight: Any) -> Any:
+        return replace(weight, base=quantize(weight.base)) if isinstance(weight, AdaptedWeight) else quantize(weight)
 
     def convert(params: Params) -> Params:
         specs = model_specs(config)["layers"]
         layers = [
-            {name: of_matrix(weight) if spec[name].is_matrix else weight for name, weight in layer.items()}
+            {name: convert_matrix(weight) if spec[name].is_matrix else weight for name, weight in layer.items()}
             for layer, spec in zip(params["layers"], specs, strict=True)
         ]
-        return {**params, "layers": layers, "head": quantized(head_weights(params))}
+        return {**params, "layers": layers, "head": quantize(head_weights(params))}
 
     return jax.jit(convert)
 
 
 def quantizer(kind: str) -> Callable[[Array], Any]:
-    """What makes a quantized weight of a matrix: "int8", "float8" or "nf4".
+    """Returns the function that quantizes a matrix to "int8", "float8" or "nf4".
 
     Raises:
-        ImportError: 8 bits are asked for and qwix is not installed.
+        ImportError: 8 bits are requested and qwix is not installed.
     """
     if kind == "nf4":
         return quantize_nf4
@@ -89,7 +89,7 @@ def quantizer(kind: str) -> Callable[[Array], Any]:
 
 
 def is_quantized(params: Any) -> bool:
-    """Whether any of the weights has fewer bits."""
+    """Checks whether any of the weights is quantized."""
     return any(_is_quantized_weight(x) for x in jax.tree.leaves(params, is_leaf=_is_quantized_weight))
 
 
@@ -98,14 +98,14 @@ def _is_quantized_weight(weight: Any) -> bool:
 
 
 def cast_unquantized(params: Params, dtype: Any) -> Params:
-    """The weights in a dtype, those in fewer bits as they are; arrays that have it are not copied."""
+    """Casts the weights to a dtype, except quantized ones; arrays that have the dtype already are not copied."""
     return jax.tree.map(
         lambda x: x if _is_quantized_weight(x) else x.astype(dtype), params, is_leaf=_is_quantized_weight
     )
 
 
 def dense(weight: Any, dtype: Any) -> Float[Array, "..."]:
-    """A weight as plain array: numbers made of bits, low-rank changes added, in float32, then cast."""
+    """Dequantizes a weight and adds its low-rank change, in float32, then casts it."""
     if isinstance(weight, AdaptedWeight):
         change = jnp.einsum("or,ri->oi", weight.change.b.astype(jnp.float32), weight.change.a.astype(jnp.float32))
         return (dense(weight.base, jnp.float32) + weight.scale * change).astype(dtype)
@@ -117,7 +117,7 @@ def dense(weight: Any, dtype: Any) -> Float[Array, "..."]:
 
 
 def dense_params(params: Params, dtype: Any) -> Params:
-    """All weights as plain arrays (see `dense`): an adapter is added to its base."""
+    """Converts all weights to plain arrays (see `dense`), which merges an adapter into its base."""
 
     def is_weight(x: Any) -> bool:
         return isinstance(x, AdaptedWeight) or _is_quantized_weight(x)

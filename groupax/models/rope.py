@@ -1,4 +1,4 @@
-"""Rotary embeddings: the angles by which positions turn pairs of dims, and the turn (arXiv:2104.09864)."""
+"""Rotary position embeddings (arXiv:2104.09864) and their scalings for long contexts."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ Tables = tuple[Array, Array]
 
 
 def frequencies(rope: Rope, max_positions: int) -> Float[np.ndarray, "R"]:
-    """Radians per position of each of the R = `dims` / 2 pairs, float32.
+    """Returns the radians per position of each of the R = `dims` / 2 pairs, float32.
 
     Args:
-        rope: of a layer.
-        max_positions: the longest sequence, on which some scalings depend. It stands for all sequences of a model, so
+        rope: Rotary embedding of a layer.
+        max_positions: Length of the longest sequence, on which some scalings depend. It is used for all sequences, so
             that a token's keys do not depend on how long its sequence becomes.
     """
     plain = rope.theta ** -(np.arange(0, rope.dims, 2) / rope.dims)
@@ -40,12 +40,12 @@ def frequencies(rope: Rope, max_positions: int) -> Float[np.ndarray, "R"]:
 
 
 def rope_tables(rope: Rope, max_positions: int, positions: Int[Array, "M"], dtype: jnp.dtype) -> Tables:
-    """Cosine and sine of each position's angles for each of the first 2 R dims, [M, 1, 2 R]: float32, then cast."""
+    """Computes cosine and sine of each position's angles for the first 2 R dims, [M, 1, 2 R]: in float32, then cast."""
     angles = positions[:, None].astype(jnp.float32) * frequencies(rope, max_positions)[None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.scale != 1.0:
         cos, sin = cos * np.float32(rope.scale), sin * np.float32(rope.scale)
-    # Both dims of a pair get its angle by a product: copies of another kind XLA computes again wherever they are used.
+    # A matmul copies each angle to both dims of its pair: XLA would recompute other kinds of copies at every use.
     pair_of = np.repeat(np.eye(rope.dims // 2), 2, axis=1) if rope.interleaved else np.tile(np.eye(rope.dims // 2), 2)
     cos, sin = (
         jnp.einsum("mr,rd->md", x, pair_of.astype(np.float32), precision=lax.Precision.HIGHEST) for x in (cos, sin)
@@ -53,26 +53,26 @@ def rope_tables(rope: Rope, max_positions: int, positions: Int[Array, "M"], dtyp
     return cos[:, None].astype(dtype), sin[:, None].astype(dtype)
 
 
-def rotate(x: Float[Array, "M N H"], tables: Tables, interleaved: bool = False) -> Float[Array, "M N H"]:
-    """Turn the pairs of the first 2 R dims, as Hugging Face checkpoints pair them; further dims stay as they are."""
+def apply_rope(x: Float[Array, "M N H"], tables: Tables, interleaved: bool = False) -> Float[Array, "M N H"]:
+    """Rotates the pairs of the first 2 R dims, paired as in Hugging Face checkpoints; other dims are unchanged."""
     cos, sin = tables
     dims = cos.shape[-1]
-    turned, kept = x[..., :dims], x[..., dims:]
-    turned = turned * cos + _quarter_turned(turned, interleaved) * sin
-    return jnp.concatenate([turned, kept], axis=-1) if kept.shape[-1] else turned
+    rotated, rest = x[..., :dims], x[..., dims:]
+    rotated = rotated * cos + _rotate_half(rotated, interleaved) * sin
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
 
 
-def _quarter_turned(x: Float[Array, "M N D"], interleaved: bool) -> Float[Array, "M N D"]:
-    """Each pair (a, b) as (-b, a)."""
+def _rotate_half(x: Float[Array, "M N D"], interleaved: bool) -> Float[Array, "M N D"]:
+    """Maps each pair (a, b) to (-b, a)."""
     if x.dtype != jnp.float32 and traced_platform() == "cpu":
-        # shuffled numbers of bfloat16 are turned into float32 and back one at a time there
+        # XLA's CPU backend converts shuffled bfloat16 numbers to float32 and back one at a time; a matmul is faster
         unit = np.eye(x.shape[-1], dtype=np.float32)
-        shuffled = matmul(x.reshape(-1, x.shape[-1]), jnp.asarray(_shuffled(unit, interleaved, np), x.dtype))
-        return shuffled.astype(x.dtype).reshape(x.shape)
-    return _shuffled(x, interleaved, jnp)
+        rotated = matmul(x.reshape(-1, x.shape[-1]), jnp.asarray(_permute_pairs(unit, interleaved, np), x.dtype))
+        return rotated.astype(x.dtype).reshape(x.shape)
+    return _permute_pairs(x, interleaved, jnp)
 
 
-def _shuffled(x: Any, interleaved: bool, module: Any) -> Any:
+def _permute_pairs(x: Any, interleaved: bool, module: Any) -> Any:
     if interleaved:
         return module.stack([-x[..., 1::2], x[..., 0::2]], axis=-1).reshape(x.shape)
     first, second = module.split(x, 2, axis=-1)
@@ -80,7 +80,7 @@ def _shuffled(x: Any, interleaved: bool, module: Any) -> Any:
 
 
 def _dynamic(rope: Rope, scaling: DynamicRope, max_positions: int) -> np.ndarray:
-    """With theta (factor n / original - factor + 1)^(dims / (dims - 2)) as the base, for sequences of n positions."""
+    """Uses theta (factor n / original - factor + 1)^(dims / (dims - 2)) as the base, for sequences of n positions."""
     longest, factor = max(max_positions, scaling.original_max_positions), scaling.factor
     growth = factor * longest / scaling.original_max_positions - (factor - 1)
     theta = rope.theta * growth ** (rope.dims / (rope.dims - 2))
@@ -88,9 +88,9 @@ def _dynamic(rope: Rope, scaling: DynamicRope, max_positions: int) -> np.ndarray
 
 
 def _llama3(plain: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
-    """Pairs that turn less than `low_freq_factor` times within the original context are slowed by `factor`.
+    """Divides the frequencies of pairs with less than `low_freq_factor` turns in the original context by `factor`.
 
-    Those that turn more than `high_freq_factor` times are kept, and the rest is blended linearly in the number of turns
+    Pairs with more than `high_freq_factor` turns keep theirs; between them the blend is linear in the number of turns
     (Llama 3.1's released model code; arXiv:2407.21783, section 3.4.2).
     """
     turns = scaling.original_max_positions * plain / (2 * np.pi)
@@ -100,7 +100,7 @@ def _llama3(plain: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
 
 
 def _yarn(rope: Rope, plain: np.ndarray, scaling: YarnRope) -> np.ndarray:
-    """Pairs that turn more than `beta_fast` times in the original context are kept, less than `beta_slow` slowed.
+    """Keeps pairs with more than `beta_fast` turns in the original context and slows those with less than `beta_slow`.
 
     Between them the blend is linear in the pair's index (arXiv:2309.00071, section 3.2).
     """

@@ -1,7 +1,7 @@
 """The table of a model's weights, from which initialization, sharding, loading and saving follow.
 
-Every weight is one `Spec`: its shape and logical axes, where it is in a Hugging Face checkpoint, and how it is
-initialized. Adding a weight to a family means adding a line here.
+Every weight has one `Spec`: its shape and logical axes, its name in a Hugging Face checkpoint, and its initialization.
+To add a weight to a family, add a line here.
 """
 
 import math
@@ -20,7 +20,7 @@ from groupax.parallel.mesh import Layout, layout_for
 
 Params = dict[str, Any]
 
-# In checkpoints, where one may be the other.
+# Names in checkpoints; a tied model has only the embedding.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -29,13 +29,13 @@ class Spec:
     """One weight.
 
     Attributes:
-        shape: as in the checkpoint; matrices are [out, in], the embedding and the head [V, D].
-        axes: a logical axis name (or None) per dim; `parallel.mesh.RULES` maps them to mesh axes.
-        name: the tensor's name in a Hugging Face checkpoint; with `{expert}` the tensors' names, one for each index of
-            the weight's first dim.
-        init: "normal" draws from N(0, 0.02^2); "ones" and "zeros" say what they are.
-        first_row, num_rows: where the weight begins in a tensor that has the rows of others too, and how many rows that
-            tensor has; None if it is the whole tensor.
+        shape: Shape as in the checkpoint; matrices are [out, in], the embedding and the head [V, D].
+        axes: Logical axis name (or None) of each dim; `parallel.mesh.RULES` maps them to mesh axes.
+        name: Name of the tensor in a Hugging Face checkpoint; with `{expert}` one tensor for each index of the first
+            dim.
+        init: Initialization; "normal" draws from N(0, 0.02^2).
+        first_row: First row of the weight in a tensor that is fused with other weights.
+        num_rows: Number of rows of that fused tensor; None if the tensor is the weight.
     """
 
     shape: tuple[int, ...]
@@ -47,34 +47,34 @@ class Spec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it multiplies tokens, all of them."""
+        """Whether it is a matrix that multiplies all tokens."""
         return len(self.shape) == 2 and None not in self.axes
 
     @property
     def is_layer_matrix(self) -> bool:
-        """Whether it is such a matrix of a layer: what may have fewer bits and low-rank changes."""
+        """Whether it is such a matrix of a layer, which may be quantized and adapted."""
         return self.is_matrix and ".layers." in self.name
 
     @property
     def is_stacked(self) -> bool:
-        """Whether each index of the first dim is a tensor of its own in the checkpoint."""
+        """Whether each index of the first dim is a separate tensor in the checkpoint."""
         return "{expert}" in self.name
 
     @property
     def tensor_names(self) -> list[str]:
-        """Of the checkpoint's tensors that hold the weight."""
+        """The names of the checkpoint's tensors that hold the weight."""
         return [self.name.format(expert=index) for index in range(self.shape[0])] if self.is_stacked else [self.name]
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """Of each of these tensors."""
+        """The shape of each of these tensors."""
         if self.is_stacked:
             return self.shape[1:]
         return self.shape if self.num_rows is None else (self.num_rows, *self.shape[1:])
 
 
 def model_specs(config: ModelConfig) -> Params:
-    """The tree of `Spec`s of a model: `embed`, `layers` (a list of dicts), `final_norm`, and `head` or `score`."""
+    """Returns a model's tree of `Spec`s: `embed`, `layers` (a list of dicts), `final_norm`, and `head` or `score`."""
     D, V = config.hidden_size, config.vocab_size
     specs: Params = {
         "embed": Spec((V, D), ("vocab", "embed"), EMBEDDING),
@@ -88,7 +88,7 @@ def model_specs(config: ModelConfig) -> Params:
     return specs
 
 
-# Which norms a kind of block has, and what they are called in a checkpoint.
+# The norms of each kind of block, with their names in a checkpoint.
 _BLOCK_NORMS: dict[BlockKind, dict[str, str]] = {
     "pre_norm": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "post_norm": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
@@ -107,7 +107,7 @@ def _norm_init(config: ModelConfig) -> Literal["ones", "zeros"]:
 
 
 def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
-    """The `Spec`s of one layer."""
+    """Returns the `Spec`s of one layer."""
     prefix = f"model.layers.{index}"
     D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
 
@@ -120,8 +120,8 @@ def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
         axes = ("heads" if name == "q" else "kv_heads", "embed")
         specs[name] = Spec((size, D), axes, f"{prefix}.self_attn.{name}_proj.weight")
         if config.fused_projections:
-            whole = f"{prefix}.self_attn.qkv_proj.weight"
-            specs[name] = replace(specs[name], name=whole, first_row=first_row, num_rows=(N + 2 * K) * H)
+            fused = f"{prefix}.self_attn.qkv_proj.weight"
+            specs[name] = replace(specs[name], name=fused, first_row=first_row, num_rows=(N + 2 * K) * H)
         if config.qkv_bias:
             specs[f"{name}_bias"] = Spec((size,), axes[:1], f"{prefix}.self_attn.{name}_proj.bias", init="zeros")
     specs["o"] = Spec((D, N * H), ("embed", "heads"), f"{prefix}.self_attn.o_proj.weight")
@@ -129,13 +129,13 @@ def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
         specs["o_bias"] = Spec((D,), (None,), f"{prefix}.self_attn.o_proj.bias", init="zeros")
     if config.qk_norm != "none":
         shapes = {"head": ((H,), (H,)), "each_head": ((N, H), (K, H)), "all_heads": ((N * H,), (K * H,))}
-        of_q, of_k = shapes[config.qk_norm]
-        specs |= {"q_norm": norm(of_q, "self_attn.q_norm"), "k_norm": norm(of_k, "self_attn.k_norm")}
+        q_shape, k_shape = shapes[config.qk_norm]
+        specs |= {"q_norm": norm(q_shape, "self_attn.q_norm"), "k_norm": norm(k_shape, "self_attn.k_norm")}
     if config.qk_norm == "each_head":
         for name, axis in (("q_norm", "heads"), ("k_norm", "kv_heads")):
             specs[name] = replace(specs[name], axes=(axis, None))
     if config.has_experts(index):
-        assert config.experts is not None, "the layer has some"
+        assert config.experts is not None, "the layer has experts"
         return specs | _expert_specs(config.experts, D, prefix)
     return specs | _mlp_specs(config, prefix)
 
@@ -149,8 +149,8 @@ def _mlp_specs(config: ModelConfig, prefix: str) -> dict[str, Spec]:
     }
     if config.fused_projections:
         for first_row, name in ((0, "gate"), (F, "up")):
-            whole = f"{prefix}.mlp.gate_up_proj.weight"
-            specs[name] = replace(specs[name], name=whole, first_row=first_row, num_rows=2 * F)
+            fused = f"{prefix}.mlp.gate_up_proj.weight"
+            specs[name] = replace(specs[name], name=fused, first_row=first_row, num_rows=2 * F)
     if config.mlp_bias:
         for name, size, axis in (("gate", F, "ffn"), ("up", F, "ffn"), ("down", D, None)):
             specs[f"{name}_bias"] = Spec((size,), (axis,), f"{prefix}.mlp.{name}_proj.bias", init="zeros")
@@ -169,18 +169,18 @@ def _expert_specs(experts: Experts, D: int, prefix: str) -> dict[str, Spec]:
 
 
 def spec_leaves(config: ModelConfig) -> Iterator[Spec]:
-    """The specs in the order in which jax flattens the parameters."""
+    """Iterates over the specs in the order in which jax flattens the parameters."""
     return iter(jax.tree.leaves(model_specs(config)))
 
 
 def num_params(config: ModelConfig) -> int:
-    """How many numbers the model holds."""
+    """Counts the parameters of a model."""
     return sum(math.prod(spec.shape) for spec in spec_leaves(config))
 
 
 def split_dims(config: ModelConfig) -> dict[str, int]:
-    """The dims that a mesh may split, by the names of `parallel.mesh.RULES`, in units that cannot be cut."""
-    by_head = config.qk_norm != "all_heads"  # else a norm's statistic goes over all of them
+    """Returns the dims that a mesh may shard, by their names in `parallel.mesh.RULES`, in indivisible units."""
+    by_head = config.qk_norm != "all_heads"  # otherwise a norm's statistic spans all heads
     sizes = {
         "embed": config.hidden_size,
         "vocab": config.vocab_size,
@@ -195,25 +195,25 @@ def split_dims(config: ModelConfig) -> dict[str, int]:
 
 
 def layout_of(config: ModelConfig, mesh: Mesh) -> Layout:
-    """How a mesh splits the model."""
+    """Returns the layout of the model on a mesh."""
     return layout_for(split_dims(config), mesh)
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh) -> Any:
-    """The sharding of each weight on `mesh`, in the structure of the parameters."""
+    """Returns the sharding of each weight on `mesh`, in the structure of the parameters."""
     layout = layout_of(config, mesh)
     return jax.tree.map(lambda spec: NamedSharding(mesh, layout.spec(spec.axes)), model_specs(config))
 
 
 def init_params(config: ModelConfig, key: Key[Array, ""], mesh: Mesh, dtype: Any = jnp.float32) -> Params:
-    """Random weights, placed on `mesh`; a weight's values depend on the key and where it is in a checkpoint."""
+    """Initializes random weights on `mesh`; a weight's values depend only on the key and its name in a checkpoint."""
 
     def init(spec: Spec) -> Array:
         if spec.init != "normal":
             return jnp.full(spec.shape, float(spec.init == "ones"), dtype)
-        place = spec.name if spec.num_rows is None else f"{spec.name}[{spec.first_row}]"
-        own_key = jax.random.fold_in(key, zlib.crc32(place.encode()))
-        return (0.02 * jax.random.normal(own_key, spec.shape, jnp.float32)).astype(dtype)
+        label = spec.name if spec.num_rows is None else f"{spec.name}[{spec.first_row}]"
+        weight_key = jax.random.fold_in(key, zlib.crc32(label.encode()))
+        return (0.02 * jax.random.normal(weight_key, spec.shape, jnp.float32)).astype(dtype)
 
     specs = model_specs(config)
     return jax.jit(lambda: jax.tree.map(init, specs), out_shardings=param_shardings(config, mesh))()

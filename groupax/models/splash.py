@@ -1,7 +1,7 @@
-"""Attention in blocks that stay on the chip, on TPUs: jax's splash kernels, with backward passes of their own.
+"""Fused attention on TPUs: jax's splash kernels, forward and backward.
 
 Scores never reach the device's memory. The masks of positions are static, so that blocks without a visible score are
-passed over; a prompt's left padding is hidden by segment ids. Padding sees padding and itself, never nothing.
+skipped; a prompt's left padding is hidden by segment ids. Padding sees padding and itself, so it always sees something.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from groupax.models.config import AttentionConfig
 from groupax.models.layers import scaled
 
-# What lies next to each other in a TPU's registers: blocks are multiples of it.
+# Lanes of a TPU's vector registers; block sizes are multiples of it.
 LANES = 128
-# Of queries and of columns in a block; wider ones make the same products and need more of the chip's own memory.
+# Most queries and columns in a block; wider blocks compute the same matmuls and need more of the chip's own memory.
 MAX_BLOCK = 512
 
 
@@ -29,14 +29,14 @@ def attend(
     attn: AttentionConfig,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """As `attention.attend`, but for what a query before its row's start gets.
+    """Computes `attention.attend`; queries before their row's start get undefined results.
 
     Args:
-        q, k, v, starts, attn: see there.
-        interpret: compute what the kernels do with operations of any device.
+        q, k, v, starts, attn: Arguments of `attention.attend`.
+        interpret: Whether to emulate the kernels with operations that every device has.
     """
     is_own = jnp.arange(q.shape[1])[None, :] >= starts[:, None]
-    return _through_kernel(q, k, v, (is_own, is_own), 0, attn, interpret)
+    return _call_kernel(q, k, v, (is_own, is_own), 0, attn, interpret)
 
 
 def attend_with_prompt(
@@ -49,15 +49,15 @@ def attend_with_prompt(
     attn: AttentionConfig,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """As `attention.attend_with_prompt`; `interpret` as in `attend`."""
+    """Computes `attention.attend_with_prompt`; `interpret` as in `attend`."""
     B, T = q.shape[:2]
     columns = prompt_k.shape[1] + k.shape[1]
     keys, values = jnp.concatenate([prompt_k, k], axis=1), jnp.concatenate([prompt_v, v], axis=1)
     is_own = jnp.arange(columns)[None, :] >= prompt_starts[:, None]
-    return _through_kernel(q, keys, values, (jnp.ones((B, T), bool), is_own), columns - T, attn, interpret)
+    return _call_kernel(q, keys, values, (jnp.ones((B, T), bool), is_own), columns - T, attn, interpret)
 
 
-def _through_kernel(
+def _call_kernel(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B C K H"],
     v: Float[Array, "B C K H"],
@@ -66,20 +66,33 @@ def _through_kernel(
     attn: AttentionConfig,
     interpret: bool,
 ) -> Float[Array, "B T N H"]:
-    """Query t is at column `offset` + t; it sees columns up to there that are its row's own, if it is."""
+    """Attends from query t, which is at column `offset` + t, to the columns up to there that are not padding."""
     T, N, C = *q.shape[1:3], k.shape[1]
     block_q = block_size(T)
-    num_queries = -(-T // block_q) * block_q
-    # a column for each query, so that those that fill up see at least their own
+    num_queries = _round_up(T, block_q)
+    # a column for each query, so that padding queries see at least their own
     columns = max(C, offset + num_queries)
     block_kv = block_size(columns)
-    num_columns = -(-columns // block_kv) * block_kv
-    shape = (num_queries, num_columns)
-    seen: masks.Mask = masks.CausalMask(shape, offset)
+    num_columns = _round_up(columns, block_kv)
+
+    def pad(x: Array, size: int) -> Array:
+        rest = ((0, 0),) * (x.ndim - 2)
+        return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), *rest), constant_values=x.ndim == 2)
+
+    seen: masks.Mask = masks.CausalMask((num_queries, num_columns), offset)
     if attn.window is not None:
-        seen = masks.LocalMask(shape, (attn.window - 1, 0), offset)
-    kernel = kernels.make_splash_mha(
-        masks.MultiHeadMask([seen] * N),
+        seen = masks.LocalMask((num_queries, num_columns), (attn.window - 1, 0), offset)
+    kernel = _make_kernel(masks.MultiHeadMask([seen] * N), block_q, block_kv, attn.softcap, interpret)
+    segments = (pad(x, size).astype(jnp.int32) for x, size in zip(is_own, (num_queries, num_columns), strict=True))
+    sides = (scaled(q, attn.scale), num_queries), (k, num_columns), (v, num_columns)
+    heads = (pad(x, size).swapaxes(1, 2) for x, size in sides)
+    out: Any = jax.vmap(kernel)(*heads, kernels.SegmentIds(*segments))
+    return out.swapaxes(1, 2)[:, :T]
+
+
+def _make_kernel(mask: masks.MultiHeadMask, block_q: int, block_kv: int, softcap: float | None, interpret: bool) -> Any:
+    return kernels.make_splash_mha(
+        mask,
         block_sizes=kernels.BlockSizes(
             block_q=block_q,
             block_kv=block_kv,
@@ -88,25 +101,19 @@ def _through_kernel(
             block_q_dq=block_q,
             block_kv_dq=block_kv,
         ),
-        attn_logits_soft_cap=attn.softcap,
+        attn_logits_soft_cap=softcap,
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
     )
 
-    def filled_up(x: Array, size: int) -> Array:
-        rest = ((0, 0),) * (x.ndim - 2)
-        return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), *rest), constant_values=x.ndim == 2)
 
-    segments = (filled_up(x, size).astype(jnp.int32) for x, size in zip(is_own, shape, strict=True))
-    sides = (scaled(q, attn.scale), num_queries), (k, num_columns), (v, num_columns)
-    heads = (filled_up(x, size).swapaxes(1, 2) for x, size in sides)
-    out: Any = jax.vmap(kernel)(*heads, kernels.SegmentIds(*segments))
-    return out.swapaxes(1, 2)[:, :T]
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def block_size(length: int) -> int:
-    """The largest of a few sizes of blocks that fill up `length` by at most a quarter more than the smallest."""
-    least = -(-length // LANES) * LANES
+    """Returns the largest block size that pads `length` to at most 1.25 times what the smallest one pads it to."""
+    least = _round_up(length, LANES)
     sizes = range(MAX_BLOCK, 0, -LANES)
-    return next(size for size in sizes if -(-length // size) * size <= 1.25 * least)
+    return next(size for size in sizes if _round_up(length, size) <= 1.25 * least)

@@ -1,4 +1,4 @@
-"""Weights that are split over a mesh: where each lies, and how a device gets those that it multiplies."""
+"""Sharded weights: their pspecs, and how a device gathers the weights that it multiplies."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,21 +18,21 @@ Dims = tuple[str | None, ...]
 
 
 def partition_specs(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
-    """Where each array of a tree of weights lies, in its structure.
+    """Returns the pspec of each array in a tree of weights, in the same structure.
 
     Args:
-        config: the model.
-        mesh: of the devices.
-        params: the model's weights, or some of them, maybe with low-rank changes beside or in place of them. Quantized
-            ones lie whole on every device.
+        config: Architecture of the model.
+        mesh: Mesh of the devices.
+        params: The model's weights or some of them, possibly adapted or replaced by low-rank changes. Quantized weights
+            are replicated.
     """
     specs = model_specs(config)
-    # a head that is tied to the embedding is one of its own where it has fewer bits
+    # a tied head becomes a separate weight when it is quantized
     return _specs(layout_of(config, mesh), {"head": specs["embed"], **specs}, params)
 
 
 def shard_params(config: ModelConfig, mesh: Mesh, params: Any) -> Any:
-    """The weights on a mesh, split as it says; those that lie there already are not copied."""
+    """Shards weights over a mesh; arrays that have the right sharding already are not copied."""
     specs = partition_specs(config, mesh, params)
     return to_device(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
@@ -57,28 +57,28 @@ def _specs(layout: Layout, spec: Any, weight: Any) -> Any:
 
 
 def _low_rank_dims(spec: Spec) -> tuple[Dims, Dims]:
-    """Of the change b a of a matrix."""
-    of_out, of_in = spec.axes
-    return (None, of_in), (of_out, None)
+    """Returns the dims of a and b, whose product is the change of a matrix."""
+    out_dim, in_dim = spec.axes
+    return (None, in_dim), (out_dim, None)
 
 
 def gather_weights(layout: Layout, specs: dict[str, Spec], weights: Params) -> Params:
-    """Weights as a device multiplies them: those that are split over fsdp gathered, by their names."""
+    """Gathers the weights of a layer that are sharded over fsdp, in the form in which a device multiplies them."""
     if layout.axis("embed") is None and layout.axis("heads") is None and layout.axis("ffn") is None:
         return weights
     return {name: gather_weight(layout, specs[name].axes, weight) for name, weight in weights.items()}
 
 
 def gather_weight(layout: Layout, dims: Dims, weight: Any) -> Any:
-    """A weight with these dims, likewise."""
+    """Gathers one weight with these dims (see `gather_weights`)."""
     if isinstance(weight, AdaptedWeight):
         base = gather_weight(layout, dims, weight.base)
-        of_out, of_in = dims
-        a = gather_weight(layout, (None, of_in), weight.change.a)
-        b = gather_weight(layout, (of_out, None), weight.change.b)
-        # of a and b one is whole where the matrix is split
-        a = a if of_out == "embed" else psum_grad(a, layout.axis(of_out))
-        b = b if of_in == "embed" else psum_grad(b, layout.axis(of_in))
+        out_dim, in_dim = dims
+        a = gather_weight(layout, (None, in_dim), weight.change.a)
+        b = gather_weight(layout, (out_dim, None), weight.change.b)
+        # where the matrix is sharded over a model axis, one of a and b is replicated, and its gradients are summed
+        a = a if out_dim == "embed" else psum_grad(a, layout.axis(out_dim))
+        b = b if in_dim == "embed" else psum_grad(b, layout.axis(in_dim))
         return replace(weight, base=base, change=LowRank(a, b))
     if not isinstance(weight, Array) or "embed" not in dims:
         return weight

@@ -47,49 +47,41 @@ def group_advantages(
     normalize_then_sum: s_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-4) over the group of i, then
     A_i = (s_i - mean(s)) / (std(s) + 1e-4) over the batch, so that no function drowns another by its scale.
 
+    Each function is centred over the rows of the group where it applies before the columns are summed, so that a row
+    that a function skips is neither punished nor favoured; without NaN this equals centring the sum.
+
     Args:
-        rewards: one row per completion, groups contiguous, one column per reward function; NaN where a function
-            does not apply to a row. Each function is centred over the rows of the group where it applies before
-            the columns are summed, so that a row that a function skips is neither punished nor favoured; without
-            NaN this equals centring the sum.
+        rewards: rewards of contiguous groups by function; NaN where a function does not apply to a row.
         weights: weight of each reward function.
         num_generations: G, rows per group.
-        scale: with sum_then_normalize: divide by the group's standard deviation (ddof 1), by that of the whole batch,
-            or not at all.
-        aggregation: how several functions become one advantage.
+        scale: for sum_then_normalize, divide by the standard deviation (ddof 1) of the group, of the batch, or not.
+        aggregation: one of the two formulas.
         estimator: computes the advantages in place of these formulas.
 
     Raises:
-        ValueError: the rows are no whole groups, the weights do not match the columns, or the estimator does not
+        ValueError: the rows are not whole groups, the weights do not match the columns, or the estimator does not
             return one finite number per row.
 
     Source: arXiv:2402.03300, section 4.1.2; unscaled: arXiv:2503.20783; normalize_then_sum: GDPO, arXiv:2601.05242.
     """
-    B, K = rewards.shape
-    G = num_generations
+    (B, K), G = rewards.shape, num_generations
     if B % G or weights.shape != (K,):
         raise ValueError(f"{B} rows and {K} reward columns need groups of {G} and weights {weights.shape}")
     applies = ~np.isnan(rewards)
     weighted = np.where(applies, rewards * weights[None, :], 0.0).astype(np.float64)
-    totals, scorable = weighted.sum(axis=1), applies.any(axis=1)
-    signal = centred = _centred(weighted, applies, G).sum(axis=2)
-    if aggregation == "normalize_then_sum":
-        standardized = _standardized(np.where(applies, rewards, 0.0), applies, G) * weights[None, :]
-        signal = standardized.sum(axis=1).reshape(-1, G)
+    totals = weighted.sum(axis=1)
+    scorable = np.asarray(applies.any(axis=1))
+    centred = _centred(weighted, applies, G).sum(axis=2)
+    is_gdpo = aggregation == "normalize_then_sum"
+    signal = _standardized_sum(rewards, weights, applies, G) if is_gdpo else centred
     in_groups = scorable.reshape(signal.shape)
     group_std = _group_std(centred, in_groups)
-    # sums of equal numbers differ by rounding; a smaller spread is none
-    magnitude = np.abs(weighted).sum(axis=1).reshape(-1, G).max(axis=1)
-    zero_std = _group_std(signal, in_groups) <= 1e-9 * np.maximum(magnitude, 1e-9)
+    zero_std = _group_std(signal, in_groups) <= _rounding(weighted, G)
     if estimator is not None:
         values = np.where(scorable, _estimated(estimator, rewards, weights, G), 0.0)
     else:
-        if aggregation == "normalize_then_sum":
-            known = signal[in_groups]
-            values = (signal - (known.mean() if known.size else 0.0)) / (_std(known) + STD_FLOOR)
-        else:
-            values = signal / _divisor(scale, group_std, totals[scorable])
-        values = np.where(zero_std[:, None] | ~in_groups, 0.0, values).reshape(B)
+        scaled = _scaled(signal, in_groups, group_std, totals[scorable], scale, aggregation)
+        values = np.where(zero_std[:, None] | ~in_groups, 0.0, scaled).reshape(B)
     return Advantages(values, np.where(scorable, totals, np.nan), zero_std, group_std)
 
 
@@ -117,10 +109,31 @@ def _estimated(
     return values
 
 
-def _divisor(scale: ScaleRewards, group_std: np.ndarray, totals: np.ndarray) -> Any:
-    """Returns what `scale_rewards` divides centred rewards by: a number per group, or one for the batch."""
-    stds = {"group": lambda: group_std[:, None], "batch": lambda: _std(totals)}
-    return stds[scale]() + STD_FLOOR if scale in stds else 1.0
+def _rounding(weighted: np.ndarray, group_size: int) -> np.ndarray:
+    """Returns the spread per group that sums of equal numbers may have by rounding."""
+    magnitude = np.abs(weighted).sum(axis=1).reshape(-1, group_size).max(axis=1)
+    return 1e-9 * np.maximum(magnitude, 1e-9)
+
+
+def _standardized_sum(rewards: np.ndarray, weights: np.ndarray, applies: np.ndarray, group_size: int) -> np.ndarray:
+    standardized = _standardized(np.where(applies, rewards, 0.0), applies, group_size) * weights[None, :]
+    return standardized.sum(axis=1).reshape(-1, group_size)
+
+
+def _scaled(
+    signal: np.ndarray,
+    known: np.ndarray,
+    group_std: np.ndarray,
+    totals: np.ndarray,
+    scale: ScaleRewards,
+    aggregation: MultiObjectiveAggregation,
+) -> np.ndarray:
+    if aggregation == "normalize_then_sum":
+        values = signal[known]
+        return (signal - (values.mean() if values.size else 0.0)) / (_std(values) + STD_FLOOR)
+    if scale == "group":
+        return signal / (group_std[:, None] + STD_FLOOR)
+    return signal / (_std(totals) + STD_FLOOR) if scale == "batch" else signal
 
 
 def _centred(values: np.ndarray, applies: np.ndarray, group_size: int) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""The weight of policy over sampler, for rollouts that were not drawn from the policy that trains on them.
+"""The importance correction for rollouts that were not sampled from the policy that trains on them.
 
-Two things set them apart: truncated sampling (top-p, top-k, min-p), which draws from another distribution, and an
-engine whose arithmetic is not the trainer's.
+There are two causes: truncated sampling (top-p, top-k, min-p), which draws from another distribution, and an engine
+whose arithmetic differs from the trainer's.
 """
 
 import jax.numpy as jnp
@@ -18,11 +18,11 @@ def rollout_correction(
     mask: Bool[Array, "B T"],
     settings: ObjectiveSettings,
 ) -> Float[Array, "B T"]:
-    """rho = exp(d), d = old - sampler, within bounds; without a gradient.
+    """Computes rho = exp(d), d = old - sampler, within bounds and without a gradient.
 
-    `rollout_correction` names the level and what happens beyond the bounds. "token": d of each token; "sequence": the
-    mean of d over the row; "sequence_sum": its sum, which grows with length. "truncate" moves rho to the nearest
-    bound, "mask" makes it 0.
+    `rollout_correction` names the level and the treatment of values out of bounds. "token" takes d of each token,
+    "sequence" the mean of d over the row, "sequence_sum" its sum, which grows with length. "truncate" moves rho to the
+    nearest bound, "mask" sets it to 0.
 
     Source: E. L. Ionides, "Truncated importance sampling" (2008), brought to this use by F. Yao et al., "Your
     efficient RL framework secretly brings you off-policy RL training" (2025).

@@ -2,39 +2,15 @@
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, kw_only=True)
-class EntropyControl:
-    """Settings of the bonus. The fields are `GRPOConfig`'s of the same names.
-
-    Attributes:
-        entropy_coef: weight of the mean token entropy in the loss; with `use_adaptive_entropy` the first one.
-        use_adaptive_entropy: change the weight after every optimizer step.
-        entropy_coef_min: lower bound.
-        entropy_coef_max: upper bound.
-        entropy_coef_delta: change per step.
-        entropy_target: mean token entropy to hold, in nats.
-    """
-
-    entropy_coef: float = 0.0
-    use_adaptive_entropy: bool = False
-    entropy_coef_min: float = 0.0
-    entropy_coef_max: float = 1.0
-    entropy_coef_delta: float = 0.005
-    entropy_target: float = 0.2
-
-    @property
-    def active(self) -> bool:
-        """Whether the loss has an entropy term."""
-        return self.entropy_coef != 0 or self.use_adaptive_entropy
+from groupax.settings.objective import EntropySettings
 
 
 @dataclass(frozen=True)
 class EntropyState:
-    """What the bonus carries from step to step.
+    """The state of the entropy bonus between steps.
 
     Attributes:
-        coef: the coefficient.
+        coef: weight of the bonus.
         last_entropy: mean token entropy of the last step; None before the first.
     """
 
@@ -42,14 +18,14 @@ class EntropyState:
     last_entropy: float | None = None
 
 
-def applied_coef(state: EntropyState, control: EntropyControl) -> float:
-    """The weight of this step's bonus: none while the last step's entropy was above the target, if adaptive."""
+def applied_coef(state: EntropyState, control: EntropySettings) -> float:
+    """Returns the weight of this step's bonus: if adaptive, 0 while the last step's entropy was above the target."""
     above = state.last_entropy is not None and state.last_entropy > control.entropy_target
     return 0.0 if control.use_adaptive_entropy and above else state.coef
 
 
-def next_entropy_state(state: EntropyState, control: EntropyControl, entropy: float) -> EntropyState:
-    """After a step: the coefficient plus delta if its entropy was at or below the target, minus delta if above.
+def next_entropy_state(state: EntropyState, control: EntropySettings, entropy: float) -> EntropyState:
+    """Raises the coefficient by delta after a step with an entropy at or below the target, and lowers it otherwise.
 
     Source: Skywork-OR1, arXiv:2505.22312; there the step's own entropy gates it, here the last step's.
     """

@@ -1,4 +1,4 @@
-"""Which rows and tokens take part in the policy loss. The KL, the denominators and the metrics keep all of them."""
+"""Masks of rows and tokens in the policy loss. The KL, the denominators and the metrics keep all of them."""
 
 from collections.abc import Sequence
 
@@ -15,14 +15,14 @@ def on_policy_rows(
     mask: Bool[Array, "B T"],
     threshold: float,
 ) -> Bool[Array, "B 1"]:
-    """A >= 0, or mean_t(rollout_logp - logp) <= threshold: drops bad answers that the policy has left behind.
+    """Keeps rows with A >= 0 or mean_t(rollout_logp - logp) <= threshold, so drops bad answers that became unlikely.
 
     Args:
-        logp: under the policy.
-        rollout_logp: under the policy as it was when the tokens were sampled.
-        advantage: of each row.
-        mask: which tokens count.
-        threshold: of the mean drift, in nats.
+        logp: log-probs under the policy.
+        rollout_logp: log-probs under the policy that sampled the tokens.
+        advantage: advantage of each row.
+        mask: tokens that count.
+        threshold: largest mean drift, in nats.
 
     Source: DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
     """
@@ -32,12 +32,13 @@ def on_policy_rows(
 
 
 def top_entropy_threshold(entropies: Sequence[Float[np.ndarray, "_"]], quantile: float) -> float:
-    """The (1 - quantile) quantile of all entropies: tokens at or above it take part in the policy loss.
+    """Computes the (1 - quantile) quantile of all entropies; tokens at or above it take part in the policy loss.
 
-    On the host over the whole optimizer step, so that neither the number of tokens nor their micro-batches matter.
+    It is taken on the host over the whole optimizer step, so that neither the number of tokens nor their micro-batches
+    matter.
 
     Args:
-        entropies: of the loss tokens, per row.
+        entropies: entropies of the loss tokens of each row.
         quantile: share of tokens to keep; 1 keeps all, 0 the highest.
 
     Returns:
@@ -48,7 +49,7 @@ def top_entropy_threshold(entropies: Sequence[Float[np.ndarray, "_"]], quantile:
     values = np.sort(np.concatenate([np.zeros(0), *entropies]))
     if values.size == 0:
         return float("-inf")
-    # rounded, so that a rank that is whole but for the last bit names its own token
+    # rounded, so that a rank that is an integer up to the last bit selects exactly that token
     rank = round((values.size - 1) * (1.0 - quantile), 9)
     below = int(rank)
     above = min(below + 1, values.size - 1)

@@ -1,24 +1,24 @@
-"""How much likelier the policy makes a completion than the policy that it was sampled from."""
+"""Importance ratios of the policy to the policy that sampled the completions."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: beyond it a ratio says nothing, and exp must not overflow
+LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: larger ratios carry no information, and exp must not overflow
 
 
 def clamp_log_ratio(log_ratio: Float[Array, "*M"]) -> Float[Array, "*M"]:
-    """log_ratio within [-20, 20]; every log-ratio passes here before exp."""
+    """Clamps log-ratios to [-20, 20]; every log-ratio passes here before exp."""
     return jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def token_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """w_t = exp(r_t), r = logp - old."""
+    """Computes w_t = exp(r_t), r = logp - old."""
     del mask
     return jnp.exp(clamp_log_ratio(log_ratio))
 
 
 def sequence_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """w = exp(mean of r_t over the row's tokens), the same for all of them (GSPO, arXiv:2507.18071, eq. 7)."""
+    """Computes w = exp(mean of r_t over the row's tokens), the same for all of them (GSPO, arXiv:2507.18071, eq. 7)."""
     lengths = jnp.maximum(jnp.sum(mask, axis=-1), 1).astype(log_ratio.dtype)
     mean = jnp.sum(log_ratio, axis=-1, where=mask) / lengths
     return jnp.broadcast_to(jnp.exp(clamp_log_ratio(mean))[:, None], log_ratio.shape)

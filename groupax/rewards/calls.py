@@ -13,7 +13,7 @@ from groupax.rewards.contract import split_per_completion
 
 @dataclass
 class CallLog:
-    """What a reward function logs during a call, in addition to the rewards that it returns."""
+    """The values that a reward function logs during a call, in addition to the rewards that it returns."""
 
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -43,7 +43,7 @@ def call_sync(
         num_completions: Number of completions if the function takes one at a time; None if one call takes all.
 
     Returns:
-        What the function returned, with arrays and generators as lists, and what it logged.
+        The return value of the function, with arrays and generators as lists, and the values that it logged.
     """
     log = CallLog()
     arguments = log.bind(arguments)

@@ -1,4 +1,4 @@
-"""The contract of reward functions: what they receive and what they may return. Imports no jax.
+"""The contract of reward functions: their arguments and their return values. Imports no jax.
 
 See docs/rewards.md for the contract with examples.
 """

@@ -3,7 +3,7 @@
 It is built on bubblewrap. A run has two processes, each in its own namespaces:
 
     bwrap: test process          the harness and the tests
-      bwrap: solution process    the solution, behind a filter of system calls
+      bwrap: solution process    the solution, with a filter of system calls
 
 The solution sees neither the tests nor the harness nor the channel of the verdict; it receives arguments and returns
 data on two pipes (see `rewards.isolated`). Neither process has a network, an environment, or any file of this machine
@@ -118,7 +118,7 @@ def _check_bubblewrap(_executable: str) -> None:
 
 
 def _order(limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
-    """Returns what both processes need to know."""
+    """Returns the settings of both processes."""
     is_root, is_isolated = os.geteuid() == 0, sandbox == "bwrap"
     python = [_python() if is_isolated else sys.executable, "-I", "-S"]
     return {
@@ -143,9 +143,9 @@ def _order(limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
 
 
 def _run(order: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[bytes, str]:
-    """Runs an order and returns what the test process wrote as its verdict, and error messages if the order shows them.
+    """Runs an order and returns the output of the test process, and error messages if the order shows them.
 
-    At the deadline all processes are killed, and the verdict is empty.
+    At the deadline all processes are killed, and the output is empty.
     """
     with contextlib.ExitStack() as stack:
         folder = "/"

@@ -108,7 +108,7 @@ def _kill_if_cancelled(result: Any, future: "Future[Any]") -> None:
 
 
 def _connect_to_ray() -> None:
-    """Connects, and keeps the handler of SIGTERM, by which a run is asked to stop; Ray would replace it."""
+    """Connects, and restores the handler of SIGTERM, which requests a run to stop and which Ray replaces."""
     from groupax.launch.ray_hosts import connect
 
     handler = signal.getsignal(signal.SIGTERM)

@@ -122,7 +122,9 @@ def logp_limit(args: GRPOConfig, is_float32: bool) -> float:
         is_float32: Whether the forward pass of updates computes in float32.
     """
     same = args.decoding_weights == args.base_weights == "same" and args.kv_cache_dtype in ("same", "float32")
-    return FLOAT32_LOGP_DRIFT if is_float32 and same and not args.rollout and not args.lora_dropout else LOGP_DRIFT
+    return (
+        FLOAT32_LOGP_DRIFT if is_float32 and same and not args.rollout_servers and not args.lora_dropout else LOGP_DRIFT
+    )
 
 
 def step_diagnostics(history: Sequence[Mapping[str, float]], logp_limit: float = LOGP_DRIFT) -> dict[str, str]:
@@ -236,7 +238,7 @@ def _efficiency(recent: Steps) -> dict[str, str]:
         found["slow_reward"] = (
             f"in {PATIENCE_STEPS} steps training waited {waited:.1f} s of {taken:.1f} s for rewards; raise "
             "reward_concurrency, set reward_workers for functions that compute, make functions that wait async, or set "
-            "reward_batch='group', so that they run while others decode, or max_staleness=1, so that they run while "
+            "reward_scope='group', so that they run while others decode, or max_staleness=1, so that they run while "
             "updates do"
         )
     return found

@@ -15,15 +15,7 @@ from groupax.settings.sampling import SamplingParams
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
-    """A model as far as its requests are checked against it.
-
-    Attributes:
-        name: Its name for clients.
-        tokenizer: Its tokenizer, with the template for chats.
-        token_texts: The texts of its tokens.
-        vocab_size: Number of its tokens.
-        max_positions: Longest prompt and completion together, in tokens.
-    """
+    """A model as its requests need it."""
 
     name: str
     tokenizer: Any
@@ -34,14 +26,7 @@ class ServedModel:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A request that the engine can run.
-
-    Attributes:
-        prompts: Token ids of each prompt.
-        params: Sampling parameters.
-        row_keys: The PRNG key of each completion, if the request has them.
-        responses: Builds the response.
-    """
+    """A request that the engine can run."""
 
     prompts: list[np.ndarray]
     params: SamplingParams

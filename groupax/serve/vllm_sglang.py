@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -50,40 +50,6 @@ class RemoteCompletion:
     logps: list[float]
     text: str
     finish_reason: str
-
-
-@runtime_checkable
-class ForeignServer(Protocol):
-    """A server of another program than groupax.
-
-    Attributes:
-        name: Name of the program.
-    """
-
-    name: str
-
-    def complete(self, group: list[Completion], version: int, connection: HTTPConnection) -> list[Completion]:
-        """Samples the completions of a prompt and returns its sequences.
-
-        Args:
-            group: Unstarted sequences of one prompt.
-            version: Version of the server's weights.
-            connection: An open connection to it.
-
-        Raises:
-            RefusedError: the server refuses, or has other weights.
-            RunError: the server cannot do it at all.
-        """
-        ...
-
-    def reload(self, folder: Path) -> None:
-        """Loads the weights in a folder.
-
-        Raises:
-            RefusedError: the server is busy.
-            RunError: the server cannot do it at all.
-        """
-        ...
 
 
 class WeightsFolder:
@@ -124,7 +90,7 @@ class WeightsFolder:
             return folder
 
 
-def identify_server(server: RemoteServer, model: str | None) -> ForeignServer | None:
+def identify_server(server: RemoteServer, model: str | None) -> "ForeignServer | None":
     """Returns the interface of a server; None for one of groupax.
 
     Args:
@@ -153,12 +119,7 @@ def identify_server(server: RemoteServer, model: str | None) -> ForeignServer | 
 
 
 class VLLM:
-    """A server of vLLM, started with VLLM_SERVER_DEV_MODE=1.
-
-    Args:
-        server: The server.
-        model: Name of its model.
-    """
+    """A server of vLLM, started with VLLM_SERVER_DEV_MODE=1."""
 
     name = NAMES["vllm"]
 
@@ -167,14 +128,24 @@ class VLLM:
         self._logprobs_mode: str | None = None
 
     def complete(self, group: list[Completion], version: int, connection: HTTPConnection) -> list[Completion]:
-        """See `ForeignServer`. The log-probs must be those of the distribution that it samples from."""
+        """Samples the completions of a prompt, whose sequences are unstarted.
+
+        Raises:
+            RefusedError: the server refuses for now.
+            RunError: the server cannot do it at all, e.g. because its log-probs are not those of its samples.
+        """
         if not samples_from_logits(group[0].params):
             self._check_mode()
         response = self._server.request("POST", "/v1/completions", vllm_request(group, self._model), connection)
         return _complete(group, parse_vllm, response, version, self._server.url)
 
     def reload(self, folder: Path) -> None:
-        """See `ForeignServer`. Clears the prefix cache too."""
+        """Loads the weights in a folder and clears the prefix cache.
+
+        Raises:
+            RefusedError: the server is busy.
+            RunError: the server cannot do it at all.
+        """
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         needs = "it must be a vLLM whose reload_weights takes a weights_path, started with VLLM_SERVER_DEV_MODE=1"
         _control(self._server, "POST", "/collective_rpc", body, f"{needs}, and it must see {folder}")
@@ -207,7 +178,7 @@ class SGLang:
         self._state = ""  # `weight_version` in its responses
 
     def complete(self, group: list[Completion], version: int, connection: HTTPConnection) -> list[Completion]:
-        """See `ForeignServer`. Responses name the weights that sampled them."""
+        """Samples the completions of a prompt (see `VLLM.complete`). The response must name the current weights."""
         response = self._server.request("POST", "/generate", sglang_request(group), connection)
         rows = response if isinstance(response, list) else [response]
         found = {row.get("meta_info", {}).get("weight_version") for row in rows}
@@ -216,10 +187,13 @@ class SGLang:
         return _complete(group, parse_sglang, rows, version, self._server.url)
 
     def reload(self, folder: Path) -> None:
-        """See `ForeignServer`."""
+        """Loads the weights in a folder (see `VLLM.reload`)."""
         body = {"model_path": str(folder), "weight_version": str(folder), "flush_cache": True}
         _control(self._server, "POST", "/update_weights_from_disk", body, f"it must see {folder}")
         self._state = str(folder)
+
+
+ForeignServer = VLLM | SGLang
 
 
 def samples_from_logits(params: SamplingParams) -> bool:

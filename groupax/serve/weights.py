@@ -84,7 +84,6 @@ class Upload:
         lora: Settings of the adapter, if it is one.
         extents: Extents of the tensors.
         data: Their bytes, undefined where pieces are missing.
-        piece_bytes: Size of a piece.
         arrived: The pieces that have arrived.
     """
 
@@ -92,13 +91,12 @@ class Upload:
     lora: LoRAConfig | None
     extents: Mapping[str, Extent]
     data: np.ndarray
-    piece_bytes: int
     arrived: set[int] = field(default_factory=set)
 
     @property
     def num_pieces(self) -> int:
         """Number of pieces."""
-        return math.ceil(len(self.data) / self.piece_bytes)
+        return math.ceil(len(self.data) / self.request.piece_bytes)
 
 
 class Weights:
@@ -145,7 +143,7 @@ class Weights:
             raise ApiError(400, str(error), param="tensors") from error
         self._uploads = {name: each for name, each in self._uploads.items() if each.request.model != model}
         data = _aligned(max(extent.end for extent in extents.values()))
-        upload = Upload(request, lora, extents, data, request.piece_bytes)
+        upload = Upload(request, lora, extents, data)
         name = secrets.token_hex(8)
         self._uploads[name] = upload
         return {"upload": name, "num_pieces": upload.num_pieces, "piece_bytes": request.piece_bytes}
@@ -159,8 +157,8 @@ class Weights:
         upload = self._upload(name)
         if not 0 <= piece < upload.num_pieces:
             raise ApiError(400, f"piece {piece} is not one of the {upload.num_pieces} pieces")
-        at = first = piece * upload.piece_bytes
-        end = min(first + upload.piece_bytes, len(upload.data))
+        at = first = piece * upload.request.piece_bytes
+        end = min(first + upload.request.piece_bytes, len(upload.data))
         async for part in parts:
             self._upload(name)  # raises if it was closed meanwhile
             if at + len(part) > end:

@@ -1,7 +1,6 @@
-"""Optimizers and learning-rate schedules, from optax."""
+"""Optimizers and learning rate schedules, from optax."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,36 +8,14 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from groupax.config import LRScheduler, OptimizerName, WeightDecayScope
+from groupax.settings.optimizer import (
+    LearningRateSettings,
+    OptimizerSettings,
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduleSettings:
-    """The learning rate over a run. The fields are `GRPOConfig`'s of the same names."""
-
-    learning_rate: float
-    learning_rate_end: float = 0.0
-    lr_scheduler_type: LRScheduler = "linear"
-    warmup_steps: int = 0
-    warmup_ratio: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """How gradients become updates. The fields are `GRPOConfig`'s of the same names."""
-
-    optimizer: OptimizerName = "adamw"
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    weight_decay_scope: WeightDecayScope = "matrices"
-    max_grad_norm: float = 1.0
-
-
-def make_schedule(settings: ScheduleSettings, num_steps: int) -> optax.Schedule:
-    """The learning rate of each optimizer step: linear warm-up to the peak, then down to the end at `num_steps`."""
+def make_schedule(settings: LearningRateSettings, num_steps: int) -> optax.Schedule:
+    """Creates the learning rate schedule: linear warm-up to the peak, then decay to the end at `num_steps`."""
     peak, end = settings.learning_rate, settings.learning_rate_end
     warmup_steps = settings.warmup_steps or round(settings.warmup_ratio * num_steps)
     decay_steps = max(1, num_steps - warmup_steps)
@@ -54,11 +31,11 @@ def make_schedule(settings: ScheduleSettings, num_steps: int) -> optax.Schedule:
 
 
 def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
-    """The optimizer by name, after clipping the gradient to a global norm of `max_grad_norm` (0 does not clip).
+    """Creates the optimizer, which first clips the gradient to a global norm of `max_grad_norm` (0 does not clip).
 
-    Its `update` takes `grad_norm`, of all gradients, where it is given only some of them; else it computes it. What it
-    does with a weight depends on no other one besides. Weight decay is decoupled in all of them: each step takes
-    learning_rate * weight_decay * weight off a weight.
+    Its `update` takes the `grad_norm` of all gradients where it is given only some of them, and computes it otherwise.
+    Apart from that, the update of a weight depends on no other weight. Weight decay is decoupled in all optimizers:
+    each step subtracts learning_rate * weight_decay * weight.
     """
     mask = _matrices if settings.weight_decay_scope == "matrices" else None
     optimizer = OPTIMIZERS[settings.optimizer](settings, schedule, mask)
@@ -68,7 +45,7 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
 
 
 def _clipping(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Gradients times max_norm / grad_norm where that is below 1: `optax.clip_by_global_norm`, to the last bit."""
+    """Scales gradients by max_norm / grad_norm where that is below 1: `optax.clip_by_global_norm`, to the last bit."""
 
     def init(params: optax.Params) -> optax.OptState:
         del params
@@ -99,7 +76,7 @@ def _adamw(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) ->
 
 
 def _adafactor(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) -> optax.GradientTransformation:
-    """Adafactor with an absolute learning rate: steps are not scaled by the size of the weights."""
+    """Creates Adafactor with an absolute learning rate: steps are not scaled by the size of the weights."""
     return optax.chain(
         optax.adafactor(None, multiply_by_parameter_scale=False),
         optax.scale(-1.0),
@@ -115,7 +92,10 @@ def _lion(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) -> 
 
 
 def _muon(settings: OptimizerSettings, schedule: optax.Schedule, mask: Mask) -> optax.GradientTransformation:
-    """Muon for the layers' matrices, AdamW for the rest; updates as large as AdamW's, so that its rates carry over."""
+    """Creates Muon for the layers' matrices, with AdamW for the rest.
+
+    Updates of both have the same size, so that AdamW's learning rates carry over.
+    """
     out_in = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
     muon = optax.contrib.muon(
         schedule,
@@ -161,7 +141,7 @@ def _muon_or_adamw(params: Any) -> Any:
 
 
 def _promoting(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The optimizer under jax's standard dtype promotion, which optax relies on, whatever the user has set."""
+    """Runs the optimizer under jax's standard dtype promotion, on which optax relies, whatever the user has set."""
 
     takes_more = optax.with_extra_args_support(optimizer)
 

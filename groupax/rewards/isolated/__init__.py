@@ -1,4 +1,4 @@
-"""What runs inside the sandbox of `code_tests`: the tests in one process, the solution in another.
+"""The processes inside the sandbox of `code_tests`: one for the tests, one for the solution.
 
     trainer --order--> test process --requests--> solution process
             <--token--              <--replies---

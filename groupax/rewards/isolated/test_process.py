@@ -95,7 +95,8 @@ class TestPeer(Peer):
     def operate(self, stand_in: StandIn, name: str, args: tuple[Any, ...], is_reflected: bool) -> Any:
         """Returns the result of an operator, unless that would reveal to the solution what a result is compared with.
 
-        An instance that the tests created may be an operand beside their plain values; the result is then not plain.
+        An instance that the tests created may be an operand together with their plain values, if the result is not a
+        plain value.
         """
         rights = stand_in._groupax_rights
         is_revealed = name in OPERANDS and not all(isinstance(arg, StandIn) for arg in args)
@@ -287,7 +288,7 @@ def _start_solution(order: dict[str, Any]) -> tuple[int, int]:
 
 
 def _watch() -> None:
-    """Exits, which ends the sandbox, once there are too many files."""
+    """Waits until there are too many files, then exits, which ends the sandbox."""
     while True:
         disk = os.statvfs("/tmp")
         if disk.f_files - disk.f_ffree > MAX_FILES:
