@@ -371,7 +371,7 @@ BAD_NF4 = {
         tensors(lambda t: t | {f"{QUANTIZED}.nested_absmax": t[f"{QUANTIZED}.nested_absmax"] * np.nan}),
         "scales that are not finite",
     ),
-    "state a list": (tensors(lambda t: t | {STATE: np.frombuffer(b"[1]", np.uint8)}), "quantized in another way"),
+    "state a list": (tensors(lambda t: t | {STATE: np.frombuffer(b"[1]", np.uint8)}), "is not quantized to nf4"),
     "state no JSON": (tensors(lambda t: t | {STATE: np.frombuffer(b"\xff{", np.uint8)}), "is not a 4-bit weight"),
 }
 
