@@ -1,4 +1,4 @@
-"""What scoring beside decoding saves: a reward that sleeps a second per group, 8 groups that end one after the other.
+"""The time saved by scoring during decoding: a reward that sleeps for a second per group, and 8 groups.
 
     python benchmarks/reward_overlap.py [--json]
 
@@ -29,15 +29,15 @@ GROUPS, GROUP, NEW_TOKENS, SLEEP_S = 8, 4, 512, 1.0
 
 
 class Texts:
-    """A tokenizer's part that rollouts need."""
+    """The methods of a tokenizer that rollouts need."""
 
     def batch_decode(self, completions: list[list[int]], **_: Any) -> list[str]:
-        """The ids as words."""
+        """Returns the ids as words."""
         return [" ".join(map(str, ids)) for ids in completions]
 
 
 def sleeps(completions: list[str]) -> list[float]:
-    """Takes a second, as a judge behind a network would."""
+    """Sleeps for a second, like a request to a judge."""
     time.sleep(SLEEP_S)
     return [float(len(text)) for text in completions]
 
@@ -60,7 +60,7 @@ def main() -> None:
 
     timed()
     results = {
-        "one call after the rollout per group, as without overlap": timed(reward_batch="rollout")["decoding_s"]
+        "one call after the rollout per group, as without overlap": timed(reward_scope="rollout")["decoding_s"]
         + GROUPS * SLEEP_S,
         "beside decoding, one call at a time": timed(),
         "beside decoding, 4 calls at a time": timed(reward_concurrency=4),

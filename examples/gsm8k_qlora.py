@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         warmup_ratio=0.1,
         weight_decay=0.01,
         logging_steps=10,
-        solved_by="correct",
+        correctness_reward="correct",
     )
     # 3, 4: data and rewards
     trainer = GRPOTrainer(

@@ -168,7 +168,7 @@ class GRPOTrainer:
             check_columns(self.rewards, columns, examples[0], f"eval_dataset {name!r}")
         self.reward_runner = RewardRunner(self.rewards, args.part(RewardSettings))
         self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
-        self.solved_by = find_correctness_reward(args.solved_by, self.rewards)
+        self.correctness_reward = find_correctness_reward(args.correctness_reward, self.rewards)
         check_trackers(args.report_to)
         log_bytes = None if args.rollout_log_gb is None else int(args.rollout_log_gb * 1e9)
         self._unseen: Any = None if processes.is_primary() else tempfile.TemporaryDirectory(prefix="groupax-process-")
@@ -218,7 +218,7 @@ class GRPOTrainer:
             self.learner,
             self.reward_runner,
             self.reward_weights,
-            self.solved_by,
+            self.correctness_reward,
             self.num_steps,
             ignore if args.max_staleness else emit,  # asynchronous rollouts are sampled in other threads
         )
@@ -391,7 +391,7 @@ class GRPOTrainer:
     @property
     def _ends_an_epoch(self) -> bool:
         per_epoch = self.slices.prompts_per_epoch(len(self.prompts))
-        return self.args.whole_epochs and self.cursor.num_prompts % per_epoch == 0
+        return self.args.drop_last and self.cursor.num_prompts % per_epoch == 0
 
     def _settled(self, log: RunLog) -> tuple[Cursor, Experience | None]:
         """Where the run stands, to be saved: a step that takes rows of several rollouts is to be begun anew."""
@@ -552,7 +552,13 @@ class GRPOTrainer:
             inputs = self.tokenizer, runner, self.reward_weights
             of_sets = {
                 name: evaluate(
-                    self.engine, *inputs, prompts, params, self.solved_by, self.emit, f"evaluating {when}: {name}"
+                    self.engine,
+                    *inputs,
+                    prompts,
+                    params,
+                    self.correctness_reward,
+                    self.emit,
+                    f"evaluating {when}: {name}",
                 )
                 for name, prompts in self.eval_prompts.items()
             }

@@ -104,7 +104,7 @@ def test_the_defaults_make_a_native_config(make):
         ({"metric_for_best_model": "kl", "greater_is_better": False}, {"greater_is_better": False}),
         ({"bf16": True}, {"dtype": "bfloat16"}),
         ({"gradient_checkpointing": True}, {"gradient_checkpointing": "full"}),
-        ({}, {"gradient_checkpointing": "none", "dtype": "auto", "prompts_per_step": 1, "whole_epochs": True}),
+        ({}, {"gradient_checkpointing": "none", "dtype": "auto", "prompts_per_step": 1, "drop_last": True}),
         ({"evaluation_strategy": "steps", "eval_steps": 250}, {"eval_steps": 250}),
         ({"eval_strategy": "epoch", "save_strategy": "epoch"}, {"eval_steps": 24, "save_steps": 24}),
         ({"save_strategy": "no"}, {"save_steps": 0, "do_last_save": False}),
@@ -194,12 +194,12 @@ def test_small_batches_generate_for_several_steps():
 def test_who_samples_is_told():
     with pytest.warns(CompatWarning, match=r"sampled by the server at http://10\.0\.0\.1:8000"):
         config = trl.GRPOConfig(use_vllm=True, vllm_server_host="10.0.0.1").to_native()
-    assert (config.rollout, config.rollout_correction) == ("http://10.0.0.1:8000", "sequence_mask")
+    assert (config.rollout_servers, config.rollout_correction) == (("http://10.0.0.1:8000",), "sequence_mask")
     with pytest.warns(CompatWarning, match=r"server at http://127\.0\.0\.1:9000"):
         trl.GRPOConfig(use_vllm=True, vllm_mode="server", vllm_server_port=9000).to_native()
     with pytest.warns(CompatWarning, match="own engine"):
         config = trl.GRPOConfig(use_vllm=True, vllm_server_host="").to_native()
-    assert (config.rollout, config.rollout_correction, config.decoding_tp) == ((), "none", 1)
+    assert (config.rollout_servers, config.rollout_correction, config.decoding_tp) == ((), "none", 1)
     with pytest.warns(CompatWarning, match="own engine"):
         assert trl.GRPOConfig(use_vllm=True, vllm_tensor_parallel_size=2).to_native().decoding_tp == 2
     server = {"use_vllm": True, "vllm_mode": "server"}

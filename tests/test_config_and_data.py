@@ -64,11 +64,11 @@ def test_trls_names_point_to_ours():
         ({"adam_epsilon": None}, "adam_epsilon must be a number, got None"),
         ({"max_steps": 2.5}, "max_steps must be a whole number, got 2.5"),
         ({"max_steps": True}, "max_steps must be a whole number, got True"),
-        ({"whole_epochs": 1}, "whole_epochs must be true or false, got 1"),
+        ({"drop_last": 1}, "drop_last must be true or false, got 1"),
         ({"output_dir": 3}, "output_dir must be a text, got 3"),
         ({"reward_weights": ("1",)}, "reward_weights must be a list with each a number or None, got"),
-        ({"report_to": "wandbb"}, "report_to must be a list with each one of wandb, .*did you mean wandb"),
-        ({"report_to": ("wandbb",)}, "report_to must be a list with each one of wandb, .*, got"),
+        ({"report_to": "wandbb"}, "report_to must be of wandb, .*did you mean wandb"),
+        ({"report_to": ("wandbb",)}, "report_to must be of wandb, .*, got"),
     ],
 )
 def test_bad_settings(settings, message):
@@ -271,7 +271,7 @@ def test_rollouts_are_cut_into_steps():
 
 
 def test_whole_epochs_leave_out_incomplete_rollouts():
-    parts = slices_of(GRPOConfig(prompts_per_step=4, updates_per_rollout=2, whole_epochs=True))
+    parts = slices_of(GRPOConfig(prompts_per_step=4, updates_per_rollout=2, drop_last=True))
     assert parts.prompts_per_epoch(19) == 16
     assert parts.num_steps(19, 3.0, -1) == 12
     with pytest.raises(ValueError, match="has 7 prompts and a rollout takes 8"):

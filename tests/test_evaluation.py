@@ -125,7 +125,7 @@ def test_accuracy_rewards_exist():
     assert find_correctness_reward(None, rewards) == "gsm8k_accuracy"
     assert find_correctness_reward(None, rewards[:1]) is None
     with pytest.raises(
-        ValueError, match=r"solved_by is 'count_b', which is not a reward function .*; did you mean count_a"
+        ValueError, match=r"correctness_reward is 'count_b', which is not a reward function .*; did you mean count_a"
     ):
         find_correctness_reward("count_b", rewards)
 
@@ -338,7 +338,7 @@ def test_evaluation_of_several_sets_with_settings_of_its_own(tmp_path):
         tmp_path,
         [count_a, starts_right],
         eval_dataset=sets,
-        solved_by="starts_right",
+        correctness_reward="starts_right",
         eval_steps=2,
         max_steps=2,
         eval_num_generations=4,
@@ -378,7 +378,7 @@ def test_evaluation_of_several_sets_with_settings_of_its_own(tmp_path):
         ({"eval_max_completion_length": 0}, "eval_max_completion_length must be between 1 and"),
         ({"eval_dataset": {"x": []}}, "eval_dataset 'x' is empty"),
         ({"rewards": starts_right, "eval_dataset": [{"prompt": "a"}]}, "no column 'gold', which the reward function"),
-        ({"rewards": starts_right, "solved_by": "starts"}, "did you mean starts_right"),
+        ({"rewards": starts_right, "correctness_reward": "starts"}, "did you mean starts_right"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -435,7 +435,7 @@ def scripted(qwen, rows, completions, reward, **sampling):
     prompts = encode_examples(rows, qwen, 4096, "error")
     params = SamplingParams(n=len(completions[0]), **sampling)
     engine = ScriptedEngine(qwen, completions)
-    with RewardRunner(rewards, RewardSettings(reward_batch="rollout")) as runner:
+    with RewardRunner(rewards, RewardSettings(reward_scope="rollout")) as runner:
         return evaluate(engine, qwen, runner, np.ones(1), prompts, params, rewards[0].name)
 
 

@@ -22,8 +22,9 @@ from groupax.models.rope import frequencies
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import make_mesh, num_data_shards
 from groupax.settings.objective import ObjectiveSettings
+from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.training.batch import pack
-from groupax.training.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
+from groupax.training.optimizer import make_optimizer, make_schedule
 from groupax.training.step import ROUTER_LOSS, all_reduce, micro_step, shard_batch, zero_grads
 from groupax.types import Row
 
@@ -361,7 +362,7 @@ def test_8_bits_leave_routers_and_experts_alone():
 def test_norms_with_a_row_for_each_head_are_no_matrices():
     params = init_model({**BASE, "model_type": "cohere", "use_qk_norm": True}).params
     settings = OptimizerSettings(weight_decay=0.5, max_grad_norm=0.0)
-    optimizer = make_optimizer(settings, make_schedule(ScheduleSettings(learning_rate=0.1), 10))
+    optimizer = make_optimizer(settings, make_schedule(LearningRateSettings(learning_rate=0.1), 10))
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
     assert float(jnp.abs(updates["layers"][0]["q_norm"]).max()) == 0

@@ -71,7 +71,7 @@ def test_words_are_a_command_or_a_program():
         (["slurm", "--sbatch", "a b=x", "--", *TRAIN], "takes options such as"),
         (["slurm", "--partition", "a\n#SBATCH --x", "--", *TRAIN], "must be one line"),
         (["slurm", "--nodes", "2", "--server_nodes", "1", "--", "train", "--recipe", "gsm8k"], "no model to load"),
-        (["slurm", "--nodes", "2", "--server_nodes", "1", "--", *TRAIN, "--rollout", "http://a:1"], "leave it out"),
+        (["slurm", "--nodes=2", "--server_nodes=1", "--", *TRAIN, "--rollout_servers", "http://a:1"], "leave it out"),
         (
             ["slurm", "--nodes", "2", "--server_nodes", "1", "--server_options=--port 1", "--", *TRAIN],
             "--port of the servers",
@@ -334,7 +334,7 @@ def test_the_job_file_says_what_was_asked_for():
         assert line in text.splitlines()
     assert "serve --model Qwen/Qwen2.5-72B --dtype bfloat16 --name 'a b' --host 0.0.0.0" in text
     assert text.index("module load cuda") < text.index("set -uo")
-    assert "--rollout" not in script_of(*JOBS["a program"])
+    assert "--rollout_servers" not in script_of(*JOBS["a program"])
 
 
 def test_the_file_is_written_and_sbatch_called(tmp_path, monkeypatch, capsys):
@@ -418,7 +418,7 @@ def test_trainers_start_when_the_servers_answer(tmp_path):
         finally:
             server.shutdown()
     assert status == 0
-    assert f"trains ['train', '--rollout', 'http://127.0.0.2:{port}'] 64" in out
+    assert f"trains ['train', '--rollout_servers', 'http://127.0.0.2:{port}'] 64" in out
     assert out.index("srun on 127.0.0.2") < out.index("srun on 127.0.0.1")
 
 

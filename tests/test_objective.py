@@ -12,7 +12,7 @@ import pytest
 from groupax.config import GRPOConfig
 from groupax.objective.advantages import group_advantages
 from groupax.objective.aggregation import Denominators, seq_mean_token_sum_norm, token_mean
-from groupax.objective.entropy import EntropyControl, EntropyState, applied_coef, next_entropy_state
+from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state
 from groupax.objective.kl import ESTIMATORS
 from groupax.objective.losses import LOSSES, ppo_clip_loss
 from groupax.objective.masks import top_entropy_threshold
@@ -21,6 +21,7 @@ from groupax.objective.ratios import RATIOS
 from groupax.settings.objective import (
     CLIPPED,
     WEIGHTED_BY_LENGTH,
+    EntropySettings,
     ImportanceSamplingLevel,
     KLEstimator,
     LossType,
@@ -383,7 +384,7 @@ def test_the_top_entropy_threshold_of_nothing_keeps_everything():
 
 
 def test_the_adaptive_bonus_follows_the_entropy():
-    control = EntropyControl(
+    control = EntropySettings(
         entropy_coef=0.01, use_adaptive_entropy=True, entropy_coef_delta=0.01, entropy_target=0.5, entropy_coef_max=0.03
     )
     state = EntropyState(control.entropy_coef)
@@ -397,7 +398,7 @@ def test_the_adaptive_bonus_follows_the_entropy():
 
 
 def test_a_fixed_bonus_stays():
-    control = EntropyControl(entropy_coef=0.01)
+    control = EntropySettings(entropy_coef=0.01)
     state = next_entropy_state(EntropyState(0.01), control, 5.0)
     assert applied_coef(state, control) == 0.01
 

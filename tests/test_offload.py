@@ -8,7 +8,8 @@ import pytest
 from groupax import GRPOConfig, LoRAConfig, add_adapter, init_model
 from groupax.parallel.memory import DEVICE, HOST, on_devices, on_host
 from groupax.parallel.mesh import make_mesh
-from groupax.training.optimizer import OPTIMIZERS, OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
+from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
+from groupax.training.optimizer import OPTIMIZERS, make_optimizer, make_schedule
 from groupax.training.state import apply_update, init_state
 
 from .conftest import TINY, rest_heavy
@@ -41,7 +42,7 @@ def test_updates_in_parts_are_those_at_once(name, adapts):
     model = init_model(TINY, mesh=mesh)
     params = add_adapter(model, LoRAConfig(r=4)).adapter.trained if adapts else model.params
     settings = OptimizerSettings(optimizer=name, weight_decay=0.1, momentum=0.9)
-    optimizer = make_optimizer(settings, make_schedule(ScheduleSettings(learning_rate=0.1), 10))
+    optimizer = make_optimizer(settings, make_schedule(LearningRateSettings(learning_rate=0.1), 10))
     static = {"optimizer": optimizer, "config": model.config, "mesh": mesh}
     state, offloaded = init_state(params, **static), init_state(params, **static, offload_optimizer=True)
     for one, other in zip(*map(jax.tree.leaves, (state, offloaded)), strict=True):

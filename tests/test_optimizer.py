@@ -8,14 +8,15 @@ import numpy as np
 import optax
 import pytest
 
-from groupax.config import GRPOConfig, LRScheduler, OptimizerName, WeightDecayScope
-from groupax.training.optimizer import (
-    OPTIMIZERS,
+from groupax.config import GRPOConfig
+from groupax.settings.optimizer import (
+    LearningRateSettings,
+    LRScheduler,
+    OptimizerName,
     OptimizerSettings,
-    ScheduleSettings,
-    make_optimizer,
-    make_schedule,
+    WeightDecayScope,
 )
+from groupax.training.optimizer import OPTIMIZERS, make_optimizer, make_schedule
 
 RATE = 0.1
 
@@ -35,7 +36,7 @@ def step(optimizer, params, grads):
 
 def test_the_config_lists_the_tables():
     def choices(name):
-        return get_args(GRPOConfig.__annotations__[name])
+        return get_args(GRPOConfig.__dataclass_fields__[name].type)
 
     assert set(OPTIMIZERS) == set(get_args(OptimizerName)) == set(choices("optimizer"))
     assert choices("lr_scheduler_type") == get_args(LRScheduler)
@@ -121,7 +122,7 @@ def test_muon_takes_the_layers_matrices_only():
 
 def test_schedules():
     def rates(steps, **settings):
-        schedule = make_schedule(ScheduleSettings(learning_rate=1.0, **settings), num_steps=10)
+        schedule = make_schedule(LearningRateSettings(learning_rate=1.0, **settings), num_steps=10)
         return [float(schedule(step)) for step in steps]
 
     np.testing.assert_allclose(rates([0, 5, 9], lr_scheduler_type="constant"), [1, 1, 1])
@@ -129,4 +130,4 @@ def test_schedules():
     np.testing.assert_allclose(rates([0, 5, 10], lr_scheduler_type="cosine", learning_rate_end=0.2), [1, 0.6, 0.2])
     np.testing.assert_allclose(rates([0, 1, 2, 6, 10], warmup_steps=2), [0, 0.5, 1, 0.5, 0])
     assert rates(range(10), warmup_ratio=0.2) == rates(range(10), warmup_steps=2)
-    assert make_schedule(ScheduleSettings(learning_rate=0.0, lr_scheduler_type="cosine"), 10)(3) == 0
+    assert make_schedule(LearningRateSettings(learning_rate=0.0, lr_scheduler_type="cosine"), 10)(3) == 0

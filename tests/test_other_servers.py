@@ -255,7 +255,7 @@ def test_a_run_that_fails_gives_up_the_next_rollout(tmp_path, scripted):
 
     settings = {"rollout_correction": "token_truncate", "max_staleness": 1, "prompts_per_step": 2}
     with pytest.raises(RewardError, match="no rewards today"):
-        a_trainer(tmp_path, fails, rollout=scripted.address, **settings).train()
+        a_trainer(tmp_path, fails, rollout_servers=scripted.address, **settings).train()
     assert scripted.left.wait(60)
 
 
@@ -266,7 +266,7 @@ def test_the_next_rollout_is_sampled_while_rewards_run(tmp_path, scripted):
         return [float(len(ids)) for ids in completion_ids]
 
     settings = {"rollout_correction": "token_truncate", "max_staleness": 1, "prompts_per_step": 2, "max_steps": 2}
-    a_trainer(tmp_path, waits, rollout=scripted.address, **settings).train()
+    a_trainer(tmp_path, waits, rollout_servers=scripted.address, **settings).train()
     assert scripted.num_asked == 4  # two prompts of each of two rollouts
 
 
@@ -310,7 +310,7 @@ def test_training_goes_on_with_their_tokens_and_they_with_its_weights(tmp_path, 
     server, address = servers[name]
     shared = {"rollout_folder": str(tmp_path / "shared")} if name == "VLLM" else {}
     trainer = a_trainer(
-        tmp_path, model=str(folder), rollout=address, rollout_correction="token_truncate", **shared, **settings
+        tmp_path, model=str(folder), rollout_servers=address, rollout_correction="token_truncate", **shared, **settings
     )
     trainer.collector.engine.patience_s = PATIENCE_S
     before, asked = server.num_sampled, len(server.seen)
@@ -332,7 +332,7 @@ def test_training_goes_on_with_their_tokens_and_they_with_its_weights(tmp_path, 
 @pytest.mark.heavy
 def test_without_correction_they_are_refused(tmp_path, folder, servers):
     for name, (_, address) in servers.items():
-        trainer = a_trainer(tmp_path / name, model=str(folder), rollout=address)
+        trainer = a_trainer(tmp_path / name, model=str(folder), rollout_servers=address)
         with pytest.raises(RunError, match=r"is a server of .*set rollout_correction, e.g. to 'token_truncate'"):
             trainer.train()
 

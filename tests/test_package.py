@@ -123,11 +123,7 @@ def test_no_modules_import_each_other_in_a_circle():
             break
         for module in ends:
             del graph[module]
-    graph = {
-        module
-        for module in graph
-        if not module.startswith(("groupax.cli.launch", "groupax.launch."))
-    }  # TODO
+    graph = {module for module in graph if not module.startswith(("groupax.cli.launch", "groupax.launch."))}  # TODO
     assert not graph, f"these import each other: {', '.join(sorted(graph))}"
 
 

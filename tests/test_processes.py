@@ -393,6 +393,6 @@ def test_several_processes_that_sample_on_a_server_are_one_run(place, monkeypatc
     with serving(place / "model") as (address, _):
         folders = place / f"served_{name}", place / f"served_{name}_by_two"
         for folder, number in zip(folders, (1, 2), strict=True):
-            statuses, errors = run(folder, number, 4 // number, {"rollout": address, **settings})
+            statuses, errors = run(folder, number, 4 // number, {"rollout_servers": address, **settings})
             assert statuses == [0] * number, errors
     assert assert_same_run(*folders) == {0, 1}

@@ -4,7 +4,7 @@ import copy
 import os
 import signal
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pyarrow.parquet
@@ -22,7 +22,6 @@ from groupax.data.template_process import TemplateProcess
 from groupax.data.tokenizer import encode_prompts, load_tokenizer
 from groupax.rollouts.sampler import rollout
 from groupax.runs.build import eval_params
-from groupax.runs.checkpoints.fingerprint import IMMUTABLE, RESUMABLE
 from groupax.serve.errors import ApiError
 from groupax.serve.requests import parse
 from groupax.settings.json_flags import read_mapping
@@ -246,9 +245,8 @@ def test_settings_of_prompts_come_from_flags_files_and_code(tmp_path):
     kept = GRPOConfig(chat_template_kwargs=given)
     given["a"] = 2
     assert kept.chat_template_kwargs == {"a": 1}
-    assert {"chat_template_kwargs"} <= IMMUTABLE
-    assert {"eval_stop"} <= RESUMABLE
-    assert "stop" not in RESUMABLE | IMMUTABLE
+    rules = {field.name: field.metadata.get("resume", "explicit") for field in fields(GRPOConfig)}
+    assert [rules[name] for name in ("chat_template_kwargs", "eval_stop", "stop")] == ["fixed", "free", "explicit"]
 
 
 @pytest.mark.parametrize(

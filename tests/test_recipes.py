@@ -43,7 +43,7 @@ def test_a_recipe_is_whole(name):
     config = GRPOConfig.from_mapping(recipe.config)
     rewards = resolve_rewards(list(recipe.reward_funcs), ["answer", "nums", "target"])
     assert config.reward_weights is None or len(config.reward_weights) == len(rewards)
-    assert config.solved_by is None or config.solved_by in [reward.name for reward in rewards]
+    assert config.correctness_reward is None or config.correctness_reward in [reward.name for reward in rewards]
     assert recipe.expected
     assert {"max_completion_length", "output_dir"} <= set(recipe.config)
 
@@ -331,7 +331,7 @@ def test_eval_and_compare_of_plain_files(base_model, tmp_path, capsys):
     assert "mcnemar, exact" in out
     assert main([*argv, "--output_dir", str(tmp_path / "b"), "--reward_weights", "2"]) == 0
     assert (tmp_path / "b.1" / "result.json").is_file()
-    assert json.loads((tmp_path / "b" / "result.json").read_text())["solved_by"] == "gsm8k_accuracy"
+    assert json.loads((tmp_path / "b" / "result.json").read_text())["correctness_reward"] == "gsm8k_accuracy"
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def assert_same_runs(one, other, folders):
 def assert_no_difference(folder, address, tmp_path, **settings):
     trainers = []
     for name, rollout in (("here", ()), ("there", address)):
-        trainers.append(a_trainer(tmp_path / name, model=str(folder), rollout=rollout, **settings))
+        trainers.append(a_trainer(tmp_path / name, model=str(folder), rollout_servers=rollout, **settings))
         trainers[-1].train()
     assert_same_runs(*trainers, (tmp_path / "here", tmp_path / "there"))
 
@@ -110,9 +110,9 @@ def test_training_with_a_server_is_training_without(tmp_path, folder, address, s
 def test_training_an_adapter_with_a_server_is_training_without(tmp_path, folder, address):
     with serving(folder) as (own, _):
         assert_no_difference(folder, own, tmp_path, lora_r=4, lora_alpha=8.0)
-    a_trainer(tmp_path / "whole", model=str(folder), rollout=address, max_steps=1).train()
+    a_trainer(tmp_path / "whole", model=str(folder), rollout_servers=address, max_steps=1).train()
     with pytest.raises(RunError, match=r"the base of .* was changed by uploads"):
-        a_trainer(tmp_path / "other", model=str(folder), rollout=address, lora_r=4, lora_alpha=8.0).train()
+        a_trainer(tmp_path / "other", model=str(folder), rollout_servers=address, lora_r=4, lora_alpha=8.0).train()
 
 
 def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path, folder):
@@ -140,7 +140,7 @@ def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path, fol
             return [ids.count(3) / len(ids) for ids in completion_ids]
 
         reward.__name__ = "count_a"
-        there = a_trainer(tmp_path / "there", reward, model=str(folder), rollout=(address,), max_steps=6)
+        there = a_trainer(tmp_path / "there", reward, model=str(folder), rollout_servers=(address,), max_steps=6)
         there.train()
         thread.join()
         again[0].__exit__(None, None, None)
@@ -210,7 +210,7 @@ def test_requests_that_take_too_long_name_the_limits(tiny_model, tmp_path, statu
 
 
 def test_the_longest_that_a_request_may_take_is_a_setting(tiny_model, tmp_path):
-    args = GRPOConfig(rollout="http://one:8000", rollout_timeout_s=7200.0)
+    args = GRPOConfig(rollout_servers="http://one:8000", rollout_timeout_s=7200.0)
     sampler = sampler_for(args, tiny_model, engine_for(tiny_model, 1), tiny_model.params, tmp_path)
     assert [server.connection().timeout for server in sampler.servers] == [7200.0]
     for bad in (0.0, -1.0, float("nan"), float("inf")):
@@ -219,5 +219,5 @@ def test_the_longest_that_a_request_may_take_is_a_setting(tiny_model, tmp_path):
 
 
 def test_addresses_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="rollout must name servers as http://host:port, got 'host:8000'"):
-        GRPOConfig(rollout="host:8000")
+    with pytest.raises(ValueError, match="rollout_servers must be addresses like http://host:port, got 'host:8000'"):
+        GRPOConfig(rollout_servers="host:8000")

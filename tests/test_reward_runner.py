@@ -143,7 +143,7 @@ def test_groups_keep_their_order_and_rewards_theirs(batch):
         return lengths(completions)
 
     results = run_groups(
-        [noting, lambda completions: [0.0] * len(completions)], groups_of(["a", "bb"], ["ccc", "d"]), reward_batch=batch
+        [noting, lambda completions: [0.0] * len(completions)], groups_of(["a", "bb"], ["ccc", "d"]), reward_scope=batch
     )
     assert results == [[[1.0, 2.0], [0.0, 0.0]], [[3.0, 1.0], [0.0, 0.0]]]
     assert seen == ([2, 2] if batch == "group" else [4])
@@ -412,7 +412,7 @@ def test_errors_that_quote_completions_are_visible_in_diagnostics_and_exceptions
 @pytest.mark.parametrize("batch", ["group", "rollout"])
 def test_a_function_that_needs_signals_is_called_in_the_main_thread(batch):
     set_handler = signal.signal
-    values = run_groups(limits_its_time, groups_of(["a", "bb"], ["ccc", "d"]), reward_batch=batch)
+    values = run_groups(limits_its_time, groups_of(["a", "bb"], ["ccc", "d"]), reward_scope=batch)
     assert values == [[[1.0, 2.0]], [[3.0, 1.0]]]
     assert signal.signal is set_handler
     assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL

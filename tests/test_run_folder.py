@@ -197,7 +197,7 @@ def test_what_becomes_of_the_folder_costs_nothing_that_is_in_memory(tmp_path, ca
             do(tmp_path / "run")
         return count_a(completion_ids)
 
-    trainer = a_trainer(tmp_path, losing, max_steps=6, save_steps=2, reward_batch="rollout")
+    trainer = a_trainer(tmp_path, losing, max_steps=6, save_steps=2, reward_scope="rollout")
     begin, trainer_saver = trainer._begin, None
 
     def beginning(log):

@@ -256,5 +256,5 @@ def test_a_report_names_what_was_trained_on_what_and_the_command(tmp_path):
 
 
 def test_a_run_begun_from_python_has_no_command(report):
-    assert "none: the run was begun from Python" in report[1]
+    assert "none: the run was started from Python" in report[1]
     assert "| reward functions | count\\_a |" in report[1]

@@ -252,7 +252,7 @@ def test_a_model_without_eos_is_told_of(tmp_path, caplog):
     trainer = GRPOTrainer(model, count_a, args, PROMPTS, processing_class=a_tokenizer())
     trainer.train()
     assert "end-of-sequence token" in caplog.text
-    assert "no completion ended by itself" in caplog.text
+    assert "no completion ended with a stop token" in caplog.text
 
 
 def test_an_update_that_is_not_finite_is_skipped(tmp_path):

@@ -290,14 +290,14 @@ def test_solved_groups_are_reported(tmp_path):
     def right(completions, gold):
         return [float(index % 4 == 0) if letter == "a" else None for index, letter in enumerate(gold)]
 
-    a_trainer(tmp_path, [count_a, right], solved_by="right", max_steps=1, prompts_per_step=8).train()
+    a_trainer(tmp_path, [count_a, right], correctness_reward="right", max_steps=1, prompts_per_step=8).train()
     line = lines_of(tmp_path, timings=True)[0]
     assert line["pass@1"] == 0.25  # of the one prompt of eight that begins with a: to the others it does not apply
     assert line["groups/all_wrong_frac"] == 0
     assert 0 < line["mfu"] < 2
     assert line["memory/peak_bytes"] > 1e6
-    with pytest.raises(ValueError, match="solved_by is 'rigth', which is no reward function; did you mean right"):
-        a_trainer(tmp_path, right, solved_by="rigth")
+    with pytest.raises(ValueError, match="'rigth', which is no reward function; did you mean right"):
+        a_trainer(tmp_path, right, correctness_reward="rigth")
 
 
 def test_flops_are_two_per_weight_and_token_and_some_attention():
@@ -458,7 +458,7 @@ def test_all_rows_truncated_and_masked_change_nothing(tmp_path, caplog):
     lines = lines_of(tmp_path)
     assert all(line["loss_tokens"] == 0 and line["loss"] == 0 and line["update_skipped"] == 0 for line in lines)
     assert all(line["entropy"] is None and line["clip_ratio/high_max"] is None for line in lines)  # of no tokens
-    assert "no completion ended by itself" in caplog.text
+    assert "no completion ended with a stop token" in caplog.text
     for a, b in zip(start, leaves(trainer), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -509,7 +509,7 @@ def test_a_filter_that_finds_nothing_is_told(tmp_path, caplog):
 
 
 def test_every_setting_survives_the_round_trip():
-    config = GRPOConfig(loss_type="cispo", epsilon_high=5.0, reward_weights=(1.0, 2.0), solved_by="x")
+    config = GRPOConfig(loss_type="cispo", epsilon_high=5.0, reward_weights=(1.0, 2.0), correctness_reward="x")
     assert GRPOConfig.from_mapping(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -606,7 +606,7 @@ ACROSS = {"prompts_per_step": 1.5, "updates_per_rollout": 4 / 3, "num_iterations
 
 @pytest.mark.heavy
 def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
-    trainer = a_trainer(tmp_path, max_steps=8, learning_rate=3e-2, whole_epochs=True, **ACROSS)
+    trainer = a_trainer(tmp_path, max_steps=8, learning_rate=3e-2, drop_last=True, **ACROSS)
     updated = []
     update = trainer.learner.update
     made = []
@@ -702,7 +702,7 @@ def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
 @pytest.mark.heavy
 def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
     settings = {**ACROSS, "max_steps": -1, "num_train_epochs": 2.0, "num_iterations": 1}
-    trainer = a_trainer(tmp_path, dataset=PROMPTS[:5], whole_epochs=True, **settings)
+    trainer = a_trainer(tmp_path, dataset=PROMPTS[:5], drop_last=True, **settings)
     sizes = []
     update = trainer.learner.update
     trainer.learner.update = lambda rows: sizes.append(len(rows)) or update(rows)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from groupax.config import DecodingWeights, PromptOverflow
 from groupax.events import Emit, Message, PhaseStarted
 from groupax.parallel import processes
 from groupax.recipes import RECIPES, Recipe, load_recipe
@@ -17,6 +16,8 @@ from groupax.runs.diagnostics import reward_diagnostics
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.settings.command_line import parsed
+from groupax.settings.compute import DecodingWeights
+from groupax.settings.prompts import PromptOverflow
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.lock import check_unlocked
 
@@ -49,7 +50,7 @@ class Eval:
     """Reward functions: names of built-in ones, or module:function; by default the recipe's."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward function; by default the recipe's, or 1."""
-    solved_by: str | None = None
+    correctness_reward: str | None = None
     """Reward whose 1 means that a completion is correct; by default the recipe's, or the first such built-in one."""
     output_dir: Path = Path("runs/eval")
     """Folder for result.json and a .jsonl file per set with completions and rewards. An earlier one is moved aside."""
@@ -131,7 +132,7 @@ class _Task:
     datasets: "Mapping[str, Examples]"
     rewards: "Sequence[Reward]"
     weights: "np.ndarray"
-    solved_by: str | None
+    correctness_reward: str | None
     sampling: SamplingParams
     chat_template: str | None
     overflow: PromptOverflow
@@ -156,7 +157,7 @@ def _prepare(command: Eval) -> _Task:
         check_columns(rewards, columns, rows[0], f"dataset {name!r}")
     own = recipe.config if recipe and command.reward_funcs is None else {}
     weights = resolve_weights(command.reward_weights or own.get("reward_weights"), rewards)
-    solved_by = find_correctness_reward(command.solved_by or own.get("solved_by"), rewards)
+    correctness_reward = find_correctness_reward(command.correctness_reward or own.get("correctness_reward"), rewards)
 
     sampling, notes = command.sampling, []
     default = recipe.config["max_completion_length"] if recipe else DEFAULT_MAX_TOKENS
@@ -169,7 +170,7 @@ def _prepare(command: Eval) -> _Task:
         datasets=datasets,
         rewards=rewards,
         weights=weights,
-        solved_by=solved_by,
+        correctness_reward=correctness_reward,
         sampling=sampling,
         chat_template=template,
         overflow=command.prompt_overflow or (recipe.config.get("prompt_overflow") if recipe else None) or "error",
@@ -210,7 +211,7 @@ def _evaluate_sets(command: Eval, task: _Task, engine: "Engine", emit: Emit) -> 
                     task.weights,
                     prompts,
                     params,
-                    task.solved_by,
+                    task.correctness_reward,
                     emit,
                     f"evaluating {name}, {way}",
                 )
@@ -327,7 +328,7 @@ def _write(command: Eval, task: _Task, results: Results, seconds: float, emit: E
         "model": task.model,
         "recipe": command.recipe,
         "dataset": command.dataset,
-        "solved_by": task.solved_by,
+        "correctness_reward": task.correctness_reward,
         "seconds": round(seconds, 2),
         "sets": sets,
     }

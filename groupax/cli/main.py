@@ -27,7 +27,7 @@ from groupax.cli.launch import launch
 from groupax.cli.plan import plan
 from groupax.cli.serve import serve
 from groupax.cli.view import view
-from groupax.config import NAMES_ELSEWHERE, DecodingWeights, GRPOConfig, hint_for
+from groupax.config import NAMES_ELSEWHERE, GRPOConfig, hint_for
 from groupax.errors import PREEMPTED, PreemptedError, RunError
 from groupax.events import Message, PhaseStarted
 from groupax.parallel import processes
@@ -38,6 +38,7 @@ from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import progress_named
 from groupax.runs.progress.rich import Rich
 from groupax.settings.command_line import parsed
+from groupax.settings.compute import DecodingWeights
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
 from groupax.terminal.printable import printable

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from groupax.config import LoRABias
 from groupax.runs.model_card import code, shown_name
+from groupax.settings.adapter import LoRABias
 from groupax.settings.command_line import parsed
 from groupax.terminal.printable import printable
 

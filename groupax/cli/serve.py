@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from groupax.config import DecodingWeights
 from groupax.parallel.sockets import is_loopback, listen
 from groupax.settings import environment as env
 from groupax.settings.command_line import parsed
+from groupax.settings.compute import DecodingWeights
 
 OTHER_FILES = 256  # open files of the server in addition to its connections
 

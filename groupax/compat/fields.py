@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from groupax.config import AttnImplementation, GRPOConfig
+from groupax.config import GRPOConfig
+from groupax.settings.compute import AttnImplementation
 from groupax.settings.fields import nearest, shown
 from groupax.settings.sampling import EvalSamplingSettings
 

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from groupax.compat.fields import tell
-from groupax.config import BaseWeights
 from groupax.engine.engine import Engine
 from groupax.models.checkpoint import Model, add_adapter, load_adapter, load_model
 from groupax.models.lora import as_lora_config, count_params, trainable_params_line
@@ -22,6 +21,7 @@ from groupax.models.nf4 import Nf4
 from groupax.models.quantize import dense_params, is_quantized
 from groupax.models.saving import save_adapter, save_model, source_folders
 from groupax.parallel import processes
+from groupax.settings.adapter import BaseWeights
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.folders import resolve_folder

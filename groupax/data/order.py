@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from groupax.config import PromptOrder
+from groupax.settings.run import PromptOrder
 
 
 def visit_order(

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from groupax.config import PromptOverflow
 from groupax.data.examples import Examples
 from groupax.data.tokenizer import SPARE_TOKENS, encode_prompts, is_conversational
+from groupax.settings.prompts import PromptOverflow
 from groupax.settings.template_kwargs import check_template_kwargs
 
 

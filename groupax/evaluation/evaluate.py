@@ -34,7 +34,7 @@ class SetEvaluation:
         estimates: pass@k, maj@k, the reward and each reward function, with 95 % intervals.
         metrics: The estimates and their intervals, lengths, truncation, failures and omitted prompts, as plain numbers.
         params: Sampling parameters.
-        solved_by: Reward whose 1 means that a completion is correct.
+        correctness_reward: Reward whose 1 means that a completion is correct.
         errors: First error of each reward that failed.
     """
 
@@ -42,7 +42,7 @@ class SetEvaluation:
     estimates: Mapping[str, Estimate]
     metrics: Metrics
     params: SamplingParams
-    solved_by: str | None
+    correctness_reward: str | None
     errors: Mapping[str, str]
 
 
@@ -76,7 +76,7 @@ def evaluate(
     weights: np.ndarray,
     prompts: PromptSet,
     params: SamplingParams,
-    solved_by: str | None = None,
+    correctness_reward: str | None = None,
     emit: Emit = ignore,
     phase: str = "evaluating",
 ) -> SetEvaluation:
@@ -89,7 +89,7 @@ def evaluate(
         weights: [K] weights of the sum.
         prompts: Evaluation set.
         params: Sampling parameters.
-        solved_by: Reward whose 1 means that a completion is correct; None leaves out pass@k and maj@k.
+        correctness_reward: Reward whose 1 means that a completion is correct; None leaves out pass@k and maj@k.
         emit: Receives the phases of sampling and scoring.
         phase: Name of the sampling phase.
 
@@ -99,15 +99,17 @@ def evaluate(
     groups = rollout(engine, tokenizer, prompts.examples, prompts.token_ids, params, step=0)
     scored = score_groups(counted(groups, emit, phase, len(prompts), f"{phase}, scoring"), runner)
     names = [reward.name for reward in runner.rewards]
-    items = make_items(scored.groups, names, weights, solved_by)
+    items = make_items(scored.groups, names, weights, correctness_reward)
     found = estimates(items)
     metrics = _metrics(found, scored, names) | {
         "prompts": float(len(items)),
         "prompts_dropped": float(prompts.num_dropped),
         "prompts_truncated": float(prompts.num_truncated),
-        "prompts_unscorable": float(sum(not item.is_scorable for item in items)) if solved_by else 0.0,
+        "prompts_unscorable": float(sum(not item.is_scorable for item in items)) if correctness_reward else 0.0,
     }
-    return SetEvaluation(items, found, with_logged(metrics, logged_metrics([scored])), params, solved_by, scored.errors)
+    return SetEvaluation(
+        items, found, with_logged(metrics, logged_metrics([scored])), params, correctness_reward, scored.errors
+    )
 
 
 def _metrics(found: Mapping[str, Estimate], scored: Scored, names: Sequence[str]) -> Metrics:
@@ -120,16 +122,16 @@ def _metrics(found: Mapping[str, Estimate], scored: Scored, names: Sequence[str]
     return metrics | completion_metrics([row for group in scored.groups for row in group])
 
 
-def find_correctness_reward(solved_by: str | None, rewards: Sequence[Reward]) -> str | None:
-    """Returns the reward whose 1 means that a completion is correct: `solved_by`, or else the first built-in one.
+def find_correctness_reward(name: str | None, rewards: Sequence[Reward]) -> str | None:
+    """Returns the reward whose 1 means that a completion is correct: `name`, or else the first built-in one.
 
     Raises:
-        ValueError: `solved_by` is not one of the rewards.
+        ValueError: `name` is not one of the rewards.
     """
     names = [reward.name for reward in rewards]
-    if solved_by is not None and solved_by not in names:
+    if name is not None and name not in names:
         raise ValueError(
-            f"solved_by is {solved_by!r}, which is not a reward function of the run{nearest(solved_by, names)}; choose "
+            f"correctness_reward is {name!r}, which is not a reward function of the run{nearest(name, names)}; choose "
             f"one of {', '.join(names)}"
         )
-    return solved_by or next((name for name in names if name in ACCURACY_REWARDS), None)
+    return name or next((each for each in names if each in ACCURACY_REWARDS), None)

@@ -66,7 +66,7 @@ class Item:
 
 
 def make_items(
-    groups: Sequence[Sequence[Rollout]], names: Sequence[str], weights: np.ndarray, solved_by: str | None
+    groups: Sequence[Sequence[Rollout]], names: Sequence[str], weights: np.ndarray, correctness_reward: str | None
 ) -> list[Item]:
     """Creates the items of scored groups.
 
@@ -74,9 +74,9 @@ def make_items(
         groups: One group per prompt.
         names: Names of the K rewards.
         weights: [K] weights of the sum.
-        solved_by: Reward whose 1 means that a completion is correct.
+        correctness_reward: Reward whose 1 means that a completion is correct.
     """
-    kind = ACCURACY_REWARDS.get(solved_by) if solved_by else None
+    kind = ACCURACY_REWARDS.get(correctness_reward) if correctness_reward else None
     answer_of = ANSWERS[kind] if kind else None
     seen: Counter[str] = Counter()
     items = []
@@ -86,7 +86,7 @@ def make_items(
         digest = hashlib.sha256(json.dumps([prompt, columns], sort_keys=True).encode()).hexdigest()[:16]
         seen[digest] += 1
         key = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
-        completions = [_completion(member, names, weights, solved_by, answer_of) for member in group]
+        completions = [_completion(member, names, weights, correctness_reward, answer_of) for member in group]
         items.append(Item(key, index, prompt, columns, completions, answer_of is not None))
     return items
 
@@ -95,12 +95,12 @@ def _completion(
     rollout: Rollout,
     names: Sequence[str],
     weights: np.ndarray,
-    solved_by: str | None,
+    correctness_reward: str | None,
     answer_of: Callable[[str], str | None] | None,
 ) -> Completion:
     rewards = {name: rollout.rewards[name] for name in names}
     known = [weight * value for weight, value in zip(weights, rewards.values(), strict=True) if value is not None]
-    verdict = rewards[solved_by] if solved_by else None
+    verdict = rewards[correctness_reward] if correctness_reward else None
     return Completion(
         text=rollout.text,
         num_tokens=len(rollout.completion_ids),

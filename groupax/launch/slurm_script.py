@@ -30,8 +30,8 @@ def script_of(command: Slurm, argv: Sequence[str]) -> str:
         ValueError: The servers' model is unknown, or an option cannot be written into the script.
     """
     trainer = program_of(argv)
-    if command.server_nodes and option(argv, "--rollout"):
-        raise ValueError("--rollout is set by the job when it has --server_nodes; leave it out")
+    if command.server_nodes and option(argv, "--rollout_servers"):
+        raise ValueError("--rollout_servers is set by the job when it has --server_nodes; leave it out")
     if command.server_nodes and argv[0] == "eval":
         raise ValueError("groupax eval samples without servers; leave --server_nodes out")
     server = _server(command, argv) if command.server_nodes else []
@@ -68,7 +68,7 @@ def _settings(command: Slurm) -> dict[str, int]:
 
 def _body(adds_servers: bool) -> str:
     return _BODY.format(
-        rollout='TRAINER+=(--rollout "${addresses[@]}")' if adds_servers else ":",
+        rollout='TRAINER+=(--rollout_servers "${addresses[@]}")' if adds_servers else ":",
         coordinator=env.COORDINATOR,
         num_processes=env.NUM_PROCESSES,
         process_id=env.PROCESS_INDEX,

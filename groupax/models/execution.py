@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from groupax.config import Checkpointing
+from groupax.settings.compute import Checkpointing
 
 # Logits that are computed at a time. Blocks of this size stay in a CPU's cache; an accelerator reads the vocabulary's
 # matrix again for each block, and has memory for 256 MiB.

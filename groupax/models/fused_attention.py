@@ -7,10 +7,10 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from groupax.config import AttnImplementation
 from groupax.models import attention
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.execution import FusedAttention
+from groupax.settings.compute import AttnImplementation
 
 # By a TPU v4's stated peaks (planning.counting; 32 query heads over 8 kv heads of 128 dims) splash takes about half of
 # the plain form's time with 128 queries, the same time with 64, and twice the time with 32, since a block has 128.

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import regex
 from jaxtyping import Array, Key
 
-from groupax.config import LoRABias
 from groupax.models.adapted import FrozenBase, LowRank, Params
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import dense
 from groupax.models.specs import Spec, model_specs, num_params
+from groupax.settings.adapter import LoRABias
 from groupax.settings.fields import nearest
 from groupax.storage.model_json import MAX_SIZE, is_integer, is_number
 from groupax.terminal.printable import short_repr

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from groupax.config import BaseWeights
 from groupax.models import bitsandbytes_format
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import quantizer
 from groupax.models.specs import EMBEDDING, HEAD, Spec, spec_leaves
 from groupax.models.tensor_files import DTYPES, TensorFile, Tensors, cast, check_finite
+from groupax.settings.adapter import BaseWeights
 from groupax.terminal.printable import short_repr
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from groupax.config import GRPOConfig, mesh_sizes
+from groupax.config import GRPOConfig
 from groupax.engine.tensor_parallel import indivisible_dims
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
@@ -18,6 +18,7 @@ from groupax.planning.measured import Compiler, Measured
 from groupax.planning.programs import DoesNotFitError
 from groupax.planning.run import Run, trace_run
 from groupax.runs.build import mesh_of
+from groupax.settings.compute import mesh_sizes
 
 # Plans with more changes are too far from the request.
 MAX_CHANGES = 8

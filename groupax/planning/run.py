@@ -103,7 +103,7 @@ def trace_run(
 
 
 # Settings for which only one value is supported by plans.
-_PLANNED: dict[str, Any] = {"base_weights": "same", "max_staleness": 0, "rollout": ()}
+_PLANNED: dict[str, Any] = {"base_weights": "same", "max_staleness": 0, "rollout_servers": ()}
 
 
 def _planned_slices(args: GRPOConfig) -> Slices:

@@ -90,7 +90,7 @@ class RewardRunner:
     def start(self, group: Sequence[Rollout]) -> None:
         """Starts to score a group and returns at once. Of several processes each scores its share of the groups."""
         self._own.groups.append(list(group))
-        if self.settings.reward_batch == "group" and self._is_ours(len(self._own.groups) - 1):
+        if self.settings.reward_scope == "group" and self._is_ours(len(self._own.groups) - 1):
             self._start_calls(self._own.groups[-1])
 
     def finish(self) -> list[list[Scores]]:
@@ -101,7 +101,7 @@ class RewardRunner:
         """
         own = self._own
         groups, own.groups = own.groups, []
-        if self.settings.reward_batch == "rollout" and groups and self._is_ours(0):
+        if self.settings.reward_scope == "rollout" and groups and self._is_ours(0):
             self._start_calls([row for group in groups for row in group])
         calls, own.calls = own.calls, []
         if self._home in (None, threading.get_ident()):
@@ -110,7 +110,7 @@ class RewardRunner:
         called = self._from_all_processes([[call.result() for call in row] for row in calls], len(groups))
         for index, reward in enumerate(self._functions if groups else ()):
             scores = [row[index] for row in called]
-            by_reward[reward.name] = scores if self.settings.reward_batch == "group" else _split(scores[0], groups)
+            by_reward[reward.name] = scores if self.settings.reward_scope == "group" else _split(scores[0], groups)
         by_group = [[by_reward[reward.name][index] for reward in self.rewards] for index in range(len(groups))]
         if self.settings.reward_errors == "raise":
             self._raise_failures(by_group)
@@ -153,7 +153,7 @@ class RewardRunner:
         if processes.num_processes() == 1:
             return called
         shares = [iter(share) for share in processes.all_gather_object(called)]
-        num_calls = num_groups if self.settings.reward_batch == "group" else min(num_groups, 1)
+        num_calls = num_groups if self.settings.reward_scope == "group" else min(num_groups, 1)
         return [next(shares[index % len(shares)]) for index in range(num_calls)]
 
     def _model_scores(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, list[Scores]]:

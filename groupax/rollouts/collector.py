@@ -46,7 +46,7 @@ class Collector:
         learner: computes log-probs; their shapes become known to it, nothing else of it changes.
         runner: of the reward functions; to be entered while it is used.
         reward_weights: one per function.
-        solved_by: the function whose 1.0 means solved, if any.
+        correctness_reward: the function whose 1.0 means solved, if any.
         num_steps: of the run.
         emit: Receives the phases of sampling and scoring.
     """
@@ -61,13 +61,13 @@ class Collector:
         learner: Learner,
         runner: RewardRunner,
         reward_weights: np.ndarray,
-        solved_by: str | None,
+        correctness_reward: str | None,
         num_steps: int,
         emit: Emit,
     ) -> None:
         self.args, self.slices, self.prompts, self.tokenizer = args, slices, prompts, tokenizer
         self.engine, self.learner, self.runner = engine, learner, runner
-        self.reward_weights, self.solved_by, self.num_steps = reward_weights, solved_by, num_steps
+        self.reward_weights, self.correctness_reward, self.num_steps = reward_weights, correctness_reward, num_steps
         self.emit = emit
 
     def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
@@ -201,8 +201,8 @@ class Collector:
         metrics = completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), advantages)
         if args.metric_definitions == "trl":
             metrics |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
-        if self.solved_by:
-            rewards = np.array([[row.rewards[self.solved_by] for row in group] for group in groups], float)
+        if self.correctness_reward:
+            rewards = np.array([[row.rewards[self.correctness_reward] for row in group] for group in groups], float)
             metrics |= solved_metrics(rewards)
         return metrics
 

@@ -23,7 +23,7 @@ class Slices:
         per_step: slices that an optimizer step takes.
         rows: of a slice.
         num_passes: over each rollout.
-        whole_epochs: an epoch ends with a whole rollout, and with a step, however few slices it has.
+        drop_last: an epoch ends with a whole rollout, and with a step, however few slices it has.
     """
 
     prompts_per_rollout: int
@@ -31,7 +31,7 @@ class Slices:
     per_step: int
     rows: int
     num_passes: int
-    whole_epochs: bool
+    drop_last: bool
 
     @property
     def steps_per_rollout(self) -> int:
@@ -44,12 +44,12 @@ class Slices:
         Raises:
             ValueError: an epoch has to end with a whole rollout, and there are not enough prompts for one.
         """
-        if not self.whole_epochs:
+        if not self.drop_last:
             return num_examples
         if num_examples < self.prompts_per_rollout:
             raise ValueError(
                 f"the dataset has {num_examples} prompts and a rollout takes {self.prompts_per_rollout}, of which an "
-                "epoch visits whole ones (whole_epochs); lower prompts_per_step or updates_per_rollout"
+                "epoch visits whole ones (drop_last); lower prompts_per_step or updates_per_rollout"
             )
         return num_examples - num_examples % self.prompts_per_rollout
 
@@ -58,7 +58,7 @@ class Slices:
         prompts = self.prompts_per_epoch(num_examples)
         if max_steps > 0:
             return max_steps
-        if self.whole_epochs:
+        if self.drop_last:
             slices = prompts // self.prompts_per_rollout * self.per_rollout * self.num_passes
             return math.ceil(num_epochs * math.ceil(slices / self.per_step))
         prompts_per_step = Fraction(self.prompts_per_rollout * self.per_step, self.per_rollout)
@@ -85,5 +85,5 @@ def slices_of(args: GRPOConfig) -> Slices:
             f"into {updates.numerator} and {updates.denominator} parts of {rows}; these must be whole numbers"
         )
     return Slices(
-        int(of_rollout), updates.numerator, updates.denominator, int(rows), args.num_iterations, args.whole_epochs
+        int(of_rollout), updates.numerator, updates.denominator, int(rows), args.num_iterations, args.drop_last
     )

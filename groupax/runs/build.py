@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from groupax.config import GRPOConfig, mesh_sizes
+from groupax.config import GRPOConfig
 from groupax.data.examples import Examples
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
@@ -18,7 +18,6 @@ from groupax.models.checkpoint import Model, load_model, reshard
 from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
 from groupax.objective.advantages import find_advantage_estimator
-from groupax.objective.entropy import EntropyControl
 from groupax.objective.kl import find_estimator
 from groupax.objective.objective import zero_metrics
 from groupax.parallel import processes
@@ -28,10 +27,11 @@ from groupax.rollouts.collector import sampling_params
 from groupax.rollouts.sampler import PolicySampler
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.settings import environment as env
-from groupax.settings.objective import ObjectiveSettings
+from groupax.settings.compute import mesh_sizes
+from groupax.settings.objective import EntropySettings, ObjectiveSettings
+from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import LearnerSettings
-from groupax.training.optimizer import OptimizerSettings, ScheduleSettings
 
 # Of the memory that is free before the first step, for keys and values while updates run; those take half of it.
 KV_PART_BESIDE_UPDATES = 0.4
@@ -184,13 +184,13 @@ def prompts_for(
 
 def learner_settings(args: GRPOConfig) -> LearnerSettings:
     """The part of the settings that says how updates are computed."""
-    entropy = args.part(EntropyControl)
+    entropy = args.part(EntropySettings)
     return args.part(
         LearnerSettings,
-        objective=args.part(ObjectiveSettings, entropy_bonus=entropy.active),
+        objective=args.part(ObjectiveSettings, entropy_bonus=entropy.has_entropy_bonus),
         entropy=entropy,
         optimizer=args.part(OptimizerSettings),
-        schedule=args.part(ScheduleSettings),
+        schedule=args.part(LearningRateSettings),
     )
 
 

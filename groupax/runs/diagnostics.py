@@ -75,13 +75,13 @@ def setup_diagnostics(args: GRPOConfig, eos_ids: Sequence[int]) -> dict[str, str
         found["learning_rate_zero"] = "learning_rate is 0, so the model will not change; set it, e.g. to 1e-6"
     if not eos_ids:
         found["no_eos"] = (
-            "neither the tokenizer nor the model's configs name an end-of-sequence token, so every completion runs to "
-            "max_completion_length; set tokenizer.eos_token"
+            "neither the tokenizer nor the model's configs define an end-of-sequence token, so every completion runs "
+            "to max_completion_length; set tokenizer.eos_token"
         )
     if args.decoding_weights != "same" and args.rollout_correction == "none":
         found["decoding_weights"] = (
-            f"rollouts decode with {args.decoding_weights} weights, which are not quite the policy's, and nothing "
-            "makes up for it; set rollout_correction, e.g. to 'token_truncate'"
+            f"rollouts decode with {args.decoding_weights} weights, which differ from the policy's, and nothing "
+            "corrects for it; set rollout_correction, e.g. to 'token_truncate'"
         )
     if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
         found["luspo_level"] = (
@@ -122,7 +122,9 @@ def logp_limit(args: GRPOConfig, is_float32: bool) -> float:
         is_float32: Whether the forward pass of updates computes in float32.
     """
     same = args.decoding_weights == args.base_weights == "same" and args.kv_cache_dtype in ("same", "float32")
-    return FLOAT32_LOGP_DRIFT if is_float32 and same and not args.rollout and not args.lora_dropout else LOGP_DRIFT
+    return (
+        FLOAT32_LOGP_DRIFT if is_float32 and same and not args.rollout_servers and not args.lora_dropout else LOGP_DRIFT
+    )
 
 
 def step_diagnostics(history: Sequence[Mapping[str, float]], logp_limit: float = LOGP_DRIFT) -> dict[str, str]:
@@ -137,7 +139,7 @@ def step_diagnostics(history: Sequence[Mapping[str, float]], logp_limit: float =
     if num_unscored_steps(history):
         found["no_rewards"] = (
             f"no completion of this step has a reward: {_listed(_reward_names(recent[-1]))} returned None for every "
-            "one, so that the step teaches nothing; None means that a function does not apply, so check that the "
+            "one, so the step has no learning signal; None means that a function does not apply, so check that the "
             "dataset has what the functions look at"
         )
     if len(recent) < PATIENCE_STEPS:
@@ -186,9 +188,9 @@ def _lengths(recent: Steps) -> dict[str, str]:
     if not all(metrics["completions/clipped_ratio"] == 1.0 for metrics in recent):
         return {}
     return {
-        "all_truncated": f"for {PATIENCE_STEPS} steps no completion ended by itself: all hit max_completion_length "
-        f"({recent[-1]['completions/max_length']:.0f} tokens); raise it, or check that the model ends its answers "
-        "(chat template, end-of-sequence token)"
+        "all_truncated": f"for {PATIENCE_STEPS} steps no completion ended with a stop token: all reached "
+        f"max_completion_length ({recent[-1]['completions/max_length']:.0f} tokens); raise it, "
+        "or check that the model ends its answers (chat template, end-of-sequence token)"
     }
 
 
@@ -199,19 +201,19 @@ def _policy(recent: Steps) -> dict[str, str]:
         found["kl_runaway"] = (
             f"for {PATIENCE_STEPS} steps the KL to the reference was above {KL_RUNAWAY:g} nats per token (now "
             f"{kl[-1]:.3g}): the policy has left the starting model; lower learning_rate, raise beta, or look for "
-            "rewards that nonsense can get"
+            "rewards that nonsense can earn"
         )
     if all(metrics["learning_rate"] == 0.0 for metrics in recent):
         found["learning_rate_zero"] = (
             f"for {PATIENCE_STEPS} steps the learning rate was 0, so the model did not change; set learning_rate, or "
-            "learning_rate_end if the schedule has come to its end"
+            "learning_rate_end if the schedule has ended"
         )
     return found
 
 
 def _logp_drift(recent: Steps, limit: float) -> dict[str, str]:
     drift = _values(recent, "rollout/logp_diff_mean")
-    if min(drift) <= limit or "time/wait_s" in recent[-1]:  # rollouts made ahead: the policy has moved since
+    if min(drift) <= limit or "time/wait_s" in recent[-1]:  # asynchronous rollouts are of earlier policies
         return {}
     return {
         "logp_drift": f"for {PATIENCE_STEPS} steps engine and trainer disagreed on the log-probs of tokens by "
@@ -230,13 +232,13 @@ def _efficiency(recent: Steps) -> dict[str, str]:
             "prompts_per_step or num_generations"
         )
     waited, taken = sum(_values(recent, "time/reward_s")), sum(_values(recent, "step_time"))
-    if "time/wait_s" in recent[-1]:  # rollouts are made ahead: training waits for rewards no longer than for these
+    if "time/wait_s" in recent[-1]:  # asynchronous rollouts: training waits for these at most
         waited = min(waited, sum(_values(recent, "time/wait_s")))
     if waited > SLOW_REWARD * taken and waited > SLOW_REWARD_S * PATIENCE_STEPS:
         found["slow_reward"] = (
             f"in {PATIENCE_STEPS} steps training waited {waited:.1f} s of {taken:.1f} s for rewards; raise "
             "reward_concurrency, set reward_workers for functions that compute, make functions that wait async, or set "
-            "reward_batch='group', so that they run while others decode, or max_staleness=1, so that they run while "
+            "reward_scope='group', so that they run while others decode, or max_staleness=1, so that they run while "
             "updates do"
         )
     return found
@@ -258,8 +260,8 @@ def _trends(start: Steps, recent: Steps) -> dict[str, str]:
     if risen and fallen:
         found["reward_hacking"] = (
             f"the reward {_listed(risen)} has risen while {_listed(fallen)} has fallen: the policy may have found a "
-            "way to get the one without the other; read the completions with the highest reward, and weigh the "
-            "functions otherwise (reward_weights) or make them depend on each other"
+            "way to get the one without the other; read the completions with the highest reward, and weight the "
+            "functions differently (reward_weights) or make them depend on each other"
         )
     length, length_then = _mean(recent, "completions/mean_length"), _mean(start, "completions/mean_length")
     clipped, clipped_then = _mean(recent, "completions/clipped_ratio"), _mean(start, "completions/clipped_ratio")

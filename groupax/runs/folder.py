@@ -241,11 +241,11 @@ class RunFolder:
         self,
         step: int,
         rollouts: Sequence[Rollout],
-        scored: Mapping[int, TokenScores] | None = None,
+        scores: Mapping[int, TokenScores] | None = None,
         reward: float = float("nan"),
     ) -> None:
         """Writes `rollouts/step_N.parquet` atomically (see `RolloutLog.write`)."""
-        self._write(lambda: self._rollout_log.write(step, rollouts, scored or {}, reward))
+        self._write(lambda: self._rollout_log.write(step, rollouts, scores or {}, reward))
 
     def write_items(self, name: str, items: Sequence[Item]) -> None:
         """Writes `evaluations/NAME.jsonl` atomically, one line per item."""

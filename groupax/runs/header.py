@@ -1,4 +1,4 @@
-"""What a user sees of a run before its first step."""
+"""The facts about a run that are shown before its first step."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,19 +17,19 @@ def run_facts(
     rewards: Sequence[Reward],
     num_steps: int,
 ) -> dict[str, str]:
-    """Returns what identifies a run, by label.
+    """Returns facts about the run by label.
 
     Args:
-        args: its settings.
-        model: the policy.
-        prompts: those to train on.
-        eval_prompts: the held-out ones, by name of the set.
-        rewards: the reward functions.
-        num_steps: optimizer steps.
+        args: The run's settings.
+        model: The policy.
+        prompts: The training prompts.
+        eval_prompts: The held-out prompts of each evaluation set, by name.
+        rewards: The reward functions.
+        num_steps: Number of optimizer steps.
     """
     held_out = "".join(f", {len(each):,} held out ({name})" for name, each in eval_prompts.items())
     return {
-        "model": model.name or "a model made in memory",
+        "model": model.name or "a model created in memory",
         "parameters": _parameters(model),
         "devices": _devices(model),
         "prompts": f"{len(prompts):,}{held_out}",

@@ -1,6 +1,6 @@
 """Model cards: the `README.md` of a model's folder, which the hub shows. Imports no jax.
 
-Names of models, datasets and functions come from elsewhere. They stand in cards as inline code of one line and as JSON
+Names of models, datasets and functions are untrusted. Cards contain them as inline code of one line and as JSON
 strings, so that they are neither markup nor metadata.
 """
 
@@ -19,7 +19,7 @@ from groupax.terminal.printable import one_line
 from groupax.types import Metrics
 
 CARD_NAME = "README.md"
-# What of a run a reader wants to know first, by the names of `GRPOConfig`.
+# The settings of `GRPOConfig` that a card lists.
 _SETTINGS = (
     "loss_type",
     "beta",
@@ -76,21 +76,21 @@ def run_card(
     is_chat: bool = False,
     license_id: str | None = None,
 ) -> str:
-    """The card of a model that a run has trained.
+    """Returns the card of a model that a run has trained.
 
     Args:
-        args: the run's settings.
-        base: the model that it began with; None for one that was made in memory.
-        adapter: the settings of the adapter that was trained; None if all weights were.
-        dataset: what the prompts are from: a file, a hub id, or words.
-        rewards: names of the reward functions.
-        num_steps: optimizer steps so far.
-        metrics: of the last logged step.
-        estimates: means over held-out prompts, by the step after which they were measured, the set and the metric.
-        is_chat: the tokenizer has a chat template.
-        license_id: the base's.
+        args: The run's settings.
+        base: The starting model; None for one that was created in memory.
+        adapter: Settings of the trained adapter; None if all weights were trained.
+        dataset: Source of the prompts: a file, a hub id, or a description.
+        rewards: Names of the reward functions.
+        num_steps: Number of optimizer steps so far.
+        metrics: Metrics of the last logged step.
+        estimates: Means over held-out prompts, by the step after which they were measured, the set and the metric.
+        is_chat: Whether the tokenizer has a chat template.
+        license_id: License of the starting model.
     """
-    what = "A fine-tune of" if adapter is None else "A LoRA adapter for"
+    kind = "A fine-tune of" if adapter is None else "A LoRA adapter for"
     settings = args.to_dict()
     rows = [("prompts", shown_name(dataset)), ("rewards", ", ".join(rewards)), ("optimizer steps", str(num_steps))]
     rows += [(name, str(settings[name])) for name in _SETTINGS]
@@ -100,7 +100,7 @@ def run_card(
     ]
     rows += [(f"version of {name}", number) for name, number in _versions().items()]
     parts = [
-        f"{what} {code(shown_name(base))}, trained with Group Relative Policy Optimization "
+        f"{kind} {code(shown_name(base))}, trained with Group Relative Policy Optimization "
         "([GRPO](https://arxiv.org/abs/2402.03300)) by [groupax](https://pypi.org/project/groupax).",
         _held_out(estimates or {}),
         f"## Use\n\n{_usage(adapter is not None, is_chat)}",
@@ -110,13 +110,13 @@ def run_card(
 
 
 def derived_card(how: str, base: str | None, of_source: str | None, is_chat: bool = False) -> str:
-    """The card of a model that was made of another one, with what that one's card says behind it.
+    """Returns the card of a model that was derived from another one, followed by that one's card.
 
     Args:
-        how: what was done, a sentence in Markdown.
-        base: what it was made of.
-        of_source: the `README.md` of what it was made of, if there is one.
-        is_chat: the tokenizer has a chat template.
+        how: A sentence about the derivation, in Markdown.
+        base: The other model.
+        of_source: The `README.md` of the other model, if there is one.
+        is_chat: Whether the tokenizer has a chat template.
     """
     body = "" if of_source is None else f"\n\n## Its source\n\n{_without_front(of_source)}"
     text = f"{how}\n\n## Use\n\n{_usage(False, is_chat)}{body}"
@@ -124,7 +124,7 @@ def derived_card(how: str, base: str | None, of_source: str | None, is_chat: boo
 
 
 def card(title: str, text: str, base: str | None, is_adapter: bool = False, license_id: str | None = None) -> str:
-    """A card with the metadata that the hub reads."""
+    """Returns a card with the metadata that the hub reads."""
     front = ["tags:", "- groupax", "- grpo", f"library_name: {'peft' if is_adapter else 'transformers'}"]
     if base and shown_name(base) == base and _HUB_ID.fullmatch(base):
         front += [f"base_model: {json.dumps(base)}"]
@@ -134,14 +134,14 @@ def card(title: str, text: str, base: str | None, is_adapter: bool = False, lice
 
 
 def shown_name(model: str | None) -> str:
-    """A hub id as it is, and of a folder its own name: where it lies is nobody's business."""
+    """Returns a hub id unchanged, and only the name of a folder, because its path is private."""
     if model is None:
-        return "a model made in memory"
+        return "a model created in memory"
     return Path(model).name if Path(model).is_absolute() or os.path.exists(model) else model  # noqa: PTH110 - of any text
 
 
 def read_card(folder: Path | None) -> str | None:
-    """The `README.md` of a folder; None if there is none."""
+    """Returns the `README.md` of a folder; None if there is none."""
     path = None if folder is None else folder / CARD_NAME
     if path is None or not path.is_file():
         return None
@@ -150,25 +150,25 @@ def read_card(folder: Path | None) -> str | None:
 
 
 def license_of(text: str | None) -> str | None:
-    """The licence that a card's metadata names by one of the hub's identifiers."""
+    """Returns the license in a card's metadata, if it is one of the hub's identifiers."""
     parts = (text or "").split("---\n", 2)
     if len(parts) < 3 or parts[0].strip():
         return None
     try:
         front = yaml.safe_load(parts[1])
-    except (yaml.YAMLError, RecursionError, ValueError):  # the card of a stranger; what it does not say is not known
+    except (yaml.YAMLError, RecursionError, ValueError):  # an untrusted card
         return None
     named = front.get("license") if isinstance(front, dict) else None
     return named if isinstance(named, str) and _LICENSE.fullmatch(named) else None
 
 
 def code(text: str) -> str:
-    """A text as inline code of one line, in which nothing is markup, also within a table."""
+    """Returns a text as inline code of one line without markup, also for table cells."""
     return f"`{one_line(text, _MAX_CHARS).replace('`', chr(39)).replace('|', '/').strip() or ' '}`"
 
 
 def _held_out(estimates: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
-    """A table of the first and the last means; empty if there are none."""
+    """Returns a table of the first and the last means; empty if there are none."""
     if not estimates:
         return ""
     steps = sorted({min(estimates), max(estimates)})

@@ -1,4 +1,4 @@
-"""The rollout log: a Parquet file per logged step, a row per completion, within a budget of bytes. Imports no jax."""
+"""The rollout log: one Parquet file per logged step, one row per completion. Imports no jax."""
 
 import json
 import math
@@ -16,79 +16,73 @@ ABOUT = b"groupax"  # key of a file's own metadata: {"step", "reward"}
 
 
 class RolloutLog:
-    """The files `step_N.parquet` of a folder.
-
-    Their columns are of simple types: step, prompt_index, sample_index, prompt, completion, finish_reason,
-    policy_version, advantage, `rewards/NAME`, `extra/NAME`, and lists: prompt_ids, completion_ids, and of each
-    completion token its log-probs, policy_logps and sampler_logps by the engine, trainer_logps by the update's forward
-    pass, and the entropies there, in nats (both null where the step did not train on the row).
+    """The files `step_N.parquet` of a folder, whose columns docs/monitoring.md lists.
 
     Args:
-        folder: made when it is needed.
-        most_bytes: budget; None for no limit. Files beyond it are removed, such that the steps that are left are evenly
-            spread; the first, the newest and the one with the highest reward stay.
+        folder: Folder to write to, created when needed.
+        max_bytes: Budget; None for no limit. Files beyond it are removed so that the remaining steps are evenly spread;
+            the first, the newest and the one with the highest reward are kept.
     """
 
-    def __init__(self, folder: Path, most_bytes: int | None = None) -> None:
-        self.folder, self.most_bytes = folder, most_bytes
-        self._sizes: dict[int, int] | None = None  # by step; None until they are looked up
+    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+        self._sizes: dict[int, int] | None = None  # by step; None until they are needed
         self._rewards: dict[int, float] = {}
 
     def path(self, step: int) -> Path:
-        """Of a step's file."""
+        """Returns the path of a step's file."""
         return self.folder / f"step_{step:06d}.parquet"
 
     def write(
-        self, step: int, rollouts: Sequence[Rollout], scored: Mapping[int, TokenScores], reward: float = float("nan")
+        self, step: int, rollouts: Sequence[Rollout], scores: Mapping[int, TokenScores], reward: float = float("nan")
     ) -> None:
-        """Write a step's file, which appears whole or not at all, and remove others if that is too much.
+        """Writes a step's file atomically, and removes others if the budget is exceeded.
 
         Args:
-            step: optimizer step.
-            rollouts: those that it was about.
-            scored: those that it trained on, by index into `rollouts`.
-            reward: mean reward of the step.
+            step: Optimizer step.
+            rollouts: Its completions.
+            scores: Token scores of the completions that it trained on, by index into `rollouts`.
+            reward: Mean reward of the step.
 
         Raises:
-            OSError: there is no room.
+            OSError: The disk is full.
         """
-        write_table(self.path(step), rollout_table(step, rollouts, scored, reward))
-        if self.most_bytes is None:
+        write_table(self.path(step), rollout_table(step, rollouts, scores, reward))
+        if self.max_bytes is None:
             return
         if self._sizes is None:
             self._sizes = {_step_of(path): path.stat().st_size for path in self.folder.glob("step_*.parquet")}
         self._sizes[step], self._rewards[step] = self.path(step).stat().st_size, reward
-        if sum(self._sizes.values()) > self.most_bytes:
-            self._thin_out(self._sizes, self.most_bytes)
+        if sum(self._sizes.values()) > self.max_bytes:
+            self._thin_out(self._sizes, self.max_bytes)
 
     def forget(self) -> None:
-        """Look the files up again: others have changed them."""
+        """Forgets the sizes of the files, which others have changed."""
         self._sizes, self._rewards = None, {}
 
-    def _thin_out(self, sizes: dict[int, int], most_bytes: int) -> None:
+    def _thin_out(self, sizes: dict[int, int], max_bytes: int) -> None:
         for step in sizes.keys() - self._rewards.keys():
             self._rewards[step] = _stored_reward(self.path(step))
         known = {step: self._rewards[step] for step in sizes if math.isfinite(self._rewards[step])}
         best = max(known, key=lambda step: known[step]) if known else None
-        for step in to_remove(sizes, int(KEPT_FRAC * most_bytes), best):
+        for step in to_remove(sizes, int(KEPT_FRAC * max_bytes), best):
             self.path(step).unlink(missing_ok=True)
             del sizes[step]
 
 
-def to_remove(sizes: Mapping[int, int], most_bytes: int, best: int | None) -> list[int]:
-    """The steps whose files have to go until the rest fits: always the one whose neighbours are closest, the older one
-    of equals.
+def to_remove(sizes: Mapping[int, int], max_bytes: int, best: int | None) -> list[int]:
+    """Returns the steps whose files to remove: repeatedly the one whose neighbours are closest.
 
     Args:
-        sizes: bytes by step.
-        most_bytes: that may stay.
-        best: a step that stays, as the first and the last one do.
+        sizes: Sizes in bytes by step.
+        max_bytes: Budget for the remaining files.
+        best: A step to keep, in addition to the first and the last one.
     """
     steps, total, removed = sorted(sizes), sum(sizes.values()), []
-    while total > most_bytes and len(steps) > 2:
-        places = np.asarray(steps)
-        gaps = (places[2:] - places[:-2]).astype(float)
-        gaps[places[1:-1] == best] = np.inf
+    while total > max_bytes and len(steps) > 2:
+        numbers = np.asarray(steps)
+        gaps = (numbers[2:] - numbers[:-2]).astype(float)
+        gaps[numbers[1:-1] == best] = np.inf
         index = int(gaps.argmin())
         if not np.isfinite(gaps[index]):
             break
@@ -99,9 +93,9 @@ def to_remove(sizes: Mapping[int, int], most_bytes: int, best: int | None) -> li
 
 
 def rollout_table(
-    step: int, rollouts: Sequence[Rollout], scored: Mapping[int, TokenScores], reward: float = float("nan")
+    step: int, rollouts: Sequence[Rollout], scores: Mapping[int, TokenScores], reward: float = float("nan")
 ) -> Any:
-    """A step's rollouts as a `pyarrow.Table` (see `RolloutLog.write`)."""
+    """Returns a step's completions as a `pyarrow.Table` (see `RolloutLog.write`)."""
     import pyarrow as pa
 
     def column(kind: Any, value: Callable[[Rollout], Any]) -> Any:
@@ -117,7 +111,7 @@ def rollout_table(
         "policy_version": column(pa.int32(), lambda row: row.policy_version),
         "advantage": column(pa.float32(), lambda row: row.advantage),
     }
-    trained = [scored.get(index) for index in range(len(rollouts))]
+    trained = [scores.get(index) for index in range(len(rollouts))]
     for name in dict.fromkeys(name for row in rollouts for name in row.rewards):
         columns[f"rewards/{name}"] = pa.array([row.rewards.get(name) for row in rollouts], pa.float64())
     for name in dict.fromkeys(name for row in rollouts for name in row.extra):
@@ -135,7 +129,7 @@ def rollout_table(
 
 
 def write_table(path: Path, table: Any) -> None:
-    """Write a `pyarrow.Table`, which appears whole or not at all."""
+    """Writes a `pyarrow.Table` atomically."""
     import pyarrow.parquet
 
     path.parent.mkdir(exist_ok=True)
@@ -160,7 +154,7 @@ def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def simple_column(values: Sequence[Any]) -> Any:
-    """Values of any kind as a `pyarrow.Array` of booleans, whole numbers, numbers, or else of texts."""
+    """Returns values of any type as a `pyarrow.Array` of booleans, integers, floats, or else of texts."""
     import pyarrow as pa
 
     plain = [value.item() if isinstance(value, np.generic) else value for value in values]
@@ -169,24 +163,24 @@ def simple_column(values: Sequence[Any]) -> Any:
         for kind, column in ((bool, pa.bool_()), (int, pa.int64()), (float, pa.float64())):
             if known == {kind} or (kind is float and known == {int, float}):
                 return pa.array(plain, column)
-    except (OverflowError, pa.ArrowInvalid):  # a whole number of more than 64 bits
+    except (OverflowError, pa.ArrowInvalid):  # an integer of more than 64 bits
         pass
     return pa.array([None if value is None else _as_text(value) for value in plain], pa.string())
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """A prompt in one column: a conversation as JSON."""
+    """Returns a prompt as one text; a conversation as JSON."""
     return valid_text(prompt) if isinstance(prompt, str) else json.dumps(prompt, default=str)
 
 
 def valid_text(text: str) -> str:
-    """The text with what UTF-8 cannot say, halves of surrogate pairs, as escapes."""
+    """Returns the text with unpaired surrogates, which UTF-8 cannot encode, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def beginning(text: str, most: int) -> str:
-    """The text, or so many characters of it and how many it has."""
-    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+def beginning(text: str, num_chars: int) -> str:
+    """Returns the text, or its first `num_chars` characters and its length."""
+    return text if len(text) <= num_chars else f"{text[:num_chars]}… ({len(text):,} characters)"
 
 
 def _as_text(value: Any) -> str:
@@ -199,7 +193,7 @@ def _as_text(value: Any) -> str:
 
 
 def _lists(values: Sequence[np.ndarray | None], dtype: Any) -> Any:
-    """Arrays, [N] each, as a column of lists; None is null."""
+    """Returns arrays, [N] each, as a column of lists; None is null."""
     import pyarrow as pa
 
     flat = [np.asarray(value, dtype) for value in values if value is not None]

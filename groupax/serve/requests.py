@@ -10,11 +10,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from groupax.config import MOST_STOPS
 from groupax.data.messages import join_text_parts
 from groupax.serve.errors import ApiError
 from groupax.settings.fields import nearest
-from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, STOP_IDS, SamplingParams
+from groupax.settings.sampling import BIASED_TOKENS, MAX_LOGPROBS, MAX_STOP_STRINGS, STOP_IDS, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's API; the server's own limit applies to chats
 MAX_BIAS = 100.0
@@ -70,7 +69,7 @@ Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_of_key)], Bias], BeforeValidator(_biases)]
 StopStrings = Annotated[
     list[Text],
-    Field(max_length=MOST_STOPS, fail_fast=True),
+    Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
 StopTokenIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)]

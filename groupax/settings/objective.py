@@ -4,6 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from groupax.settings.fields import like, ranged, setting, shown
+from groupax.settings.prompts import PromptSettings
+from groupax.settings.sampling import RolloutSamplingSettings
+
 ClippedLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]  # which `epsilon` and `delta` clip
 LossType = Literal[ClippedLossType, "cispo", "sapo", "vespo"]
 CLIPPED: tuple[str, ...] = get_args(ClippedLossType)
@@ -28,63 +32,170 @@ RolloutCorrection = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveSettings:
-    """The settings of `policy_objective`. The fields are `GRPOConfig`'s of the same names.
-
-    Attributes:
-        loss_type: a name of `losses.LOSSES`, a "module:attribute" reference, a function or a `losses.Loss`.
-        importance_sampling_level: one importance ratio per token, or one per completion (GSPO).
-        epsilon: lower clipping range: the ratio is clipped to at least 1 - epsilon.
-        epsilon_high: upper clipping range: the ratio is clipped to at most 1 + epsilon_high. cispo caps the ratio at
-            epsilon_high itself. None takes epsilon.
-        delta: upper bound of the ratio for negative advantages (two-sided clipping); None for none.
-        sapo_temperature_pos: steepness of sapo's gate for positive advantages.
-        sapo_temperature_neg: steepness of sapo's gate for the others.
-        vespo_k_pos: exponent of vespo's weight for advantages that are not negative.
-        vespo_lambda_pos: decay of vespo's weight for advantages that are not negative.
-        vespo_k_neg: exponent of vespo's weight for negative advantages.
-        vespo_lambda_neg: decay of vespo's weight for negative advantages.
-        beta: weight of the KL to the reference; 0 needs no reference.
-        kl_estimator: a name of `kl.ESTIMATORS`, a "module:function" reference or a function.
-        use_bias_correction_kl: multiply the estimate by the ratio, which makes k3's gradient exact.
-        off_policy_mask_threshold: mean fall of the log-prob beyond which rows with a negative advantage leave the
-            policy loss; None keeps all.
-        rollout_correction: level and kind of the weight of policy over sampler (see `correction`).
-        rollout_correction_min: lower bound of that weight; None for none.
-        rollout_correction_max: upper bound of that weight; None for none.
-        entropy_bonus: whether the loss has an entropy term.
-        router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; None takes the model's own.
-        temperature: of the distribution that log-probs are taken from.
-        max_completion_length: dr_grpo's constant denominator per row.
-        metric_definitions: "trl" reports the KL after its correction and averages values per row over rows;
-            "groupax" reports the KL itself and averages over tokens.
-    """
+class LossSettings:
+    """The loss of the policy. See docs/algorithm.md."""
 
     loss_type: LossType | str | Callable[..., Any] = "dapo"
+    """Policy loss and aggregation of the token losses: a built-in name, or your own as "module:function",
+    "module:function(option=1)", a function or a `Loss`. See docs/algorithm.md."""
+    beta: float = ranged(0.0, 1e6, resume="fixed_zero")
+    """Weight of the KL to the reference model; 0 loads no reference."""
+    epsilon: float = ranged(0.2, 1e6)
+    """Lower clipping range: the importance ratio is clipped to at least 1 - epsilon."""
+    epsilon_high: float | None = ranged(None, 1e6)
+    """Upper clipping range: the importance ratio is clipped to at most 1 + epsilon_high; None takes epsilon. cispo caps
+    the ratio at epsilon_high itself."""
+    delta: float | None = ranged(None, 1e6)
+    """Upper bound of the importance ratio for negative advantages (two-sided clipping); None for none."""
     importance_sampling_level: ImportanceSamplingLevel = "token"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-    beta: float = 0.0
+    """One importance ratio per token, or one per completion (GSPO)."""
+    sapo_temperature_pos: float = ranged(1.0, 1e6, low=1e-6)
+    """Steepness of sapo's gate for positive advantages."""
+    sapo_temperature_neg: float = ranged(1.05, 1e6, low=1e-6)
+    """Steepness of sapo's gate for all other advantages."""
+    vespo_k_pos: float = ranged(2.0, 1e3)
+    """Exponent of vespo's weight for advantages that are not negative."""
+    vespo_lambda_pos: float = ranged(3.0, 1e3)
+    """Decay of vespo's weight for advantages that are not negative."""
+    vespo_k_neg: float = ranged(3.0, 1e3)
+    """Exponent of vespo's weight for negative advantages."""
+    vespo_lambda_neg: float = ranged(2.0, 1e3)
+    """Decay of vespo's weight for negative advantages."""
     kl_estimator: KLEstimator | str | Callable[..., Any] = "k3"
+    """Estimator of the KL to the reference: k2, k3, or a function of the log-probs of policy and reference."""
     use_bias_correction_kl: bool = True
-    off_policy_mask_threshold: float | None = None
+    """Multiply the KL estimate by the importance ratio, which makes k3's gradient exact."""
+    off_policy_mask_threshold: float | None = ranged(None, 1e6)
+    """Mask completions with a negative advantage whose mean log-prob fell by more than this; None masks none."""
     rollout_correction: RolloutCorrection = "none"
-    rollout_correction_min: float | None = None
-    rollout_correction_max: float | None = 3.0
-    entropy_bonus: bool = False
-    router_aux_loss_coef: float | None = None
-    temperature: float = 1.0
-    max_completion_length: int = 256
-    metric_definitions: MetricDefinitions = "groupax"
+    """Importance correction: weights the loss by policy over sampler, per token or per sequence, truncated or masked
+    beyond the bounds."""
+    rollout_correction_min: float | None = ranged(None, 1e6)
+    """Lower bound of the weight of rollout_correction; None for none."""
+    rollout_correction_max: float | None = ranged(3.0, 1e6, low=1e-6)
+    """Upper bound of the weight of rollout_correction; None for none."""
+    router_aux_loss_coef: float | None = ranged(None, 1e3)
+    """Weight of the load-balancing loss of a mixture of experts; None takes that of the model's config.json."""
+    metric_definitions: MetricDefinitions = setting("groupax", resume="explicit")
+    """Definition of the metrics that TRL defines differently: "trl" as in TRL 1.16, see docs/algorithm.md."""
 
     @property
     def upper_epsilon(self) -> float:
         """Returns `epsilon_high`, or `epsilon` where it is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def check(self) -> None:
+        """Raises a ValueError for bounds that contradict each other."""
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise ValueError(
+                f"for loss_type 'cispo' epsilon_high caps the ratio itself; it is not set, and epsilon = {self.epsilon}"
+                " instead would weaken every on-policy token; set it, e.g. epsilon_high=5.0"
+            )
+        if self.delta is not None and self.loss_type in CLIPPED and not self.delta > 1 + self.upper_epsilon:
+            raise ValueError(
+                f"delta bounds the ratio of tokens with negative advantage far above the clipping at "
+                f"{1 + self.upper_epsilon:g}, and on-policy ratios are 1; it is {self.delta}; set it, e.g. to 4.0"
+            )
+        low, high = self.rollout_correction_min, self.rollout_correction_max
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"rollout_correction_min {low} is above rollout_correction_max {high}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSettings(LossSettings):
+    """Everything that `policy_objective` depends on, hashable.
+
+    Attributes:
+        entropy_bonus: whether the loss has an entropy term.
+        temperature: temperature of the distribution that log-probs are taken from.
+        max_completion_length: constant denominator per row of dr_grpo.
+    """
+
+    entropy_bonus: bool = False
+    temperature: float = like(RolloutSamplingSettings, "temperature")
+    max_completion_length: int = like(PromptSettings, "max_completion_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropySettings:
+    """The weight of the entropy bonus, fixed or adaptive."""
+
+    entropy_coef: float = ranged(0.0, 1e3, low=-1e3)
+    """Weight of the mean token entropy in the loss; the initial weight with use_adaptive_entropy."""
+    use_adaptive_entropy: bool = False
+    """Raise the weight while the entropy is below entropy_target, and lower it above."""
+    entropy_coef_min: float = ranged(0.0, 1e3, low=-1e3)
+    """Lower bound of the adaptive weight."""
+    entropy_coef_max: float = ranged(1.0, 1e3, low=-1e3)
+    """Upper bound of the adaptive weight."""
+    entropy_coef_delta: float = ranged(0.005, 1e3)
+    """Change of the adaptive weight per update."""
+    entropy_target: float = ranged(0.2, 100)
+    """Mean token entropy to hold, in nats; set it near the `entropy` of the first steps."""
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Returns whether the loss has an entropy term."""
+        return self.entropy_coef != 0 or self.use_adaptive_entropy
+
+    def check(self) -> None:
+        """Raises a ValueError if the bounds are reversed."""
+        if self.entropy_coef_min > self.entropy_coef_max:
+            raise ValueError(
+                f"entropy_coef_min {self.entropy_coef_min} is above entropy_coef_max {self.entropy_coef_max}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageSettings:
+    """Advantages of completions."""
+
+    advantage_estimator: AdvantageEstimator | str | Callable[..., Any] = "grpo"
+    """Computes advantages from rewards: "grpo", by scale_rewards and multi_objective_aggregation, or a function of the
+    rewards [B, K], their weights [K] and num_generations that returns [B]."""
+    scale_rewards: ScaleRewards = "group"
+    """Divide advantages by the standard deviation of the rewards in the group, in the batch, or not at all."""
+    multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize"
+    """Normalize the sum of several rewards, or normalize each of them before the sum (GDPO)."""
+    reward_weights: tuple[float, ...] | None = ranged(None, 1e6, low=-1e6)
+    """One weight per reward function; None gives each the weight 1."""
+
+    def check(self) -> None:
+        """Raises a ValueError for a normalization that the estimator does not use."""
+        for name in ("scale_rewards", "multi_objective_aggregation"):
+            default = AdvantageSettings.__dataclass_fields__[name].default
+            if self.advantage_estimator != "grpo" and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} {getattr(self, name)!r} is for advantage_estimator 'grpo', and it is "
+                    f"{shown(self.advantage_estimator)}; leave {name} at {default!r}"
+                )
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
+            raise ValueError(
+                f"multi_objective_aggregation 'normalize_then_sum' normalizes by group and batch itself; leave "
+                f"scale_rewards at 'group', got {self.scale_rewards!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskSettings:
+    """Completions and tokens that are trained on."""
+
+    mask_truncated_completions: bool = False
+    """Mask completions that were truncated at max_completion_length in the loss."""
+    masked_rows_in_denominator: bool = False
+    """Divide the losses of grpo, sapo, dr_grpo and luspo by all rows, including those that mask_truncated_completions
+    masks, as TRL does. By default they are divided by the other rows, so that masking does not weaken the step."""
+    top_entropy_quantile: float = ranged(1.0, 1)
+    """Train on this fraction of the tokens, those with the highest entropy; below 1 it costs a forward pass a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSettings:
+    """Updates of the reference model."""
+
+    sync_ref_model: bool = False
+    """Move the reference model towards the policy every ref_model_sync_steps updates."""
+    ref_model_mixup_alpha: float = ranged(0.6, 1)
+    """Weight of the policy in the new reference model."""
+    ref_model_sync_steps: int = ranged(512, 10**9, low=1)
+    """Updates between two moves of the reference model."""

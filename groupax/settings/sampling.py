@@ -15,6 +15,7 @@ MAX_LOGPROBS = 20
 # Stop tokens and biased tokens that every slot has room for, powers of two; requests with more of them compile again.
 STOP_IDS = 256
 BIASED_TOKENS = 512
+MAX_STOP_STRINGS = 16  # of one request; other servers have such a limit too
 MIN_TEMPERATURE = 1e-6  # below it logits over temperature leave float32
 
 
@@ -103,6 +104,10 @@ class RolloutSamplingSettings(SamplingSettings):
     """Stop strings: texts that end a completion, e.g. "</answer>". Their tokens are part of it and are trained on, and
     reward functions see them; such a completion does not count as truncated."""
 
+    def check(self) -> None:
+        """Raises a ValueError for stop strings that cannot be looked for."""
+        check_stop_strings("stop", self.stop)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSamplingSettings:
@@ -119,8 +124,21 @@ class EvalSamplingSettings:
     eval_stop: tuple[str, ...] | None = like(SamplingSettings, "stop", default=None, resume="free")
     """Stop strings in evaluation; None takes stop."""
 
+    def check(self) -> None:
+        """Raises a ValueError for stop strings that cannot be looked for."""
+        check_stop_strings("eval_stop", self.eval_stop or ())
+
     @property
     def eval_sampling(self) -> dict[str, Any]:
         """The fields of `SamplingSettings` that evaluations set on their own."""
         own = {each.name: getattr(self, each.name) for each in fields(EvalSamplingSettings)}
         return {name.removeprefix("eval_"): value for name, value in own.items() if value is not None}
+
+
+def check_stop_strings(name: str, texts: Sequence[str]) -> None:
+    """Raises a ValueError if a stop string is empty or no valid text, or if there are too many."""
+    for text in texts:
+        if not text or text.encode(errors="ignore").decode() != text:
+            raise ValueError(f"{name} must be texts of at least one character, got {text!r}")
+    if len(texts) > MAX_STOP_STRINGS:
+        raise ValueError(f"{name} has {len(texts)} texts, at most {MAX_STOP_STRINGS} are looked for")

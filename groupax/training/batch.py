@@ -13,13 +13,13 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from groupax.config import SharePrefix
 from groupax.models.execution import FusedAttention
 from groupax.models.fused_attention import MIN_QUERIES
 from groupax.models.grouped import RaggedBatch
 from groupax.objective.objective import LossInputs
 from groupax.parallel.pytree import pytree
 from groupax.parallel.transfer import to_host
+from groupax.settings.compute import SharePrefix
 from groupax.training.buckets import PLAIN, AttentionCost, RowGroup, Shape, tile_ranges
 from groupax.training.packing import MicroBatchPlan, plan_micro_batches
 from groupax.types import Row

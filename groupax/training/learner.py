@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from groupax.config import AttnImplementation, Checkpointing, SharePrefix
 from groupax.models.adapted import FrozenBase, apply_adapter
 from groupax.models.checkpoint import Model
 from groupax.models.execution import execution_for
@@ -20,19 +19,23 @@ from groupax.models.fused_attention import select_fused_attention
 from groupax.models.quantize import cast_unquantized, is_quantized
 from groupax.models.specs import Params
 from groupax.objective.aggregation import Denominators
-from groupax.objective.entropy import EntropyControl, EntropyState, applied_coef, next_entropy_state
+from groupax.objective.entropy import EntropyState, applied_coef, next_entropy_state
 from groupax.objective.masks import top_entropy_threshold
 from groupax.objective.metrics import MetricSums
 from groupax.parallel.memory import on_devices, on_host
 from groupax.parallel.mesh import format_mesh, num_data_shards, splits_model
 from groupax.parallel.peak import free_memory_bytes
 from groupax.parallel.transfer import to_host
-from groupax.settings.objective import ObjectiveSettings
+from groupax.settings.compute import UpdateSettings
+from groupax.settings.fields import like
+from groupax.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
+from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
+from groupax.settings.run import RunSettings
 from groupax.training.batch import Packed, attention_cost_with, pack, unpack
 from groupax.training.buckets import Shape
 from groupax.training.memory import CPU_MICRO_BATCH_TOKENS, compute_dtype, explain_out_of_memory, fitting_tokens
 from groupax.training.offload import offload_state
-from groupax.training.optimizer import OptimizerSettings, ScheduleSettings, make_optimizer, make_schedule
+from groupax.training.optimizer import make_optimizer, make_schedule
 from groupax.training.state import (
     TrainState,
     apply_update,
@@ -56,35 +59,22 @@ from groupax.types import Metrics, Row
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerSettings:
-    """Settings of updates. The fields are `GRPOConfig`'s of the same names, apart from the records.
+class LearnerSettings(UpdateSettings, ReferenceSettings, MaskSettings):
+    """Everything that updates depend on.
 
     Attributes:
         objective: settings of the loss.
         entropy: settings of the entropy bonus.
         optimizer: settings of the optimizer.
         schedule: settings of the learning rate.
+        seed: seed of dropout.
     """
 
     objective: ObjectiveSettings
-    entropy: EntropyControl
+    entropy: EntropySettings
     optimizer: OptimizerSettings
-    schedule: ScheduleSettings
-    seed: int = 0
-    dtype: str = "auto"
-    micro_batch_tokens: int | None = None
-    gradient_checkpointing: Checkpointing = "none"
-    scan_layers: bool | None = None
-    attn_implementation: AttnImplementation = "auto"
-    offload_optimizer: bool = False
-    offload_reference: bool = False
-    share_prefix: SharePrefix = "auto"
-    masked_rows_in_denominator: bool = False
-    top_entropy_quantile: float = 1.0
-    weight_distribution_log_steps: int = 0
-    sync_ref_model: bool = False
-    ref_model_mixup_alpha: float = 0.6
-    ref_model_sync_steps: int = 512
+    schedule: LearningRateSettings
+    seed: int = like(RunSettings, "seed")
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from groupax.config import Checkpointing
 from groupax.errors import RunError, is_out_of_memory
 from groupax.models.config import ModelConfig
 from groupax.models.flops import activation_bytes_per_token
+from groupax.settings.compute import Checkpointing
 from groupax.training.batch import Packed
 
 # Activations of more tokens do not fit into a CPU's caches.

@@ -1,7 +1,6 @@
 """Optimizers and learning rate schedules, from optax."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,35 +8,13 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from groupax.config import LRScheduler, OptimizerName, WeightDecayScope
+from groupax.settings.optimizer import (
+    LearningRateSettings,
+    OptimizerSettings,
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduleSettings:
-    """Settings of the learning rate. The fields are `GRPOConfig`'s of the same names."""
-
-    learning_rate: float
-    learning_rate_end: float = 0.0
-    lr_scheduler_type: LRScheduler = "linear"
-    warmup_steps: int = 0
-    warmup_ratio: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """Settings of the optimizer. The fields are `GRPOConfig`'s of the same names."""
-
-    optimizer: OptimizerName = "adamw"
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    weight_decay_scope: WeightDecayScope = "matrices"
-    max_grad_norm: float = 1.0
-
-
-def make_schedule(settings: ScheduleSettings, num_steps: int) -> optax.Schedule:
+def make_schedule(settings: LearningRateSettings, num_steps: int) -> optax.Schedule:
     """Creates the learning rate schedule: linear warm-up to the peak, then decay to the end at `num_steps`."""
     peak, end = settings.learning_rate, settings.learning_rate_end
     warmup_steps = settings.warmup_steps or round(settings.warmup_ratio * num_steps)

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from groupax.config import SharePrefix
+from groupax.settings.compute import SharePrefix
 from groupax.training.buckets import PLAIN, AttentionCost, RowGroup, Shape, Size, fits, load, make_bucket
 from groupax.types import Row
 

@@ -10,10 +10,10 @@ from groupax.compat import hf
 from groupax.compat.easydel.names import CHECKPOINTING, AttentionMechanisms, named
 from groupax.compat.fields import attention_setting, tell
 from groupax.compat.meshes import tell_whole
-from groupax.config import mesh_sizes
 from groupax.engine.tensor_parallel import indivisible_dims
 from groupax.models.checkpoint import Model, load_model
 from groupax.parallel.mesh import RULES, decoding_mesh, make_mesh
+from groupax.settings.compute import mesh_sizes
 from groupax.settings.fields import nearest
 
 

@@ -16,12 +16,12 @@ from groupax.compat.fields import (
 )
 from groupax.compat.meshes import mesh_of, offloaded, tell_whole, zero_stage
 from groupax.compat.trl.fields import DEFAULTS, FORMER, INERT
-from groupax.config import TRACKERS
 from groupax.models.checkpoint import Model
 from groupax.parallel.mesh import RULES, format_mesh, splits_model
 from groupax.rollouts.slices import slices_of
 from groupax.runs.trackers.tracker import PACKAGES, is_installed
 from groupax.settings.fields import nearest, shown
+from groupax.settings.reporting import TRACKERS
 
 # Settings that groupax has under the same name with the same meaning.
 SAME = (
@@ -212,7 +212,7 @@ class GRPOConfig(ForeignConfig):
             "prompts_per_step": _whole(rows * accumulated / self.num_generations),
             "updates_per_rollout": _whole(generated / accumulated),
             "prompt_order": "shuffled_by_torch" if self.shuffle_dataset else "dataset",
-            "whole_epochs": True,
+            "drop_last": True,
             "max_completion_length": self.max_completion_length or 512,
             "chat_template_kwargs": as_mapping(self.chat_template_kwargs, "chat_template_kwargs"),
             "prompt_overflow": "truncate_left" if self.max_prompt_length else "error",
@@ -368,7 +368,7 @@ class GRPOConfig(ForeignConfig):
         else:
             _tell_not_shared(shared_by, "who starts the server says how it shares weights (groupax serve --tp)")
             tell(f"use_vllm=True: rollouts are sampled by the server at {url}; docs/serving.md says how to start one")
-        settings: dict[str, Any] = {"decoding_tp": shared_by} if url is None else {"rollout": url}
+        settings: dict[str, Any] = {"decoding_tp": shared_by} if url is None else {"rollout_servers": (url,)}
         asked = url is not None or "vllm_importance_sampling_mode" in self.given
         if asked and self.vllm_importance_sampling_correction:
             settings["rollout_correction"] = self.vllm_importance_sampling_mode

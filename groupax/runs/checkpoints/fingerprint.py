@@ -22,77 +22,8 @@ from groupax.config import GRPOConfig
 from groupax.models.checkpoint import Model
 from groupax.parallel.transfer import to_host
 
-# Settings of how a run is computed, shown, limited and saved; a resumed run may change them.
-RESUMABLE = {
-    "output_dir",
-    "mesh",
-    "mesh_dcn",
-    "mesh_replicate",
-    "micro_batch_tokens",
-    "gradient_checkpointing",
-    "scan_layers",
-    "attn_implementation",
-    "offload_optimizer",
-    "offload_reference",
-    "share_prefix",
-    "max_concurrent_rows",
-    "decoding_tp",
-    "kv_cache_gb",
-    "rollout",
-    "rollout_folder",
-    "rollout_timeout_s",
-    "reward_batch",
-    "reward_concurrency",
-    "reward_workers",
-    "reward_workers_on",
-    "reward_timeout_s",
-    "reward_retries",
-    "reward_errors",
-    "max_bad_steps",
-    "eval_steps",
-    "eval_num_generations",
-    "eval_max_completion_length",
-    "solved_by",
-    "logging_steps",
-    "profile",
-    "progress_bar",
-    "log_completions",
-    "log_completions_steps",
-    "rollout_log_gb",
-    "report_to",
-    "run_name",
-    "project",
-    "track_memory",
-    "weight_distribution_log_steps",
-    "save_steps",
-    "save_interval_minutes",
-    "save_total_limit",
-    "save_optimizer_state",
-    "do_last_save",
-    "metric_for_best_model",
-    "greater_is_better",
-    "resume",
-} | {field.name for field in fields(GRPOConfig) if field.metadata.get("resume") == "free"}
-# Settings that the saved state depends on; a resumed run may not change them.
-IMMUTABLE = {
-    "seed",
-    "prompts_per_step",
-    "num_generations",
-    "updates_per_rollout",
-    "num_iterations",
-    "prompt_order",
-    "whole_epochs",
-    "max_prompt_length",
-    "prompt_overflow",
-    "chat_template",
-    "chat_template_kwargs",
-    "optimizer",
-    "weight_decay_scope",
-    "momentum",
-    "dtype",
-}
-# Settings that a resumed run may not change from or to 0.
-IMMUTABLE_ZERO = {"beta", "max_grad_norm"}
+# How each setting may change when a run is resumed (see `settings.fields.Resume`).
+_RESUME = {field.name: field.metadata.get("resume", "explicit") for field in fields(GRPOConfig)}
 SUB_BYTE = ("bool", "int2", "uint2", "int4", "uint4")
 LIBRARIES = ("groupax", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "transformers")
 
@@ -167,8 +98,8 @@ def incompatible(found: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, A
         name: (then, now)
         for name, (then, now) in found.items()
         if name.partition(".")[0] in ("model", "weights", "tokenizer", "train_dataset")
-        or name in IMMUTABLE
-        or (name in IMMUTABLE_ZERO and bool(then) != bool(now))
+        or _RESUME.get(name) == "fixed"
+        or (_RESUME.get(name) == "fixed_zero" and bool(then) != bool(now))
         or (name == "sync_ref_model" and now)
     }
 
@@ -229,8 +160,8 @@ def _processor() -> str:
 
 
 def _flat(identity: Identity) -> dict[str, Any]:
-    known = _plain(GRPOConfig().to_dict())  # settings that an older version did not have had their defaults
-    settings = {name: value for name, value in {**known, **identity["settings"]}.items() if name not in RESUMABLE}
+    known = _plain(GRPOConfig().to_dict())  # what an older version did not have yet was as the default is
+    settings = {name: value for name, value in {**known, **identity["settings"]}.items() if _RESUME.get(name) != "free"}
     flat: dict[str, Any] = {}
     for name, value in identity.items():
         if name == "settings":

@@ -24,9 +24,10 @@ from groupax.runs.checkpoints.files import STATE
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, digest, versions
 from groupax.runs.checkpoints.record import has_optimizer, restore_learner, start_writing, state_of, write_rollout
 from groupax.runs.checkpoints.store import LocalStore, RemoteStore, Store
-from groupax.runs.checkpoints.writer import CheckpointWriter, SaveSettings, Snapshot
+from groupax.runs.checkpoints.writer import CheckpointWriter, Snapshot
 from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
+from groupax.settings.checkpoints import CheckpointSettings
 from groupax.settings.fields import nearest
 from groupax.training.learner import Learner
 
@@ -65,7 +66,7 @@ class RunSaver:
         self.store: Store = (
             RemoteStore(folder.remote, self.scratch) if folder.remote else LocalStore(folder.path / "checkpoints")
         )
-        self.writer = CheckpointWriter(self.store, args.part(SaveSettings), log.emit, folder.sync)
+        self.writer = CheckpointWriter(self.store, args.part(CheckpointSettings), log.emit, folder.sync)
 
     def begin(self) -> Saved | None:
         """Restores the learner from the checkpoint that `resume` names, and prepares the run folder.

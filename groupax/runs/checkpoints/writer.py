@@ -19,19 +19,9 @@ from pathlib import Path
 from groupax.events import CheckpointSaved, Emit, Message
 from groupax.runs.checkpoints.files import STATE, seal
 from groupax.runs.checkpoints.store import Store
+from groupax.settings.checkpoints import CheckpointSettings
 
 RETRY_S = 30.0  # after a checkpoint that could not be written
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveSettings:
-    """When to save and what to keep; the fields have the names and the meaning of `GRPOConfig`'s."""
-
-    save_steps: int = 0
-    save_interval_minutes: float = 0.0
-    save_total_limit: int | None = None
-    metric_for_best_model: str | None = None
-    greater_is_better: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +54,7 @@ class CheckpointWriter:
         last_step: Step of the newest complete checkpoint.
     """
 
-    def __init__(self, store: Store, settings: SaveSettings, emit: Emit, before: Callable[[], None]) -> None:
+    def __init__(self, store: Store, settings: CheckpointSettings, emit: Emit, before: Callable[[], None]) -> None:
         self.store, self.settings, self.emit, self.before = store, settings, emit, before
         self.last_step: int | None = None
         self._thread: threading.Thread | None = None

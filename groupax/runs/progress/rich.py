@@ -78,7 +78,7 @@ class Rich(Progress):
         if self._live is not None:
             self._live.stop()
             self._live = None
-        if self.step_printed < self.step_shown:  # nothing of the panel stays, and a log leaves steps out
+        if self.step_printed < self.step_shown:  # the panel is erased, and a log skips steps
             self._print_line()
 
     def _describe(self, facts: Mapping[str, str]) -> None:
@@ -121,7 +121,7 @@ class Rich(Progress):
         self.console.print("  ".join(self._fields()), markup=False, soft_wrap=True)
 
     def _fields(self) -> list[str]:
-        """The fields of the last step, most important first."""
+        """Returns the fields of the last step, most important first."""
         fields = [f"step {self.step_shown:,}/{self.num_steps:,}"]
         left_s = self.time_left.seconds(self.num_steps - self.step_shown)
         if left_s is not None and self.step_shown < self.num_steps:
@@ -131,7 +131,7 @@ class Rich(Progress):
         ]
 
     def _panel(self) -> Any:
-        """The renderable of the current state; called by the thread that draws it."""
+        """Returns the renderable of the current state; called by the thread that draws it."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table

@@ -1,1 +1,1 @@
-"""A report of a run, made of the files in its folder: `groupax report`. Imports no jax."""
+"""A report of a run from the files in its folder: `groupax report`. Imports no jax."""

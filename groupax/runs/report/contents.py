@@ -1,4 +1,4 @@
-"""What a report says, whatever its form. Imports no jax."""
+"""The contents of a report, independent of its format. Imports no jax."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from groupax.runs.report.record import BeforeAndAfter, RunRecord
 from groupax.runs.rollout_log import beginning
 from groupax.terminal.printable import printable
 
-# What is drawn, by title: metrics that belong together; a star stands for any name.
+# Metrics to draw together, by title; a star stands for any name.
 CURVES = {
     "reward": ("reward",),
     "reward functions": ("rewards/*/mean",),
@@ -33,7 +33,10 @@ CURVES = {
     "update over weight": ("weights/update_ratio_mean", "weights/update_ratio_max"),
 }
 TIMES = {"time/rollout_s": "sampling", "time/reward_s": "waiting for rewards", "time/train_s": "update"}
-TIMES_AHEAD = {"time/wait_s": "waiting for rollouts", "time/train_s": "update"}  # where those are made beside updates
+TIMES_AHEAD = {
+    "time/wait_s": "waiting for rollouts",
+    "time/train_s": "update",
+}  # asynchronous rollouts
 TEXT_CHARACTERS = 4000
 
 Rows = list[tuple[str, ...]]
@@ -50,17 +53,17 @@ class Curve:
 
 @dataclass(frozen=True)
 class Contents:
-    """A report.
+    """The contents of a report.
 
     Attributes:
-        title: of the page.
-        subject: what was trained on what, a table.
-        summary, settings, hardware, times, evaluations: tables; the first row is the head.
-        verdicts: sentences about evaluations.
-        diagnostics: each with `step`, `name`, `text`.
-        curves: of metrics.
-        time_split: seconds by what they went to.
-        samples: completions early and late.
+        title: Title of the page.
+        subject: Model, data, rewards and command, as a table.
+        summary, settings, hardware, times, evaluations: Tables whose first row is the head.
+        verdicts: Sentences about evaluations.
+        diagnostics: Records with `step`, `name`, `text`.
+        curves: Curves of metrics.
+        time_split: Seconds by activity.
+        samples: Completions early and late.
     """
 
     title: str
@@ -78,11 +81,11 @@ class Contents:
 
 
 def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents:
-    """What there is to say of a run.
+    """Returns the contents of a run's report.
 
     Args:
-        run: read from its folder.
-        price_per_hour: of a device, or of the machine if it trains on CPU.
+        run: Record of the run.
+        price_per_hour: Price of a device, or of the machine if it trains on CPU.
     """
     split = _time_split(run)
     return Contents(
@@ -103,12 +106,12 @@ def contents_of(run: RunRecord, price_per_hour: float | None = None) -> Contents
 
 
 def shown(text: str) -> str:
-    """A text of others with control characters made visible, cut where it is too long to be read."""
+    """Returns a foreign text with visible control characters, cut to a readable length."""
     return printable(beginning(text, TEXT_CHARACTERS))
 
 
 def _subject(run: RunRecord) -> Rows:
-    """What was trained on what: the run's own words about it, and the command that does it again."""
+    """Returns what was trained on what, and the command that repeats it."""
     facts = run.processes[-1].get("run", {}) if run.processes else {}
     command = run.command or {}
     recipe = load_recipe(command["recipe"]) if command.get("recipe") in RECIPES else None
@@ -123,17 +126,17 @@ def _subject(run: RunRecord) -> Rows:
         "prompts": facts.get("prompts"),
         "reward functions": facts.get("rewards") or ", ".join(rewards),
         "steps": facts.get("steps"),
-        "command": repeating_command(command, run.settings) if command else "none: the run was begun from Python",
+        "command": repeating_command(command, run.settings) if command else "none: the run was started from Python",
     }
     return [("", ""), *((label, str(value)) for label, value in named.items() if value)]
 
 
 def repeating_command(command: Mapping[str, Any], settings: Mapping[str, tuple[Any, Any]]) -> str:
-    """Returns the command line that asks for the same run.
+    """Returns the command line that repeats a run.
 
     Args:
-        command: contents of `command.json`.
-        settings: those that are not the defaults, with their values and the defaults.
+        command: Content of `command.json`.
+        settings: Value and default of each setting that differs from its default.
     """
     recipe = command.get("recipe")
     own = json.loads(json.dumps(dict(load_recipe(recipe).config))) if recipe in RECIPES else {}
@@ -170,7 +173,7 @@ def _summary(run: RunRecord, price_per_hour: float | None) -> Rows:
 
 
 def _evaluations(run: RunRecord) -> Rows:
-    """Estimates before and after from the result, and of evaluations in the loop those of the first and the last."""
+    """Returns the estimates before and after training, or else those of the first and the last evaluation."""
     rows: Rows = [("set", "", "before", "after", "difference, 95 % interval", "p")]
     for name, each in ((run.result or {}).get("sets") or {}).items():
         for estimate, pair in each["comparison"]["differences"].items():

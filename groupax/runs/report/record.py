@@ -1,4 +1,4 @@
-"""What a run's folder says of it. Imports no jax."""
+"""Reads the record of a run from its folder. Imports no jax."""
 
 import json
 import math
@@ -12,13 +12,13 @@ from groupax.evaluation.items import read_items
 from groupax.runs.rollout_log import prompt_text
 from groupax.types import Metrics
 
-MOST_SAMPLES = 4
-MOST_TABLES = 40  # of rollouts that are looked through for a prompt
+MAX_SAMPLES = 4
+MAX_TABLES = 40  # of rollouts that are searched for a prompt
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion; `reward` is the sum of what functions gave, None if none applies."""
+    """A completion; `reward` is the sum over reward functions, None if none applies."""
 
     text: str
     reward: float | None
@@ -29,9 +29,9 @@ class BeforeAndAfter:
     """Completions of a prompt, early and late in a run.
 
     Attributes:
-        prompt: as text.
-        before, after: one completion each.
-        when: what they are from, e.g. ("step 1", "step 120").
+        prompt: The prompt as text.
+        before, after: One completion each.
+        when: Their origins, e.g. ("step 1", "step 120").
     """
 
     prompt: str
@@ -42,18 +42,18 @@ class BeforeAndAfter:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run.
+    """The record of a run.
 
     Attributes:
-        name: of its folder.
-        metrics: lines of training, by step.
-        evaluations: lines of evaluations in the loop, with `eval_...`.
-        settings: those that are not the defaults: the value and the default.
+        name: Name of its folder.
+        metrics: Lines of training, by step.
+        evaluations: Lines of evaluations during training, with `eval_...`.
+        settings: Value and default of each setting that differs from its default.
         processes: what worked on it (see `checkpoints.identity.process_of`).
-        diagnostics: each with `step`, `name`, `text`.
-        result: contents of `result.json`, if there is one.
-        samples: completions early and late; of the same prompts where there are such.
-        command: contents of `command.json`: what `groupax train` was asked for beside settings, if it began the run.
+        diagnostics: Records with `step`, `name`, `text`.
+        result: Content of `result.json`, if it exists.
+        samples: Completions early and late, of the same prompts if possible.
+        command: Content of `command.json`: the command line without settings, if `groupax train` started the run.
     """
 
     name: str
@@ -68,11 +68,11 @@ class RunRecord:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps that were made."""
+        """Number of complete optimizer steps."""
         return int(self.metrics[-1]["step"])
 
     def total(self, name: str) -> float:
-        """The sum of a metric over all steps; a line has the mean of the steps since the one before."""
+        """Returns the sum of a metric over all steps; a line has the mean over the steps since the line before."""
         steps = [0.0, *(line["step"] for line in self.metrics)]
         parts = [
             (now - before) * line.get(name, 0.0)
@@ -82,7 +82,7 @@ class RunRecord:
 
     @property
     def num_paid(self) -> tuple[int, str]:
-        """Of what hours are counted, and its name: accelerators one by one, CPUs as a machine."""
+        """Number and name of what is paid by the hour: accelerators one by one, CPUs as a machine."""
         last = self.processes[-1] if self.processes else {}
         if last.get("platform", "cpu") == "cpu":
             return 1, "machine"
@@ -90,10 +90,10 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """What a run has left in its folder, while it goes on or afterwards.
+    """Returns the record of a run, during the run or afterwards.
 
     Raises:
-        ValueError: the folder has no run, or none that has come to a logged step.
+        ValueError: The folder has no run, or its run has no logged step yet.
     """
     if not (folder / "metrics.jsonl").is_file():
         raise ValueError(f"{folder} is no run folder: it has no metrics.jsonl")
@@ -117,7 +117,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _of_evaluations(folder: Path) -> list[BeforeAndAfter]:
-    """Of the first set that was evaluated twice: the items that gained most, and the one that lost most."""
+    """Returns the items that gained most and the one that lost most, of the first set that was evaluated twice."""
     for before, after in _twice(folder):
         try:
             earlier, later = ({item.key: item for item in read_items(path)} for path in (before, after))
@@ -131,12 +131,12 @@ def _of_evaluations(folder: Path) -> list[BeforeAndAfter]:
         ordered = sorted(pairs, key=lambda pair: ((pair.before.reward or 0) - (pair.after.reward or 0), pair.prompt))
         lost = [pair for pair in ordered[-1:] if (pair.after.reward or 0) < (pair.before.reward or 0)]
         if ordered:
-            return ordered[: MOST_SAMPLES - len(lost)] + lost
+            return ordered[: MAX_SAMPLES - len(lost)] + lost
     return []
 
 
 def _twice(folder: Path) -> list[tuple[Path, Path]]:
-    """The earliest and the latest file of each set: `before.SET`, `step_N.SET` by N, `after.SET`."""
+    """Returns the earliest and the latest file of each set: `before.SET`, `step_N.SET` by N, `after.SET`."""
     order = {"before": -1, "after": 1 << 62}
     by_set: dict[str, list[tuple[int, Path]]] = {}
     for path in folder.glob("*.jsonl"):
@@ -160,26 +160,26 @@ def _answer(item: Any) -> Answer:
 
 
 def _of_rollouts(folder: Path) -> list[BeforeAndAfter]:
-    """The first completion of prompts that were visited early and late; else of one that was and of another."""
+    """Returns the first completions of prompts that were visited early and late; else of other prompts."""
     files = sorted(folder.glob("step_*.parquet"))
     if len(files) < 2:
         return []
     first = _first_answers(files[0])
     pairs: dict[str, BeforeAndAfter] = {}
     last: dict[str, Answer] = {}
-    for path in reversed(files[1:][-MOST_TABLES:]):
+    for path in reversed(files[1:][-MAX_TABLES:]):
         later = _first_answers(path)
         last = last or later
         for prompt in first.keys() & later.keys() - pairs.keys():
             pairs[prompt] = BeforeAndAfter(prompt, first[prompt], later[prompt], (_step(files[0]), _step(path)))
-        if len(pairs) >= MOST_SAMPLES:
+        if len(pairs) >= MAX_SAMPLES:
             break
     if pairs:
-        return [pairs[prompt] for prompt in sorted(pairs)][:MOST_SAMPLES]
+        return [pairs[prompt] for prompt in sorted(pairs)][:MAX_SAMPLES]
     nothing, when = Answer("", None), (_step(files[0]), _step(files[-1]))
     early = [BeforeAndAfter(prompt, answer, nothing, when) for prompt, answer in first.items()]
     late = [BeforeAndAfter(prompt, nothing, answer, when) for prompt, answer in last.items()]
-    return early[: MOST_SAMPLES // 2] + late[: MOST_SAMPLES // 2]
+    return early[: MAX_SAMPLES // 2] + late[: MAX_SAMPLES // 2]
 
 
 def _step(path: Path) -> str:
@@ -187,7 +187,7 @@ def _step(path: Path) -> str:
 
 
 def _first_answers(path: Path) -> dict[str, Answer]:
-    """The first completion of each prompt; nothing of a file that cannot be read."""
+    """Returns the first completion of each prompt; nothing if the file cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -206,7 +206,7 @@ def _first_answers(path: Path) -> dict[str, Answer]:
 
 
 def _json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None if it is not there or holds none."""
+    """Returns the object in a file; None if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
@@ -215,7 +215,7 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of lines; null is NaN, and what is no object, like a line half written, is left out."""
+    """Returns the objects in a file of lines, null as NaN, without damaged lines."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:

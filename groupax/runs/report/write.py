@@ -1,4 +1,4 @@
-"""Writes a run's report. Imports no jax."""
+"""Writes the report of a run. Imports no jax."""
 
 from pathlib import Path
 
@@ -8,18 +8,18 @@ from groupax.runs.report.record import read_run
 
 
 def write_run_report(folder: Path, to: Path | None = None, price_per_hour: float | None = None) -> tuple[Path, Path]:
-    """Write `report.html` and `report.md`.
+    """Writes `report.html` and `report.md`.
 
     Args:
-        folder: of the run.
-        to: folder for the two; by default the run's.
-        price_per_hour: of a device, or of the machine if it trains on CPU.
+        folder: The run folder.
+        to: Folder for the two files; None for the run folder.
+        price_per_hour: Price of a device, or of the machine if it trains on CPU.
 
     Returns:
         The two files.
 
     Raises:
-        ValueError: the folder has no run, or none that has come to a logged step.
+        ValueError: The folder has no run, or its run has no logged step yet.
     """
     report = contents_of(read_run(folder), price_per_hour)
     to = to or folder

@@ -55,7 +55,7 @@ def test_in_float32_engine_and_trainer_agree_more_closely():
     assert step_diagnostics(history) == {}
     limit = logp_limit(GRPOConfig(), is_float32=True)
     assert "by 2e-05 on average (rollout/logp_diff_mean, above 1e-05)" in step_diagnostics(history, limit)["logp_drift"]
-    for args in (GRPOConfig(kv_cache_dtype="bfloat16"), GRPOConfig(rollout=("http://a:1",))):
+    for args in (GRPOConfig(kv_cache_dtype="bfloat16"), GRPOConfig(rollout_servers=("http://a:1",))):
         assert logp_limit(args, is_float32=True) == logp_limit(GRPOConfig(), is_float32=False) == 0.05
 
 
