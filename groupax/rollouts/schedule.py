@@ -32,6 +32,11 @@ class UpdateSchedule:
         """Optimizer steps on each rollout, in all passes."""
         return self.minibatches * self.num_passes
 
+    @property
+    def rows_per_step(self) -> int:
+        """Completions of an optimizer step."""
+        return self.rows
+
     def prompts_per_epoch(self, num_examples: int) -> int:
         """Returns the number of prompts that an epoch visits.
 
