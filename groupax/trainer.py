@@ -152,7 +152,7 @@ class GRPOTrainer(Run):
         """Collects a rollout: completions with rewards, advantages and log-probs."""
         if self.pipeline is not None:
             self.emit(PhaseStarted("waiting for the rollout"))
-        with stop.abandonable(), self._shapes_kept():
+        with stop.cancellable(), self._shapes_kept():
             experience = (self.pipeline or self.collector).collect(self.cursor, num_wanted)
         self.experience = experience
         self.cursor = replace(
@@ -201,7 +201,7 @@ class GRPOTrainer(Run):
             return
         self._save_result()
         retry_while_disk_full(lambda: processes.run_on_primary(self.run_folder.sync), self.run_folder, self.emit, stop)
-        folder, batches = processes.run_on_primary(lambda: [*map(self.run_folder.place_of, ("model", "bad_steps"))])
+        folder, batches = processes.run_on_primary(lambda: [*map(self.run_folder.uri_of, ("model", "bad_steps"))])
         raise DivergedError(
             f"{self.cursor.num_bad_steps} updates in a row were not finite (max_bad_steps), the last one in step "
             f"{self.cursor.step}; the model as it was before them is in {folder}, their batches are in "
@@ -221,7 +221,7 @@ class GRPOTrainer(Run):
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def _evaluate(self, log: RunLog, stop: PreemptionHandler) -> None:
-        with stop.abandonable():
+        with stop.cancellable():
             evaluation = self.evaluate()
         self.cursor = replace(self.cursor, evaluated_step=self.cursor.step)
         log.evaluation(self.cursor.step, evaluation)

@@ -131,7 +131,7 @@ class Collector:
         return Experience(groups, with_logged(metrics, logged_metrics(rounds)), errors, cursor.num_prompts, num_tokens)
 
     def scored(self, experience: Experience, cursor: Cursor, num_wanted: int) -> Experience:
-        """Returns a rollout with its minibatches and the log-probs of the reference and of the learner's present policy.
+        """Returns a rollout with its minibatches and the log-probs of the reference and of the present policy.
 
         Args:
             experience: as it was sampled.

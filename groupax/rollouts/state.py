@@ -2,14 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from groupax.types import Metrics, Rollout
-
-if TYPE_CHECKING:
-    from groupax.types import Row
+from groupax.types import Metrics, Rollout, Row
 
 Group = list[Rollout]
 

@@ -19,7 +19,7 @@ def report_skipped_update(step: int, update: Update, rows: Sequence[Row], folder
     emit(
         Message(
             f"step {step}: the loss ({loss}) or the gradient's norm ({grad_norm}) is not finite; the update was "
-            f"skipped, its batch is in {folder.place_of(f'bad_steps/{path.name}')}",
+            f"skipped, its batch is in {folder.uri_of(f'bad_steps/{path.name}')}",
             warning=True,
         )
     )

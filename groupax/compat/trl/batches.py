@@ -1,7 +1,7 @@
 """TRL's batch arithmetic, in which an optimizer step may take parts of several rollouts.
 
-The core trains on whole minibatches of one rollout. TRL counts micro-batches: a step takes `gradient_accumulation_steps`
-of them and a rollout has `steps_per_generation`, whatever one is to the other.
+The core trains on whole minibatches of one rollout. TRL counts micro-batches: a step takes
+`gradient_accumulation_steps` of them and a rollout has `steps_per_generation`, in any ratio.
 """
 
 import math
@@ -44,9 +44,8 @@ class TRLSchedule(UpdateSchedule):
         """Returns the optimizer steps of a run; every epoch ends with a step, however few minibatches are left."""
         rollouts = self.prompts_per_epoch(num_examples) // self.prompts_per_rollout
         minibatches = rollouts * self.minibatches * self.num_passes
-        return (
-            max_steps if max_steps > 0 else math.ceil(num_epochs * math.ceil(minibatches / self.minibatches_per_step))
-        )
+        steps_per_epoch = math.ceil(minibatches / self.minibatches_per_step)
+        return max_steps if max_steps > 0 else math.ceil(num_epochs * steps_per_epoch)
 
 
 def trl_schedule(rows: int, accumulated: int, generated: int, num_generations: int, num_passes: int) -> TRLSchedule:
