@@ -318,7 +318,7 @@ def test_the_folder_of_a_run_may_begin_with_the_home(tmp_path, monkeypatch):
     assert not (tmp_path / "~").exists()
     again = a_trainer(tmp_path, max_steps=2, output_dir="~/other", resume="~/run")
     assert again.train().num_steps == 2
-    with pytest.raises(ValueError, match=r"output_dir '\.' has no name of its own"):
+    with pytest.raises(ValueError, match=r"output_dir '\.' has no name, under which"):
         a_trainer(tmp_path, output_dir=".")
 
 
@@ -471,7 +471,7 @@ def test_without_room_training_goes_on_and_saves_when_there_is_room(small_disk, 
     assert word in caplog.text
     newest = int(seen[-1].removeprefix("step_"))
     assert 2 <= newest < 6  # the disk filled up while the third was written, or later: what failed left its room
-    assert f"the newest one is that of step {newest}. Training goes on" in caplog.text
+    assert f"the newest one is that of step {newest}. Training continues" in caplog.text
     assert "Metrics and rollouts wait in memory" in caplog.text
     assert damage(checkpoint(small_disk, 8)) is None
     assert [line["step"] for line in lines_of(small_disk)] == list(range(1, 9))

@@ -85,7 +85,7 @@ def test_ranks_and_scales():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"r": 0}, "r must be a whole number of at least 1"),
+        ({"r": 0}, "r must be an integer of at least 1"),
         ({"lora_alpha": 0}, "lora_alpha must be a finite number above 0"),
         ({"lora_dropout": 1.0}, "below 1, got 1.0"),
         ({"target_modules": ()}, "target_modules is empty"),

@@ -354,7 +354,10 @@ BAD_ADAPTER = {
 QUANTIZED = "model.layers.0.self_attn.q_proj.weight"
 STATE = f"{QUANTIZED}.quant_state.bitsandbytes__nf4"
 BAD_NF4 = {
-    "codes cut off": (tensors(lambda t: t | {QUANTIZED: t[QUANTIZED][:-1]}), r"numbers of uint8; such a weight has"),
+    "codes cut off": (
+        tensors(lambda t: t | {QUANTIZED: t[QUANTIZED][:-1]}),
+        r"numbers of uint8; a weight of this shape has",
+    ),
     "codes as numbers": (tensors(lambda t: t | {QUANTIZED: t[QUANTIZED].astype(np.float32)}), "numbers of float32"),
     "codes as 8-bit floats": (
         header(lambda h: h | {QUANTIZED: h[QUANTIZED] | {"dtype": "F8_E4M3"}}),
@@ -362,14 +365,14 @@ BAD_NF4 = {
     ),
     "scales lack": (
         tensors(lambda t: {k: v for k, v in t.items() if k != f"{QUANTIZED}.nested_absmax"}),
-        "is no 4-bit weight",
+        "is not a 4-bit weight",
     ),
     "scales NaN": (
         tensors(lambda t: t | {f"{QUANTIZED}.nested_absmax": t[f"{QUANTIZED}.nested_absmax"] * np.nan}),
         "scales that are not finite",
     ),
-    "state a list": (tensors(lambda t: t | {STATE: np.frombuffer(b"[1]", np.uint8)}), "quantized in another way"),
-    "state no JSON": (tensors(lambda t: t | {STATE: np.frombuffer(b"\xff{", np.uint8)}), "is no 4-bit weight"),
+    "state a list": (tensors(lambda t: t | {STATE: np.frombuffer(b"[1]", np.uint8)}), "is not quantized to nf4"),
+    "state no JSON": (tensors(lambda t: t | {STATE: np.frombuffer(b"\xff{", np.uint8)}), "is not a 4-bit weight"),
 }
 
 

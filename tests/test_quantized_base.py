@@ -127,13 +127,16 @@ def test_a_4_bit_checkpoint_of_another_layout_is_refused(saved, tmp_path):
     path, name = tmp_path / "nf4" / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
     tensors = load_file(path)
     state = json.loads(bytes(tensors[f"{name}.quant_state.bitsandbytes__nf4"]))
-    for change, message in (({"blocksize": 128}, "another way than nf4"), ({"shape": [3, 4]}, r"has shape \[3, 4\]")):
+    for change, message in (
+        ({"blocksize": 128}, "is not quantized to nf4"),
+        ({"shape": [3, 4]}, r"has shape \[3, 4\]"),
+    ):
         text = np.frombuffer(json.dumps({**state, **change}).encode(), np.uint8)
         save_file({**tensors, f"{name}.quant_state.bitsandbytes__nf4": text}, path)
         with pytest.raises(ValueError, match=message):
             load_model(tmp_path / "nf4")
     save_file({key: value for key, value in tensors.items() if key != f"{name}.nested_absmax"}, path)
-    with pytest.raises(ValueError, match="no 4-bit weight with double quantization"):
+    with pytest.raises(ValueError, match="not a 4-bit weight with double quantization"):
         load_model(tmp_path / "nf4")
 
 

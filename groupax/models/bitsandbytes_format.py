@@ -69,16 +69,16 @@ def nf4_tensors(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
 
 
 def read_nf4(name: str, shape: tuple[int, ...], get: Callable[[str], np.ndarray], sharding: Any) -> Nf4:
-    """One weight.
+    """Reads one weight.
 
     Args:
-        name: of the weight.
-        shape: that it must have.
-        get: gives a tensor by its name.
-        sharding: where to put it.
+        name: Name of the weight.
+        shape: Expected shape.
+        get: Function that returns a tensor by name.
+        sharding: Sharding of the result.
 
     Raises:
-        ValueError: its layout is another one than `nf4_tensors`', or it is damaged.
+        ValueError: The layout differs from that of `nf4_tensors`, or the weight is damaged.
     """
     num = math.prod(shape)
     num_scales = -(-num // BLOCK)
@@ -93,23 +93,21 @@ def read_nf4(name: str, shape: tuple[int, ...], get: Callable[[str], np.ndarray]
         state = json.loads(bytes(get(f"{name}.{_STATE}")))
         arrays = {part: get(part) for part in sizes}
     except (KeyError, ValueError, RecursionError, SafetensorError) as error:
-        raise ValueError(f"{name} is no 4-bit weight with double quantization: {error}") from error
+        raise ValueError(f"{name} is not a 4-bit weight with double quantization: {error}") from error
     state = state if isinstance(state, dict) else {}
     if (state.get("blocksize"), state.get("nested_blocksize")) != (BLOCK, SCALE_BLOCK):
-        raise ValueError(
-            f"{name} is quantized in another way than nf4 in blocks of {BLOCK} and {SCALE_BLOCK}: {short_repr(state)}"
-        )
+        raise ValueError(f"{name} is not quantized to nf4 in blocks of {BLOCK} and {SCALE_BLOCK}: {short_repr(state)}")
     if state.get("shape") != list(shape):
         raise ValueError(f"{name} has shape {short_repr(state.get('shape'))}, config.json says {list(shape)}")
     for part, (dtype, size) in sizes.items():
         if arrays[part].dtype != dtype or arrays[part].size != size:
             raise ValueError(
-                f"{part} has {arrays[part].size} numbers of {arrays[part].dtype}; such a weight has {size} of "
+                f"{part} has {arrays[part].size} numbers of {arrays[part].dtype}; a weight of this shape has {size} of "
                 f"{np.dtype(dtype).name}"
             )
     codes, scales, code, scale_scales, scales_code = arrays.values()
     if not (np.allclose(code, np.array(CODE), atol=1e-6) and np.allclose(scales_code, scale_code(), atol=1e-6)):
-        raise ValueError(f"{name} is quantized with another code than nf4's")
+        raise ValueError(f"{name} is quantized with a code that is not nf4's")
     if not is_number(state.get("nested_offset")) or not np.isfinite(scale_scales).all():
         raise ValueError(f"{name} has scales that are not finite; the file is damaged")
     offset = np.float32(state["nested_offset"])

@@ -85,7 +85,7 @@ class LoRAConfig:
         if self.target_modules == (ALL_LINEAR,):
             object.__setattr__(self, "target_modules", ALL_LINEAR)
         if not is_integer(self.r, 1, MAX_SIZE):
-            raise ValueError(f"the rank r must be a whole number of at least 1, got {short_repr(self.r)}")
+            raise ValueError(f"r must be an integer of at least 1, got {short_repr(self.r)}")
         if not is_number(self.lora_alpha) or self.lora_alpha <= 0:
             raise ValueError(f"lora_alpha must be a finite number above 0, got {short_repr(self.lora_alpha)}")
         if not 0 <= self.lora_dropout < 1:

@@ -47,17 +47,17 @@ class Spec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix that multiplies all tokens."""
+        """True if it is a matrix that multiplies all tokens."""
         return len(self.shape) == 2 and None not in self.axes
 
     @property
     def is_layer_matrix(self) -> bool:
-        """Whether it is such a matrix of a layer, which may be quantized and adapted."""
+        """True if it is such a matrix of a layer, which may be quantized and adapted."""
         return self.is_matrix and ".layers." in self.name
 
     @property
     def is_stacked(self) -> bool:
-        """Whether each index of the first dim is a separate tensor in the checkpoint."""
+        """True if each index of the first dim is a separate tensor in the checkpoint."""
         return "{expert}" in self.name
 
     @property
