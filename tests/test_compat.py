@@ -237,14 +237,14 @@ def test_how_launchers_are_replaced_is_told(tmp_path):
     config = trl.GRPOConfig(deepspeed=str(tmp_path / "zero.json"))
     whole = init_model(TINY, mesh=make_mesh())
     with pytest.warns(CompatWarning, match=r"deepspeed=ZeRO stage 3: .*\(1,4,1,1,1\) over the 4 .* are split over"):
-        config.tell_mesh(reshard(whole, make_mesh((1, 4, 1, 1, 1))))
+        config.warn_about_mesh(reshard(whole, make_mesh((1, 4, 1, 1, 1))))
     with pytest.warns(CompatWarning, match="fsdp='no_shard': .*has to fit on one"):
-        trl.GRPOConfig(fsdp="no_shard").tell_mesh(whole)
+        trl.GRPOConfig(fsdp="no_shard").warn_about_mesh(whole)
     with (
         pytest.warns(CompatWarning, match="are split over"),
         pytest.warns(CompatWarning, match=r"kv_heads \(2\) is not divisible by tp=4"),
     ):
-        config.tell_mesh(reshard(whole, make_mesh((1, 1, 1, 4, 1)), RULES))
+        config.warn_about_mesh(reshard(whole, make_mesh((1, 1, 1, 4, 1)), RULES))
     with pytest.raises(ValueError, match=r"nowhere\.json' cannot be read"):
         trl.GRPOConfig(deepspeed="nowhere.json").to_native()
 
@@ -408,7 +408,7 @@ def test_a_base_in_8_bits_stays_so(folder, tmp_path):
     assert adapted.model.adapter.base_name == str(folder)
     with pytest.raises(ValueError, match="has an adapter already"):
         hf.PeftModel.from_pretrained(adapted, tmp_path / "adapter")
-    with pytest.warns(CompatWarning, match="8 bits are written as numbers again"):
+    with pytest.warns(CompatWarning, match="8-bit weights are dequantized"):
         base.save_pretrained(tmp_path / "numbers")
     assert "quantization_config" not in json.loads((tmp_path / "numbers" / "config.json").read_text())
     again = load_model(tmp_path / "numbers").params
@@ -452,9 +452,9 @@ def test_where_completions_of_generate_end(folder):
     model = hf.CausalLM(replace(loaded, generation_config={"eos_token_id": ends}))
     assert model.generate(prompt, max_new_tokens=8)[0, 3:].tolist() == ended
     assert model.generate(prompt, max_new_tokens=8, eos_token_id=[12])[0, 3:].tolist() == unlimited
-    with pytest.raises(ValueError, match="have 3 tokens, which max_length=3 leaves no room behind"):
+    with pytest.raises(ValueError, match="have 3 tokens, so max_length=3 leaves no room"):
         model.generate(prompt, max_length=3)
-    with pytest.warns(CompatWarning, match="max_length=9 changes nothing: max_new_tokens=1 counts"):
+    with pytest.warns(CompatWarning, match="max_length=9 changes nothing: max_new_tokens=1 is used"):
         assert model.generate(prompt, max_length=9, max_new_tokens=1).shape == (1, 4)
 
 

@@ -2,9 +2,9 @@
 
 from typing import Any, ClassVar
 
-from groupax.compat.easydel.fields import DEFAULTS, FORMER, INERT
+from groupax.compat.easydel.fields import ALIASES, DEFAULTS, INERT
 from groupax.compat.easydel.names import SCHEDULES, EasyDeLOptimizers, named
-from groupax.compat.fields import Fields, ForeignConfig, as_native, sampled_alike
+from groupax.compat.fields import Fields, ForeignConfig, as_native, matching_eval_sampling
 
 # Settings that groupax has under the same name with the same meaning.
 SAME = (
@@ -38,7 +38,7 @@ SAME = (
 class GRPOConfig(ForeignConfig):
     """EasyDeL's settings. What groupax does not have is taken with a warning that says why; unknown names fail."""
 
-    FIELDS: ClassVar[Fields] = Fields("EasyDeL", DEFAULTS, INERT, FORMER)
+    FIELDS: ClassVar[Fields] = Fields("EasyDeL", DEFAULTS, INERT, ALIASES)
 
     def to_native(self) -> Any:
         """The native config.
@@ -75,4 +75,4 @@ class GRPOConfig(ForeignConfig):
             "project": f"EasyDeL-{self.model_name}",
             "track_memory": bool(self.track_memory),
         }
-        return as_native(settings | sampled_alike(settings, self.num_return_sequences))
+        return as_native(settings | matching_eval_sampling(settings, self.num_return_sequences))

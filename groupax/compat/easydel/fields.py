@@ -113,4 +113,4 @@ _WITHOUT: dict[str, dict[str, Any]] = {
 INERT = {name: why for why, names in _WITHOUT.items() for name in names}
 DEFAULTS = MEANINGFUL | {name: default for names in _WITHOUT.values() for name, default in names.items()}
 # Other names of the same.
-FORMER = {"num_generations": "num_return_sequences", "max_steps": "max_training_steps"}
+ALIASES = {"num_generations": "num_return_sequences", "max_steps": "max_training_steps"}

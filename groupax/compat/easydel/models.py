@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 
 from groupax.compat import hf
 from groupax.compat.easydel.names import CHECKPOINTING, AttentionMechanisms, named
-from groupax.compat.fields import attention_setting, tell
-from groupax.compat.meshes import tell_whole
+from groupax.compat.fields import native_attention, warn
+from groupax.compat.meshes import warn_replicated
 from groupax.engine.tensor_parallel import indivisible_dims
 from groupax.models.checkpoint import Model, load_model
 from groupax.parallel.mesh import RULES, decoding_mesh, make_mesh
@@ -85,7 +85,7 @@ class AutoEasyDeLModelForCausalLM:
             if name not in cls.INERT:
                 raise TypeError(f"from_pretrained has no argument {name!r}{nearest(name, cls.INERT)}")
             if name not in cls.QUIET:
-                tell(f"from_pretrained's {name}={value!r} changes nothing in groupax: {cls.INERT[name]}")
+                warn(f"from_pretrained's {name}={value!r} changes nothing in groupax: {cls.INERT[name]}")
         mesh = None if sharding_axis_dims is None else _mesh(sharding_axis_dims)
         settings, max_positions = config_settings(config_kwargs or {})
         if dtype is not None:
@@ -95,13 +95,13 @@ class AutoEasyDeLModelForCausalLM:
         model = load_model(
             name_or_path, stored, mesh, weights, max_positions=max_positions, replicated=() if mesh is None else RULES
         )
-        tell_whole(model, "sharding_axis_dims")
-        if shared_by(model) > 1:
-            settings["decoding_tp"] = shared_by(model)
+        warn_replicated(model, "sharding_axis_dims")
+        if decoding_tp_of(model) > 1:
+            settings["decoding_tp"] = decoding_tp_of(model)
         return EasyDeLModel(model, settings)
 
 
-def shared_by(model: Model) -> int:
+def decoding_tp_of(model: Model) -> int:
     """How many devices share the weights that are decoded with: those of the mesh's tp, if they divide the model."""
     tp = model.mesh.shape["tp"]
     return 1 if indivisible_dims(model.config, decoding_mesh(model.mesh, tp)) else tp
@@ -119,14 +119,14 @@ def config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], int | No
         settings["kv_cache_dtype"] = _compute_dtype(config["kvdtype"])
     config.pop("kvdtype", None)
     mechanism = config.pop("attn_mechanism", AttentionMechanisms.AUTO)
-    if attention_setting(mechanism) != "auto":
-        settings["attn_implementation"] = attention_setting(mechanism)
+    if native_attention(mechanism) != "auto":
+        settings["attn_implementation"] = native_attention(mechanism)
     for name in ("attn_dtype", "attn_softmax_dtype"):
         dtype = config.pop(name, None)
         if name == "attn_softmax_dtype" and dtype is not None and np.dtype(dtype).name != "float32":
-            tell(f"{name}={np.dtype(dtype).name}: groupax adds up attention's weights in float32")
+            warn(f"{name}={np.dtype(dtype).name}: groupax adds up attention's weights in float32")
     for name, value in config.items():
-        tell(f"config_kwargs {name}={value!r} changes nothing in groupax: the model is what its config.json says")
+        warn(f"config_kwargs {name}={value!r} changes nothing in groupax: the model is what its config.json says")
     return settings, max((length for length in lengths if length), default=None)
 
 

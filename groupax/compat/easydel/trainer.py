@@ -11,14 +11,14 @@ from groupax.compat import hf
 from groupax.compat.easydel.config import GRPOConfig
 from groupax.compat.easydel.models import EasyDeLModel
 from groupax.compat.easydel.vinference import SAMPLING, vInference
-from groupax.compat.fields import tell
+from groupax.compat.fields import warn
 from groupax.data.chat import render
 from groupax.data.examples import load_examples
 from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import is_conversational, prepare_tokenizer
 
 # Columns that hold the question in well-known datasets without a column `prompt`.
-QUESTIONS = ("question", "problem")
+QUESTION_COLUMNS = ("question", "problem")
 
 
 class GRPOTrainer:
@@ -92,12 +92,12 @@ def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOC
     if vinference is None:
         return arguments
     if not vinference.do_sample:
-        tell("vInference's do_sample=False: a trainer always samples; equal completions leave nothing to compare")
+        warn("vInference's do_sample=False: a trainer always samples; equal completions leave nothing to compare")
     settings = dict(arguments.given)
     for name, value in vinference.given.items():
         own = SAMPLING[name]
         if settings.setdefault(own, value) != value:
-            tell(f"GRPOConfig's {own}={settings[own]!r} is taken, not vInference's {name}={value!r}")
+            warn(f"GRPOConfig's {own}={settings[own]!r} is taken, not vInference's {name}={value!r}")
     merged = GRPOConfig()
     merged.given.update(settings)
     return merged
@@ -107,9 +107,9 @@ def _examples(dataset: Any, name: str, tokenize: Callable[..., Any] | None, toke
     """The rows, with `prompt` and what a `data_tokenize_fn` makes of them."""
     columns = getattr(dataset, "column_names", None)
     if isinstance(columns, list) and "prompt" not in columns:
-        found = [column for column in QUESTIONS if column in columns]
+        found = [column for column in QUESTION_COLUMNS if column in columns]
         if found:
-            tell(f"{name} has no column 'prompt'; {found[0]!r} is taken in its place")
+            warn(f"{name} has no column 'prompt'; {found[0]!r} is taken in its place")
             dataset = dataset.rename_column(found[0], "prompt")
     examples = load_examples(dataset, name)
     if tokenize is None:

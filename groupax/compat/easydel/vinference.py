@@ -8,8 +8,8 @@ from typing import Any
 
 from groupax.compat import hf
 from groupax.compat.easydel.fields import DEFAULTS
-from groupax.compat.easydel.models import shared_by
-from groupax.compat.fields import tell
+from groupax.compat.easydel.models import decoding_tp_of
+from groupax.compat.fields import warn
 from groupax.engine.engine import Engine
 from groupax.models.checkpoint import Model, load_model
 from groupax.settings.fields import nearest
@@ -79,7 +79,7 @@ class vInference:  # noqa: N801 - EasyDeL's name
     def _engine(self) -> Engine:
         model = hf.as_model(self.model)
         model = model if isinstance(model, Model) else load_model(model)
-        return Engine.of(model, self.tokenizer, tp=shared_by(model))
+        return Engine.of(model, self.tokenizer, tp=decoding_tp_of(model))
 
 
 def _settings_of(config: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _settings_of(config: Any) -> dict[str, Any]:
         _check_known("vInferenceConfig", given, (*KNOWN, *UNUSED, "sampling_params"))
         for name in UNUSED:
             if given.get(name) is not None:
-                tell(f"vInferenceConfig's {name}={given[name]!r} changes nothing in groupax: {UNUSED[name]}")
+                warn(f"vInferenceConfig's {name}={given[name]!r} changes nothing in groupax: {UNUSED[name]}")
     sampling = given.get("sampling_params")
     nested = dict(sampling if isinstance(sampling, Mapping) else vars(sampling)) if sampling is not None else {}
     nested |= {"max_new_tokens": nested["max_tokens"]} if nested.get("max_tokens") is not None else {}

@@ -9,13 +9,13 @@ from groupax.compat.fields import (
     Fields,
     ForeignConfig,
     as_native,
-    attention_setting,
-    sampled_alike,
-    steps_of,
-    tell,
+    interval_steps,
+    matching_eval_sampling,
+    native_attention,
+    warn,
 )
-from groupax.compat.meshes import mesh_of, offloaded, tell_whole, zero_stage
-from groupax.compat.trl.fields import DEFAULTS, FORMER, INERT
+from groupax.compat.meshes import requested_mesh, requested_offload, warn_replicated, zero_stage
+from groupax.compat.trl.fields import ALIASES, DEFAULTS, INERT
 from groupax.models.checkpoint import Model
 from groupax.parallel.mesh import RULES, format_mesh, splits_model
 from groupax.rollouts.slices import slices_of
@@ -112,7 +112,7 @@ COUNTS = (
     "num_generations",
     "num_generations_eval",
 )
-MOST_COUNTED = 10**7
+MAX_COUNT = 10**7
 
 
 class Batches(NamedTuple):
@@ -140,7 +140,7 @@ class GRPOConfig(ForeignConfig):
         TypeError: a name is unknown.
     """
 
-    FIELDS: ClassVar[Fields] = Fields("TRL", DEFAULTS, INERT, FORMER)
+    FIELDS: ClassVar[Fields] = Fields("TRL", DEFAULTS, INERT, ALIASES)
 
     def __init__(self, output_dir: str | None = None, **settings: Any) -> None:
         super().__init__(**({} if output_dir is None else {"output_dir": output_dir}), **settings)
@@ -159,8 +159,8 @@ class GRPOConfig(ForeignConfig):
         """
         for name in COUNTS:
             value = getattr(self, name)
-            if value != DEFAULTS[name] and not (isinstance(value, int) and 1 <= value <= MOST_COUNTED):
-                raise ValueError(f"{name} must be a whole number between 1 and {MOST_COUNTED:,}, got {shown(value)}")
+            if value != DEFAULTS[name] and not (isinstance(value, int) and 1 <= value <= MAX_COUNT):
+                raise ValueError(f"{name} must be a whole number between 1 and {MAX_COUNT:,}, got {shown(value)}")
         rows = self.per_device_train_batch_size * num_devices
         accumulated, generated = self.gradient_accumulation_steps, self.steps_per_generation
         if self.generation_batch_size is not None:
@@ -178,7 +178,7 @@ class GRPOConfig(ForeignConfig):
             while rows * generated % self.num_generations:
                 generated += accumulated
             if generated > accumulated:
-                tell(
+                warn(
                     f"an optimizer step has {rows * accumulated} completions, which are no whole groups of "
                     f"num_generations {self.num_generations}: steps_per_generation is {generated}, so that "
                     f"{generated // accumulated} steps train on a generation"
@@ -203,7 +203,7 @@ class GRPOConfig(ForeignConfig):
         """
         rows, accumulated, generated = self.batches(num_devices)
         metric = self.metric_for_best_model
-        of_model = as_mapping(self.model_init_kwargs, "model_init_kwargs")
+        of_model = parse_mapping(self.model_init_kwargs, "model_init_kwargs")
         settings = {name: getattr(self, name) for name in SAME}
         settings |= {
             "masked_rows_in_denominator": True,
@@ -214,7 +214,7 @@ class GRPOConfig(ForeignConfig):
             "prompt_order": "shuffled_by_torch" if self.shuffle_dataset else "dataset",
             "drop_last": True,
             "max_completion_length": self.max_completion_length or 512,
-            "chat_template_kwargs": as_mapping(self.chat_template_kwargs, "chat_template_kwargs"),
+            "chat_template_kwargs": parse_mapping(self.chat_template_kwargs, "chat_template_kwargs"),
             "prompt_overflow": "truncate_left" if self.max_prompt_length else "error",
             "top_k": self.top_k if self.top_k and self.top_k > 0 else 0,
             "min_p": self.min_p or 0.0,
@@ -227,7 +227,7 @@ class GRPOConfig(ForeignConfig):
             "greater_is_better": self.greater_is_better is not False,
             "logging_steps": self._logging_steps(),
             "resume": "never",
-            "attn_implementation": attention_setting(of_model.get("attn_implementation")),
+            "attn_implementation": native_attention(of_model.get("attn_implementation")),
             "gradient_checkpointing": "full" if self.given.get("gradient_checkpointing") else "none",
             "dtype": self._dtype(),
             "progress_bar": "none" if self.disable_tqdm else "rich",
@@ -238,25 +238,25 @@ class GRPOConfig(ForeignConfig):
             **self._generation(),
             **self._sampling(),
         }
-        settings |= sampled_alike(settings, self.num_generations_eval or self.num_generations)
+        settings |= matching_eval_sampling(settings, self.num_generations_eval or self.num_generations)
         if (self.entropy_coef or self.use_adaptive_entropy) and self.top_entropy_quantile < 1:
-            tell(
+            warn(
                 f"top_entropy_quantile={self.top_entropy_quantile} masks the policy loss; the entropy bonus is a mean "
                 "over all loss tokens, where TRL takes it over the kept ones"
             )
-        if mesh := mesh_of(self.deepspeed, self.fsdp, self.parallelism_config):
+        if mesh := requested_mesh(self.deepspeed, self.fsdp, self.parallelism_config):
             settings |= {"mesh": mesh, "mesh_replicate": tuple(RULES)}
-        settings["offload_optimizer"], weights = offloaded(self.deepspeed, self.fsdp)
+        settings["offload_optimizer"], weights = requested_offload(self.deepspeed, self.fsdp)
         if weights:
-            tell("offload_param: weights that are trained stay on the devices; groupax offloads the optimizer's state")
+            warn("offload_param: weights that are trained stay on the devices; groupax offloads the optimizer's state")
         every = slices_of(as_native(settings, NAMES)).num_steps(num_prompts, 1, -1) if num_prompts else 1
-        settings["eval_steps"] = steps_of(
+        settings["eval_steps"] = interval_steps(
             self.eval_strategy, self.eval_steps or self._logging_steps(), every, "eval_strategy"
         )
         settings |= self._saving(every)
         return as_native(settings, NAMES)
 
-    def tell_mesh(self, model: Model) -> None:
+    def warn_about_mesh(self, model: Model) -> None:
         """Say how settings of DeepSpeed, FSDP and parallelism are carried out.
 
         Args:
@@ -272,16 +272,16 @@ class GRPOConfig(ForeignConfig):
         how = "weights, gradients and the optimizer's state are split over them; weights are gathered for decoding"
         if not splits_model(model.mesh):
             how = "every device holds all weights and the whole optimizer state, so the model has to fit on one"
-        tell(
+        warn(
             f"{' and '.join(f'{name}={value}' for name, value in words.items())}: groupax needs no launcher. Mesh (dp, "
             f"fsdp, ep, tp, sp) = ({format_mesh(model.mesh)}) over the {model.mesh.devices.size} devices: {how}"
         )
-        tell_whole(model, " and ".join(asked))
+        warn_replicated(model, " and ".join(asked))
 
     def _logging_steps(self) -> int:
         strategy = getattr(self.logging_strategy, "value", self.logging_strategy)
         if strategy != "steps":
-            tell(f"logging_strategy {strategy!r}: metrics.jsonl gets a line every logging_steps all the same")
+            warn(f"logging_strategy {strategy!r}: metrics.jsonl gets a line every logging_steps all the same")
         if self.logging_steps < 1:
             raise ValueError(f"logging_steps must be a number of steps, got {self.logging_steps}")
         return int(self.logging_steps)
@@ -293,12 +293,12 @@ class GRPOConfig(ForeignConfig):
             return tuple(name for name in TRACKERS if name in PACKAGES and is_installed(name))
         known = [name for name in asked if name in TRACKERS]
         if unknown := [name for name in asked if name not in TRACKERS and name != "none"]:
-            tell(f"report_to {', '.join(unknown)}: groupax reports to {', '.join(TRACKERS)}")
+            warn(f"report_to {', '.join(unknown)}: groupax reports to {', '.join(TRACKERS)}")
         return tuple(dict.fromkeys(known))
 
     def _dtype(self) -> str:
         if self.fp16:
-            tell("fp16=True: groupax computes in bfloat16 or float32; it takes what is native to the devices")
+            warn("fp16=True: groupax computes in bfloat16 or float32; it takes what is native to the devices")
             return "auto"
         return {None: "auto", True: "bfloat16", False: "float32"}[self.bf16]
 
@@ -310,14 +310,14 @@ class GRPOConfig(ForeignConfig):
                 f"optim {name!r} is not supported{nearest(name, OPTIMIZERS)}; there are {', '.join(OPTIMIZERS)}"
             )
         if "8bit" in name or "4bit" in name or "paged" in name:
-            tell(f"optim {name!r}: the optimizer's state is float32 on the devices")
+            warn(f"optim {name!r}: the optimizer's state is float32 on the devices")
         scheduler = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
         if scheduler not in SCHEDULERS:
             raise ValueError(
                 f"lr_scheduler_type {scheduler!r} is not supported{nearest(scheduler, SCHEDULERS)}; there are "
                 f"{', '.join(SCHEDULERS)}"
             )
-        more = dict(as_mapping(self.lr_scheduler_kwargs, "lr_scheduler_kwargs"))
+        more = dict(parse_mapping(self.lr_scheduler_kwargs, "lr_scheduler_kwargs"))
         end = more.pop("min_lr", None)
         end = self.learning_rate * more.pop("min_lr_rate") if end is None and "min_lr_rate" in more else end
         if more:
@@ -328,13 +328,13 @@ class GRPOConfig(ForeignConfig):
         elif not self.warmup_steps and self.warmup_ratio:
             warmup = {"warmup_ratio": float(self.warmup_ratio)}
         if scheduler == "constant" and any(warmup.values()):
-            tell("lr_scheduler_type 'constant' has no warm-up; 'constant_with_warmup' has one")
+            warn("lr_scheduler_type 'constant' has no warm-up; 'constant_with_warmup' has one")
             warmup = {}
         constant = {"learning_rate_end": end or 0.0, "lr_scheduler_type": SCHEDULERS[scheduler]}
         return {"optimizer": OPTIMIZERS[known[-1]], **constant, **warmup}
 
     def _generation(self) -> dict[str, Any]:
-        given = dict(as_mapping(self.generation_kwargs, "generation_kwargs"))
+        given = dict(parse_mapping(self.generation_kwargs, "generation_kwargs"))
         if given.pop("do_sample", True) is not True:
             raise ValueError(
                 "generation_kwargs has do_sample=False: greedy completions of one prompt are all the same, which "
@@ -352,23 +352,23 @@ class GRPOConfig(ForeignConfig):
 
     def _sampling(self) -> dict[str, Any]:
         """Who samples, and vLLM's importance-sampling correction: if it was asked for, and with a server by default."""
-        shared_by = self.vllm_tensor_parallel_size
+        tensor_parallel = self.vllm_tensor_parallel_size
         if not self.use_vllm:
-            _tell_not_shared(shared_by, "it is of use_vllm=True, which is not set")
+            _warn_tp_unused(tensor_parallel, "it is of use_vllm=True, which is not set")
             return {}
         host, asks_server = self.vllm_server_host, self.vllm_mode == "server" or "vllm_server_host" in self.given
         url = self.vllm_server_base_url
         if url is None and asks_server and host:
             url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.vllm_server_port}"
         if url is None:
-            tell(
+            warn(
                 "use_vllm=True: groupax's own engine samples in the trainer's process, on the policy's own weights; no "
                 "vLLM is needed. There is nothing to start and nothing to sync"
             )
         else:
-            _tell_not_shared(shared_by, "who starts the server says how it shares weights (groupax serve --tp)")
-            tell(f"use_vllm=True: rollouts are sampled by the server at {url}; docs/serving.md says how to start one")
-        settings: dict[str, Any] = {"decoding_tp": shared_by} if url is None else {"rollout_servers": (url,)}
+            _warn_tp_unused(tensor_parallel, "who starts the server says how it shares weights (groupax serve --tp)")
+            warn(f"use_vllm=True: rollouts are sampled by the server at {url}; docs/serving.md says how to start one")
+        settings: dict[str, Any] = {"decoding_tp": tensor_parallel} if url is None else {"rollout_servers": (url,)}
         asked = url is not None or "vllm_importance_sampling_mode" in self.given
         if asked and self.vllm_importance_sampling_correction:
             settings["rollout_correction"] = self.vllm_importance_sampling_mode
@@ -382,7 +382,7 @@ class GRPOConfig(ForeignConfig):
             strategy, steps = "steps", self.eval_steps or self._logging_steps()
         else:
             steps = self.save_steps
-        every = steps_of(strategy, steps, steps_per_epoch, "save_strategy")
+        every = interval_steps(strategy, steps, steps_per_epoch, "save_strategy")
         return {
             "save_steps": every,
             "save_interval_minutes": 0.0,
@@ -391,7 +391,7 @@ class GRPOConfig(ForeignConfig):
         }
 
 
-def as_mapping(value: Any, name: str) -> Mapping[str, Any]:
+def parse_mapping(value: Any, name: str) -> Mapping[str, Any]:
     """A dict, also one that is written as JSON; empty for None.
 
     Raises:
@@ -405,9 +405,9 @@ def as_mapping(value: Any, name: str) -> Mapping[str, Any]:
     return value
 
 
-def _tell_not_shared(shared_by: int, why: str) -> None:
-    if shared_by != 1:
-        tell(f"vllm_tensor_parallel_size={shared_by} changes nothing in groupax: {why}")
+def _warn_tp_unused(tensor_parallel: int, why: str) -> None:
+    if tensor_parallel != 1:
+        warn(f"vllm_tensor_parallel_size={tensor_parallel} changes nothing in groupax: {why}")
 
 
 def _whole(number: float) -> int | float:

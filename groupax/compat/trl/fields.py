@@ -246,4 +246,4 @@ _WITHOUT: dict[str, dict[str, Any]] = {
 INERT = {name: why for why, names in _WITHOUT.items() for name in names}
 DEFAULTS = MEANINGFUL | {name: default for names in _WITHOUT.values() for name, default in names.items()}
 # What fields were called in earlier versions.
-FORMER = {"evaluation_strategy": "eval_strategy"}
+ALIASES = {"evaluation_strategy": "eval_strategy"}

@@ -11,8 +11,8 @@ import jax
 import groupax.trainer as native
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
-from groupax.compat.fields import tell
-from groupax.compat.trl.config import GRPOConfig, as_mapping
+from groupax.compat.fields import warn
+from groupax.compat.trl.config import GRPOConfig, parse_mapping
 from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
@@ -114,7 +114,7 @@ class GRPOTrainer:
             policy.peft_config,
             self._listeners,
         )
-        args.tell_mesh(self.native.model)
+        args.warn_about_mesh(self.native.model)
         self.state.max_steps = self.native.num_steps
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
 
@@ -175,7 +175,7 @@ class GRPOTrainer:
 
     def push_to_hub(self, **inert: Any) -> str:
         """Upload the current policy as `hub_model_id`, by default the name of `output_dir`."""
-        hf.tell_inert(inert, {"commit_message", "blocking", "token", "revision", "dataset_name", "tags"}, "push_to_hub")
+        hf.warn_inert(inert, {"commit_message", "blocking", "token", "revision", "dataset_name", "tags"}, "push_to_hub")
         repo_id = self.args.hub_model_id or Path(self.native.args.output_dir).name
         return push_folder(self.native.save_model(), repo_id, private=bool(self.args.hub_private_repo))
 
@@ -187,7 +187,7 @@ def num_accelerators() -> int:
 
 
 def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config: Any) -> _Policy:
-    more = dict(as_mapping(args.model_init_kwargs, "model_init_kwargs"))
+    more = dict(parse_mapping(args.model_init_kwargs, "model_init_kwargs"))
     if quantization_config is not None and "quantization_config" in more:
         raise ValueError("quantization_config is given twice: to the trainer and in model_init_kwargs")
     quantization_config = quantization_config or more.pop("quantization_config", None)
@@ -196,17 +196,17 @@ def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config:
         if name not in (*hf.INERT, "dtype", "torch_dtype"):
             raise ValueError(f"model_init_kwargs has {name!r}{nearest(name, [*hf.INERT, 'dtype'])}")
         why = hf.INERT.get(name, "masters are float32, and bf16 says what is computed in")
-        tell(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {why}")
+        warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {why}")
     weights = hf.base_weights(quantization_config)
     given = hf.as_model(model)
     adapter = getattr(given, "adapter", None)
     if adapter is not None and peft_config is not None:
         if as_lora_config(peft_config) != adapter.config:
             raise ValueError("the model has an adapter already, and peft_config asks for another one; give one of them")
-        tell("peft_config describes the adapter that the model has already, which is trained; leave it out")
+        warn("peft_config describes the adapter that the model has already, which is trained; leave it out")
         peft_config = None
     if weights != "same" and not isinstance(given, (str, Path)):
-        tell("quantization_config changes nothing: the model is loaded already")
+        warn("quantization_config changes nothing: the model is loaded already")
         weights = "same"
     return _Policy(given, peft_config, weights)
 
@@ -249,7 +249,7 @@ def _optimizer(optimizers: tuple[Any, Any]) -> dict[str, Any]:
     settings = {names[name]: float(numbers[name]) for name in names if isinstance(numbers.get(name), (int, float))}
     if "betas" in numbers:
         settings |= {"adam_beta1": float(numbers["betas"][0]), "adam_beta2": float(numbers["betas"][1])}
-    tell(f"of the optimizer {type(optimizer).__name__} groupax takes its kind and {', '.join(settings)}")
+    warn(f"of the optimizer {type(optimizer).__name__} groupax takes its kind and {', '.join(settings)}")
     return {"optimizer": kinds[kind], **settings}
 
 
@@ -266,5 +266,5 @@ def _template_kwargs(given: Mapping[str, Any], tokenizer: Any, model: Any) -> di
         tokenizer = load_tokenizer(model.source if hasattr(model, "source") else resolve_folder(model))
     unknown = unknown_template_kwargs(tokenizer, given)
     for name, fault in unknown.items():
-        tell(f"chat_template_kwargs {name}={given[name]!r} changes nothing: {fault}")
+        warn(f"chat_template_kwargs {name}={given[name]!r} changes nothing: {fault}")
     return {name: value for name, value in given.items() if name not in unknown}

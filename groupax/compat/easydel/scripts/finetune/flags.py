@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from groupax.cli.main import Train, start
-from groupax.compat.fields import attention_setting
+from groupax.compat.fields import native_attention
 from groupax.config import GRPOConfig
 from groupax.recipes import load_recipe
 
@@ -70,7 +70,7 @@ def run(recipe: str, flags: Flags, weights: dict[str, float] | None = None, not_
     settings: dict[str, Any] = {
         RENAMED.get(name, name): value for name, value in given.items() if name not in (*NOT_SETTINGS, *not_settings)
     }
-    settings["attn_implementation"] = attention_setting(flags.attn_mechanism)
+    settings["attn_implementation"] = native_attention(flags.attn_mechanism)
     report_to = {"report_to": ("wandb",)} if flags.use_wandb else {}
     args = GRPOConfig.from_mapping({**known.config, **settings, **report_to})
     if weights:
