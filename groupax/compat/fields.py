@@ -1,5 +1,6 @@
 """Settings with the field names and defaults of another library. Imports no jax."""
 
+import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -32,6 +33,11 @@ _PLAIN_ATTENTION = ("eager", "vanilla", "blockwise")
 def native_attention(name: Any) -> AttnImplementation:
     """Returns `attn_implementation` for another library's attention name; every kernel name maps to "auto"."""
     return "plain" if str(getattr(name, "value", name)) in _PLAIN_ATTENTION else "auto"
+
+
+def scale_rewards(value: Any) -> Any:
+    """Returns the native `scale_rewards` for another library's value, which may be a boolean."""
+    return {True: "group", False: "none"}.get(value, value)
 
 
 @dataclass(frozen=True)
@@ -170,3 +176,17 @@ def interval_steps(strategy: Any, steps: Any, steps_per_epoch: int, name: str) -
             f"{name} 'steps' with a fraction of the run ({steps}) is not supported; give a number of steps"
         )
     return int(steps)
+
+
+def parse_mapping(value: Any, name: str) -> Mapping[str, Any]:
+    """Returns a dict, parsed if it is JSON text; empty for None.
+
+    Raises:
+        ValueError: The value is not a dict.
+    """
+    if value is None:
+        return {}
+    value = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a dict, got {value!r}")
+    return value

@@ -1,4 +1,4 @@
-"""Quantization and LoRA settings under the names of transformers and PEFT. Imports no jax."""
+"""Quantization and LoRA settings under the names of transformers and PEFT."""
 
 from collections.abc import Mapping
 from typing import Any
