@@ -48,7 +48,7 @@ def sampling_params(
         stop_token_ids: Tokens that end a completion instead of the model's own; empty to keep the latter.
     """
     if settings["do_sample"]:
-        drawing = {name: settings[name] for name in ("temperature", "top_k", "top_p")}
+        drawing: dict[str, Any] = {name: settings[name] for name in ("temperature", "top_k", "top_p")}
         drawing["min_p"] = settings["min_p"] or 0.0
     else:
         drawing = {"temperature": 0.0}

@@ -13,6 +13,7 @@ from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import parse_mapping, warn
 from groupax.compat.trl.config import GRPOConfig
+from groupax.compat.trl.optimizer import torch_optimizer_settings
 from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
