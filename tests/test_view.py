@@ -449,7 +449,7 @@ def test_settings_findings_and_evaluations(port, folder):
 @pytest.mark.parametrize(
     ("name", "parameters", "status", "told"),
     [
-        ("step", {"run": "alpha", "step": 99}, 404, "rollouts of step 99 has no rollout log"),
+        ("step", {"run": "alpha", "step": 99}, 404, "step 99 has no rollout log"),
         ("step", {"run": "alpha", "step": 7}, 400, "step_000007.parquet cannot be read"),
         ("step", {"run": "alpha", "step": "9" * 5000}, 400, "not a non-negative integer"),
         ("step", {"run": "alpha", "step": "../../x"}, 400, "not a non-negative integer"),
