@@ -1,4 +1,4 @@
-"""Other libraries' names: what they become here, what is told, what is refused."""
+"""Other libraries' names: their conversion, the warnings, and the refusals."""
 
 import json
 import warnings
@@ -452,7 +452,7 @@ def test_where_completions_of_generate_end(folder):
     model = hf.CausalLM(replace(loaded, generation_config={"eos_token_id": ends}))
     assert model.generate(prompt, max_new_tokens=8)[0, 3:].tolist() == ended
     assert model.generate(prompt, max_new_tokens=8, eos_token_id=[12])[0, 3:].tolist() == unlimited
-    with pytest.raises(ValueError, match="have 3 tokens, which max_length=3 leaves no room behind"):
+    with pytest.raises(ValueError, match="have 3 tokens, and max_length=3 leaves no room"):
         model.generate(prompt, max_length=3)
     with pytest.warns(CompatWarning, match="max_length=9 changes nothing: max_new_tokens=1 counts"):
         assert model.generate(prompt, max_length=9, max_new_tokens=1).shape == (1, 4)
@@ -497,7 +497,7 @@ def test_easydel_models(folder):
         )
     text = " ".join(str(each.message) for each in told)
     assert model.model.params["layers"][0]["gate"].addressable_shards[0].data.shape[1] * 4 == 32
-    assert "attn_softmax_dtype=bfloat16: groupax adds up attention's weights in float32" in text
+    assert "attn_softmax_dtype=bfloat16: groupax accumulates attention weights in float32" in text
     assert model.trainer_settings == {
         "gradient_checkpointing": "full",
         "kv_cache_dtype": "bfloat16",

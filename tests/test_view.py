@@ -388,7 +388,7 @@ def test_search_goes_through_all_steps_backwards(port):
     assert hits[0]["excerpt"] == "answer 1 of step 6"
     earlier = ask(port, "search", run="alpha", q="answer 1 of step", before=2)
     assert [hit["step"] for hit in earlier["hits"]] == [1, 1]
-    assert "what is searched for" in ask(port, "search", 400, run="alpha")["error"]
+    assert "there is nothing to search for" in ask(port, "search", 400, run="alpha")["error"]
 
 
 def test_one_prompt_is_followed_over_the_steps(port):

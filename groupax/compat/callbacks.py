@@ -13,7 +13,7 @@ UNHEARD = ("on_epoch_begin", "on_epoch_end", "on_substep_end", "on_optimizer_ste
 
 @dataclass
 class State:
-    """Where a run stands, under the names of `transformers.TrainerState`."""
+    """The progress of a run under the names of `transformers.TrainerState`."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -31,7 +31,7 @@ class State:
 
 @dataclass
 class Control:
-    """What callbacks want, under the names of `transformers.TrainerControl`."""
+    """Requests of callbacks under the names of `transformers.TrainerControl`."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -44,11 +44,11 @@ class CallbackListener:
     """Calls callbacks as transformers' trainer does, and ends the run when one sets `should_training_stop`.
 
     Args:
-        callbacks: objects with `on_...` methods, or classes of such.
-        args: what they get as the first argument.
-        steps_per_epoch: for `state.epoch`.
-        state: that they get; kept up to date.
-        more: keyword arguments of every call.
+        callbacks: Objects with `on_...` methods, or their classes.
+        args: First argument of every call.
+        steps_per_epoch: Optimizer steps per epoch, for `state.epoch`.
+        state: State that callbacks receive; it is kept up to date.
+        more: Keyword arguments of every call.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CallbackListener:
     ) -> None:
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         self.args, self.steps_per_epoch, self.state, self.more = args, steps_per_epoch, state, more
-        self.control, self.told = Control(), False
+        self.control, self.has_warned = Control(), False
         for callback in self.callbacks:
             self._tell_unheard(callback)
             self._call(callback, "on_init_end")
@@ -83,10 +83,10 @@ class CallbackListener:
                 self._call_all("on_train_end", step)
             case _:
                 pass
-        if (self.control.should_save or self.control.should_evaluate) and not self.told:
-            self.told = True
+        if (self.control.should_save or self.control.should_evaluate) and not self.has_warned:
+            self.has_warned = True
             tell(
-                "a callback asks for a checkpoint or an evaluation, which go by save_steps and eval_steps in groupax; "
+                "a callback asks for a checkpoint or an evaluation, which follow save_steps and eval_steps in groupax; "
                 "callbacks can end a run (should_training_stop)"
             )
         return self.control.should_training_stop or self.control.should_epoch_stop
@@ -100,7 +100,7 @@ class CallbackListener:
         self.state.log_history.append({"step": step, "epoch": step / self.steps_per_epoch, **metrics})
 
     def _remember_best(self, step: int, metrics: Metrics) -> None:
-        """After the callbacks, which compare an evaluation with the best one before it."""
+        """Records the best evaluation, after the callbacks have compared the new one with the previous best."""
         name = getattr(self.args, "metric_for_best_model", None)
         value = metrics.get(f"eval_{name.removeprefix('eval_')}") if name else None
         if value is None:

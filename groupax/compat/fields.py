@@ -17,11 +17,11 @@ EVAL_SAMPLING = tuple(EvalSamplingSettings().eval_sampling)
 
 
 class CompatWarning(UserWarning):
-    """What was asked for has no meaning in groupax, or another one; says why."""
+    """A warning that a setting has no meaning in groupax, or another one, and why."""
 
 
 def tell(text: str) -> None:
-    """Warn the user of a difference."""
+    """Warns the user of a difference."""
     warnings.warn(text, CompatWarning, stacklevel=3)
 
 
@@ -30,19 +30,19 @@ _PLAIN_ATTENTION = ("eager", "vanilla", "blockwise")
 
 
 def attention_setting(name: Any) -> AttnImplementation:
-    """The setting for another library's name of attention; any kernel is the device's own, if there is one."""
+    """Returns the setting for another library's name of attention; any kernel becomes the device's own."""
     return "plain" if str(getattr(name, "value", name)) in _PLAIN_ATTENTION else "auto"
 
 
 @dataclass(frozen=True)
 class Fields:
-    """What another library's settings are.
+    """The settings of another library.
 
     Attributes:
-        library: its name and version.
-        defaults: of every field.
-        inert: fields that have no meaning here, and why.
-        former: names in earlier versions, and what they are called now.
+        library: Name of the library.
+        defaults: Default of every field.
+        inert: Fields that have no meaning here, with the reason.
+        former: Current names of fields by their names in earlier versions.
     """
 
     library: str
@@ -52,13 +52,13 @@ class Fields:
 
 
 class ForeignConfig:
-    """Settings with another library's names and defaults; they can be changed until a trainer is made of them.
+    """Settings with another library's names and defaults; they can be changed until a trainer is created from them.
 
     Args:
-        settings: by name.
+        settings: Settings by name.
 
     Raises:
-        TypeError: a name is unknown; says the nearest one.
+        TypeError: A name is unknown; names the nearest one.
     """
 
     FIELDS: ClassVar[Fields]
@@ -92,15 +92,15 @@ class ForeignConfig:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field with its value."""
+        """Returns every field with its value."""
         return {name: getattr(self, name) for name in self.FIELDS.defaults}
 
 
 def _as_number(name: str, value: Any, default: Any) -> Any:
-    """The value of a setting whose default is a number; files have numbers as texts at times.
+    """Returns the value of a setting whose default is a number; files sometimes contain numbers as texts.
 
     Raises:
-        ValueError: it is something else than a number, or not finite.
+        ValueError: The value is not a finite number.
     """
     if isinstance(default, bool) or not isinstance(default, (int, float)):
         return value
@@ -117,14 +117,14 @@ def _as_number(name: str, value: Any, default: Any) -> Any:
 
 
 def as_native(settings: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})) -> GRPOConfig:
-    """A native config; lists become tuples, and whole numbers floats where a float is meant.
+    """Returns a native config; lists become tuples, and whole numbers floats where the field is a float.
 
     Args:
-        settings: by native names.
-        names: what the user has set, by the native names that it became.
+        settings: Settings by native name.
+        names: Names that the user has set, by the native names that follow from them.
 
     Raises:
-        ValueError: a value cannot be; says it by the user's name too.
+        ValueError: A value is invalid; names the user's setting too.
     """
     floats = {field.name for field in fields(GRPOConfig) if field.type is float}
     is_whole = {name for name, value in settings.items() if isinstance(value, int) and not isinstance(value, bool)}
@@ -133,10 +133,10 @@ def as_native(settings: Mapping[str, Any], names: Mapping[str, str] = MappingPro
             {name: float(value) if name in floats & is_whole else value for name, value in settings.items()}
         )
     except ValueError as error:
-        told = [f"{name} follows from {foreign}" for name, foreign in names.items() if name in str(error)]
-        if not told:
+        origins = [f"{name} follows from {foreign}" for name, foreign in names.items() if name in str(error)]
+        if not origins:
             raise
-        raise ValueError(f"{error} ({'; '.join(told)})") from error
+        raise ValueError(f"{error} ({'; '.join(origins)})") from error
 
 
 def sampled_alike(settings: Mapping[str, Any], num_generations: int) -> dict[str, Any]:
@@ -151,10 +151,10 @@ def sampled_alike(settings: Mapping[str, Any], num_generations: int) -> dict[str
 
 
 def steps_of(strategy: Any, steps: Any, steps_per_epoch: int, name: str) -> int:
-    """Every how many optimizer steps something happens, by transformers' strategies; 0 for never.
+    """Returns the number of optimizer steps between two events, by transformers' strategies; 0 for never.
 
     Raises:
-        ValueError: the strategy is unknown.
+        ValueError: The strategy is unknown.
     """
     strategy = getattr(strategy, "value", strategy)
     if strategy in ("no", None, False):

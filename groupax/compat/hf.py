@@ -57,7 +57,7 @@ DEFAULT_NEW_TOKENS = 20  # where neither max_new_tokens nor max_length is said
 
 
 class BitsAndBytesConfig:
-    """How weights are quantized while they are loaded, in transformers' words; takes its arguments as they are."""
+    """The quantization of weights while they are loaded, with the arguments of transformers' class."""
 
     def __init__(self, load_in_4bit: bool = False, load_in_8bit: bool = False, **settings: Any) -> None:
         self.load_in_4bit, self.load_in_8bit = load_in_4bit, load_in_8bit
@@ -178,21 +178,21 @@ class CausalLM:
         seed: int = 0,
         **inert: Any,
     ) -> Any:
-        """Prompts with their completions behind them, as `transformers` returns them.
+        """Returns prompts followed by their completions, as `transformers` does.
 
-        What is None is as the model's generation_config.json says, or else transformers' default (see `GENERATION`).
+        None stands for the value in generation_config.json, or else transformers' default (see `GENERATION`).
 
         Args:
             input_ids: [B, S], padded on the left, as a NumPy array or a PyTorch tensor.
             attention_mask: [B, S], 0 where it is padded; None for no padding.
-            max_new_tokens: the longest completion; 20 if nothing says anything.
-            max_length: the same with the S tokens before it; counts where there is no `max_new_tokens`.
-            do_sample: otherwise each token is the likeliest, and of the next ones only the penalty counts.
-            temperature, top_k, top_p, min_p, repetition_penalty: as in `SamplingParams`.
-            num_return_sequences: completions of each prompt.
-            pad_token_id: fills up shorter ones; by default the first end-of-sequence token.
-            eos_token_id: ends a completion in the place of the model's own.
-            seed: of the randomness.
+            max_new_tokens: Longest completion; 20 if nothing else is set.
+            max_length: Longest completion including its S prompt tokens; used if `max_new_tokens` is not set.
+            do_sample: Whether to sample; otherwise each token is the likeliest, and only the penalty has an effect.
+            temperature, top_k, top_p, min_p, repetition_penalty: As in `SamplingParams`.
+            num_return_sequences: Completions per prompt.
+            pad_token_id: Padding of shorter completions; the default is the first end-of-sequence token.
+            eos_token_id: End-of-sequence tokens instead of the model's own.
+            seed: Seed of the sampling.
             inert: `use_cache` and `synced_gpus`, which have no meaning here.
 
         Returns:
@@ -200,7 +200,7 @@ class CausalLM:
 
         Raises:
             TypeError: there is no such argument.
-            ValueError: prompts are padded on the right, or `max_length` leaves no room behind them.
+            ValueError: prompts are padded on the right, or `max_length` leaves no room for completions.
         """
         for name in inert:
             if name not in ("use_cache", "synced_gpus"):
@@ -247,7 +247,7 @@ class CausalLM:
         return input_ids.new_tensor(out) if hasattr(input_ids, "new_tensor") else out
 
     def merge_and_unload(self) -> "CausalLM":
-        """The model with its adapter added to the base."""
+        """Returns the model with its adapter merged into the base."""
         model = self.model
         if model.adapter is None:
             raise ValueError("the model has no adapter to merge")
@@ -255,7 +255,7 @@ class CausalLM:
         return CausalLM(replace(model, params=params, adapter=None, name=model.adapter.base_name))
 
     def resize_token_embeddings(self, num_tokens: int | None = None) -> None:
-        """Nothing, as long as every token has a row.
+        """Does nothing if every token of the tokenizer has an embedding.
 
         Raises:
             ValueError: the tokenizer has more tokens than the model.
@@ -267,16 +267,16 @@ class CausalLM:
             )
 
     def save_pretrained(self, folder: Any, **inert: Any) -> None:
-        """Write a folder that transformers, or peft if there is an adapter, loads; weights in 8 bits as numbers."""
+        """Writes a folder that transformers, or peft for an adapter, loads; 8-bit weights are dequantized."""
         tell_inert(inert, {"safe_serialization", "max_shard_size"}, "save_pretrained")
         sources = source_folders(self.model)
         if self.model.adapter is not None:
-            beside_what_is_there(partial(save_adapter, self.model), folder, sources)
+            save_into_folder(partial(save_adapter, self.model), folder, sources)
         else:
-            beside_what_is_there(partial(save_model, self.model, weights=_stored_as(self.model)), folder, sources)
+            save_into_folder(partial(save_model, self.model, weights=_stored_as(self.model)), folder, sources)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, **inert: Any) -> str:
-        """Upload it to the Hugging Face hub; the address."""
+        """Uploads the model to the Hugging Face hub and returns its address."""
         tell_inert(inert, {"token", "commit_message", "safe_serialization"}, "push_to_hub")
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name) / repo_id.rpartition("/")[2]
@@ -284,13 +284,13 @@ class CausalLM:
             return push_folder(folder, repo_id, private=bool(private))
 
     def _generation(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of `generate`: as given, as the model's files say, or transformers' defaults."""
+        """Returns the settings of `generate`: given, from the model's files, or transformers' defaults."""
         of_files = self.model.generation_config or self.model.hf_config  # as older folders have it
         said = [{name: source.get(name) for name in GENERATION} for source in (of_files, given)]
         return GENERATION | {name: value for each in said for name, value in each.items() if value is not None}
 
     def _room(self, settings: Mapping[str, Any], num_tokens: int) -> int:
-        """The longest completion of prompts with so many tokens."""
+        """Returns the longest completion of prompts with this many tokens."""
         wanted, longest = settings["max_new_tokens"], settings["max_length"]
         if wanted is not None:
             return wanted
@@ -298,8 +298,8 @@ class CausalLM:
             return max(1, min(DEFAULT_NEW_TOKENS, self.model.config.max_positions - num_tokens))
         if longest <= num_tokens:
             raise ValueError(
-                f"the prompts have {num_tokens} tokens, which max_length={longest} leaves no room behind; raise it, or "
-                "set max_new_tokens"
+                f"the prompts have {num_tokens} tokens, and max_length={longest} leaves no room for completions; raise "
+                "it, or set max_new_tokens"
             )
         return longest - num_tokens
 
@@ -316,7 +316,7 @@ class AutoModelForCausalLM:
     def from_pretrained(
         name_or_path: Any, quantization_config: Any = None, dtype: Any = None, torch_dtype: Any = None, **inert: Any
     ) -> CausalLM:
-        """The model of a folder or a hub id.
+        """Loads the model of a folder or a hub id.
 
         Args:
             name_or_path: a model or an adapter.
@@ -338,7 +338,7 @@ class PeftModel(CausalLM):
 
     @staticmethod
     def from_pretrained(model: CausalLM, adapter: Any, **inert: Any) -> CausalLM:
-        """The adapter of a folder or hub id on a base, whose weights are not copied."""
+        """Loads the adapter of a folder or hub id onto a base, whose weights are not copied."""
         tell_inert(inert, {"is_trainable", "adapter_name"}, "PeftModel.from_pretrained")
         adapted, folder = load_adapter(model.model, adapter), resolve_folder(adapter)
         has_tokenizer = (folder / "tokenizer_config.json").is_file()
@@ -346,20 +346,20 @@ class PeftModel(CausalLM):
 
 
 def get_peft_model(model: CausalLM, peft_config: Any, **inert: Any) -> CausalLM:
-    """The model with a new adapter."""
+    """Returns the model with a new adapter."""
     tell_inert(inert, {"adapter_name"}, "get_peft_model")
     return CausalLM(add_adapter(model.model, as_lora_config(peft_config)))
 
 
 def prepare_model_for_kbit_training(model: CausalLM, **inert: Any) -> CausalLM:
-    """The model itself: an adapter's base is never trained, and its norms are computed in float32 anyway."""
+    """Returns the model itself: an adapter's base is never trained, and its norms are computed in float32 anyway."""
     known = {"use_gradient_checkpointing", "gradient_checkpointing_kwargs"}
     tell_inert(inert, known, "prepare_model_for_kbit_training")
     return model
 
 
 def base_weights(quantization_config: Any) -> BaseWeights:
-    """The setting `base_weights` that a `BitsAndBytesConfig`, transformers' or ours, or a dict of its fields asks for.
+    """Returns the setting `base_weights` for a `BitsAndBytesConfig`, transformers' or ours, or a dict of its fields.
 
     Raises:
         ValueError: it is another kind of quantization.
@@ -388,14 +388,14 @@ def base_weights(quantization_config: Any) -> BaseWeights:
 
 
 def _how_to_draw(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `SamplingParams` that say how tokens are drawn, if they are."""
+    """Returns the fields of `SamplingParams` that shape the distribution."""
     if not settings["do_sample"]:
         return {"temperature": 0.0}
     return {"min_p": settings["min_p"] or 0.0, **{name: settings[name] for name in ("temperature", "top_k", "top_p")}}
 
 
 def _stored_as(model: Model) -> Literal["same", "nf4"]:
-    """How weights are written: in 4 bits if they have them, else as numbers, which is told of 8 bits."""
+    """Returns the format to write weights in: 4 bits if they have 4, else unquantized, with a warning for 8 bits."""
     weights = jax.tree.leaves(model.params, is_leaf=lambda x: isinstance(x, Nf4))
     if any(isinstance(weight, Nf4) for weight in weights):
         return "nf4"
@@ -405,9 +405,9 @@ def _stored_as(model: Model) -> Literal["same", "nf4"]:
 
 
 def save_policy(trainer: Any, folder: Any) -> None:
-    """Save a native trainer's current policy into a folder that may hold other files, even the run itself.
+    """Saves a native trainer's current policy into a folder that may contain other files, even the run itself.
 
-    Of several processes all must call this, and the first one writes.
+    All processes must call this, and the primary one writes.
     """
     own = trainer.run_folder.path
     if Path(folder).resolve() == own.resolve():
@@ -423,12 +423,12 @@ def save_policy(trainer: Any, folder: Any) -> None:
         processes.run_on_primary(lambda: merge_into_folder(saved, Path(folder)))
 
 
-def beside_what_is_there(save: Callable[[Path], Any], folder: Any, sources: Collection[Path] = ()) -> None:
-    """Save into a folder that may hold other files, which stay.
+def save_into_folder(save: Callable[[Path], Any], folder: Any, sources: Collection[Path] = ()) -> None:
+    """Saves into a folder whose other files are kept.
 
     Raises:
-        ForeignFilesError: it holds files of a model that groupax did not write.
-        ValueError: it is one of the sources, or one lies in the other.
+        ForeignFilesError: The folder contains files of a model that groupax did not write.
+        ValueError: The folder is one of the sources, or one of them contains the other.
     """
     check_disjoint(Path(folder), sources)
     if is_replaceable(Path(folder)):
@@ -440,7 +440,7 @@ def beside_what_is_there(save: Callable[[Path], Any], folder: Any, sources: Coll
 
 
 def as_model(model: Any, weights: BaseWeights = "same") -> str | Path | Model:
-    """What the native trainer takes for a model, from a name, a model of groupax or of this module, or one of PyTorch.
+    """Converts a name, a model of groupax or of this module, or one of PyTorch to what the native trainer takes.
 
     A model of PyTorch is written to a temporary folder and read again.
 
@@ -467,7 +467,7 @@ def as_model(model: Any, weights: BaseWeights = "same") -> str | Path | Model:
 
 
 def _dtype(dtype: Any) -> Any:
-    """A dtype by any library's name for it."""
+    """Returns the name of a dtype that any library may have named."""
     name = str(getattr(dtype, "name", dtype)).removeprefix("torch.") if dtype is not None else "auto"
     if name == "auto":
         return None
@@ -477,7 +477,7 @@ def _dtype(dtype: Any) -> Any:
 
 
 def tell_inert(given: Mapping[str, Any], quiet: set[str], function: str) -> None:
-    """Warn of arguments that change nothing here, but for those in `quiet`.
+    """Warns of arguments that change nothing here, except those in `quiet`.
 
     Raises:
         TypeError: there is no such argument.

@@ -1,4 +1,4 @@
-"""What other libraries say of how a model is split over devices, as our mesh."""
+"""Meshes from other libraries' settings of parallelism."""
 
 import json
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 
 def mesh_of(deepspeed: Any, fsdp: Any, parallelism_config: Any) -> str | None:
-    """The mesh that these settings of transformers' arguments ask for; None if none splits anything.
+    """Returns the mesh that these of transformers' arguments ask for; None if none of them shards anything.
 
     Args:
-        deepspeed: a configuration, or its file.
+        deepspeed: A configuration, or its file.
         fsdp: True, or names of options.
-        parallelism_config: accelerate's, with sizes of its own.
+        parallelism_config: Accelerate's configuration with the sizes of its axes.
     """
     if parallelism_config:
         sizes = {name: int(getattr(parallelism_config, f"{name}_size", None) or 1) for name in _AXES}
@@ -33,19 +33,19 @@ def mesh_of(deepspeed: Any, fsdp: Any, parallelism_config: Any) -> str | None:
 
 
 def zero_stage(deepspeed: Any) -> int | None:
-    """The stage of ZeRO in a configuration or its file; None if it names none.
+    """Returns the stage of ZeRO in a configuration or its file; None if it names none.
 
     Raises:
-        ValueError: there is no such file, or it is no JSON.
+        ValueError: The file does not exist or is not JSON.
     """
     return _zero(deepspeed).get("stage")
 
 
 def offloaded(deepspeed: Any, fsdp: Any) -> tuple[bool, bool]:
-    """Whether these settings of transformers' arguments keep the optimizer's state, and weights, on the hosts.
+    """Returns whether these of transformers' arguments offload the optimizer state, and whether weights, to the hosts.
 
     Args:
-        deepspeed: a configuration, or its file.
+        deepspeed: A configuration, or its file.
         fsdp: True, or names of options.
     """
     devices = (dict(_zero(deepspeed).get(f"offload_{what}") or {}).get("device") for what in ("optimizer", "param"))

@@ -1,4 +1,4 @@
-"""What the page asks for: routes from names to JSON. Everything is read from run folders, nothing is written."""
+"""The routes of the page, which answer with JSON. They read run folders and write nothing."""
 
 import json
 import math
@@ -26,14 +26,15 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".s
 MOST_POINTS = 20_000  # of a curve in one answer
 MOST_PROMPTS = 200
 TIMES = "time/"
-WAIT, BESIDE = "time/wait_s", {"time/rollout_s", "time/reward_s"}  # a run that waits makes its rollouts beside updates
+# A run that waits for rollouts samples and scores them while it updates.
+WAIT, CONCURRENT = "time/wait_s", {"time/rollout_s", "time/reward_s"}
 
 
 class Page:
-    """Answers for some runs.
+    """The answers of all routes, for some runs.
 
     Args:
-        runs: to show.
+        runs: The runs to show.
     """
 
     def __init__(self, runs: Runs) -> None:
@@ -42,7 +43,7 @@ class Page:
         self._indexes: dict[Run, PromptIndex] = {}
 
     def routes(self) -> list[Route]:
-        """All that can be asked for."""
+        """Returns the routes of the data and of the static files."""
         answers: Mapping[str, Callable[[Request], Any]] = {
             "/api/runs": self.states,
             "/api/names": self.names,
@@ -69,21 +70,21 @@ class Page:
         ]
 
     def close(self) -> None:
-        """Stop what works in the background."""
+        """Stops the work in the background."""
         for index in self._indexes.values():
             index.close()
 
     def states(self, request: Request) -> Any:  # noqa: ARG002
-        """Each run's name and state."""
+        """Returns the state of each run by name."""
         self.runs.refresh()
         return {name: run.state() for name, run in self.runs.named().items()}
 
     def names(self, request: Request) -> Any:  # noqa: ARG002
-        """The metrics that any run has."""
+        """Returns the names of all metrics of all runs."""
         return sorted({name for run in self.runs.named().values() for name in run.metric_names()})
 
     def series(self, request: Request) -> Any:
-        """Curves of `name`s in `run`s, from step `from` to step `to`, `smooth`ed, at most `points` of each."""
+        """Returns curves of `name`s in `run`s, from step `from` to step `to`, `smooth`ed, at most `points` of each."""
         first, last = _number(request, "from", -math.inf), _number(request, "to", math.inf)
         num_points = _num_points(request, 1000)
         weight = _number(request, "smooth", 0.0)
@@ -103,11 +104,11 @@ class Page:
         return found
 
     def times(self, request: Request) -> Any:
-        """Seconds per step by what they were spent on, of one run; `other` is what no part tells of."""
+        """Returns the seconds per step of one run by phase; `other` is the time outside all phases."""
         run = self._run(request)
         steps, step_s = run.series("step_time")
         names = [name for name in run.metric_names() if name.startswith(TIMES) and name.endswith("_s")]
-        names = [name for name in names if WAIT not in names or name not in BESIDE]
+        names = [name for name in names if WAIT not in names or name not in CONCURRENT]
         parts = {name.removeprefix(TIMES).removesuffix("_s"): run.series(name) for name in names}
         columns = [_aligned(steps, *part) for part in parts.values()]
         rest = step_s - sum((np.nan_to_num(column) for column in columns), np.zeros(len(steps)))
@@ -117,7 +118,7 @@ class Page:
         return {"x": x.tolist(), "parts": dict(zip([*parts, "other"], means.tolist(), strict=True))}
 
     def config(self, request: Request) -> Any:  # noqa: ARG002
-        """Settings of every run; `fault` where they cannot be read."""
+        """Returns the settings of every run, and a `fault` where they cannot be read."""
         found = {}
         for name, run in self.runs.named().items():
             try:
@@ -127,15 +128,15 @@ class Page:
         return found
 
     def findings(self, request: Request) -> Any:  # noqa: ARG002
-        """What was off in every run."""
+        """Returns the diagnostics of every run."""
         return {name: run.findings() for name, run in self.runs.named().items()}
 
     def steps(self, request: Request) -> Any:
-        """The steps whose rollouts are there."""
+        """Returns the steps that have rollouts."""
         return self._run(request).rollout_steps()
 
     def step(self, request: Request) -> Any:
-        """The groups of a step, and those with the text `q` in them."""
+        """Returns the groups of a step, and the indices of those that contain the text `q`."""
         run = self._run(request)
         step = self._step(run, _whole(request, "step"))
         query = request.query_params.get("q", "")
@@ -150,13 +151,13 @@ class Page:
         }
 
     def group(self, request: Request) -> Any:
-        """A prompt of a step with its completions."""
+        """Returns a prompt of a step with its completions."""
         run, number = self._run(request), _whole(request, "step")
         found = rollouts.group(self._step(run, number), _whole(request, "prompt"))
         return {**found, "channels": rollouts.token_channels(run.rollout_file(number))}
 
     def tokens(self, request: Request) -> Any:
-        """Tokens of a group with what they are shaded by."""
+        """Returns the tokens of a group with the values that shade them."""
         run, number = self._run(request), _whole(request, "step")
         sample = _whole(request, "sample") if "sample" in request.query_params else None
         channel = request.query_params.get("channel", "policy_logps")
@@ -166,37 +167,37 @@ class Page:
         return {"rows": rows, "fault": texts.fault}
 
     def text(self, request: Request) -> Any:
-        """All of a completion, or of the prompt if no `sample` is named."""
+        """Returns a full completion, or the full prompt if no `sample` is given."""
         step = self._step(self._run(request), _whole(request, "step"))
         sample = _whole(request, "sample") if "sample" in request.query_params else None
         return {"text": rollouts.whole_text(step, _whole(request, "prompt"), sample)}
 
     def search(self, request: Request) -> Any:
-        """Rollouts with the text `q` in them, from step `before` backwards, as far as a moment allows."""
+        """Returns rollouts that contain the text `q`, from step `before` backwards, for a limited time."""
         run = self._run(request)
         query = request.query_params.get("q", "")
         if not query:
-            raise ValueError("what is searched for? give q")
+            raise ValueError("there is nothing to search for; give q")
         return search_steps(run, query, before=_number(request, "before", math.inf))
 
     def prompts(self, request: Request) -> Any:
-        """Prompts over all steps, those with the text `q` in them."""
+        """Returns the prompts of all steps that contain the text `q`."""
         index = self._index(self._run(request))
         progress = index.update()
         return {"progress": progress, "prompts": index.prompts(request.query_params.get("q", ""), MOST_PROMPTS)}
 
     def prompt(self, request: Request) -> Any:
-        """One prompt over all steps."""
+        """Returns one prompt over all steps."""
         index = self._index(self._run(request))
         progress = index.update()
         return {"progress": progress, **index.history(request.query_params.get("key", ""))}
 
     def evaluations(self, request: Request) -> Any:
-        """Names of the evaluations whose items are there."""
+        """Returns the names of the evaluations that have items."""
         return list(self._run(request).evaluation_files())
 
     def items(self, request: Request) -> Any:
-        """A page of the items of an evaluation."""
+        """Returns a page of the items of an evaluation."""
         files, name = self._run(request).evaluation_files(), request.query_params.get("name", "")
         if name not in files:
             raise NotThereError(f"there is no evaluation {name!r}; there are {', '.join(files) or 'none'}")
@@ -214,13 +215,13 @@ class Page:
 
 
 def make_app(runs: Runs) -> tuple[Starlette, Page]:
-    """The application, without its guard."""
+    """Returns the application without its guard, and the page behind it."""
     page = Page(runs)
     return Starlette(routes=page.routes()), page
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it: numbers that are not finite become null."""
+    """Converts a value for JSON; numbers that are not finite become null."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -231,7 +232,7 @@ def plain(value: Any) -> Any:
 
 
 def _json_answer(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
-    """Errors are told as `{"error": text}`."""
+    """Wraps an answer as a response with JSON; errors become `{"error": text}`."""
 
     def answered(request: Request) -> Response:
         try:
@@ -240,9 +241,9 @@ def _json_answer(answer: Callable[[Request], Any]) -> Callable[[Request], Respon
             status, content = 404, {"error": str(error)}
         except (ValueError, OSError) as error:
             status, content = 400, {"error": str(error)}
-        except Exception:  # noqa: BLE001 (the page must say that something is wrong; the terminal says what)
+        except Exception:  # noqa: BLE001 (the page shows that something is wrong, the terminal what)
             traceback.print_exc()
-            status, content = 500, {"error": "this is a fault of groupax view; its terminal says more"}
+            status, content = 500, {"error": "this is an internal error of groupax view; see its terminal"}
         body = json.dumps(plain(content), allow_nan=False).encode()
         return Response(body, status, {"cache-control": "no-store"}, "application/json")
 
@@ -255,7 +256,7 @@ def _file_answer(file: Path) -> Callable[[Request], Response]:
 
 
 def _aligned(steps: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Values at the steps, NaN where there is none."""
+    """Returns the values at the given steps, NaN where there is none."""
     if len(x) == len(steps) and np.array_equal(x, steps):
         return y
     known = dict(zip(x.tolist(), y.tolist(), strict=True))

@@ -10,16 +10,16 @@ PAGE_ITEMS = 25
 
 
 def item_page(path: Path, first: int, show: str, query: str) -> dict[str, Any]:
-    """Some items of an evaluation, read line by line.
+    """Returns a page of the items of an evaluation, read line by line.
 
     Args:
-        path: of the file.
-        first: how many to leave out, of those that are shown.
+        path: Path of the file.
+        first: Number of matching items to skip.
         show: `all`, `solved` (by every completion) or `unsolved`.
-        query: a text in the prompt or a completion.
+        query: Text that the prompt or a completion must contain.
 
     Raises:
-        ValueError: the file cannot be read, or `show` is none of these.
+        ValueError: The file cannot be read, or `show` is none of these.
     """
     if show not in SHOWN:
         raise ValueError(f"show={show!r} is none of {', '.join(SHOWN)}")

@@ -1,4 +1,4 @@
-"""Who may ask the server what, and what a browser may do with the answers."""
+"""Access control of the server: allowed hosts, origins and tokens, and the headers of its answers."""
 
 import hmac
 import secrets
@@ -34,9 +34,9 @@ class Guard:
     * With a token, it must come in the cookie that the first page sets, in `Authorization: Bearer`, or in `?token=`.
 
     Args:
-        app: what answers.
-        token: that requests must have; None for servers on the loopback.
-        port: names the cookie, as cookies are shared by all ports of a host.
+        app: The guarded application.
+        token: Token that requests must have; None for servers on the loopback.
+        port: Port of the server, for the name of the cookie, since all ports of a host share cookies.
     """
 
     def __init__(self, app: Any, token: str | None, port: int) -> None:
@@ -44,7 +44,7 @@ class Guard:
         self.cookie = f"groupax_view_{port}"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI."""
+        """Answers a request as an ASGI application."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -81,7 +81,7 @@ class Guard:
 
 
 def refusal_of(method: str, path: str, headers: Mapping[str, str], loopback_only: bool) -> str:
-    """Why a request is refused; empty if it is not."""
+    """Returns the reason to refuse a request; empty if it is allowed."""
     host = headers.get("host", "")
     if loopback_only and not is_loopback(hostname(host)):
         return f"the host {host[:200]!r} is not this machine's loopback; use --host to serve other machines"
@@ -91,7 +91,7 @@ def refusal_of(method: str, path: str, headers: Mapping[str, str], loopback_only
 
 
 def new_token() -> str:
-    """256 random bits."""
+    """Returns a text with 256 random bits."""
     return secrets.token_urlsafe(32)
 
 
@@ -102,6 +102,6 @@ def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
 async def _answer(send: Any, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
     body = f"groupax view: {text}\n".encode() if text else b""
     plain = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), "cache-control": "no-store"}
-    told = _encoded({**plain, **HEADERS, **(headers or {})})
-    await send({"type": "http.response.start", "status": status, "headers": told})
+    encoded = _encoded({**plain, **HEADERS, **(headers or {})})
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
     await send({"type": "http.response.body", "body": body})

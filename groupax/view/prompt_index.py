@@ -1,4 +1,4 @@
-"""Where each prompt was seen: an index over all steps of a run, built in the background."""
+"""An index of the prompts of a run over all its steps, built in the background."""
 
 import threading
 from array import array
@@ -13,7 +13,7 @@ from groupax.view.runs import NotThereError, Run
 MOST_ENTRIES = 2_000_000  # groups; 40 bytes each
 MOST_TEXTS = 50_000
 TEXT_CHARACTERS = 160
-KINDS = {  # of the columns, as `array` has them
+KINDS = {  # type codes of the columns for `array`
     "key": "Q",
     "step": "q",
     "prompt_index": "i",
@@ -29,7 +29,7 @@ class PromptIndex:
     """Groups of all steps by prompt. Memory is bounded; a run with more groups is indexed up to the bound.
 
     Args:
-        run: whose rollouts to read.
+        run: The run whose rollouts to read.
     """
 
     def __init__(self, run: Run) -> None:
@@ -40,7 +40,7 @@ class PromptIndex:
         self._forget()
 
     def update(self) -> dict[str, Any]:
-        """Go on in the background if there is something to read; how far it is."""
+        """Continues in the background if there is something to read, and returns the progress."""
         with self._lock:
             if self._generation != self._run.generation:
                 self._forget()
@@ -56,16 +56,16 @@ class PromptIndex:
             }
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stops reading."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
     def history(self, key: str) -> dict[str, Any]:
-        """A prompt's groups in the order of steps; none if it was not seen in what was read so far.
+        """Returns a prompt's groups in the order of steps; none if no step that was read so far has it.
 
         Raises:
-            NotThereError: this is no key.
+            NotThereError: The key is invalid.
         """
         columns = self._arrays()
         rows = np.flatnonzero(columns["key"] == np.uint64(_number(key)))
@@ -74,8 +74,8 @@ class PromptIndex:
         return {"text": self._texts.get(_number(key), ""), **found}
 
     def prompts(self, query: str, limit: int) -> list[dict[str, Any]]:
-        """The prompts that were seen most often, of those with a text in them: `key`, `text`, `count`, and the mean
-        reward when they were seen `first` and `last`."""
+        """Returns the most frequent prompts that contain a text: `key`, `text`, `count`, and the mean rewards of their
+        `first` and `last` groups."""
         columns = self._arrays()
         order = np.argsort(columns["step"], kind="stable")
         keys, first, counts = np.unique(columns["key"][order], return_index=True, return_counts=True)

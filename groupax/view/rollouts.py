@@ -1,4 +1,4 @@
-"""What a step's rollouts hold: groups with their rewards, completions, tokens. A file is read when it is asked for."""
+"""The rollouts of a step: groups with rewards, completions and tokens. Files are read on demand."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ import pyarrow.parquet
 from groupax.view.runs import NotThereError
 
 PREVIEW_CHARACTERS = 320
-SHOWN_CHARACTERS = 20_000  # of a text, before all of it is asked for
+SHOWN_CHARACTERS = 20_000  # of a text, until all of it is requested
 SHOWN_TOKENS = 1_500  # of a completion, likewise
 CACHE_BYTES = 64 * 2**20
 NEEDED = ("prompt", "completion", "prompt_index", "sample_index")
@@ -26,16 +26,16 @@ EXTRA = "extra/"
 
 @dataclass(frozen=True)
 class Step:
-    """The rollouts of one step, without what there is per token.
+    """The rollouts of one step, without values per token.
 
     Attributes:
-        table: one row per completion.
-        prompt_index: [B] int64.
-        rewards: each [B] float64 by reward function, NaN where one does not apply.
-        total: [B] float64, the weighted sum of those that apply, NaN if none does.
-        advantage: [B] float64, NaN if unknown.
-        truncated: [B] bool, cut off at the limit of tokens.
-        num_tokens: [B] int64.
+        table: Table with one row per completion.
+        prompt_index: Index of each prompt, [B] int64.
+        rewards: Rewards by reward function, each [B] float64, NaN where one does not apply.
+        total: Weighted sum of the rewards that apply, [B] float64, NaN if none does.
+        advantage: Advantages, [B] float64, NaN if unknown.
+        truncated: Whether each completion reached the token limit, [B] bool.
+        num_tokens: Number of completion tokens, [B] int64.
     """
 
     table: pyarrow.Table
@@ -47,10 +47,10 @@ class Step:
     num_tokens: np.ndarray
 
     def rows_of(self, prompt_index: int) -> np.ndarray:
-        """Which rows are of a prompt.
+        """Returns the rows of a prompt.
 
         Raises:
-            NotThereError: none is.
+            NotThereError: There are none.
         """
         rows = np.flatnonzero(self.prompt_index == prompt_index)
         if not rows.size:
@@ -58,19 +58,19 @@ class Step:
         return rows
 
     def text(self, name: str, row: int, limit: int | None = None) -> tuple[str, int]:
-        """A text, or its beginning, and how many bytes all of it has."""
+        """Returns a text, or its start, and the number of bytes of the full text."""
         return _text(self.table.column(name)[row], limit)
 
 
 def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
-    """Read a step's rollouts, without what there is per token.
+    """Reads a step's rollouts, without values per token.
 
     Args:
-        path: of the file.
-        weights: of the reward functions, in the order of their columns; 1 each if there are none or not as many.
+        path: Path of the file.
+        weights: Weights of the reward functions, in the order of their columns; 1 each if None or of another number.
 
     Raises:
-        ValueError: the file is damaged, or no rollout log.
+        ValueError: The file is damaged, or is not a rollout log.
     """
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -98,7 +98,7 @@ def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
 
 
 class StepCache:
-    """The steps that were asked for last, up to a number of bytes."""
+    """A cache of the steps that were used last, up to a number of bytes."""
 
     def __init__(self, num_bytes: int = CACHE_BYTES) -> None:
         self._num_bytes = num_bytes
@@ -106,7 +106,7 @@ class StepCache:
         self._steps: OrderedDict[tuple[Path, int, tuple[float, ...]], Step] = OrderedDict()
 
     def read(self, path: Path, weights: Sequence[float] | None) -> Step:
-        """`read_step`, or what it gave before if neither file nor weights have changed since."""
+        """Returns `read_step`, from the cache if neither file nor weights have changed."""
         key = (path, path.stat().st_mtime_ns, tuple(weights or ()))
         with self._lock:
             if key in self._steps:
@@ -121,7 +121,7 @@ class StepCache:
 
 
 def group_summaries(step: Step) -> list[dict[str, Any]]:
-    """One record per prompt, in the order of the rollout: what a list of groups shows, filters and sorts by."""
+    """Returns one record per prompt, in the order of the rollout, with everything that a list of groups needs."""
     order = np.argsort(step.prompt_index, kind="stable")
     prompts, starts, group_of, sizes = np.unique(
         step.prompt_index[order], return_index=True, return_inverse=True, return_counts=True
@@ -160,11 +160,11 @@ def group_summaries(step: Step) -> list[dict[str, Any]]:
 
 
 def disagreeing_groups(columns: Sequence[np.ndarray], group_of: np.ndarray) -> np.ndarray:
-    """Returns of each group whether two reward functions order two of its completions in opposite ways, as [P] bool.
+    """Returns for each group whether two reward functions order two of its completions in opposite ways, as [P] bool.
 
     Args:
-        columns: [B] by reward function, NaN where one does not apply.
-        group_of: [B], the group of each completion, numbered from 0.
+        columns: Rewards by reward function, each [B], NaN where one does not apply.
+        group_of: Number of the group of each completion, from 0, [B].
     """
     disagree = np.zeros(group_of.max(initial=-1) + 1, bool)
     for number, first in enumerate(columns):
@@ -178,7 +178,7 @@ def disagreeing_groups(columns: Sequence[np.ndarray], group_of: np.ndarray) -> n
 
 
 def group(step: Step, prompt_index: int) -> dict[str, Any]:
-    """A prompt and its completions, texts cut at `SHOWN_CHARACTERS`, the turns of a conversation not."""
+    """Returns a prompt and its completions; all texts but turns of a conversation are cut at `SHOWN_CHARACTERS`."""
     rows = step.rows_of(prompt_index)
     whole, num_bytes = step.text("prompt", int(rows[0]))
     return {
@@ -213,7 +213,7 @@ def _row(step: Step, row: int) -> dict[str, Any]:
 
 
 def whole_text(step: Step, prompt_index: int, sample_index: int | None) -> str:
-    """A whole completion, or the whole prompt if no sample is named."""
+    """Returns a full completion, or the full prompt if `sample_index` is None."""
     rows = step.rows_of(prompt_index)
     if sample_index is None:
         return step.text("prompt", int(rows[0]))[0]
@@ -224,7 +224,7 @@ def whole_text(step: Step, prompt_index: int, sample_index: int | None) -> str:
 
 
 def matching_rows(step: Step, query: str) -> list[int]:
-    """Rows whose prompt or completion has a text in it, upper and lower case alike."""
+    """Returns the rows whose prompt or completion contains a text, ignoring case."""
     wanted = query.casefold()
     prompts: dict[int, bool] = {}
     found = []
@@ -237,8 +237,8 @@ def matching_rows(step: Step, query: str) -> list[int]:
 
 
 def token_channels(path: Path) -> dict[str, dict[str, str]]:
-    """What tokens can be shaded by: its `kind` (logp, entropy, ratio, value), its `column`, and the one that it is
-    taken `over`, by name."""
+    """Returns the values that tokens can be shaded by, by name: the `kind` (logp, entropy, ratio, value), the `column`,
+    and for a ratio the column that it is `over`."""
     with pyarrow.parquet.ParquetFile(path) as file:
         schema = file.schema_arrow
     if "completion_ids" not in schema.names:
@@ -255,16 +255,17 @@ def token_channels(path: Path) -> dict[str, dict[str, str]]:
 
 
 def token_values(path: Path, prompt_index: int, channel: str, sample: int | None = None) -> dict[int, dict[str, Any]]:
-    """Ids and values of the tokens of a group, by sample.
+    """Returns ids and values of the tokens of a group, by sample.
 
     Args:
-        path: of the step's file.
-        prompt_index: of the group.
-        channel: one of `token_channels`.
-        sample: this completion alone, and all of it; the others come with `SHOWN_TOKENS`.
+        path: Path of the step's file.
+        prompt_index: Prompt index of the group.
+        channel: One of `token_channels`.
+        sample: Index of a completion, of which all tokens are returned; None for all completions, each up to
+            `SHOWN_TOKENS`.
 
     Raises:
-        NotThereError: there is no such channel.
+        NotThereError: There is no such channel.
     """
     channels = token_channels(path)
     if channel not in channels:
@@ -290,7 +291,7 @@ def token_values(path: Path, prompt_index: int, channel: str, sample: int | None
 
 
 def messages(prompt: str) -> list[dict[str, str]]:
-    """The turns of a conversation; none if the prompt is plain text."""
+    """Returns the turns of a conversation; none if the prompt is plain text."""
     if not prompt.startswith("[{"):
         return []
     try:
@@ -303,24 +304,24 @@ def messages(prompt: str) -> list[dict[str, str]]:
 
 
 def shown_prompt(prompt: str) -> str:
-    """A prompt in one line of a list: what was asked last in a conversation."""
+    """Returns the text of a prompt for a list: of a conversation the last turn."""
     turns = messages(prompt)
     return turns[-1]["content"] if turns else prompt
 
 
 def searched_text(prompt: str) -> str:
-    """What a prompt is found by: every turn of a conversation."""
+    """Returns the searchable text of a prompt: of a conversation all turns."""
     turns = messages(prompt)
     return "\n".join(turn["content"] for turn in turns) if turns else prompt
 
 
 def prompt_key(scalar: Any) -> str:
-    """The same for the same prompt in every step."""
+    """Returns a hash of a prompt, which is the same in every step."""
     return hashlib.blake2b(_bytes(scalar), digest_size=8).hexdigest()
 
 
 def cut(text: str) -> str:
-    """The beginning of a long text."""
+    """Returns the start of a long text."""
     return text[:SHOWN_CHARACTERS]
 
 
@@ -348,7 +349,7 @@ def _weighted(columns: Sequence[np.ndarray], weights: Sequence[float] | None, nu
 
 
 def _num_tokens(file: Any, schema: Any, table: Any) -> np.ndarray:
-    """From the ids' lengths, which are read without being kept."""
+    """Returns the number of tokens of each completion; their ids are read in batches and not kept."""
     if "completion_ids" not in schema.names:
         return np.zeros(table.num_rows, np.int64)
     lengths = [
@@ -359,7 +360,7 @@ def _num_tokens(file: Any, schema: Any, table: Any) -> np.ndarray:
 
 
 def _floats(table: Any, name: str) -> np.ndarray:
-    """A column as float64; what is null or no number is NaN."""
+    """Returns a column as float64; null and values that are no numbers become NaN."""
     if name not in table.column_names:
         return np.full(table.num_rows, np.nan)
     values = table.column(name).to_pylist()
@@ -372,7 +373,7 @@ def _list_values(scalar: Any) -> np.ndarray:
 
 
 def _of_tokens(scalar: Any, num_tokens: int) -> np.ndarray:
-    """A list as [num_tokens] float64, NaN where it has no value: a row may be without one."""
+    """Returns a list as [num_tokens] float64, NaN where the row has no value."""
     values = _list_values(scalar)[:num_tokens].astype(np.float64)
     return np.concatenate([values, np.full(num_tokens - len(values), np.nan)])
 
@@ -387,7 +388,7 @@ def _bytes(scalar: Any) -> bytes:
 
 
 def _text(scalar: Any, limit: int | None) -> tuple[str, int]:
-    """Text of a scalar; bytes that are no UTF-8 become replacement characters."""
+    """Returns the text of a scalar and its bytes; invalid UTF-8 becomes replacement characters."""
     if hasattr(scalar, "dictionary"):
         scalar = scalar.dictionary[scalar.index.as_py()]
     buffer = scalar.as_buffer() if hasattr(scalar, "as_buffer") else None
@@ -399,5 +400,5 @@ def _text(scalar: Any, limit: int | None) -> tuple[str, int]:
 
 
 def _any_text(scalar: Any) -> str:
-    """A value of any type as text."""
+    """Returns a value of any type as text."""
     return _text(scalar, None)[0] if hasattr(scalar, "as_buffer") else str(scalar.as_py())

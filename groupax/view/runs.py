@@ -1,4 +1,4 @@
-"""Run folders, read while the runs go on."""
+"""Run folders, read while the runs continue."""
 
 import json
 import math
@@ -22,25 +22,25 @@ STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 
 
 class NotThereError(ValueError):
-    """What was asked for does not exist (any more)."""
+    """The requested item does not exist (any more)."""
 
 
 @dataclass
 class _Column:
-    """One metric: steps and values, as they were logged."""
+    """One metric: steps and values in the order in which they were logged."""
 
     steps: array = field(default_factory=lambda: array("d"))
     values: array = field(default_factory=lambda: array("d"))
 
 
 class Run:
-    """What is known of one run folder. All methods may be called from any thread.
+    """One run folder. All methods may be called from any thread.
 
     Args:
-        path: the folder.
+        path: The folder.
 
     Attributes:
-        path: the folder.
+        path: The folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +56,7 @@ class Run:
         self._steps: tuple[int, tuple[int, ...]] = (-1, ())
 
     def refresh(self) -> None:
-        """Read what was written since the last time."""
+        """Reads what was written since the last call."""
         with self._lock:
             try:
                 self._read_metrics()
@@ -67,11 +67,11 @@ class Run:
 
     @property
     def generation(self) -> int:
-        """Grows when the run was begun anew or went back to an earlier step."""
+        """A number that grows when the run started again or went back to an earlier step."""
         return self._metrics.generation
 
     def state(self) -> dict[str, Any]:
-        """What changes while the run goes on: last step, latest values, whether it is live, counts."""
+        """Returns what changes during a run: last step, latest values, status, counts."""
         steps = self.rollout_steps()
         with self._lock:
             latest = {name: self._columns[name].values[-1] for name in ("reward", "kl") if name in self._columns}
@@ -94,12 +94,12 @@ class Run:
             }
 
     def metric_names(self) -> list[str]:
-        """Of all that were logged so far."""
+        """Returns the names of all metrics that were logged so far."""
         with self._lock:
             return sorted(self._columns)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a metric, in the order in which they were logged; empty if there is none.
+        """Returns steps and values of a metric in the order in which they were logged; empty if there is none.
 
         Returns:
             steps: [S] float64.
@@ -110,24 +110,24 @@ class Run:
             return np.array(column.steps, np.float64), np.array(column.values, np.float64)
 
     def findings(self) -> list[dict[str, Any]]:
-        """What was off, in the order in which it was found: `step`, `name`, `text`."""
+        """Returns the diagnostics in the order in which they were logged: `step`, `name`, `text`."""
         with self._lock:
             return list(self._found)
 
     def config(self) -> dict[str, Any]:
-        """The settings of the run; empty if they are not there yet.
+        """Returns the settings of the run; empty if there are none yet.
 
         Raises:
-            ValueError: the file is no JSON object.
+            ValueError: The file is not a JSON object.
         """
         return self._json_file("config.json")
 
     def command(self) -> dict[str, Any]:
-        """What `groupax train` was asked for; empty if the run was begun from Python."""
+        """Returns the options of `groupax train`; empty if the run was started from Python."""
         return self._json_file("command.json")
 
     def reward_weights(self) -> list[float] | None:
-        """Of the reward functions; None if the settings do not tell."""
+        """Returns the weights of the reward functions; None if the settings do not contain them."""
         try:
             weights = self.config().get("reward_weights")
         except ValueError:
@@ -137,7 +137,7 @@ class Run:
         return [float(each) for each in weights]
 
     def rollout_steps(self) -> tuple[int, ...]:
-        """The steps whose rollouts are there, in order."""
+        """Returns the steps that have rollouts, in order."""
         folder = self.path / "rollouts"
         try:
             version = folder.stat().st_mtime_ns
@@ -153,10 +153,10 @@ class Run:
         return steps
 
     def rollout_file(self, step: int) -> Path:
-        """Where a step's rollouts lie.
+        """Returns the file of a step's rollouts.
 
         Raises:
-            NotThereError: they are not there.
+            NotThereError: There is none.
         """
         path = self.path / "rollouts" / f"step_{step:06d}.parquet"
         if not path.is_file():
@@ -167,7 +167,7 @@ class Run:
         return path
 
     def evaluation_files(self) -> dict[str, Path]:
-        """The items of evaluations, by name."""
+        """Returns the files with the items of evaluations, by name."""
         return {file.stem: file for file in sorted((self.path / "evaluations").glob("*.jsonl"))}
 
     def _read_metrics(self) -> None:
@@ -209,7 +209,7 @@ class Run:
             self._found.append({"step": step, "name": name, "text": text})
 
     def _age_s(self) -> float | None:
-        """Seconds since the run last wrote."""
+        """Returns the seconds since the run last wrote metrics."""
         try:
             return max(0.0, time.time() - (self.path / "metrics.jsonl").stat().st_mtime)
         except OSError:
@@ -235,18 +235,18 @@ class Run:
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         if not isinstance(content, dict):
-            raise ValueError(f"{path} must hold settings by name, it holds a {type(content).__name__}")
+            raise ValueError(f"{path} must contain settings by name, but contains a {type(content).__name__}")
         return content
 
 
 class Runs:
-    """The runs that are shown: the folders themselves, or if they hold runs, those, new ones too.
+    """The runs to show: the given run folders, and all runs in the other given folders, including new ones.
 
     Args:
-        folders: of runs, or with runs.
+        folders: Run folders, or folders that contain runs.
 
     Raises:
-        ValueError: a folder is not there.
+        ValueError: A folder does not exist.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -261,7 +261,7 @@ class Runs:
         self._runs: dict[Path, Run] = {}
 
     def refresh(self) -> None:
-        """Find new runs and read what was written since the last time."""
+        """Finds new runs and reads what was written since the last call."""
         with self._lock:
             paths = dict.fromkeys(path for folder in self._folders for path in _runs_in(folder))
             self._runs = {path: self._runs.get(path) or Run(path) for path in paths}
@@ -270,7 +270,7 @@ class Runs:
             run.refresh()
 
     def named(self) -> dict[str, Run]:
-        """Every run by the shortest end of its path that tells it from the others."""
+        """Returns every run by the shortest end of its path that is unique."""
         with self._lock:
             runs = list(self._runs.values())
         paths = [run.path for run in runs]
@@ -306,7 +306,7 @@ def _short_name(path: Path, paths: Sequence[Path]) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """The value if it is a number, NaN if it is null, None if it is neither."""
+    """Returns the value if it is a number, NaN if it is null, and None otherwise."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):

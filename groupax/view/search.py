@@ -1,4 +1,4 @@
-"""Texts in the rollouts of all steps."""
+"""Search for texts in the rollouts of all steps."""
 
 import time
 from typing import Any
@@ -6,31 +6,31 @@ from typing import Any
 from groupax.view.rollouts import PREVIEW_CHARACTERS, matching_rows, read_step
 from groupax.view.runs import Run
 
-BUDGET_S = 0.5  # of one call, so that the page can show what there is and ask for more
+BUDGET_S = 0.5  # of one call, so that the page can show hits early and request more
 MOST_HITS = 50
 AROUND = 60  # characters before a hit
 
 
 def search_steps(run: Run, query: str, before: float) -> dict[str, Any]:
-    """Completions with a text in them or in their prompt, newest steps first.
+    """Returns completions that contain a text, or whose prompts do, newest steps first.
 
     Args:
-        run: whose rollouts to search.
-        query: the text, upper and lower case alike.
-        before: the step to begin below.
+        run: The run whose rollouts to search.
+        query: The text; case is ignored.
+        before: Only steps below this one are searched.
 
     Returns:
         hits: `step`, `prompt_index`, `sample_index`, `excerpt`, `total`.
-        next_before: where to go on; None at the end.
-        num_searched: steps.
+        next_before: `before` of the call that continues; None at the end.
+        num_searched: Number of searched steps.
     """
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     hits: list[dict[str, Any]] = []
     num_searched = 0
     weights = run.reward_weights()
     steps = [step for step in run.rollout_steps() if step < before]
     for number in reversed(steps):
-        if len(hits) >= MOST_HITS or time.monotonic() - begun_s > BUDGET_S:
+        if len(hits) >= MOST_HITS or time.monotonic() - started_s > BUDGET_S:
             break
         before = number
         num_searched += 1
@@ -54,7 +54,7 @@ def search_steps(run: Run, query: str, before: float) -> dict[str, Any]:
 
 
 def excerpt(text: str, query: str) -> str:
-    """The text around what was searched for; its beginning if it is not there."""
-    place = max(text.casefold().find(query.casefold()), 0)
-    start = max(place - AROUND, 0)
+    """Returns the text around a match, or its start if there is no match."""
+    index = max(text.casefold().find(query.casefold()), 0)
+    start = max(index - AROUND, 0)
     return ("…" if start else "") + text[start : start + PREVIEW_CHARACTERS]

@@ -10,16 +10,16 @@ def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
     """Exponential moving average m_t = weight * m_{t-1} + (1 - weight) * y_t, divided by 1 - weight^t.
 
     Args:
-        values: [S]; NaN stays NaN and counts for nothing.
-        weight: of what came before, in [0, 1).
+        values: Series, [S]; NaN stays NaN and is ignored.
+        weight: Weight of the earlier values, in [0, 1).
 
     Raises:
-        ValueError: the weight is outside.
+        ValueError: The weight is outside.
 
     Source: the bias correction of Adam (Kingma and Ba 2015, section 3).
     """
     if not 0 <= weight < 1:
-        raise ValueError(f"a smoothing weight lies in [0, 1), this one is {weight}")
+        raise ValueError(f"a smoothing weight must be in [0, 1), got {weight}")
     if weight == 0:
         return values
     mean, known = 0.0, 1.0
@@ -35,12 +35,12 @@ def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
 
 
 def thinned(x: np.ndarray, y: np.ndarray, num_points: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most about `num_points` points of a series, among them the least and the greatest of each stretch.
+    """Returns about `num_points` points of a series, including the minimum and the maximum of each stretch.
 
     Args:
-        x: [S], where the points lie.
-        y: [S], their values, NaN where there is none.
-        num_points: most points; a series that is not longer stays as it is.
+        x: Positions, [S].
+        y: Values, [S], NaN where there is none.
+        num_points: Number of points; a series that is not longer is returned as it is.
     """
     if len(x) <= num_points:
         return x, y
@@ -57,16 +57,16 @@ def thinned(x: np.ndarray, y: np.ndarray, num_points: int) -> tuple[np.ndarray, 
 
 
 def stretch_means(x: np.ndarray, columns: np.ndarray, num_points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Means over equal stretches, so that columns that are stacked stay comparable.
+    """Returns means over equal stretches, so that stacked columns remain comparable.
 
     Args:
-        x: [S], where the points lie.
-        columns: [K, S], NaN where there is no value.
-        num_points: most stretches.
+        x: Positions, [S].
+        columns: Values, [K, S], NaN where there is none.
+        num_points: Largest number of stretches.
 
     Returns:
-        x: [Q], the last point of each stretch.
-        columns: [K, Q], NaN where a stretch has no value.
+        x: Last position of each stretch, [Q].
+        columns: Means, [K, Q], NaN where a stretch has no value.
     """
     if len(x) <= num_points:
         return x, columns

@@ -12,12 +12,12 @@ from groupax.view.runs import Runs
 
 
 def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Server, Page]:
-    """A server that has not begun, and the page that it serves, to be closed after it.
+    """Returns a server that has not started, and the page that it serves, which must be closed after it.
 
     Args:
-        runs: to show.
-        port: at which it will listen.
-        token: that requests must have; None for servers on the loopback.
+        runs: The runs to show.
+        port: Port at which it will listen.
+        token: Token that requests must have; None for servers on the loopback.
     """
     app, page = make_app(runs)
     threading.Thread(target=runs.refresh, daemon=True).start()  # long logs are read before the page asks
@@ -34,20 +34,20 @@ def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Serve
 
 
 def serve(runs: Runs, listening: socket.socket, host: str, token: str | None, tell: Callable[[str], object]) -> None:
-    """Serve until it is interrupted.
+    """Serves until it is interrupted.
 
     Args:
-        runs: to show.
-        listening: where requests come in.
-        host: of the address, to be told.
-        token: that requests must have; None for servers on the loopback.
-        tell: is given the address.
+        runs: The runs to show.
+        listening: Socket that receives requests.
+        host: Host of the address that is printed.
+        token: Token that requests must have; None for servers on the loopback.
+        tell: Function that receives the address.
     """
     port = listening.getsockname()[1]
     server, page = make_server(runs, port, token)
     named = f"[{host}]" if ":" in host else host
     shown = {"0.0.0.0": socket.gethostname(), "[::]": socket.gethostname()}.get(named, named)
-    tell(f"groupax view: http://{shown}:{port}/{f'?token={token}' if token else ''}   (Ctrl-C ends it)")
+    tell(f"groupax view: http://{shown}:{port}/{f'?token={token}' if token else ''}   (Ctrl-C stops it)")
     try:
         server.run(sockets=[listening])
     finally:

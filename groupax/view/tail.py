@@ -9,17 +9,17 @@ LONGEST_LINE_BYTES = 16 * 2**20
 
 
 class Tail:
-    """Gives the objects of a JSON Lines file, each once.
+    """A reader that returns each object of a JSON Lines file once.
 
-    A last line without its newline is still being written, and comes later. Lines that are no objects are counted. A
-    file that was replaced or has become shorter is read anew.
+    A last line without its newline is still being written, and is returned later. Lines that are no objects are
+    counted. A file that was replaced or has become shorter is read again from its start.
 
     Args:
-        path: of the file, which need not exist.
+        path: Path of the file, which need not exist.
 
     Attributes:
-        generation: how often the file began anew.
-        num_bad_lines: that were no JSON objects.
+        generation: Number of times that the file has started again.
+        num_bad_lines: Number of lines that were no JSON objects.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,18 +28,18 @@ class Tail:
         self._offset = self._inode = 0
 
     def new_objects(self) -> Iterator[dict[str, Any]]:
-        """What was written since the last call. `generation` is up to date when the first object comes.
+        """Yields what was written since the last call. `generation` is up to date before the first object.
 
         Raises:
-            OSError: the file exists and cannot be read.
+            OSError: The file exists and cannot be read.
         """
         try:
             stat = self.path.stat()
         except FileNotFoundError:
-            self._begin_anew(0)
+            self._start_over(0)
             return
         if stat.st_ino != self._inode or stat.st_size < self._offset:
-            self._begin_anew(stat.st_ino)
+            self._start_over(stat.st_ino)
         if stat.st_size == self._offset:
             return
         with self.path.open("rb") as file:
@@ -59,7 +59,7 @@ class Tail:
                 else:
                     self.num_bad_lines += 1
 
-    def _begin_anew(self, inode: int) -> None:
+    def _start_over(self, inode: int) -> None:
         if self._offset:
             self.generation += 1
         self._offset = self.num_bad_lines = 0
@@ -67,7 +67,7 @@ class Tail:
 
 
 def _skip_line(file: Any) -> bool:
-    """Read to the end of a line; whether it has one."""
+    """Reads to the end of a line and returns whether it has one."""
     while part := file.readline(LONGEST_LINE_BYTES):
         if part.endswith(b"\n"):
             return True

@@ -13,10 +13,10 @@ class TokenTexts:
     """The tokenizer of a run, loaded when it is first needed.
 
     Args:
-        folder: the run's `tokenizer/`.
+        folder: `tokenizer/` of the run.
 
     Attributes:
-        fault: why ids stand in for texts; empty if they do not.
+        fault: Reason why ids are shown instead of texts; empty if texts are shown.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +34,7 @@ class TokenTexts:
             self.fault = f"{path.parent.name}/{path.name} cannot be read ({error}), so ids are shown for tokens"
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text that each token adds. A token that ends within a character adds nothing; the last one adds it."""
+        """Returns the text that each token adds. Of the tokens of one character only the last one adds it."""
         if self._tokenizer is None:
             return [f"⟨{number}⟩" for number in ids]
         pieces, pending, before = [], [], []
@@ -62,7 +62,7 @@ _loading = threading.Lock()
 
 
 def token_texts(folder: Path) -> TokenTexts:
-    """The tokenizer in a folder, loaded once."""
+    """Returns the tokenizer in a folder, which is loaded once."""
     try:
         version = (folder / "tokenizer.json").stat().st_mtime_ns
     except OSError:

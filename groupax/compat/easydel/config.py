@@ -36,15 +36,15 @@ SAME = (
 
 
 class GRPOConfig(ForeignConfig):
-    """EasyDeL's settings. What groupax does not have is taken with a warning that says why; unknown names fail."""
+    """EasyDeL's settings. Fields without a meaning in groupax are accepted with a warning; unknown names fail."""
 
     FIELDS: ClassVar[Fields] = Fields("EasyDeL", DEFAULTS, INERT, FORMER)
 
     def to_native(self) -> Any:
-        """The native config.
+        """Returns the native config.
 
         Raises:
-            ValueError: something is asked for that groupax does not do.
+            ValueError: A setting asks for something that groupax does not support.
         """
         settings = {name: getattr(self, name) for name in SAME}
         settings |= {

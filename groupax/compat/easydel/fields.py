@@ -1,8 +1,8 @@
-"""The fields of EasyDeL's `GRPOConfig`: their defaults, and which have no meaning here. Imports no jax."""
+"""The fields of EasyDeL's `GRPOConfig` with their defaults, and those that have no meaning here. Imports no jax."""
 
 from typing import Any
 
-# Fields that say something here, with EasyDeL's defaults; those of sampling are given by a `vInference` too.
+# Fields that have a meaning here, with EasyDeL's defaults; a `vInference` sets those of sampling too.
 MEANINGFUL: dict[str, Any] = {
     "model_name": "GRPOTrainer",
     "save_directory": "EasyDeL-Checkpoints",
@@ -112,5 +112,5 @@ _WITHOUT: dict[str, dict[str, Any]] = {
 }
 INERT = {name: why for why, names in _WITHOUT.items() for name in names}
 DEFAULTS = MEANINGFUL | {name: default for names in _WITHOUT.values() for name, default in names.items()}
-# Other names of the same.
+# Former names of fields.
 FORMER = {"num_generations": "num_return_sequences", "max_steps": "max_training_steps"}

@@ -18,15 +18,15 @@ from groupax.settings.fields import nearest
 
 
 def EasyDeLBaseConfigDict(**settings: Any) -> dict[str, Any]:  # noqa: N802 - EasyDeL's name
-    """Settings of a model's config, for `config_kwargs`."""
+    """Returns settings of a model's config, for `config_kwargs`."""
     return settings
 
 
 class EasyDeLModel(hf.CausalLM):
-    """A model, with what it was asked to compute in.
+    """A model with settings of training.
 
     Attributes:
-        trainer_settings: settings of the native trainer that EasyDeL gives to the model.
+        trainer_settings: Settings of the native trainer that EasyDeL attaches to the model.
     """
 
     def __init__(self, model: Model, trainer_settings: Mapping[str, Any]) -> None:
@@ -46,12 +46,12 @@ class AutoEasyDeLModelForCausalLM:
         "sharding_axis_names": "the mesh's axes are dp, fsdp, ep, tp, sp",
         "partition_axis": "the mesh's axes are dp, fsdp, ep, tp, sp",
         "partition_rules": "one table of rules belongs to every family",
-        "precision": "products add up in float32",
+        "precision": "matmuls accumulate in float32",
         "device": "weights are put on all devices",
         "backend": "programs are XLA's on every backend",
         "platform": "programs are XLA's on every backend",
         "from_torch": "safetensors are read without PyTorch",
-        "verbose": "nothing is told while loading",
+        "verbose": "nothing is logged while loading",
     }
     QUIET: ClassVar[set[str]] = {"auto_shard_model", "precision", "from_torch", "verbose"}
 
@@ -66,20 +66,20 @@ class AutoEasyDeLModelForCausalLM:
         quantization_config: Any = None,
         **inert: Any,
     ) -> EasyDeLModel:
-        """The model of a folder or a hub id.
+        """Loads the model of a folder or a hub id.
 
         Args:
-            name_or_path: a model or an adapter.
-            dtype: of the forward pass in training.
-            param_dtype: of the weights in memory; None keeps their own. What is trained has float32 masters.
-            sharding_axis_dims: sizes of the mesh's axes dp, fsdp, ep, tp and sp; one may be -1. What does not divide
-                stays whole on every device, as in EasyDeL, which is told.
-            config_kwargs: settings of the model's config (see `EasyDeLBaseConfigDict`).
-            quantization_config: as in transformers.
-            inert: arguments that have no meaning here.
+            name_or_path: A model or an adapter.
+            dtype: Dtype of the forward pass in training.
+            param_dtype: Dtype of the weights in memory; None keeps theirs. Trained weights have float32 masters.
+            sharding_axis_dims: Sizes of the mesh's axes dp, fsdp, ep, tp and sp; one may be -1. Indivisible dims
+                are replicated, as in EasyDeL, and a warning lists them.
+            config_kwargs: Settings of the model's config (see `EasyDeLBaseConfigDict`).
+            quantization_config: As in transformers.
+            inert: Arguments that have no meaning here.
 
         Raises:
-            TypeError: there is no such argument.
+            TypeError: There is no such argument.
         """
         for name, value in inert.items():
             if name not in cls.INERT:
@@ -102,13 +102,13 @@ class AutoEasyDeLModelForCausalLM:
 
 
 def shared_by(model: Model) -> int:
-    """How many devices share the weights that are decoded with: those of the mesh's tp, if they divide the model."""
+    """Returns the number of devices that share the decoding weights: tp of the mesh, if it divides the model, or 1."""
     tp = model.mesh.shape["tp"]
     return 1 if indivisible_dims(model.config, decoding_mesh(model.mesh, tp)) else tp
 
 
 def config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """Settings of the native trainer, and the longest sequence, from a model's `config_kwargs`."""
+    """Returns settings of the native trainer, and the longest sequence, from a model's `config_kwargs`."""
     config = dict(config)
     lengths = [config.pop(name, None) for name in ("mask_max_position_embeddings", "freq_max_position_embeddings")]
     settings: dict[str, Any] = {}
@@ -124,7 +124,7 @@ def config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], int | No
     for name in ("attn_dtype", "attn_softmax_dtype"):
         dtype = config.pop(name, None)
         if name == "attn_softmax_dtype" and dtype is not None and np.dtype(dtype).name != "float32":
-            tell(f"{name}={np.dtype(dtype).name}: groupax adds up attention's weights in float32")
+            tell(f"{name}={np.dtype(dtype).name}: groupax accumulates attention weights in float32")
     for name, value in config.items():
         tell(f"config_kwargs {name}={value!r} changes nothing in groupax: the model is what its config.json says")
     return settings, max((length for length in lengths if length), default=None)

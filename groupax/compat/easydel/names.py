@@ -1,4 +1,4 @@
-"""The names that EasyDeL's settings take their values from."""
+"""The enums of EasyDeL's settings."""
 
 from enum import StrEnum
 from typing import Any
@@ -25,7 +25,7 @@ class EasyDeLSchedulers(StrEnum):
 
 
 class EasyDeLGradientCheckPointers(StrEnum):
-    """What the backward pass computes again."""
+    """Policies of gradient checkpointing: what the backward pass recomputes."""
 
     NONE = ""
     EVERYTHING_SAVEABLE = "everything_saveable"
@@ -61,10 +61,10 @@ CHECKPOINTING = {
 
 
 def named(value: Any, known: Any, setting: str) -> str:
-    """A member of an enum, or its name or value, as text.
+    """Returns the text of an enum's member, given as the member, its name or its value.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: There is no such member.
     """
     names = [str(getattr(each, "value", each)) for each in known]
     text = str(getattr(value, "value", "none" if value is None else value)).lower()

@@ -25,19 +25,19 @@ class GRPOTrainer:
     """EasyDeL's trainer over `groupax.GRPOTrainer`, which is its `native`.
 
     Args:
-        arguments: settings.
-        vinference: says how to sample, where `arguments` does not.
-        model: a folder, a hub id, or a loaded model.
-        reward_funcs: one or several reward functions or reward models.
-        reward_processing_classes: tokenizers of the reward models.
-        train_dataset: prompts, in a column `prompt`, `question` or `problem`.
-        eval_dataset: likewise.
-        processing_class: the tokenizer.
-        data_tokenize_fn: makes `input_ids`, `attention_mask` and further columns of a batch of examples, whose prompts
-            are text by then; it is called with the batch, the tokenizer and tools.
+        arguments: Settings.
+        vinference: Sampling settings where `arguments` has none.
+        model: A folder, a hub id, or a loaded model.
+        reward_funcs: One or several reward functions or reward models.
+        reward_processing_classes: Tokenizers of the reward models.
+        train_dataset: Prompts, in a column `prompt`, `question` or `problem`.
+        eval_dataset: Held-out prompts, likewise.
+        processing_class: The tokenizer.
+        data_tokenize_fn: A function that returns `input_ids`, `attention_mask` and further columns of a batch of
+            examples, whose prompts are already text; it is called with the batch, the tokenizer and tools.
 
     Raises:
-        ValueError: something is asked for that groupax does not do.
+        ValueError: A setting asks for something that groupax does not support.
     """
 
     def __init__(
@@ -75,20 +75,20 @@ class GRPOTrainer:
         )
 
     def train(self) -> native.TrainResult:
-        """Train, and save the model in the run's `model/`."""
+        """Trains, and saves the model in `model/` of the run folder."""
         return self.native.train()
 
     def evaluate(self) -> Any:
-        """Score the current policy on `eval_dataset`."""
+        """Evaluates the current policy on `eval_dataset`."""
         return self.native.evaluate()
 
     def save_pretrained(self, folder: Any) -> None:
-        """Write the current policy as a folder that transformers loads; files beside it stay."""
+        """Writes the current policy as a folder that transformers loads; other files in it are kept."""
         hf.save_policy(self.native, folder)
 
 
 def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOConfig:
-    """The settings with a `vInference`'s where they say nothing themselves."""
+    """Returns the settings, with those of a `vInference` where they are not set."""
     if vinference is None:
         return arguments
     if not vinference.do_sample:
@@ -104,7 +104,7 @@ def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOC
 
 
 def _examples(dataset: Any, name: str, tokenize: Callable[..., Any] | None, tokenizer: Any, tools: Any) -> Any:
-    """The rows, with `prompt` and what a `data_tokenize_fn` makes of them."""
+    """Returns the rows with their `prompt` and the results of a `data_tokenize_fn`."""
     columns = getattr(dataset, "column_names", None)
     if isinstance(columns, list) and "prompt" not in columns:
         found = [column for column in QUESTIONS if column in columns]

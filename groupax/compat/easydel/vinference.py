@@ -1,4 +1,4 @@
-"""EasyDeL's way to sample."""
+"""EasyDeL's `vInference`."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from groupax.models.checkpoint import Model, load_model
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams, SamplingSettings
 
-# What a `vInference` and a `GRPOConfig` may both say of sampling, and the latter's name for it.
+# Sampling settings that both a `vInference` and a `GRPOConfig` may have, with their names in a `GRPOConfig`.
 SAMPLING = {
     "max_new_tokens": "max_completion_length",
     "num_return_sequences": "num_return_sequences",
@@ -29,20 +29,20 @@ KNOWN = (*SAMPLING, "do_sample", "seed")
 # Further names of a `vInferenceConfig`, which change nothing here, and why.
 UNUSED = {
     "streaming_chunks": "completions come whole",
-    "bos_token_id": "the tokenizer says how prompts begin",
+    "bos_token_id": "the tokenizer decides how prompts start",
     "eos_token_id": "completions end as the model and its tokenizer say",
     "pad_token_id": "completions are not padded",
 }
 
 
 class vInference:  # noqa: N801 - EasyDeL's name
-    """Says how a trainer samples, and samples by itself with `generate`.
+    """The sampling settings of a trainer, and a sampler of its own with `generate`.
 
     Args:
-        model: to sample from.
-        tokenizer: for prompts that are text; also called processor_class.
-        processor_class: likewise.
-        generation_config: an object or a dict with the settings below, or with `sampling_params` that have them.
+        model: The model to sample from.
+        tokenizer: Tokenizer of prompts that are text; also called processor_class.
+        processor_class: Another name of `tokenizer`.
+        generation_config: An object or a dict with the settings below, or with `sampling_params` that have them.
         settings: max_new_tokens, num_return_sequences, temperature, top_p, top_k, min_p, repetition_penalty, do_sample.
 
     Raises:
@@ -64,7 +64,7 @@ class vInference:  # noqa: N801 - EasyDeL's name
         self.do_sample, self.seed = settings.get("do_sample", True), settings.get("seed", 0)
 
     def generate(self, prompts: Any) -> list[list[str]]:
-        """The completions of each prompt, as text."""
+        """Returns the completions of each prompt, as text."""
         given = {each.name: self.given[each.name] for each in fields(SamplingSettings) if each.name in self.given}
         given |= {} if self.do_sample else {"temperature": 0.0}
         params = SamplingParams(
@@ -83,7 +83,7 @@ class vInference:  # noqa: N801 - EasyDeL's name
 
 
 def _settings_of(config: Any) -> dict[str, Any]:
-    """The settings in a `vInferenceConfig`, a dict, or an object of another kind, of which only those are looked at."""
+    """Returns the known settings of a `vInferenceConfig`, a dict or another object; of the last others are ignored."""
     if config is None:
         return {}
     given = dict(config if isinstance(config, Mapping) else vars(config))

@@ -1,4 +1,4 @@
-"""TRL's `GRPOConfig`: its names, its batches, and what becomes of them."""
+"""TRL's `GRPOConfig`, converted to native settings."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -130,14 +130,14 @@ class Batches(NamedTuple):
 
 
 class GRPOConfig(ForeignConfig):
-    """TRL's settings. What groupax does not have is taken with a warning that says why; unknown names fail.
+    """TRL's settings. Fields without a meaning in groupax are accepted with a warning; unknown names fail.
 
     Args:
-        output_dir: the run's folder.
-        settings: by TRL's names.
+        output_dir: Run folder.
+        settings: Settings by TRL's names.
 
     Raises:
-        TypeError: a name is unknown.
+        TypeError: A name is unknown.
     """
 
     FIELDS: ClassVar[Fields] = Fields("TRL", DEFAULTS, INERT, FORMER)
@@ -147,12 +147,12 @@ class GRPOConfig(ForeignConfig):
 
     @property
     def greater_is_better(self) -> bool | None:
-        """By default it is, if there is a metric for the best model, unless its name ends in "loss"."""
+        """The given value, or whether the name of the metric for the best model does not end in "loss"."""
         given, metric = self.given.get("greater_is_better"), self.metric_for_best_model
         return given if given is not None or metric is None else not metric.endswith("loss")
 
     def batches(self, num_devices: int = 1) -> Batches:
-        """The batch arithmetic on so many devices.
+        """Returns the batch arithmetic on this many devices.
 
         Raises:
             ValueError: the numbers do not fit together.
@@ -257,10 +257,10 @@ class GRPOConfig(ForeignConfig):
         return as_native(settings, NAMES)
 
     def tell_mesh(self, model: Model) -> None:
-        """Say how settings of DeepSpeed, FSDP and parallelism are carried out.
+        """Reports how settings of DeepSpeed, FSDP and parallelism are carried out.
 
         Args:
-            model: on its mesh.
+            model: The model on its mesh.
         """
         asked = {name: getattr(self, name) for name in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")}
         asked = {name: value for name, value in asked.items() if value}
@@ -287,7 +287,7 @@ class GRPOConfig(ForeignConfig):
         return int(self.logging_steps)
 
     def _trackers(self) -> tuple[str, ...]:
-        """Those of `report_to` that groupax has too; "all" is those that are installed."""
+        """Returns the trackers of `report_to` that groupax has too; "all" stands for the installed ones."""
         asked = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
         if asked == ["all"]:
             return tuple(name for name in TRACKERS if name in PACKAGES and is_installed(name))
@@ -351,7 +351,7 @@ class GRPOConfig(ForeignConfig):
         return {GENERATION[name]: value for name, value in given.items()}
 
     def _sampling(self) -> dict[str, Any]:
-        """Who samples, and vLLM's importance-sampling correction: if it was asked for, and with a server by default."""
+        """Returns the sampler, and vLLM's importance correction if it is set, or by default with a server."""
         shared_by = self.vllm_tensor_parallel_size
         if not self.use_vllm:
             _tell_not_shared(shared_by, "it is of use_vllm=True, which is not set")
@@ -392,7 +392,7 @@ class GRPOConfig(ForeignConfig):
 
 
 def as_mapping(value: Any, name: str) -> Mapping[str, Any]:
-    """A dict, also one that is written as JSON; empty for None.
+    """Returns a dict, which may be given as JSON; an empty one for None.
 
     Raises:
         ValueError: it is neither.

@@ -8,13 +8,13 @@ from typing import Any
 def apply_chat_template(
     example: Mapping[str, Any], processing_class: Any, tools: Any = None, **template_kwargs: Any
 ) -> dict[str, str]:
-    """The conversations of an example as the chat template writes them, under the same names.
+    """Returns the conversations of an example as the chat template formats them, under the same names.
 
     Args:
-        example: with `prompt`, and `completion` if there is one, or with `messages`.
-        processing_class: a tokenizer with a chat template.
-        tools: that the template lists.
-        template_kwargs: for the template.
+        example: An example with `prompt` and perhaps `completion`, or with `messages`.
+        processing_class: A tokenizer with a chat template.
+        tools: Tools that the template lists.
+        template_kwargs: Arguments of the template.
 
     Raises:
         KeyError: the example has neither `prompt` nor `messages`.

@@ -24,7 +24,7 @@ from groupax.storage.hub import push_folder
 
 
 class TrainOutput(NamedTuple):
-    """What `train` returns, as transformers has it."""
+    """The result of `train`, as in transformers."""
 
     global_step: int
     training_loss: float
@@ -33,7 +33,7 @@ class TrainOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class _Policy:
-    """What the trainer's `model` is before it is trained."""
+    """The model, adapter and quantization that the trainer starts from."""
 
     model: Any
     peft_config: Any
@@ -129,18 +129,18 @@ class GRPOTrainer:
         return hf.CausalLM(self.native.model)
 
     def add_callback(self, callback: Any) -> None:
-        """Have one more callback called."""
+        """Adds a callback."""
         self.callbacks.append(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Have a callback, or those of a class, not called any more."""
+        """Removes a callback, or all of a class."""
         self.callbacks = [own for own in self.callbacks if own is not callback and type(own) is not callback]
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Train, and save the model in the run's `model/`.
+        """Trains, and saves the model in `model/` of the run folder.
 
         Args:
-            resume_from_checkpoint: True goes on from the newest checkpoint in `output_dir`, a path from that one.
+            resume_from_checkpoint: True resumes from the newest checkpoint in `output_dir`, a path from that one.
         """
         trainer, args = self.native, self.args
         resume = resume_from_checkpoint or args.resume_from_checkpoint
@@ -156,17 +156,17 @@ class GRPOTrainer:
         return TrainOutput(result.num_steps, sum(losses) / max(len(losses), 1), metrics)
 
     def evaluate(self) -> dict[str, float]:
-        """Score the current policy on `eval_dataset`, with `num_generations_eval` completions of each prompt."""
+        """Evaluates the current policy on `eval_dataset`, with `num_generations_eval` completions of each prompt."""
         trainer = self.native
         metrics = {f"eval_{name}": value for name, value in trainer.evaluate().metrics.items()}
         self.state.log_history.append({"step": trainer.cursor.step, **metrics})
         return metrics
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the current policy, or its adapter, with the tokenizer; files beside them stay.
+        """Writes the current policy, or its adapter, with the tokenizer; other files in the folder are kept.
 
         Args:
-            output_dir: by default `model/` in the run's folder, which itself has the run's own config.json.
+            output_dir: Folder; the default is `model/` in the run folder, which has a config.json of its own.
         """
         if output_dir is None:
             self.native.save_model()
@@ -174,14 +174,14 @@ class GRPOTrainer:
             hf.save_policy(self.native, output_dir)
 
     def push_to_hub(self, **inert: Any) -> str:
-        """Upload the current policy as `hub_model_id`, by default the name of `output_dir`."""
+        """Uploads the current policy as `hub_model_id`, by default the name of `output_dir`."""
         hf.tell_inert(inert, {"commit_message", "blocking", "token", "revision", "dataset_name", "tags"}, "push_to_hub")
         repo_id = self.args.hub_model_id or Path(self.native.args.output_dir).name
         return push_folder(self.native.save_model(), repo_id, private=bool(self.args.hub_private_repo))
 
 
 def num_accelerators() -> int:
-    """Devices in the sense of `per_device_train_batch_size`; the virtual devices of a process on CPU are one."""
+    """Returns the devices that `per_device_train_batch_size` counts; all virtual CPU devices of a process are one."""
     configure_jax()
     return jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
 
@@ -212,7 +212,7 @@ def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config:
 
 
 def _adapter(peft_config: Any) -> dict[str, Any]:
-    """An adapter as native settings: a base that is quantized while it is loaded gets it there."""
+    """Returns an adapter as native settings, for a base that is quantized while it is loaded."""
     if peft_config is None:
         return {}
     lora = as_lora_config(peft_config)
@@ -231,7 +231,7 @@ def _adapter(peft_config: Any) -> dict[str, Any]:
 
 
 def _optimizer(optimizers: tuple[Any, Any]) -> dict[str, Any]:
-    """Settings from an optimizer of PyTorch: its kind, and the numbers that it was made with."""
+    """Returns settings from an optimizer of PyTorch: its kind and its numbers."""
     optimizer, scheduler = optimizers
     if scheduler is not None:
         raise ValueError(
@@ -254,12 +254,12 @@ def _optimizer(optimizers: tuple[Any, Any]) -> dict[str, Any]:
 
 
 def _reward(reward: Any) -> Any:
-    """A reward function as it is, or a model of PyTorch or of `compat.hf` as the native trainer takes it."""
+    """Converts a model of PyTorch or of `compat.hf` to what the native trainer takes; functions are unchanged."""
     return hf.as_model(reward) if hasattr(reward, "state_dict") or isinstance(reward, hf.CausalLM) else reward
 
 
 def _template_kwargs(given: Mapping[str, Any], tokenizer: Any, model: Any) -> dict[str, Any]:
-    """Returns the arguments for the chat template that it reads; of the others a line says that they change nothing."""
+    """Returns the arguments that the chat template reads, and warns that the others change nothing."""
     if not given:
         return {}
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""What the training programs have in common: their flags, and a recipe run with them."""
+"""Common parts of the training programs: their flags, and the run of a recipe with them."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
