@@ -475,7 +475,7 @@ def test_quantization_settings():
         hf.base_weights({"bits": 4})
     with pytest.raises(TypeError, match="no field 'bnb_4bit_quant_typ'; did you mean bnb_4bit_quant_type"):
         hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_typ="nf4")
-    with pytest.raises(ValueError, match="does not do what the LoRA settings ask for"):
+    with pytest.raises(ValueError, match="does not support the LoRA settings"):
         hf.LoraConfig(r=8, use_dora=True)
 
 

@@ -167,7 +167,7 @@ def test_smoothing_is_a_mean_that_favours_what_is_near():
     assert smoothed(y, 0.5)[3] == pytest.approx((weights @ [1.0, 4.0, 2.0]) / weights.sum())
     assert np.isnan(smoothed(y, 0.5)[1])
     assert smoothed(y, 0.0) is y
-    with pytest.raises(ValueError, match=r"lies in \[0, 1\), this one is 1"):
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\), got 1"):
         smoothed(y, 1.0)
 
 
@@ -373,7 +373,7 @@ def test_bytes_that_are_no_text_are_shown(tmp_path):
         assert ask(port, "step", run="run", step=1, q="AB")["matching"] == [0]
         assert ask(port, "config")["run"]["config"] == {"name": "\ufffd\ufffd"}
         (tmp_path / "run" / "config.json").write_text("[1]")
-        assert "must hold settings" in ask(port, "config")["run"]["fault"]
+        assert "must contain settings" in ask(port, "config")["run"]["fault"]
         assert ask(port, "group", run="run", step=1, prompt=0)["rows"][0]["total"] == 0.5
 
 
@@ -456,7 +456,7 @@ def test_settings_findings_and_evaluations(port, folder):
         ("step", {"run": "../alpha", "step": 1}, 404, "there is no run"),
         ("group", {"run": "alpha", "step": 1, "prompt": 50}, 404, "no prompt 50; it has 3"),
         ("text", {"run": "alpha", "step": 1, "prompt": 0, "sample": 50}, 404, "no sample 50; it has 4"),
-        ("series", {"run": "alpha", "name": "reward", "smooth": "2"}, 400, "lies in"),
+        ("series", {"run": "alpha", "name": "reward", "smooth": "2"}, 400, "must be in"),
         ("series", {"run": "alpha", "name": "reward", "points": "nan"}, 400, "points='nan' is no number"),
         ("items", {"run": "alpha", "name": "../../../secret"}, 404, "no evaluation '../../../secret'"),
         ("items", {"run": "alpha", "name": "step_000005.eval", "first": "inf"}, 400, "no whole number"),
