@@ -66,7 +66,7 @@ WITHOUT_JAX = [
     "groupax.storage.buckets",
     "groupax.storage.lock",
     "groupax.rollouts.state",
-    "groupax.rollouts.slices",
+    "groupax.rollouts.schedule",
     "groupax.runs.folder",
     "groupax.runs.trackers.background",
     "groupax.runs.rollout_log",

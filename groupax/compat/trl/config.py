@@ -15,10 +15,10 @@ from groupax.compat.fields import (
     tell,
 )
 from groupax.compat.meshes import mesh_of, offloaded, tell_whole, zero_stage
+from groupax.compat.trl.batches import TRLSchedule, trl_schedule
 from groupax.compat.trl.fields import DEFAULTS, FORMER, INERT
 from groupax.models.checkpoint import Model
 from groupax.parallel.mesh import RULES, format_mesh, splits_model
-from groupax.rollouts.slices import slices_of
 from groupax.runs.trackers.tracker import PACKAGES, is_installed
 from groupax.settings.fields import nearest, shown
 from groupax.settings.reporting import TRACKERS
@@ -191,6 +191,10 @@ class GRPOConfig(ForeignConfig):
             )
         return Batches(rows, accumulated, generated)
 
+    def schedule(self, num_devices: int = 1) -> TRLSchedule:
+        """Returns how rollouts become optimizer steps on this number of devices."""
+        return trl_schedule(*self.batches(num_devices), self.num_generations, self.num_iterations)
+
     def to_native(self, num_devices: int = 1, num_prompts: int | None = None) -> Any:
         """The native config.
 
@@ -209,8 +213,8 @@ class GRPOConfig(ForeignConfig):
             "masked_rows_in_denominator": True,
             "metric_definitions": "trl",
             "output_dir": self.output_dir or "trainer_output",
-            "prompts_per_step": _whole(rows * accumulated / self.num_generations),
-            "updates_per_rollout": _whole(generated / accumulated),
+            "prompts_per_step": max(1, round(rows * accumulated / self.num_generations)),  # see `schedule`
+            "updates_per_rollout": max(1, round(generated / accumulated)),
             "prompt_order": "shuffled_by_torch" if self.shuffle_dataset else "dataset",
             "drop_last": True,
             "max_completion_length": self.max_completion_length or 512,
@@ -249,7 +253,7 @@ class GRPOConfig(ForeignConfig):
         settings["offload_optimizer"], weights = offloaded(self.deepspeed, self.fsdp)
         if weights:
             tell("offload_param: weights that are trained stay on the devices; groupax offloads the optimizer's state")
-        every = slices_of(as_native(settings, NAMES)).num_steps(num_prompts, 1, -1) if num_prompts else 1
+        every = self.schedule(num_devices).num_steps(num_prompts, 1, -1) if num_prompts else 1
         settings["eval_steps"] = steps_of(
             self.eval_strategy, self.eval_steps or self._logging_steps(), every, "eval_strategy"
         )
@@ -408,7 +412,3 @@ def as_mapping(value: Any, name: str) -> Mapping[str, Any]:
 def _tell_not_shared(shared_by: int, why: str) -> None:
     if shared_by != 1:
         tell(f"vllm_tensor_parallel_size={shared_by} changes nothing in groupax: {why}")
-
-
-def _whole(number: float) -> int | float:
-    return int(number) if number == int(number) else number
