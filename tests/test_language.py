@@ -15,7 +15,6 @@ NOT_YET: tuple[str, ...] = (
     "docs/view.md",
     "groupax/rollouts/collector.py",
     "groupax/rollouts/pipeline.py",
-    "groupax/rollouts/slices.py",
     "groupax/rollouts/state.py",
     "groupax/runs/build.py",
     "groupax/trainer.py",
