@@ -1,4 +1,4 @@
-"""Other libraries' names: what they become here, what is told, what is refused."""
+"""Other libraries' names: their conversion, the warnings, and the refusals."""
 
 import json
 import warnings

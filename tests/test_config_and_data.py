@@ -13,13 +13,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from groupax import GRPOConfig, init_model, save_model
+from groupax.compat.trl.batches import TRLSchedule, trl_schedule
 from groupax.config import NAMES_ELSEWHERE
 from groupax.data.chat import render
 from groupax.data.examples import load_examples
 from groupax.data.order import visit_order
 from groupax.data.prompts import encode_examples
 from groupax.data.tokenizer import encode_prompts, eos_token_ids, load_tokenizer, prepare_tokenizer
-from groupax.rollouts.slices import slices_of
+from groupax.rollouts.schedule import UpdateSchedule, update_schedule
 from groupax.settings.fields import Range
 
 from .conftest import SHARED, TINY
@@ -52,7 +53,8 @@ def test_trls_names_point_to_ours():
             "loss_type must be one of grpo, bnpo, .*, vespo or a function, .*, got 'ppo'",
         ),
         ({"temperature": 0.0}, "temperature must be between 1e-06 and 1000, got 0.0: greedy completions"),
-        ({"prompts_per_step": 0}, "prompts_per_step must be between 0.0001 and 1,000,000, got 0; the default is 8"),
+        ({"prompts_per_step": 0.5}, "prompts_per_step must be a whole number, got 0.5"),
+        ({"prompts_per_step": 0}, "prompts_per_step must be between 1 and 1,000,000, got 0; the default is 8"),
         ({"max_steps": 0}, "max_steps must be -1 or between 1 and 1,000,000,000, got 0: -1 follows num_train_epochs"),
         ({"num_train_epochs": 0}, "num_train_epochs is 0 and max_steps -1"),
         ({"top_p": 1.5}, "top_p must be between 1e-06 and 1, got 1.5"),
@@ -253,25 +255,28 @@ def test_every_epoch_visits_every_prompt_once_in_another_order():
 
 
 def test_number_of_steps():
-    once, twice = slices_of(GRPOConfig()), slices_of(GRPOConfig(num_iterations=2))
+    once, twice = update_schedule(GRPOConfig()), update_schedule(GRPOConfig(num_iterations=2))
     assert once.num_steps(100, 1.0, -1) == 13
     assert twice.num_steps(100, 3.0, -1) == 76
     assert once.num_steps(100, 3.0, 5) == 5
     assert once.num_steps(3, 1.0, -1) == 1
 
 
-def test_rollouts_are_cut_into_steps():
-    parts = slices_of(GRPOConfig(prompts_per_step=4.5, updates_per_rollout=4 / 3, num_generations=4))
-    assert (parts.prompts_per_rollout, parts.per_rollout, parts.per_step, parts.rows) == (6, 4, 3, 6)
-    halves = slices_of(GRPOConfig(prompts_per_step=0.5, updates_per_rollout=2, num_generations=8))
-    assert (halves.prompts_per_rollout, halves.per_rollout, halves.per_step, halves.rows) == (1, 2, 1, 4)
-    for wrong in ({"prompts_per_step": 4.5}, {"updates_per_rollout": 0.3}, {"prompts_per_step": 1 / 16}):
-        with pytest.raises(ValueError, match="these must be whole numbers"):
-            slices_of(GRPOConfig(**wrong))
+def test_rollouts_become_updates():
+    schedule = update_schedule(
+        GRPOConfig(prompts_per_step=3, updates_per_rollout=4, num_generations=2, num_iterations=5)
+    )
+    assert schedule == UpdateSchedule(prompts_per_rollout=12, minibatches=4, rows=6, num_passes=5, drop_last=False)
+    assert schedule.updates_per_rollout == 20
+
+
+def test_trl_cuts_rollouts_into_parts_of_steps():
+    assert trl_schedule(6, 3, 4, 4, 2) == TRLSchedule(6, 4, 6, 2, True, 3)
+    assert trl_schedule(4, 1, 2, 8, 1) == TRLSchedule(1, 2, 4, 1, True, 1)
 
 
 def test_whole_epochs_leave_out_incomplete_rollouts():
-    parts = slices_of(GRPOConfig(prompts_per_step=4, updates_per_rollout=2, drop_last=True))
+    parts = update_schedule(GRPOConfig(prompts_per_step=4, updates_per_rollout=2, drop_last=True))
     assert parts.prompts_per_epoch(19) == 16
     assert parts.num_steps(19, 3.0, -1) == 12
     with pytest.raises(ValueError, match="has 7 prompts and a rollout takes 8"):

@@ -205,9 +205,9 @@ def test_what_devices_cannot_share_is_told(change, settings, message, tmp_path):
 
 
 def test_settings_that_exclude_each_other():
-    with pytest.raises(ValueError, match="decoding_weights 'int8' lie whole on every device"):
+    with pytest.raises(ValueError, match="decoding_weights 'int8' are replicated on every device"):
         GRPOConfig(decoding_tp=2, decoding_weights="int8")
-    with pytest.raises(ValueError, match="base_weights 'nf4' lie whole on every device"):
+    with pytest.raises(ValueError, match="base_weights 'nf4' are replicated on every device"):
         GRPOConfig(decoding_tp=2, base_weights="nf4", lora_r=4)
     with pytest.raises(ValueError, match="decoding_tp 2 and max_staleness 1 exclude each other"):
         GRPOConfig(decoding_tp=2, max_staleness=1, rollout_correction="token_truncate")

@@ -189,7 +189,7 @@ def test_what_does_not_divide_is_told(change, shape, replicated, message):
     [
         ("2,2", "five numbers"),
         ("1,x,1,1,1", "five numbers"),
-        ("-1,-1,1,1,1", "one of them may be -1"),
+        ("-1,-1,1,1,1", "one may be -1 for the rest"),
         ("0,1,1,1,1", "at least 1"),
     ],
 )

@@ -122,7 +122,7 @@ def test_servers_that_take_no_weights_are_refused():
 
 
 def test_a_folder_without_servers_is_refused():
-    with pytest.raises(ValueError, match="rollout_folder is for the servers of rollout"):
+    with pytest.raises(ValueError, match="rollout_folder is for rollout_servers"):
         GRPOConfig(rollout_folder="/shared")
 
 

@@ -203,7 +203,6 @@ def test_rewards_that_need_signals_get_the_main_thread(tmp_path):
     ("settings", "message"),
     [
         ({"max_staleness": 1}, "set rollout_correction, e.g. to 'token_truncate'"),
-        ({**AHEAD, "prompts_per_step": 4, "updates_per_rollout": 0.5}, "updates_per_rollout 0.5 has steps on several"),
         ({"max_staleness": -1}, "max_staleness must be between 0 and"),
     ],
 )

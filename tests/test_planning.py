@@ -427,7 +427,6 @@ def test_scores_are_counted_as_often_as_they_are_computed():
         ({"base_weights": "nf4", "lora_r": 4}, "base_weights 'nf4' is not supported by plans; leave it at 'same'"),
         ({"max_staleness": 1, "rollout_correction": "token_truncate"}, "max_staleness 1 is not supported by plans"),
         ({"rollout_servers": ("http://a:1",)}, "rollout_servers .* is not supported by plans"),
-        ({"updates_per_rollout": 0.5}, "choose a whole number"),
     ],
 )
 def test_runs_that_are_not_planned_for_are_refused(settings, message):

@@ -29,7 +29,16 @@ def count_a(completion_ids):
     return [ids.count(3) / len(ids) for ids in completion_ids]
 
 
-def a_trainer(tmp_path, rewards=count_a, dataset=PROMPTS, model=None, eval_dataset=None, peft_config=None, **settings):
+def a_trainer(
+    tmp_path,
+    rewards=count_a,
+    dataset=PROMPTS,
+    model=None,
+    eval_dataset=None,
+    peft_config=None,
+    kind=GRPOTrainer,
+    **settings,
+):
     args = GRPOConfig(
         **{
             "output_dir": str(tmp_path / "run"),
@@ -45,7 +54,7 @@ def a_trainer(tmp_path, rewards=count_a, dataset=PROMPTS, model=None, eval_datas
     )
     model = model or init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
     tokenizer = a_tokenizer(eos_token="<eos>")
-    return GRPOTrainer(model, rewards, args, dataset, eval_dataset, tokenizer, peft_config=peft_config)
+    return kind(model, rewards, args, dataset, eval_dataset, tokenizer, peft_config=peft_config)
 
 
 def lines_of(tmp_path, timings=False):

@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from groupax import GRPOConfig, init_model
+from groupax.compat.trl.batches import TRLBatchTrainer, trl_schedule
 from groupax.errors import DivergedError, RunError
 from groupax.events import (
     CheckpointSaved,
@@ -744,7 +746,8 @@ def test_a_step_on_several_rollouts_tells_of_all_of_them(tmp_path):
         log_metric("calls", 1.0)
         return seen[-len(completion_ids) :]
 
-    trainer = a_trainer(tmp_path, reward, updates_per_rollout=0.5, max_steps=2)
+    kind = partial(TRLBatchTrainer, trl_schedule(8, accumulated=2, generated=1, num_generations=4, num_passes=1))
+    trainer = a_trainer(tmp_path, reward, PROMPTS[:4], kind=kind, max_steps=2)
     trainer.train()
     lines = lines_of(tmp_path, timings=True)
     assert [line["reward"] for line in lines] == pytest.approx([np.mean(seen[:16]), np.mean(seen[16:])])

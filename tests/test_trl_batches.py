@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from groupax import GRPOTrainer, init_model
+from groupax import init_model
 from groupax.compat.trl import GRPOConfig
+from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.rollouts.state import Experience
 from groupax.training.learner import Update
 from groupax.types import Rollout
@@ -25,7 +26,7 @@ def model():
     return init_model({**TINY, "vocab_size": 13}, mesh=one_device_mesh())
 
 
-class Counting(GRPOTrainer):
+class Counting(TRLBatchTrainer):
     """As in `trl_batches.record`: only generation and update are replaced."""
 
     def count(self):
@@ -34,15 +35,15 @@ class Counting(GRPOTrainer):
         return self
 
     def collected(self, cursor, num_wanted=1):
-        visited = self.collector.visited(cursor.num_prompts, self.slices.prompts_per_rollout)
+        visited = self.collector.visited(cursor.num_prompts, self.schedule.prompts_per_rollout)
         G = self.args.num_generations
         groups = [
             [self.completion(index, sample, len(self.generations)) for sample in range(G)]
             for index in range(len(visited))
         ]
         self.generations.append([cursor.step, visited])
-        slices = self.collector._scored(self.collector.cut(groups), len(visited) * G)
-        return Experience(groups, METRICS, {}, cursor.num_prompts, 0, slices)
+        minibatches = self.collector._scored(self.collector.cut(groups), len(visited) * G)
+        return Experience(groups, METRICS, {}, cursor.num_prompts, 0, minibatches)
 
     def completion(self, index, sample, generation):
         return Rollout(
@@ -80,7 +81,8 @@ def test_prompts_generations_and_steps_are_those_of_trl(tmp_path, model, case):
     dataset = [{"prompt": "abc"}] * num_prompts
     tokenizer = a_tokenizer(eos_token="<eos>")
     native = args.to_native(1, num_prompts)
-    trainer = Counting(model, lambda completions: [0.0] * len(completions), native, dataset, None, tokenizer).count()
+    reward = lambda completions: [0.0] * len(completions)  # noqa: E731
+    trainer = Counting(args.schedule(), model, reward, native, dataset, None, tokenizer).count()
     trainer.train()
     assert trainer.generations == case["generations"]
     assert len(trainer.updates) == len(case["steps"])

@@ -19,7 +19,7 @@ from groupax.planning.abstract import AbstractModel
 from groupax.planning.programs import DoesNotFitError, Program, device_bytes, host_bytes
 from groupax.planning.rollouts import trace_rollout
 from groupax.planning.updates import trace_training
-from groupax.rollouts.slices import Slices, slices_of
+from groupax.rollouts.schedule import UpdateSchedule, update_schedule
 
 _LENGTH = "max_completion_length"
 
@@ -80,13 +80,13 @@ def trace_run(
             f"weights and optimizer alone need {taken:.1f} GB of a device that has {limit / 1e9:.1f} GB",
             in_rollout=False,
         )
-    slices = _planned_slices(args)
-    num_rows = slices.prompts_per_rollout * args.num_generations
+    schedule = _planned_schedule(args)
+    num_rows = schedule.prompts_per_rollout * args.num_generations
     prompt = prompt_limit(config.max_positions, args.max_completion_length, args.max_prompt_length, _LENGTH)
     longest = (prompt, args.max_completion_length)
     rollout, cache, gathered = trace_rollout(model_state, num_rows, longest, left)
     tokens = args.micro_batch_tokens or model_state.fitting_tokens(left)
-    training = trace_training(model_state, slices, longest, tokens)
+    training = trace_training(model_state, schedule, longest, tokens)
     return Run(
         programs=(*rollout, *training.programs),
         residents=model_state.residents,
@@ -98,7 +98,7 @@ def trace_run(
         micro_batch_cells=training.cells,
         longest_row=sum(longest),
         num_rows=num_rows,
-        num_updates=slices.steps_per_rollout,
+        num_updates=schedule.updates_per_rollout,
     )
 
 
@@ -106,15 +106,9 @@ def trace_run(
 _PLANNED: dict[str, Any] = {"base_weights": "same", "max_staleness": 0, "rollout_servers": ()}
 
 
-def _planned_slices(args: GRPOConfig) -> Slices:
+def _planned_schedule(args: GRPOConfig) -> UpdateSchedule:
     """Returns how rollouts are split into updates; refuses unsupported settings."""
     for name, value in _PLANNED.items():
         if getattr(args, name) != value:
             raise ValueError(f"{name} {getattr(args, name)!r} is not supported by plans; leave it at {value!r}")
-    slices = slices_of(args)
-    if slices.per_step > 1:
-        raise ValueError(
-            f"updates_per_rollout {args.updates_per_rollout} updates on parts of several rollouts, which plans do not "
-            "support; choose a whole number"
-        )
-    return slices
+    return update_schedule(args)

@@ -15,7 +15,7 @@ from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.planning.abstract import AbstractModel, sharded_structs, struct_with
 from groupax.planning.programs import Program, host_bytes
-from groupax.rollouts.slices import Slices
+from groupax.rollouts.schedule import UpdateSchedule
 from groupax.training.batch import attention_cost_with, pack
 from groupax.training.state import apply_update
 from groupax.training.step import ROWS, accumulator_pspecs, all_reduce, micro_step, score, zero_grads
@@ -37,29 +37,34 @@ class Training:
     cells: int
 
 
-def trace_training(model_state: AbstractModel, slices: Slices, longest: tuple[int, int], tokens: int) -> Training:
+def trace_training(
+    model_state: AbstractModel, schedule: UpdateSchedule, longest: tuple[int, int], tokens: int
+) -> Training:
     """Traces the learner's programs for micro-batches of at most `tokens` tokens on each device."""
     mesh, args = model_state.mesh, model_state.args
     rows = [
-        _row(index // args.num_generations, longest, args, slices.steps_per_rollout) for index in range(slices.rows)
+        _row(index // args.num_generations, longest, args, schedule.updates_per_rollout)
+        for index in range(schedule.rows)
     ]
     attention_cost = attention_cost_with(model_state.execution.attention)
     micro_batches, _ = pack(rows, num_data_shards(mesh), tokens, (), args.share_prefix, longest, attention_cost)
     largest = max(micro_batches, key=lambda each: each.num_tokens)
     batch = jax.tree.map(lambda x: struct_with(x, NamedSharding(mesh, ROWS)), largest.batch)
     programs = (
-        *_trace_scoring(model_state, batch, len(micro_batches), slices),
-        *_trace_update(model_state, batch, len(micro_batches), slices.steps_per_rollout),
+        *_trace_scoring(model_state, batch, len(micro_batches), schedule),
+        *_trace_update(model_state, batch, len(micro_batches), schedule.updates_per_rollout),
     )
     return Training(programs, len(micro_batches), largest.num_tokens // num_data_shards(mesh))
 
 
-def _trace_scoring(model_state: AbstractModel, batch: Any, num_micro_batches: int, slices: Slices) -> list[Program]:
+def _trace_scoring(
+    model_state: AbstractModel, batch: Any, num_micro_batches: int, schedule: UpdateSchedule
+) -> list[Program]:
     """Traces the scoring of a rollout by the reference and the policy, if it needs any."""
     args = model_state.args
     # the policy scores all rows before updates other than the first, and to find the tokens of high entropy
-    policy_passes = slices.per_rollout - 1 + slices.steps_per_rollout * (args.top_entropy_quantile < 1)
-    passes = policy_passes + slices.per_rollout * (args.beta > 0)
+    policy_passes = schedule.minibatches - 1 + schedule.updates_per_rollout * (args.top_entropy_quantile < 1)
+    passes = policy_passes + schedule.minibatches * (args.beta > 0)
     if not passes:
         return []
     params = apply_adapter(model_state.frozen, model_state.policy) if policy_passes else model_state.reference

@@ -27,7 +27,7 @@ from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
 from groupax.rollouts.sampler import PolicySampler, Sampler, rollout
-from groupax.rollouts.slices import Slices
+from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Learner
@@ -39,7 +39,7 @@ class Collector:
 
     Args:
         args: the run's settings.
-        slices: how rollouts become optimizer steps.
+        schedule: How rollouts become optimizer steps.
         prompts: those of the run.
         tokenizer: theirs.
         engine: samples; its weights are set to the policy's.
@@ -54,7 +54,7 @@ class Collector:
     def __init__(
         self,
         args: GRPOConfig,
-        slices: Slices,
+        schedule: UpdateSchedule,
         prompts: PromptSet,
         tokenizer: Any,
         engine: PolicySampler,
@@ -65,7 +65,7 @@ class Collector:
         num_steps: int,
         emit: Emit,
     ) -> None:
-        self.args, self.slices, self.prompts, self.tokenizer = args, slices, prompts, tokenizer
+        self.args, self.schedule, self.prompts, self.tokenizer = args, schedule, prompts, tokenizer
         self.engine, self.learner, self.runner = engine, learner, runner
         self.reward_weights, self.correctness_reward, self.num_steps = reward_weights, correctness_reward, num_steps
         self.emit = emit
@@ -75,7 +75,7 @@ class Collector:
 
         Args:
             cursor: how far the run has come.
-            num_wanted: slices that the next step takes of it.
+            num_wanted: Number of minibatches that the next step takes of it.
 
         A function of cursor and learner, whose known shapes alone may change.
         """
@@ -95,7 +95,7 @@ class Collector:
         With `filter_zero_variance` groups without signal make room for groups of further prompts, as long as the
         budget lasts. What it leaves open is filled up with them, so that a step keeps its size.
         """
-        args, wanted = self.args, self.slices.prompts_per_rollout
+        args, wanted = self.args, self.schedule.prompts_per_rollout
         budget = int(wanted * args.filter_budget) if args.filter_zero_variance else wanted
         kept: list[Group] = []
         flat: list[Group] = []  # without signal
@@ -131,17 +131,17 @@ class Collector:
         return Experience(groups, with_logged(metrics, logged_metrics(rounds)), errors, cursor.num_prompts, num_tokens)
 
     def scored(self, experience: Experience, cursor: Cursor, num_wanted: int) -> Experience:
-        """A rollout with its slices, and log-probs of reference and old policy, which is the learner's as it is now.
+        """Returns a rollout with its minibatches and the log-probs of the reference and of the present policy.
 
         Args:
             experience: as it was sampled.
             cursor: how far the run has come.
-            num_wanted: slices that the next update takes, and whose old log-probs it will know by itself.
+            num_wanted: Number of minibatches of the next update, which computes their old log-probs itself.
         """
         self.emit(PhaseStarted("computing log-probs"))
-        slices = self._scored(self.cut(experience.groups[: self.slices.prompts_per_rollout]), num_wanted)
+        minibatches = self._scored(self.cut(experience.groups[: self.schedule.prompts_per_rollout]), num_wanted)
         num_tokens = float(cursor.num_tokens + experience.num_tokens)
-        return replace(experience, slices=slices, metrics=experience.metrics | {"num_tokens": num_tokens})
+        return replace(experience, minibatches=minibatches, metrics=experience.metrics | {"num_tokens": num_tokens})
 
     def trainer_state(self, cursor: Cursor) -> TrainerState:
         """What reward functions are told of the run."""
@@ -218,27 +218,27 @@ class Collector:
         )
 
     def cut(self, groups: Sequence[Group]) -> list[list[Row]]:
-        """The slices of a rollout."""
+        """Cuts a rollout into minibatches."""
         rows = [self._row(index, row) for index, group in enumerate(groups) for row in group]
-        return [rows[start : start + self.slices.rows] for start in range(0, len(rows), self.slices.rows)]
+        return [rows[start : start + self.schedule.rows] for start in range(0, len(rows), self.schedule.rows)]
 
-    def _scored(self, slices: list[list[Row]], num_wanted: int) -> list[list[Row]]:
-        """The slices with log-probs of reference and old policy, but for the old ones that the next update will know.
+    def _scored(self, minibatches: list[list[Row]], num_wanted: int) -> list[list[Row]]:
+        """Returns the minibatches with the log-probs of the reference and the old policy, as far as updates need them.
 
         Args:
-            slices: of a rollout.
-            num_wanted: how many the next update takes.
+            minibatches: Minibatches of a rollout.
+            num_wanted: Number of those in the next update, which computes their old log-probs itself.
         """
         learner = self.learner
         if learner.reference is not None:
             with learner.reference_on_devices() as reference:
-                slices = [_with(part, "ref_logp", learner.logprobs(reference, part)[0]) for part in slices]
+                minibatches = [_with(rows, "ref_logp", learner.logprobs(reference, rows)[0]) for rows in minibatches]
         # an update's own would have its dropout, against which the next pass would compare another one
-        num_known = 0 if learner.dropout_rate and self.slices.num_passes > 1 else num_wanted
-        slices[num_known:] = [
-            _with(part, "old_logp", learner.logprobs(learner.policy, part)[0]) for part in slices[num_known:]
+        num_known = 0 if learner.dropout_rate and self.schedule.num_passes > 1 else num_wanted
+        minibatches[num_known:] = [
+            _with(rows, "old_logp", learner.logprobs(learner.policy, rows)[0]) for rows in minibatches[num_known:]
         ]
-        return slices
+        return minibatches
 
     def _row(self, index: int, row: Rollout) -> Row:
         counts = not (self.args.mask_truncated_completions and row.finish_reason == "length")
@@ -256,7 +256,7 @@ class Collector:
     def visited(self, first: int, count: int) -> list[int]:
         """The examples at positions of the run."""
         num, args = len(self.prompts), self.args
-        return visit_order(num, first, count, args.seed, args.prompt_order, self.slices.prompts_per_epoch(num))
+        return visit_order(num, first, count, args.seed, args.prompt_order, self.schedule.prompts_per_epoch(num))
 
 
 def sampling_params(args: GRPOConfig) -> SamplingParams:

@@ -97,13 +97,13 @@ class Pipeline:
             cursor: how far the run has come.
         """
         now: Policy | None = None
-        steps = self.collector.slices.steps_per_rollout
+        steps = self.collector.schedule.updates_per_rollout
         number = cursor.num_rollouts + len(self._jobs)
         while number * steps < self.num_steps and number * steps - self.max_staleness <= cursor.step:
             policy = self._saved.pop(number, None)
             if policy is None:
                 policy = now = now or Policy(cursor.step, self.collector.learner.snapshot())
-            ahead = (number - cursor.num_rollouts) * self.collector.slices.prompts_per_rollout
+            ahead = (number - cursor.num_rollouts) * self.collector.schedule.prompts_per_rollout
             step, num_prompts = max(number * steps, cursor.step), cursor.num_prompts + ahead
             at = replace(cursor, step=step, num_rollouts=number, num_prompts=num_prompts)
             before = self._jobs[-1] if self._jobs else None

@@ -2,14 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from groupax.types import Metrics, Rollout
-
-if TYPE_CHECKING:
-    from groupax.types import Row
+from groupax.types import Metrics, Rollout, Row
 
 Group = list[Rollout]
 
@@ -37,16 +33,16 @@ class Cursor:
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """A rollout and how far the updates on it have come.
+    """A rollout and the progress of the updates on it.
 
     Attributes:
-        groups: with rewards and advantages; those to train on first, then those that dynamic sampling dropped.
-        metrics: of everything that was sampled.
-        errors: by reward that failed, what went wrong first.
-        first_prompt: prompts that the run had visited before it.
-        num_tokens: prompt and completion tokens that were sampled.
-        slices: the rows of each (see `groupax.rollouts.slices`); their `old_logp` is None until it is known.
-        num_used: slices that were trained on, in all passes.
+        groups: Groups with rewards and advantages; those to train on first, then those that dynamic sampling dropped.
+        metrics: Metrics of everything that was sampled.
+        errors: First error of each reward function that failed, by its name.
+        first_prompt: Number of prompts that the run had visited before.
+        num_tokens: Number of sampled prompt and completion tokens.
+        minibatches: Rows of each update of a pass; their `old_logp` is None until it is known.
+        num_used: Number of minibatches that were trained on, in all passes.
     """
 
     groups: Sequence[Group]
@@ -54,43 +50,36 @@ class Experience:
     errors: Mapping[str, str]
     first_prompt: int
     num_tokens: int
-    slices: "Sequence[Sequence[Row]]" = ()
+    minibatches: Sequence[Sequence[Row]] = ()
     num_used: int = 0
 
     def num_left(self, num_passes: int) -> int:
-        """Slices that are still to be trained on, in all passes."""
-        return len(self.slices) * num_passes - self.num_used
+        """Returns the number of minibatches that are still to be trained on, in all passes."""
+        return len(self.minibatches) * num_passes - self.num_used
 
-    def next_rows(self, num: int, before: "Sequence[Row]" = ()) -> "list[Row]":
-        """The rows of the next slices.
+    def next_rows(self, num: int = 1) -> list[Row]:
+        """Returns the rows of the next `num` minibatches."""
+        return [row for index in self._next(num) for row in self.minibatches[index]]
 
-        Args:
-            num: of slices.
-            before: rows of other rollouts in the same step, from whose groups these are told apart.
-        """
-        rows = [row for place in self._next_places(num) for row in self.slices[place]]
-        first_group = 1 + max((row.group for row in before), default=-1)
-        return [replace(row, group=row.group + first_group) for row in rows] if before else rows
+    def next_indices(self, num: int = 1) -> list[int]:
+        """Returns the indices of the rows of the next `num` minibatches among the completions of all groups."""
+        size = len(self.minibatches[0])
+        return [index * size + row for index in self._next(num) for row in range(len(self.minibatches[index]))]
 
-    def next_indices(self, num: int) -> list[int]:
-        """Where the rows of the next slices stand among the completions of all groups, one group behind another."""
-        size = len(self.slices[0])
-        return [place * size + index for place in self._next_places(num) for index in range(len(self.slices[place]))]
-
-    def after(self, num: int, logps: Sequence[np.ndarray]) -> "Experience":
-        """The rollout after an update on the next slices.
+    def after(self, logps: Sequence[np.ndarray], num: int = 1) -> "Experience":
+        """Returns the rollout after an update on the next minibatches.
 
         Args:
-            num: of slices.
-            logps: of their rows, [T] each, as the update found them: those of the old policy from now on.
+            logps: Log-probs of their rows before the update, [T] each; those of the old policy from now on.
+            num: Number of minibatches.
         """
-        slices, logps_left = list(self.slices), iter(logps)
-        for place in self._next_places(num):
-            part = slices[place]
-            own = [next(logps_left) for _ in part]
-            if part[0].old_logp is None:
-                slices[place] = [replace(row, old_logp=logp) for row, logp in zip(part, own, strict=True)]
-        return replace(self, slices=slices, num_used=self.num_used + num)
+        minibatches, logps_left = list(self.minibatches), iter(logps)
+        for index in self._next(num):
+            rows = minibatches[index]
+            own = [next(logps_left) for _ in rows]
+            if rows[0].old_logp is None:
+                minibatches[index] = [replace(row, old_logp=logp) for row, logp in zip(rows, own, strict=True)]
+        return replace(self, minibatches=minibatches, num_used=self.num_used + num)
 
-    def _next_places(self, num: int) -> list[int]:
-        return [(self.num_used + index) % len(self.slices) for index in range(num)]
+    def _next(self, num: int) -> list[int]:
+        return [(self.num_used + index) % len(self.minibatches) for index in range(num)]

@@ -12,13 +12,13 @@ def parsed(kind: Any, name: str, arguments: Sequence[str], default: Any = None) 
     """Returns an instance of a dataclass whose fields are the options of a command; prints the help if it is asked for.
 
     Args:
-        kind: the dataclass.
-        name: of the command, e.g. "train".
-        arguments: what follows it on the command line.
-        default: an instance whose values the options start from; by default the defaults of the fields.
+        kind: The dataclass.
+        name: Name of the command, e.g. "train".
+        arguments: Arguments after the name on the command line.
+        default: An instance with the default values of the options; None takes the defaults of the fields.
 
     Raises:
-        SystemExit: help was printed, or the arguments are wrong and an explanation was printed.
+        SystemExit: The help, or an explanation of wrong arguments, was printed.
     """
     return tyro.cli(
         kind,

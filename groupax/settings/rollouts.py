@@ -1,4 +1,4 @@
-"""Settings of rollouts: how many prompts and completions, for how many updates, sampled where. Imports no jax."""
+"""Settings of rollouts: their size, their updates, and the servers that sample them. Imports no jax."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ MAX_ROWS = 10**7  # completions of a rollout
 class RolloutSettings:
     """Sizes of rollouts and updates, asynchronous rollouts, rollout servers and dynamic sampling."""
 
-    prompts_per_step: int | float = ranged(8, 10**6, low=1e-4, resume="fixed")
+    prompts_per_step: int = ranged(8, 10**6, low=1, resume="fixed")
     """Prompts per optimizer step, counted over all devices."""
     num_generations: int = ranged(
         8, 2**16, low=2, because="a group needs at least 2 completions to compare", resume="fixed"
     )
     """Completions per prompt: the group whose rewards are compared."""
-    updates_per_rollout: int | float = ranged(1, 10**6, low=1e-4, resume="fixed")
+    updates_per_rollout: int = ranged(1, 10**6, low=1, resume="fixed")
     """Optimizer steps per pass over a rollout. Each rollout samples prompts_per_step * updates_per_rollout prompts."""
     num_iterations: int = ranged(1, 10**4, low=1, resume="fixed")
     """Passes over each rollout; more than 1 trains off policy, within the clipping range."""

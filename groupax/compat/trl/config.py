@@ -16,12 +16,12 @@ from groupax.compat.fields import (
     warn,
 )
 from groupax.compat.meshes import requested_mesh, requested_offload, warn_replicated, zero_stage
+from groupax.compat.trl.batches import TRLSchedule, trl_schedule
 from groupax.compat.trl.fields import ALIASES, DEFAULTS, INERT
 from groupax.compat.trl.generation import generation_settings, vllm_settings
 from groupax.compat.trl.optimizer import optimizer_settings
 from groupax.models.checkpoint import Model
 from groupax.parallel.mesh import RULES, format_mesh, splits_model
-from groupax.rollouts.slices import slices_of
 from groupax.runs.trackers.tracker import PACKAGES, is_installed
 from groupax.settings.fields import shown
 from groupax.settings.reporting import TRACKERS
@@ -172,6 +172,10 @@ class GRPOConfig(ForeignConfig):
             )
         return Batches(rows, accumulated, generated)
 
+    def schedule(self, num_devices: int = 1) -> TRLSchedule:
+        """Returns how rollouts become optimizer steps on this number of devices."""
+        return trl_schedule(*self.batches(num_devices), self.num_generations, self.num_iterations)
+
     def to_native(self, num_devices: int = 1, num_prompts: int | None = None) -> Any:
         """Returns the native config.
 
@@ -188,8 +192,8 @@ class GRPOConfig(ForeignConfig):
             "masked_rows_in_denominator": True,
             "metric_definitions": "trl",
             "output_dir": self.output_dir or "trainer_output",
-            "prompts_per_step": _whole(rows * accumulated / self.num_generations),
-            "updates_per_rollout": _whole(generated / accumulated),
+            "prompts_per_step": max(1, round(rows * accumulated / self.num_generations)),  # see `schedule`
+            "updates_per_rollout": max(1, round(generated / accumulated)),
             "prompt_order": "shuffled_by_torch" if self.shuffle_dataset else "dataset",
             "drop_last": True,
             "max_completion_length": self.max_completion_length or 512,
@@ -214,7 +218,7 @@ class GRPOConfig(ForeignConfig):
                 f"top_entropy_quantile={self.top_entropy_quantile} masks the policy loss; the entropy bonus is a mean "
                 "over all loss tokens, where TRL takes it over the kept ones"
             )
-        every = slices_of(as_native(settings, NAMES)).num_steps(num_prompts, 1, -1) if num_prompts else 1
+        every = self.schedule(num_devices).num_steps(num_prompts, 1, -1) if num_prompts else 1
         settings["eval_steps"] = interval_steps(
             self.eval_strategy, self.eval_steps or self._logging_steps(), every, "eval_strategy"
         )
@@ -304,7 +308,3 @@ class GRPOConfig(ForeignConfig):
             "do_last_save": every > 0,
             "save_optimizer_state": not self.save_only_model,
         }
-
-
-def _whole(number: float) -> int | float:
-    return int(number) if number == int(number) else number

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-import groupax.trainer as native
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import parse_mapping, warn
+from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.optimizer import torch_optimizer_settings
 from groupax.data.chat import unknown_template_kwargs
@@ -97,7 +97,8 @@ class GRPOTrainer:
         self.state = State(num_train_epochs=math.ceil(args.num_train_epochs), logging_steps=settings.logging_steps)
         self.callbacks = list(callbacks or [])
         self._listeners: list[Any] = []
-        self.native = native.GRPOTrainer(
+        self.native = TRLBatchTrainer(
+            args.schedule(num_devices),
             policy.model,
             [_reward(reward) for reward in rewards],
             settings,
@@ -140,7 +141,7 @@ class GRPOTrainer:
         resume = resume_from_checkpoint or args.resume_from_checkpoint
         trainer.args = replace(trainer.args, resume="auto" if resume is True else str(resume) if resume else "never")
         more = {"model": None, "processing_class": trainer.tokenizer, "train_dataloader": None}
-        steps = trainer.slices.num_steps(len(trainer.prompts), 1, -1)
+        steps = trainer.schedule.num_steps(len(trainer.prompts), 1, -1)
         self._listeners[:] = [CallbackListener(self.callbacks, args, steps, self.state, more)]
         result = trainer.train()
         losses = [line["loss"] for line in self.state.log_history if "loss" in line]

@@ -34,7 +34,7 @@ from groupax.types import Rollout, Row
 
 PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rollout.parquet"
 POLICIES = "policies"
-SCORED = ("old_logp", "ref_logp")  # of the rows of slices; the rest of a row follows from its rollout
+SCORED = ("old_logp", "ref_logp")  # of the rows of minibatches; the rest of a row follows from its rollout
 BY_NAME = ("rewards", "extra")  # fields of a rollout that are mappings
 
 
@@ -160,7 +160,7 @@ def write_rollout(experience: Experience, folder: Path) -> None:
     import pyarrow.parquet
 
     rollouts = [row for group in experience.groups for row in group]
-    trained = [row for part in experience.slices for row in part]
+    trained = [row for minibatch in experience.minibatches for row in minibatch]
     columns: dict[str, list[Any]] = {"group": [i for i, group in enumerate(experience.groups) for _ in group]}
     for field in fields(Rollout):
         if field.name not in ("example", *BY_NAME):
@@ -188,7 +188,7 @@ def read_rollout(
         example_of: Returns the dataset row of a prompt by its index in the rollout.
 
     Returns:
-        The rollout without its slices, and the log-probs of each completion.
+        The rollout without its minibatches, and the log-probs of each completion.
     """
     import pyarrow.parquet
 
@@ -208,10 +208,12 @@ def read_rollout(
     return Experience(groups=groups, **state), scored
 
 
-def with_scores(slices: Sequence[Sequence[Row]], scores: Sequence[Mapping[str, np.ndarray | None]]) -> list[list[Row]]:
-    """Returns the rows of slices with their log-probs; there may be more log-probs than rows."""
+def with_scores(
+    minibatches: Sequence[Sequence[Row]], scores: Sequence[Mapping[str, np.ndarray | None]]
+) -> list[list[Row]]:
+    """Returns the rows of minibatches with their log-probs; there may be more log-probs than rows."""
     each = iter(scores)
-    return [[replace(row, **next(each)) for row in part] for part in slices]
+    return [[replace(row, **next(each)) for row in minibatch] for minibatch in minibatches]
 
 
 def _trees(learner: Learner, with_optimizer: bool) -> dict[str, Any]:

@@ -1,0 +1,143 @@
+"""TRL's batch arithmetic, in which an optimizer step may take parts of several rollouts.
+
+The core trains on whole minibatches of one rollout. TRL counts micro-batches: a step takes
+`gradient_accumulation_steps` of them and a rollout has `steps_per_generation`, in any ratio.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import groupax.trainer as native
+from groupax.events import TokenScores
+from groupax.parallel.preemption import PreemptionHandler
+from groupax.rollouts.schedule import UpdateSchedule
+from groupax.rollouts.state import Cursor, Experience
+from groupax.runs.log import RunLog
+from groupax.training.learner import Update
+from groupax.training.packing import Shape
+from groupax.types import Row
+
+
+@dataclass(frozen=True)
+class TRLSchedule(UpdateSchedule):
+    """A schedule whose optimizer steps take several minibatches, of one rollout or of several.
+
+    Attributes:
+        minibatches_per_step: Minibatches that an optimizer step takes; the last step of an epoch may take fewer.
+    """
+
+    minibatches_per_step: int = 1
+
+    @property
+    def rows_per_step(self) -> int:
+        """Completions of an optimizer step."""
+        return self.rows * self.minibatches_per_step
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps on each rollout, in all passes."""
+        return super().updates_per_rollout // self.minibatches_per_step
+
+    def num_steps(self, num_examples: int, num_epochs: float | int, max_steps: int) -> int:
+        """Returns the optimizer steps of a run; every epoch ends with a step, however few minibatches are left."""
+        rollouts = self.prompts_per_epoch(num_examples) // self.prompts_per_rollout
+        minibatches = rollouts * self.minibatches * self.num_passes
+        steps_per_epoch = math.ceil(minibatches / self.minibatches_per_step)
+        return max_steps if max_steps > 0 else math.ceil(num_epochs * steps_per_epoch)
+
+
+def trl_schedule(rows: int, accumulated: int, generated: int, num_generations: int, num_passes: int) -> TRLSchedule:
+    """Returns the schedule of TRL's settings.
+
+    Args:
+        rows: Completions of a micro-batch, over all devices.
+        accumulated: Micro-batches of an optimizer step.
+        generated: Micro-batches of a rollout.
+        num_generations: Completions per prompt.
+        num_passes: Passes over each rollout.
+    """
+    divisor = math.gcd(accumulated, generated)
+    return TRLSchedule(
+        prompts_per_rollout=rows * generated // num_generations,
+        minibatches=generated // divisor,
+        rows=rows * divisor,
+        num_passes=num_passes,
+        drop_last=True,
+        minibatches_per_step=accumulated // divisor,
+    )
+
+
+class TRLBatchTrainer(native.GRPOTrainer):
+    """A trainer whose optimizer steps may take rows of several rollouts.
+
+    Args:
+        schedule: How rollouts become optimizer steps.
+        arguments: Those of `groupax.GRPOTrainer`.
+    """
+
+    schedule: TRLSchedule
+
+    def __init__(self, schedule: TRLSchedule, *arguments: Any, **named: Any) -> None:
+        self._schedule = schedule
+        # while a step takes rows of several rollouts: the state at its start, with the known shapes
+        self._step_start: tuple[Cursor, Experience | None, list[Shape]] | None = None
+        self._num_earlier = 0  # rows of earlier rollouts in the step
+        super().__init__(*arguments, **named)
+
+    def make_schedule(self) -> TRLSchedule:
+        """Returns TRL's schedule."""
+        return self._schedule
+
+    def _next_rows(self, log: RunLog, stop: PreemptionHandler) -> list[Row]:
+        rows: list[Row] = []
+        while self._num_left < (missing := self._missing(rows)):
+            if self.experience is not None:
+                if self.cursor.num_prompts % self.schedule.prompts_per_epoch(len(self.prompts)) == 0:
+                    break  # an epoch ends with a step
+                self._begin_step()
+                rows += _after_groups(rows, self.experience.next_rows(self._num_left))
+                self.experience = None
+            else:
+                if rows or self.schedule.minibatches * self.schedule.num_passes < missing:
+                    self._begin_step()
+                self._collect(log, stop, missing)
+        self._num_earlier = len(rows)
+        assert self.experience is not None, "there is a rollout"
+        return rows + _after_groups(rows, self.experience.next_rows(min(self._num_left, missing)))
+
+    def _use(self, update: Update) -> dict[int, TokenScores]:
+        assert self.experience is not None, "there is a rollout"
+        first = self._num_earlier
+        num = (len(update.logps) - first) // self.schedule.rows
+        scores = map(TokenScores, update.logps[first:], update.entropies[first:])
+        by_index = dict(zip(self.experience.next_indices(num), scores, strict=True))
+        experience = self.experience.after(update.logps[first:], num)
+        self.experience = experience if experience.num_left(self.schedule.num_passes) else None
+        self._step_start = None
+        return by_index
+
+    def _settled(self, log: RunLog) -> tuple[Cursor, Experience | None]:
+        if self._step_start is not None:  # the step will be repeated from its start
+            self.cursor, self.experience, self.learner.shapes = self._step_start
+            self._step_start = None
+            log.forget_rollouts()
+        return self.cursor, self.experience
+
+    def _begin_step(self) -> None:
+        self._step_start = self._step_start or (self.cursor, self.experience, self.learner.shapes)
+
+    def _missing(self, rows: Sequence[Row]) -> int:
+        """Returns the number of minibatches that the step still needs."""
+        return self.schedule.minibatches_per_step - len(rows) // self.schedule.rows
+
+    @property
+    def _num_left(self) -> int:
+        return self.experience.num_left(self.schedule.num_passes) if self.experience else 0
+
+
+def _after_groups(rows: Sequence[Row], more: Sequence[Row]) -> list[Row]:
+    """Returns the rows of another rollout with groups that differ from those of `rows`."""
+    first = 1 + max((row.group for row in rows), default=-1)
+    return [replace(row, group=row.group + first) for row in more] if rows else list(more)
