@@ -134,30 +134,30 @@ class CausalLM:
         return Architecture(self.model)
 
     def train(self, mode: bool = True) -> "CausalLM":
-        """Nothing: models have no modes; dropout belongs to a trainer's updates."""
+        """Does nothing: models have no modes; dropout belongs to a trainer's updates."""
         del mode
         return self
 
     def eval(self) -> "CausalLM":
-        """Nothing, likewise."""
+        """Does nothing, likewise."""
         return self
 
     def to(self, *_: Any, **__: Any) -> "CausalLM":
-        """Nothing: weights are on all devices."""
+        """Does nothing: weights are on all devices."""
         return self
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """Nothing: it is a setting of the trainer."""
+        """Does nothing: it is a setting of the trainer."""
         tell("gradient_checkpointing_enable() changes nothing in groupax: set gradient_checkpointing in GRPOConfig")
 
     def gradient_checkpointing_disable(self) -> None:
-        """Nothing, likewise; by default there is none."""
+        """Does nothing, likewise; by default there is none."""
 
     def enable_input_require_grads(self) -> None:
-        """Nothing: gradients go to whatever is trained."""
+        """Does nothing: all trained weights receive gradients."""
 
     def print_trainable_parameters(self) -> None:
-        """Print how many parameters an adapter trains, in PEFT's words."""
+        """Prints the number of parameters that an adapter trains, in PEFT's format."""
         print(trainable_params_line(*count_params(self.model.config, self.model.adapter and self.model.adapter.config)))
 
     def generate(

@@ -69,7 +69,7 @@ def _options(fsdp: Any) -> list[str]:
 
 
 def tell_whole(model: Model, setting: str) -> None:
-    """Say which dims stay whole because they do not divide by the mesh that a setting asked for."""
+    """Warns of dims that are replicated because the requested mesh does not divide them."""
     for dim, size, axis in indivisible(split_dims(model.config), model.mesh):
         tell(
             f"{setting}: {dim} ({size}) is not divisible by {axis}={model.mesh.shape[axis]}; it stays whole on every "

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
-    """Exponential moving average m_t = weight * m_{t-1} + (1 - weight) * y_t, divided by 1 - weight^t.
+    """Returns the exponential moving average m_t = weight * m_{t-1} + (1 - weight) * y_t, divided by 1 - weight^t.
 
     Args:
         values: Series, [S]; NaN stays NaN and is ignored.

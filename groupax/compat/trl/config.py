@@ -196,7 +196,7 @@ class GRPOConfig(ForeignConfig):
         return trl_schedule(*self.batches(num_devices), self.num_generations, self.num_iterations)
 
     def to_native(self, num_devices: int = 1, num_prompts: int | None = None) -> Any:
-        """The native config.
+        """Returns the native config.
 
         Args:
             num_devices: that `per_device_train_batch_size` is for.

@@ -57,13 +57,13 @@ NOT_SETTINGS = ("repo_id", "dataset", "attn_mechanism", "use_wandb")
 
 
 def run(recipe: str, flags: Flags, weights: dict[str, float] | None = None, not_settings: tuple[str, ...] = ()) -> None:
-    """Train by a recipe, with the flags in place of its settings.
+    """Trains on a recipe, with the flags in place of its settings.
 
     Args:
-        recipe: its name.
-        flags: of the program.
-        weights: of rewards of the recipe, by name, where they are not the recipe's.
-        not_settings: flags of this program that are no settings.
+        recipe: Name of the recipe.
+        flags: Flags of the program.
+        weights: Weights of rewards that differ from those of the recipe, by name.
+        not_settings: Flags of this program that are no settings.
     """
     known = load_recipe(recipe)
     given = {name: value for name, value in vars(flags).items() if value is not None}

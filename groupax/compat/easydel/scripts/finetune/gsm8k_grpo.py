@@ -23,7 +23,7 @@ class GSM8KFlags(Flags):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit status."""
+    """Runs the program and returns its exit status."""
     flags = tyro.cli(GSM8KFlags, prog="gsm8k_grpo", args=arguments, use_underscores=True)
     weights = {"gsm8k_accuracy": flags.correctness_reward, "xml_count": NUM_TAGS * flags.xml_reward}
     return exit_status("gsm8k_grpo", lambda: run("gsm8k", flags, weights, ("xml_reward", "correctness_reward")))
