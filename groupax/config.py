@@ -24,7 +24,7 @@ from groupax.settings.sampling import RolloutSamplingSettings
 # What TRL and transformers call a setting, and what to set here.
 NAMES_ELSEWHERE = {
     "per_device_train_batch_size": "prompts_per_step, which counts the prompts of an optimizer step on all devices",
-    "gradient_accumulation_steps": "prompts_per_step; micro-batches are cut by themselves (micro_batch_tokens)",
+    "gradient_accumulation_steps": "prompts_per_step; micro-batches are chosen automatically (micro_batch_tokens)",
     "generation_batch_size": "prompts_per_step and updates_per_rollout",
     "steps_per_generation": "updates_per_rollout",
     "per_device_eval_batch_size": "max_concurrent_rows",

@@ -2,22 +2,22 @@
 
 
 class RunError(RuntimeError):
-    """A run cannot go on; the message says why and what to do."""
+    """An error that ends a run; the message says why and what to do."""
 
 
 class DivergedError(RunError):
-    """Too many updates in a row were not finite."""
+    """Too many consecutive updates were not finite."""
 
 
 class RewardError(RunError):
-    """A reward function failed, and the run is to stop for it."""
+    """A reward function failed, and the settings ask that the run stops then."""
 
 
 PREEMPTED = 75  # exit status: stopped from outside, to be started again (EX_TEMPFAIL of sysexits.h)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of the devices says that their memory is full."""
+    """Returns whether an error of the devices says that their memory is full."""
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 

@@ -14,12 +14,12 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where the run stands, for rewards that change with it.
+    """The progress of the run, for rewards that change with it.
 
     Attributes:
-        step: optimizer steps that were made.
-        num_steps: optimizer steps of the whole run.
-        epoch: passes over the dataset so far.
+        step: Number of optimizer steps so far.
+        num_steps: Number of optimizer steps of the whole run.
+        epoch: Number of passes over the dataset so far.
     """
 
     step: int = 0
@@ -42,20 +42,19 @@ class Rollout:
     """One completion of one prompt, on the host.
 
     Attributes:
-        prompt_index: of the prompt in its rollout.
-        sample_index: of the completion in its group.
-        example: the dataset row with the prompt.
-        prompt_ids: token ids of the prompt.
-        completion_ids: token ids of the completion, its stop token or the tokens of its stop text included.
-        policy_logps: natural log-probability of each completion token under softmax(logits / temperature), by the
-            engine.
-        sampler_logps: the same under the truncated distribution that was drawn from.
-        finish_reason: a stop token or text, or the limit of tokens.
-        policy_version: optimizer steps that the sampling weights had seen.
-        text: the completion as its tokens say it, its stop text included, without special tokens.
-        rewards: by reward function, None where one does not apply; empty before scoring.
-        advantage: NaN before scoring.
-        extra: what reward functions logged of it beside its rewards.
+        prompt_index: Index of the prompt in its rollout.
+        sample_index: Index of the completion in its group.
+        example: Dataset row with the prompt.
+        prompt_ids: Token ids of the prompt.
+        completion_ids: Token ids of the completion, including its stop token or the tokens of its stop string.
+        policy_logps: Natural log-prob of each completion token under softmax(logits / temperature), by the engine.
+        sampler_logps: Log-probs under the truncated distribution that was drawn from.
+        finish_reason: "stop" for a stop token or stop string, "length" for the token limit.
+        policy_version: Number of optimizer steps that the sampling weights had seen.
+        text: Decoded completion, including its stop string, without special tokens.
+        rewards: Reward of each reward function, None where it does not apply; empty before scoring.
+        advantage: Advantage; NaN before scoring.
+        extra: Values that reward functions logged in addition to rewards.
     """
 
     prompt_index: int
@@ -79,7 +78,7 @@ class Rollout:
 
     @property
     def completion(self) -> str | list[dict[str, str]]:
-        """The completion in the prompt's own form: a string, or a list with the assistant's message."""
+        """The completion in the form of the prompt: a string, or a list with the assistant's message."""
         return [{"role": "assistant", "content": self.text}] if not isinstance(self.prompt, str) else self.text
 
 
@@ -88,16 +87,17 @@ class Row:
     """One completion, ready to be trained on.
 
     Attributes:
-        group: rows of one prompt share it.
-        prompt: token ids of the prompt.
-        completion: token ids of the completion, its stop token included.
-        mask: which completion tokens count in the loss.
-        advantage: of the completion.
-        rollout_logp: the engine's log-probability of each completion token under the policy that sampled it.
-        old_logp: of each completion token, as in `objective.LossInputs`; None as long as the policy is the one that
+        group: Number that the rows of one prompt share.
+        prompt: Token ids of the prompt.
+        completion: Token ids of the completion, including its stop token.
+        mask: Completion tokens that count in the loss.
+        advantage: Advantage of the completion.
+        rollout_logp: The engine's log-prob of each completion token under the policy that sampled it.
+        old_logp: Log-prob of each completion token as in `objective.LossInputs`; None while the policy is the one that
             sampled it.
-        ref_logp, sampler_logp, policy_mask: likewise; None where there is none, in all rows of a step alike.
-        policy_version: optimizer steps that the policy had seen which sampled it.
+        ref_logp, sampler_logp, policy_mask: Further values per token as in `objective.LossInputs`; None in all rows of
+            a step or in none.
+        policy_version: Number of optimizer steps that the sampling policy had seen.
     """
 
     group: int

@@ -802,7 +802,7 @@ def test_resume_and_checkpoints_on_the_command_line(tmp_path, capsys):
         (["checkpoints", "RUN", "delete"], "which one?"),
         (["checkpoints", "RUN", "export"], "where to? give --to FOLDER"),
         (["checkpoints", "RUN", "delete", "9"], "no checkpoint of step 9; it has 1, 2, 3, 4"),
-        (["resume", "RUN"], "was begun from Python"),
+        (["resume", "RUN"], "was started from Python"),
     ],
 )
 def test_mistakes_with_checkpoints_are_told(earlier, argv, message, capsys):

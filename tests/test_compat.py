@@ -1,4 +1,4 @@
-"""Other libraries' names: what they become here, what is told, what is refused."""
+"""Other libraries' names: their conversion, the warnings, and the refusals."""
 
 import json
 import warnings
@@ -146,13 +146,13 @@ def test_a_constant_schedule_has_no_warm_up():
         ({"top_p": None}, "top_p must be a number, got None"),
         (
             {"per_device_train_batch_size": 6, "steps_per_generation": 1},
-            "6 completions.*no whole groups of num_generations 8.*counts completions",
+            "6 completions.*not a multiple of num_generations 8.*counts completions",
         ),
         ({"generation_batch_size": 12}, "must be a multiple of the completions of a micro-batch, 8"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "both set"),
         ({"optim": "galore_adamw"}, "optim 'galore_adamw' is not supported"),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type 'polynomial' is not supported"),
-        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "are not supported; there are min_lr"),
+        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "are not supported; choose from min_lr"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs has 'num_beams'"),
         ({"eval_strategy": "sometimes"}, "eval_strategy must be no, steps or epoch"),
         ({"loss_type": "cispo"}, "epsilon_high caps the ratio itself"),
@@ -203,7 +203,7 @@ def test_who_samples_is_told():
     with pytest.warns(CompatWarning, match="own engine"):
         assert trl.GRPOConfig(use_vllm=True, vllm_tensor_parallel_size=2).to_native().decoding_tp == 2
     server = {"use_vllm": True, "vllm_mode": "server"}
-    for settings, why in (({}, "it is of use_vllm=True"), (server, "who starts the server says")):
+    for settings, why in (({}, "it needs use_vllm=True"), (server, "the server decides how")):
         with pytest.warns(CompatWarning) as told:
             config = trl.GRPOConfig(vllm_tensor_parallel_size=2, **settings).to_native()
         assert f"vllm_tensor_parallel_size=2 changes nothing in groupax: {why}" in str(told[0].message)
@@ -236,15 +236,15 @@ def test_how_launchers_are_replaced_is_told(tmp_path):
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     config = trl.GRPOConfig(deepspeed=str(tmp_path / "zero.json"))
     whole = init_model(TINY, mesh=make_mesh())
-    with pytest.warns(CompatWarning, match=r"deepspeed=ZeRO stage 3: .*\(1,4,1,1,1\) over the 4 .* are split over"):
-        config.tell_mesh(reshard(whole, make_mesh((1, 4, 1, 1, 1))))
-    with pytest.warns(CompatWarning, match="fsdp='no_shard': .*has to fit on one"):
-        trl.GRPOConfig(fsdp="no_shard").tell_mesh(whole)
+    with pytest.warns(CompatWarning, match=r"deepspeed=ZeRO stage 3: .*\(1,4,1,1,1\) over the 4 .* are sharded over"):
+        config.warn_about_mesh(reshard(whole, make_mesh((1, 4, 1, 1, 1))))
+    with pytest.warns(CompatWarning, match="fsdp='no_shard': .*must fit on one"):
+        trl.GRPOConfig(fsdp="no_shard").warn_about_mesh(whole)
     with (
-        pytest.warns(CompatWarning, match="are split over"),
+        pytest.warns(CompatWarning, match="are sharded over"),
         pytest.warns(CompatWarning, match=r"kv_heads \(2\) is not divisible by tp=4"),
     ):
-        config.tell_mesh(reshard(whole, make_mesh((1, 1, 1, 4, 1)), RULES))
+        config.warn_about_mesh(reshard(whole, make_mesh((1, 1, 1, 4, 1)), RULES))
     with pytest.raises(ValueError, match=r"nowhere\.json' cannot be read"):
         trl.GRPOConfig(deepspeed="nowhere.json").to_native()
 
@@ -261,7 +261,7 @@ def test_how_launchers_are_replaced_is_told(tmp_path):
 )
 def test_offloading_is_taken_over_for_the_optimizer(settings, offloads, keeps_weights, recwarn):
     assert trl.GRPOConfig(**settings).to_native().offload_optimizer == offloads
-    assert keeps_weights == any("weights that are trained stay" in str(each.message) for each in recwarn)
+    assert keeps_weights == any("trained weights stay" in str(each.message) for each in recwarn)
 
 
 def test_trackers_are_those_that_both_have():
@@ -305,7 +305,7 @@ def test_easydel_settings_become_native_ones():
 
 def test_easydel_sampling_comes_from_the_config_and_then_from_the_inference():
     inference = ed.vInference(None, max_new_tokens=9, num_return_sequences=3, top_k=7, repetition_penalty=1.1)
-    with pytest.warns(CompatWarning, match="top_k=5 is taken, not vInference's top_k=7"):
+    with pytest.warns(CompatWarning, match="top_k=5 overrides vInference's top_k=7"):
         config = with_sampling(ed.GRPOConfig(top_k=5, temperature=0.5), inference).to_native()
     assert (config.max_completion_length, config.num_generations, config.top_k) == (9, 3, 5)
     assert (config.temperature, config.repetition_penalty) == (0.5, 1.1)
@@ -316,7 +316,9 @@ def test_easydel_sampling_comes_from_the_config_and_then_from_the_inference():
 @pytest.mark.parametrize("kind", [dict, ed.vInferenceConfig])
 def test_the_settings_of_an_inference_are_known(kind):
     nested = SimpleNamespace(max_tokens=8, temperature=0.1, of_another_library=1)
-    with pytest.warns(CompatWarning, match=r"eos_token_id=\[7\] changes nothing in groupax: completions end as"):
+    with pytest.warns(
+        CompatWarning, match=r"eos_token_id=\[7\] changes nothing in groupax: the model and its tokenizer"
+    ):
         inference = ed.vInference(
             None, generation_config=kind(max_new_tokens=9, sampling_params=nested, eos_token_id=[7])
         )
@@ -408,7 +410,7 @@ def test_a_base_in_8_bits_stays_so(folder, tmp_path):
     assert adapted.model.adapter.base_name == str(folder)
     with pytest.raises(ValueError, match="has an adapter already"):
         hf.PeftModel.from_pretrained(adapted, tmp_path / "adapter")
-    with pytest.warns(CompatWarning, match="8 bits are written as numbers again"):
+    with pytest.warns(CompatWarning, match="8-bit weights are dequantized"):
         base.save_pretrained(tmp_path / "numbers")
     assert "quantization_config" not in json.loads((tmp_path / "numbers" / "config.json").read_text())
     again = load_model(tmp_path / "numbers").params
@@ -452,9 +454,9 @@ def test_where_completions_of_generate_end(folder):
     model = hf.CausalLM(replace(loaded, generation_config={"eos_token_id": ends}))
     assert model.generate(prompt, max_new_tokens=8)[0, 3:].tolist() == ended
     assert model.generate(prompt, max_new_tokens=8, eos_token_id=[12])[0, 3:].tolist() == unlimited
-    with pytest.raises(ValueError, match="have 3 tokens, which max_length=3 leaves no room behind"):
+    with pytest.raises(ValueError, match="have 3 tokens, so max_length=3 leaves no room"):
         model.generate(prompt, max_length=3)
-    with pytest.warns(CompatWarning, match="max_length=9 changes nothing: max_new_tokens=1 counts"):
+    with pytest.warns(CompatWarning, match="max_length=9 changes nothing: max_new_tokens=1 is used"):
         assert model.generate(prompt, max_length=9, max_new_tokens=1).shape == (1, 4)
 
 
@@ -475,7 +477,7 @@ def test_quantization_settings():
         hf.base_weights({"bits": 4})
     with pytest.raises(TypeError, match="no field 'bnb_4bit_quant_typ'; did you mean bnb_4bit_quant_type"):
         hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_typ="nf4")
-    with pytest.raises(ValueError, match="does not support the LoRA settings"):
+    with pytest.raises(ValueError, match="does not support the LoRA settings use_dora"):
         hf.LoraConfig(r=8, use_dora=True)
 
 
@@ -497,7 +499,7 @@ def test_easydel_models(folder):
         )
     text = " ".join(str(each.message) for each in told)
     assert model.model.params["layers"][0]["gate"].addressable_shards[0].data.shape[1] * 4 == 32
-    assert "attn_softmax_dtype=bfloat16: groupax adds up attention's weights in float32" in text
+    assert "attn_softmax_dtype=bfloat16: groupax computes the softmax of attention in float32" in text
     assert model.trainer_settings == {
         "gradient_checkpointing": "full",
         "kv_cache_dtype": "bfloat16",
@@ -647,11 +649,11 @@ def test_a_trl_trainer_adapts_a_quantized_base_and_evaluates(folder, tmp_path):
 def test_an_adapter_is_not_asked_for_twice(folder, tmp_path):
     adapted = hf.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(folder), hf.LoraConfig(r=4))
     tokenizer = a_tokenizer(eos_token="<eos>")
-    with pytest.warns(CompatWarning, match="describes the adapter that the model has already"):
+    with pytest.warns(CompatWarning, match="describes the adapter that the model already has"):
         trl.GRPOTrainer(
             adapted, count_a, a_config(tmp_path), PROMPTS, processing_class=tokenizer, peft_config=hf.LoraConfig(r=4)
         )
-    with pytest.raises(ValueError, match="has an adapter already, and peft_config asks for another"):
+    with pytest.raises(ValueError, match="already has an adapter, and peft_config describes another"):
         trl.GRPOTrainer(adapted, count_a, a_config(tmp_path), PROMPTS, peft_config=hf.LoraConfig(r=8))
 
 
@@ -669,7 +671,7 @@ class AdamW:
 
 
 def test_optimizers_give_their_kind_and_numbers(folder, tmp_path):
-    with pytest.warns(CompatWarning, match="of the optimizer AdamW groupax takes its kind and"):
+    with pytest.warns(CompatWarning, match="only the kind of the optimizer AdamW and"):
         trainer = trl.GRPOTrainer(str(folder), count_a, a_config(tmp_path), PROMPTS, optimizers=(AdamW(), None))
     args = trainer.native.args
     assert (args.optimizer, args.learning_rate, args.adam_beta1, args.weight_decay) == ("adamw", 3e-4, 0.8, 0.1)
@@ -717,7 +719,7 @@ def test_an_easydel_dataset_of_questions(folder, tmp_path):
     from datasets import Dataset
 
     dataset = Dataset.from_list([{"question": "abc", "answer": "d"}] * 2)
-    with pytest.warns(CompatWarning, match="no column 'prompt'; 'question' is taken"):
+    with pytest.warns(CompatWarning, match="no column 'prompt'; 'question' is used"):
         trainer = ed.GRPOTrainer(
             ed.GRPOConfig(save_directory=str(tmp_path), max_completion_length=8), None, str(folder), count_a,
             train_dataset=dataset,

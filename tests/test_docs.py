@@ -12,7 +12,9 @@ from .conftest import TINY, rest_heavy
 from .test_config_and_data import a_tokenizer
 from .test_trainer import a_trainer, lines_of
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
 PAGES = [
@@ -35,6 +37,29 @@ def test_python_blocks_run(page, tmp_path):
     for block in blocks:
         exec(compile(block, page, "exec"), namespace)
     assert blocks
+
+
+def test_the_readme_s_example_trains(tmp_path, monkeypatch):
+    save_model(init_model({**TINY, "vocab_size": 13}), tmp_path / "model", a_tokenizer(eos_token="<eos>"))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "cab"}\n')
+    block = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert block is not None
+    code = block[1].replace("Qwen/Qwen3-0.6B", str(tmp_path / "model"))
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("GRPOConfig(", "GRPOConfig(max_steps=1, max_completion_length=8, "), {})
+    assert (tmp_path / "runs/len/model/config.json").is_file()
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+    links = [(page, target) for page in pages for target in LINK.findall(page.read_text())]
+    assert [f"{page.name}: {target}" for page, target in links if not (page.parent / target).exists()] == []
+
+
+def test_the_readme_and_the_index_link_every_page():
+    for start in (ROOT / "README.md", DOCS / "index.md"):
+        linked = {(start.parent / target).resolve() for target in LINK.findall(start.read_text())}
+        assert [page.name for page in sorted(DOCS.glob("*.md")) if page not in {*linked, start}] == []
 
 
 def test_the_pages_list_every_built_in_reward():

@@ -228,7 +228,7 @@ def test_unknown_keys_of_a_file_name_the_nearest(tmp_path, capsys):
     assert "unknown key 'learning_rte'; did you mean learning_rate" in capsys.readouterr().err
     (tmp_path / "run.yaml").write_text("- 1\n")
     assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
-    assert "must hold settings" in capsys.readouterr().err
+    assert "must contain settings" in capsys.readouterr().err
 
 
 def test_help_lists_commands_and_settings(capsys):

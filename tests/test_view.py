@@ -26,9 +26,10 @@ from groupax.events import TokenScores
 from groupax.parallel.sockets import is_loopback
 from groupax.runs.folder import RunFolder
 from groupax.types import Rollout
-from groupax.view.rollouts import Step, StepCache, group_summaries
+from groupax.view.groups import group_summaries
+from groupax.view.rollouts import Step, StepCache
 from groupax.view.runs import Run, Runs
-from groupax.view.series import smoothed, stretch_means, thinned
+from groupax.view.series import interval_means, smoothed, thinned
 from groupax.view.server import make_server
 from groupax.view.tail import Tail
 from groupax.view.tokens import TokenTexts
@@ -145,7 +146,7 @@ def test_every_run_of_a_folder_is_listed_with_its_state(port):
     runs = ask(port, "runs")
     assert list(runs) == ['"><img src=x onerror=alert(3)>', "alpha"]
     state = runs["alpha"]
-    assert (state["last_step"], state["num_rollout_steps"], state["num_findings"]) == (NUM_STEPS, NUM_STEPS + 1, 1)
+    assert (state["last_step"], state["num_rollout_steps"], state["num_diagnostics"]) == (NUM_STEPS, NUM_STEPS + 1, 1)
     assert state["latest"] == {"reward": NUM_STEPS / 10, "kl": None}
     assert state["status"] == "live"
     assert ask(port, "names") == ["kl", "reward", "step_time", "time/rollout_s"]
@@ -167,7 +168,7 @@ def test_smoothing_is_a_mean_that_favours_what_is_near():
     assert smoothed(y, 0.5)[3] == pytest.approx((weights @ [1.0, 4.0, 2.0]) / weights.sum())
     assert np.isnan(smoothed(y, 0.5)[1])
     assert smoothed(y, 0.0) is y
-    with pytest.raises(ValueError, match=r"lies in \[0, 1\), this one is 1"):
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\), got 1"):
         smoothed(y, 1.0)
 
 
@@ -180,7 +181,7 @@ def test_long_series_keep_their_extremes():
     assert (thin_x[0], thin_x[-1]) == (0, 9999)
     assert {(1234.0, 9.0), (7777.0, -9.0)} <= set(zip(thin_x.tolist(), thin_y.tolist(), strict=True))
     assert thinned(x[:500], y[:500], 500)[1].tolist() == y[:500].tolist()
-    mean_x, means = stretch_means(x, np.stack([x, np.ones(10_000)]), 100)
+    mean_x, means = interval_means(x, np.stack([x, np.ones(10_000)]), 100)
     assert mean_x[-1] == 9999
     assert means[0] == pytest.approx(x.reshape(100, 100).mean(axis=1))
     assert means[1] == pytest.approx(np.ones(100))
@@ -243,7 +244,7 @@ def test_a_run_is_live_quiet_or_done(tmp_path):
 
 
 def test_endless_lines_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("groupax.view.tail.LONGEST_LINE_BYTES", 64)
+    monkeypatch.setattr("groupax.view.tail.MAX_LINE_BYTES", 64)
     (tmp_path / "f").write_text('{"a": 1}\n{"a": "' + "x" * 500 + '"}\n{"a": 2}\n{"a": "' + "y" * 500)
     tail = Tail(tmp_path / "f")
     assert list(tail.new_objects()) == [{"a": 1}, {"a": 2}]
@@ -373,7 +374,7 @@ def test_bytes_that_are_no_text_are_shown(tmp_path):
         assert ask(port, "step", run="run", step=1, q="AB")["matching"] == [0]
         assert ask(port, "config")["run"]["config"] == {"name": "\ufffd\ufffd"}
         (tmp_path / "run" / "config.json").write_text("[1]")
-        assert "must hold settings" in ask(port, "config")["run"]["fault"]
+        assert "must be a JSON object" in ask(port, "config")["run"]["fault"]
         assert ask(port, "group", run="run", step=1, prompt=0)["rows"][0]["total"] == 0.5
 
 
@@ -388,7 +389,7 @@ def test_search_goes_through_all_steps_backwards(port):
     assert hits[0]["excerpt"] == "answer 1 of step 6"
     earlier = ask(port, "search", run="alpha", q="answer 1 of step", before=2)
     assert [hit["step"] for hit in earlier["hits"]] == [1, 1]
-    assert "what is searched for" in ask(port, "search", 400, run="alpha")["error"]
+    assert "q is empty" in ask(port, "search", 400, run="alpha")["error"]
 
 
 def test_one_prompt_is_followed_over_the_steps(port):
@@ -434,8 +435,8 @@ def test_settings_findings_and_evaluations(port, folder):
     settings = ask(port, "config")
     assert settings["alpha"]["config"]["beta"] == 0.0
     assert settings['"><img src=x onerror=alert(3)>']["config"][HOSTILE] == HOSTILE
-    [finding] = ask(port, "findings")["alpha"]
-    assert finding == {"step": 3, "name": "kl_runaway", "text": f"KL runs away {HOSTILE}"}
+    [diagnostic] = ask(port, "diagnostics")["alpha"]
+    assert diagnostic == {"step": 3, "name": "kl_runaway", "text": f"KL runs away {HOSTILE}"}
     assert ask(port, "evaluations", run="alpha") == ["step_000005.eval"]
     page = ask(port, "items", run="alpha", name="step_000005.eval", first=50)
     assert [item["prompt"] for item in page["items"]] == [f"question {n}" for n in range(50, 60)]
@@ -448,19 +449,19 @@ def test_settings_findings_and_evaluations(port, folder):
 @pytest.mark.parametrize(
     ("name", "parameters", "status", "told"),
     [
-        ("step", {"run": "alpha", "step": 99}, 404, "rollouts of step 99 are not there"),
+        ("step", {"run": "alpha", "step": 99}, 404, "step 99 has no rollout log"),
         ("step", {"run": "alpha", "step": 7}, 400, "step_000007.parquet cannot be read"),
-        ("step", {"run": "alpha", "step": "9" * 5000}, 400, "no whole number"),
-        ("step", {"run": "alpha", "step": "../../x"}, 400, "no whole number"),
+        ("step", {"run": "alpha", "step": "9" * 5000}, 400, "not a non-negative integer"),
+        ("step", {"run": "alpha", "step": "../../x"}, 400, "not a non-negative integer"),
         ("step", {"run": "nobody", "step": 1}, 404, "there is no run 'nobody'"),
         ("step", {"run": "../alpha", "step": 1}, 404, "there is no run"),
         ("group", {"run": "alpha", "step": 1, "prompt": 50}, 404, "no prompt 50; it has 3"),
         ("text", {"run": "alpha", "step": 1, "prompt": 0, "sample": 50}, 404, "no sample 50; it has 4"),
-        ("series", {"run": "alpha", "name": "reward", "smooth": "2"}, 400, "lies in"),
-        ("series", {"run": "alpha", "name": "reward", "points": "nan"}, 400, "points='nan' is no number"),
+        ("series", {"run": "alpha", "name": "reward", "smooth": "2"}, 400, "must be in [0, 1)"),
+        ("series", {"run": "alpha", "name": "reward", "points": "nan"}, 400, "points='nan' is not a number"),
         ("items", {"run": "alpha", "name": "../../../secret"}, 404, "no evaluation '../../../secret'"),
-        ("items", {"run": "alpha", "name": "step_000005.eval", "first": "inf"}, 400, "no whole number"),
-        ("prompt", {"run": "alpha", "key": "zz"}, 404, "no key of a prompt"),
+        ("items", {"run": "alpha", "name": "step_000005.eval", "first": "inf"}, 400, "not a non-negative integer"),
+        ("prompt", {"run": "alpha", "key": "zz"}, 404, "is not a prompt key"),
     ],
 )
 def test_odd_questions_are_answered_with_what_is_wrong(port, name, parameters, status, told):
@@ -565,9 +566,9 @@ def test_the_command_tells_its_address_and_needs_a_token_elsewhere(folder, monke
         assert main(["view", str(folder), "--port", str(taken.getsockname()[1])]) == 2
     assert "choose another --host or --port" in capsys.readouterr().err
     assert main(["view", str(folder / "none")]) == 2
-    assert "is no folder; give the output_dir of a run" in capsys.readouterr().err
+    assert "is not a folder; pass the output_dir of a run" in capsys.readouterr().err
     assert main(["view"]) == 2
-    assert "which run?" in capsys.readouterr().err
+    assert "no run folder is given" in capsys.readouterr().err
 
 
 def test_the_command_names_the_extra_that_is_missing(folder, monkeypatch, capsys):

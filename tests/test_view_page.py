@@ -339,7 +339,7 @@ def test_everything_is_named_and_reached_with_the_keyboard(page):
             ("prompts", "table"),
             ("evaluations", "h2"),
             ("settings", "table"),
-            ("findings", ".findings"),
+            ("diagnostics", ".diagnostics"),
         ],
         1,
     ):
@@ -372,7 +372,7 @@ def test_hostile_content_is_shown_as_text(page):
     until(lambda: page.run(length) == len(LONG) or page.click_all(f"{long} button"))
     until(lambda: SHOWN_HOSTILE in page.text(".extra") or page.click_all(".extra summary"))
     page.press(Keys.ESCAPE)
-    for place, css in (("findings", ".findings"), ("settings", ".settings"), ("prompts", "table")):
+    for place, css in (("diagnostics", ".diagnostics"), ("settings", ".settings"), ("prompts", "table")):
         page.open(f"{place}?{HOSTILE_RUN}")
         until(lambda css=css: SHOWN_HOSTILE in page.text(f"main {css}"))
         assert not page.all("main script, main img, aside img, aside script")

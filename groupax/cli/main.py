@@ -1,5 +1,4 @@
-"""The command `groupax`: train and generate from a shell, and what is done with models. Each command imports what it
-needs."""
+"""The command `groupax`. Each subcommand imports what it needs when it runs."""
 
 import argparse
 import glob
@@ -52,21 +51,22 @@ USAGE = f"""usage: groupax COMMAND [options]      (groupax COMMAND --help lists 
        groupax --version
 
 commands:
-  train      train a model: --model, --dataset and --reward_funcs, or --recipe ({", ".join(RECIPES)})
-  eval       how well a model does: groupax eval --model MODEL --recipe gsm8k --dataset FILE_OR_FOLDER
-  compare    two evaluations on the same prompts: groupax compare BEFORE AFTER
-  report     what a run came to, as HTML and Markdown: groupax report RUN_DIR
+  train      train a model with --model, --dataset and --reward_funcs, or with --recipe ({", ".join(RECIPES)})
+  eval       evaluate a model: groupax eval --model MODEL --recipe gsm8k --dataset FILE_OR_FOLDER
+  compare    compare two evaluations on the same prompts: groupax compare BEFORE AFTER
+  report     write an HTML and Markdown report of a run: groupax report RUN_DIR
   generate   sample completions from a model
-  serve      a model behind OpenAI's interface: groupax serve --model MODEL --port 8000
-  resume     go on with a run that was stopped: groupax resume RUN_DIR [options of train that are to differ]
-  checkpoints   of a run: groupax checkpoints RUN_DIR list | verify | delete STEP | export [STEP] --to FOLDER
-  launch     one program as several processes: groupax launch local | slurm | ray [options] -- train ...
-  plan       what a run takes on devices that are not here: groupax plan --model MODEL --devices v4-64
-  view       show runs on a local web page, live: groupax view RUN_DIR [RUN_DIR ...]
-  inspect    what a model is and takes, and what an adapter trains
-  merge      add an adapter to its base
-  convert    write a model anew, in another dtype
-  quantize   write a model in 4 bits
+  serve      serve a model with OpenAI's API: groupax serve --model MODEL --port 8000
+  resume     resume a run that was stopped: groupax resume RUN_DIR [options of train that should differ]
+  checkpoints   manage the checkpoints of a run: groupax checkpoints RUN_DIR list | verify | delete STEP |
+             export [STEP] --to FOLDER
+  launch     start one program as several processes: groupax launch local | slurm | ray [options] -- train ...
+  plan       estimate memory and step time on other hardware: groupax plan --model MODEL --devices v4-64
+  view       show runs on a live local web page: groupax view RUN_DIR [RUN_DIR ...]
+  inspect    describe a model and its memory, or what an adapter trains
+  merge      merge an adapter into its base
+  convert    convert a model to another dtype
+  quantize   quantize a model to 4 bits
   push       upload a model or an adapter to the Hugging Face hub
 """
 
@@ -76,29 +76,29 @@ class Train:
     """Train a model with GRPO. Settings come from the recipe, then from --config, then from the flags."""
 
     recipe: str | None = None
-    """Data, rewards, defaults and model of a known task."""
+    """Known task that supplies data, rewards, default settings and model."""
     config: Path | None = None
     """A YAML file with any of these settings."""
     model: str | None = None
     """A folder or a Hugging Face hub id."""
     dataset: str | None = None
-    """Training prompts: a .jsonl, .json, .csv or .parquet file, a pattern of such, a folder or a hub id. A recipe makes
-    prompts of its rows."""
+    """Training prompts: a .jsonl, .json, .csv or .parquet file, a pattern of such files, a folder or a hub id. A recipe
+    turns its rows into prompts."""
     eval_dataset: tuple[str, ...] | None = None
-    """Held-out prompts, one or several sets, each SOURCE or NAME=SOURCE; evaluated before and after training. With a
-    recipe by default the test split of its dataset."""
+    """Held-out prompts to evaluate before and after training: one or several sets, each SOURCE or NAME=SOURCE. With a
+    recipe the default is the test split of its dataset."""
     reward_funcs: tuple[str, ...] | None = None
-    """Rewards: names of built-in ones, or module:function."""
+    """Reward functions: names of built-in ones, or module:function."""
     args: Annotated[GRPOConfig, tyro.conf.arg(name="")] = field(default_factory=GRPOConfig)
     """Settings of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resume(Train):
-    """Continue a run that was stopped, with the command that began it. Options given here replace that command's."""
+    """Continue a run that was stopped, with the command that started it. Options given here take precedence."""
 
     run_dir: tyro.conf.Positional[str]
-    """The run's folder or URL, or one of its checkpoints."""
+    """Run folder or URL, or one of its checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,13 @@ class Checkpoints:
     """List a run's checkpoints, check their files, delete one, or export one as a Hugging Face folder."""
 
     run_dir: tyro.conf.Positional[str]
-    """A run's folder or URL, or one of its checkpoints."""
+    """Run folder or URL, or one of its checkpoints."""
     action: tyro.conf.Positional[Literal["list", "verify", "delete", "export"]] = "list"
-    """What to do."""
+    """Action."""
     step: tyro.conf.Positional[int | None] = None
-    """Of the checkpoint to delete or export; by default the newest is exported."""
+    """Step of the checkpoint to delete or export; the default for export is the newest."""
     to: Path | None = None
-    """Folder for the exported model."""
+    """Folder to export the model to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,27 +120,27 @@ class Generate:
     """Sample completions of prompts and print them with the throughput."""
 
     model: str
-    """A folder, a Hugging Face hub id, or the name of a recipe for its model."""
+    """A folder, a Hugging Face hub id, or the name of a recipe, which stands for its model."""
     prompt: tuple[str, ...]
-    """One or several prompts."""
+    """Prompts to complete."""
     chat: bool = False
-    """Put each prompt through the model's chat template."""
+    """Format each prompt with the model's chat template."""
     chat_template: str | None = None
-    """A template for a tokenizer without one: chatml, plain, or a file."""
+    """Chat template for a tokenizer without one: chatml, plain, or a file."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """With --chat: arguments for the chat template, as JSON, e.g. '{"enable_thinking": false}'."""
+    """Arguments of the chat template with --chat, as JSON, e.g. '{"enable_thinking": false}'."""
     weights: DecodingWeights = "same"
-    """Weights to decode with: as the model has them, or with fewer bits."""
+    """Precision of the weights for decoding: as stored, or in fewer bits."""
     tp: int = 1
-    """So many devices share the weights, each with some of the heads; with 1 each device has all of them."""
+    """Tensor-parallel size: devices that share the weights, with some heads each; 1 replicates the weights."""
     kv_cache_gb: float | None = None
-    """Most memory of a device for keys and values, in GB; by default 80 % of what is free."""
+    """Memory for the KV cache on each device in GB; the default is 80 % of what is free."""
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(default_factory=SamplingParams)
-    """How to sample."""
+    """Sampling parameters."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. A user's mistake is told in one line, without a traceback."""
+    """Runs one command and returns its exit status. Mistakes of the user are reported without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
@@ -156,19 +156,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_status(name: str, command: Callable[[], object]) -> int:
-    """Run a command of that name, and tell mistakes and faults in one line. One may return a status of its own."""
+    """Runs a command and returns its exit status, or the number that it returns; reports errors in one line."""
     try:
         status = command()
-    except PreemptedError as stopped:  # it was told, and what to do
+    except PreemptedError as stopped:  # already reported, with what to do
         return PREEMPTED if stopped.code == PREEMPTED else 1
     except (ValueError, TypeError) as error:
-        _tell_other_processes(error)
+        _report_to_other_processes(error)
         if error.__traceback__ and _raised_outside(error):
             raise
         print(printable(f"{name}: {error}"), file=sys.stderr)
         return 2
     except RunError as error:
-        _tell_other_processes(error)
+        _report_to_other_processes(error)
         print(printable(f"{name}: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -177,22 +177,22 @@ def exit_status(name: str, command: Callable[[], object]) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _tell_other_processes(error: Exception) -> None:
+def _report_to_other_processes(error: Exception) -> None:
     with suppress(RunError):
         processes.fail(error)
 
 
 def train(arguments: Sequence[str]) -> None:
-    """`groupax train`."""
+    """Runs `groupax train`."""
     check_flags(arguments)
     start(parsed(Train, "train", arguments, train_defaults(arguments)))
 
 
 def resume(arguments: Sequence[str]) -> None:
-    """`groupax resume`: the command that began the run, with `resume` set to it."""
+    """Runs `groupax resume`: the command that started the run, with `resume` set to it."""
     asks_help = bool({"-h", "--help"} & set(arguments))
     if not asks_help and (not arguments or arguments[0].startswith("-")):
-        raise ValueError("which run? groupax resume RUN_DIR [options of groupax train that are to differ]")
+        raise ValueError("which run? groupax resume RUN_DIR [options of groupax train that should differ]")
     if asks_help:
         parsed(Resume, "resume", ["--help"])
     options = list(arguments[1:])
@@ -204,10 +204,10 @@ def resume(arguments: Sequence[str]) -> None:
 
 
 def check_flags(arguments: Sequence[str]) -> None:
-    """Point out the way to whoever writes a flag as another library has it.
+    """Checks that no flag is written as in another library.
 
     Raises:
-        ValueError: a switch is given a value, or a flag has TRL's name.
+        ValueError: a switch is given a value, or a flag has the name that TRL gives it; says what to write.
     """
     switches = {item.name for item in fields(GRPOConfig) if item.type is bool}
     for argument, after in zip(arguments, [*arguments, ""][1:], strict=True):
@@ -221,10 +221,10 @@ def check_flags(arguments: Sequence[str]) -> None:
 
 
 def resumed_command(run: str) -> Train:
-    """The command that began a run, made to go on with it.
+    """Returns the command that started a run, changed to resume it.
 
     Raises:
-        ValueError: there is no run, or it was not begun by `groupax train`.
+        ValueError: there is no run, or it was not started by `groupax train`.
     """
     config = _run_file(run, "config.json")
     if config is None:
@@ -232,7 +232,7 @@ def resumed_command(run: str) -> Train:
     command = _run_file(run, "command.json")
     if command is None:
         raise ValueError(
-            f"the run in {run} was begun from Python; run that program again, which goes on by itself (resume='auto')"
+            f"the run in {run} was started from Python; start that program again, which resumes it (resume='auto')"
         )
     args = GRPOConfig.from_mapping({**config, "output_dir": run, "resume": run})
     lists = {name: tuple(command[name]) for name in ("reward_funcs", "eval_dataset") if command[name]}
@@ -252,7 +252,7 @@ def _run_file(run: str, name: str) -> dict[str, Any] | None:
 
 
 def checkpoints(arguments: Sequence[str]) -> None:
-    """`groupax checkpoints`."""
+    """Runs `groupax checkpoints`."""
     command = parsed(Checkpoints, "checkpoints", arguments)
 
     from groupax.runs.checkpoints.choose import split_path, store_of
@@ -309,7 +309,7 @@ def _export_checkpoint(store: Any, step: int | None, command: Checkpoints) -> No
     print(f"the model of {store.where(chosen)} is in {folder}")
 
 
-# What `groupax checkpoints` can do, by name.
+# The actions of `groupax checkpoints` by name.
 CHECKPOINT_ACTIONS = {
     "list": _list_checkpoints,
     "verify": _verify_checkpoints,
@@ -319,10 +319,10 @@ CHECKPOINT_ACTIONS = {
 
 
 def start(command: Train) -> None:
-    """Train, and if there are held-out prompts, report how the model does before and after.
+    """Trains a model, and evaluates it before and after if there are held-out prompts.
 
     Raises:
-        ValueError: something is missing that no recipe has, or cannot be.
+        ValueError: a required option is missing, or a value is invalid.
     """
     recipe = load_recipe(command.recipe) if command.recipe else None
     model: Any = command.model or (recipe and recipe.model)
@@ -344,7 +344,7 @@ def start(command: Train) -> None:
 
 
 def _train(command: Train, recipe: Recipe | None, model: str, rewards: list[str], progress: Progress) -> list[Any]:
-    """Returns what is to be said at the end (see `report.show`), in the first process."""
+    """Returns what to show at the end (see `summary.show`), in the primary process."""
     args = command.args
     progress(Message(f"groupax {__version__}: the run is in {args.output_dir}"))
     progress(PhaseStarted("loading libraries"))
@@ -364,9 +364,9 @@ def _train(command: Train, recipe: Recipe | None, model: str, rewards: list[str]
         from groupax.recipes.fit import fit_config, fitting_template, max_positions_of
 
         args, notes = fit_config(args, recipe, max_positions_of(model))
-        template, told = fitting_template(model, args.chat_template, [dataset])
+        template, template_notes = fitting_template(model, args.chat_template, [dataset])
         args = replace(args, chat_template=template)
-        for note in (*notes, *told):
+        for note in (*notes, *template_notes):
             progress(Message(note))
     with before_training():
         trainer = GRPOTrainer(model, list(rewards), args, dataset, sets, progress=progress)
@@ -376,7 +376,7 @@ def _train(command: Train, recipe: Recipe | None, model: str, rewards: list[str]
 
 
 def _train_and_report(trainer: "GRPOTrainer", is_evaluated: bool) -> list[Any]:
-    """Returns what to show at the end, on the first process."""
+    """Returns what to show at the end, in the primary process."""
     if not is_evaluated:
         result = trainer.train()
         return _next_commands(trainer, result)
@@ -411,7 +411,7 @@ def _next_commands(trainer: "GRPOTrainer", result: Any) -> list[Any]:
 
 
 def _recorded(command: Train) -> dict[str, Any]:
-    """The command without its settings, to be begun again from whatever folder."""
+    """Returns the options of the command without its settings, such that it can be repeated from any folder."""
     recorded = {item.name: getattr(command, item.name) for item in fields(Train) if item.name not in ("args", "config")}
     for name in ("model", "dataset"):
         recorded[name] = _absolute(recorded[name])
@@ -440,12 +440,12 @@ def train_defaults(arguments: Sequence[str]) -> Train:
 
 
 def overlaid(command: Train, file: Mapping[str, Any], path: str) -> Train:
-    """A command with what a --config file says in place of its own.
+    """Returns a command with the settings of a --config file in place of its own.
 
     Args:
-        command: whose settings the file's replace.
-        file: its content.
-        path: of the file, for errors.
+        command: The command.
+        file: Content of the file.
+        path: Path of the file, for errors.
 
     Raises:
         ValueError: a key is no setting, or a value has the wrong type.
@@ -460,7 +460,7 @@ def overlaid(command: Train, file: Mapping[str, Any], path: str) -> Train:
 
 
 def _option(key: str, value: Any, path: str) -> Any:
-    """The value of one of the command's own options, as a flag would give it."""
+    """Returns the value of one of the command's own options, as a flag would give it."""
     is_list = key in ("reward_funcs", "eval_dataset")
     if key == "eval_dataset" and isinstance(value, dict):
         value = [f"{name}={source}" for name, source in value.items()]
@@ -473,14 +473,14 @@ def _option(key: str, value: Any, path: str) -> Any:
 
 
 def _flag(arguments: Sequence[str], name: str) -> str | None:
-    """The value of a flag that decides about the defaults of the others."""
+    """Returns the value of a flag on which the defaults of the others depend."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(name, dest="value")
     return parser.parse_known_args(list(arguments))[0].value
 
 
 def generate(arguments: Sequence[str]) -> None:
-    """`groupax generate`."""
+    """Runs `groupax generate`."""
     import time
 
     command = parsed(Generate, "generate", arguments)
@@ -514,12 +514,12 @@ def generate(arguments: Sequence[str]) -> None:
 
 
 def throughput(num_tokens: int, seconds: float, compile_s: float) -> str:
-    """Returns how quick a generation was, compilation apart from decoding.
+    """Returns a line about the speed of a generation, which separates decoding from compilation.
 
     Args:
-        num_tokens: that were generated.
-        seconds: that it took in all.
-        compile_s: of these, spent compiling programs or reading them back from the cache.
+        num_tokens: Number of generated tokens.
+        seconds: Duration of the generation.
+        compile_s: Seconds of it that were spent compiling programs or reading them from the cache.
     """
     decode_s = max(seconds - compile_s, 1e-9)
     return (
@@ -529,7 +529,7 @@ def throughput(num_tokens: int, seconds: float, compile_s: float) -> str:
 
 
 def plan_run(arguments: Sequence[str]) -> int:
-    """`groupax plan`, with the defaults that `groupax train` has."""
+    """Runs `groupax plan` with the defaults of `groupax train`."""
     defaults = train_defaults(arguments)
     recipe = load_recipe(defaults.recipe) if defaults.recipe else None
     return plan(arguments, defaults.model or (recipe and recipe.model), defaults.args, recipe)
@@ -563,12 +563,14 @@ def _read_yaml(path: str) -> Mapping[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"--config {path} must hold settings as 'key: value', it holds a {type(content).__name__}")
+        raise ValueError(
+            f"--config {path} must contain settings as 'key: value', but contains a {type(content).__name__}"
+        )
     return content
 
 
 def _raised_outside(error: BaseException) -> bool:
-    """Whether an error came out of other code than ours, where the traceback is what helps."""
+    """Returns whether an error comes from other code than ours, so that its traceback helps."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -576,10 +578,10 @@ def _raised_outside(error: BaseException) -> bool:
 
 
 def entry_point() -> None:
-    """The console script, which finds modules in the current folder as `python -m` does, but behind installed ones."""
+    """Runs the console script, which finds modules in the current folder too, after installed ones."""
     sys.path.append("")
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what an old terminal's encoding lacks is written as escapes
+        if isinstance(stream, io.TextIOWrapper):  # escapes for characters that an old terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     sys.excepthook = _print_traceback
     warnings.formatwarning = _formatted_warning
@@ -589,7 +591,7 @@ def entry_point() -> None:
 
 
 class _Visible(logging.Formatter):
-    """Records of whoever logs without a handler of its own; they may quote what a model has written."""
+    """A formatter for loggers without a handler; it escapes what a model may have written."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -600,5 +602,5 @@ def _formatted_warning(*warning: Any, **more: Any) -> str:
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-    """An uncaught exception as Python prints it; its text may quote what a model has written."""
+    """Prints an uncaught exception as Python does, but escapes what a model may have written."""
     sys.stderr.write(printable("".join(traceback.format_exception(kind, error, frames))))

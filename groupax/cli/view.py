@@ -1,4 +1,4 @@
-"""`groupax view`."""
+"""The command `groupax view`."""
 
 import socket
 from collections.abc import Sequence
@@ -17,28 +17,27 @@ PORT = 4747
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """Show runs on a local web page, while they go on and afterwards."""
+    """Show runs on a local web page, during training and afterwards."""
 
     run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders of runs, or folders with such folders in them."""
+    """Run folders, or folders that contain run folders."""
     host: str = "127.0.0.1"
-    """Address to listen at. At any other than the loopback the page needs a token, which is part of the address that
-    is printed."""
+    """Address to listen on. Any address other than the loopback requires a token, which is part of the printed URL."""
     port: int | None = None
-    """By default 4747, or a free one if that is taken."""
+    """Port to listen on; by default 4747, or a free port if that one is in use."""
     token: bool = False
-    """Need a token on the loopback too, where other users of this machine can reach the page."""
+    """Require a token on the loopback too, to keep out other users of this machine."""
 
 
 def view(arguments: Sequence[str]) -> None:
-    """`groupax view`: serve until it is interrupted.
+    """Runs `groupax view` until it is interrupted.
 
     Raises:
-        ValueError: a folder is not there, the address cannot be listened at, or the extra `view` is not installed.
+        ValueError: A folder does not exist, the address is not available, or the extra `view` is not installed.
     """
     command = parsed(View, "view", arguments)
     if not command.run_dirs:
-        raise ValueError("which run? groupax view RUN_DIR [RUN_DIR ...]")
+        raise ValueError("no run folder is given; usage: groupax view RUN_DIR [RUN_DIR ...]")
     try:
         from groupax.view.server import serve
     except ModuleNotFoundError as error:
@@ -49,7 +48,7 @@ def view(arguments: Sequence[str]) -> None:
     runs = Runs(command.run_dirs)
     listening = _listen(command.host, command.port)
     token = new_token() if command.token or not is_loopback(command.host) else None
-    serve(runs, listening, command.host, token, tell=lambda text: print(text, flush=True))
+    serve(runs, listening, command.host, token)
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
@@ -57,5 +56,5 @@ def _listen(host: str, port: int | None) -> socket.socket:
         return listen(host, port)
     try:
         return listen(host, PORT)
-    except ValueError:  # taken
+    except ValueError:  # in use
         return listen(host, 0)

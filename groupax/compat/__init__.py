@@ -1,1 +1,1 @@
-"""Other libraries' names over groupax: `compat.trl`, `compat.easydel`, `compat.hf`. All aliases live here."""
+"""The interfaces of TRL, EasyDeL, transformers and PEFT, implemented with groupax."""

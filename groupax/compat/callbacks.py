@@ -1,19 +1,19 @@
-"""transformers' callbacks as listeners of a run. Imports no jax."""
+"""An adapter that calls transformers' callbacks on run events. Imports no jax."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupax.compat.fields import tell
+from groupax.compat.fields import warn
 from groupax.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepEnded, StepStarted
 from groupax.types import Metrics
 
-UNHEARD = ("on_epoch_begin", "on_epoch_end", "on_substep_end", "on_optimizer_step", "on_pre_optimizer_step")
+NEVER_CALLED = ("on_epoch_begin", "on_epoch_end", "on_substep_end", "on_optimizer_step", "on_pre_optimizer_step")
 
 
 @dataclass
 class State:
-    """Where a run stands, under the names of `transformers.TrainerState`."""
+    """The progress of a run, with the fields of `transformers.TrainerState`."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -31,7 +31,7 @@ class State:
 
 @dataclass
 class Control:
-    """What callbacks want, under the names of `transformers.TrainerControl`."""
+    """The requests of callbacks, with the fields of `transformers.TrainerControl`."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -41,14 +41,14 @@ class Control:
 
 
 class CallbackListener:
-    """Calls callbacks as transformers' trainer does, and ends the run when one sets `should_training_stop`.
+    """An event listener that calls transformers' callbacks and stops the run when one sets `should_training_stop`.
 
     Args:
-        callbacks: objects with `on_...` methods, or classes of such.
-        args: what they get as the first argument.
-        steps_per_epoch: for `state.epoch`.
-        state: that they get; kept up to date.
-        more: keyword arguments of every call.
+        callbacks: Objects with `on_...` methods, or their classes.
+        args: First argument of every callback method.
+        steps_per_epoch: Number of optimizer steps in an epoch, from which `state.epoch` is computed.
+        state: Progress of the run, which the listener keeps up to date.
+        more: Further keyword arguments of every callback method.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class CallbackListener:
     ) -> None:
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         self.args, self.steps_per_epoch, self.state, self.more = args, steps_per_epoch, state, more
-        self.control, self.told = Control(), False
+        self.control, self.warned = Control(), False
         for callback in self.callbacks:
-            self._tell_unheard(callback)
+            self._warn_never_called(callback)
             self._call(callback, "on_init_end")
 
     def __call__(self, event: Event) -> bool:
-        """Calls the callbacks' methods for an event of the run."""
+        """Calls the callbacks' methods for a run event; returns whether the run should stop."""
         match event:
             case RunStarted(step=step):
                 self._call_all("on_train_begin", step)
@@ -83,11 +83,11 @@ class CallbackListener:
                 self._call_all("on_train_end", step)
             case _:
                 pass
-        if (self.control.should_save or self.control.should_evaluate) and not self.told:
-            self.told = True
-            tell(
-                "a callback asks for a checkpoint or an evaluation, which go by save_steps and eval_steps in groupax; "
-                "callbacks can end a run (should_training_stop)"
+        if (self.control.should_save or self.control.should_evaluate) and not self.warned:
+            self.warned = True
+            warn(
+                "a callback requests a checkpoint or an evaluation, which groupax ignores; set save_steps and "
+                "eval_steps instead. A callback can only stop the run (should_training_stop)"
             )
         return self.control.should_training_stop or self.control.should_epoch_stop
 
@@ -100,7 +100,7 @@ class CallbackListener:
         self.state.log_history.append({"step": step, "epoch": step / self.steps_per_epoch, **metrics})
 
     def _remember_best(self, step: int, metrics: Metrics) -> None:
-        """After the callbacks, which compare an evaluation with the best one before it."""
+        # Runs after the callbacks, which compare an evaluation with the best one before it.
         name = getattr(self.args, "metric_for_best_model", None)
         value = metrics.get(f"eval_{name.removeprefix('eval_')}") if name else None
         if value is None:
@@ -114,11 +114,11 @@ class CallbackListener:
             control = getattr(callback, method)(self.args, self.state, self.control, **self.more, **(more or {}))
             self.control = control or self.control
 
-    def _tell_unheard(self, callback: Any) -> None:
+    def _warn_never_called(self, callback: Any) -> None:
         classes = [cls for cls in type(callback).__mro__ if not cls.__module__.startswith("transformers.")]
-        own = [name for name in UNHEARD if any(name in vars(cls) for cls in classes)]
+        own = [name for name in NEVER_CALLED if any(name in vars(cls) for cls in classes)]
         if own:
-            tell(
+            warn(
                 f"{type(callback).__name__}'s {', '.join(own)} will not be called: groupax has events for steps, "
-                "logs, evaluations, checkpoints, the start and the end"
+                "logs, evaluations, checkpoints, and the start and end of a run"
             )

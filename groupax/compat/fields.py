@@ -1,5 +1,6 @@
-"""Settings under another library's names. Imports no jax."""
+"""Settings with the field names and defaults of another library. Imports no jax."""
 
+import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -11,54 +12,59 @@ from groupax.settings.compute import AttnImplementation
 from groupax.settings.fields import nearest, shown
 from groupax.settings.sampling import EvalSamplingSettings
 
-MOST = 1e15  # of any number that is a setting
-# Sampling parameters whose values in evaluation do not follow those of rollouts.
+MAX_NUMBER = 1e15  # largest magnitude of a numeric setting
+# Sampling parameters that evaluations do not inherit from rollouts.
 EVAL_SAMPLING = tuple(EvalSamplingSettings().eval_sampling)
 
 
 class CompatWarning(UserWarning):
-    """What was asked for has no meaning in groupax, or another one; says why."""
+    """A warning that a setting of another library has no effect or a different effect in groupax."""
 
 
-def tell(text: str) -> None:
-    """Warn the user of a difference."""
+def warn(text: str) -> None:
+    """Warns the user of a difference between groupax and the other library."""
     warnings.warn(text, CompatWarning, stacklevel=3)
 
 
-# Other libraries' names of attention without a kernel.
+# Names that other libraries give to attention without a fused kernel.
 _PLAIN_ATTENTION = ("eager", "vanilla", "blockwise")
 
 
-def attention_setting(name: Any) -> AttnImplementation:
-    """The setting for another library's name of attention; any kernel is the device's own, if there is one."""
+def native_attention(name: Any) -> AttnImplementation:
+    """Returns `attn_implementation` for another library's attention name; every kernel name maps to "auto"."""
     return "plain" if str(getattr(name, "value", name)) in _PLAIN_ATTENTION else "auto"
+
+
+def scale_rewards(value: Any) -> Any:
+    """Returns the native `scale_rewards` for another library's value, which may be a boolean."""
+    return {True: "group", False: "none"}.get(value, value)
 
 
 @dataclass(frozen=True)
 class Fields:
-    """What another library's settings are.
+    """The fields of another library's config.
 
     Attributes:
-        library: its name and version.
-        defaults: of every field.
-        inert: fields that have no meaning here, and why.
-        former: names in earlier versions, and what they are called now.
+        library: Name of the library.
+        defaults: Default of every field.
+        inert: Fields without effect in groupax, each with the reason.
+        aliases: Current field name for each alternative or former name.
     """
 
     library: str
     defaults: Mapping[str, Any]
     inert: Mapping[str, str]
-    former: Mapping[str, str]
+    aliases: Mapping[str, str]
 
 
 class ForeignConfig:
-    """Settings with another library's names and defaults; they can be changed until a trainer is made of them.
+    """A mutable config with another library's field names and defaults.
 
     Args:
-        settings: by name.
+        settings: Values by field name.
 
     Raises:
-        TypeError: a name is unknown; says the nearest one.
+        TypeError: A field is unknown; the message suggests the nearest name.
     """
 
     FIELDS: ClassVar[Fields]
@@ -70,20 +76,20 @@ class ForeignConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         fields = self.FIELDS
-        name = fields.former.get(name, name)
+        name = fields.aliases.get(name, name)
         if name not in fields.defaults:
             raise TypeError(f"{type(self).__name__} has no field {name!r}{nearest(name, fields.defaults)}")
         if name not in fields.inert:
             value = _as_number(name, value, fields.defaults[name])
         elif value != fields.defaults[name]:
-            tell(f"{fields.library}'s {name}={value!r} changes nothing in groupax: {fields.inert[name]}")
+            warn(f"{fields.library}'s {name}={value!r} changes nothing in groupax: {fields.inert[name]}")
         self.given[name] = value
 
     def __getattr__(self, name: str) -> Any:
         if name == "given":
             raise AttributeError(name)
         fields = self.FIELDS
-        name = fields.former.get(name, name)
+        name = fields.aliases.get(name, name)
         if name not in fields.defaults:
             raise AttributeError(f"{type(self).__name__} has no field {name!r}{nearest(name, fields.defaults)}")
         return self.given.get(name, fields.defaults[name])
@@ -92,15 +98,15 @@ class ForeignConfig:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field with its value."""
+        """Returns every field with its value."""
         return {name: getattr(self, name) for name in self.FIELDS.defaults}
 
 
 def _as_number(name: str, value: Any, default: Any) -> Any:
-    """The value of a setting whose default is a number; files have numbers as texts at times.
+    """Returns the value, converted from text if the field's default is a number.
 
     Raises:
-        ValueError: it is something else than a number, or not finite.
+        ValueError: The field's default is a number and the value is not a finite number.
     """
     if isinstance(default, bool) or not isinstance(default, (int, float)):
         return value
@@ -111,50 +117,52 @@ def _as_number(name: str, value: Any, default: Any) -> Any:
             raise ValueError(f"{name} must be a number, got {value!r}; the default is {default}") from None
     if isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value}; the default is {default}")
-    if isinstance(value, (int, float)) and not abs(value) <= MOST:
-        raise ValueError(f"{name} must be a number of at most {MOST:g}, got {shown(value)}; the default is {default}")
+    if isinstance(value, (int, float)) and not abs(value) <= MAX_NUMBER:
+        raise ValueError(
+            f"{name} must be a number of at most {MAX_NUMBER:g}, got {shown(value)}; the default is {default}"
+        )
     return value
 
 
 def as_native(settings: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})) -> GRPOConfig:
-    """A native config; lists become tuples, and whole numbers floats where a float is meant.
+    """Returns a native config, with integers converted to floats where the field is a float.
 
     Args:
-        settings: by native names.
-        names: what the user has set, by the native names that it became.
+        settings: Values by native field name.
+        names: The user's settings behind native fields of another name, for error messages.
 
     Raises:
-        ValueError: a value cannot be; says it by the user's name too.
+        ValueError: A value is invalid; the message also names the user's setting.
     """
     floats = {field.name for field in fields(GRPOConfig) if field.type is float}
-    is_whole = {name for name, value in settings.items() if isinstance(value, int) and not isinstance(value, bool)}
+    integers = {name for name, value in settings.items() if isinstance(value, int) and not isinstance(value, bool)}
     try:
         return GRPOConfig.from_mapping(
-            {name: float(value) if name in floats & is_whole else value for name, value in settings.items()}
+            {name: float(value) if name in floats & integers else value for name, value in settings.items()}
         )
     except ValueError as error:
-        told = [f"{name} follows from {foreign}" for name, foreign in names.items() if name in str(error)]
-        if not told:
+        origins = [f"{name} follows from {foreign}" for name, foreign in names.items() if name in str(error)]
+        if not origins:
             raise
-        raise ValueError(f"{error} ({'; '.join(told)})") from error
+        raise ValueError(f"{error} ({'; '.join(origins)})") from error
 
 
-def sampled_alike(settings: Mapping[str, Any], num_generations: int) -> dict[str, Any]:
-    """Returns the settings that sample evaluations as rollouts are sampled.
+def matching_eval_sampling(settings: Mapping[str, Any], num_generations: int) -> dict[str, Any]:
+    """Returns evaluation settings that sample like rollouts.
 
     Args:
-        settings: native settings of rollouts.
-        num_generations: number of completions of each prompt in evaluation.
+        settings: Native settings of rollouts.
+        num_generations: Number of completions per prompt in evaluation.
     """
-    alike = {f"eval_{name}": settings[name] for name in EVAL_SAMPLING if name in settings}
-    return {**alike, "eval_num_generations": num_generations}
+    matching = {f"eval_{name}": settings[name] for name in EVAL_SAMPLING if name in settings}
+    return {**matching, "eval_num_generations": num_generations}
 
 
-def steps_of(strategy: Any, steps: Any, steps_per_epoch: int, name: str) -> int:
-    """Every how many optimizer steps something happens, by transformers' strategies; 0 for never.
+def interval_steps(strategy: Any, steps: Any, steps_per_epoch: int, name: str) -> int:
+    """Returns the interval in optimizer steps that a strategy of transformers describes; 0 means never.
 
     Raises:
-        ValueError: the strategy is unknown.
+        ValueError: The strategy is unknown, or the interval is a fraction of the run.
     """
     strategy = getattr(strategy, "value", strategy)
     if strategy in ("no", None, False):
@@ -164,5 +172,21 @@ def steps_of(strategy: Any, steps: Any, steps_per_epoch: int, name: str) -> int:
     if strategy != "steps":
         raise ValueError(f"{name} must be no, steps or epoch, got {strategy!r}")
     if steps < 1:
-        raise ValueError(f"{name} 'steps' with a share of the run ({steps}) is not supported; give a number of steps")
+        raise ValueError(
+            f"{name} 'steps' with a fraction of the run ({steps}) is not supported; give a number of steps"
+        )
     return int(steps)
+
+
+def parse_mapping(value: Any, name: str) -> Mapping[str, Any]:
+    """Returns a dict, parsed if it is JSON text; empty for None.
+
+    Raises:
+        ValueError: The value is not a dict.
+    """
+    if value is None:
+        return {}
+    value = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a dict, got {value!r}")
+    return value

@@ -1,57 +1,57 @@
-"""What other libraries say of how a model is split over devices, as our mesh."""
+"""The translation of other libraries' sharding settings to a mesh."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from groupax.compat.fields import tell
+from groupax.compat.fields import warn
 from groupax.models.checkpoint import Model
 from groupax.models.specs import split_dims
 from groupax.parallel.mesh import indivisible
 
-# Weights, gradients and the optimizer's state split over all devices, as ZeRO's third stage and FSDP do.
-SPLIT = "1,-1,1,1,1"
-# The sizes of accelerate's `ParallelismConfig`.
+# Shards weights, gradients and optimizer state over all devices, like ZeRO stage 3 and FSDP.
+FULLY_SHARDED = "1,-1,1,1,1"
+# Axes of accelerate's `ParallelismConfig`, whose fields are named `<axis>_size`.
 _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 
-def mesh_of(deepspeed: Any, fsdp: Any, parallelism_config: Any) -> str | None:
-    """The mesh that these settings of transformers' arguments ask for; None if none splits anything.
+def requested_mesh(deepspeed: Any, fsdp: Any, parallelism_config: Any) -> str | None:
+    """Returns the mesh that settings of transformers' `TrainingArguments` request; None if they shard nothing.
 
     Args:
-        deepspeed: a configuration, or its file.
-        fsdp: True, or names of options.
-        parallelism_config: accelerate's, with sizes of its own.
+        deepspeed: DeepSpeed configuration, or the path of its file.
+        fsdp: True, or the names of FSDP options.
+        parallelism_config: Axis sizes in accelerate's `ParallelismConfig`.
     """
     if parallelism_config:
         sizes = {name: int(getattr(parallelism_config, f"{name}_size", None) or 1) for name in _AXES}
         return ",".join(map(str, (sizes["dp_replicate"], sizes["dp_shard"], 1, sizes["tp"], sizes["cp"] * sizes["sp"])))
     if deepspeed and zero_stage(deepspeed) != 0:
-        return SPLIT
-    return SPLIT if fsdp and "no_shard" not in _options(fsdp) else None
+        return FULLY_SHARDED
+    return FULLY_SHARDED if fsdp and "no_shard" not in _options(fsdp) else None
 
 
 def zero_stage(deepspeed: Any) -> int | None:
-    """The stage of ZeRO in a configuration or its file; None if it names none.
+    """Returns the ZeRO stage of a DeepSpeed configuration or its file; None if it has none.
 
     Raises:
-        ValueError: there is no such file, or it is no JSON.
+        ValueError: The file does not exist or is not JSON.
     """
     return _zero(deepspeed).get("stage")
 
 
-def offloaded(deepspeed: Any, fsdp: Any) -> tuple[bool, bool]:
-    """Whether these settings of transformers' arguments keep the optimizer's state, and weights, on the hosts.
+def requested_offload(deepspeed: Any, fsdp: Any) -> tuple[bool, bool]:
+    """Returns whether settings of transformers' `TrainingArguments` offload optimizer state, and weights, to the host.
 
     Args:
-        deepspeed: a configuration, or its file.
-        fsdp: True, or names of options.
+        deepspeed: DeepSpeed configuration, or the path of its file.
+        fsdp: True, or the names of FSDP options.
     """
     devices = (dict(_zero(deepspeed).get(f"offload_{what}") or {}).get("device") for what in ("optimizer", "param"))
-    of_optimizer, of_weights = (device not in (None, "none") for device in devices)
+    optimizer, weights = (device not in (None, "none") for device in devices)
     both = "offload" in _options(fsdp)
-    return of_optimizer or both, of_weights or both
+    return optimizer or both, weights or both
 
 
 def _zero(deepspeed: Any) -> Mapping[str, Any]:
@@ -68,10 +68,10 @@ def _options(fsdp: Any) -> list[str]:
     return [str(getattr(option, "value", option)) for option in options]
 
 
-def tell_whole(model: Model, setting: str) -> None:
-    """Say which dims stay whole because they do not divide by the mesh that a setting asked for."""
+def warn_replicated(model: Model, setting: str) -> None:
+    """Warns about dims that stay replicated because the requested mesh does not divide them."""
     for dim, size, axis in indivisible(split_dims(model.config), model.mesh):
-        tell(
-            f"{setting}: {dim} ({size}) is not divisible by {axis}={model.mesh.shape[axis]}; it stays whole on every "
-            "device"
+        warn(
+            f"{setting}: {dim} ({size}) is not divisible by {axis}={model.mesh.shape[axis]}; it stays replicated on "
+            "every device"
         )

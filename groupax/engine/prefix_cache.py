@@ -1,7 +1,7 @@
 """Keys and values of finished sequences, on the host, for prompts that continue them. Imports no jax.
 
 A conversation's next turn begins with everything said so far, whose keys and values are looked up instead of computed
-again. They belong to one set of weights; whoever changes the weights clears the cache.
+again. They belong to one set of weights; code that changes the weights must clear the cache.
 """
 
 from collections import OrderedDict

@@ -105,7 +105,7 @@ def start_thread(function: Callable[..., Any], *args: Any) -> "concurrent.future
     def run() -> None:
         try:
             settle, outcome = future.set_result, function(*args)
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - passed to the waiting thread
             settle, outcome = future.set_exception, as_exception(error)
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled in the meantime
             settle(outcome)

@@ -129,7 +129,7 @@ class MainThread:
             raise
 
     def run_until(self, calls: Sequence["Future[Any]"]) -> None:
-        """Calls the functions that wait, whoever they are for, until all of these calls are done."""
+        """Calls all waiting functions until these calls are done."""
         for call in calls:
             call.add_done_callback(lambda _: self._jobs.put(None))
         while not all(call.done() for call in calls):
@@ -153,7 +153,7 @@ class MainThread:
             job.future.set_exception(TimeoutError("interrupted in the main thread"))
         except (KeyboardInterrupt, RolloutCancelled):  # meant for this thread, not for the function
             raise
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - passed to the waiting thread
             job.future.set_exception(as_exception(error))
         else:
             job.future.set_result(result)

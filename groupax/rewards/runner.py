@@ -121,7 +121,7 @@ class RewardRunner:
         self._main_thread.run_until(until)
 
     def cancel(self) -> None:
-        """Cancels the running calls; whoever waits for them gets a `concurrent.futures.CancelledError`."""
+        """Cancels the running calls; threads that wait for them receive a `CancelledError`."""
         for call in list(self._running):
             call.cancel()
 

@@ -38,16 +38,16 @@ class Collector:
     """Samples completions of a run's prompts with the learner's policy, and prepares them for updates.
 
     Args:
-        args: the run's settings.
-        schedule: How rollouts become optimizer steps.
-        prompts: those of the run.
-        tokenizer: theirs.
-        engine: samples; its weights are set to the policy's.
-        learner: computes log-probs; their shapes become known to it, nothing else of it changes.
-        runner: of the reward functions; to be entered while it is used.
-        reward_weights: one per function.
-        correctness_reward: the function whose 1.0 means solved, if any.
-        num_steps: of the run.
+        args: Settings of the run.
+        schedule: Schedule of rollouts and optimizer steps.
+        prompts: Prompts of the run.
+        tokenizer: Tokenizer of the prompts.
+        engine: Engine that samples; its weights are set to the policy's.
+        learner: Learner that computes log-probs; only its set of known shapes changes.
+        runner: Runner of the reward functions, which must be entered during use.
+        reward_weights: Weight of each reward function.
+        correctness_reward: Name of the function whose 1.0 means solved, if any.
+        num_steps: Number of optimizer steps of the run.
         emit: Receives the phases of sampling and scoring.
     """
 
@@ -71,13 +71,13 @@ class Collector:
         self.emit = emit
 
     def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
-        """A rollout by the learner's policy, ready for updates (see `sample` and `scored`).
+        """Returns a rollout by the learner's policy, ready for updates (see `sample` and `scored`).
+
+        The result depends only on cursor and learner, of which only the set of known shapes may change.
 
         Args:
-            cursor: how far the run has come.
-            num_wanted: Number of minibatches that the next step takes of it.
-
-        A function of cursor and learner, whose known shapes alone may change.
+            cursor: Progress of the run.
+            num_wanted: Number of its minibatches that the next step takes.
         """
         self.engine.params = self.learner.policy
         experience = self.sample(self.engine, cursor, cursor.step)
@@ -85,15 +85,15 @@ class Collector:
         return self.scored(experience, cursor, num_wanted)
 
     def sample(self, engine: Sampler, cursor: Cursor, policy_version: int) -> Experience:
-        """Groups with their rewards and advantages, those to train on first; touches neither learner nor its devices.
+        """Returns groups with rewards and advantages, those to train on first; does not use the learner or its devices.
+
+        With `filter_zero_variance` groups without signal are replaced by groups of further prompts, within the budget.
+        When it is spent, they fill the rest, so that the size of a step does not change.
 
         Args:
-            engine: with the weights to sample from.
-            cursor: how far the run will have come when it trains on them; its `num_tokens` does not matter.
-            policy_version: optimizer steps that these weights have seen.
-
-        With `filter_zero_variance` groups without signal make room for groups of further prompts, as long as the
-        budget lasts. What it leaves open is filled up with them, so that a step keeps its size.
+            engine: Sampler with the weights to sample from.
+            cursor: Progress of the run when it will train on the groups; its `num_tokens` is ignored.
+            policy_version: Number of optimizer steps that these weights have seen.
         """
         args, wanted = self.args, self.schedule.prompts_per_rollout
         budget = int(wanted * args.filter_budget) if args.filter_zero_variance else wanted
@@ -134,8 +134,8 @@ class Collector:
         """Returns a rollout with its minibatches and the log-probs of the reference and of the present policy.
 
         Args:
-            experience: as it was sampled.
-            cursor: how far the run has come.
+            experience: The rollout as it was sampled.
+            cursor: Progress of the run.
             num_wanted: Number of minibatches of the next update, which computes their old log-probs itself.
         """
         self.emit(PhaseStarted("computing log-probs"))
@@ -144,18 +144,18 @@ class Collector:
         return replace(experience, minibatches=minibatches, metrics=experience.metrics | {"num_tokens": num_tokens})
 
     def trainer_state(self, cursor: Cursor) -> TrainerState:
-        """What reward functions are told of the run."""
+        """Returns the state of the run for reward functions."""
         return TrainerState(cursor.step, self.num_steps, cursor.num_prompts / len(self.prompts))
 
     def _sample(self, engine: Sampler, cursor: Cursor, policy_version: int, first: int, count: int) -> Scored:
-        """G completions of each of the next prompts, scored as they end.
+        """Samples G completions of each of the next prompts, and scores them as they finish.
 
         Args:
-            engine: with the weights to sample from.
-            cursor: how far the run has come.
-            policy_version: of these weights.
-            first: prompts of this rollout that were sampled before.
-            count: prompts to sample.
+            engine: Sampler with the weights to sample from.
+            cursor: Progress of the run.
+            policy_version: Version of these weights.
+            first: Number of prompts of this rollout that were sampled before.
+            count: Number of prompts to sample.
         """
         args = self.args
         visited = self.visited(cursor.num_prompts + first, count)
@@ -182,7 +182,7 @@ class Collector:
             ) from error
 
     def _stop_if_a_reward_never_works(self, rounds: Sequence[Scored], cursor: Cursor) -> None:
-        """A function that fails for all of a rollout is broken, or what it asks is down: no prompts for that."""
+        """Raises a RewardError if a reward function failed for all completions, since it or its service is broken."""
         num_completions = sum(len(group) for scored in rounds for group in scored.groups)
         for reward in self.runner.rewards:
             if sum(s.failures[reward.name] for s in rounds) == num_completions:
@@ -254,7 +254,7 @@ class Collector:
         )
 
     def visited(self, first: int, count: int) -> list[int]:
-        """The examples at positions of the run."""
+        """Returns the indices of the examples at these positions of the run."""
         num, args = len(self.prompts), self.args
         return visit_order(num, first, count, args.seed, args.prompt_order, self.schedule.prompts_per_epoch(num))
 
@@ -265,7 +265,7 @@ def sampling_params(args: GRPOConfig) -> SamplingParams:
 
 
 def _with(rows: Sequence[Row], name: str, values: Sequence[np.ndarray]) -> list[Row]:
-    """The rows with a field of theirs set."""
+    """Returns the rows with one field set."""
     return [replace(row, **{name: value}) for row, value in zip(rows, values, strict=True)]
 
 

@@ -1,12 +1,12 @@
-"""Rollouts made ahead of their updates, each in a thread of its own, while the main thread trains.
+"""Rollouts that are generated ahead of their updates in threads, while the main thread trains.
 
     main thread     begin ──► update ──► begin ──► collect (waits) ──► update ...
     rollout r         └► samples ──► rewards ────────┘▲
     rollout r + 1                └► samples ──► rewards
 
-Which policy samples which rollout is fixed beforehand: that of `max_staleness` optimizer steps before the first update
-on it. So a run is the same however long things take, and a checkpoint needs to hold those policies only, not what is
-under way. One rollout is sampled at a time; its rewards may take longer.
+Each rollout is sampled by the policy from `max_staleness` optimizer steps before its first update. A run is therefore
+independent of timing, and a checkpoint needs to contain these policies only, not the rollouts in progress. One rollout
+is sampled at a time; its rewards may take longer.
 """
 
 import threading
@@ -31,8 +31,8 @@ class Policy:
     """Weights to sample a rollout from.
 
     Attributes:
-        version: optimizer steps that they have seen.
-        trained: what is trained, in compute dtype (see `Learner.snapshot`).
+        version: Number of optimizer steps that they have seen.
+        trained: Trained weights in the compute dtype (see `Learner.snapshot`).
     """
 
     version: int
@@ -41,14 +41,14 @@ class Policy:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """A rollout that was begun.
+    """A rollout in progress.
 
     Attributes:
-        number: of the rollout in the run.
-        policy: that samples it.
-        cursor: how far the run will have come; its `num_prompts` may have to wait for the rollout before.
-        sampled: nothing is left to be decoded.
-        result: the rollout.
+        number: Number of the rollout in the run.
+        policy: Policy that samples it.
+        cursor: Progress of the run at its first update; `num_prompts` may depend on the previous rollout.
+        sampled: Event that is set when nothing is left to decode.
+        result: The rollout.
     """
 
     number: int
@@ -59,12 +59,12 @@ class _Job:
 
 
 class Pipeline:
-    """The rollouts of a run that are made ahead of their updates. As a context it ends what still runs.
+    """The asynchronous rollouts of a run. A context manager that stops the rollouts in progress when it exits.
 
     Args:
-        collector: what makes one; its engine, learner and reward runner take turns on the devices from now on.
-        max_staleness: optimizer steps between a policy and the first update on what it sampled.
-        num_steps: of the run.
+        collector: Collector of a rollout; its engine, learner and reward runner take turns on the devices.
+        max_staleness: Number of optimizer steps between a policy and the first update on its rollout.
+        num_steps: Number of optimizer steps of the run.
     """
 
     def __init__(self, collector: Collector, max_staleness: int, num_steps: int) -> None:
@@ -91,10 +91,10 @@ class Pipeline:
         self.collector.learner.device_lock, self.collector.runner.device_lock = None, nullcontext()
 
     def begin(self, cursor: Cursor) -> None:
-        """Begin all rollouts that the policy of this moment samples, or one that was restored.
+        """Starts all rollouts that the current policy samples, and those that restored policies sample.
 
         Args:
-            cursor: how far the run has come.
+            cursor: Progress of the run.
         """
         now: Policy | None = None
         steps = self.collector.schedule.updates_per_rollout
@@ -114,10 +114,10 @@ class Pipeline:
             number += 1
 
     def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
-        """The next rollout, ready for updates, as `Collector.collect` gives it; waits for it.
+        """Waits for the next rollout and returns it ready for updates, like `Collector.collect`.
 
         Raises:
-            Exception: what went wrong while it was made.
+            Exception: Any error of the thread that generated it.
         """
         begun_s = time.perf_counter()
         job = self._jobs[0]
@@ -129,16 +129,16 @@ class Pipeline:
         return replace(experience, metrics=experience.metrics | metrics)
 
     def settle(self) -> None:
-        """Wait until nothing is under way any more."""
+        """Waits until no rollout is in progress."""
         self.collector.runner.serve([job.result for job in self._jobs])
 
     def policies(self, cursor: Cursor) -> Mapping[int, Policy]:
-        """Those older than the learner's that sample the rollouts to come, by the rollout's number."""
+        """Returns the policies older than the learner's that sample coming rollouts, by the number of the rollout."""
         begun = {job.number: job.policy for job in self._jobs} | self._saved
         return {number: policy for number, policy in begun.items() if policy.version < cursor.step}
 
     def restore(self, policies: Mapping[int, Policy]) -> None:
-        """Have these policies sample these rollouts."""
+        """Sets the policies that sample the rollouts of these numbers."""
         self._saved = dict(policies)
 
     # -- in the threads

@@ -1,4 +1,4 @@
-"""Prompts to groups of completions, through the engine."""
+"""Sampling of groups of completions with an engine or with servers."""
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ class Sampler(Protocol):
     def sequences(
         self, prompts: list[np.ndarray], params: SamplingParams, step: int = 0, first_prompt: int = 0
     ) -> list[Completion]:
-        """Unstarted sequences (see `Engine.sequences`)."""
+        """Returns sequences that have not started (see `Engine.sequences`)."""
         ...
 
     def stream(self, sequences: Iterable[Completion]) -> Iterator[Completion]:
@@ -40,16 +40,16 @@ class PolicySampler(Sampler, Protocol):
     def params(self, params: dict[str, Any]) -> None: ...
 
     def release(self) -> None:
-        """Frees copies of the weights that only sampling needs; the next rollout makes them again."""
+        """Frees copies of the weights that only sampling needs; the next rollout creates them again."""
         ...
 
 
 @runtime_checkable
 class Cancellable(Protocol):
-    """A sampler that another thread can interrupt while it waits, as one that asks servers."""
+    """A sampler that another thread can interrupt while it waits, such as one that uses servers."""
 
     def cancel(self) -> None:
-        """Cancels everything that is being sampled; its consumers get a `RolloutCancelled`."""
+        """Cancels everything that is being sampled; its consumers receive a `RolloutCancelled`."""
         ...
 
 
@@ -63,19 +63,19 @@ def rollout(
     policy_version: int = 0,
     first_prompt: int = 0,
 ) -> Generator[list[Rollout], None, None]:
-    """The groups of completions of each prompt, each as soon as its last completion ends.
+    """Yields the group of each prompt as soon as its last completion is finished.
 
-    A stop text that is a special token is looked for as that token: servers may not find it in their texts.
+    A stop string that is a special token is treated as a stop token, since servers may omit it from their texts.
 
     Args:
-        engine: with the weights to sample from.
-        tokenizer: for the completions' text.
-        examples: dataset rows, by index.
-        prompt_ids: their prompts' token ids.
-        params: how to sample; `n` is the size of a group.
-        step: distinguishes rollouts with the same seed.
-        policy_version: recorded in each rollout.
-        first_prompt: index of the first of these prompts in its rollout.
+        engine: Sampler with the weights to sample from.
+        tokenizer: Tokenizer that decodes the completions.
+        examples: Dataset rows by index.
+        prompt_ids: Token ids of the rows' prompts.
+        params: Sampling parameters; `n` is the size of a group.
+        step: Number that distinguishes rollouts with the same seed.
+        policy_version: Version of the weights, which is recorded in each rollout.
+        first_prompt: Index of the first of these prompts in its rollout.
     """
     if params.stop:
         assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"

@@ -1,4 +1,4 @@
-"""How rollouts become optimizer steps. Imports no jax."""
+"""The schedule that cuts rollouts into optimizer steps. Imports no jax."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ MAX_DENOMINATOR = 10_000  # of a number of epochs
 
 @dataclass(frozen=True)
 class UpdateSchedule:
-    """How rollouts become optimizer steps: each update takes the next minibatch of the passes over a rollout.
+    """A schedule of optimizer steps: each update takes the next minibatch of the passes over a rollout.
 
     Attributes:
         prompts_per_rollout: Prompts that each rollout trains on.

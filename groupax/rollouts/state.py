@@ -1,4 +1,4 @@
-"""What a run carries from step to step beside the policy. Imports no jax."""
+"""The state of a run between steps, apart from the policy. Imports no jax."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,15 +12,15 @@ Group = list[Rollout]
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
-        step: optimizer steps, skipped ones included.
-        num_rollouts: rollouts that were sampled.
-        num_prompts: prompts that were visited.
-        num_tokens: prompt and completion tokens that were sampled.
-        num_bad_steps: skipped updates in a row.
-        evaluated_step: step of the last evaluation in the loop.
+        step: Number of optimizer steps, including skipped ones.
+        num_rollouts: Number of rollouts so far.
+        num_prompts: Number of visited prompts.
+        num_tokens: Number of sampled prompt and completion tokens.
+        num_bad_steps: Number of consecutive skipped updates.
+        evaluated_step: Step of the last evaluation in the loop.
     """
 
     step: int = 0

@@ -299,7 +299,7 @@ class Run:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether cursor, rollout and learner belong together; they do not if an update failed half-way."""
+        """Returns whether cursor, rollout and learner belong together; they do not if an update failed half-way."""
         state = self._state_before
         leaves = jax.tree.leaves(state)
         return state is None or (state is self.learner.state and not any(leaf.is_deleted() for leaf in leaves))

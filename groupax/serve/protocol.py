@@ -38,7 +38,7 @@ class Extent:
 
     @property
     def end(self) -> int:
-        """Offset after its last byte."""
+        """Offset after the last byte of the tensor."""
         return self.start + math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 

@@ -7,7 +7,7 @@ from groupax.settings.fields import ranged, setting
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """When checkpoints are saved, which are kept, and what a run resumes from."""
+    """Schedule and retention of checkpoints, and the one to resume from."""
 
     save_steps: int = ranged(0, 10**9, resume="free")
     """Save a checkpoint every this many steps; 0 saves by time only."""

@@ -23,7 +23,7 @@ def parsed(kind: Any, name: str, arguments: Sequence[str], default: Any = None) 
         default: An instance with the default values of the options; None takes the defaults of the fields.
 
     Raises:
-        SystemExit: help was printed, or the arguments are wrong and an explanation was printed.
+        SystemExit: The help, or an explanation of wrong arguments, was printed.
     """
     composed = {name: hint for name, hint in get_type_hints(kind).items() if len(_parts(hint)) > 1}
     grouped = _grouped(kind, composed) if composed else kind

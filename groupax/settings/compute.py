@@ -35,14 +35,14 @@ class MeshSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSettings:
-    """How updates are computed."""
+    """Precision, memory and kernels of updates."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", resume="fixed")
     """Dtype of the forward pass; "auto" is float32 on CPU and bfloat16 elsewhere. Master weights are always float32."""
     micro_batch_tokens: int | None = ranged(None, 10**9, low=1, resume="free")
     """Tokens per device in a micro-batch of training; None chooses a number for the device."""
     gradient_checkpointing: Checkpointing = setting("none", resume="free")
-    """Saves memory by recomputing layers in the backward pass: "full" recomputes everything, "dots" all but matmuls
+    """Save memory by recomputing layers in the backward pass: "full" recomputes everything, "dots" all but matmuls
     with weights, "all_dots" all but matmuls."""
     scan_layers: bool | None = setting(None, resume="free")
     """Compile identical layers once, as a loop over them, which copies their weights; None does so on accelerators."""
@@ -63,7 +63,7 @@ class UpdateSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingSettings:
-    """How rollouts are decoded by the engine in this process."""
+    """Memory and precision of decoding, by the engine in this process."""
 
     max_concurrent_rows: int = ranged(256, 10**6, low=1, resume="free")
     """Completions that are decoded at the same time, at most."""

@@ -8,7 +8,7 @@ from groupax.settings.sampling import EvalSamplingSettings
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(EvalSamplingSettings):
-    """When and how the policy is evaluated."""
+    """Schedule, number of completions and sampling of evaluations."""
 
     eval_steps: int = ranged(0, 10**9, resume="free")
     """Evaluate on eval_dataset every this many steps; 0 never does."""

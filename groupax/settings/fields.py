@@ -1,4 +1,4 @@
-"""Values of settings and the types of their fields: what fits, and what YAML or JSON means. Imports no jax."""
+"""Checks and conversions of the values of settings, by the types and ranges of their fields. Imports no jax."""
 
 import dataclasses
 import difflib
@@ -24,11 +24,11 @@ class Range:
     """The numbers that a setting may be; none of them is infinite or not a number.
 
     Attributes:
-        low: the least one.
-        high: the greatest one, or with `is_open` what all are below; infinite for no limit.
-        is_open: `high` itself is not allowed.
-        also: one more number that is allowed.
-        because: why others make no sense, for the user who tries them.
+        low: Smallest allowed number.
+        high: Largest allowed number, or with `is_open` the upper limit; infinite for no limit.
+        is_open: Whether `high` itself is excluded.
+        also: One more allowed number.
+        because: Reason of the limits, for error messages.
     """
 
     low: int | float = 0
@@ -38,7 +38,7 @@ class Range:
     because: str = ""
 
     def has(self, number: int | float) -> bool:
-        """Whether the number is one of them."""
+        """Returns whether the number is in the range."""
         inside = self.low <= number < self.high or (number == self.high < math.inf and not self.is_open)
         return inside or (self.also is not None and number == self.also)
 
@@ -52,7 +52,7 @@ class Range:
 
 
 def setting(default: Any, *, resume: Resume = "explicit", **metadata: Any) -> Any:
-    """Returns a dataclass field with how the setting may change when a run is resumed."""
+    """Returns a dataclass field whose metadata says how the setting may change when a run is resumed."""
     return dataclasses.field(default=default, metadata={"resume": resume, **metadata})
 
 
@@ -70,10 +70,10 @@ def like(record: type, name: str, **changes: Any) -> Any:
 
 
 def check_range(field: dataclasses.Field[Any], value: Any) -> None:
-    """Check that a setting is in the range of its field, if that has one.
+    """Checks that a setting is in the range of its field, if the field has one.
 
     Raises:
-        ValueError: it is not; names the setting, its value, its range and its default.
+        ValueError: The value is outside; names the setting, the value, the range and the default.
     """
     allowed = field.metadata.get("range")
     if allowed is None or value is None:
@@ -89,10 +89,10 @@ def check_range(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Check that a setting's texts are not empty, and that the system can use them.
+    """Checks that a setting's texts are not empty, and that the system can use them.
 
     Raises:
-        ValueError: one is empty or has a character of number 0.
+        ValueError: A text is empty or contains the character NUL.
     """
     for text in value if isinstance(value, tuple) else (value,):
         if isinstance(text, str) and (not text.strip() or "\0" in text):
@@ -104,7 +104,7 @@ def _number(number: int | float) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: whole numbers may have thousands of digits."""
+    """Returns a value as text for an error message, shortened: whole numbers may have thousands of digits."""
     if isinstance(value, int) and abs(value) >= 10**20:
         return f"a whole number of {value.bit_length()} bits"
     try:
@@ -115,22 +115,22 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The text "; did you mean ...?" for the known names nearest to an unknown one, or nothing."""
+    """Returns "; did you mean ...?" with the known names nearest to an unknown one, or an empty text."""
     matches = difflib.get_close_matches(name, list(known), n=2)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:
-    """Check that a setting has a value of its field's type.
+    """Checks that a setting has a value of its field's type.
 
     Args:
-        name: of the setting.
-        value: what it has.
-        kind: the field's annotation: of bool, int, float, str, None, literals, tuples of these, mappings of texts,
+        name: Name of the setting.
+        value: Value of the setting.
+        kind: Annotation of the field: bool, int, float, str, None, literals, tuples of these, mappings of texts,
             functions, and unions.
 
     Raises:
-        ValueError: it has not.
+        ValueError: The value has another type.
     """
     if not _fits(value, kind):
         hint = nearest(_unknown(value, kind), _choices(kind))
@@ -139,8 +139,11 @@ def check_type(name: str, value: Any, kind: Any) -> None:
 
 
 def as_given(value: Any, kind: Any) -> Any:
-    """The value as the field keeps it: lists as tuples, a text as a tuple of one, paths as texts, numpy's numbers as
-    Python's, mappings as dicts of their own."""
+    """Converts a value to what its field stores.
+
+    Lists become tuples, a text a tuple of one where a tuple is needed, paths texts, numpy scalars Python numbers, and
+    mappings new dicts.
+    """
     kinds = [get_origin(each) or each for each in _kinds(kind)]
     if isinstance(value, list) and tuple in kinds:
         return tuple(value)
@@ -154,7 +157,7 @@ def as_given(value: Any, kind: Any) -> Any:
 
 
 def as_read(value: Any, kind: Any) -> Any:
-    """What a file means by a value: YAML reads 1e-6 as a text, and a list of one may be written as that one."""
+    """Converts a value read from YAML or JSON: YAML reads 1e-6 as a text, and a list of one may be one item."""
     kinds = _kinds(kind)
     if isinstance(value, str) and str not in kinds and (float in kinds or int in kinds):
         try:
@@ -167,7 +170,7 @@ def as_read(value: Any, kind: Any) -> Any:
 
 
 def _kinds(kind: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
+    """Returns the types of a union, or the one type."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
@@ -190,7 +193,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def is_open(kind: Any) -> bool:
-    """Whether a setting also takes functions and "module:function" references, in addition to names."""
+    """Returns whether a setting takes functions and "module:function" references in addition to names."""
     return any(get_origin(each) is Callable for each in _kinds(kind))
 
 
@@ -203,7 +206,7 @@ def _choices(kind: Any) -> tuple[str, ...]:
 
 
 def _unknown(value: Any, kind: Any) -> str:
-    """The first text that is none of the choices."""
+    """Returns the first text that is none of the choices, or an empty one."""
     texts = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, str)]
     return next((text for text in texts if text not in _choices(kind)), "")
 

@@ -36,7 +36,7 @@ class LearningRateSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """How gradients become updates."""
+    """The optimizer, weight decay and gradient clipping."""
 
     optimizer: OptimizerName = setting("adamw", resume="fixed")
     """Optimizer."""

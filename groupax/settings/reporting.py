@@ -10,7 +10,7 @@ TRACKERS = ("wandb", "tensorboard", "trackio", "jsonl")
 
 @dataclass(frozen=True, kw_only=True)
 class ReportingSettings:
-    """What a run shows, logs and sends to trackers."""
+    """Logs, displays and trackers of a run."""
 
     logging_steps: int = ranged(1, 10**9, low=1, resume="free")
     """Write metrics (means over these steps) and rollouts every this many steps."""

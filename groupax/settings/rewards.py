@@ -1,4 +1,4 @@
-"""Settings of how reward functions are called. Imports no jax."""
+"""Settings of calls of reward functions. Imports no jax."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from groupax.settings.fields import ranged, setting
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
-    """How reward functions are called."""
+    """Scope, concurrency, timeouts and retries of reward calls."""
 
     reward_scope: Literal["group", "rollout"] = setting("group", resume="free")
     """Completions of one call of a reward function: a group, while other groups are decoded, or the whole rollout."""

@@ -1,4 +1,4 @@
-"""Settings of rollouts: how many prompts and completions, for how many updates, sampled where. Imports no jax."""
+"""Settings of rollouts: their size, their updates, and the servers that sample them. Imports no jax."""
 
 from dataclasses import dataclass
 

@@ -130,7 +130,7 @@ class EvalSamplingSettings:
 
     @property
     def eval_sampling(self) -> dict[str, Any]:
-        """The fields of `SamplingSettings` that evaluations set on their own."""
+        """The fields of `SamplingSettings` that evaluations set separately."""
         own = {each.name: getattr(self, each.name) for each in fields(EvalSamplingSettings)}
         return {name.removeprefix("eval_"): value for name, value in own.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""Which rows are computed together, and in which shape. Imports no jax.
+"""Packing: the choice of rows that are computed together, and of their shape. Imports no jax.
 
 Every shape is a separate program. So a step is composed of micro-batches of a base size, its half, its quarter and its
 eighth, and a shape that was used before is reused where it fits:

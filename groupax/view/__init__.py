@@ -1,1 +1,1 @@
-"""The web page of runs: `groupax view`. Reads run folders and nothing else. Imports no jax."""
+"""The web page of `groupax view`, which shows run folders. Imports no jax."""

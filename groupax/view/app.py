@@ -1,4 +1,4 @@
-"""What the page asks for: routes from names to JSON. Everything is read from run folders, nothing is written."""
+"""The routes of the page, which answer with JSON read from run folders. Nothing is written."""
 
 import json
 import math
@@ -13,43 +13,41 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from groupax.view import rollouts
+from groupax.view import groups, token_values
 from groupax.view.evaluations import item_page
 from groupax.view.prompt_index import PromptIndex
-from groupax.view.runs import NotThereError, Run, Runs
+from groupax.view.rollouts import Step, StepCache, matching_rows
+from groupax.view.runs import NotFoundError, Run, Runs
 from groupax.view.search import search_steps
-from groupax.view.series import smoothed, stretch_means, thinned
+from groupax.view.series import interval_means, smoothed, thinned
 from groupax.view.tokens import token_texts
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-MOST_POINTS = 20_000  # of a curve in one answer
-MOST_PROMPTS = 200
+MAX_POINTS = 20_000  # per curve and response
+MAX_PROMPTS = 200
 TIMES = "time/"
-WAIT, BESIDE = "time/wait_s", {"time/rollout_s", "time/reward_s"}  # a run that waits makes its rollouts beside updates
+# A run with `time/wait_s` generates rollouts during updates, so these times are not part of the step time.
+WAIT_S, OVERLAPPED = "time/wait_s", {"time/rollout_s", "time/reward_s"}
 
 
 class Page:
-    """Answers for some runs.
-
-    Args:
-        runs: to show.
-    """
+    """The request handlers for a set of runs."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
-        self._steps = rollouts.StepCache()
+        self._steps = StepCache()
         self._indexes: dict[Run, PromptIndex] = {}
 
     def routes(self) -> list[Route]:
-        """All that can be asked for."""
+        """Returns all routes of the page."""
         answers: Mapping[str, Callable[[Request], Any]] = {
             "/api/runs": self.states,
             "/api/names": self.names,
             "/api/series": self.series,
             "/api/times": self.times,
             "/api/config": self.config,
-            "/api/findings": self.findings,
+            "/api/diagnostics": self.diagnostics,
             "/api/steps": self.steps,
             "/api/step": self.step,
             "/api/group": self.group,
@@ -69,21 +67,24 @@ class Page:
         ]
 
     def close(self) -> None:
-        """Stop what works in the background."""
+        """Stops the background threads."""
         for index in self._indexes.values():
             index.close()
 
     def states(self, request: Request) -> Any:  # noqa: ARG002
-        """Each run's name and state."""
+        """Returns the state of every run by name."""
         self.runs.refresh()
         return {name: run.state() for name, run in self.runs.named().items()}
 
     def names(self, request: Request) -> Any:  # noqa: ARG002
-        """The metrics that any run has."""
+        """Returns the names of all metrics of all runs."""
         return sorted({name for run in self.runs.named().values() for name in run.metric_names()})
 
     def series(self, request: Request) -> Any:
-        """Curves of `name`s in `run`s, from step `from` to step `to`, `smooth`ed, at most `points` of each."""
+        """Returns the metrics `name` of the runs `run` between the steps `from` and `to`.
+
+        The curves are smoothed with the weight `smooth` and have about `points` points at most.
+        """
         first, last = _number(request, "from", -math.inf), _number(request, "to", math.inf)
         num_points = _num_points(request, 1000)
         weight = _number(request, "smooth", 0.0)
@@ -103,21 +104,21 @@ class Page:
         return found
 
     def times(self, request: Request) -> Any:
-        """Seconds per step by what they were spent on, of one run; `other` is what no part tells of."""
+        """Returns the step time of a run in seconds by phase; `other` is the time outside all phases."""
         run = self._run(request)
         steps, step_s = run.series("step_time")
         names = [name for name in run.metric_names() if name.startswith(TIMES) and name.endswith("_s")]
-        names = [name for name in names if WAIT not in names or name not in BESIDE]
+        names = [name for name in names if WAIT_S not in names or name not in OVERLAPPED]
         parts = {name.removeprefix(TIMES).removesuffix("_s"): run.series(name) for name in names}
         columns = [_aligned(steps, *part) for part in parts.values()]
         rest = step_s - sum((np.nan_to_num(column) for column in columns), np.zeros(len(steps)))
         columns.append(np.maximum(rest, 0.0))
         inside = (steps >= _number(request, "from", -math.inf)) & (steps <= _number(request, "to", math.inf))
-        x, means = stretch_means(steps[inside], np.stack(columns)[:, inside], _num_points(request, 300))
+        x, means = interval_means(steps[inside], np.stack(columns)[:, inside], _num_points(request, 300))
         return {"x": x.tolist(), "parts": dict(zip([*parts, "other"], means.tolist(), strict=True))}
 
     def config(self, request: Request) -> Any:  # noqa: ARG002
-        """Settings of every run; `fault` where they cannot be read."""
+        """Returns the settings of every run; `fault` says why they cannot be read, if so."""
         found = {}
         for name, run in self.runs.named().items():
             try:
@@ -126,87 +127,87 @@ class Page:
                 found[name] = {"config": {}, "command": {}, "fault": str(error)}
         return found
 
-    def findings(self, request: Request) -> Any:  # noqa: ARG002
-        """What was off in every run."""
-        return {name: run.findings() for name, run in self.runs.named().items()}
+    def diagnostics(self, request: Request) -> Any:  # noqa: ARG002
+        """Returns the diagnostics of every run."""
+        return {name: run.diagnostics() for name, run in self.runs.named().items()}
 
     def steps(self, request: Request) -> Any:
-        """The steps whose rollouts are there."""
+        """Returns the steps that have a rollout log."""
         return self._run(request).rollout_steps()
 
     def step(self, request: Request) -> Any:
-        """The groups of a step, and those with the text `q` in them."""
+        """Returns the groups of a step, and the prompt indices of those that contain the text `q`."""
         run = self._run(request)
-        step = self._step(run, _whole(request, "step"))
+        step = self._step(run, _integer(request, "step"))
         query = request.query_params.get("q", "")
         matching = None
         if query:
-            matching = sorted({int(step.prompt_index[row]) for row in rollouts.matching_rows(step, query)})
+            matching = sorted({int(step.prompt_index[row]) for row in matching_rows(step, query)})
         return {
-            "groups": rollouts.group_summaries(step),
+            "groups": groups.group_summaries(step),
             "matching": matching,
             "num_rows": step.table.num_rows,
             "reward_names": list(step.rewards),
         }
 
     def group(self, request: Request) -> Any:
-        """A prompt of a step with its completions."""
-        run, number = self._run(request), _whole(request, "step")
-        found = rollouts.group(self._step(run, number), _whole(request, "prompt"))
-        return {**found, "channels": rollouts.token_channels(run.rollout_file(number))}
+        """Returns a prompt of a step with its completions."""
+        run, number = self._run(request), _integer(request, "step")
+        found = groups.group(self._step(run, number), _integer(request, "prompt"))
+        return {**found, "channels": token_values.token_channels(run.rollout_file(number))}
 
     def tokens(self, request: Request) -> Any:
-        """Tokens of a group with what they are shaded by."""
-        run, number = self._run(request), _whole(request, "step")
-        sample = _whole(request, "sample") if "sample" in request.query_params else None
+        """Returns the tokens of a group with their values in a channel."""
+        run, number = self._run(request), _integer(request, "step")
+        sample = _integer(request, "sample") if "sample" in request.query_params else None
         channel = request.query_params.get("channel", "policy_logps")
-        found = rollouts.token_values(run.rollout_file(number), _whole(request, "prompt"), channel, sample)
+        found = token_values.token_values(run.rollout_file(number), _integer(request, "prompt"), channel, sample)
         texts = token_texts(run.path / "tokenizer")
         rows = {index: {**row, "texts": texts.pieces(row["ids"])} for index, row in found.items()}
         return {"rows": rows, "fault": texts.fault}
 
     def text(self, request: Request) -> Any:
-        """All of a completion, or of the prompt if no `sample` is named."""
-        step = self._step(self._run(request), _whole(request, "step"))
-        sample = _whole(request, "sample") if "sample" in request.query_params else None
-        return {"text": rollouts.whole_text(step, _whole(request, "prompt"), sample)}
+        """Returns the full text of the completion `sample`, or of the prompt if there is no `sample`."""
+        step = self._step(self._run(request), _integer(request, "step"))
+        sample = _integer(request, "sample") if "sample" in request.query_params else None
+        return {"text": groups.full_text(step, _integer(request, "prompt"), sample)}
 
     def search(self, request: Request) -> Any:
-        """Rollouts with the text `q` in them, from step `before` backwards, as far as a moment allows."""
+        """Returns rollouts that contain the text `q`, searching backwards from step `before` for a limited time."""
         run = self._run(request)
         query = request.query_params.get("q", "")
         if not query:
-            raise ValueError("what is searched for? give q")
+            raise ValueError("q is empty; it must be the text to search for")
         return search_steps(run, query, before=_number(request, "before", math.inf))
 
     def prompts(self, request: Request) -> Any:
-        """Prompts over all steps, those with the text `q` in them."""
+        """Returns the prompts of all steps that contain the text `q`."""
         index = self._index(self._run(request))
         progress = index.update()
-        return {"progress": progress, "prompts": index.prompts(request.query_params.get("q", ""), MOST_PROMPTS)}
+        return {"progress": progress, "prompts": index.prompts(request.query_params.get("q", ""), MAX_PROMPTS)}
 
     def prompt(self, request: Request) -> Any:
-        """One prompt over all steps."""
+        """Returns the history of a prompt over all steps."""
         index = self._index(self._run(request))
         progress = index.update()
         return {"progress": progress, **index.history(request.query_params.get("key", ""))}
 
     def evaluations(self, request: Request) -> Any:
-        """Names of the evaluations whose items are there."""
+        """Returns the names of the evaluations that have stored items."""
         return list(self._run(request).evaluation_files())
 
     def items(self, request: Request) -> Any:
-        """A page of the items of an evaluation."""
+        """Returns a page of the items of an evaluation."""
         files, name = self._run(request).evaluation_files(), request.query_params.get("name", "")
         if name not in files:
-            raise NotThereError(f"there is no evaluation {name!r}; there are {', '.join(files) or 'none'}")
-        wanted = request.query_params.get("show", "all")
-        return item_page(files[name], _whole(request, "first", "0"), wanted, request.query_params.get("q", ""))
+            raise NotFoundError(f"there is no evaluation {name!r}; there are {', '.join(files) or 'none'}")
+        show = request.query_params.get("show", "all")
+        return item_page(files[name], _integer(request, "first", "0"), show, request.query_params.get("q", ""))
 
     def _run(self, request: Request) -> Run:
         return self.runs[request.query_params.get("run", "")]
 
-    def _step(self, run: Run, number: int) -> rollouts.Step:
+    def _step(self, run: Run, number: int) -> Step:
         return self._steps.read(run.rollout_file(number), run.reward_weights())
 
     def _index(self, run: Run) -> PromptIndex:
@@ -214,13 +215,13 @@ class Page:
 
 
 def make_app(runs: Runs) -> tuple[Starlette, Page]:
-    """The application, without its guard."""
+    """Returns the application without its guard, and its request handlers."""
     page = Page(runs)
     return Starlette(routes=page.routes()), page
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it: numbers that are not finite become null."""
+    """Returns the value as plain JSON types; numbers that are not finite become None."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -231,18 +232,18 @@ def plain(value: Any) -> Any:
 
 
 def _json_answer(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
-    """Errors are told as `{"error": text}`."""
+    """Returns a handler that responds with JSON, and with `{"error": text}` if `answer` raises."""
 
     def answered(request: Request) -> Response:
         try:
             status, content = 200, answer(request)
-        except NotThereError as error:
+        except NotFoundError as error:
             status, content = 404, {"error": str(error)}
         except (ValueError, OSError) as error:
             status, content = 400, {"error": str(error)}
-        except Exception:  # noqa: BLE001 (the page must say that something is wrong; the terminal says what)
+        except Exception:  # noqa: BLE001 (the page must show that something failed; the terminal shows what)
             traceback.print_exc()
-            status, content = 500, {"error": "this is a fault of groupax view; its terminal says more"}
+            status, content = 500, {"error": "groupax view failed; see the traceback in its terminal"}
         body = json.dumps(plain(content), allow_nan=False).encode()
         return Response(body, status, {"cache-control": "no-store"}, "application/json")
 
@@ -255,7 +256,7 @@ def _file_answer(file: Path) -> Callable[[Request], Response]:
 
 
 def _aligned(steps: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Values at the steps, NaN where there is none."""
+    """Returns the values at the steps, NaN where there is none."""
     if len(x) == len(steps) and np.array_equal(x, steps):
         return y
     known = dict(zip(x.tolist(), y.tolist(), strict=True))
@@ -269,16 +270,16 @@ def _number(request: Request, name: str, default: float) -> float:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise ValueError(f"{name}={text!r} is no number")
+        raise ValueError(f"{name}={text!r} is not a number")
     return value
 
 
 def _num_points(request: Request, default: int) -> int:
-    return int(min(max(_number(request, "points", float(default)), 1), MOST_POINTS))
+    return int(min(max(_number(request, "points", float(default)), 1), MAX_POINTS))
 
 
-def _whole(request: Request, name: str, default: str = "") -> int:
+def _integer(request: Request, name: str, default: str = "") -> int:
     text = request.query_params.get(name, default)
     if not text.isdecimal() or len(text) > 15:
-        raise ValueError(f"{name}={text!r} is no whole number from 0 up")
+        raise ValueError(f"{name}={text!r} is not a non-negative integer")
     return int(text)

@@ -1,29 +1,29 @@
-"""Items of evaluations, a page at a time."""
+"""Items of evaluations, read one page at a time."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from groupax.view.rollouts import SHOWN_CHARACTERS, shown_prompt
+from groupax.view.texts import SHOWN_CHARACTERS, shown_prompt
 
 PAGE_ITEMS = 25
 
 
 def item_page(path: Path, first: int, show: str, query: str) -> dict[str, Any]:
-    """Some items of an evaluation, read line by line.
+    """Returns a page of the matching items of an evaluation.
 
     Args:
-        path: of the file.
-        first: how many to leave out, of those that are shown.
-        show: `all`, `solved` (by every completion) or `unsolved`.
-        query: a text in the prompt or a completion.
+        path: Path of the JSON Lines file.
+        first: Number of matching items to skip.
+        show: Which items match: `all`, `solved` (by every completion) or `unsolved`.
+        query: Text that the prompt or a completion must contain.
 
     Raises:
-        ValueError: the file cannot be read, or `show` is none of these.
+        ValueError: The file cannot be read, or `show` is unknown.
     """
     if show not in SHOWN:
         raise ValueError(f"show={show!r} is none of {', '.join(SHOWN)}")
-    wanted = query.casefold()
+    query = query.casefold()
     items: list[dict[str, Any]] = []
     num_items = num_shown = num_bad = 0
     try:
@@ -36,7 +36,7 @@ def item_page(path: Path, first: int, show: str, query: str) -> dict[str, Any]:
                     continue
                 num_items += 1
                 texts = [item["prompt"], *(each["text"] for each in item["completions"])]
-                if not SHOWN[show](item) or not any(wanted in text.casefold() for text in texts):
+                if not SHOWN[show](item) or not any(query in text.casefold() for text in texts):
                     continue
                 if first <= num_shown < first + PAGE_ITEMS:
                     items.append(item)

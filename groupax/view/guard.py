@@ -1,4 +1,4 @@
-"""Who may ask the server what, and what a browser may do with the answers."""
+"""Access control of the server, and the security headers of its responses."""
 
 import hmac
 import secrets
@@ -10,7 +10,7 @@ from groupax.parallel.sockets import is_loopback
 from groupax.serve.cross_origin import foreign_page, hostname
 
 HEADERS = {
-    # Scripts, styles and data come from the server alone, and text never becomes markup.
+    # Scripts, styles and data come from this server only, and text never becomes markup.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
@@ -26,17 +26,18 @@ HEADERS = {
 
 
 class Guard:
-    """Refuses requests that no page of this server makes; middleware of an ASGI application.
+    """An ASGI middleware that refuses requests which the server's own page does not make.
 
-    * Without a token, only hosts of the loopback are answered, so that another name that resolves to it (DNS rebinding)
-      is not.
-    * A request that another origin's page makes is refused, except for following a link to the page itself.
-    * With a token, it must come in the cookie that the first page sets, in `Authorization: Bearer`, or in `?token=`.
+    * Without a token, only requests to a loopback host are answered. This blocks other names that resolve to the
+      loopback (DNS rebinding).
+    * Requests from pages of another origin are refused, except for following a link to the page itself.
+    * With a token, a request must have it in the cookie that the first response sets, in `Authorization: Bearer`, or in
+      `?token=`.
 
     Args:
-        app: what answers.
-        token: that requests must have; None for servers on the loopback.
-        port: names the cookie, as cookies are shared by all ports of a host.
+        app: Application to protect.
+        token: Token that requests must have; None for servers on the loopback.
+        port: Port of the server, part of the cookie's name because all ports of a host share cookies.
     """
 
     def __init__(self, app: Any, token: str | None, port: int) -> None:
@@ -44,7 +45,7 @@ class Guard:
         self.cookie = f"groupax_view_{port}"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI."""
+        """Handles an ASGI request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -55,7 +56,7 @@ class Guard:
             return
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if self.token is not None and not self._is_token(given) and not self._has_token(headers):
-            await _answer(send, 401, "this page needs its token: open the address that groupax view printed")
+            await _answer(send, 401, "this page requires a token: open the URL that groupax view printed")
             return
         if self.token is not None and self._is_token(given):
             cookie = f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
@@ -81,17 +82,17 @@ class Guard:
 
 
 def refusal_of(method: str, path: str, headers: Mapping[str, str], loopback_only: bool) -> str:
-    """Why a request is refused; empty if it is not."""
+    """Returns why a request is refused; empty if it is not."""
     host = headers.get("host", "")
     if loopback_only and not is_loopback(hostname(host)):
         return f"the host {host[:200]!r} is not this machine's loopback; use --host to serve other machines"
     if method not in ("GET", "HEAD"):
-        return f"{method} is refused: the page only reads"
+        return f"{method} is refused: the server is read-only"
     return foreign_page(headers, may_be_linked=path == "/")
 
 
 def new_token() -> str:
-    """256 random bits."""
+    """Returns a token of 256 random bits."""
     return secrets.token_urlsafe(32)
 
 
@@ -102,6 +103,6 @@ def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
 async def _answer(send: Any, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
     body = f"groupax view: {text}\n".encode() if text else b""
     plain = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), "cache-control": "no-store"}
-    told = _encoded({**plain, **HEADERS, **(headers or {})})
-    await send({"type": "http.response.start", "status": status, "headers": told})
+    encoded = _encoded({**plain, **HEADERS, **(headers or {})})
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
     await send({"type": "http.response.body", "body": body})

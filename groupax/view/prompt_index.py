@@ -1,4 +1,4 @@
-"""Where each prompt was seen: an index over all steps of a run, built in the background."""
+"""An index of the prompts of all steps of a run, built in the background."""
 
 import threading
 from array import array
@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from groupax.view.rollouts import Step, prompt_key, read_step, shown_prompt
-from groupax.view.runs import NotThereError, Run
+from groupax.view.rollouts import Step, read_step
+from groupax.view.runs import NotFoundError, Run
+from groupax.view.texts import prompt_key, shown_prompt
 
-MOST_ENTRIES = 2_000_000  # groups; 40 bytes each
-MOST_TEXTS = 50_000
+MAX_ENTRIES = 2_000_000  # groups; 40 bytes each
+MAX_TEXTS = 50_000
 TEXT_CHARACTERS = 160
-KINDS = {  # of the columns, as `array` has them
+TYPECODES = {  # of the columns, for `array`
     "key": "Q",
     "step": "q",
     "prompt_index": "i",
@@ -26,11 +27,8 @@ KINDS = {  # of the columns, as `array` has them
 
 
 class PromptIndex:
-    """Groups of all steps by prompt. Memory is bounded; a run with more groups is indexed up to the bound.
-
-    Args:
-        run: whose rollouts to read.
-    """
+    """The groups of all steps by prompt. Memory is bounded: of a larger run only the first `MAX_ENTRIES` groups are
+    indexed."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -40,7 +38,7 @@ class PromptIndex:
         self._forget()
 
     def update(self) -> dict[str, Any]:
-        """Go on in the background if there is something to read; how far it is."""
+        """Continues indexing in the background if there are new steps, and returns the progress."""
         with self._lock:
             if self._generation != self._run.generation:
                 self._forget()
@@ -56,16 +54,16 @@ class PromptIndex:
             }
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stops indexing."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
     def history(self, key: str) -> dict[str, Any]:
-        """A prompt's groups in the order of steps; none if it was not seen in what was read so far.
+        """Returns the groups of a prompt in the order of steps; none if it is not in the steps indexed so far.
 
         Raises:
-            NotThereError: this is no key.
+            NotFoundError: The key is malformed.
         """
         columns = self._arrays()
         rows = np.flatnonzero(columns["key"] == np.uint64(_number(key)))
@@ -74,17 +72,16 @@ class PromptIndex:
         return {"text": self._texts.get(_number(key), ""), **found}
 
     def prompts(self, query: str, limit: int) -> list[dict[str, Any]]:
-        """The prompts that were seen most often, of those with a text in them: `key`, `text`, `count`, and the mean
-        reward when they were seen `first` and `last`."""
+        """Returns the most frequent prompts that contain a text, with their mean reward the first and the last time."""
         columns = self._arrays()
         order = np.argsort(columns["step"], kind="stable")
         keys, first, counts = np.unique(columns["key"][order], return_index=True, return_counts=True)
         last = len(order) - 1 - np.unique(columns["key"][order][::-1], return_index=True)[1]
-        wanted = query.casefold()
+        query = query.casefold()
         found = []
         for index in np.argsort(-counts, kind="stable").tolist():
             text = self._texts.get(int(keys[index]), "")
-            if wanted in text.casefold():
+            if query in text.casefold():
                 found.append(
                     {
                         "key": f"{int(keys[index]):016x}",
@@ -100,13 +97,13 @@ class PromptIndex:
 
     def _forget(self) -> None:
         self._generation = self._run.generation
-        self._columns = {name: array(kind) for name, kind in KINDS.items()}
+        self._columns = {name: array(typecode) for name, typecode in TYPECODES.items()}
         self._texts: dict[int, str] = {}
         self._done: set[int] = set()
         self._num_unreadable = 0
 
     def _is_full(self) -> bool:
-        return len(self._columns["key"]) >= MOST_ENTRIES
+        return len(self._columns["key"]) >= MAX_ENTRIES
 
     def _read(self, steps: Iterable[int]) -> None:
         generation, weights = self._generation, self._run.reward_weights()
@@ -115,7 +112,7 @@ class PromptIndex:
                 return
             try:
                 step = read_step(self._run.rollout_file(number), weights)
-            except ValueError:  # damaged, or removed meanwhile
+            except ValueError:  # damaged, or removed in the meantime
                 step = None
             with self._lock:
                 if self._generation != generation:
@@ -124,9 +121,9 @@ class PromptIndex:
                 if step is None:
                     self._num_unreadable += 1
                 else:
-                    self._enter(number, step)
+                    self._add(number, step)
 
-    def _enter(self, number: int, step: Step) -> None:
+    def _add(self, number: int, step: Step) -> None:
         for prompt_index in dict.fromkeys(step.prompt_index.tolist()):
             rows = step.rows_of(prompt_index)
             scalar = step.table.column("prompt")[int(rows[0])]
@@ -135,9 +132,9 @@ class PromptIndex:
             totals = totals[~np.isnan(totals)]
             low, mean, high = (totals.min(), totals.mean(), totals.max()) if totals.size else (np.nan,) * 3
             values = (key, number, prompt_index, len(rows), int(step.truncated[rows].sum()), mean, low, high)
-            for name, value in zip(KINDS, values, strict=True):
+            for name, value in zip(TYPECODES, values, strict=True):
                 self._columns[name].append(value)
-            if key not in self._texts and len(self._texts) < MOST_TEXTS:
+            if key not in self._texts and len(self._texts) < MAX_TEXTS:
                 self._texts[key] = shown_prompt(step.text("prompt", int(rows[0]))[0])[:TEXT_CHARACTERS]
 
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -149,4 +146,4 @@ def _number(key: str) -> int:
     try:
         return int(key, 16) & (2**64 - 1)
     except ValueError:
-        raise NotThereError(f"{key!r} is no key of a prompt") from None
+        raise NotFoundError(f"{key!r} is not a prompt key") from None

@@ -1,7 +1,5 @@
-"""What a step's rollouts hold: groups with their rewards, completions, tokens. A file is read when it is asked for."""
+"""The rollout logs of steps, read on request."""
 
-import hashlib
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -13,28 +11,26 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from groupax.view.runs import NotThereError
+from groupax.view.arrow import scalar_text
+from groupax.view.runs import NotFoundError
+from groupax.view.texts import searched_text
 
-PREVIEW_CHARACTERS = 320
-SHOWN_CHARACTERS = 20_000  # of a text, before all of it is asked for
-SHOWN_TOKENS = 1_500  # of a completion, likewise
 CACHE_BYTES = 64 * 2**20
 NEEDED = ("prompt", "completion", "prompt_index", "sample_index")
 REWARD = "rewards/"
-EXTRA = "extra/"
 
 
 @dataclass(frozen=True)
 class Step:
-    """The rollouts of one step, without what there is per token.
+    """The rollouts of one step, without the per-token columns.
 
     Attributes:
-        table: one row per completion.
+        table: Table with one row per completion.
         prompt_index: [B] int64.
-        rewards: each [B] float64 by reward function, NaN where one does not apply.
-        total: [B] float64, the weighted sum of those that apply, NaN if none does.
+        rewards: [B] float64 by reward function, NaN where a function does not apply.
+        total: [B] float64, weighted sum of the rewards that apply, NaN if none does.
         advantage: [B] float64, NaN if unknown.
-        truncated: [B] bool, cut off at the limit of tokens.
+        truncated: [B] bool, whether the completion reached the token limit.
         num_tokens: [B] int64.
     """
 
@@ -47,37 +43,37 @@ class Step:
     num_tokens: np.ndarray
 
     def rows_of(self, prompt_index: int) -> np.ndarray:
-        """Which rows are of a prompt.
+        """Returns the row indices of a prompt.
 
         Raises:
-            NotThereError: none is.
+            NotFoundError: The step does not have the prompt.
         """
         rows = np.flatnonzero(self.prompt_index == prompt_index)
         if not rows.size:
-            raise NotThereError(f"this step has no prompt {prompt_index}; it has {len(np.unique(self.prompt_index))}")
+            raise NotFoundError(f"this step has no prompt {prompt_index}; it has {len(np.unique(self.prompt_index))}")
         return rows
 
     def text(self, name: str, row: int, limit: int | None = None) -> tuple[str, int]:
-        """A text, or its beginning, and how many bytes all of it has."""
-        return _text(self.table.column(name)[row], limit)
+        """Returns a text, at most `limit` bytes of it, and the number of bytes of the full text."""
+        return scalar_text(self.table.column(name)[row], limit)
 
 
 def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
-    """Read a step's rollouts, without what there is per token.
+    """Reads a step's rollouts, without the per-token columns.
 
     Args:
-        path: of the file.
-        weights: of the reward functions, in the order of their columns; 1 each if there are none or not as many.
+        path: Path of the rollout log.
+        weights: Weights of the reward functions in the order of their columns; 1 each if None or of another length.
 
     Raises:
-        ValueError: the file is damaged, or no rollout log.
+        ValueError: The file is damaged or is not a rollout log.
     """
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             missing = [name for name in NEEDED if name not in schema.names]
             if missing:
-                raise ValueError(f"{path.name} is no rollout log: it has no column {', '.join(missing)}")
+                raise ValueError(f"{path.name} is not a rollout log: it has no column {', '.join(missing)}")
             flat = [item.name for item in schema if not pyarrow.types.is_nested(item.type)]
             table = file.read(columns=flat, use_threads=False)
             lengths = _num_tokens(file, schema, table)
@@ -98,7 +94,7 @@ def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
 
 
 class StepCache:
-    """The steps that were asked for last, up to a number of bytes."""
+    """A cache of the most recently requested steps, up to a number of bytes."""
 
     def __init__(self, num_bytes: int = CACHE_BYTES) -> None:
         self._num_bytes = num_bytes
@@ -106,7 +102,7 @@ class StepCache:
         self._steps: OrderedDict[tuple[Path, int, tuple[float, ...]], Step] = OrderedDict()
 
     def read(self, path: Path, weights: Sequence[float] | None) -> Step:
-        """`read_step`, or what it gave before if neither file nor weights have changed since."""
+        """Returns `read_step`, cached until the file or the weights change."""
         key = (path, path.stat().st_mtime_ns, tuple(weights or ()))
         with self._lock:
             if key in self._steps:
@@ -120,221 +116,17 @@ class StepCache:
         return step
 
 
-def group_summaries(step: Step) -> list[dict[str, Any]]:
-    """One record per prompt, in the order of the rollout: what a list of groups shows, filters and sorts by."""
-    order = np.argsort(step.prompt_index, kind="stable")
-    prompts, starts, group_of, sizes = np.unique(
-        step.prompt_index[order], return_index=True, return_inverse=True, return_counts=True
-    )
-    if not prompts.size:
-        return []
-    totals = step.total[order]
-    known = ~np.isnan(totals)
-    num_known = np.bincount(group_of, known)
-    with np.errstate(invalid="ignore"):  # a group without any reward has no mean
-        means = np.bincount(group_of, np.where(known, totals, 0.0)) / num_known
-        squares = np.where(known, totals - means[group_of], 0.0) ** 2
-        stds = np.sqrt(np.bincount(group_of, squares) / num_known)
-        flat = np.fmin.reduceat(totals, starts) == np.fmax.reduceat(totals, starts)
-    disagree = disagreeing_groups([column[order] for column in step.rewards.values()], group_of)
-    num_truncated = np.bincount(group_of, step.truncated[order])
-    mean_tokens = np.bincount(group_of, step.num_tokens[order]) / sizes
-    texts = (shown_prompt(step.text("prompt", int(order[start]))[0]) for start in starts)
-    groups = [
-        {
-            "prompt_index": int(prompts[index]),
-            "preview": text[:PREVIEW_CHARACTERS],
-            "size": int(sizes[index]),
-            "totals": totals[starts[index] : starts[index] + sizes[index]].tolist(),
-            "mean": means[index],
-            "std": stds[index],
-            "zero_variance": bool(flat[index]),
-            "num_truncated": int(num_truncated[index]),
-            "disagree": bool(disagree[index]),
-            "mean_tokens": float(mean_tokens[index]),
-        }
-        for index, text in enumerate(texts)
-    ]
-    first_rows = order[starts]
-    return [groups[index] for index in np.argsort(first_rows)]
-
-
-def disagreeing_groups(columns: Sequence[np.ndarray], group_of: np.ndarray) -> np.ndarray:
-    """Returns of each group whether two reward functions order two of its completions in opposite ways, as [P] bool.
-
-    Args:
-        columns: [B] by reward function, NaN where one does not apply.
-        group_of: [B], the group of each completion, numbered from 0.
-    """
-    disagree = np.zeros(group_of.max(initial=-1) + 1, bool)
-    for number, first in enumerate(columns):
-        for second in columns[:number]:
-            applies = ~(np.isnan(first) | np.isnan(second))
-            groups, a, b = group_of[applies], first[applies], second[applies]
-            order = np.lexsort((b, a, groups))  # where `a` is the same `b` rises, so where it falls `a` has risen
-            groups, b = groups[order], b[order]
-            disagree[groups[1:][(groups[1:] == groups[:-1]) & (b[1:] < b[:-1])]] = True
-    return disagree
-
-
-def group(step: Step, prompt_index: int) -> dict[str, Any]:
-    """A prompt and its completions, texts cut at `SHOWN_CHARACTERS`, the turns of a conversation not."""
-    rows = step.rows_of(prompt_index)
-    whole, num_bytes = step.text("prompt", int(rows[0]))
-    return {
-        "prompt": cut(whole),
-        "is_cut": len(whole) > SHOWN_CHARACTERS,
-        "messages": messages(whole),
-        "key": prompt_key(step.table.column("prompt")[int(rows[0])]),
-        "num_bytes": num_bytes,
-        "rows": [_row(step, int(row)) for row in rows],
-    }
-
-
-def _row(step: Step, row: int) -> dict[str, Any]:
-    text, num_bytes = step.text("completion", row, 4 * SHOWN_CHARACTERS)
-    names = step.table.column_names
-    return {
-        "sample_index": step.table.column("sample_index")[row].as_py(),
-        "text": cut(text),
-        "is_cut": len(text) > SHOWN_CHARACTERS or num_bytes > 4 * SHOWN_CHARACTERS,
-        "num_bytes": num_bytes,
-        "num_tokens": int(step.num_tokens[row]),
-        "total": step.total[row],
-        "advantage": step.advantage[row],
-        "rewards": {name: column[row] for name, column in step.rewards.items()},
-        "finish_reason": step.table.column("finish_reason")[row].as_py() if "finish_reason" in names else None,
-        "extra": {
-            name.removeprefix(EXTRA): cut(_any_text(step.table.column(name)[row]))
-            for name in names
-            if name.startswith(EXTRA)
-        },
-    }
-
-
-def whole_text(step: Step, prompt_index: int, sample_index: int | None) -> str:
-    """A whole completion, or the whole prompt if no sample is named."""
-    rows = step.rows_of(prompt_index)
-    if sample_index is None:
-        return step.text("prompt", int(rows[0]))[0]
-    for row in rows:
-        if step.table.column("sample_index")[int(row)].as_py() == sample_index:
-            return step.text("completion", int(row))[0]
-    raise NotThereError(f"prompt {prompt_index} has no sample {sample_index}; it has {len(rows)}")
-
-
 def matching_rows(step: Step, query: str) -> list[int]:
-    """Rows whose prompt or completion has a text in it, upper and lower case alike."""
-    wanted = query.casefold()
+    """Returns the rows whose prompt or completion contains a text, case-insensitive."""
+    query = query.casefold()
     prompts: dict[int, bool] = {}
     found = []
     for row, prompt_index in enumerate(step.prompt_index.tolist()):
         if prompt_index not in prompts:
-            prompts[prompt_index] = wanted in searched_text(step.text("prompt", row)[0]).casefold()
-        if prompts[prompt_index] or wanted in step.text("completion", row)[0].casefold():
+            prompts[prompt_index] = query in searched_text(step.text("prompt", row)[0]).casefold()
+        if prompts[prompt_index] or query in step.text("completion", row)[0].casefold():
             found.append(row)
     return found
-
-
-def token_channels(path: Path) -> dict[str, dict[str, str]]:
-    """What tokens can be shaded by: its `kind` (logp, entropy, ratio, value), its `column`, and the one that it is
-    taken `over`, by name."""
-    with pyarrow.parquet.ParquetFile(path) as file:
-        schema = file.schema_arrow
-    if "completion_ids" not in schema.names:
-        return {}
-    names = [item.name for item in schema if _is_list(item.type) and pyarrow.types.is_floating(item.type.value_type)]
-    channels = {name: {"kind": _kind(name), "column": name, "over": ""} for name in names}
-    if "policy_logps" in names:
-        for name in names:
-            if name.endswith("_logps") and name != "policy_logps":
-                ratio = f"ratio {name.removesuffix('_logps')} / policy"
-                channels[ratio] = {"kind": "ratio", "column": name, "over": "policy_logps"}
-    order = ("logp", "entropy", "ratio", "value")
-    return dict(sorted(channels.items(), key=lambda item: (order.index(item[1]["kind"]), item[0] != "policy_logps")))
-
-
-def token_values(path: Path, prompt_index: int, channel: str, sample: int | None = None) -> dict[int, dict[str, Any]]:
-    """Ids and values of the tokens of a group, by sample.
-
-    Args:
-        path: of the step's file.
-        prompt_index: of the group.
-        channel: one of `token_channels`.
-        sample: this completion alone, and all of it; the others come with `SHOWN_TOKENS`.
-
-    Raises:
-        NotThereError: there is no such channel.
-    """
-    channels = token_channels(path)
-    if channel not in channels:
-        raise NotThereError(f"{path.name} has no {channel!r} per token; it has {', '.join(channels) or 'nothing'}")
-    column, over = channels[channel]["column"], channels[channel]["over"]
-    wanted = ["prompt_index", "sample_index", "completion_ids", column, *([over] if over else [])]
-    limit = None if sample is not None else SHOWN_TOKENS
-    found: dict[int, dict[str, Any]] = {}
-    with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=64, columns=wanted, use_threads=False):
-            rows = np.flatnonzero(np.asarray(batch.column("prompt_index")) == prompt_index)
-            for row in rows.tolist():
-                sample_index = batch.column("sample_index")[row].as_py()
-                if sample is not None and sample_index != sample:
-                    continue
-                ids = _list_values(batch.column("completion_ids")[row])[:limit].astype(int)
-                values = _of_tokens(batch.column(column)[row], len(ids))
-                if over:
-                    with np.errstate(over="ignore"):
-                        values = np.exp(values - _of_tokens(batch.column(over)[row], len(ids)))
-                found[sample_index] = {"ids": ids.tolist(), "values": np.round(values, 5).tolist()}
-    return found
-
-
-def messages(prompt: str) -> list[dict[str, str]]:
-    """The turns of a conversation; none if the prompt is plain text."""
-    if not prompt.startswith("[{"):
-        return []
-    try:
-        turns = json.loads(prompt)
-    except (ValueError, RecursionError):
-        return []
-    if not all(isinstance(turn, dict) and "role" in turn for turn in turns):
-        return []
-    return [{"role": str(turn["role"]), "content": _content(turn.get("content"))} for turn in turns]
-
-
-def shown_prompt(prompt: str) -> str:
-    """A prompt in one line of a list: what was asked last in a conversation."""
-    turns = messages(prompt)
-    return turns[-1]["content"] if turns else prompt
-
-
-def searched_text(prompt: str) -> str:
-    """What a prompt is found by: every turn of a conversation."""
-    turns = messages(prompt)
-    return "\n".join(turn["content"] for turn in turns) if turns else prompt
-
-
-def prompt_key(scalar: Any) -> str:
-    """The same for the same prompt in every step."""
-    return hashlib.blake2b(_bytes(scalar), digest_size=8).hexdigest()
-
-
-def cut(text: str) -> str:
-    """The beginning of a long text."""
-    return text[:SHOWN_CHARACTERS]
-
-
-def _content(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "" if content is None else json.dumps(content)
-
-
-def _kind(name: str) -> str:
-    for kind in ("logp", "entrop", "ratio"):
-        if kind in name:
-            return "entropy" if kind == "entrop" else kind
-    return "value"
 
 
 def _weighted(columns: Sequence[np.ndarray], weights: Sequence[float] | None, num_rows: int) -> np.ndarray:
@@ -348,7 +140,7 @@ def _weighted(columns: Sequence[np.ndarray], weights: Sequence[float] | None, nu
 
 
 def _num_tokens(file: Any, schema: Any, table: Any) -> np.ndarray:
-    """From the ids' lengths, which are read without being kept."""
+    """Returns the length of every completion, from a streaming pass over its token ids."""
     if "completion_ids" not in schema.names:
         return np.zeros(table.num_rows, np.int64)
     lengths = [
@@ -359,45 +151,8 @@ def _num_tokens(file: Any, schema: Any, table: Any) -> np.ndarray:
 
 
 def _floats(table: Any, name: str) -> np.ndarray:
-    """A column as float64; what is null or no number is NaN."""
+    """Returns a column as float64; nulls and other values than numbers become NaN."""
     if name not in table.column_names:
         return np.full(table.num_rows, np.nan)
     values = table.column(name).to_pylist()
     return np.array([float(value) if isinstance(value, int | float) else np.nan for value in values], np.float64)
-
-
-def _list_values(scalar: Any) -> np.ndarray:
-    values = scalar.values
-    return np.zeros(0) if values is None else np.asarray(values.to_numpy(zero_copy_only=False))
-
-
-def _of_tokens(scalar: Any, num_tokens: int) -> np.ndarray:
-    """A list as [num_tokens] float64, NaN where it has no value: a row may be without one."""
-    values = _list_values(scalar)[:num_tokens].astype(np.float64)
-    return np.concatenate([values, np.full(num_tokens - len(values), np.nan)])
-
-
-def _is_list(kind: Any) -> bool:
-    return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
-
-
-def _bytes(scalar: Any) -> bytes:
-    buffer = scalar.as_buffer() if hasattr(scalar, "as_buffer") else None
-    return b"" if buffer is None else bytes(buffer)
-
-
-def _text(scalar: Any, limit: int | None) -> tuple[str, int]:
-    """Text of a scalar; bytes that are no UTF-8 become replacement characters."""
-    if hasattr(scalar, "dictionary"):
-        scalar = scalar.dictionary[scalar.index.as_py()]
-    buffer = scalar.as_buffer() if hasattr(scalar, "as_buffer") else None
-    if buffer is None:
-        return "", 0
-    content = bytes(buffer if limit is None else buffer.slice(0, min(limit, buffer.size)))
-    text = content.decode("utf-8", errors="replace")
-    return (text.rstrip("\ufffd") if buffer.size > len(content) else text), buffer.size
-
-
-def _any_text(scalar: Any) -> str:
-    """A value of any type as text."""
-    return _text(scalar, None)[0] if hasattr(scalar, "as_buffer") else str(scalar.as_py())

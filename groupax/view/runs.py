@@ -1,4 +1,4 @@
-"""Run folders, read while the runs go on."""
+"""Run folders, read while the runs are training."""
 
 import json
 import math
@@ -15,40 +15,37 @@ import numpy as np
 
 from groupax.view.tail import Tail
 
-MOST_METRICS = 5000  # names; a file with more is no log of a run
-LIVE_S = 60.0  # a run that wrote in the last minute is live
-SETTLED_NS = 10**9  # a folder that changed since may change again within the resolution of its time
+MAX_METRICS = 5000  # metric names; further ones are ignored
+LIVE_S = 60.0  # a run that wrote within the last minute is live
+SETTLED_NS = 10**9  # a folder may change again within the resolution of its modification time
 STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 
 
-class NotThereError(ValueError):
-    """What was asked for does not exist (any more)."""
+class NotFoundError(ValueError):
+    """An error for a requested item that does not exist, or no longer exists."""
 
 
 @dataclass
 class _Column:
-    """One metric: steps and values, as they were logged."""
+    """The steps and values of a metric in the order of logging."""
 
     steps: array = field(default_factory=lambda: array("d"))
     values: array = field(default_factory=lambda: array("d"))
 
 
 class Run:
-    """What is known of one run folder. All methods may be called from any thread.
-
-    Args:
-        path: the folder.
+    """The contents of a run folder. All methods may be called from any thread.
 
     Attributes:
-        path: the folder.
+        path: Path of the folder.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._metrics, self._findings = Tail(path / "metrics.jsonl"), Tail(path / "diagnostics.jsonl")
+        self._metrics, self._diagnostics_tail = Tail(path / "metrics.jsonl"), Tail(path / "diagnostics.jsonl")
         self._columns: dict[str, _Column] = {}
-        self._found: list[dict[str, Any]] = []
+        self._diagnostics: list[dict[str, Any]] = []
         self._generations = (0, 0)
         self._last_step = math.nan
         self._num_lines = 0
@@ -56,22 +53,22 @@ class Run:
         self._steps: tuple[int, tuple[int, ...]] = (-1, ())
 
     def refresh(self) -> None:
-        """Read what was written since the last time."""
+        """Reads what was written since the last call."""
         with self._lock:
             try:
                 self._read_metrics()
-                self._read_findings()
+                self._read_diagnostics()
                 self._fault = ""
             except OSError as error:
                 self._fault = str(error)
 
     @property
     def generation(self) -> int:
-        """Grows when the run was begun anew or went back to an earlier step."""
+        """A counter that grows when the run restarts or returns to an earlier step."""
         return self._metrics.generation
 
     def state(self) -> dict[str, Any]:
-        """What changes while the run goes on: last step, latest values, whether it is live, counts."""
+        """Returns what changes during training: the last step, the latest values, the status, and counts."""
         steps = self.rollout_steps()
         with self._lock:
             latest = {name: self._columns[name].values[-1] for name in ("reward", "kl") if name in self._columns}
@@ -80,54 +77,54 @@ class Run:
             age_s = self._age_s()
             return {
                 "path": str(self.path),
-                "version": [self._metrics.generation, self._num_lines, len(self._found), len(steps)],
+                "version": [self._metrics.generation, self._num_lines, len(self._diagnostics), len(steps)],
                 "last_step": self._last_step,
                 "latest": latest,
                 "num_metrics": len(self._columns),
-                "num_findings": len(self._found),
+                "num_diagnostics": len(self._diagnostics),
                 "num_rollout_steps": len(steps),
                 "last_rollout_step": steps[-1] if steps else None,
                 "age_s": age_s,
                 "status": self._status(age_s, patience_s),
-                "num_bad_lines": self._metrics.num_bad_lines + self._findings.num_bad_lines,
+                "num_bad_lines": self._metrics.num_bad_lines + self._diagnostics_tail.num_bad_lines,
                 "fault": self._fault,
             }
 
     def metric_names(self) -> list[str]:
-        """Of all that were logged so far."""
+        """Returns the names of all metrics logged so far."""
         with self._lock:
             return sorted(self._columns)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a metric, in the order in which they were logged; empty if there is none.
+        """Returns the steps and values of a metric in the order of logging; empty if the metric does not exist.
 
         Returns:
             steps: [S] float64.
-            values: [S] float64, NaN where a value was not finite.
+            values: [S] float64, NaN for values that are not finite.
         """
         with self._lock:
             column = self._columns.get(name, _Column())
             return np.array(column.steps, np.float64), np.array(column.values, np.float64)
 
-    def findings(self) -> list[dict[str, Any]]:
-        """What was off, in the order in which it was found: `step`, `name`, `text`."""
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """Returns the diagnostics in the order of logging: `step`, `name`, `text`."""
         with self._lock:
-            return list(self._found)
+            return list(self._diagnostics)
 
     def config(self) -> dict[str, Any]:
-        """The settings of the run; empty if they are not there yet.
+        """Returns the settings of the run; empty if they are not written yet.
 
         Raises:
-            ValueError: the file is no JSON object.
+            ValueError: The file is not a JSON object.
         """
         return self._json_file("config.json")
 
     def command(self) -> dict[str, Any]:
-        """What `groupax train` was asked for; empty if the run was begun from Python."""
+        """Returns the arguments of `groupax train`; empty if the run was started from Python."""
         return self._json_file("command.json")
 
     def reward_weights(self) -> list[float] | None:
-        """Of the reward functions; None if the settings do not tell."""
+        """Returns the weights of the reward functions; None if the settings do not have them."""
         try:
             weights = self.config().get("reward_weights")
         except ValueError:
@@ -137,7 +134,7 @@ class Run:
         return [float(each) for each in weights]
 
     def rollout_steps(self) -> tuple[int, ...]:
-        """The steps whose rollouts are there, in order."""
+        """Returns the steps that have a rollout log, in order."""
         folder = self.path / "rollouts"
         try:
             version = folder.stat().st_mtime_ns
@@ -153,21 +150,21 @@ class Run:
         return steps
 
     def rollout_file(self, step: int) -> Path:
-        """Where a step's rollouts lie.
+        """Returns the path of a step's rollout log.
 
         Raises:
-            NotThereError: they are not there.
+            NotFoundError: The step has no rollout log.
         """
         path = self.path / "rollouts" / f"step_{step:06d}.parquet"
         if not path.is_file():
-            raise NotThereError(
-                f"the rollouts of step {step} are not there: it was not logged (log_completions_steps), or its "
-                "file was removed to save space (rollout_log_gb)"
+            raise NotFoundError(
+                f"step {step} has no rollout log: it was not logged (log_completions_steps), or its file was removed "
+                "to save space (rollout_log_gb)"
             )
         return path
 
     def evaluation_files(self) -> dict[str, Path]:
-        """The items of evaluations, by name."""
+        """Returns the files with the items of evaluations, by the evaluation's name."""
         return {file.stem: file for file in sorted((self.path / "evaluations").glob("*.jsonl"))}
 
     def _read_metrics(self) -> None:
@@ -186,7 +183,7 @@ class Run:
                     continue
                 column = self._columns.get(name)
                 if column is None:
-                    if len(self._columns) == MOST_METRICS:
+                    if len(self._columns) == MAX_METRICS:
                         continue
                     column = self._columns[name] = _Column()
                 column.steps.append(step)
@@ -198,18 +195,18 @@ class Run:
         self._generations = (self._metrics.generation, self._generations[1])
         self._columns, self._last_step, self._num_lines = {}, math.nan, 0
 
-    def _read_findings(self) -> None:
-        new = list(self._findings.new_objects())
-        if self._findings.generation != self._generations[1]:
-            self._generations = (self._generations[0], self._findings.generation)
-            self._found = []
+    def _read_diagnostics(self) -> None:
+        new = list(self._diagnostics_tail.new_objects())
+        if self._diagnostics_tail.generation != self._generations[1]:
+            self._generations = (self._generations[0], self._diagnostics_tail.generation)
+            self._diagnostics = []
         for line in new:
             step = _number(line.get("step"))
             name, text = (str(line.get(key, "")) for key in ("name", "text"))
-            self._found.append({"step": step, "name": name, "text": text})
+            self._diagnostics.append({"step": step, "name": name, "text": text})
 
     def _age_s(self) -> float | None:
-        """Seconds since the run last wrote."""
+        """Returns the seconds since the run last wrote metrics."""
         try:
             return max(0.0, time.time() - (self.path / "metrics.jsonl").stat().st_mtime)
         except OSError:
@@ -235,25 +232,25 @@ class Run:
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         if not isinstance(content, dict):
-            raise ValueError(f"{path} must hold settings by name, it holds a {type(content).__name__}")
+            raise ValueError(f"{path} must be a JSON object, it is a {type(content).__name__}")
         return content
 
 
 class Runs:
-    """The runs that are shown: the folders themselves, or if they hold runs, those, new ones too.
+    """The runs that the page shows, including new ones.
 
     Args:
-        folders: of runs, or with runs.
+        folders: Run folders, or folders that contain run folders.
 
     Raises:
-        ValueError: a folder is not there.
+        ValueError: A folder does not exist.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
         for folder in folders:
             if not folder.is_dir():
                 raise ValueError(
-                    f"{folder} is no folder; give the output_dir of a run, or a folder with runs"
+                    f"{folder} is not a folder; pass the output_dir of a run, or a folder of runs"
                     + (" (copy a run in a bucket to the disk first)" if "://" in str(folder) else "")
                 )
         self._folders = [folder.resolve() for folder in folders]
@@ -261,7 +258,7 @@ class Runs:
         self._runs: dict[Path, Run] = {}
 
     def refresh(self) -> None:
-        """Find new runs and read what was written since the last time."""
+        """Finds new runs and reads what was written since the last call."""
         with self._lock:
             paths = dict.fromkeys(path for folder in self._folders for path in _runs_in(folder))
             self._runs = {path: self._runs.get(path) or Run(path) for path in paths}
@@ -270,7 +267,7 @@ class Runs:
             run.refresh()
 
     def named(self) -> dict[str, Run]:
-        """Every run by the shortest end of its path that tells it from the others."""
+        """Returns the runs by name: the shortest suffix of the path that no other run has."""
         with self._lock:
             runs = list(self._runs.values())
         paths = [run.path for run in runs]
@@ -279,7 +276,7 @@ class Runs:
     def __getitem__(self, name: str) -> Run:
         named = self.named()
         if name not in named:
-            raise NotThereError(f"there is no run {name!r}; there are {', '.join(named) or 'none'}")
+            raise NotFoundError(f"there is no run {name!r}; there are {', '.join(named) or 'none'}")
         return named[name]
 
 
@@ -306,7 +303,7 @@ def _short_name(path: Path, paths: Sequence[Path]) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """The value if it is a number, NaN if it is null, None if it is neither."""
+    """Returns a number, NaN for None and for numbers that are not finite, and None for anything else."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):

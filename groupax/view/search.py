@@ -1,42 +1,43 @@
-"""Texts in the rollouts of all steps."""
+"""Full-text search in the rollouts of all steps."""
 
 import time
 from typing import Any
 
-from groupax.view.rollouts import PREVIEW_CHARACTERS, matching_rows, read_step
+from groupax.view.rollouts import matching_rows, read_step
 from groupax.view.runs import Run
+from groupax.view.texts import PREVIEW_CHARACTERS
 
-BUDGET_S = 0.5  # of one call, so that the page can show what there is and ask for more
-MOST_HITS = 50
-AROUND = 60  # characters before a hit
+BUDGET_S = 0.5  # time limit of a call; the page shows the hits and continues the search
+MAX_HITS = 50
+CONTEXT_CHARACTERS = 60  # before a hit
 
 
 def search_steps(run: Run, query: str, before: float) -> dict[str, Any]:
-    """Completions with a text in them or in their prompt, newest steps first.
+    """Searches for completions that contain a text or whose prompt does, newest steps first.
 
     Args:
-        run: whose rollouts to search.
-        query: the text, upper and lower case alike.
-        before: the step to begin below.
+        run: Run to search.
+        query: Text to search for, case-insensitive.
+        before: Step to start below.
 
     Returns:
-        hits: `step`, `prompt_index`, `sample_index`, `excerpt`, `total`.
-        next_before: where to go on; None at the end.
-        num_searched: steps.
+        hits: Records with `step`, `prompt_index`, `sample_index`, `excerpt` and `total`.
+        next_before: Value of `before` that continues the search; None if it is complete.
+        num_searched: Number of steps searched.
     """
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     hits: list[dict[str, Any]] = []
     num_searched = 0
     weights = run.reward_weights()
     steps = [step for step in run.rollout_steps() if step < before]
     for number in reversed(steps):
-        if len(hits) >= MOST_HITS or time.monotonic() - begun_s > BUDGET_S:
+        if len(hits) >= MAX_HITS or time.monotonic() - started_s > BUDGET_S:
             break
         before = number
         num_searched += 1
         try:
             step = read_step(run.rollout_file(number), weights)
-        except ValueError:  # damaged, or removed meanwhile
+        except ValueError:  # damaged, or removed in the meantime
             continue
         for row in matching_rows(step, query):
             text = step.text("completion", row)[0]
@@ -54,7 +55,7 @@ def search_steps(run: Run, query: str, before: float) -> dict[str, Any]:
 
 
 def excerpt(text: str, query: str) -> str:
-    """The text around what was searched for; its beginning if it is not there."""
-    place = max(text.casefold().find(query.casefold()), 0)
-    start = max(place - AROUND, 0)
+    """Returns the text around the first match, or its start if there is none."""
+    index = max(text.casefold().find(query.casefold()), 0)
+    start = max(index - CONTEXT_CHARACTERS, 0)
     return ("…" if start else "") + text[start : start + PREVIEW_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Curves: smoothing, and fewer points of long series. Pure functions of arrays."""
+"""Smoothing and downsampling of curves. Pure functions of arrays."""
 
 import math
 from itertools import pairwise
@@ -7,19 +7,19 @@ import numpy as np
 
 
 def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
-    """Exponential moving average m_t = weight * m_{t-1} + (1 - weight) * y_t, divided by 1 - weight^t.
+    """Computes the exponential moving average m_t = weight * m_{t-1} + (1 - weight) * y_t, divided by 1 - weight^t.
 
     Args:
-        values: [S]; NaN stays NaN and counts for nothing.
-        weight: of what came before, in [0, 1).
+        values: [S]; NaN stays NaN and does not contribute.
+        weight: Weight of the earlier values, in [0, 1).
 
     Raises:
-        ValueError: the weight is outside.
+        ValueError: The weight is out of range.
 
     Source: the bias correction of Adam (Kingma and Ba 2015, section 3).
     """
     if not 0 <= weight < 1:
-        raise ValueError(f"a smoothing weight lies in [0, 1), this one is {weight}")
+        raise ValueError(f"the smoothing weight must be in [0, 1), got {weight}")
     if weight == 0:
         return values
     mean, known = 0.0, 1.0
@@ -35,12 +35,12 @@ def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
 
 
 def thinned(x: np.ndarray, y: np.ndarray, num_points: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most about `num_points` points of a series, among them the least and the greatest of each stretch.
+    """Downsamples a series to about `num_points` points, including the minimum and maximum of every interval.
 
     Args:
-        x: [S], where the points lie.
-        y: [S], their values, NaN where there is none.
-        num_points: most points; a series that is not longer stays as it is.
+        x: [S], positions of the points.
+        y: [S], values of the points, NaN where there is none.
+        num_points: Maximum number of points; a shorter series is returned unchanged.
     """
     if len(x) <= num_points:
         return x, y
@@ -56,17 +56,17 @@ def thinned(x: np.ndarray, y: np.ndarray, num_points: int) -> tuple[np.ndarray, 
     return x[kept], y[kept]
 
 
-def stretch_means(x: np.ndarray, columns: np.ndarray, num_points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Means over equal stretches, so that columns that are stacked stay comparable.
+def interval_means(x: np.ndarray, columns: np.ndarray, num_points: int) -> tuple[np.ndarray, np.ndarray]:
+    """Computes the means over equal intervals, so that stacked columns remain comparable.
 
     Args:
-        x: [S], where the points lie.
+        x: [S], positions of the points.
         columns: [K, S], NaN where there is no value.
-        num_points: most stretches.
+        num_points: Maximum number of intervals.
 
     Returns:
-        x: [Q], the last point of each stretch.
-        columns: [K, Q], NaN where a stretch has no value.
+        x: [Q], the last position of each interval.
+        columns: [K, Q], NaN where an interval has no value.
     """
     if len(x) <= num_points:
         return x, columns

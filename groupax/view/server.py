@@ -1,8 +1,7 @@
-"""The server of the page."""
+"""The HTTP server of the page."""
 
 import socket
 import threading
-from collections.abc import Callable
 
 import uvicorn
 
@@ -12,15 +11,15 @@ from groupax.view.runs import Runs
 
 
 def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Server, Page]:
-    """A server that has not begun, and the page that it serves, to be closed after it.
+    """Returns a server that is not running yet, and its request handlers, which the caller closes after it.
 
     Args:
-        runs: to show.
-        port: at which it will listen.
-        token: that requests must have; None for servers on the loopback.
+        runs: Runs to show.
+        port: Port that the server will listen on.
+        token: Token that requests must have; None for servers on the loopback.
     """
     app, page = make_app(runs)
-    threading.Thread(target=runs.refresh, daemon=True).start()  # long logs are read before the page asks
+    threading.Thread(target=runs.refresh, daemon=True).start()  # reads long logs before the first request
     config = uvicorn.Config(
         Guard(app, token, port),
         log_level="warning",
@@ -33,21 +32,20 @@ def make_server(runs: Runs, port: int, token: str | None) -> tuple[uvicorn.Serve
     return uvicorn.Server(config), page
 
 
-def serve(runs: Runs, listening: socket.socket, host: str, token: str | None, tell: Callable[[str], object]) -> None:
-    """Serve until it is interrupted.
+def serve(runs: Runs, listening: socket.socket, host: str, token: str | None) -> None:
+    """Serves the page until it is interrupted, and prints its URL.
 
     Args:
-        runs: to show.
-        listening: where requests come in.
-        host: of the address, to be told.
-        token: that requests must have; None for servers on the loopback.
-        tell: is given the address.
+        runs: Runs to show.
+        listening: Listening socket.
+        host: Host in the printed URL.
+        token: Token that requests must have; None for servers on the loopback.
     """
     port = listening.getsockname()[1]
     server, page = make_server(runs, port, token)
     named = f"[{host}]" if ":" in host else host
     shown = {"0.0.0.0": socket.gethostname(), "[::]": socket.gethostname()}.get(named, named)
-    tell(f"groupax view: http://{shown}:{port}/{f'?token={token}' if token else ''}   (Ctrl-C ends it)")
+    print(f"groupax view: http://{shown}:{port}/{f'?token={token}' if token else ''}   (Ctrl-C to stop)", flush=True)
     try:
         server.run(sockets=[listening])
     finally:

@@ -1,25 +1,25 @@
-"""JSON Lines files, read while they grow."""
+"""An incremental reader of JSON Lines files."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-LONGEST_LINE_BYTES = 16 * 2**20
+MAX_LINE_BYTES = 16 * 2**20
 
 
 class Tail:
-    """Gives the objects of a JSON Lines file, each once.
+    """A reader that yields every object of a growing JSON Lines file once.
 
-    A last line without its newline is still being written, and comes later. Lines that are no objects are counted. A
-    file that was replaced or has become shorter is read anew.
+    A last line without a newline is still being written and is left for a later call. A file that was replaced or
+    truncated is read again from the start.
 
     Args:
-        path: of the file, which need not exist.
+        path: Path of the file, which need not exist.
 
     Attributes:
-        generation: how often the file began anew.
-        num_bad_lines: that were no JSON objects.
+        generation: Number of times that the file was replaced or truncated.
+        num_bad_lines: Number of lines that were not JSON objects.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,25 +28,25 @@ class Tail:
         self._offset = self._inode = 0
 
     def new_objects(self) -> Iterator[dict[str, Any]]:
-        """What was written since the last call. `generation` is up to date when the first object comes.
+        """Yields the objects written since the last call. `generation` is up to date at the first object.
 
         Raises:
-            OSError: the file exists and cannot be read.
+            OSError: The file exists and cannot be read.
         """
         try:
             stat = self.path.stat()
         except FileNotFoundError:
-            self._begin_anew(0)
+            self._restart(0)
             return
         if stat.st_ino != self._inode or stat.st_size < self._offset:
-            self._begin_anew(stat.st_ino)
+            self._restart(stat.st_ino)
         if stat.st_size == self._offset:
             return
         with self.path.open("rb") as file:
             file.seek(self._offset)
-            while line := file.readline(LONGEST_LINE_BYTES):
+            while line := file.readline(MAX_LINE_BYTES):
                 if not line.endswith(b"\n"):
-                    if len(line) < LONGEST_LINE_BYTES or not _skip_line(file):
+                    if len(line) < MAX_LINE_BYTES or not _skip_line(file):
                         return
                     line = b""
                 self._offset = file.tell()
@@ -59,7 +59,7 @@ class Tail:
                 else:
                     self.num_bad_lines += 1
 
-    def _begin_anew(self, inode: int) -> None:
+    def _restart(self, inode: int) -> None:
         if self._offset:
             self.generation += 1
         self._offset = self.num_bad_lines = 0
@@ -67,8 +67,8 @@ class Tail:
 
 
 def _skip_line(file: Any) -> bool:
-    """Read to the end of a line; whether it has one."""
-    while part := file.readline(LONGEST_LINE_BYTES):
-        if part.endswith(b"\n"):
+    """Reads to the end of the line; returns False if the file ends first."""
+    while chunk := file.readline(MAX_LINE_BYTES):
+        if chunk.endswith(b"\n"):
             return True
     return False

@@ -1,4 +1,4 @@
-"""Texts of single tokens, by the run's own tokenizer."""
+"""Texts of single tokens, decoded with the run's tokenizer."""
 
 import threading
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-LONGEST_CHARACTER = 8  # tokens that one character may be spread over
+MAX_TOKENS_PER_CHARACTER = 8
 
 
 class TokenTexts:
-    """The tokenizer of a run, loaded when it is first needed.
+    """The tokenizer of a run.
 
     Args:
-        folder: the run's `tokenizer/`.
+        folder: Folder `tokenizer/` of the run.
 
     Attributes:
-        fault: why ids stand in for texts; empty if they do not.
+        fault: Reason why token ids are shown instead of texts; empty if texts are shown.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -24,17 +24,17 @@ class TokenTexts:
         self._tokenizer: Any = None
         path = folder / "tokenizer.json"
         if not path.is_file():
-            self.fault = f"the run has no {path.parent.name}/{path.name}, so ids are shown for tokens"
+            self.fault = f"the run has no {path.parent.name}/{path.name}, so token ids are shown instead of texts"
             return
         try:
             from tokenizers import Tokenizer
 
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 (the library raises nothing more special for a damaged file)
-            self.fault = f"{path.parent.name}/{path.name} cannot be read ({error}), so ids are shown for tokens"
+        except Exception as error:  # noqa: BLE001 (the library raises nothing more specific for a damaged file)
+            self.fault = f"{path.parent.name}/{path.name} cannot be read ({error}), so token ids are shown"
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text that each token adds. A token that ends within a character adds nothing; the last one adds it."""
+        """Returns the text that each token adds; a character of several tokens belongs to the last of them."""
         if self._tokenizer is None:
             return [f"⟨{number}⟩" for number in ids]
         pieces, pending, before = [], [], []
@@ -42,7 +42,7 @@ class TokenTexts:
             pending.append(number)
             prefix = self._decode(before)
             text = self._decode([*before, *pending])
-            if text.endswith("\ufffd") and len(pending) < LONGEST_CHARACTER:
+            if text.endswith("\ufffd") and len(pending) < MAX_TOKENS_PER_CHARACTER:
                 pieces.append("")
                 continue
             pieces.append(text[len(prefix) :] if text.startswith(prefix) else self._decode(pending))
@@ -62,7 +62,7 @@ _loading = threading.Lock()
 
 
 def token_texts(folder: Path) -> TokenTexts:
-    """The tokenizer in a folder, loaded once."""
+    """Returns the tokenizer in a folder, which is cached until its file changes."""
     try:
         version = (folder / "tokenizer.json").stat().st_mtime_ns
     except OSError:

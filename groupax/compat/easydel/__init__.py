@@ -1,4 +1,4 @@
-"""EasyDeL's names over groupax.
+"""EasyDeL's interface, implemented with groupax.
 
 import groupax.compat.easydel as ed
 """
@@ -18,5 +18,5 @@ from groupax.compat.easydel.trainer import GRPOTrainer as GRPOTrainer
 from groupax.compat.easydel.vinference import vInference as vInference
 from groupax.compat.easydel.vinference import vInferenceConfig as vInferenceConfig
 
-# `ed.utils.get_logger`, which scripts call.
+# Scripts call `ed.utils.get_logger`.
 utils = SimpleNamespace(get_logger=logging.getLogger)

@@ -1,12 +1,12 @@
-"""EasyDeL's settings as native ones."""
+"""EasyDeL's `GRPOConfig` and its translation to a native config."""
 
 from typing import Any, ClassVar
 
-from groupax.compat.easydel.fields import DEFAULTS, FORMER, INERT
+from groupax.compat.easydel.fields import ALIASES, DEFAULTS, INERT
 from groupax.compat.easydel.names import SCHEDULES, EasyDeLOptimizers, named
-from groupax.compat.fields import Fields, ForeignConfig, as_native, sampled_alike
+from groupax.compat.fields import Fields, ForeignConfig, as_native, matching_eval_sampling, scale_rewards
 
-# Settings that groupax has under the same name with the same meaning.
+# Settings with the same name and meaning in groupax.
 SAME = (
     "seed",
     "num_iterations",
@@ -36,15 +36,15 @@ SAME = (
 
 
 class GRPOConfig(ForeignConfig):
-    """EasyDeL's settings. What groupax does not have is taken with a warning that says why; unknown names fail."""
+    """EasyDeL's config. A setting without effect in groupax is accepted with a warning that gives the reason."""
 
-    FIELDS: ClassVar[Fields] = Fields("EasyDeL", DEFAULTS, INERT, FORMER)
+    FIELDS: ClassVar[Fields] = Fields("EasyDeL", DEFAULTS, INERT, ALIASES)
 
     def to_native(self) -> Any:
-        """The native config.
+        """Returns the native config.
 
         Raises:
-            ValueError: something is asked for that groupax does not do.
+            ValueError: A setting is not supported by groupax.
         """
         settings = {name: getattr(self, name) for name in SAME}
         settings |= {
@@ -58,7 +58,7 @@ class GRPOConfig(ForeignConfig):
             "top_k": self.top_k or 0,
             "min_p": self.min_p or 0.0,
             "use_bias_correction_kl": False,
-            "scale_rewards": {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards),
+            "scale_rewards": scale_rewards(self.scale_rewards),
             "reward_weights": None if self.reward_weights is None else tuple(self.reward_weights),
             "optimizer": named(self.optimizer, EasyDeLOptimizers, "optimizer"),
             "lr_scheduler_type": SCHEDULES[named(self.scheduler, SCHEDULES, "scheduler")],
@@ -75,4 +75,4 @@ class GRPOConfig(ForeignConfig):
             "project": f"EasyDeL-{self.model_name}",
             "track_memory": bool(self.track_memory),
         }
-        return as_native(settings | sampled_alike(settings, self.num_return_sequences))
+        return as_native(settings | matching_eval_sampling(settings, self.num_return_sequences))

@@ -1,8 +1,8 @@
-"""The fields of EasyDeL's `GRPOConfig`: their defaults, and which have no meaning here. Imports no jax."""
+"""The fields of EasyDeL's `GRPOConfig`, their defaults, and the reasons why some have no effect. Imports no jax."""
 
 from typing import Any
 
-# Fields that say something here, with EasyDeL's defaults; those of sampling are given by a `vInference` too.
+# Fields with an effect in groupax, with EasyDeL's defaults; a `vInference` may set sampling fields too.
 MEANINGFUL: dict[str, Any] = {
     "model_name": "GRPOTrainer",
     "save_directory": "EasyDeL-Checkpoints",
@@ -54,28 +54,28 @@ MEANINGFUL: dict[str, Any] = {
     "weight_distribution_log_steps": 0,
     "tools": None,
 }
-# Fields without a meaning, by the reason.
-_WITHOUT: dict[str, dict[str, Any]] = {
-    "one process reports, to metrics.jsonl and rollouts/ in save_directory and where use_wandb says": {
+# Fields without effect in groupax, grouped by the reason, with EasyDeL's defaults.
+_INERT_BY_REASON: dict[str, dict[str, Any]] = {
+    "one process reports, to metrics.jsonl and rollouts/ in save_directory, and to wandb with use_wandb": {
         "log_all_workers": False,
         "report_metrics": True,
     },
-    "wandb takes it from WANDB_ENTITY": {"wandb_entity": None},
-    "metrics.jsonl gets a line every log_steps": {"report_steps": 5, "verbose": True},
-    "distributions are over all weights that are trained, and the gradient's norm is in every line of metrics": {
+    "wandb reads it from WANDB_ENTITY": {"wandb_entity": None},
+    "metrics.jsonl receives a line every log_steps": {"report_steps": 5, "verbose": True},
+    "distributions cover all trained weights, and every line of metrics has the gradient norm": {
         "weight_distribution_pattern": ".*",
         "log_grad_norms": True,
         "metrics_to_show_in_rich_pbar": None,
     },
-    "a step is cut into micro-batches that fit, and its gradient does not depend on them": {
+    "a step is automatically split into micro-batches that fit, which do not change its gradient": {
         "gradient_accumulation_steps": 1
     },
-    "conversations are rendered by the chat template and strings are taken as they are": {
+    "conversations are rendered by the chat template, and strings are used unchanged": {
         "skip_apply_chat_template": False,
         "dataset_num_proc": None,
         "remove_unused_columns": False,
     },
-    "prompts are tokenized once and picked by number": {
+    "prompts are tokenized once and selected by index": {
         "dataloader_num_workers": 0,
         "dataloader_pin_memory": False,
         "use_data_collator": True,
@@ -87,7 +87,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
         "eval_batch_size": None,
         "max_evaluation_steps": None,
     },
-    "the devices' mesh follows from the model, and programs from the shapes": {
+    "the mesh is derived from the model, and compiled programs from the shapes": {
         "auto_shard_states": True,
         "backend": None,
         "performance_mode": False,
@@ -100,7 +100,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
         "init_tx": True,
         "aux_loss_enabled": False,
     },
-    "the trainer's methods say what is done": {
+    "the trainer's methods decide what runs": {
         "do_train": True,
         "do_eval": False,
         "is_fine_tuning": True,
@@ -110,7 +110,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
         "step_start_point": None,
     },
 }
-INERT = {name: why for why, names in _WITHOUT.items() for name in names}
-DEFAULTS = MEANINGFUL | {name: default for names in _WITHOUT.values() for name, default in names.items()}
-# Other names of the same.
-FORMER = {"num_generations": "num_return_sequences", "max_steps": "max_training_steps"}
+INERT = {name: why for why, names in _INERT_BY_REASON.items() for name in names}
+DEFAULTS = MEANINGFUL | {name: default for names in _INERT_BY_REASON.values() for name, default in names.items()}
+# Alternative names of fields.
+ALIASES = {"num_generations": "num_return_sequences", "max_steps": "max_training_steps"}

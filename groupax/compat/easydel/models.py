@@ -1,4 +1,4 @@
-"""Loading models with EasyDeL's arguments."""
+"""Loading models with the arguments of EasyDeL."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 
 from groupax.compat import hf
 from groupax.compat.easydel.names import CHECKPOINTING, AttentionMechanisms, named
-from groupax.compat.fields import attention_setting, tell
-from groupax.compat.meshes import tell_whole
+from groupax.compat.fields import native_attention, warn
+from groupax.compat.meshes import warn_replicated
 from groupax.engine.tensor_parallel import indivisible_dims
 from groupax.models.checkpoint import Model, load_model
 from groupax.parallel.mesh import RULES, decoding_mesh, make_mesh
@@ -18,15 +18,15 @@ from groupax.settings.fields import nearest
 
 
 def EasyDeLBaseConfigDict(**settings: Any) -> dict[str, Any]:  # noqa: N802 - EasyDeL's name
-    """Settings of a model's config, for `config_kwargs`."""
+    """Returns settings of a model's config, for `config_kwargs`."""
     return settings
 
 
 class EasyDeLModel(hf.CausalLM):
-    """A model, with what it was asked to compute in.
+    """A model with the training settings that EasyDeL passes to the model.
 
     Attributes:
-        trainer_settings: settings of the native trainer that EasyDeL gives to the model.
+        trainer_settings: Settings of the native trainer.
     """
 
     def __init__(self, model: Model, trainer_settings: Mapping[str, Any]) -> None:
@@ -35,9 +35,9 @@ class EasyDeLModel(hf.CausalLM):
 
 
 class AutoEasyDeLModelForCausalLM:
-    """Loads models as EasyDeL's class of that name does."""
+    """A loader of models with the interface of EasyDeL's class."""
 
-    # Arguments that have no meaning here, and why.
+    # Arguments without effect in groupax, each with the reason.
     INERT: ClassVar[dict[str, str]] = {
         **hf.INERT,
         "auto_shard_model": "weights are put on all devices",
@@ -45,13 +45,13 @@ class AutoEasyDeLModelForCausalLM:
         "shard_fns": "weights are put on all devices",
         "sharding_axis_names": "the mesh's axes are dp, fsdp, ep, tp, sp",
         "partition_axis": "the mesh's axes are dp, fsdp, ep, tp, sp",
-        "partition_rules": "one table of rules belongs to every family",
-        "precision": "products add up in float32",
+        "partition_rules": "one table of rules serves every family",
+        "precision": "matmuls accumulate in float32",
         "device": "weights are put on all devices",
         "backend": "programs are XLA's on every backend",
         "platform": "programs are XLA's on every backend",
         "from_torch": "safetensors are read without PyTorch",
-        "verbose": "nothing is told while loading",
+        "verbose": "nothing is logged while loading",
     }
     QUIET: ClassVar[set[str]] = {"auto_shard_model", "precision", "from_torch", "verbose"}
 
@@ -66,26 +66,27 @@ class AutoEasyDeLModelForCausalLM:
         quantization_config: Any = None,
         **inert: Any,
     ) -> EasyDeLModel:
-        """The model of a folder or a hub id.
+        """Loads a model from a folder or a hub id.
 
         Args:
-            name_or_path: a model or an adapter.
-            dtype: of the forward pass in training.
-            param_dtype: of the weights in memory; None keeps their own. What is trained has float32 masters.
-            sharding_axis_dims: sizes of the mesh's axes dp, fsdp, ep, tp and sp; one may be -1. What does not divide
-                stays whole on every device, as in EasyDeL, which is told.
-            config_kwargs: settings of the model's config (see `EasyDeLBaseConfigDict`).
-            quantization_config: as in transformers.
-            inert: arguments that have no meaning here.
+            name_or_path: Folder or hub id of a model or an adapter.
+            dtype: Dtype of the forward pass in training.
+            param_dtype: Dtype of the weights in memory; None keeps the stored one. Trained weights have float32
+                masters.
+            sharding_axis_dims: Sizes of the mesh axes dp, fsdp, ep, tp and sp; one may be -1. Dims that are not
+                divisible stay replicated, as in EasyDeL, with a warning.
+            config_kwargs: Settings of the model's config (see `EasyDeLBaseConfigDict`).
+            quantization_config: Quantization config, as in transformers.
+            inert: Arguments without effect; a warning gives the reason where it matters.
 
         Raises:
-            TypeError: there is no such argument.
+            TypeError: An argument is unknown.
         """
         for name, value in inert.items():
             if name not in cls.INERT:
                 raise TypeError(f"from_pretrained has no argument {name!r}{nearest(name, cls.INERT)}")
             if name not in cls.QUIET:
-                tell(f"from_pretrained's {name}={value!r} changes nothing in groupax: {cls.INERT[name]}")
+                warn(f"from_pretrained's {name}={value!r} changes nothing in groupax: {cls.INERT[name]}")
         mesh = None if sharding_axis_dims is None else _mesh(sharding_axis_dims)
         settings, max_positions = config_settings(config_kwargs or {})
         if dtype is not None:
@@ -95,38 +96,38 @@ class AutoEasyDeLModelForCausalLM:
         model = load_model(
             name_or_path, stored, mesh, weights, max_positions=max_positions, replicated=() if mesh is None else RULES
         )
-        tell_whole(model, "sharding_axis_dims")
-        if shared_by(model) > 1:
-            settings["decoding_tp"] = shared_by(model)
+        warn_replicated(model, "sharding_axis_dims")
+        if decoding_tp_of(model) > 1:
+            settings["decoding_tp"] = decoding_tp_of(model)
         return EasyDeLModel(model, settings)
 
 
-def shared_by(model: Model) -> int:
-    """How many devices share the weights that are decoded with: those of the mesh's tp, if they divide the model."""
+def decoding_tp_of(model: Model) -> int:
+    """Returns the tensor-parallel size for decoding: the mesh's tp, or 1 if the model is not divisible by it."""
     tp = model.mesh.shape["tp"]
     return 1 if indivisible_dims(model.config, decoding_mesh(model.mesh, tp)) else tp
 
 
 def config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """Settings of the native trainer, and the longest sequence, from a model's `config_kwargs`."""
+    """Returns settings of the native trainer, and the longest sequence or None, from a model's `config_kwargs`."""
     config = dict(config)
     lengths = [config.pop(name, None) for name in ("mask_max_position_embeddings", "freq_max_position_embeddings")]
     settings: dict[str, Any] = {}
     if "gradient_checkpointing" in config:
-        asked = named(config.pop("gradient_checkpointing"), CHECKPOINTING, "gradient_checkpointing")
-        settings["gradient_checkpointing"] = CHECKPOINTING[asked]
+        policy = named(config.pop("gradient_checkpointing"), CHECKPOINTING, "gradient_checkpointing")
+        settings["gradient_checkpointing"] = CHECKPOINTING[policy]
     if config.get("kvdtype") is not None:
         settings["kv_cache_dtype"] = _compute_dtype(config["kvdtype"])
     config.pop("kvdtype", None)
     mechanism = config.pop("attn_mechanism", AttentionMechanisms.AUTO)
-    if attention_setting(mechanism) != "auto":
-        settings["attn_implementation"] = attention_setting(mechanism)
+    if native_attention(mechanism) != "auto":
+        settings["attn_implementation"] = native_attention(mechanism)
     for name in ("attn_dtype", "attn_softmax_dtype"):
         dtype = config.pop(name, None)
         if name == "attn_softmax_dtype" and dtype is not None and np.dtype(dtype).name != "float32":
-            tell(f"{name}={np.dtype(dtype).name}: groupax adds up attention's weights in float32")
+            warn(f"{name}={np.dtype(dtype).name}: groupax computes the softmax of attention in float32")
     for name, value in config.items():
-        tell(f"config_kwargs {name}={value!r} changes nothing in groupax: the model is what its config.json says")
+        warn(f"config_kwargs {name}={value!r} changes nothing in groupax: config.json describes the model")
     return settings, max((length for length in lengths if length), default=None)
 
 

@@ -1,4 +1,4 @@
-"""The names that EasyDeL's settings take their values from."""
+"""EasyDeL's enums, and their values as native settings."""
 
 from enum import StrEnum
 from typing import Any
@@ -7,7 +7,7 @@ from groupax.settings.fields import nearest
 
 
 class EasyDeLOptimizers(StrEnum):
-    """Optimizers."""
+    """The optimizers."""
 
     ADAMW = "adamw"
     ADAFACTOR = "adafactor"
@@ -17,7 +17,7 @@ class EasyDeLOptimizers(StrEnum):
 
 
 class EasyDeLSchedulers(StrEnum):
-    """Schedules of the learning rate."""
+    """The learning-rate schedules."""
 
     NONE = "none"
     LINEAR = "linear"
@@ -25,7 +25,7 @@ class EasyDeLSchedulers(StrEnum):
 
 
 class EasyDeLGradientCheckPointers(StrEnum):
-    """What the backward pass computes again."""
+    """The policies of gradient checkpointing."""
 
     NONE = ""
     EVERYTHING_SAVEABLE = "everything_saveable"
@@ -35,7 +35,7 @@ class EasyDeLGradientCheckPointers(StrEnum):
 
 
 class AttentionMechanisms(StrEnum):
-    """Ways to compute attention."""
+    """The attention implementations."""
 
     AUTO = "auto"
     VANILLA = "vanilla"
@@ -61,15 +61,20 @@ CHECKPOINTING = {
 
 
 def named(value: Any, known: Any, setting: str) -> str:
-    """A member of an enum, or its name or value, as text.
+    """Returns the value of an enum member as lower-case text.
+
+    Args:
+        value: Member or its value; None means "none".
+        known: Valid members or values.
+        setting: Name of the setting, for the error message.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: The value is not one of `known`.
     """
     names = [str(getattr(each, "value", each)) for each in known]
     text = str(getattr(value, "value", "none" if value is None else value)).lower()
     if text not in names:
         raise ValueError(
-            f"{setting} {text!r} is not supported{nearest(text, names)}; there are {', '.join(filter(None, names))}"
+            f"{setting} {text!r} is not supported{nearest(text, names)}; choose from {', '.join(filter(None, names))}"
         )
     return text

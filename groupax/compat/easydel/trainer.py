@@ -1,4 +1,4 @@
-"""EasyDeL's trainer."""
+"""EasyDeL's `GRPOTrainer`, a wrapper around the native trainer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,33 +11,33 @@ from groupax.compat import hf
 from groupax.compat.easydel.config import GRPOConfig
 from groupax.compat.easydel.models import EasyDeLModel
 from groupax.compat.easydel.vinference import SAMPLING, vInference
-from groupax.compat.fields import tell
+from groupax.compat.fields import warn
 from groupax.data.chat import render
 from groupax.data.examples import load_examples
 from groupax.data.prompts import row_template_kwargs
 from groupax.data.tokenizer import is_conversational, prepare_tokenizer
 
-# Columns that hold the question in well-known datasets without a column `prompt`.
-QUESTIONS = ("question", "problem")
+# Columns with the prompts of well-known datasets that have no column `prompt`.
+QUESTION_COLUMNS = ("question", "problem")
 
 
 class GRPOTrainer:
-    """EasyDeL's trainer over `groupax.GRPOTrainer`, which is its `native`.
+    """EasyDeL's trainer, implemented with the native trainer in its attribute `native`.
 
     Args:
-        arguments: settings.
-        vinference: says how to sample, where `arguments` does not.
-        model: a folder, a hub id, or a loaded model.
-        reward_funcs: one or several reward functions or reward models.
-        reward_processing_classes: tokenizers of the reward models.
-        train_dataset: prompts, in a column `prompt`, `question` or `problem`.
-        eval_dataset: likewise.
-        processing_class: the tokenizer.
-        data_tokenize_fn: makes `input_ids`, `attention_mask` and further columns of a batch of examples, whose prompts
-            are text by then; it is called with the batch, the tokenizer and tools.
+        arguments: Settings.
+        vinference: Sampling settings, which `arguments` overrides.
+        model: Folder, hub id, or loaded model; by default the model of `vinference`.
+        reward_funcs: One or several reward functions or reward models.
+        reward_processing_classes: Tokenizers of the reward models.
+        train_dataset: Prompts to train on, in a column `prompt`, `question` or `problem`.
+        eval_dataset: Prompts to evaluate on.
+        processing_class: Tokenizer.
+        data_tokenize_fn: Function of a batch of examples with rendered prompts, the tokenizer and the tools, which
+            returns `input_ids` and optionally `attention_mask` and further columns.
 
     Raises:
-        ValueError: something is asked for that groupax does not do.
+        ValueError: A setting is not supported by groupax.
     """
 
     def __init__(
@@ -75,49 +75,55 @@ class GRPOTrainer:
         )
 
     def train(self) -> native.TrainResult:
-        """Train, and save the model in the run's `model/`."""
+        """Trains the policy and saves it in the run's `model/`."""
         return self.native.train()
 
     def evaluate(self) -> Any:
-        """Score the current policy on `eval_dataset`."""
+        """Evaluates the current policy on `eval_dataset`."""
         return self.native.evaluate()
 
     def save_pretrained(self, folder: Any) -> None:
-        """Write the current policy as a folder that transformers loads; files beside it stay."""
+        """Writes the current policy to a folder for transformers; other files in it are kept."""
         hf.save_policy(self.native, folder)
 
 
 def with_sampling(arguments: GRPOConfig, vinference: vInference | None) -> GRPOConfig:
-    """The settings with a `vInference`'s where they say nothing themselves."""
+    """Returns the settings, with missing sampling settings filled in from a `vInference`."""
     if vinference is None:
         return arguments
     if not vinference.do_sample:
-        tell("vInference's do_sample=False: a trainer always samples; equal completions leave nothing to compare")
+        warn("vInference's do_sample=False: a trainer always samples, as greedy completions would all be the same")
     settings = dict(arguments.given)
     for name, value in vinference.given.items():
         own = SAMPLING[name]
         if settings.setdefault(own, value) != value:
-            tell(f"GRPOConfig's {own}={settings[own]!r} is taken, not vInference's {name}={value!r}")
+            warn(f"GRPOConfig's {own}={settings[own]!r} overrides vInference's {name}={value!r}")
     merged = GRPOConfig()
     merged.given.update(settings)
     return merged
 
 
 def _examples(dataset: Any, name: str, tokenize: Callable[..., Any] | None, tokenizer: Any, tools: Any) -> Any:
-    """The rows, with `prompt` and what a `data_tokenize_fn` makes of them."""
+    """Returns the examples with a column `prompt` and, if there is a `data_tokenize_fn`, with its columns."""
     columns = getattr(dataset, "column_names", None)
     if isinstance(columns, list) and "prompt" not in columns:
-        found = [column for column in QUESTIONS if column in columns]
+        found = [column for column in QUESTION_COLUMNS if column in columns]
         if found:
-            tell(f"{name} has no column 'prompt'; {found[0]!r} is taken in its place")
+            warn(f"{name} has no column 'prompt'; {found[0]!r} is used instead")
             dataset = dataset.rename_column(found[0], "prompt")
     examples = load_examples(dataset, name)
     if tokenize is None:
         return examples
     if tokenizer is None:
-        raise ValueError("data_tokenize_fn needs a tokenizer; give it as processing_class")
+        raise ValueError("data_tokenize_fn needs a tokenizer; pass it as processing_class")
+    return _tokenized([dict(examples[index]) for index in range(len(examples))], tokenize, tokenizer, tools)
+
+
+def _tokenized(
+    rows: list[dict[str, Any]], tokenize: Callable[..., Any], tokenizer: Any, tools: Any
+) -> list[dict[str, Any]]:
+    """Returns the rows with the columns of a `data_tokenize_fn` and unpadded `prompt_ids`."""
     tokenizer = prepare_tokenizer(tokenizer)
-    rows = [dict(examples[index]) for index in range(len(examples))]
     texts = [
         render(tokenizer, row["prompt"], f"prompt {index}", template_kwargs=row_template_kwargs(row))
         if is_conversational(row["prompt"])
@@ -125,17 +131,17 @@ def _examples(dataset: Any, name: str, tokenize: Callable[..., Any] | None, toke
         for index, row in enumerate(rows)
     ]
     batch = {column: [row[column] for row in rows] for column in rows[0]} | {"prompt": texts}
-    made = dict(tokenize(batch, tokenizer, tools))
-    if "input_ids" not in made:
-        raise ValueError(f"data_tokenize_fn must return input_ids, it returned {', '.join(made)}")
-    ids, masks = made.pop("input_ids"), made.pop("attention_mask", None)
+    columns = dict(tokenize(batch, tokenizer, tools))
+    if "input_ids" not in columns:
+        raise ValueError(f"data_tokenize_fn must return input_ids, it returned {', '.join(columns)}")
+    ids, masks = columns.pop("input_ids"), columns.pop("attention_mask", None)
     if len(ids) != len(rows):
         raise ValueError(f"data_tokenize_fn returned {len(ids)} rows of input_ids for {len(rows)} examples")
     kept = [np.asarray(row) for row in ids]
     if masks is not None:
         kept = [row[np.asarray(mask) > 0] for row, mask in zip(kept, masks, strict=True)]
     more = [
-        {column: np.asarray(values[index]).tolist() for column, values in made.items()} for index in range(len(rows))
+        {column: np.asarray(values[index]).tolist() for column, values in columns.items()} for index in range(len(rows))
     ]
     return [
         {**row, **extra, "prompt_ids": tokens.tolist()} for row, extra, tokens in zip(rows, more, kept, strict=True)

@@ -1,4 +1,4 @@
-"""EasyDeL's way to sample."""
+"""EasyDeL's `vInference`, which samples completions."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,14 +8,14 @@ from typing import Any
 
 from groupax.compat import hf
 from groupax.compat.easydel.fields import DEFAULTS
-from groupax.compat.easydel.models import shared_by
-from groupax.compat.fields import tell
+from groupax.compat.easydel.models import decoding_tp_of
+from groupax.compat.fields import warn
 from groupax.engine.engine import Engine
 from groupax.models.checkpoint import Model, load_model
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams, SamplingSettings
 
-# What a `vInference` and a `GRPOConfig` may both say of sampling, and the latter's name for it.
+# Sampling settings of a `vInference`, with their names in a `GRPOConfig`.
 SAMPLING = {
     "max_new_tokens": "max_completion_length",
     "num_return_sequences": "num_return_sequences",
@@ -26,27 +26,27 @@ SAMPLING = {
     "repetition_penalty": "repetition_penalty",
 }
 KNOWN = (*SAMPLING, "do_sample", "seed")
-# Further names of a `vInferenceConfig`, which change nothing here, and why.
+# Settings of a `vInferenceConfig` without effect in groupax, each with the reason.
 UNUSED = {
-    "streaming_chunks": "completions come whole",
-    "bos_token_id": "the tokenizer says how prompts begin",
-    "eos_token_id": "completions end as the model and its tokenizer say",
+    "streaming_chunks": "completions are not streamed",
+    "bos_token_id": "the tokenizer decides how prompts start",
+    "eos_token_id": "the model and its tokenizer decide where completions end",
     "pad_token_id": "completions are not padded",
 }
 
 
 class vInference:  # noqa: N801 - EasyDeL's name
-    """Says how a trainer samples, and samples by itself with `generate`.
+    """A model with sampling settings, for a trainer and for `generate`.
 
     Args:
-        model: to sample from.
-        tokenizer: for prompts that are text; also called processor_class.
-        processor_class: likewise.
-        generation_config: an object or a dict with the settings below, or with `sampling_params` that have them.
-        settings: max_new_tokens, num_return_sequences, temperature, top_p, top_k, min_p, repetition_penalty, do_sample.
+        model: Model to sample from.
+        tokenizer: Tokenizer of prompts that are text.
+        processor_class: Alternative name of `tokenizer`.
+        generation_config: Object or dict with the settings below, or with `sampling_params` that contain them.
+        settings: Sampling settings: the keys of `SAMPLING`, `do_sample` and `seed`.
 
     Raises:
-        TypeError: there is no such setting.
+        TypeError: A setting is unknown.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class vInference:  # noqa: N801 - EasyDeL's name
         self.do_sample, self.seed = settings.get("do_sample", True), settings.get("seed", 0)
 
     def generate(self, prompts: Any) -> list[list[str]]:
-        """The completions of each prompt, as text."""
+        """Returns the completions of each prompt as text."""
         given = {each.name: self.given[each.name] for each in fields(SamplingSettings) if each.name in self.given}
         given |= {} if self.do_sample else {"temperature": 0.0}
         params = SamplingParams(
@@ -79,11 +79,12 @@ class vInference:  # noqa: N801 - EasyDeL's name
     def _engine(self) -> Engine:
         model = hf.as_model(self.model)
         model = model if isinstance(model, Model) else load_model(model)
-        return Engine.of(model, self.tokenizer, tp=shared_by(model))
+        return Engine.of(model, self.tokenizer, tp=decoding_tp_of(model))
 
 
 def _settings_of(config: Any) -> dict[str, Any]:
-    """The settings in a `vInferenceConfig`, a dict, or an object of another kind, of which only those are looked at."""
+    """Returns the settings in a `vInferenceConfig`, a dict or another object; other attributes of the latter are
+    ignored."""
     if config is None:
         return {}
     given = dict(config if isinstance(config, Mapping) else vars(config))
@@ -91,7 +92,7 @@ def _settings_of(config: Any) -> dict[str, Any]:
         _check_known("vInferenceConfig", given, (*KNOWN, *UNUSED, "sampling_params"))
         for name in UNUSED:
             if given.get(name) is not None:
-                tell(f"vInferenceConfig's {name}={given[name]!r} changes nothing in groupax: {UNUSED[name]}")
+                warn(f"vInferenceConfig's {name}={given[name]!r} changes nothing in groupax: {UNUSED[name]}")
     sampling = given.get("sampling_params")
     nested = dict(sampling if isinstance(sampling, Mapping) else vars(sampling)) if sampling is not None else {}
     nested |= {"max_new_tokens": nested["max_tokens"]} if nested.get("max_tokens") is not None else {}
@@ -105,4 +106,4 @@ def _check_known(owner: str, names: Iterable[str], known: Sequence[str]) -> None
 
 
 class vInferenceConfig(SimpleNamespace):  # noqa: N801 - EasyDeL's name
-    """Settings for `vInference(generation_config=...)`."""
+    """The settings of `vInference(generation_config=...)`."""

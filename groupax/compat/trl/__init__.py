@@ -1,4 +1,4 @@
-"""TRL's `GRPOConfig` and `GRPOTrainer` over groupax (names and batches of TRL 1.16).
+"""TRL's `GRPOConfig` and `GRPOTrainer`, implemented with groupax (interface and batches of TRL 1.16).
 
 from groupax.compat.trl import GRPOConfig, GRPOTrainer, apply_chat_template
 """

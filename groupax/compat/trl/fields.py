@@ -1,12 +1,12 @@
-"""The fields of TRL 1.16's `GRPOConfig`: their defaults, and which have no meaning here."""
+"""The fields of TRL 1.16's `GRPOConfig`, their defaults, and the reasons why some have no effect in groupax."""
 
 from typing import Any
 
-# Fields that say something here, with TRL's defaults.
+# Fields with an effect in groupax, with TRL's defaults.
 MEANINGFUL: dict[str, Any] = {
     "output_dir": None,
     "seed": 42,
-    # how long
+    # length of the run
     "num_train_epochs": 3.0,
     "max_steps": -1,
     # batches
@@ -111,8 +111,8 @@ MEANINGFUL: dict[str, Any] = {
     "hub_private_repo": None,
 }
 
-# Fields without a meaning, by the reason, with TRL's defaults.
-_WITHOUT: dict[str, dict[str, Any]] = {
+# Fields without effect in groupax, grouped by the reason, with TRL's defaults.
+_INERT_BY_REASON: dict[str, dict[str, Any]] = {
     "sampling is done by groupax's own engine or server": {
         "cache_implementation": None,
         "vllm_model_impl": "vllm",
@@ -150,7 +150,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
         "no_cuda": False,
         "average_tokens_across_devices": True,
     },
-    "there is no data loader: prompts are tokenized once, and a step's are picked by number": {
+    "there is no data loader: prompts are tokenized once and selected by index": {
         "dataloader_drop_last": False,
         "dataloader_num_workers": 0,
         "dataloader_pin_memory": True,
@@ -165,7 +165,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
         "data_seed": None,
         "label_names": None,
     },
-    "every column reaches the reward functions, and the model sees the prompt alone": {
+    "reward functions receive every column, and the model only the prompt": {
         "remove_unused_columns": False,
         "include_for_metrics": [],
         "prediction_loss_only": False,
@@ -185,26 +185,29 @@ _WITHOUT: dict[str, dict[str, Any]] = {
         "debug": "",
         "skip_memory_metrics": True,
     },
-    "gradient_checkpointing says all there is to say: 'full' for True": {
+    "gradient_checkpointing has no options: True recomputes every layer": {
         "gradient_checkpointing_kwargs": None,
         "activation_checkpointing": None,
         "activation_checkpointing_kwargs": None,
     },
-    "models have no dropout but an adapter's, and logits and losses are float32": {
+    "only adapters have dropout, and logits and losses are float32": {
         "disable_dropout": False,
         "cast_lm_head_to_fp32": False,
         "label_smoothing_factor": 0.0,
         "neftune_noise_alpha": None,
     },
     "groupax never runs code from a model's folder": {"trust_remote_code": False},
-    "the optimizer has the settings of its own names alone": {"optim_args": None, "optim_target_modules": None},
-    "completions have one turn, without tools or images": {"max_tool_calling_iterations": None, "log_multimodal": True},
-    "trackio takes these from variables of its own, e.g. TRACKIO_SPACE_ID": {
+    "the optimizer has no settings besides the named fields": {"optim_args": None, "optim_target_modules": None},
+    "a completion is a single turn without tools or images": {
+        "max_tool_calling_iterations": None,
+        "log_multimodal": True,
+    },
+    "trackio reads these from its own environment variables, e.g. TRACKIO_SPACE_ID": {
         "trackio_space_id": None,
         "trackio_bucket_id": None,
         "trackio_static_space_id": None,
     },
-    "metrics go to metrics.jsonl, rollouts to rollouts/ and TensorBoard's files to tensorboard/ in output_dir": {
+    "output_dir has metrics in metrics.jsonl, rollouts in rollouts/ and TensorBoard's files in tensorboard/": {
         "logging_dir": None,
         "logging_first_step": False,
         "logging_nan_inf_filter": True,
@@ -215,7 +218,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
         "log_completions_hub_repo": None,
         "include_num_input_tokens_seen": "no",
     },
-    "evaluation takes every prompt once, with num_generations_eval completions and the settings of training": {
+    "evaluation uses every prompt once, with num_generations_eval completions and the settings of training": {
         "per_device_eval_batch_size": 8,
         "eval_delay": 0,
         "eval_on_start": False,
@@ -227,23 +230,23 @@ _WITHOUT: dict[str, dict[str, Any]] = {
         "fp16_full_eval": False,
     },
     "train() trains and evaluate() evaluates": {"do_train": False, "do_eval": False, "do_predict": False},
-    "the best checkpoint is kept (metric_for_best_model), and model/ has the last weights": {
+    "the best checkpoint is kept (metric_for_best_model), and model/ has the final weights": {
         "load_best_model_at_end": False
     },
-    "checkpoints are written by groupax's own saver; output_dir of an earlier run is moved aside": {
+    "groupax has its own checkpoint format, and moves the output_dir of an earlier run aside": {
         "enable_jit_checkpoint": False,
         "restore_callback_states_from_checkpoint": False,
         "overwrite_output_dir": False,
         "save_safetensors": True,
     },
-    "the model is uploaded once, at the end, with the token of HF_TOKEN": {
+    "the model is uploaded once, at the end, with the token in HF_TOKEN": {
         "hub_token": None,
         "hub_strategy": "every_save",
         "hub_always_push": False,
         "hub_revision": None,
     },
 }
-INERT = {name: why for why, names in _WITHOUT.items() for name in names}
-DEFAULTS = MEANINGFUL | {name: default for names in _WITHOUT.values() for name, default in names.items()}
-# What fields were called in earlier versions.
-FORMER = {"evaluation_strategy": "eval_strategy"}
+INERT = {name: why for why, names in _INERT_BY_REASON.items() for name in names}
+DEFAULTS = MEANINGFUL | {name: default for names in _INERT_BY_REASON.values() for name, default in names.items()}
+# Current names of fields that were renamed.
+ALIASES = {"evaluation_strategy": "eval_strategy"}

@@ -8,17 +8,18 @@ from typing import Any
 def apply_chat_template(
     example: Mapping[str, Any], processing_class: Any, tools: Any = None, **template_kwargs: Any
 ) -> dict[str, str]:
-    """The conversations of an example as the chat template writes them, under the same names.
+    """Returns the conversations of an example as text, rendered by the chat template, under the same keys.
 
     Args:
-        example: with `prompt`, and `completion` if there is one, or with `messages`.
-        processing_class: a tokenizer with a chat template.
-        tools: that the template lists.
-        template_kwargs: for the template.
+        example: Conversations under `prompt` and optionally `completion`, or under `messages`.
+        processing_class: Tokenizer with a chat template.
+        tools: Tools that the template lists.
+        template_kwargs: Arguments of the template.
 
     Raises:
-        KeyError: the example has neither `prompt` nor `messages`.
-        ValueError: a prompt ends with a message that nothing can follow.
+        KeyError: The example has neither `prompt` nor `messages`.
+        ValueError: No completion can follow the prompt's last message, or the template renders the prompt differently
+            when a completion follows.
     """
     render = functools.partial(
         processing_class.apply_chat_template,
@@ -33,12 +34,12 @@ def apply_chat_template(
         raise KeyError(f"the example has neither prompt nor messages, but {', '.join(example)}")
     role = example["prompt"][-1]["role"]
     if role not in ("user", "tool", "assistant"):
-        raise ValueError(f"the prompt's last message is of role {role!r}; an answer follows on user or tool")
-    asks = role != "assistant"
-    prompt = render(example["prompt"], add_generation_prompt=asks, continue_final_message=not asks)
+        raise ValueError(f"the prompt's last message has the role {role!r}; it must be user, tool or assistant")
+    is_question = role != "assistant"
+    prompt = render(example["prompt"], add_generation_prompt=is_question, continue_final_message=not is_question)
     if "completion" not in example:
         return {"prompt": prompt}
-    whole = render([*example["prompt"], *example["completion"]])
-    if not whole.startswith(prompt):
-        raise ValueError("the chat template writes the prompt otherwise when a completion follows")
-    return {"prompt": prompt, "completion": whole[len(prompt) :]}
+    text = render([*example["prompt"], *example["completion"]])
+    if not text.startswith(prompt):
+        raise ValueError("the chat template renders the prompt differently when a completion follows")
+    return {"prompt": prompt, "completion": text[len(prompt) :]}

@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` over groupax's."""
+"""TRL's `GRPOTrainer`, a wrapper around the native trainer."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,10 @@ import jax
 
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
-from groupax.compat.fields import tell
+from groupax.compat.fields import parse_mapping, warn
 from groupax.compat.trl.batches import TRLBatchTrainer
-from groupax.compat.trl.config import GRPOConfig, as_mapping
+from groupax.compat.trl.config import GRPOConfig
+from groupax.compat.trl.optimizer import torch_optimizer_settings
 from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
@@ -22,9 +23,12 @@ from groupax.settings.fields import nearest
 from groupax.storage.folders import resolve_folder
 from groupax.storage.hub import push_folder
 
+# Arguments of TRL's trainer that groupax does not support.
+UNSUPPORTED = ("tools", "rollout_func", "environment_factory")
+
 
 class TrainOutput(NamedTuple):
-    """What `train` returns, as transformers has it."""
+    """The result of `train`, like transformers' class."""
 
     global_step: int
     training_loss: float
@@ -33,7 +37,7 @@ class TrainOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class _Policy:
-    """What the trainer's `model` is before it is trained."""
+    """The model to train, its adapter config, and the quantization of its base weights."""
 
     model: Any
     peft_config: Any
@@ -41,24 +45,25 @@ class _Policy:
 
 
 class GRPOTrainer:
-    """TRL's trainer over `groupax.GRPOTrainer`, which is its `native`.
+    """TRL's trainer, implemented with the native trainer in its attribute `native`.
 
     Args:
-        model: a folder, a hub id, a model of groupax or of `compat.hf`, or one of PyTorch.
-        reward_funcs: one or several reward functions or reward models.
-        args: settings.
-        train_dataset: prompts.
-        eval_dataset: likewise.
-        processing_class: the tokenizer; by default the model's.
-        reward_processing_classes: tokenizers of the reward models.
-        callbacks: transformers' callbacks.
-        optimizers: an optimizer of PyTorch, of which kind and numbers are taken, and None.
-        quantization_config: of a model that is loaded here.
-        peft_config: a LoRA adapter's.
-        tools, rollout_func, environment_factory: not supported.
+        model: Folder, hub id, model of groupax or of `compat.hf`, or PyTorch model.
+        reward_funcs: One or several reward functions or reward models.
+        args: Settings.
+        train_dataset: Prompts to train on.
+        eval_dataset: Prompts to evaluate on.
+        processing_class: Tokenizer; by default the model's.
+        reward_processing_classes: Tokenizers of the reward models.
+        callbacks: Callbacks of transformers.
+        optimizers: PyTorch optimizer, whose kind and hyperparameters are used, and None.
+        quantization_config: Quantization of a model that is not loaded yet.
+        peft_config: Settings of a LoRA adapter.
+        unsupported: `tools`, `rollout_func` and `environment_factory`, which must be None.
 
     Raises:
-        ValueError: something is asked for that groupax does not do.
+        TypeError: An argument is unknown.
+        ValueError: An argument or a setting is not supported by groupax.
     """
 
     def __init__(
@@ -74,26 +79,15 @@ class GRPOTrainer:
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
-        tools: Any = None,
-        rollout_func: Any = None,
-        environment_factory: Any = None,
+        **unsupported: Any,
     ) -> None:
-        for name, value in {
-            "tools": tools,
-            "rollout_func": rollout_func,
-            "environment_factory": environment_factory,
-        }.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name} is not supported by groupax: completions are one turn of the policy's own tokens"
-                )
+        _check_unsupported(unsupported)
         self.args = args = args or GRPOConfig(f"{Path(str(getattr(model, 'name', model))).name}-GRPO")
         policy = _policy(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
         examples = load_examples(train_dataset) if train_dataset is not None else None
-        settings = replace(
-            args.to_native(num_devices, len(examples) if examples is not None else None), **_optimizer(optimizers)
-        )
+        settings = args.to_native(num_devices, len(examples) if examples is not None else None)
+        settings = replace(settings, **torch_optimizer_settings(optimizers))
         if policy.weights != "same":
             settings = replace(settings, base_weights=policy.weights, **_adapter(policy.peft_config))
             policy = replace(policy, peft_config=None)
@@ -115,33 +109,33 @@ class GRPOTrainer:
             policy.peft_config,
             self._listeners,
         )
-        args.tell_mesh(self.native.model)
+        args.warn_about_mesh(self.native.model)
         self.state.max_steps = self.native.num_steps
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
 
     @property
     def processing_class(self) -> Any:
-        """The tokenizer."""
+        """The tokenizer of the policy."""
         return self.native.tokenizer
 
     @property
     def model(self) -> hf.CausalLM:
-        """The policy as it is now."""
+        """The current policy."""
         return hf.CausalLM(self.native.model)
 
     def add_callback(self, callback: Any) -> None:
-        """Have one more callback called."""
+        """Adds a callback."""
         self.callbacks.append(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Have a callback, or those of a class, not called any more."""
+        """Removes a callback, or all callbacks of a class."""
         self.callbacks = [own for own in self.callbacks if own is not callback and type(own) is not callback]
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Train, and save the model in the run's `model/`.
+        """Trains the policy and saves it in the run's `model/`.
 
         Args:
-            resume_from_checkpoint: True goes on from the newest checkpoint in `output_dir`, a path from that one.
+            resume_from_checkpoint: True to resume from the newest checkpoint in `output_dir`, or a checkpoint's path.
         """
         trainer, args = self.native, self.args
         resume = resume_from_checkpoint or args.resume_from_checkpoint
@@ -157,17 +151,17 @@ class GRPOTrainer:
         return TrainOutput(result.num_steps, sum(losses) / max(len(losses), 1), metrics)
 
     def evaluate(self) -> dict[str, float]:
-        """Score the current policy on `eval_dataset`, with `num_generations_eval` completions of each prompt."""
+        """Evaluates the current policy on `eval_dataset`, with `num_generations_eval` completions per prompt."""
         trainer = self.native
         metrics = {f"eval_{name}": value for name, value in trainer.evaluate().metrics.items()}
         self.state.log_history.append({"step": trainer.cursor.step, **metrics})
         return metrics
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the current policy, or its adapter, with the tokenizer; files beside them stay.
+        """Writes the current policy, or its adapter, and the tokenizer; other files in the folder are kept.
 
         Args:
-            output_dir: by default `model/` in the run's folder, which itself has the run's own config.json.
+            output_dir: Folder to write to; by default `model/` in the run's folder.
         """
         if output_dir is None:
             self.native.save_model()
@@ -175,20 +169,28 @@ class GRPOTrainer:
             hf.save_policy(self.native, output_dir)
 
     def push_to_hub(self, **inert: Any) -> str:
-        """Upload the current policy as `hub_model_id`, by default the name of `output_dir`."""
-        hf.tell_inert(inert, {"commit_message", "blocking", "token", "revision", "dataset_name", "tags"}, "push_to_hub")
+        """Uploads the current policy as `hub_model_id`, by default the name of `output_dir`."""
+        hf.warn_inert(inert, {"commit_message", "blocking", "token", "revision", "dataset_name", "tags"}, "push_to_hub")
         repo_id = self.args.hub_model_id or Path(self.native.args.output_dir).name
         return push_folder(self.native.save_model(), repo_id, private=bool(self.args.hub_private_repo))
 
 
 def num_accelerators() -> int:
-    """Devices in the sense of `per_device_train_batch_size`; the virtual devices of a process on CPU are one."""
+    """Returns the device count that `per_device_train_batch_size` refers to; a process on CPU counts as one device."""
     configure_jax()
     return jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
 
 
+def _check_unsupported(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in UNSUPPORTED:
+            raise TypeError(f"GRPOTrainer has no argument {name!r}{nearest(name, UNSUPPORTED)}")
+        if value is not None:
+            raise ValueError(f"{name} is not supported by groupax: a completion is a single turn of the policy")
+
+
 def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config: Any) -> _Policy:
-    more = dict(as_mapping(args.model_init_kwargs, "model_init_kwargs"))
+    more = dict(parse_mapping(args.model_init_kwargs, "model_init_kwargs"))
     if quantization_config is not None and "quantization_config" in more:
         raise ValueError("quantization_config is given twice: to the trainer and in model_init_kwargs")
     quantization_config = quantization_config or more.pop("quantization_config", None)
@@ -196,24 +198,24 @@ def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config:
     for name, value in more.items():
         if name not in (*hf.INERT, "dtype", "torch_dtype"):
             raise ValueError(f"model_init_kwargs has {name!r}{nearest(name, [*hf.INERT, 'dtype'])}")
-        why = hf.INERT.get(name, "masters are float32, and bf16 says what is computed in")
-        tell(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {why}")
+        why = hf.INERT.get(name, "master weights are float32, and bf16 chooses the dtype of the computation")
+        warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {why}")
     weights = hf.base_weights(quantization_config)
     given = hf.as_model(model)
     adapter = getattr(given, "adapter", None)
     if adapter is not None and peft_config is not None:
         if as_lora_config(peft_config) != adapter.config:
-            raise ValueError("the model has an adapter already, and peft_config asks for another one; give one of them")
-        tell("peft_config describes the adapter that the model has already, which is trained; leave it out")
+            raise ValueError("the model already has an adapter, and peft_config describes another one; pass only one")
+        warn("peft_config describes the adapter that the model already has, which will be trained; leave it out")
         peft_config = None
     if weights != "same" and not isinstance(given, (str, Path)):
-        tell("quantization_config changes nothing: the model is loaded already")
+        warn("quantization_config changes nothing: the model is already loaded")
         weights = "same"
     return _Policy(given, peft_config, weights)
 
 
 def _adapter(peft_config: Any) -> dict[str, Any]:
-    """An adapter as native settings: a base that is quantized while it is loaded gets it there."""
+    """Returns an adapter config as native settings, which a base that is quantized while loading needs."""
     if peft_config is None:
         return {}
     lora = as_lora_config(peft_config)
@@ -231,41 +233,18 @@ def _adapter(peft_config: Any) -> dict[str, Any]:
     }
 
 
-def _optimizer(optimizers: tuple[Any, Any]) -> dict[str, Any]:
-    """Settings from an optimizer of PyTorch: its kind, and the numbers that it was made with."""
-    optimizer, scheduler = optimizers
-    if scheduler is not None:
-        raise ValueError(
-            "a scheduler object cannot be carried over; set lr_scheduler_type, warmup_steps and learning_rate"
-        )
-    if optimizer is None:
-        return {}
-    kind, numbers = type(optimizer).__name__.lower(), getattr(optimizer, "defaults", None)
-    kinds = {"adamw": "adamw", "sgd": "sgd", "adafactor": "adafactor", "lion": "lion"}
-    if kind not in kinds or numbers is None:
-        raise ValueError(
-            f"the optimizer {type(optimizer).__name__} cannot be carried over (only {', '.join(kinds)}); set optim"
-        )
-    names = {"lr": "learning_rate", "weight_decay": "weight_decay", "momentum": "momentum", "eps": "adam_epsilon"}
-    settings = {names[name]: float(numbers[name]) for name in names if isinstance(numbers.get(name), (int, float))}
-    if "betas" in numbers:
-        settings |= {"adam_beta1": float(numbers["betas"][0]), "adam_beta2": float(numbers["betas"][1])}
-    tell(f"of the optimizer {type(optimizer).__name__} groupax takes its kind and {', '.join(settings)}")
-    return {"optimizer": kinds[kind], **settings}
-
-
 def _reward(reward: Any) -> Any:
-    """A reward function as it is, or a model of PyTorch or of `compat.hf` as the native trainer takes it."""
+    """Returns a reward function unchanged, and a PyTorch or `compat.hf` model as the native trainer accepts it."""
     return hf.as_model(reward) if hasattr(reward, "state_dict") or isinstance(reward, hf.CausalLM) else reward
 
 
 def _template_kwargs(given: Mapping[str, Any], tokenizer: Any, model: Any) -> dict[str, Any]:
-    """Returns the arguments for the chat template that it reads; of the others a line says that they change nothing."""
+    """Returns the arguments that the chat template reads; warns about the others."""
     if not given:
         return {}
     if tokenizer is None:
         tokenizer = load_tokenizer(model.source if hasattr(model, "source") else resolve_folder(model))
     unknown = unknown_template_kwargs(tokenizer, given)
     for name, fault in unknown.items():
-        tell(f"chat_template_kwargs {name}={given[name]!r} changes nothing: {fault}")
+        warn(f"chat_template_kwargs {name}={given[name]!r} changes nothing: {fault}")
     return {name: value for name, value in given.items() if name not in unknown}

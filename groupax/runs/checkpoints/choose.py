@@ -100,18 +100,18 @@ def to_continue(resume: str, output: Store, scratch: Path, identity: Identity, e
     if resume == "never":
         return None
     faults: dict[int, Fault] = {}
-    begun = next(readable_checkpoints(output, faults), None)
+    own = next(readable_checkpoints(output, faults), None)
     if resume == "auto":
-        if begun is None:
+        if own is None:
             _check_none_lost(faults)
         _report_skipped(faults, emit)
-        if begun is None:
+        if own is None:
             return None
-        return begun if _same_run(begun, identity, emit) else None
-    if begun is not None and begun.state.get("origin") == resume:  # this run, which was stopped
+        return own if _same_run(own, identity, emit) else None
+    if own is not None and own.state.get("origin") == resume:  # this run, which was stopped
         _report_skipped(faults, emit)
-        _check(begun, identity, emit)
-        return begun
+        _check(own, identity, emit)
+        return own
     run, step = split_path(resume)
     store = store_of(run, scratch)
     if step is not None and step not in store.steps():

@@ -86,5 +86,5 @@ def export(store: Store, step: int, folder: str | os.PathLike[str], tokenizer: A
 
 def tokenizer_of(store: Store) -> Any:
     """Returns the tokenizer from the run's folder; None if there is none."""
-    folder = store.beside("tokenizer")
+    folder = store.sibling_folder("tokenizer")
     return None if folder is None else load_tokenizer(folder)

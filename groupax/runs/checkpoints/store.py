@@ -63,7 +63,7 @@ class Store(Protocol):
         """Returns the free space for folders aside."""
         ...
 
-    def beside(self, name: str) -> Path | None:
+    def sibling_folder(self, name: str) -> Path | None:
         """Returns a local folder with the files of another folder of the run; None if there is none."""
         ...
 
@@ -139,7 +139,7 @@ class LocalStore:
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         return shutil.disk_usage(existing).free
 
-    def beside(self, name: str) -> Path | None:
+    def sibling_folder(self, name: str) -> Path | None:
         folder = self.folder.parent / name
         return folder if folder.is_dir() else None
 
@@ -212,7 +212,7 @@ class RemoteStore:
     def free_bytes(self) -> int:
         return shutil.disk_usage(self._create_scratch()).free
 
-    def beside(self, name: str) -> Path | None:
+    def sibling_folder(self, name: str) -> Path | None:
         if not self.remote.exists(name):
             return None
         self.remote.download(name, self._create_scratch() / name)

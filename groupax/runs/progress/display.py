@@ -116,7 +116,7 @@ class Progress:
 
     @property
     def _is_between_steps(self) -> bool:
-        """Whether steps have been shown and more are to come."""
+        """Returns whether steps have been shown and more will follow."""
         return 0 < self.step_shown < self.num_steps
 
 

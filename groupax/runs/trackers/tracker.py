@@ -58,7 +58,7 @@ class Sample:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Its cells by column."""
+        """Returns the cells of the row by column."""
         own: dict[str, Any] = {"step": self.step, "prompt": self.prompt, "completion": self.completion}
         rewards = {f"rewards/{name}": value for name, value in self.rewards.items()}
         return own | rewards | {"advantage": self.advantage, "finish_reason": self.finish_reason}

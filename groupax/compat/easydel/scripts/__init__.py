@@ -1,1 +1,1 @@
-"""Programs with the flags of the scripts that users of EasyDeL know."""
+"""Training programs with the flags of EasyDeL's scripts."""

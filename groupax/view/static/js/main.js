@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { Curves } from "./curves.js";
 import { el, failure, fill, shown, visible } from "./dom.js";
 import { Evaluations } from "./evaluations.js";
-import { Findings } from "./findings.js";
+import { Diagnostics } from "./diagnostics.js";
 import { Prompts } from "./prompts.js";
 import { Rollouts } from "./rollouts.js";
 import { Settings } from "./settings.js";
@@ -16,7 +16,7 @@ const VIEWS = {
   prompts: ["Prompts", Prompts],
   evaluations: ["Evaluations", Evaluations],
   settings: ["Settings", Settings],
-  findings: ["Findings", Findings],
+  diagnostics: ["Diagnostics", Diagnostics],
 };
 const KEYS = [
   ["1 – 6", "the views"], ["/", "search"], ["← →", "step before, next step"], ["↑ ↓", "group before, next group"], ["Home End", "first, newest step"],
@@ -51,13 +51,13 @@ function show() {
 const tabs = Object.entries(VIEWS).map(([name, [title]], index) =>
   el("a", { href: address(name), title: `${title} (${index + 1})` }, title));
 const count = el("span", { class: "count" });
-tabs[Object.keys(VIEWS).indexOf("findings")].append(count);
+tabs[Object.keys(VIEWS).indexOf("diagnostics")].append(count);
 fill(document.getElementById("tabs"), tabs);
 
 function drawTabs(current) {
-  const numFindings = Object.values(app.runs).reduce((sum, run) => sum + run.num_findings, 0);
-  count.textContent = String(numFindings);
-  count.hidden = !numFindings;
+  const numDiagnostics = Object.values(app.runs).reduce((sum, run) => sum + run.num_diagnostics, 0);
+  count.textContent = String(numDiagnostics);
+  count.hidden = !numDiagnostics;
   Object.keys(VIEWS).forEach((name, index) => {
     if (name === current) tabs[index].setAttribute("aria-current", "page");
     else tabs[index].removeAttribute("aria-current");

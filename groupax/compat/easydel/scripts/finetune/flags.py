@@ -1,10 +1,10 @@
-"""What the training programs have in common: their flags, and a recipe run with them."""
+"""The flags that all training programs share, and the run of a recipe with them."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from groupax.cli.main import Train, start
-from groupax.compat.fields import attention_setting
+from groupax.compat.fields import native_attention
 from groupax.config import GRPOConfig
 from groupax.recipes import load_recipe
 
@@ -15,62 +15,63 @@ AttentionMechanism = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Train a model with GRPO. What is not given comes from the recipe."""
+    """Train a model with GRPO. Flags that are not given keep the recipe's values."""
 
     repo_id: str
-    """A folder or a Hugging Face hub id."""
+    """Model to train: a folder or a Hugging Face hub id."""
     dataset: str | None = None
-    """Training rows: a file, a folder or a hub id; by default the recipe's."""
+    """Training examples: a file, a folder or a hub id; by default the recipe's dataset."""
     output_dir: str | None = None
-    """The run's folder."""
+    """Folder of the run."""
     attn_mechanism: AttentionMechanism = "auto"
-    """Attention in updates: plain for vanilla and blockwise; for all others the device's kernel where there is one."""
+    """Attention in training: vanilla and blockwise use plain XLA attention, all others the device's fused kernel if it
+    has one."""
     max_prompt_length: int | None = None
-    """Longest prompt in tokens."""
+    """Maximum prompt length in tokens."""
     max_completion_length: int | None = None
-    """Longest completion in tokens."""
+    """Maximum completion length in tokens."""
     beta: float | None = None
-    """Weight of the KL to the starting model."""
+    """Coefficient of the KL divergence from the reference model."""
     temperature: float | None = None
     """Sampling temperature."""
     top_p: float | None = None
-    """Draw from the likeliest tokens that hold this probability."""
+    """Probability mass of nucleus sampling: the likeliest tokens that hold it are kept."""
     top_k: int | None = None
-    """Draw from the likeliest tokens only."""
+    """Number of likeliest tokens to sample from."""
     num_return_sequences: int | None = None
-    """Completions per prompt."""
+    """Number of completions per prompt."""
     total_batch_size: int | None = None
-    """Prompts per optimizer step."""
+    """Number of prompts per optimizer step."""
     learning_rate: float | None = None
     """Peak learning rate."""
     num_train_epochs: float | None = None
-    """Passes over the dataset."""
+    """Number of passes over the dataset."""
     max_steps: int | None = None
-    """Optimizer steps, in place of num_train_epochs."""
+    """Number of optimizer steps; overrides num_train_epochs."""
     use_wandb: bool = False
-    """Report to Weights & Biases; WANDB_MODE=offline writes files only."""
+    """Log to Weights & Biases; WANDB_MODE=offline only writes files."""
 
 
-# Flags whose setting has another name.
+# Settings for flags of another name.
 RENAMED = {"num_return_sequences": "num_generations", "total_batch_size": "prompts_per_step"}
 NOT_SETTINGS = ("repo_id", "dataset", "attn_mechanism", "use_wandb")
 
 
 def run(recipe: str, flags: Flags, weights: dict[str, float] | None = None, not_settings: tuple[str, ...] = ()) -> None:
-    """Train by a recipe, with the flags in place of its settings.
+    """Trains with a recipe, whose settings the flags override.
 
     Args:
-        recipe: its name.
-        flags: of the program.
-        weights: of rewards of the recipe, by name, where they are not the recipe's.
-        not_settings: flags of this program that are no settings.
+        recipe: Name of the recipe.
+        flags: Flags of the program.
+        weights: Weights that override those of the recipe's reward functions, by function name.
+        not_settings: Further flags of the program that are not settings.
     """
     known = load_recipe(recipe)
     given = {name: value for name, value in vars(flags).items() if value is not None}
     settings: dict[str, Any] = {
         RENAMED.get(name, name): value for name, value in given.items() if name not in (*NOT_SETTINGS, *not_settings)
     }
-    settings["attn_implementation"] = attention_setting(flags.attn_mechanism)
+    settings["attn_implementation"] = native_attention(flags.attn_mechanism)
     report_to = {"report_to": ("wandb",)} if flags.use_wandb else {}
     args = GRPOConfig.from_mapping({**known.config, **settings, **report_to})
     if weights:

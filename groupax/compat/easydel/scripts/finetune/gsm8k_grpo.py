@@ -1,4 +1,4 @@
-"""`python -m groupax.compat.easydel.scripts.finetune.gsm8k_grpo`: the recipe gsm8k."""
+"""The program `python -m groupax.compat.easydel.scripts.finetune.gsm8k_grpo` for the recipe gsm8k."""
 
 import sys
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ NUM_TAGS = 4  # <think>, </think>, <answer>, </answer>
 
 @dataclass(frozen=True, kw_only=True)
 class GSM8KFlags(Flags):
-    """Train a model with GRPO on GSM8K. What is not given comes from the recipe gsm8k."""
+    """Train a model with GRPO on GSM8K. Flags that are not given keep the values of the recipe gsm8k."""
 
     xml_reward: float = 0.125
     """Reward for each of the four tags that occurs exactly once."""
     correctness_reward: float = 2.0
-    """Reward for the right number."""
+    """Reward for the correct answer."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit status."""
+    """Runs the program and returns the exit status."""
     flags = tyro.cli(GSM8KFlags, prog="gsm8k_grpo", args=arguments, use_underscores=True)
     weights = {"gsm8k_accuracy": flags.correctness_reward, "xml_count": NUM_TAGS * flags.xml_reward}
     return exit_status("gsm8k_grpo", lambda: run("gsm8k", flags, weights, ("xml_reward", "correctness_reward")))

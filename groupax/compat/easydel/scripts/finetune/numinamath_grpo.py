@@ -1,4 +1,4 @@
-"""`python -m groupax.compat.easydel.scripts.finetune.numinamath_grpo`: the recipe numinamath."""
+"""The program `python -m groupax.compat.easydel.scripts.finetune.numinamath_grpo` for the recipe numinamath."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from groupax.compat.easydel.scripts.finetune.flags import Flags, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit status."""
+    """Runs the program and returns the exit status."""
     flags = tyro.cli(Flags, prog="numinamath_grpo", args=arguments, use_underscores=True)
     return exit_status("numinamath_grpo", lambda: run("numinamath", flags))
 

@@ -4,36 +4,36 @@ import { ask } from "./api.js";
 import { el, empty, failure, fill, plural, visible } from "./dom.js";
 import { address, runColour, shownRuns } from "./state.js";
 
-export class Findings {
+export class Diagnostics {
   constructor(root) {
     this.root = root;
     this.body = el("div");
-    fill(root, el("h1", { class: "sr" }, "Findings"), this.body);
+    fill(root, el("h1", { class: "sr" }, "Diagnostics"), this.body);
   }
 
   async start() {
     try {
-      const found = await ask("findings");
+      const found = await ask("diagnostics");
       const runs = shownRuns();
       const told = JSON.stringify([found, runs]);
       if (told === this.told) return;
       this.told = told;
       const parts = runs.filter((run) => found[run]?.length).map((run) => this.section(run, found[run], runs.length > 1));
-      fill(this.body, parts.length ? parts : empty("Nothing is off", "No run that is shown has told of a finding: rewards vary, completions end, log-probs agree."));
+      fill(this.body, parts.length ? parts : empty("Nothing is off", "No run that is shown has told of a diagnostic: rewards vary, completions end, log-probs agree."));
     } catch (error) {
       fill(this.body, failure(error, () => this.start()));
     }
   }
 
-  section(run, findings, isNamed) {
+  section(run, diagnostics, isNamed) {
     const dot = el("i", { class: "dot" });
     dot.style.setProperty("--key", runColour(run));
     return el("section", {},
-      el("h2", {}, isNamed && dot, isNamed ? `${run}: ` : "", plural(findings.length, "finding")),
-      el("ul", { class: "findings" }, findings.slice(-500).reverse().map((finding) => el("li", {},
-        el("header", {}, el("b", {}, visible(finding.name).replaceAll("_", " ")),
-          finding.step !== null && el("a", { href: address("rollouts", { run, step: finding.step }) }, `step ${finding.step}`)),
-        el("p", {}, visible(finding.text))))));
+      el("h2", {}, isNamed && dot, isNamed ? `${run}: ` : "", plural(diagnostics.length, "diagnostic")),
+      el("ul", { class: "diagnostics" }, diagnostics.slice(-500).reverse().map((diagnostic) => el("li", {},
+        el("header", {}, el("b", {}, visible(diagnostic.name).replaceAll("_", " ")),
+          diagnostic.step !== null && el("a", { href: address("rollouts", { run, step: diagnostic.step }) }, `step ${diagnostic.step}`)),
+        el("p", {}, visible(diagnostic.text))))));
   }
 
   update() {

@@ -1,0 +1,197 @@
+"""A model with the methods of transformers' and PEFT's models."""
+
+import functools
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from groupax.compat.fields import warn
+from groupax.compat.hf.generation import (
+    GENERATION,
+    append_completions,
+    generation_settings,
+    max_completion_tokens,
+    sampling_params,
+    unpadded_prompts,
+)
+from groupax.compat.hf.saving import save_into
+from groupax.compat.hf.settings import warn_inert
+from groupax.engine.engine import Engine
+from groupax.models.checkpoint import Model
+from groupax.models.lora import count_params, trainable_params_line
+from groupax.models.nf4 import Nf4
+from groupax.models.quantize import dense_params, is_quantized
+from groupax.models.saving import save_adapter, save_model, source_folders
+from groupax.settings.fields import nearest
+from groupax.storage.hub import push_folder
+
+# Assignable settings of a model's config, with the reason why they have no effect in groupax.
+INERT_CONFIG = {
+    "use_cache": "the engine always has a cache, and updates never have one",
+    "pad_token_id": "groupax never pads with a token; generate has an argument of this name",
+    "pretraining_tp": "matrix products are never split",
+}
+
+
+class Architecture:
+    """A read-only view of a model's architecture: groupax's `ModelConfig`, then the other fields of config.json."""
+
+    def __init__(self, model: Model) -> None:
+        object.__setattr__(self, "_model", model)
+
+    def __getattr__(self, name: str) -> Any:
+        model = object.__getattribute__(self, "_model")
+        if not hasattr(model.config, name) and name not in model.hf_config:
+            raise AttributeError(f"the model's config has no {name!r}{nearest(name, model.hf_config)}")
+        return getattr(model.config, name) if hasattr(model.config, name) else model.hf_config[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in INERT_CONFIG:
+            raise AttributeError(
+                f"{name} of a loaded model's config cannot be set; only {', '.join(INERT_CONFIG)} can, without effect"
+            )
+        warn(f"model.config.{name}={value!r} changes nothing in groupax: {INERT_CONFIG[name]}")
+
+
+class CausalLM:
+    """A model with the methods of a transformers model, or of a PEFT model if it has an adapter.
+
+    Attributes:
+        model: The model of groupax.
+    """
+
+    device = "cpu"  # device of the arrays that `generate` accepts and returns
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    @property
+    def config(self) -> Architecture:
+        """The architecture of the model."""
+        return Architecture(self.model)
+
+    def train(self, mode: bool = True) -> "CausalLM":
+        """Does nothing: models have no modes, and only a trainer's updates apply dropout."""
+        del mode
+        return self
+
+    def eval(self) -> "CausalLM":
+        """Does nothing, like `train`."""
+        return self
+
+    def to(self, *_: Any, **__: Any) -> "CausalLM":
+        """Does nothing: weights are on all devices."""
+        return self
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Warns that gradient checkpointing is a setting of the trainer."""
+        warn("gradient_checkpointing_enable() changes nothing in groupax: set gradient_checkpointing in GRPOConfig")
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Does nothing: gradient checkpointing is off by default."""
+
+    def enable_input_require_grads(self) -> None:
+        """Does nothing: every trained weight receives gradients."""
+
+    def print_trainable_parameters(self) -> None:
+        """Prints the number of trainable parameters in PEFT's format."""
+        print(trainable_params_line(*count_params(self.model.config, self.model.adapter and self.model.adapter.config)))
+
+    def generate(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        *,
+        eos_token_id: int | list[int] | None = None,
+        seed: int = 0,
+        **settings: Any,
+    ) -> Any:
+        """Returns the prompts, each followed by a completion, like `generate` of transformers.
+
+        Args:
+            input_ids: [B, S] tokens with left padding, as a NumPy array or a PyTorch tensor.
+            attention_mask: [B, S], 0 at padding; None if there is no padding.
+            eos_token_id: Tokens that end a completion instead of the model's own.
+            seed: Seed of the sampling.
+            settings: Any of `GENERATION`. A missing or None value comes from the model's generation_config.json, else
+                from `GENERATION`. `max_length` counts the S prompt tokens too and yields to `max_new_tokens`; without
+                both a completion has at most 20 tokens. `use_cache` and `synced_gpus` have no effect.
+
+        Returns:
+            [B * num_return_sequences, S + T] tokens, an array or tensor like `input_ids`. Shorter rows are filled up
+            with `pad_token_id`, by default the first end-of-sequence token.
+
+        Raises:
+            TypeError: An argument is unknown.
+            ValueError: Prompts are padded on the right, or `max_length` leaves no room for a completion.
+        """
+        for name in settings:
+            if name not in (*GENERATION, "use_cache", "synced_gpus"):
+                raise TypeError(f"generate has no argument {name!r}{nearest(name, GENERATION)}")
+        ids = np.asarray(input_ids, np.int32)
+        mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
+        prompts = unpadded_prompts(ids, mask)
+        settings = generation_settings(self.model, settings)
+        max_tokens = max_completion_tokens(settings, ids.shape[1], self.model.config.max_positions)
+        stops = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
+        groups = self._engine.generate(prompts, sampling_params(settings, max_tokens, seed, stops))
+        pad_id = settings["pad_token_id"]
+        pad_id = (stops or self._engine.eos_ids or (0,))[0] if pad_id is None else pad_id
+        out = append_completions(ids, [completion.tokens for group in groups for completion in group], pad_id)
+        return input_ids.new_tensor(out) if hasattr(input_ids, "new_tensor") else out
+
+    def merge_and_unload(self) -> "CausalLM":
+        """Returns the model with its adapter merged into the base weights."""
+        model = self.model
+        if model.adapter is None:
+            raise ValueError("the model has no adapter to merge")
+        params = dense_params(model.params, model.params["embed"].dtype)
+        return CausalLM(replace(model, params=params, adapter=None, name=model.adapter.base_name))
+
+    def resize_token_embeddings(self, num_tokens: int | None = None) -> None:
+        """Checks that every token has an embedding; groupax never adds any.
+
+        Raises:
+            ValueError: The tokenizer has more tokens than the model.
+        """
+        if num_tokens is not None and num_tokens > self.model.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {num_tokens} tokens, the model {self.model.config.vocab_size}; groupax adds none: "
+                "pad with an existing token, e.g. tokenizer.pad_token = tokenizer.eos_token"
+            )
+
+    def save_pretrained(self, folder: Any, **inert: Any) -> None:
+        """Writes a folder for transformers, or for PEFT if there is an adapter; 8-bit weights are dequantized."""
+        warn_inert(inert, {"safe_serialization", "max_shard_size"}, "save_pretrained")
+        sources = source_folders(self.model)
+        if self.model.adapter is not None:
+            save_into(partial(save_adapter, self.model), folder, sources)
+        else:
+            save_into(partial(save_model, self.model, weights=_storage_format(self.model)), folder, sources)
+
+    def push_to_hub(self, repo_id: str, private: bool | None = None, **inert: Any) -> str:
+        """Uploads the model to the Hugging Face hub and returns its URL."""
+        warn_inert(inert, {"token", "commit_message", "safe_serialization"}, "push_to_hub")
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / repo_id.rpartition("/")[2]
+            self.save_pretrained(folder)
+            return push_folder(folder, repo_id, private=bool(private))
+
+    @functools.cached_property
+    def _engine(self) -> Engine:
+        return Engine.of(self.model)
+
+
+def _storage_format(model: Model) -> Literal["same", "nf4"]:
+    """Returns "nf4" for a model with 4-bit weights; warns that 8-bit weights are dequantized."""
+    weights = jax.tree.leaves(model.params, is_leaf=lambda x: isinstance(x, Nf4))
+    if any(isinstance(weight, Nf4) for weight in weights):
+        return "nf4"
+    if is_quantized(model.params):
+        warn("save_pretrained: 8-bit weights are dequantized; nf4 is the only quantization that groupax writes")
+    return "same"

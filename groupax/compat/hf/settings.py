@@ -1,0 +1,96 @@
+"""Quantization and LoRA settings under the names of transformers and PEFT."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from groupax.compat.fields import warn
+from groupax.models.lora import as_lora_config
+from groupax.settings.adapter import BaseWeights
+from groupax.settings.fields import nearest
+
+# Arguments of `from_pretrained` without effect in groupax, each with the reason.
+INERT = {
+    "device_map": "weights are put on all devices",
+    "attn_implementation": "it is a training setting: set it in TRL's model_init_kwargs or in groupax's GRPOConfig",
+    "trust_remote_code": "groupax never runs code from a model's folder",
+    "use_cache": "the engine always has a cache",
+    "low_cpu_mem_usage": "weights are read straight to the devices",
+    "max_memory": "weights are put on all devices",
+    "token": "set HF_TOKEN",
+    "use_safetensors": "weights are always safetensors",
+}
+
+
+class BitsAndBytesConfig:
+    """The quantization of weights during loading, with the fields of transformers' class."""
+
+    def __init__(self, load_in_4bit: bool = False, load_in_8bit: bool = False, **settings: Any) -> None:
+        self.load_in_4bit, self.load_in_8bit = load_in_4bit, load_in_8bit
+        known = (
+            "bnb_4bit_compute_dtype",
+            "bnb_4bit_quant_type",
+            "bnb_4bit_use_double_quant",
+            "bnb_4bit_quant_storage",
+            "llm_int8_threshold",
+            "llm_int8_skip_modules",
+            "llm_int8_enable_fp32_cpu_offload",
+            "llm_int8_has_fp16_weight",
+        )
+        for name, value in settings.items():
+            if name not in known:
+                raise TypeError(f"BitsAndBytesConfig has no field {name!r}{nearest(name, known)}")
+            setattr(self, name, value)
+
+
+class LoraConfig:
+    """The settings of an adapter, with the fields of PEFT's class; validated like a `LoraConfig` of PEFT itself."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.peft_type = "LORA"
+        self.__dict__ |= settings
+        as_lora_config(self)
+
+
+def base_weights(quantization_config: Any) -> BaseWeights:
+    """Returns the setting `base_weights` that a quantization config requests.
+
+    Args:
+        quantization_config: A `BitsAndBytesConfig` of transformers or of this package, or a dict of its fields.
+
+    Raises:
+        ValueError: The config requests another kind of quantization.
+    """
+    if quantization_config is None:
+        return "same"
+    get = (
+        quantization_config.get
+        if isinstance(quantization_config, Mapping)
+        else lambda name, default=None: getattr(quantization_config, name, default)
+    )
+    if get("load_in_8bit"):
+        return "int8"
+    if not get("load_in_4bit"):
+        raise ValueError(
+            f"quantization_config {type(quantization_config).__name__} sets neither load_in_4bit nor load_in_8bit, "
+            "the quantizations that groupax applies while loading"
+        )
+    kind = get("bnb_4bit_quant_type", "fp4")
+    if kind != "nf4" or not get("bnb_4bit_use_double_quant"):
+        warn(
+            f"4-bit weights are nf4 with double quantization in groupax (requested: {kind}, "
+            f"bnb_4bit_use_double_quant={bool(get('bnb_4bit_use_double_quant'))})"
+        )
+    return "nf4"
+
+
+def warn_inert(given: Mapping[str, Any], quiet: set[str], function: str) -> None:
+    """Warns about arguments without effect in groupax, except those in `quiet`.
+
+    Raises:
+        TypeError: An argument is unknown.
+    """
+    for name, value in given.items():
+        if name in INERT:
+            warn(f"{function}'s {name}={value!r} changes nothing in groupax: {INERT[name]}")
+        elif name not in quiet:
+            raise TypeError(f"{function} has no argument {name!r}{nearest(name, INERT)}")

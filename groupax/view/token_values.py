@@ -1,0 +1,86 @@
+"""The values of tokens in a step's rollouts: log-probs, entropies and ratios."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from groupax.view.arrow import list_values
+from groupax.view.runs import NotFoundError
+
+SHOWN_TOKENS = 1_500  # of a completion, until all its tokens are requested
+
+
+def token_channels(path: Path) -> dict[str, dict[str, str]]:
+    """Returns the values that tokens can be shaded by, by name.
+
+    Each has a `kind` (logp, entropy, ratio or value), its `column`, and for a ratio the column of the denominator in
+    `over`.
+    """
+    with pyarrow.parquet.ParquetFile(path) as file:
+        schema = file.schema_arrow
+    if "completion_ids" not in schema.names:
+        return {}
+    names = [item.name for item in schema if _is_list(item.type) and pyarrow.types.is_floating(item.type.value_type)]
+    channels = {name: {"kind": _kind(name), "column": name, "over": ""} for name in names}
+    if "policy_logps" in names:
+        for name in names:
+            if name.endswith("_logps") and name != "policy_logps":
+                ratio = f"ratio {name.removesuffix('_logps')} / policy"
+                channels[ratio] = {"kind": "ratio", "column": name, "over": "policy_logps"}
+    order = ("logp", "entropy", "ratio", "value")
+    return dict(sorted(channels.items(), key=lambda item: (order.index(item[1]["kind"]), item[0] != "policy_logps")))
+
+
+def token_values(path: Path, prompt_index: int, channel: str, sample: int | None = None) -> dict[int, dict[str, Any]]:
+    """Returns the ids and values of the tokens of a group, by sample index.
+
+    Args:
+        path: Path of the step's rollout log.
+        prompt_index: Index of the group's prompt.
+        channel: Name in `token_channels`.
+        sample: Sample index of a single completion to return in full; None for the first `SHOWN_TOKENS` tokens of all.
+
+    Raises:
+        NotFoundError: The channel does not exist.
+    """
+    channels = token_channels(path)
+    if channel not in channels:
+        raise NotFoundError(f"{path.name} has no {channel!r} per token; it has {', '.join(channels) or 'nothing'}")
+    column, over = channels[channel]["column"], channels[channel]["over"]
+    columns = ["prompt_index", "sample_index", "completion_ids", column, *([over] if over else [])]
+    limit = None if sample is not None else SHOWN_TOKENS
+    found: dict[int, dict[str, Any]] = {}
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=64, columns=columns, use_threads=False):
+            rows = np.flatnonzero(np.asarray(batch.column("prompt_index")) == prompt_index)
+            for row in rows.tolist():
+                sample_index = batch.column("sample_index")[row].as_py()
+                if sample is not None and sample_index != sample:
+                    continue
+                ids = list_values(batch.column("completion_ids")[row])[:limit].astype(int)
+                values = _token_array(batch.column(column)[row], len(ids))
+                if over:
+                    with np.errstate(over="ignore"):
+                        values = np.exp(values - _token_array(batch.column(over)[row], len(ids)))
+                found[sample_index] = {"ids": ids.tolist(), "values": np.round(values, 5).tolist()}
+    return found
+
+
+def _kind(name: str) -> str:
+    for kind in ("logp", "entrop", "ratio"):
+        if kind in name:
+            return "entropy" if kind == "entrop" else kind
+    return "value"
+
+
+def _token_array(scalar: Any, num_tokens: int) -> np.ndarray:
+    """Returns a list as [num_tokens] float64, NaN where it has no value; a row may be null."""
+    values = list_values(scalar)[:num_tokens].astype(np.float64)
+    return np.concatenate([values, np.full(num_tokens - len(values), np.nan)])
+
+
+def _is_list(kind: Any) -> bool:
+    return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
