@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig
-from groupax.cli.main import train_defaults
+from groupax.cli.train import train_defaults
 from groupax.objective.aggregation import seq_mean_token_mean
 from groupax.objective.kl import k3
 from groupax.objective.losses import LOSSES, Loss, find_loss, ppo_clip_loss, ppo_clip_metrics

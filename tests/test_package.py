@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from groupax.cli.main import main, throughput, train_defaults
+from groupax.cli.generate import throughput
+from groupax.cli.main import main
+from groupax.cli.train import train_defaults
 from groupax.recipes import load_recipe
 from groupax.recipes.arithmetic.problems import generate, solve
 

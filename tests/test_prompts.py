@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model
-from groupax.cli.main import main, train_defaults
+from groupax.cli.main import main
+from groupax.cli.train import train_defaults
 from groupax.compat import trl
 from groupax.compat.fields import CompatWarning
 from groupax.data import chat as chats

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from groupax import LoRAConfig, add_adapter, init_model, load_model, save_adapter, save_model
-from groupax.cli.main import main, train_defaults
+from groupax.cli.main import main
+from groupax.cli.train import train_defaults
 from groupax.compat.easydel.scripts.finetune import gsm8k_grpo, numinamath_grpo
 from groupax.config import GRPOConfig
 from groupax.data.examples import load_examples

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from groupax.cli.main import Train, start
+from groupax.cli.train import Train, start
 from groupax.compat.fields import native_attention
 from groupax.config import GRPOConfig
 from groupax.recipes import load_recipe

@@ -1,0 +1,93 @@
+"""`groupax generate`: completions of prompts by a model."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from groupax.events import PhaseStarted
+from groupax.recipes import RECIPES, load_recipe
+from groupax.runs.progress.display import Progress
+from groupax.runs.progress.rich import Rich
+from groupax.settings.command_line import parsed
+from groupax.settings.compute import DecodingWeights
+from groupax.settings.sampling import SamplingParams
+from groupax.terminal.printable import printable
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Sample completions of prompts and print them with the throughput."""
+
+    model: str
+    """A folder, a Hugging Face hub id, or the name of a recipe, which stands for its model."""
+    prompt: tuple[str, ...]
+    """Prompts to complete."""
+    chat: bool = False
+    """Format each prompt with the model's chat template."""
+    chat_template: str | None = None
+    """Chat template for a tokenizer without one: chatml, plain, or a file."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template with --chat, as JSON, e.g. '{"enable_thinking": false}'."""
+    weights: DecodingWeights = "same"
+    """Precision of the weights for decoding: as stored, or in fewer bits."""
+    tp: int = 1
+    """Tensor-parallel size: devices that share the weights, with some heads each; 1 replicates the weights."""
+    kv_cache_gb: float | None = None
+    """Memory for the KV cache on each device in GB; the default is 80 % of what is free."""
+    sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(default_factory=SamplingParams)
+    """Sampling parameters."""
+
+
+def generate(arguments: Sequence[str]) -> None:
+    """Runs `groupax generate`."""
+    import time
+
+    command = parsed(Generate, "generate", arguments)
+
+    with Rich() if sys.stdout.isatty() else Progress() as progress:
+        progress(PhaseStarted("loading libraries"))
+
+        from groupax.data.tokenizer import encode_prompts
+        from groupax.engine.engine import Engine
+        from groupax.parallel.compilation import compilation
+
+        progress.is_compiling = lambda: compilation().is_under_way
+        progress(PhaseStarted("loading the model"))
+        name = load_recipe(command.model).model if command.model in RECIPES else command.model
+        kv_bytes = None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9)
+        engine = Engine.load(
+            name, chat_template=command.chat_template, weights=command.weights, tp=command.tp, kv_bytes=kv_bytes
+        )
+        prompts = [[{"role": "user", "content": text}] if command.chat else text for text in command.prompt]
+        ids = encode_prompts(engine.tokenizer, prompts, [command.chat_template_kwargs] * len(prompts))
+        progress(PhaseStarted("generating"))
+        compiled_before_s, started_s = compilation().seconds, time.perf_counter()
+        groups = engine.generate(ids, command.sampling)
+        seconds, compile_s = time.perf_counter() - started_s, compilation().seconds - compiled_before_s
+    for text, group in zip(command.prompt, groups, strict=True):
+        for sequence in group:
+            about = f"{len(sequence.tokens)} tokens, {sequence.finish_reason}"
+            print(f"--- {text!r} ({about})\n{printable(sequence.text)}")
+    num_tokens = sum(len(sequence.tokens) for group in groups for sequence in group)
+    print(f"\n{throughput(num_tokens, seconds, compile_s)}")
+
+
+def throughput(num_tokens: int, seconds: float, compile_s: float) -> str:
+    """Returns a line about the speed of a generation, which separates decoding from compilation.
+
+    Args:
+        num_tokens: Number of generated tokens.
+        seconds: Duration of the generation.
+        compile_s: Seconds of it that were spent compiling programs or reading them from the cache.
+    """
+    decode_s = max(seconds - compile_s, 1e-9)
+    return (
+        f"{num_tokens:,} tokens in {decode_s:.2f} s, {num_tokens / decode_s:,.0f} tokens/s; compiling the programs, "
+        f"which are kept for the next time, took {compile_s:.2f} s more"
+    )
