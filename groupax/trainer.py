@@ -1,4 +1,10 @@
-"""The trainer: GRPO as the paper's Algorithm 1 has it (arXiv:2402.03300)."""
+"""The trainer: GRPO as in Algorithm 1 of the paper (arXiv:2402.03300).
+
+collect     sample a group of completions for each prompt with the current policy       rollouts/collector.py
+score       rewards, group-relative advantages, log-probs of old policy and reference   rewards, objective
+update      maximize the objective on the next minibatch of the rollout                 training/learner.py
+log, save   events to every sink, checkpoints                                           runs
+"""
 
 import functools
 from collections.abc import Iterator, Sequence
