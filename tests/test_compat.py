@@ -1,4 +1,4 @@
-"""Other libraries' names: their conversion, the warnings, and the refusals."""
+"""Other libraries' interfaces: their translation to groupax, warnings and refusals."""
 
 import json
 import warnings
@@ -68,13 +68,13 @@ def test_unknown_fields_fail_with_the_nearest_name(make, wrong, nearest):
 
 
 @pytest.mark.parametrize("make", [trl.GRPOConfig, ed.GRPOConfig])
-def test_every_field_without_a_meaning_is_told_with_its_reason(make):
+def test_every_field_without_effect_warns_with_the_reason(make):
     fields = make.FIELDS
     assert fields.inert.keys() <= fields.defaults.keys()
     for name, why in fields.inert.items():
-        with pytest.warns(CompatWarning, match=f"{name}=.*changes nothing in groupax: ") as told:
+        with pytest.warns(CompatWarning, match=f"{name}=.*changes nothing in groupax: ") as warned:
             make(**{name: "something else"})
-        assert str(told[0].message).endswith(why)
+        assert str(warned[0].message).endswith(why)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             make(**{name: fields.defaults[name]})  # as it is anyway
@@ -129,7 +129,7 @@ def test_trl_settings_take_trls_denominators_and_metrics():
     assert (native.masked_rows_in_denominator, native.metric_definitions) == (True, "trl")
 
 
-def test_an_entropy_bonus_over_other_tokens_than_trls_is_told():
+def test_an_entropy_bonus_over_other_tokens_than_trls_warns():
     with pytest.warns(CompatWarning, match="over all loss tokens, where TRL takes it over the kept ones"):
         trl.GRPOConfig(entropy_coef=0.01, top_entropy_quantile=0.2).to_native()
 
@@ -191,7 +191,7 @@ def test_small_batches_generate_for_several_steps():
         assert config.batches() == (4, 1, 2)
 
 
-def test_who_samples_is_told():
+def test_the_sampler_is_reported():
     with pytest.warns(CompatWarning, match=r"sampled by the server at http://10\.0\.0\.1:8000"):
         config = trl.GRPOConfig(use_vllm=True, vllm_server_host="10.0.0.1").to_native()
     assert (config.rollout_servers, config.rollout_correction) == (("http://10.0.0.1:8000",), "sequence_mask")
@@ -204,9 +204,9 @@ def test_who_samples_is_told():
         assert trl.GRPOConfig(use_vllm=True, vllm_tensor_parallel_size=2).to_native().decoding_tp == 2
     server = {"use_vllm": True, "vllm_mode": "server"}
     for settings, why in (({}, "it needs use_vllm=True"), (server, "the server decides how")):
-        with pytest.warns(CompatWarning) as told:
+        with pytest.warns(CompatWarning) as warned:
             config = trl.GRPOConfig(vllm_tensor_parallel_size=2, **settings).to_native()
-        assert f"vllm_tensor_parallel_size=2 changes nothing in groupax: {why}" in str(told[0].message)
+        assert f"vllm_tensor_parallel_size=2 changes nothing in groupax: {why}" in str(warned[0].message)
         assert config.decoding_tp == 1
     with pytest.warns(CompatWarning, match="own engine"):
         config = trl.GRPOConfig(use_vllm=True, vllm_importance_sampling_mode="token_truncate").to_native()
@@ -232,7 +232,7 @@ def test_settings_of_launchers_become_a_mesh(settings, mesh):
     assert ("kv_heads" in config.mesh_replicate) == (mesh is not None)
 
 
-def test_how_launchers_are_replaced_is_told(tmp_path):
+def test_the_replacement_of_launchers_is_reported(tmp_path):
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     config = trl.GRPOConfig(deepspeed=str(tmp_path / "zero.json"))
     whole = init_model(TINY, mesh=make_mesh())
@@ -330,16 +330,16 @@ def test_the_settings_of_an_inference_are_known(kind):
 
 def test_callbacks_learn_of_the_best_evaluation():
     args = trl.GRPOConfig(metric_for_best_model="reward")
-    told = []
+    seen = []
 
     class Watch:
         def on_evaluate(self, args, state, control, metrics, **more):
-            told.append((state.best_metric, state.best_global_step))
+            seen.append((state.best_metric, state.best_global_step))
 
     listener = CallbackListener([Watch], args, 1, State(), {})
     for step, reward in enumerate((0.5, 0.2, 0.7, 0.6), 1):
         listener(Evaluated(step, {"eval_reward": reward}))
-    assert told == [(None, None), (0.5, 1), (0.5, 1), (0.7, 3)]
+    assert seen == [(None, None), (0.5, 1), (0.5, 1), (0.7, 3)]
     args.greater_is_better = False
     listener(Evaluated(5, {"eval_reward": 0.1}))
     listener(StepEnded(5, {}, {"eval_reward": 0.0}))
@@ -482,7 +482,7 @@ def test_quantization_settings():
 
 
 def test_easydel_models(folder):
-    with pytest.warns(CompatWarning) as told:
+    with pytest.warns(CompatWarning) as warned:
         model = ed.AutoEasyDeLModelForCausalLM.from_pretrained(
             folder,
             auto_shard_model=True,
@@ -497,7 +497,7 @@ def test_easydel_models(folder):
             param_dtype=jnp.bfloat16,
             dtype=jnp.bfloat16,
         )
-    text = " ".join(str(each.message) for each in told)
+    text = " ".join(str(each.message) for each in warned)
     assert model.model.params["layers"][0]["gate"].addressable_shards[0].data.shape[1] * 4 == 32
     assert "attn_softmax_dtype=bfloat16: groupax computes the softmax of attention in float32" in text
     assert model.trainer_settings == {
@@ -523,9 +523,9 @@ def test_easydels_attention_becomes_a_setting(name):
 def test_devices_that_split_heads_share_weights_to_decode_with_too(folder):
     load, answers = ed.AutoEasyDeLModelForCausalLM.from_pretrained, []
     for dims, settings in (((1, -1, 1, 2, 1), {"decoding_tp": 2}), ((1, 1, 1, 4, 1), {})):
-        with pytest.warns(CompatWarning) as told:
+        with pytest.warns(CompatWarning) as warned:
             model = load(folder, sharding_axis_dims=dims)
-        assert "vocab (13) is not divisible by tp" in " ".join(str(each.message) for each in told)
+        assert "vocab (13) is not divisible by tp" in " ".join(str(each.message) for each in warned)
         assert model.trainer_settings == settings
         answers.append(ed.vInference(model, a_tokenizer(eos_token="<eos>"), max_new_tokens=8, seed=1).generate("abc"))
     assert answers[0] == answers[1]
@@ -619,7 +619,7 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_callback_that_will_not_be_heard_is_told(folder, tmp_path):
+def test_a_callback_method_that_is_never_called_is_reported(folder, tmp_path):
     class Saving:
         def on_substep_end(self, args, state, control, **more):
             raise AssertionError

@@ -236,7 +236,7 @@ def test_groups_are_opened_filtered_and_searched(page):
     assert totals == sorted(totals, reverse=True)
     page.choose("order", "sampled")
     until(lambda: "right\n0\n<b>brief</b>\n1\n" in page.text(".card:first-child"))
-    until(lambda: "cut off" in page.text(".card:last-child"))
+    until(lambda: "truncated" in page.text(".card:last-child"))
     page.choose("channel", "ratio trainer / policy")
     until(lambda: "token 1: “⟨0⟩” · id 0 · ratio trainer / policy" in hovered(page))
     page.keys(".card:last-child pre[tabindex]", Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
@@ -244,7 +244,7 @@ def test_groups_are_opened_filtered_and_searched(page):
     page.press(Keys.ARROW_RIGHT)
     until(lambda: "prompt 1 of step 4" in page.text(".turns"))
     until(lambda: page.value("input[name=step]") == "4")
-    for kept, badge in (("zero", "no variance"), ("disagree", "disagree"), ("truncated", "cut off")):
+    for kept, badge in (("zero", "no variance"), ("disagree", "disagree"), ("truncated", "truncated")):
         page.choose("filter", kept)
         until(lambda badge=badge: all(badge in group.text for group in page.all(".groups li")))
     page.choose("filter", "all")
@@ -255,10 +255,10 @@ def test_groups_are_opened_filtered_and_searched(page):
     page.browser.switch_to.active_element.send_keys("answer 2 of step 4")
     until(lambda: "2 of 3 groups" in page.text(".list .summary"))
     page.write("nowhere at all")
-    until(lambda: "No group like that" in page.text(".detail"))
+    until(lambda: "No matching group" in page.text(".detail"))
     page.write("answer 1 of step 2")
     page.browser.switch_to.active_element.send_keys(Keys.SHIFT, Keys.ENTER)
-    until(lambda: "That is all" in page.text(".found"))
+    until(lambda: "Search complete" in page.text(".found"))
     page.click(".hits a")
     until(lambda: "step 2 · 4 completions" in page.text(".prompt header"))
 
@@ -272,17 +272,17 @@ def test_a_search_of_all_steps_stays_when_the_list_comes_later(page):
     page.write("answer 2 of step 4")
     until(lambda: page.run("return window.release !== undefined"))
     page.keys('main input[name="search"]', Keys.SHIFT, Keys.ENTER)
-    until(lambda: "That is all" in page.text(".found"))
+    until(lambda: "Search complete" in page.text(".found"))
     page.release()
     until(lambda: "2 of 3 groups" in page.text(".list .summary"))
-    assert "That is all" in page.text(".found")
+    assert "Search complete" in page.text(".found")
     page.run("window.slow = '/group?'")
     page.click(".groups li:last-child")
     until(lambda: page.run("return window.release !== undefined"))
     page.keys('main input[name="search"]', Keys.SHIFT, Keys.ENTER)
-    until(lambda: "That is all" in page.text(".found"))
+    until(lambda: "Search complete" in page.text(".found"))
     page.release()
-    assert "That is all" in page.text(".found")
+    assert "Search complete" in page.text(".found")
 
 
 def test_a_hit_in_the_group_that_was_open_opens_it_again(page):
@@ -292,7 +292,7 @@ def test_a_hit_in_the_group_that_was_open_opens_it_again(page):
     until(lambda: page.text(".prompt h2") == "Prompt 1")
     page.write("answer 1 of step 2")
     page.keys('main input[name="search"]', Keys.SHIFT, Keys.ENTER)
-    until(lambda: "That is all" in page.text(".found"))
+    until(lambda: "Search complete" in page.text(".found"))
     page.click('.found a[href$="run=earlier&step=2&prompt=1"]')
     until(lambda: page.text(".prompt h2") == "Prompt 1")
     assert page.value('main input[name="search"]') == ""
@@ -499,7 +499,7 @@ def test_what_is_shown_stays_when_another_run_comes_and_changes_when_its_own_goe
         write_run(tmp_path / "other", {"beta": 0.5}, num_steps=2)
         until(lambda: page.all('select[name="run"] option[value="other"]'))
         page.release()
-        until(lambda: "That is all" in page.text(".found"), seconds=20.0)
+        until(lambda: "Search complete" in page.text(".found"), seconds=20.0)
         for place, css in (("curves", ".chart canvas"), ("settings", "tbody")):
             page.open(place)
             until(lambda css=css: page.all(css))

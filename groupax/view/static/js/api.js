@@ -1,8 +1,8 @@
-// Questions to the server.
+// Requests to the server.
 
-const LONGEST_MS = 60_000; // an answer that never comes would end the page's own questions too
+const LONGEST_MS = 60_000; // a response that never arrives would block the page's own requests too
 
-/** The answer to a question; lists become repeated parameters. */
+/** Returns the response to a request; lists become repeated parameters. */
 export async function ask(path, parameters = {}, signal = undefined) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {

@@ -1,4 +1,4 @@
-// Charts: a card with a title, what the lines are, and uPlot's canvas.
+// Charts: a card with a title, a legend, and uPlot's canvas.
 
 import { el, fill, shown } from "./dom.js";
 import { cssVariable } from "./state.js";
@@ -90,7 +90,7 @@ export class Chart {
     this.plot.over.addEventListener("dblclick", () => this.options.zoomed?.(null, null));
   }
 
-  /** Say in words what is seen. */
+  /** Describes the chart as text. */
   describe() {
     const lines = this.lines.filter((line) => !line.faint);
     fill(
@@ -102,8 +102,8 @@ export class Chart {
         return el("li", {}, key, el("span", {}, line.label), el("b", {}, shown(last(line.y))));
       }),
     );
-    const told = lines.map((line) => `${line.label}: ${shown(line.y.find((y) => y !== null))} to ${shown(last(line.y))}`);
-    this.canvas.setAttribute("aria-label", `${this.title} by step. ${told.join("; ")}. Arrow keys read the values.`);
+    const summary = lines.map((line) => `${line.label}: ${shown(line.y.find((y) => y !== null))} to ${shown(last(line.y))}`);
+    this.canvas.setAttribute("aria-label", `${this.title} by step. ${summary.join("; ")}. Arrow keys read the values.`);
   }
 
   read(index) {
@@ -146,7 +146,7 @@ function last(values) {
   return null;
 }
 
-/** The value at the last point that is not behind a step. */
+/** Returns the value at the last point up to a step. */
 function near(line, step) {
   let low = 0;
   let high = line.x.length - 1;
@@ -158,7 +158,7 @@ function near(line, step) {
   return line.y[low];
 }
 
-/** Lines above each other, the first line uppermost, so that each covers what is below. */
+/** Stacks the lines, the first line on top, so that each covers the lines below it. */
 function stack(lines) {
   if (!lines.length) return [[]];
   const sums = lines[0].x.map(() => 0);

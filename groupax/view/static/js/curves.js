@@ -13,7 +13,7 @@ const SECTIONS = [
     ["Solved at the first try", ["pass@1"]],
     ["Held out", /^eval_.*(pass@1|reward)$/],
     ["Spread within groups", ["reward_std"], "Standard deviation of the reward within a group; at 0 there is nothing to learn."],
-    ["Groups without signal", ["frac_reward_zero_std"], "Share of prompts whose completions all got the same reward."],
+    ["Groups without signal", ["frac_reward_zero_std"], "Fraction of prompts whose completions all received the same reward."],
   ]],
   ["Stability", [
     ["KL to the reference", ["kl"]],
@@ -21,12 +21,12 @@ const SECTIONS = [
     ["Clipped ratios", /^clip_ratio\/region_mean$/],
     ["Gradient norm", ["grad_norm"]],
     ["Loss", ["loss"]],
-    ["Engine and trainer apart", ["rollout/logp_diff_max"], "Greatest difference of their log-probs of a token."],
+    ["Engine vs. trainer", ["rollout/logp_diff_max"], "Maximum difference of their log-probs of a token."],
     ["Learning rate", ["learning_rate"]],
   ]],
   ["Completions", [
     ["Length", ["completions/mean_length"], "Mean, in tokens."],
-    ["Cut off at the limit", ["completions/clipped_ratio"]],
+    ["Truncated completions", ["completions/clipped_ratio"]],
   ]],
   ["Speed", [
     ["Seconds per step", ["step_time"]],
@@ -89,7 +89,7 @@ export class Curves {
   async update() {
     if (!Object.values(app.runs).some((run) => run.num_metrics)) {
       this.names = [];
-      fill(this.sections, empty("No metrics yet", "This page fills itself when the run has made its first step."));
+      fill(this.sections, empty("No metrics yet", "This page updates when the run has finished its first step."));
       return;
     }
     try {
@@ -105,7 +105,7 @@ export class Curves {
     }
   }
 
-  /** Which cards there are, by the metrics that there are. */
+  /** Chooses the cards for the existing metrics. */
   layOut() {
     const query = this.search.value.trim().toLowerCase();
     const wanted = [];
@@ -118,7 +118,7 @@ export class Curves {
         if (found.length && matches) wanted.push([section, title, found, note]);
       }
       if (section === "Speed" && !query && this.names.includes("step_time")) {
-        wanted.push([section, "Where the time goes", [], "Seconds per step; rewards are computed beside decoding."]);
+        wanted.push([section, "Where the time goes", [], "Seconds per step by phase; rewards are computed during decoding."]);
       }
     }
     for (const name of this.names) {

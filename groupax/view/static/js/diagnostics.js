@@ -1,4 +1,4 @@
-// What was off in the runs, why, and what to do.
+// The diagnostics of the runs, with cause and remedy.
 
 import { ask } from "./api.js";
 import { el, empty, failure, fill, plural, visible } from "./dom.js";
@@ -15,11 +15,11 @@ export class Diagnostics {
     try {
       const found = await ask("diagnostics");
       const runs = shownRuns();
-      const told = JSON.stringify([found, runs]);
-      if (told === this.told) return;
-      this.told = told;
+      const signature = JSON.stringify([found, runs]);
+      if (signature === this.drawn) return;
+      this.drawn = signature;
       const parts = runs.filter((run) => found[run]?.length).map((run) => this.section(run, found[run], runs.length > 1));
-      fill(this.body, parts.length ? parts : empty("Nothing is off", "No run that is shown has told of a diagnostic: rewards vary, completions end, log-probs agree."));
+      fill(this.body, parts.length ? parts : empty("No problems found", "The selected runs have no diagnostics: rewards vary, completions end, log-probs agree."));
     } catch (error) {
       fill(this.body, failure(error, () => this.start()));
     }

@@ -1,6 +1,6 @@
-// Elements, and texts that stay texts. Nothing here or elsewhere makes markup out of a string.
+// Elements and text nodes. Neither this nor any other module turns a string into markup.
 
-/** An element with properties (`class`, `on` for listeners, `data`, else attributes) and children. */
+/** Creates an element with properties (`class`, `on` for listeners, `data`, else attributes) and children. */
 export function el(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -22,7 +22,7 @@ export function fill(element, ...children) {
 
 const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g;
 
-/** Text with what is invisible or turns text around made visible: escape codes, direction marks. */
+/** Returns a text with control characters and direction marks made visible. */
 export function visible(text) {
   return text.replace(CONTROL, (character) => {
     const code = character.charCodeAt(0);
@@ -32,7 +32,7 @@ export function visible(text) {
   });
 }
 
-/** A number as people read it. */
+/** Formats a number for readers. */
 export function shown(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en");
@@ -45,7 +45,7 @@ export function plural(count, word) {
   return `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 }
 
-/** What is shown where there is nothing: what is missing, and why or what to do. */
+/** A placeholder that says what is missing, and why or what to do. */
 export function empty(title, text, ...more) {
   return el("div", { class: "empty" }, el("h2", {}, title), el("p", {}, text), ...more);
 }
@@ -54,7 +54,7 @@ export function failure(error, retry) {
   return el(
     "div",
     { class: "empty failed", role: "alert" },
-    el("h2", {}, "That did not work"),
+    el("h2", {}, "Something went wrong"),
     el("p", {}, visible(error.message)),
     retry && el("button", { type: "button", on: { click: retry } }, "Try again"),
   );

@@ -35,7 +35,7 @@ export class Evaluations {
       this.name = names.includes(parameters.name) ? parameters.name : names[names.length - 1];
       this.layOutFields(names);
       if (names.length) await this.read();
-      else fill(this.body, empty("No evaluations", `${run} has not been evaluated. With eval_steps and an eval_dataset it is while it trains.`));
+      else fill(this.body, empty("No evaluations", `${run} has not been evaluated. Set eval_steps and an eval_dataset to evaluate during training.`));
     } catch (error) {
       if (this.asked === asked) fill(this.body, failure(error, () => this.moved(parameters)));
     }
@@ -54,7 +54,7 @@ export class Evaluations {
 
   async read() {
     const asked = {};
-    this.asked = asked; // answers to earlier questions are of no use any more
+    this.asked = asked; // responses to earlier requests are dropped
     try {
       const found = await ask("items", { run: this.run, name: this.name, first: this.first, show: this.which, q: this.search.value.trim() });
       if (this.asked === asked) this.layOut(found);
@@ -85,7 +85,7 @@ export class Evaluations {
       el("dl", { class: "columns" }, Object.entries(item.columns).map(([name, value]) => [el("dt", {}, visible(name)), el("dd", {}, visible(value.slice(0, 2000)))])),
       item.completions.map((each) => el("article", { class: "card" },
         el("header", {}, el("span", { class: "total" }, each.solved === null ? "" : each.solved ? "right" : "wrong"), el("span", { class: "facts" }, [...Object.entries(each.rewards).map(([name, value]) => `${visible(name)} ${shown(value)}`), `${shown(each.num_tokens)} tokens`].join(" · ")),
-          each.finish_reason === "length" && el("span", { class: "badge warn" }, "cut off")),
+          each.finish_reason === "length" && el("span", { class: "badge warn" }, "truncated")),
         el("pre", { class: "text" }, visible(each.text)))));
   }
 
@@ -95,7 +95,7 @@ export class Evaluations {
     return true;
   }
 
-  /** A new evaluation can be chosen; the one that is being read stays. */
+  /** Offers new evaluations; the open one stays open. */
   async update(changed) {
     const { parameters, run } = this;
     this.runChoice.show(run);

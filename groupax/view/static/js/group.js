@@ -1,4 +1,4 @@
-// A prompt and its completions, side by side.
+// A prompt and its completions side by side.
 
 import { ask } from "./api.js";
 import { el, failure, fill, plural, select, shown, visible } from "./dom.js";
@@ -11,7 +11,7 @@ const ORDERS = {
   longest: ["longest first", (a, b) => b.num_tokens - a.num_tokens],
   sampled: ["as sampled", (a, b) => a.sample_index - b.sample_index],
 };
-const FOLDED = 4000; // characters of a text that are shown at first
+const FOLDED = 4000; // number of characters shown until expanded
 
 export class Group {
   constructor(root) {
@@ -46,7 +46,7 @@ export class Group {
     if (this.channel !== "" && !channels.includes(this.channel)) this.channel = channels[0] ?? "";
     const rows = [...group.rows].sort(ORDERS[this.order][1]);
     this.legend = el("span", { class: "shading" });
-    this.reading = el("p", { class: "token-reading", role: "status" }, "Point at a token, or walk with the arrow keys, to read its number.");
+    this.reading = el("p", { class: "token-reading", role: "status" }, "Point at a token, or use the arrow keys, to read its value.");
     const totals = rows.map((row) => row.total).filter((total) => total !== null);
     const bounds = [Math.min(...totals), Math.max(...totals)];
     this.cards = new Map(rows.map((row, rank) => [row.sample_index, this.card(row, rank, bounds)]));
@@ -110,7 +110,7 @@ export class Group {
     const body = el("div", { class: "completion" }, this.folding(row.text, row.is_cut, row));
     const part = high > low && row.total !== null ? (row.total - low) / (high - low) : null;
     const marks = [];
-    if (row.finish_reason === "length") marks.push(el("span", { class: "badge warn" }, "cut off"));
+    if (row.finish_reason === "length") marks.push(el("span", { class: "badge warn" }, "truncated"));
     else if (row.finish_reason && row.finish_reason !== "stop") marks.push(el("span", { class: "badge warn" }, visible(row.finish_reason)));
     const extra = Object.entries(row.extra);
     const root = el("article", { class: "card", "aria-label": `Completion ${row.sample_index}, reward ${shown(row.total)}` },

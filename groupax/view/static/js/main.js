@@ -1,4 +1,4 @@
-// The page: views by address, the list of runs, news from the server.
+// The page: routing, the list of runs, and polling of the server.
 
 import { ask } from "./api.js";
 import { Curves } from "./curves.js";
@@ -19,7 +19,7 @@ const VIEWS = {
   diagnostics: ["Diagnostics", Diagnostics],
 };
 const KEYS = [
-  ["1 – 6", "the views"], ["/", "search"], ["← →", "step before, next step"], ["↑ ↓", "group before, next group"], ["Home End", "first, newest step"],
+  ["1 – 6", "the views"], ["/", "search"], ["← →", "previous step, next step"], ["↑ ↓", "previous group, next group"], ["Home End", "first, newest step"],
   ["Shift+Enter", "in the search of rollouts: search all steps"], ["Esc", "clear search and filter, leave a field"], ["t", "light or dark"], ["?", "these keys"],
 ];
 const QUICK_MS = 1000;
@@ -33,7 +33,7 @@ let view = null;
 function show() {
   const { view: name, parameters } = place();
   const known = name in VIEWS ? name : "curves";
-  if (!Object.keys(app.runs).length) return; // the server has not answered yet
+  if (!Object.keys(app.runs).length) return; // the server has not responded yet
   drawTabs(known);
   if (view?.name === known && view.page.moved) {
     view.page.moved(parameters);
@@ -64,7 +64,7 @@ function drawTabs(current) {
   });
 }
 
-const cards = new Map(); // by the run's name
+const cards = new Map(); // by run name
 
 function runCard(name) {
   const box = el("input", { type: "checkbox", name: `run-${name}`, on: { change: () => {
@@ -112,7 +112,7 @@ async function poll() {
   try {
     if (!document.hidden || !Object.keys(app.runs).length) {
       const runs = await ask("runs");
-      const names = Object.keys({ ...app.runs, ...runs }); // those that came or went too
+      const names = Object.keys({ ...app.runs, ...runs }); // including added and removed runs
       const changed = names.filter((name) => String(runs[name]?.version) !== String(app.runs[name]?.version));
       const isTold = JSON.stringify(Object.values(runs).map((run) => run.status)) !== JSON.stringify(Object.values(app.runs).map((run) => run.status));
       app.runs = runs;

@@ -1,4 +1,4 @@
-// One prompt followed over the steps at which it was sampled.
+// A prompt over all steps that sampled it.
 
 import { ask } from "./api.js";
 import { Chart } from "./charts.js";
@@ -50,7 +50,7 @@ export class Prompts {
 
   tell(progress) {
     const unreadable = progress.num_unreadable ? `; ${plural(progress.num_unreadable, "file")} could not be read` : "";
-    const full = progress.is_full ? "; there is no room for more" : "";
+    const full = progress.is_full ? "; the index is full" : "";
     this.progress.textContent = `${progress.num_done.toLocaleString("en")} of ${plural(progress.num_steps, "step")} read${unreadable}${full}`;
   }
 
@@ -58,7 +58,7 @@ export class Prompts {
     this.chart?.close();
     this.chart = null;
     if (!prompts.length) {
-      fill(this.body, empty("No prompts", this.search.value ? "No prompt that was read so far has this text." : "There are no rollouts yet."));
+      fill(this.body, empty("No prompts", this.search.value ? "No prompt read so far contains this text." : "There are no rollouts yet."));
       return;
     }
     fill(this.body, el("table", { class: "data" },
@@ -74,7 +74,7 @@ export class Prompts {
 
   showPrompt(found) {
     if (!found.step.length) {
-      const text = this.isReading(found.progress) ? "Looking for it in the steps …" : "No step whose rollouts are there has this prompt.";
+      const text = this.isReading(found.progress) ? "Searching the steps …" : "No step with logged rollouts has this prompt.";
       fill(this.body, empty("Not seen yet", text));
       return;
     }
@@ -90,7 +90,7 @@ export class Prompts {
     this.chart.show(lines);
     const rows = found.step.map((step, index) => ({ step, index })).slice(-200).reverse();
     fill(this.table, el("table", { class: "data" },
-      el("thead", {}, el("tr", {}, ["Step", "Completions", "Worst", "Mean", "Best", "Cut off"].map((text) => el("th", { scope: "col" }, text)))),
+      el("thead", {}, el("tr", {}, ["Step", "Completions", "Worst", "Mean", "Best", "Truncated"].map((text) => el("th", { scope: "col" }, text)))),
       el("tbody", {}, rows.map(({ step, index }) => el("tr", {},
         el("td", {}, el("a", { href: address("rollouts", { run: this.run, step, prompt: found.prompt_index[index] }) }, `step ${step}`)),
         [found.size, found.low, found.mean, found.high, found.truncated].map((column) => el("td", { class: "number" }, shown(column[index], 3))))))));

@@ -1,4 +1,4 @@
-// The rollouts of a step: its groups in a list, one of them opened.
+// The rollouts of a step: a list of groups, one of which is open.
 
 import { ask } from "./api.js";
 import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
@@ -10,14 +10,14 @@ const FILTERS = {
   all: ["all groups", () => true],
   zero: ["no variance", (group) => group.zero_variance],
   varied: ["with variance", (group) => !group.zero_variance],
-  truncated: ["with cut-off completions", (group) => group.num_truncated > 0],
+  truncated: ["with truncated completions", (group) => group.num_truncated > 0],
   disagree: ["rewards disagree", (group) => group.disagree],
 };
 const ORDERS = {
   order: ["in order", () => 0],
   highest: ["highest reward", (a, b) => (b.mean ?? -Infinity) - (a.mean ?? -Infinity)],
   lowest: ["lowest reward", (a, b) => (a.mean ?? Infinity) - (b.mean ?? Infinity)],
-  spread: ["greatest spread", (a, b) => (b.std ?? -1) - (a.std ?? -1)],
+  spread: ["largest spread", (a, b) => (b.std ?? -1) - (a.std ?? -1)],
   longest: ["longest", (a, b) => b.mean_tokens - a.mean_tokens],
 };
 
@@ -27,7 +27,7 @@ export class Rollouts {
     this.filter = "all";
     this.sort = "order";
     this.query = "";
-    this.showsHits = false; // of a search of all steps, in place of a group
+    this.showsHits = false; // whether hits of a search in all steps replace the group
     this.steps = [];
     this.list = el("ol", { class: "groups", role: "listbox", "aria-label": "Groups of this step", tabindex: "0" });
     this.detail = el("div", { class: "detail" });
@@ -35,7 +35,7 @@ export class Rollouts {
     this.summary = el("p", { class: "summary", role: "status" });
     this.tools = el("div", { class: "toolbar" });
     this.body = el("div", { class: "browser" }, el("div", { class: "list" }, this.summary, this.list), this.detail);
-    this.nothing = el("div"); // in place of the body
+    this.nothing = el("div"); // replaces the body
     fill(root, el("h1", { class: "sr" }, "Rollouts"), this.tools, this.body, this.nothing);
     this.layOutTools();
     this.goSoon = debounced((step) => this.goTo({ step, prompt: null }), 120);
@@ -60,7 +60,7 @@ export class Rollouts {
       this.tools,
       this.runChoice.element,
       el("div", { class: "stepper", role: "group", "aria-label": "Step" },
-        el("button", { type: "button", "aria-label": "Step before", title: "←", on: { click: () => this.move(-1) } }, "‹"),
+        el("button", { type: "button", "aria-label": "Previous step", title: "←", on: { click: () => this.move(-1) } }, "‹"),
         this.number,
         el("button", { type: "button", "aria-label": "Next step", title: "→", on: { click: () => this.move(1) } }, "›"),
         el("button", { type: "button", title: "Newest step (End)", on: { click: () => this.move(Infinity) } }, "Newest"),
@@ -106,7 +106,7 @@ export class Rollouts {
     this.body.hidden = !steps.length;
     this.nothing.replaceChildren();
     if (!steps.length) {
-      fill(this.nothing, empty("No rollouts yet", `${this.run} has written no rollouts. With log_completions it writes them every log_completions_steps steps.`));
+      fill(this.nothing, empty("No rollouts yet", `${this.run} has logged no rollouts. Set log_completions to log them every log_completions_steps steps.`));
       return true;
     }
     this.slider.max = String(this.steps.length - 1);
@@ -154,7 +154,7 @@ export class Rollouts {
     if (this.shown.length) this.open();
     else {
       this.group.leave();
-      fill(this.detail, empty("No group like that", "No group of this step passes the filter and the search.", el("button", { type: "button", on: { click: () => this.clear() } }, "Show all groups")));
+      fill(this.detail, empty("No matching group", "No group of this step matches the filter and the search.", el("button", { type: "button", on: { click: () => this.clear() } }, "Show all groups")));
     }
   }
 
@@ -167,7 +167,7 @@ export class Rollouts {
     return el("li", { role: "option", id: `group-${group.prompt_index}`, data: { prompt: String(group.prompt_index) }, "aria-selected": "false", on: { click: () => this.goTo({ prompt: group.prompt_index }) } },
       el("div", { class: "line" }, el("b", {}, `${group.prompt_index}`), el("span", { class: "mean" }, shown(group.mean, 3)),
         group.zero_variance && el("span", { class: "badge" }, "no variance"),
-        group.num_truncated > 0 && el("span", { class: "badge warn" }, `${group.num_truncated} cut off`),
+        group.num_truncated > 0 && el("span", { class: "badge warn" }, `${group.num_truncated} truncated`),
         group.disagree && el("span", { class: "badge note" }, "disagree")),
       el("div", { class: "preview" }, visible(group.preview)),
       el("div", { class: "squares", "aria-hidden": "true" }, squares));
@@ -245,8 +245,8 @@ export class Rollouts {
         status.textContent = `${plural(hits.children.length, "completion")} in ${plural(numSearched, "step")} of ${this.steps.length} searched`;
         before = answer.next_before;
       } while (before !== null && hits.children.length < 200);
-      if (before === null) status.textContent += hits.children.length ? ". That is all." : ". Nothing has this text.";
-      else status.textContent += ". There may be more: search for something rarer.";
+      if (before === null) status.textContent += hits.children.length ? ". Search complete." : ". No completion contains this text.";
+      else status.textContent += ". There may be more hits: refine the search.";
     } catch (error) {
       if (error.name !== "AbortError") status.textContent = error.message;
     }

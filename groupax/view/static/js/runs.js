@@ -1,9 +1,9 @@
-// Which run a view of one run shows.
+// The selection of a run in views of a single run.
 
 import { el, fill, select } from "./dom.js";
 import { app, go } from "./state.js";
 
-/** A choice among the runs. It is made anew only when there are others: it may be open. */
+/** A select box of the runs, rebuilt only if the runs change, as it may be open. */
 export class RunChoice {
   constructor(view) {
     this.view = view;
@@ -12,9 +12,9 @@ export class RunChoice {
 
   show(run) {
     const names = Object.keys(app.runs);
-    const told = JSON.stringify([names, run]);
-    if (told === this.told) return;
-    this.told = told;
+    const signature = JSON.stringify([names, run]);
+    if (signature === this.drawn) return;
+    this.drawn = signature;
     fill(this.element, select("Run", names.map((name) => [name, name]), run, (chosen) => go(this.view, { run: chosen }), "run"));
   }
 }

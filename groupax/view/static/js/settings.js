@@ -1,4 +1,4 @@
-// Settings of the runs, and in what they differ.
+// The settings of the runs, and their differences.
 
 import { ask } from "./api.js";
 import { debounced, el, empty, failure, fill, plural, visible } from "./dom.js";
@@ -11,15 +11,15 @@ export class Settings {
     this.all = el("input", { type: "checkbox", name: "all", on: { change: () => this.draw() } });
     this.body = el("div");
     fill(root, el("h1", { class: "sr" }, "Settings"),
-      el("div", { class: "toolbar" }, el("label", { class: "field" }, this.all, el("span", {}, "Also those that are equal")), this.search), this.body);
+      el("div", { class: "toolbar" }, el("label", { class: "field" }, this.all, el("span", {}, "Include equal settings")), this.search), this.body);
   }
 
   async start() {
     try {
       const found = await ask("config");
-      const told = JSON.stringify([found, shownRuns()]);
-      if (told === this.told) return;
-      this.told = told;
+      const summary = JSON.stringify([found, shownRuns()]);
+      if (summary === this.summary) return;
+      this.summary = summary;
       this.found = found;
       this.draw();
     } catch (error) {
@@ -39,17 +39,17 @@ export class Settings {
     const shown = names.filter((name) => (this.all.checked || query || runs.length < 2 || differs(name)) && name.toLowerCase().includes(query));
     const faults = runs.filter((run) => this.found[run].fault).map((run) => el("p", { class: "summary failed" }, visible(this.found[run].fault)));
     if (!names.length) {
-      fill(this.body, faults, empty("No settings", "No run that is shown has a config.json yet."));
+      fill(this.body, faults, empty("No settings", "No selected run has a config.json yet."));
       return;
     }
-    const told = runs.length < 2 ? `${plural(names.length, "setting")} of ${runs[0]}; choose two runs to compare` : `${plural(numDiffering, "setting")} of ${names.length} ${numDiffering === 1 ? "differs" : "differ"} between ${plural(runs.length, "run")}`;
-    fill(this.body, faults, el("p", { class: "summary", role: "status" }, told),
+    const summary = runs.length < 2 ? `${plural(names.length, "setting")} of ${runs[0]}; choose two runs to compare` : `${plural(numDiffering, "setting")} of ${names.length} ${numDiffering === 1 ? "differs" : "differ"} between ${plural(runs.length, "run")}`;
+    fill(this.body, faults, el("p", { class: "summary", role: "status" }, summary),
       shown.length
         ? el("div", { class: "scroll" }, el("table", { class: "data settings" },
           el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Setting"), runs.map((run) => el("th", { scope: "col" }, run)))),
           el("tbody", {}, shown.map((name) => el("tr", { class: runs.length > 1 && differs(name) ? "differs" : "" }, el("th", { scope: "row" }, visible(name)),
-            texts.get(name).map((text) => el("td", {}, text === null ? el("i", {}, "not there") : visible(text.slice(0, 2000)))))))))
-        : empty("Nothing differs", query ? `No setting has “${query}” in its name.` : "These runs have the same settings."));
+            texts.get(name).map((text) => el("td", {}, text === null ? el("i", {}, "not set") : visible(text.slice(0, 2000)))))))))
+        : empty("No differences", query ? `No setting has “${query}” in its name.` : "These runs have the same settings."));
   }
 
   key(event) {

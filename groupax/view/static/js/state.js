@@ -1,13 +1,13 @@
-// What all views share: the runs, which are shown, and where in the page we are.
+// The state that all views share: the runs, the selection, and the current view.
 
 export const app = {
-  runs: {}, // name -> state, as the server tells it
+  runs: {}, // name -> state, as the server reports it
   hidden: new Set(JSON.parse(localStorage.getItem("groupax-hidden") ?? "[]")),
 };
 
 const NUM_COLOURS = 8;
 
-/** Names of the runs that are shown. */
+/** Returns the names of the selected runs. */
 export function shownRuns() {
   const names = Object.keys(app.runs);
   const chosen = names.filter((name) => !app.hidden.has(name));
@@ -20,7 +20,7 @@ export function toggleRun(name) {
   localStorage.setItem("groupax-hidden", JSON.stringify([...app.hidden]));
 }
 
-/** The colour of a run, the same in every view. */
+/** Returns the colour of a run, which is the same in every view. */
 export function runColour(name) {
   return colour(Object.keys(app.runs).indexOf(name));
 }
@@ -33,7 +33,7 @@ export function cssVariable(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** The address within the page: `{ view, parameters }`. */
+/** Parses the location hash into `{ view, parameters }`. */
 export function place() {
   const [view, query] = location.hash.replace(/^#\/?/, "").split("?");
   return { view: view || "curves", parameters: Object.fromEntries(new URLSearchParams(query ?? "")) };
@@ -45,7 +45,7 @@ export function address(view, parameters = {}) {
   return `#/${view}${query ? `?${query}` : ""}`;
 }
 
-/** Go somewhere; `replace` leaves no trace in the history. */
+/** Navigates to a location; `replace` adds no history entry. */
 export function go(view, parameters, replace = false) {
   const target = address(view, parameters);
   if (replace) {
@@ -56,7 +56,7 @@ export function go(view, parameters, replace = false) {
   }
 }
 
-/** The run that a view of one run shows: the one named, else the first that is shown. */
+/** Returns the run for a view of a single run: the named one, else the first selected one. */
 export function oneRun(parameters) {
   return parameters.run in app.runs ? parameters.run : (shownRuns()[0] ?? null);
 }

@@ -1,4 +1,4 @@
-// Before anything is drawn: the theme that was chosen last, else the system's.
+// Sets the last chosen theme, else the system's, before anything is drawn.
 (() => {
   const chosen = localStorage.getItem("groupax-theme");
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;

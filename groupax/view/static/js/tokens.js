@@ -1,9 +1,9 @@
-// Tokens shaded by a number that each has.
+// Tokens shaded by a value.
 
 import { el, shown, visible } from "./dom.js";
 
 const LEVELS = 10;
-// What a number means, and from where to where the shading goes.
+// The meaning of each kind of value, and the range of the shading.
 const KINDS = {
   logp: { name: "surprise, −log p", scale: (value) => -value / 4, ends: ["0: certain", "4 nats or more"], ramp: "warm" },
   entropy: { name: "entropy", scale: (value) => value / 3, ends: ["0: one choice", "3 nats or more"], ramp: "cool" },
@@ -11,7 +11,7 @@ const KINDS = {
   value: { name: "value", scale: (value, most) => value / (most || 1), ends: ["0", "greatest"], ramp: "cool" },
 };
 
-/** The tokens of a completion as one text whose parts have a background. */
+/** Returns the tokens of a completion as text with a background per token. */
 export function shadedTokens(row, kind) {
   const { scale, ramp } = KINDS[kind];
   const most = Math.max(...row.values.filter((value) => value !== null).map(Math.abs), 0);
@@ -25,7 +25,7 @@ export function shadedTokens(row, kind) {
   return el("span", { class: "tokens" }, spans);
 }
 
-/** What one token is, in words. */
+/** Describes a token as text. */
 export function tokenReading(row, index, channel, kind) {
   const value = row.values[index];
   const parts = [`“${visible(row.texts[index])}”`, `id ${row.ids[index]}`, `${channel} ${shown(value)}`];
