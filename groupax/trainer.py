@@ -37,14 +37,14 @@ from groupax.types import Metrics, Row
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What `GRPOTrainer.train` did.
+    """The result of `GRPOTrainer.train`.
 
     Attributes:
-        num_steps: optimizer steps.
-        train_seconds: wall time of the loop, evaluation and checkpoints included, loading and saving the model not;
-            that of earlier processes of the run included.
-        rollout_tokens_per_s: sampled tokens over the time spent sampling.
-        metrics: of the last logged step.
+        num_steps: Optimizer steps.
+        train_seconds: Wall time of the loop with evaluations and checkpoints, without loading and saving the model,
+            including that of earlier processes of the run.
+        rollout_tokens_per_s: Sampled tokens per second of sampling.
+        metrics: Metrics of the last logged step.
     """
 
     num_steps: int
@@ -57,22 +57,22 @@ class GRPOTrainer(Run):
     """Trains a language model with Group Relative Policy Optimization.
 
     Args:
-        model: a folder, a hub id, or a `Model`. A `Model`'s own weights stay as they are.
-        reward_funcs: one or several reward functions or reward models, by reference or name (see docs/rewards.md).
-        args: settings; the defaults if None.
-        train_dataset: prompts: a `datasets.Dataset`, a list of dicts, a file of rows, a folder, or a hub id, with a
-            column `prompt` (see docs/datasets.md). Every other column reaches the reward functions.
-        eval_dataset: likewise, for `evaluate` and `eval_steps`; or a dict of several by name.
-        processing_class: the tokenizer; by default the one in the model's folder.
-        reward_processing_classes: tokenizers of the reward models, one per entry of `reward_funcs`; None takes each
+        model: Folder, hub id, or `Model`, whose own weights are not changed.
+        reward_funcs: One or several reward functions or reward models, by reference or name (see docs/rewards.md).
+        args: Settings; None takes the defaults.
+        train_dataset: Prompts: a `datasets.Dataset`, a list of dicts, a file of rows, a folder, or a hub id, with a
+            column `prompt` (see docs/datasets.md). The reward functions receive every other column.
+        eval_dataset: Held-out prompts for `evaluate` and `eval_steps`, or a dict of several sets by name.
+        processing_class: Tokenizer; None takes the one in the model's folder.
+        reward_processing_classes: Tokenizers of the reward models, one per entry of `reward_funcs`; None takes each
             model's own.
-        peft_config: a `LoRAConfig` or a `peft.LoraConfig`: an adapter is trained, and the model's weights stay as they
-            are. Without it a model that has an adapter goes on training that one.
+        peft_config: A `LoRAConfig` or a `peft.LoraConfig`, to train an adapter instead of the model's weights. Without
+            it a model that has an adapter continues to train that one.
         listeners: Called with every event of the run (see `groupax.events`); one that returns True ends the run.
-        progress: Display of the run; by default the one that `progress_bar` names.
+        progress: Display of the run; None takes the one that `progress_bar` names.
 
     Raises:
-        ValueError: anything about these that could only fail later.
+        ValueError: an argument or a setting would fail later.
 
     Example:
         >>> trainer = GRPOTrainer("Qwen/Qwen3-0.6B", my_reward, train_dataset="prompts.jsonl")  # doctest: +SKIP
@@ -82,14 +82,14 @@ class GRPOTrainer(Run):
     # -- Algorithm 1 ---------------------------------------------------------------------------------------------
 
     def train(self) -> TrainResult:
-        """Run all steps that are left, write the run folder, and save the trained model in its `model/`.
+        """Runs the remaining steps, writes the run folder, and saves the trained model in its `model/`.
 
         Raises:
-            DivergedError: `max_bad_steps` updates in a row were not finite. The model is saved as it was before them.
+            DivergedError: `max_bad_steps` updates in a row were not finite. The model of before is saved.
             RewardError: a reward function failed and `reward_errors` is "raise", or it failed for every completion of a
                 rollout, or no completion has had a reward in several rollouts or in the whole run.
             PreemptedError: SIGTERM, SIGINT or a notice of maintenance asked the run to stop; its state is saved.
-            RunError: the run cannot go on; its state is saved if there is where.
+            RunError: the run cannot continue; its state is saved if there is room.
             ValueError: `resume` names a checkpoint that this run cannot continue, or no checkpoint there can be read.
             LockedError: another run works in the folder.
         """
@@ -216,7 +216,7 @@ class GRPOTrainer(Run):
 
     @contextmanager
     def _shapes_kept(self) -> Iterator[None]:
-        """If the block fails, the next try begins with the same known shapes, which its rounding depends on."""
+        """Restores the known shapes if the block fails, since the rounding of the next attempt depends on them."""
         shapes = self.learner.shapes
         try:
             yield
@@ -238,10 +238,10 @@ class GRPOTrainer(Run):
         return every > 0 and step % every == 0 and self.cursor.evaluated_step < step
 
     def evaluate(self, params: SamplingParams | None = None) -> Evaluation:
-        """Sample completions of all prompts of the `eval_dataset`s with the current policy, and score them.
+        """Samples completions of all prompts of the `eval_dataset`s with the current policy, and scores them.
 
         Args:
-            params: how to sample; by default as the settings `eval_...` say.
+            params: Sampling parameters; None takes the settings `eval_...`.
         """
         if not self.eval_prompts:
             raise ValueError("there is no eval_dataset to evaluate on; give one to GRPOTrainer")

@@ -8,11 +8,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "groupax").rglob("*.py"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Files whose language has not been revised yet.
-NOT_YET: tuple[str, ...] = (
-    "groupax/runs/build.py",
-    "groupax/trainer.py",
-)
 
 # First words of fragments, which only make sense after a name or a heading.
 FRAGMENT_STARTS = {
@@ -29,11 +24,9 @@ UNUSUAL = re.compile(
 )
 
 
-def revised(paths: list[Path]) -> Iterator[tuple[str, str]]:
+def texts_of(paths: list[Path]) -> Iterator[tuple[str, str]]:
     for path in paths:
-        name = path.relative_to(ROOT).as_posix()
-        if name not in NOT_YET:
-            yield name, path.read_text(encoding="utf-8")
+        yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
 
 
 def docstrings(source: str) -> Iterator[tuple[str, str]]:
@@ -56,7 +49,7 @@ def fault_of(docstring: str) -> str | None:
 def test_docstrings_are_sentences_that_stand_alone():
     faults = [
         f"{file}: {name} {fault}: {text.partition(chr(10))[0]}"
-        for file, source in revised(SOURCES)
+        for file, source in texts_of(SOURCES)
         for name, text in docstrings(source)
         if (fault := fault_of(text))
     ]
@@ -66,15 +59,11 @@ def test_docstrings_are_sentences_that_stand_alone():
 def test_code_and_pages_use_plain_words():
     found = [
         f"{name}: {match[0]!r} in {source[max(0, match.start() - 30) : match.end() + 30]!r}"
-        for name, text in revised([*SOURCES, *PAGES])
+        for name, text in texts_of([*SOURCES, *PAGES])
         for source in [" ".join(text.split())]
         for match in UNUSUAL.finditer(source)
     ]
     assert not found, "\n".join(found)
-
-
-def test_files_without_a_revision_exist():
-    assert [name for name in NOT_YET if not (ROOT / name).is_file()] == []
 
 
 def test_fragments_are_found():

@@ -382,7 +382,7 @@ def test_an_evaluation_by_two_processes_is_told_and_written_once(place, monkeypa
 def test_rollouts_made_ahead_are_refused(place):
     statuses, errors = run(place / "ahead", 2, 1, {"max_staleness": 1, "rollout_correction": "token_truncate"})
     assert all(statuses)
-    assert "not built for several processes, and there are 2" in errors[0]
+    assert "several processes do not support, and there are 2" in errors[0]
 
 
 @pytest.mark.long

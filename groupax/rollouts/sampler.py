@@ -1,6 +1,6 @@
 """Sampling of groups of completions with an engine or with servers."""
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -89,18 +89,20 @@ def rollout(
             continue
         group = sorted(unfinished.pop(sequence.prompt_index), key=lambda member: member.sample_index)
         texts = decode(tokenizer, [member.tokens for member in group])
-        yield [
-            Rollout(
-                prompt_index=member.prompt_index,
-                sample_index=member.sample_index,
-                example=examples[member.prompt_index - first_prompt],
-                prompt_ids=member.prompt,
-                completion_ids=np.asarray(member.tokens, np.int32),
-                policy_logps=np.asarray(member.policy_logps, np.float32),
-                sampler_logps=np.asarray(member.sampler_logps, np.float32),
-                finish_reason=member.finish_reason,
-                policy_version=policy_version,
-                text=text,
-            )
-            for member, text in zip(group, texts, strict=True)
-        ]
+        example = examples[sequence.prompt_index - first_prompt]
+        yield [_rollout_of(*each, example, policy_version) for each in zip(group, texts, strict=True)]
+
+
+def _rollout_of(completion: Any, text: str, example: Mapping[str, Any], policy_version: int) -> Rollout:
+    return Rollout(
+        prompt_index=completion.prompt_index,
+        sample_index=completion.sample_index,
+        example=example,
+        prompt_ids=completion.prompt,
+        completion_ids=np.asarray(completion.tokens, np.int32),
+        policy_logps=np.asarray(completion.policy_logps, np.float32),
+        sampler_logps=np.asarray(completion.sampler_logps, np.float32),
+        finish_reason=completion.finish_reason,
+        policy_version=policy_version,
+        text=text,
+    )

@@ -1,4 +1,4 @@
-"""The parts of a run, as its settings ask for them."""
+"""Builds the parts of a run from its settings."""
 
 import os
 from collections.abc import Sequence
@@ -33,19 +33,19 @@ from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import LearnerSettings
 
-# Of the memory that is free before the first step, for keys and values while updates run; those take half of it.
-KV_PART_BESIDE_UPDATES = 0.4
+# Fraction of the memory that is free before the first step, for the KV cache during updates, which take half of it.
+KV_FRAC_DURING_UPDATES = 0.4
 
 
 def check_processes(args: GRPOConfig) -> None:
-    """See that nothing is asked for that several processes cannot do.
+    """Checks that several processes support the settings.
 
     Raises:
-        ValueError: something is.
+        ValueError: they do not.
     """
     num = processes.num_processes()
     if num > 1 and args.max_staleness:
-        raise ValueError(f"max_staleness is set, which is not built for several processes, and there are {num}")
+        raise ValueError(f"max_staleness is set, which several processes do not support, and there are {num}")
 
 
 def check_objective(args: GRPOConfig) -> None:
@@ -60,10 +60,10 @@ def check_objective(args: GRPOConfig) -> None:
 
 
 def model_for(args: GRPOConfig, model: str | Path | Model) -> Model:
-    """The model on the mesh that is asked for, loaded if it is a name.
+    """Returns the model on the requested mesh, loaded if it is a name.
 
     Raises:
-        ValueError: there is no such model, or the mesh does not divide it.
+        ValueError: there is no such model, or a dim is not divisible by the mesh.
     """
     mesh = mesh_of(args)
     if not isinstance(model, Model):
@@ -72,11 +72,11 @@ def model_for(args: GRPOConfig, model: str | Path | Model) -> Model:
 
 
 def mesh_of(args: GRPOConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
-    """The mesh that is asked for, if one is.
+    """Returns the requested mesh, or None.
 
     Args:
-        args: of the run.
-        devices: None for all that there are.
+        args: Settings of the run.
+        devices: None takes all devices.
 
     Raises:
         ValueError: it does not fit the devices.
@@ -88,10 +88,10 @@ def mesh_of(args: GRPOConfig, devices: Sequence[Any] | None = None) -> Mesh | No
 
 
 def lora_for(args: GRPOConfig, peft_config: Any) -> LoRAConfig | None:
-    """The adapter that is asked for, by settings or by a `LoRAConfig` or a `peft.LoraConfig`.
+    """Returns the adapter that the settings, a `LoRAConfig` or a `peft.LoraConfig` ask for, or None.
 
     Raises:
-        ValueError: by both.
+        ValueError: both ask for one.
     """
     if peft_config is not None:
         if args.lora_r:
@@ -111,15 +111,15 @@ def lora_for(args: GRPOConfig, peft_config: Any) -> LoRAConfig | None:
 
 
 def check_adapter(args: GRPOConfig, model: Model, was_loaded: bool) -> None:
-    """See that settings about an adapter's base have one.
+    """Checks that settings of an adapter's base fit the model.
 
     Args:
-        args: of the run.
-        model: with its adapter, if it has one.
-        was_loaded: for this run, and not before.
+        args: Settings of the run.
+        model: Model with its adapter, if it has one.
+        was_loaded: Whether the model was loaded for this run.
 
     Raises:
-        ValueError: they have not.
+        ValueError: they do not.
     """
     if args.base_weights != "same" and (model.adapter is None or not was_loaded):
         raise ValueError(
@@ -136,7 +136,7 @@ def check_adapter(args: GRPOConfig, model: Model, was_loaded: bool) -> None:
 
 
 def tokenizer_for(args: GRPOConfig, model: Model, given: Any) -> Any:
-    """The tokenizer that was given, or the one in the model's folder.
+    """Returns the given tokenizer, or the one in the model's folder.
 
     Raises:
         ValueError: there is none.
@@ -156,15 +156,15 @@ def prompts_for(
     max_completion_length: int | None = None,
     dataset: str = "",
 ) -> PromptSet:
-    """The prompts of examples, as many of their tokens as leave room for completions.
+    """Encodes the prompts of examples, which must leave room for completions.
 
     Args:
-        args: of the run.
-        model: whose context they share with completions.
-        tokenizer: its.
-        examples: with a column `prompt`.
-        max_completion_length: of evaluations, if they have one of their own.
-        dataset: what to call the examples in an error.
+        args: Settings of the run.
+        model: Model whose context prompts and completions share.
+        tokenizer: Its tokenizer.
+        examples: Rows with a column `prompt`.
+        max_completion_length: Limit of evaluations, if they have their own.
+        dataset: Name of the examples in errors.
 
     Raises:
         ValueError: a prompt is too long, and `prompt_overflow` is "error"; or it has tokens that the model lacks.
@@ -183,7 +183,7 @@ def prompts_for(
 
 
 def learner_settings(args: GRPOConfig) -> LearnerSettings:
-    """The part of the settings that says how updates are computed."""
+    """Returns the settings of updates."""
     entropy = args.part(EntropySettings)
     return args.part(
         LearnerSettings,
@@ -197,9 +197,9 @@ def learner_settings(args: GRPOConfig) -> LearnerSettings:
 def engine_for(
     args: GRPOConfig, model: Model, params: Params, eos_ids: tuple[int, ...], tokenizer: Any = None
 ) -> Engine:
-    """The engine in this process, which has the weights `params` at first.
+    """Returns the engine of this process with the weights `params`.
 
-    It gets the tokenizer if there are stop texts, for which it reads what it samples.
+    It receives the tokenizer if there are stop strings, which it searches in the decoded text.
     """
     return Engine(
         model.config,
@@ -216,11 +216,11 @@ def engine_for(
 
 
 def _kv_bytes(args: GRPOConfig, model: Model) -> int | None:
-    """Most memory for keys and values; None leaves it to what is free whenever a rollout begins."""
+    """Returns the limit of the KV cache; None leaves it to what is free whenever a rollout starts."""
     if args.kv_cache_gb is not None:
         return int(args.kv_cache_gb * 1e9)
-    if args.max_staleness:  # then an update is under way beside it
-        return int(KV_PART_BESIDE_UPDATES * free_memory_bytes(model.mesh))
+    if args.max_staleness:  # an update runs at the same time
+        return int(KV_FRAC_DURING_UPDATES * free_memory_bytes(model.mesh))
     return None
 
 

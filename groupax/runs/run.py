@@ -116,11 +116,9 @@ class Run:
         self.emit(PhaseStarted("encoding the prompts"))
         self.tokenizer = tokenizer_for(args, self._model, processing_class)
         self.eos_ids = eos_token_ids(self.tokenizer, self._model.generation_config, self._model.hf_config)
-        name = describe_source(train_dataset, "train_dataset")
-        self.prompts = prompts_for(args, self._model, self.tokenizer, train_examples, dataset=name)
-        self.eval_prompts = {
-            name: self._encode_eval_prompts(name, examples) for name, examples in eval_examples.items()
-        }
+        source = describe_source(train_dataset, "train_dataset")
+        self.prompts = prompts_for(args, self._model, self.tokenizer, train_examples, dataset=source)
+        self.eval_prompts = {name: self._encode_eval_prompts(name, each) for name, each in eval_examples.items()}
         self.emit(PhaseStarted("preparing the devices"))
         self.schedule = self.make_schedule()
         self.num_steps = self.schedule.num_steps(len(self.prompts), args.num_train_epochs, args.max_steps)

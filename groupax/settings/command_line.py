@@ -47,7 +47,8 @@ def parsed(kind: Any, name: str, arguments: Sequence[str], default: Any = None) 
 
 def _parts(record: Any) -> list[type]:
     """Returns the dataclasses that a dataclass directly inherits, in the order of their fields."""
-    return [base for base in reversed(record.__bases__) if is_dataclass(base)] if is_dataclass(record) else []
+    bases = record.__bases__ if isinstance(record, type) and is_dataclass(record) else ()
+    return [base for base in reversed(bases) if is_dataclass(base)]
 
 
 def _title(part: type) -> str:
