@@ -317,7 +317,7 @@ def test_a_wrong_token_and_none(folders, hub):
     assert failed.returncode == 2
     assert "may not write to other/adapter" in failed.stderr
     failed = push(hub, folder / "adapter", "me/mo del")
-    assert "is no name of a repository" in failed.stderr
+    assert "is not a valid repository name" in failed.stderr
     assert not hub.repos
 
 

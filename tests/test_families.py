@@ -327,7 +327,7 @@ def test_the_router_loss_is_added_whatever_the_number_of_devices(coef):
         return all_reduce(totals, config=model.config, mesh=mesh)
 
     one, four = totals_on(one_device_mesh()), totals_on(make_mesh())
-    balance = float(one.tally.sums[ROUTER_LOSS]) / float(counts.num_tokens)
+    balance = float(one.metrics.sums[ROUTER_LOSS]) / float(counts.num_tokens)
     assert 2.0 < balance < 2.5
     assert float(one.loss) == pytest.approx((0.02 if coef is None else coef) * balance, rel=1e-5)
     assert float(four.loss) == pytest.approx(float(one.loss), rel=1e-5)

@@ -704,7 +704,7 @@ def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
     names = ["admit", "decode_chunk", "micro_step", "all_reduce", "apply_update"]
     assert [program["name"] for program in record["programs"]] == names
     lines = done.stdout.splitlines()
-    for heading, cells in (("memory of a device, MB", 8), ("one run of each program on a device", 4)):
+    for heading, cells in (("memory of a device, MB", 8), ("work of a device in one run of each program", 4)):
         table = lines[lines.index(heading) + 2 :][: len(names)]
         assert [line.split()[0] for line in table] == names
         assert len(table[2].split()) >= cells - 2

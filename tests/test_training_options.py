@@ -298,7 +298,7 @@ def test_solved_groups_are_reported(tmp_path):
     assert line["groups/all_wrong_frac"] == 0
     assert 0 < line["mfu"] < 2
     assert line["memory/peak_bytes"] > 1e6
-    with pytest.raises(ValueError, match="'rigth', which is no reward function; did you mean right"):
+    with pytest.raises(ValueError, match="'rigth', which is not a reward function of the run; did you mean right"):
         a_trainer(tmp_path, right, correctness_reward="rigth")
 
 
@@ -600,15 +600,20 @@ def test_a_trace_of_some_steps(tmp_path):
     assert list((tmp_path / "short" / "run" / "profile").rglob("*.json.gz")), "what there is when the run ends"
 
 
-# -- steps that take parts of rollouts
+# -- steps that take parts of rollouts, as TRL's may
 
 
-ACROSS = {"prompts_per_step": 1.5, "updates_per_rollout": 4 / 3, "num_iterations": 2, "beta": 0.05}
+def across(*numbers):
+    """Trainers with the schedule of these numbers (see `trl_schedule`)."""
+    return partial(TRLBatchTrainer, trl_schedule(*numbers))
+
+
+ACROSS = {"kind": across(2, 3, 4, 4, 2), "num_iterations": 2, "beta": 0.05}
 
 
 @pytest.mark.heavy
 def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
-    trainer = a_trainer(tmp_path, max_steps=8, learning_rate=3e-2, drop_last=True, **ACROSS)
+    trainer = a_trainer(tmp_path, max_steps=8, learning_rate=3e-2, **ACROSS)
     updated = []
     update = trainer.learner.update
     made = []
@@ -631,9 +636,9 @@ def test_steps_across_rollouts_train_on_each_part_once_per_pass(tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_generations": 2, "prompts_per_step": 2, "updates_per_rollout": 1.5},
+        {"num_generations": 2, "kind": across(2, 2, 3, 2, 1)},
         pytest.param(
-            {"num_generations": 8, "prompts_per_step": 4, "updates_per_rollout": 2.25, "max_steps": 4},
+            {"num_generations": 8, "kind": across(8, 4, 9, 8, 1), "dataset": PROMPTS * 3, "max_steps": 4},
             marks=pytest.mark.heavy,
         ),
     ],
@@ -703,8 +708,8 @@ def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
 
 @pytest.mark.heavy
 def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
-    settings = {**ACROSS, "max_steps": -1, "num_train_epochs": 2.0, "num_iterations": 1}
-    trainer = a_trainer(tmp_path, dataset=PROMPTS[:5], drop_last=True, **settings)
+    settings = {"kind": across(2, 3, 4, 4, 1), "max_steps": -1, "num_train_epochs": 2.0}
+    trainer = a_trainer(tmp_path, dataset=PROMPTS[:5], **settings)
     sizes = []
     update = trainer.learner.update
     trainer.learner.update = lambda rows: sizes.append(len(rows)) or update(rows)
@@ -746,8 +751,7 @@ def test_a_step_on_several_rollouts_tells_of_all_of_them(tmp_path):
         log_metric("calls", 1.0)
         return seen[-len(completion_ids) :]
 
-    kind = partial(TRLBatchTrainer, trl_schedule(8, accumulated=2, generated=1, num_generations=4, num_passes=1))
-    trainer = a_trainer(tmp_path, reward, PROMPTS[:4], kind=kind, max_steps=2)
+    trainer = a_trainer(tmp_path, reward, PROMPTS[:4], kind=across(8, 2, 1, 4, 1), max_steps=2)
     trainer.train()
     lines = lines_of(tmp_path, timings=True)
     assert [line["reward"] for line in lines] == pytest.approx([np.mean(seen[:16]), np.mean(seen[16:])])
@@ -819,7 +823,7 @@ def test_old_log_probs_have_no_dropout(tmp_path):
 
 @pytest.mark.heavy
 def test_a_step_that_is_begun_anew_forgets_its_rollouts(tmp_path):
-    trainer = a_trainer(tmp_path, updates_per_rollout=0.5, max_steps=2, beta=0.05, do_last_save=True)
+    trainer = a_trainer(tmp_path, dataset=PROMPTS[:4], kind=across(8, 2, 1, 4, 1), max_steps=2, beta=0.05)
     collect, calls = trainer.collector.collect, []
 
     def failing(cursor, num_wanted):
