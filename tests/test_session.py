@@ -67,7 +67,7 @@ def test_requests_that_join_come_out_as_if_alone(tiny_model, alone, kv_tokens):
             assert as_tokens(one.alternatives) == as_tokens(other.alternatives)
             assert one.finish_reason == other.finish_reason
             assert one.versions == [0] * len(one.tokens)
-    assert (session.num_running, session.num_waiting, session._told, session._ended) == (0, 0, {}, set())
+    assert (session.num_running, session.num_waiting, session._reported, session._finished) == (0, 0, {}, set())
 
 
 @pytest.mark.heavy
