@@ -12,7 +12,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 # First words of fragments, which only make sense after a name or a heading.
 FRAGMENT_STARTS = {
     *("Of", "That", "Those", "What", "Who", "Whether", "Where", "How", "As", "Its", "Their", "So"),
-    *("With", "In", "To", "Beside", "Which"),
+    *("With", "In", "To", "Beside", "Which", "From"),
 }
 # Expressions with a plainer one: a number or "this many"; again; query tile; must; concatenated; next to or in addition
 # to; reported, logged or passed; continues.

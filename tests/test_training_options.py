@@ -706,6 +706,13 @@ def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_run_is_not_resumed_with_another_schedule(tmp_path):
+    a_trainer(tmp_path, kind=across(2, 2, 4, 4, 1), max_steps=1, do_last_save=True).train()
+    other = a_trainer(tmp_path, kind=across(2, 1, 2, 4, 1), max_steps=1, resume=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"schedule\.minibatches_per_step|schedule\.prompts_per_rollout"):
+        other.train()
+
+
 @pytest.mark.heavy
 def test_an_epoch_ends_with_a_step_of_what_is_left(tmp_path):
     settings = {"kind": across(2, 3, 4, 4, 1), "max_steps": -1, "num_train_epochs": 2.0}

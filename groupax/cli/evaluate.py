@@ -61,7 +61,7 @@ class Eval:
     max_prompt_length: int | None = None
     """Longest prompt in tokens; by default the longest that the model's positions allow."""
     prompt_overflow: PromptOverflow | None = None
-    """What to do with longer prompts; by default as the recipe says, or an error."""
+    """Handling of longer prompts; None takes the recipe's, or stops with an error."""
     chat_template: str | None = None
     """Chat template for a tokenizer without one: chatml, plain, or a file."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""From rewards to group-relative advantages: on the host, in float64, over whole groups."""
+"""Computes group-relative advantages from rewards, on the host, in float64, over whole groups."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

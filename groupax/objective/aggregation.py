@@ -1,4 +1,4 @@
-"""From token losses to one number: loss = sum over rows and tokens of weight(row) * l * mask.
+"""Aggregates token losses into one number: loss = sum over rows and tokens of weight(row) * l * mask.
 
 The denominators of the weights are counted over the whole optimizer step, all devices and micro-batches, before the
 first of them runs. The losses of micro-batches therefore add up to the loss of the step, however it is split.

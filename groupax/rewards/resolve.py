@@ -1,4 +1,4 @@
-"""From `reward_funcs`, as the user wrote it, to the reward functions of a run. Imports no jax."""
+"""Resolves `reward_funcs`, as the user wrote it, into the reward functions of a run. Imports no jax."""
 
 import functools
 import inspect

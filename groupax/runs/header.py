@@ -16,6 +16,7 @@ def run_facts(
     eval_prompts: Mapping[str, PromptSet],
     rewards: Sequence[Reward],
     num_steps: int,
+    rows_per_step: int,
 ) -> dict[str, str]:
     """Returns facts about the run by label.
 
@@ -26,6 +27,7 @@ def run_facts(
         eval_prompts: The held-out prompts of each evaluation set, by name.
         rewards: The reward functions.
         num_steps: Number of optimizer steps.
+        rows_per_step: Completions of an optimizer step.
     """
     held_out = "".join(f", {len(each):,} held out ({name})" for name, each in eval_prompts.items())
     return {
@@ -34,7 +36,7 @@ def run_facts(
         "devices": _devices(model),
         "prompts": f"{len(prompts):,}{held_out}",
         "rewards": ", ".join(reward.name for reward in rewards),
-        "steps": f"{num_steps:,}, each on {args.prompts_per_step:g} prompts x {args.num_generations} completions",
+        "steps": f"{num_steps:,}, each on {rows_per_step:,} completions, {args.num_generations} per prompt",
     }
 
 

@@ -219,12 +219,15 @@ class Run:
             if is_taken:
                 self.run_folder.unlock()
 
+    def _describe(self) -> Identity:
+        """Returns everything that a resumed run must have in common with this one."""
+        names = [reward.name for reward in self.rewards]
+        return identity_of(self.args, self._model, self.tokenizer, self.prompts.token_ids, names, self.num_steps)
+
     def _begin(self, log: RunLog) -> RunSaver:
         """Resumes from the checkpoint that `resume` names, or starts."""
-        names = [reward.name for reward in self.rewards]
         if self._identity is None:
-            inputs = self.tokenizer, self.prompts.token_ids, names, self.num_steps
-            self._identity = identity_of(self.args, self._model, *inputs)
+            self._identity = self._describe()
             if self._model.adapter is None:  # the learner has its own copies
                 self._model = replace(self._model, params={})
         policies = self.pipeline.policies if self.pipeline else lambda _: {}
@@ -373,7 +376,8 @@ class Run:
 
     @property
     def _facts(self) -> dict[str, str]:
-        return run_facts(self.args, self._model, self.prompts, self.eval_prompts, self.rewards, self.num_steps)
+        data = self.prompts, self.eval_prompts, self.rewards
+        return run_facts(self.args, self._model, *data, self.num_steps, self.schedule.rows_per_step)
 
     def _report_setup(self, log: RunLog) -> None:
         """Reports what the user should know before the first step."""

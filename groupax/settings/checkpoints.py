@@ -23,7 +23,7 @@ class CheckpointSettings:
     metric_for_best_model: str | None = setting(None, resume="free")
     """Also keep the checkpoint with the best value of this metric, e.g. "eval_reward"."""
     greater_is_better: bool = setting(True, resume="free")
-    """Whether the highest value of metric_for_best_model is the best one."""
+    """Take the highest value of metric_for_best_model as the best one; otherwise the lowest."""
     resume: str = setting("auto", resume="free")
     """Checkpoint to resume from: "auto" takes the newest intact one in output_dir if it belongs to the same run,
     "never" starts from scratch, and the path of a run or a checkpoint resumes that one with this run's settings."""

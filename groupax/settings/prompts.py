@@ -17,7 +17,7 @@ class PromptSettings:
     max_prompt_length: int | None = ranged(None, 10**9, low=1, resume="fixed")
     """Longest prompt in tokens; None takes the model's context minus max_completion_length."""
     prompt_overflow: PromptOverflow = setting("error", resume="fixed")
-    """What to do with longer prompts: stop with an error, drop them, or keep their ends."""
+    """Handling of longer prompts: stop with an error, drop them, or keep their ends."""
     max_completion_length: int = ranged(256, 10**9, low=1)
     """Longest completion in tokens."""
     chat_template: str | None = setting(None, resume="fixed")

@@ -1,4 +1,4 @@
-"""From rollouts on the host to arrays for the devices, each token once.
+"""Packs rollouts on the host into arrays for the devices, each token once.
 
 The inputs of a row start with the last token of its prompt, which predicts the first token of the row; the tokens of
 the prompt end before that one. The engine splits sequences at the same position.

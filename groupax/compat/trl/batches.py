@@ -6,7 +6,7 @@ The core trains on whole minibatches of one rollout. TRL counts micro-batches: a
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import groupax.trainer as native
@@ -14,6 +14,7 @@ from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience
+from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.runs.log import RunLog
 from groupax.training.learner import Update
 from groupax.training.packing import Shape
@@ -89,6 +90,9 @@ class TRLBatchTrainer(native.GRPOTrainer):
     def make_schedule(self) -> TRLSchedule:
         """Returns TRL's schedule."""
         return self._schedule
+
+    def _describe(self) -> Identity:
+        return {**super()._describe(), "schedule": asdict(self.schedule)}
 
     def _next_rows(self, log: RunLog, stop: PreemptionHandler) -> list[Row]:
         rows: list[Row] = []

@@ -97,7 +97,7 @@ def incompatible(found: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, A
     return {
         name: (then, now)
         for name, (then, now) in found.items()
-        if name.partition(".")[0] in ("model", "weights", "tokenizer", "train_dataset")
+        if name.partition(".")[0] in ("model", "weights", "tokenizer", "train_dataset", "schedule")
         or _RESUME.get(name) == "fixed"
         or (_RESUME.get(name) == "fixed_zero" and bool(then) != bool(now))
         or (name == "sync_ref_model" and now)
