@@ -137,7 +137,7 @@ def _count_kernel(equation: Any) -> Counts:
     """
     stated = equation.params["cost_estimate"]
     if stated is not None:
-        return Counts(flops=stated.flops, product_bytes=stated.bytes_accessed)
+        return Counts(flops=float(stated.flops), product_bytes=float(stated.bytes_accessed))
     mapping = equation.params["grid_mapping"]
     body = _count_jaxpr(equation.params["jaxpr"], {}, 1)
     moved = sum(_moved_bytes(block, mapping.grid) for block in mapping.block_mappings)
