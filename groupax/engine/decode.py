@@ -68,7 +68,8 @@ def decode_chunk(
     Args:
         params: The weights.
         cache, slots: Donated.
-        column: The next column to be written; the cache must have `num_steps` columns from it on.
+        column: The first column to be written; after the last one follows the first one again. The cache must have as
+            many columns as any slot will have fed tokens.
         config, mesh, num_steps: Static.
     """
     layout, of_cache = layout_of(config, mesh), jax.tree.map(pspec_of, cache)
@@ -98,7 +99,7 @@ def _decode_chunk(
 
     def step(carry: tuple[Array, Slots, Cache, Chunk]) -> tuple[Array, Slots, Cache, Chunk]:
         index, slots, cache, chunk = carry
-        logits, cache, history = _feed(config, params, cache, slots, column + index, layout)
+        logits, cache, history = _feed(config, params, cache, slots, (column + index) % cache.num_columns, layout)
         sampled = sample(logits, uniform[:, index], slots.settings, history)
         slots, chunk = _append(chunk, slots, index, sampled, *alternatives(logits, slots.settings))
         return index + 1, slots, cache, chunk
@@ -129,8 +130,7 @@ def _feed(
     layout: Layout,
 ) -> tuple[Float[Array, "B V"], Cache, History]:
     """Feeds each slot's next token, whose keys and values go into column `current`."""
-    num_generated = current - slots.start
-    past = Past(cache.prompt_starts, current, jnp.where(slots.remaining > 0, num_generated + 1, 0))
+    past = Past(cache.prompt_starts, current, jnp.where(slots.remaining > 0, slots.length + 1, 0))
 
     def attend(attn: AttentionConfig, layer: LayerCache, *qkv: Array) -> tuple[Array, LayerCache]:
         return attend_past(attn, past, layer, *qkv)
@@ -146,7 +146,7 @@ def _feed(
         tokens=tokens,
         seen=past.visible(cache.num_columns),
         generated=replace(past, lengths=past.lengths - 1).visible(cache.num_columns),
-        num_generated=num_generated,
+        num_generated=slots.length,
         stop_ids=slots.stop_ids,
     )
     return logits, replace(cache, tokens=tokens, k=[each.k for each in layers], v=[each.v for each in layers]), history
@@ -165,6 +165,7 @@ def _append(
         slots,
         token=sampled.token,
         position=slots.position + one,
+        length=slots.length + one,
         remaining=jnp.where(stopped, 0, slots.remaining - one),
     )
     chunk = Chunk(
