@@ -209,7 +209,7 @@ def _attend_rows(
 ) -> tuple[Float[Array, "B N H"], LayerCache]:
     """Writes the newest keys and values, attends to the rows' own columns, and merges the prompts' results."""
     B, K, H, T = cache.k.shape
-    Q, _, P, M = prompt_lse.shape
+    P, M = prompt_lse.shape[2:]
     keys_spec = pl.BlockSpec((None, None, H, T), lambda row, head: (row, head, 0, 0))
     values_spec = pl.BlockSpec((None, None, T, H), lambda row, head: (row, head, 0, 0))
     out, keys, values = pl.pallas_call(
