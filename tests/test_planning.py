@@ -54,7 +54,7 @@ def silent(text):
 # -- counting
 
 
-def counted(function, *shapes, loop_steps=1):
+def counted(function, *shapes, loop_steps=()):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return count_program(jax.jit(function).trace(*arrays).jaxpr, loop_steps)
 
@@ -88,8 +88,8 @@ def test_loops_count_as_often_as_they_run():
     def until(x):
         return lax.while_loop(lambda y: y[0, 0] < 9, product, x)
 
-    assert counted(until, (6, 6), loop_steps=32).flops == 32 * once
-    assert counted(lambda x: lax.scan(lambda y, _: (until(y), None), x, length=4)[0], (6, 6), loop_steps=3) == (
+    assert counted(until, (6, 6), loop_steps=(32,)).flops == 32 * once
+    assert counted(lambda x: lax.scan(lambda y, _: (until(y), None), x, length=4)[0], (6, 6), loop_steps=(3,)) == (
         Counts(once, 3.0 * 4 * 36).times(12)
     )
 

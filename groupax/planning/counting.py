@@ -57,12 +57,13 @@ _COLLECTIVES = {
 }
 
 
-def count_program(program: Any, loop_steps: int = 1) -> Counts:
+def count_program(program: Any, loop_steps: tuple[int, ...] = ()) -> Counts:
     """Counts the work of a program on a device.
 
     Args:
         program: A jaxpr; the bodies of its `shard_map`s are per device.
-        loop_steps: Number of iterations of loops whose ends depend on what they compute.
+        loop_steps: Number of iterations of loops whose ends depend on what they compute, of outer loops first; 1 for
+            those within them.
 
     Raises:
         NotImplementedError: The program uses a collective that is not counted here.
@@ -70,7 +71,7 @@ def count_program(program: Any, loop_steps: int = 1) -> Counts:
     return _count_jaxpr(program, {}, loop_steps)
 
 
-def _count_jaxpr(program: Any, sizes: Mapping[str, int], loop_steps: int) -> Counts:
+def _count_jaxpr(program: Any, sizes: Mapping[str, int], loop_steps: tuple[int, ...]) -> Counts:
     jaxpr = program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
     total = Counts()
     for equation in jaxpr.eqns:
@@ -78,7 +79,7 @@ def _count_jaxpr(program: Any, sizes: Mapping[str, int], loop_steps: int) -> Cou
     return total
 
 
-def _count_equation(equation: Any, sizes: Mapping[str, int], loop_steps: int) -> Counts:
+def _count_equation(equation: Any, sizes: Mapping[str, int], loop_steps: tuple[int, ...]) -> Counts:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return _count_matmul(equation, _dot_flops(equation))
@@ -95,10 +96,11 @@ def _count_equation(equation: Any, sizes: Mapping[str, int], loop_steps: int) ->
         branches = [_count_jaxpr(branch, sizes, loop_steps) for branch in params["branches"]]
         return max(branches, key=lambda counts: (counts.flops, counts.sent_bytes))
     if name == "while":
-        iteration = _count_jaxpr(params["cond_jaxpr"], sizes, loop_steps) + _count_jaxpr(
-            params["body_jaxpr"], sizes, loop_steps
+        number, *inner_steps = loop_steps or (1,)
+        condition, body = (
+            _count_jaxpr(params[part], sizes, tuple(inner_steps)) for part in ("cond_jaxpr", "body_jaxpr")
         )
-        return iteration.times(loop_steps)
+        return (condition + body).times(number)
     if name == "shard_map":
         sizes = dict(params["mesh"].shape)
     number = params["length"] if name == "scan" else 1

@@ -32,7 +32,7 @@ class Program:
         traced: The traced function, to be compiled and counted.
         arguments: Its arguments by kind; small ones are left out.
         runs: Number of runs in a rollout and the updates on it.
-        loop_steps: Number of iterations of loops whose ends depend on what they compute.
+        loop_steps: Number of iterations of loops whose ends depend on what they compute, of outer loops first.
         transferred_bytes: Bytes to and from the host in one run, for each device.
     """
 
@@ -40,7 +40,7 @@ class Program:
     traced: jax.stages.Traced
     arguments: Mapping[str, Any]
     runs: int
-    loop_steps: int = 1
+    loop_steps: tuple[int, ...] = ()
     transferred_bytes: float = 0.0
 
 
