@@ -489,7 +489,14 @@ def test_slices_and_virtual_devices_have_names(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("h100:8", "no TPU slice 'h100:8'; kinds of slices are v4, v5e, v5p, v6e, e.g. v4-64 or v5e-32; virtual CPU"),
+        (
+            "mi300-8",
+            "no TPU slice 'mi300-8'; kinds of slices are v4, v5e, v5p, v6e, e.g. v4-64 or v5e-32; kinds of GPUs",
+        ),
+        ("h100:8", "no GPUs 'h100:8'; kinds of GPUs are a100, a100-40g, h100, h200, b200, l40s, rtx4090, e.g. h100-8"),
+        ("h100-0", "no GPUs 'h100-0'"),
+        ("h100-12", "several hosts have 8 GPUs each, so that the number must be a multiple"),
+        ("rtx4090-16", "plans for rtx4090 are limited to one host of at most 8 GPUs"),
         ("cpu:0", "virtual CPU devices are cpu:8"),
         ("v7-8", "no TPU slice 'v7-8'"),
         ("v4-4", "'v4-4' is not a known size of a v4 slice; sizes are v4-8, v4-16, v4-32"),
