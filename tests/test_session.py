@@ -1,7 +1,5 @@
 """Sessions: requests that join while others run come out as if they had run alone."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 

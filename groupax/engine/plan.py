@@ -53,7 +53,7 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class Demand:
-    """What sequences need of the cache at most.
+    """The most columns and rows of the cache that sequences need.
 
     Attributes:
         group_sizes: Number of sequences of each prompt.

@@ -141,7 +141,7 @@ def _count_kernel(equation: Any) -> Counts:
     if stated is not None:
         return Counts(flops=float(stated.flops), product_bytes=float(stated.bytes_accessed))
     mapping = equation.params["grid_mapping"]
-    body = _count_jaxpr(equation.params["jaxpr"], {}, 1)
+    body = _count_jaxpr(equation.params["jaxpr"], {}, ())
     moved = sum(_moved_bytes(block, mapping.grid) for block in mapping.block_mappings)
     return Counts(flops=math.prod(mapping.grid) * body.flops, product_bytes=moved)
 
