@@ -101,7 +101,7 @@ def _top_k(values: Float[Array, "B M"], num: int) -> tuple[Float[Array, "B A"], 
 
 @dataclass(frozen=True, eq=False)
 class Truncation:
-    """What top-k, top-p and min-p keep of each row.
+    """The cut of each row by top-k, top-p and min-p.
 
     Attributes:
         threshold: Smallest number that top-k and top-p keep, as `_ordered_bits`.
