@@ -31,7 +31,7 @@ from models import QWEN_05B, QWEN_7M, parser, show
 from groupax import Engine, Model, SamplingParams, init_model
 from groupax.engine.batch import Batch
 from groupax.engine.cache import REPLICATED, ROWS, Cache
-from groupax.models.attention import attend_cached
+from groupax.models.decode_attention import LayerCache, Past, attend_cached
 from groupax.models.decoder import forward, head_weights
 from groupax.models.flops import forward_flops
 from groupax.models.layers import vocabulary_logits
@@ -80,17 +80,15 @@ def part_seconds(model: Model, cache: Cache, with_attention: bool, with_head: bo
     config, mesh = model.config, model.mesh
 
     def local(params: Any, cache: Cache, tokens: Any) -> Any:
-        prompt_visible = jnp.ones((cache.prompt_tokens.shape[0], cache.num_prompt_columns), bool)
-        visible = jnp.ones((tokens.shape[0], cache.num_columns), bool)
+        full = jnp.full(tokens.shape, cache.num_columns)
+        past = Past(jnp.zeros_like(cache.prompt_starts), jnp.int32(cache.num_columns - 1), full)
 
         def attend(attn: Any, kept: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
             if not with_attention:
                 return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1), kept
-            prompt_k, prompt_v, keys, values = kept
-            q = q + k[:, :1] + v[:, :1]
-            return attend_cached(q, prompt_k, prompt_v, prompt_visible, keys, values, visible, attn), kept
+            return attend_cached(attn, past, kept, q + k[:, :1] + v[:, :1]), kept
 
-        layers = list(zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True))
+        layers = [LayerCache(*each) for each in zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True)]
 
         def step(_: Any, tokens: Any) -> Any:
             hidden = forward(config, params, tokens, tokens, attend, layers).hidden

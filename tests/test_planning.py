@@ -25,6 +25,7 @@ from groupax.models.bitsandbytes_format import quantization_config
 from groupax.models.config import AttentionConfig
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
+from groupax.models.grouped_matmul import grouped_matmul
 from groupax.models.specs import model_specs
 from groupax.parallel.accelerators import Chip
 from groupax.parallel.mesh import make_mesh
@@ -64,13 +65,14 @@ def test_products_are_counted_with_the_bytes_that_they_touch():
     assert counted(lambda a: jnp.tanh(a) + a.sum(), (3, 5)) == Counts()
 
 
-def test_ragged_products_and_their_gradients_are_counted():
+@pytest.mark.parametrize("matmul", [lambda rows, w, sizes: lax.ragged_dot(rows, w.mT, sizes), grouped_matmul])
+def test_ragged_products_and_their_gradients_are_counted(matmul):
     sizes = jnp.array([3, 0, 5], jnp.int32)
 
     def loss(rows, matrices):
-        return jnp.sum(lax.ragged_dot(rows, matrices, sizes) ** 2)
+        return jnp.sum(matmul(rows, matrices, sizes) ** 2)
 
-    shapes, flops = ((8, 5), (3, 5, 7)), 2 * 8 * 5 * 7
+    shapes, flops = ((8, 5), (3, 7, 5)), 2 * 8 * 5 * 7
     assert counted(loss, *shapes).flops == flops
     assert counted(jax.grad(loss, argnums=(0, 1)), *shapes).flops == 3 * flops
 
@@ -489,7 +491,14 @@ def test_slices_and_virtual_devices_have_names(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("h100:8", "no TPU slice 'h100:8'; kinds of slices are v4, v5e, v5p, v6e, e.g. v4-64 or v5e-32; virtual CPU"),
+        (
+            "mi300-8",
+            "no TPU slice 'mi300-8'; kinds of slices are v4, v5e, v5p, v6e, e.g. v4-64 or v5e-32; kinds of GPUs",
+        ),
+        ("h100:8", "no GPUs 'h100:8'; kinds of GPUs are a100, a100-40g, h100, h200, b200, l40s, rtx4090, e.g. h100-8"),
+        ("h100-0", "no GPUs 'h100-0'"),
+        ("h100-12", "several hosts have 8 GPUs each, so that the number must be a multiple"),
+        ("rtx4090-16", "plans for rtx4090 are limited to one host of at most 8 GPUs"),
         ("cpu:0", "virtual CPU devices are cpu:8"),
         ("v7-8", "no TPU slice 'v7-8'"),
         ("v4-4", "'v4-4' is not a known size of a v4 slice; sizes are v4-8, v4-16, v4-32"),

@@ -30,9 +30,13 @@ class PlanCommand:
     model: str | None = None
     """Folder, config.json or Hugging Face hub id of the model; only config.json is read."""
     devices: str | None = None
-    """TPU slice, e.g. v4-64, v5e-32, v5p-128 or v6e-16, or virtual CPU devices, e.g. cpu:8."""
+    """NVIDIA GPUs (a100, a100-40g, h100, h200, b200, l40s or rtx4090, and a number of them, e.g. h100-8, or h100-64 for
+    hosts with 8 each), a TPU slice (e.g. v4-64, v5e-32, v5p-128 or v6e-16), or virtual CPU devices (e.g. cpu:8)."""
     libtpu: Path = Path("build/libtpu")
     """Folder that libtpu was installed into (pip install --no-deps --target build/libtpu libtpu), if not with jax."""
+    cuda: Path = Path("build/cuda")
+    """Folder that jax's CUDA plugin was installed into (pip install --target build/cuda jax-cuda13-plugin[with-cuda] in
+    jax's version), if not with jax by .[cuda]; it needs neither a GPU nor a driver."""
     json: Path | None = None
     """File to which the plan is written as JSON."""
     recipe: str | None = None
@@ -57,8 +61,8 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig,
     """
     command = parsed(PlanCommand, "plan", arguments, PlanCommand(model=model_name, args=defaults))
     if command.model is None or command.devices is None:
-        raise ValueError("give a model and devices, e.g. --model Qwen/Qwen3-8B --devices v5e-32")
-    prepare(command.devices, command.libtpu)
+        raise ValueError("give a model and devices, e.g. --model Qwen/Qwen3-8B --devices h100-8")
+    prepare(command.devices, command.libtpu, command.cuda)
 
     from groupax.planning.fitting import Request, find_fitting_plan, make_plan
     from groupax.planning.measured import Compiler

@@ -5,7 +5,7 @@ slots are done. Where devices share the weights (the mesh's `tp`), all of them t
 none waits for one that has left.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from groupax.engine.cache import REPLICATED, ROWS, Cache, pspec_of
 from groupax.engine.sampling import History, Sampled, alternatives, sample, uniforms
 from groupax.engine.slots import Slots
-from groupax.models.attention import attend_cached, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
+from groupax.models.decode_attention import LayerCache, Past, attend_past
 from groupax.models.decoder import forward, head_weights
 from groupax.models.layers import vocabulary_logits
 from groupax.models.specs import Params, layout_of
@@ -86,7 +86,6 @@ def _decode_chunk(
 ) -> tuple[Cache, Slots, Chunk]:
     """Decodes the slots of one device, with the cache updated in place."""
     chunk = _empty_chunk(slots.token.shape[0], C, config.vocab_size)
-    prompt_visible = jnp.arange(cache.num_prompt_columns)[None, :] >= cache.prompt_starts[:, None]
     # at once for all tokens: on CPU a draw takes many operations
     uniform = uniforms(slots.key, slots.position[:, None] + jnp.arange(C)[None, :])
 
@@ -99,7 +98,7 @@ def _decode_chunk(
 
     def step(carry: tuple[Array, Slots, Cache, Chunk]) -> tuple[Array, Slots, Cache, Chunk]:
         index, slots, cache, chunk = carry
-        logits, cache, history = _feed(config, params, cache, slots, column + index, prompt_visible, layout)
+        logits, cache, history = _feed(config, params, cache, slots, column + index, layout)
         sampled = sample(logits, uniform[:, index], slots.settings, history)
         slots, chunk = _append(chunk, slots, index, sampled, *alternatives(logits, slots.settings))
         return index + 1, slots, cache, chunk
@@ -127,61 +126,30 @@ def _feed(
     cache: Cache,
     slots: Slots,
     current: Int[Array, ""],
-    prompt_visible: Bool[Array, "Q S"],
     layout: Layout,
 ) -> tuple[Float[Array, "B V"], Cache, History]:
     """Feeds each slot's next token, whose keys and values go into column `current`."""
-    columns = jnp.arange(cache.num_columns)[None, :]
-    visible = (columns >= slots.start[:, None]) & (columns <= current)
-    attend = _Past(current, slots.start, prompt_visible, visible)
-    layers = list(zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True))
+    num_generated = current - slots.start
+    past = Past(cache.prompt_starts, current, jnp.where(slots.remaining > 0, num_generated + 1, 0))
+
+    def attend(attn: AttentionConfig, layer: LayerCache, *qkv: Array) -> tuple[Array, LayerCache]:
+        return attend_past(attn, past, layer, *qkv)
+
+    layers = [LayerCache(*each) for each in zip(cache.prompt_k, cache.prompt_v, cache.k, cache.v, strict=True)]
     hidden, layers, _ = forward(config, params, slots.token, slots.position, attend, layers, layout=layout)
-    _, _, keys, values = (list(each) for each in zip(*layers, strict=True))
     head = gather_weight(layout, ("vocab", "embed"), head_weights(params))
     logits = all_gather(vocabulary_logits(hidden, head, config.logit_softcap), layout.axis("vocab"), 1)
     tokens = lax.dynamic_update_index_in_dim(cache.tokens, slots.token, current, axis=1)
     history = History(
         prompt_tokens=cache.prompt_tokens,
-        prompt_seen=prompt_visible,
+        prompt_seen=past.prompt_visible(cache.num_prompt_columns),
         tokens=tokens,
-        seen=visible,
-        generated=visible & (columns > slots.start[:, None]),
-        num_generated=current - slots.start,
+        seen=past.visible(cache.num_columns),
+        generated=replace(past, lengths=past.lengths - 1).visible(cache.num_columns),
+        num_generated=num_generated,
         stop_ids=slots.stop_ids,
     )
-    return logits, replace(cache, tokens=tokens, k=keys, v=values), history
-
-
-@dataclass(frozen=True, eq=False)
-class _Past:
-    """Attention of each slot's column `current` to its prompt and its columns up to it; writes its keys and values.
-
-    Attributes:
-        current: The column that is fed.
-        start: [B] first column of each slot.
-        prompt_visible: [Q, S] columns of each prompt.
-        visible: [B, T] columns of each slot.
-    """
-
-    current: Array
-    start: Array
-    prompt_visible: Array
-    visible: Array
-
-    def __call__(
-        self, attn: AttentionConfig, stored: tuple[Array, ...], q: Array, k: Array, v: Array
-    ) -> tuple[Array, tuple[Array, ...]]:
-        prompt_k, prompt_v, keys, values = stored
-        keys = lax.dynamic_update_index_in_dim(keys, k.astype(keys.dtype), self.current, axis=3)
-        values = lax.dynamic_update_index_in_dim(values, v.astype(values.dtype), self.current, axis=2)
-        in_prompt, in_row = self.prompt_visible, self.visible
-        if attn.window is not None:
-            (Q, S), (B, T) = in_prompt.shape, in_row.shape
-            prompt_distance = (self.current - self.start)[:, None] + S - jnp.arange(S)[None, :]
-            in_prompt = jnp.repeat(in_prompt, B // Q, axis=0) & within_window(prompt_distance, attn.window)
-            in_row = in_row & within_window(self.current - jnp.arange(T)[None, :], attn.window)
-        out = attend_cached(q, prompt_k, prompt_v, in_prompt, keys, values, in_row, attn)
-        return out, (prompt_k, prompt_v, keys, values)
+    return logits, replace(cache, tokens=tokens, k=[each.k for each in layers], v=[each.v for each in layers]), history
 
 
 def _append(

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention for sequences, shared prompts and caches. N query heads share K key/value heads.
+"""Scaled dot-product attention for sequences and shared prompts. N query heads share K key/value heads.
 
 Scores and their softmax are float32 whatever the dtype of the inputs. Keys are laid out as [.., H, S] and values as
 [.., S, H], so that both products are plain matmuls over the columns S. Masked columns get a weight of exactly 0.
@@ -122,50 +122,6 @@ def attend_with_prompt(
         return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, t, N, H)
 
     return _map_query_blocks(attend_block, q, C - q.shape[1])
-
-
-def attend_cached(
-    q: Float[Array, "B N H"],
-    prompt_k: Float[Array, "Q K H S"],
-    prompt_v: Float[Array, "Q K S H"],
-    prompt_visible: Bool[Array, "Q S"] | Bool[Array, "B S"],
-    k: Float[Array, "B K H T"],
-    v: Float[Array, "B K T H"],
-    visible: Bool[Array, "B T"],
-    attn: AttentionConfig,
-) -> Float[Array, "B N H"]:
-    """Computes attention of one query per row over its prompt's and its own visible columns.
-
-    B / Q adjacent rows share a prompt. They are grouped into one matmul, so that its keys and values are read once for
-    all of them. The mask of the prompt may differ from row to row.
-    """
-    B, N, H = q.shape
-    Q, K = prompt_k.shape[:2]
-    R, G = B // Q, N // K  # rows per prompt, query heads per kv head
-    common = max(q.dtype, k.dtype, key=lambda dtype: dtype.itemsize)  # the cache may have its own dtype
-    prompt_k, prompt_v, k, v = (x.astype(common) for x in (prompt_k, prompt_v, k, v))
-
-    def to_prompts(x: Array) -> Array:  # [B, K, G, _] -> [Q, K, R G, _]
-        return x.reshape(Q, R, K, G, -1).swapaxes(1, 2).reshape(Q, K, R * G, -1)
-
-    def to_rows(x: Array) -> Array:  # [Q, K, R G, _] -> [B, K, G, _]
-        return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
-
-    queries = scaled(q, attn.scale).reshape(B, K, G, H).astype(common)
-    prompt_scores = softcapped(matmul(to_prompts(queries), prompt_k), attn.softcap)
-    if prompt_visible.shape[0] == Q:
-        prompt_visible = prompt_visible[:, None, None]
-    else:
-        prompt_visible = jnp.repeat(prompt_visible.reshape(Q, 1, R, -1), G, axis=2)
-    prompt_scores = jnp.where(prompt_visible, prompt_scores, MASKED)
-    row_scores = softcapped(matmul(queries, k), attn.softcap)
-    row_scores = jnp.where(visible[:, None, None], row_scores, MASKED)
-    highest = jnp.maximum(to_rows(_row_max(prompt_scores)), _row_max(row_scores))
-    prompt_weights, row_weights = jnp.exp(prompt_scores - to_prompts(highest)), jnp.exp(row_scores - highest)
-    prompt_out = matmul(prompt_weights.astype(v.dtype), prompt_v)
-    row_out = matmul(row_weights.astype(v.dtype), v)
-    out = (to_rows(prompt_out) + row_out) / (to_rows(_row_sum(prompt_weights)) + _row_sum(row_weights))
-    return out.astype(q.dtype).reshape(B, N, H)
 
 
 def within_window(distance: Int[Array, "*M S"], window: int | None) -> Bool[Array, "*M S"] | bool:

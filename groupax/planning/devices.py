@@ -5,13 +5,16 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from groupax.parallel.accelerators import CHIPS, Chip, Slice, tpu_slice
+from groupax.parallel.accelerators import CHIPS, GPUS, TPUS, Chip, GpuHosts, Slice, gpu_hosts, tpu_slice
 
 # Slices whose chips have two cores that appear as one device.
 _CONFIGS = {"v4": "megacore", "v5p": "megacore"}
+_CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Target:
     """The devices to plan for.
 
     Attributes:
-        name: Name of the slice, or cpu:N.
+        name: Name of the slice, kind and number of GPUs, or cpu:N.
         devices: Devices for a mesh.
         chip: Kind of the devices; None for CPUs, whose limits are unknown.
     """
@@ -29,15 +32,16 @@ class Target:
     chip: Chip | None
 
 
-def prepare(name: str, libtpu: Path) -> None:
+def prepare(name: str, libtpu: Path = Path("build/libtpu"), cuda: Path = Path("build/cuda")) -> None:
     """Sets the environment variables that jax reads when it is imported, which has to follow.
 
     Args:
         name: Name of the target, see `find_target`.
         libtpu: Folder that libtpu was installed into, if it is not installed with jax.
+        cuda: Folder that jax's CUDA plugin was installed into, if it is not installed with jax.
 
     Raises:
-        ValueError: There is no such target, or no libtpu.
+        ValueError: There is no such target, or its compiler is not installed.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
     # programs for absent devices cannot be read back, and compilation is timed
@@ -45,31 +49,62 @@ def prepare(name: str, libtpu: Path) -> None:
     if cpus := _num_cpus(name):
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cpus}".strip()
-        return
+    elif isinstance(absent_devices(name), GpuHosts):
+        _prepare_cuda(cuda)
+    else:
+        _prepare_libtpu(absent_devices(name).name, libtpu)
+
+
+def _prepare_libtpu(slice_name: str, folder: Path) -> None:
     # leave this machine's chips alone, which others may use; libtpu complains when no slice is given
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_ACCELERATOR_TYPE": _slice(name).name,
+        "TPU_ACCELERATOR_TYPE": slice_name,
     }
     if "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu"):
         return
-    library = libtpu.resolve() / "libtpu" / "libtpu.so"
+    library = folder.resolve() / "libtpu" / "libtpu.so"
     if not library.is_file():
         raise ValueError(
             f"compiling for TPUs needs libtpu, and there is no {library}; get it with pip install --no-deps --target "
-            f"{libtpu} libtpu (in a separate folder, because jax looks for a TPU wherever libtpu is installed)"
+            f"{folder} libtpu (in a separate folder, because jax looks for a TPU wherever libtpu is installed)"
         )
     os.environ["TPU_LIBRARY_PATH"] = str(library)
-    sys.path.insert(0, str(libtpu.resolve()))
+    sys.path.insert(0, str(folder.resolve()))
+
+
+def _prepare_cuda(folder: Path) -> None:
+    # leave this machine's GPUs alone, which others may use; the plugin complains that it finds no driver
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3")}
+    if any(map(_is_installed, _CUDA_PLUGINS)):
+        return
+    if not (folder / "jax_plugins").is_dir():
+        raise ValueError(
+            f"compiling for NVIDIA GPUs needs jax's CUDA plugin, which needs neither a GPU nor a driver, and there is "
+            f"none in {folder}; get it with pip install 'groupax[cuda]', or in a separate folder, which takes 4 GB, "
+            f"with pip install --target {folder} 'jax-cuda13-plugin[with-cuda]=={version('jax')}'"
+        )
+    sys.path.insert(0, str(folder.resolve()))
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of its package
+        return False
 
 
 def find_target(name: str) -> Target:
-    """Returns the devices of a TPU slice, e.g. v4-64 or v5e-32, or virtual CPU devices, e.g. cpu:8.
+    """Returns the devices of a name.
+
+    Args:
+        name: A TPU slice, e.g. v4-64 or v5e-32, a kind and number of GPUs, e.g. h100-8, or a number of virtual CPU
+            devices, e.g. cpu:8.
 
     Raises:
-        ValueError: There is no such slice, or XLA does not know it.
+        ValueError: There are no such devices, or XLA does not know them.
     """
     import jax
 
@@ -80,23 +115,44 @@ def find_target(name: str) -> Target:
         return Target(name, tuple(devices), None)
     from jax.experimental import topologies
 
-    requested = _slice(name)
-    text = f"{requested.kind}:{'x'.join(map(str, requested.sides))}"
-    settings: dict[str, Any] = {"chip_config_name": _CONFIGS[requested.kind]} if requested.kind in _CONFIGS else {}
-    if requested.num_chips < 4:  # a fraction of a host
-        settings["chips_per_host_bounds"] = (*requested.sides, 1)
+    requested = absent_devices(name)
     try:
-        topology = topologies.get_topology_desc(text, platform="tpu", **settings)
+        if isinstance(requested, GpuHosts):
+            text = f"{requested.num_hosts}x1x{requested.gpus_per_host}"
+            config = files("groupax.planning").joinpath("gpu_targets", f"{requested.kind}.txtpb").read_text()
+            topology = topologies.get_topology_desc(platform="cuda", topology=text, target_config=config)
+        else:
+            text = f"{requested.kind}:{'x'.join(map(str, requested.sides))}"
+            topology = topologies.get_topology_desc(text, platform="tpu", **_slice_settings(requested))
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"libtpu does not know the slice {requested.name} ({text}): {error}") from error
+        raise ValueError(f"XLA does not know {requested.name} ({text}): {error}") from error
     return Target(requested.name, tuple(topology.devices), CHIPS[requested.kind])
 
 
-def _slice(name: str) -> Slice:
+def _slice_settings(requested: Slice) -> dict[str, Any]:
+    settings: dict[str, Any] = {"chip_config_name": _CONFIGS[requested.kind]} if requested.kind in _CONFIGS else {}
+    if requested.num_chips < 4:  # a fraction of a host
+        settings["chips_per_host_bounds"] = (*requested.sides, 1)
+    return settings
+
+
+def absent_devices(name: str) -> Slice | GpuHosts:
+    """Returns the TPU slice or the GPUs of a name.
+
+    Raises:
+        ValueError: There are none of this name.
+    """
+    words = name.strip().lower()
+    if words.startswith(tuple(GPUS)):
+        return gpu_hosts(words)
     try:
-        return tpu_slice(name)
+        return tpu_slice(words)
     except ValueError as error:
-        raise ValueError(f"{error}; virtual CPU devices are cpu:8") from None
+        if words.startswith(tuple(TPUS)):
+            raise
+        raise ValueError(
+            f"{error}; kinds of GPUs are {', '.join(GPUS)}, e.g. h100-8; virtual CPU devices are cpu:8"
+        ) from None
 
 
 def _num_cpus(name: str) -> int:

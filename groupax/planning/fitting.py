@@ -11,9 +11,8 @@ from groupax.engine.tensor_parallel import indivisible_dims
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params, split_dims
-from groupax.parallel.accelerators import tpu_slice
 from groupax.parallel.mesh import check_divisible, decoding_mesh, default_mesh, splits_model
-from groupax.planning.devices import Target, find_target
+from groupax.planning.devices import Target, absent_devices, find_target
 from groupax.planning.measured import Compiler, Measured
 from groupax.planning.programs import DoesNotFitError
 from groupax.planning.run import Run, trace_run
@@ -171,9 +170,9 @@ def _changes(config: ModelConfig, plan: Plan) -> Iterator[Request]:
 
 
 def _larger(name: str) -> str | None:
-    """Returns the slice with twice the number of chips; None if there is none."""
-    kind, _, number = tpu_slice(name).name.partition("-")
+    """Returns the name of twice as many devices; None if there are none."""
+    kind, _, number = name.strip().lower().rpartition("-")
     try:
-        return tpu_slice(f"{kind}-{2 * int(number)}").name
+        return absent_devices(f"{kind}-{2 * int(number)}").name
     except ValueError:
         return None

@@ -1,0 +1,122 @@
+"""Attention while decoding: one query per row over the cache of its prompt and of its own tokens.
+
+A row's own columns are a ring: every row writes its newest keys and values into the same column, and the columns before
+it, modulo their number T, hold its earlier tokens. The function here defines the computation for every platform.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from groupax.models.attention import MASKED, within_window
+from groupax.models.config import AttentionConfig
+from groupax.models.layers import scaled, softcapped
+from groupax.models.matmul import matmul
+from groupax.parallel.pytree import pytree
+
+
+@pytree
+class Past:
+    """The columns of the cache that each row sees; B / Q adjacent rows share a prompt.
+
+    Attributes:
+        prompt_starts: First column of each right-aligned prompt; its number of columns S for an empty prompt.
+        column: Column of the rows' newest tokens, in [0, T).
+        lengths: Number of own columns that each row sees, the newest included; 0 for an idle row, whose result is
+            undefined but finite.
+    """
+
+    prompt_starts: Int[Array, "Q"]
+    column: Int[Array, ""]
+    lengths: Int[Array, "B"]
+
+    def ages(self, num_columns: int) -> Int[Array, "T"]:
+        """Returns how many tokens before the newest one each own column was written, if it was."""
+        ages = self.column - jnp.arange(num_columns)
+        return jnp.where(ages < 0, ages + num_columns, ages)
+
+    def visible(self, num_columns: int, window: int | None = None) -> Bool[Array, "B T"]:
+        """Returns which own columns each row sees, with a window only the newest ones."""
+        ages = self.ages(num_columns)[None, :]
+        return (ages < self.lengths[:, None]) & within_window(ages, window)
+
+    def prompt_visible(self, num_columns: int, window: int | None = None) -> Bool[Array, "Q S"] | Bool[Array, "B S"]:
+        """Returns which columns of its prompt each row sees, with a window those that are near enough to the row."""
+        columns = jnp.arange(num_columns)[None, :]
+        visible = columns >= self.prompt_starts[:, None]
+        if window is None:
+            return visible
+        distance = self.lengths[:, None] - 1 + num_columns - columns
+        return jnp.repeat(visible, len(distance) // len(visible), axis=0) & within_window(distance, window)
+
+
+class LayerCache(NamedTuple):
+    """The keys and values of a layer: of Q prompts, and of the B rows' own tokens."""
+
+    prompt_k: Float[Array, "Q K H S"]
+    prompt_v: Float[Array, "Q K S H"]
+    k: Float[Array, "B K H T"]
+    v: Float[Array, "B K T H"]
+
+
+def attend_past(
+    attn: AttentionConfig,
+    past: Past,
+    cache: LayerCache,
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+) -> tuple[Float[Array, "B N H"], LayerCache]:
+    """Writes the newest tokens' keys and values into the cache, and computes their queries' attention."""
+    keys = lax.dynamic_update_index_in_dim(cache.k, k.astype(cache.k.dtype), past.column, axis=3)
+    values = lax.dynamic_update_index_in_dim(cache.v, v.astype(cache.v.dtype), past.column, axis=2)
+    cache = cache._replace(k=keys, v=values)
+    return attend_cached(attn, past, cache, q), cache
+
+
+def attend_cached(
+    attn: AttentionConfig, past: Past, cache: LayerCache, q: Float[Array, "B N H"]
+) -> Float[Array, "B N H"]:
+    """Computes attention of one query per row over its prompt's and its own visible columns.
+
+    The rows of a prompt are grouped into one matmul, so that its keys and values are read once for all of them.
+    """
+    B, N, H = q.shape
+    Q, K, S, _ = cache.prompt_v.shape
+    R, G = B // Q, N // K  # rows per prompt, query heads per kv head
+    common = max(q.dtype, cache.k.dtype, key=lambda dtype: dtype.itemsize)  # the cache may have its own dtype
+    prompt_k, prompt_v, keys, values = (x.astype(common) for x in cache)
+
+    def to_prompts(x: Array) -> Array:  # [B, K, G, _] -> [Q, K, R G, _]
+        return x.reshape(Q, R, K, G, -1).swapaxes(1, 2).reshape(Q, K, R * G, -1)
+
+    def to_rows(x: Array) -> Array:  # [Q, K, R G, _] -> [B, K, G, _]
+        return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
+
+    queries = scaled(q, attn.scale).reshape(B, K, G, H).astype(common)
+    prompt_scores = softcapped(matmul(to_prompts(queries), prompt_k), attn.softcap)
+    prompt_visible = past.prompt_visible(S, attn.window)
+    if len(prompt_visible) == Q:
+        prompt_visible = prompt_visible[:, None, None]
+    else:
+        prompt_visible = jnp.repeat(prompt_visible.reshape(Q, 1, R, S), G, axis=2)
+    prompt_scores = jnp.where(prompt_visible, prompt_scores, MASKED)
+    row_scores = softcapped(matmul(queries, keys), attn.softcap)
+    visible = past.visible(values.shape[2], attn.window)
+    row_scores = jnp.where(visible[:, None, None], row_scores, MASKED)
+    highest = jnp.maximum(to_rows(_row_max(prompt_scores)), _row_max(row_scores))
+    prompt_weights, row_weights = jnp.exp(prompt_scores - to_prompts(highest)), jnp.exp(row_scores - highest)
+    prompt_out = matmul(prompt_weights.astype(values.dtype), prompt_v)
+    row_out = matmul(row_weights.astype(values.dtype), values)
+    out = (to_rows(prompt_out) + row_out) / (to_rows(_row_sum(prompt_weights)) + _row_sum(row_weights))
+    return out.astype(q.dtype).reshape(B, N, H)
+
+
+def _row_max(scores: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
+    return jnp.max(scores, axis=-1, keepdims=True)
+
+
+def _row_sum(weights: Float[Array, "*M S"]) -> Float[Array, "*M 1"]:
+    return jnp.sum(weights, axis=-1, keepdims=True)
