@@ -56,7 +56,7 @@ def _norm_forward(x: Array, weight: Array, eps: float, kind: NormKind) -> tuple[
     return y, (x, weight, mean, inverse_std)
 
 
-def _norm_backward(eps: float, kind: NormKind, saved: tuple[Any, ...], cotangent: Array) -> tuple[Array, Array]:
+def _norm_backward(_: float, kind: NormKind, saved: tuple[Any, ...], cotangent: Array) -> tuple[Array, Array]:
     """Computes both gradients in float32 from what the forward pass saved, as a function of the cotangent."""
     x, weight, mean, inverse_std = saved
     normed = _centered(_depending_on(cotangent, x), mean) * inverse_std[..., None]
