@@ -1,8 +1,9 @@
 """The programs of a run, and the bytes of arrays on a device."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ class Program:
 
     Attributes:
         name: Name of the function.
-        traced: The traced function, to be compiled and counted.
+        trace: Traces the function.
         arguments: Its arguments by kind; small ones are left out.
         runs: Number of runs in a rollout and the updates on it.
         loop_steps: Number of iterations of loops whose ends depend on what they compute.
@@ -37,11 +38,16 @@ class Program:
     """
 
     name: str
-    traced: jax.stages.Traced
+    trace: Callable[[], jax.stages.Traced]
     arguments: Mapping[str, Any]
     runs: int
     loop_steps: int = 1
     transferred_bytes: float = 0.0
+
+    @cached_property
+    def traced(self) -> jax.stages.Traced:
+        """The traced function, to be compiled and counted."""
+        return self.trace()
 
 
 def device_bytes(trees: Mapping[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""The trainer's and the engine's programs of a run, traced with abstract arrays.
+"""The trainer's and the engine's programs of a run, for abstract arrays.
 
 All prompts and completions are assumed to have their maximum length.
 """
@@ -56,9 +56,14 @@ class Run:
 
 
 def trace_run(
-    config: ModelConfig, mesh: Mesh, args: GRPOConfig, lora: LoRAConfig | None = None, memory_bytes: float | None = None
+    config: ModelConfig,
+    mesh: Mesh,
+    args: GRPOConfig,
+    lora: LoRAConfig | None = None,
+    memory_bytes: float | None = None,
+    like: "Run | None" = None,
 ) -> Run:
-    """Traces the programs of a run.
+    """Returns the programs of a run, most of which are traced when they are needed.
 
     Args:
         config: Config of the model.
@@ -66,6 +71,8 @@ def trace_run(
         args: Settings of the run.
         lora: Config of the adapter to train; None for all weights.
         memory_bytes: Memory of a device; None for no limit.
+        like: A run of the same model with more layers, whose cache and micro-batches have the sizes to use; None for
+            those that the engine and the learner would choose.
 
     Raises:
         ValueError: The settings contradict each other, or are not supported by plans.
@@ -73,7 +80,7 @@ def trace_run(
     """
     model_state = AbstractModel(config, mesh, args, lora)
     limit = math.inf if memory_bytes is None else memory_bytes
-    left = limit - device_bytes(model_state.residents)
+    left = math.inf if like else limit - device_bytes(model_state.residents)
     if left <= 0:
         taken = device_bytes(model_state.residents) / 1e9
         raise DoesNotFitError(
@@ -84,8 +91,8 @@ def trace_run(
     num_rows = schedule.prompts_per_rollout * args.num_generations
     prompt = prompt_limit(config.max_positions, args.max_completion_length, args.max_prompt_length, _LENGTH)
     longest = (prompt, args.max_completion_length)
-    rollout, cache, gathered = trace_rollout(model_state, num_rows, longest, left)
-    tokens = args.micro_batch_tokens or model_state.fitting_tokens(left)
+    rollout, cache, gathered = trace_rollout(model_state, num_rows, longest, left, like.cache if like else None)
+    tokens = like.micro_batch_tokens if like else args.micro_batch_tokens or model_state.fitting_tokens(left)
     training = trace_training(model_state, schedule, longest, tokens)
     return Run(
         programs=(*rollout, *training.programs),
