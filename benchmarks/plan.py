@@ -104,7 +104,7 @@ def scaling(num_chips: int, rows: int) -> dict[str, Any]:
     run = trace_run(read_config(LLAMA_8B), mesh, args, None, chip.memory_bytes)
     always = {kind: device_bytes({kind: tree}) for kind, tree in run.residents.items()}
     measured = [
-        Measured(each.name, each.runs, always, count_program(each.traced.jaxpr, each.loop_steps), 0.0)
+        Measured(each.name, each.runs, always, count_program(each.traced.jaxpr, each.loop_steps))
         for each in run.programs
     ]
     programs, seconds = {each.name: each for each in measured}, step_seconds(measured, run, chip)

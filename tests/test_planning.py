@@ -1,5 +1,6 @@
 """`groupax plan`: counts against closed forms, planned programs against those of a real engine and learner."""
 
+import io
 import json
 import math
 import os
@@ -32,11 +33,12 @@ from groupax.planning import fitting
 from groupax.planning.counting import Counts, count_program
 from groupax.planning.devices import Target, find_target, prepare
 from groupax.planning.fitting import Plan, Request, find_fitting_plan, make_plan
-from groupax.planning.measured import OTHER, Compiler, Measured, step_seconds
-from groupax.planning.programs import DoesNotFitError, device_bytes, host_bytes
+from groupax.planning.measured import OTHER, Compiler, Measured, step_seconds, whole_program
+from groupax.planning.programs import DoesNotFitError, Program, device_bytes, host_bytes
 from groupax.planning.run import trace_run
 from groupax.planning.tables import format_plan, verdict
 from groupax.runs.build import engine_for, learner_settings, lora_for
+from groupax.terminal.activities import Activities
 from groupax.training.learner import Learner
 from groupax.types import Row
 
@@ -46,8 +48,8 @@ SMALL = {**TINY, "num_hidden_layers": 1}
 MIXTURE = {**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-def silent(text):
-    pass
+def activities():
+    return Activities(io.StringIO())
 
 
 # -- counting
@@ -398,7 +400,7 @@ def test_what_lies_on_the_hosts_leaves_room_and_takes_time():
     compiler, seconds = Compiler(), {}
     for each in (whole, run):
         [update] = [program for program in each.programs if program.name == "apply_update"]
-        measured = compiler.measured(each, update)
+        measured = whole_program(config, update).measured(each, [compiler.compiled(update, "cpu")])
         assert measured.memory[OTHER] >= 0
         seconds[each] = measured.seconds(chip)["host"]
         assert step_seconds([], each, chip)["scoring"] == each.fetched_bytes / chip.host_bytes_per_s
@@ -609,17 +611,17 @@ def test_what_changes_of_a_rollout():
 def test_settings_are_found_that_fit(few_bytes):
     config, compiler = read_config({**TINY, "vocab_size": 2048}), Compiler()
     few_bytes(1e12)
-    whole = make_plan(config, Request("v5e-1", TRAIN), None, compiler, silent)
+    whole = make_plan(config, Request("v5e-1", TRAIN), None, compiler, activities())
     assert whole.fits
     assert whole.largest.name == "micro_step"
     sizes = {program.name: program.total for program in whole.programs}
     for part in (0.95, 0.6, 0.45):
         few_bytes(part * whole.largest.total)
-        plan = make_plan(config, Request("v5e-1", TRAIN), None, compiler, silent)
+        plan = make_plan(config, Request("v5e-1", TRAIN), None, compiler, activities())
         assert {program.name: program.total for program in plan.programs} == sizes
         assert not plan.fits
         assert verdict(plan).startswith("DOES NOT FIT: the peak is ")
-        found = find_fitting_plan(config, plan, None, compiler, silent)
+        found = find_fitting_plan(config, plan, None, compiler, activities())
         assert found.fits
         assert found.request.changes[0] == "--gradient_checkpointing full"
         assert found.largest.total <= part * whole.largest.total
@@ -629,7 +631,7 @@ def test_settings_are_found_that_fit(few_bytes):
 @pytest.mark.heavy
 def test_a_candidate_that_is_no_run_is_passed_over(few_bytes, monkeypatch):
     few_bytes(1e9)
-    plan, told, tried = a_plan("decode_chunk", shape=(4, 1, 1, 1, 1), devices="v5e-4"), [], []
+    plan, told, tried = a_plan("decode_chunk", shape=(4, 1, 1, 1, 1), devices="v5e-4"), io.StringIO(), []
 
     def of_candidate(config, request, *_, **__):
         tried.append(request.changes)
@@ -638,16 +640,15 @@ def test_a_candidate_that_is_no_run_is_passed_over(few_bytes, monkeypatch):
         return a_plan("", request.args, devices=request.devices)
 
     monkeypatch.setattr(fitting, "make_plan", of_candidate)
-    found = find_fitting_plan(read_config(TINY), plan, None, Compiler(), told.append)
+    found = find_fitting_plan(read_config(TINY), plan, None, Compiler(), Activities(told))
     assert tried == [("--mesh 1,-1,1,1,1",), ("--max_concurrent_rows 8",)]
     assert found.request.args.max_concurrent_rows == 8
-    assert "heads (4) is not divisible by tp=16" in told
+    assert "heads (4) is not divisible by tp=16" in told.getvalue()
 
 
 def test_nothing_fits_where_nothing_can(few_bytes):
     few_bytes(1000.0)
-    told = []
-    plan = make_plan(read_config(SMALL), Request("v5e-256", TRAIN), None, Compiler(), told.append)
+    plan = make_plan(read_config(SMALL), Request("v5e-256", TRAIN), None, Compiler(), activities())
     assert str(plan.fault).startswith("weights and optimizer alone need")
     assert verdict(plan) == format_plan(plan) == f"does not fit: {plan.fault}"
     assert plan.programs == ()
@@ -661,11 +662,14 @@ def test_an_update_reads_and_writes_its_state_and_reads_gradients():
     assert update.seconds(chip)["memory"] == 33 / chip.memory_bytes_per_s
 
 
-class Lowered:
-    """A program whose compilation fails."""
+class Uncompilable:
+    """A traced function whose compilation fails."""
 
     def __init__(self, message):
         self.message = message
+
+    def lower(self):
+        return self
 
     def as_text(self):
         return self.message
@@ -674,15 +678,19 @@ class Lowered:
         raise jax.errors.JaxRuntimeError(self.message)
 
 
+def uncompilable(message):
+    return Program("failing", lambda: Uncompilable(message), {}, 1)
+
+
 def test_a_compiler_that_gives_up_says_how_much_memory_it_takes():
     compiler = Compiler()
     full = "RESOURCE_EXHAUSTED: x temporaries (1.50G) exceeds available HBM"
-    bytes_and_seconds = compiler._memory_of(Lowered(full))
-    assert bytes_and_seconds[0] == 1.5 * 2**30
-    assert compiler._memory_of(Lowered(full)) is bytes_and_seconds
+    compiled = compiler.compiled(uncompilable(full), "tpu")
+    assert compiled.temporary_bytes == 1.5 * 2**30
+    assert compiler.compiled(uncompilable(full), "tpu") is compiled
     for message in ("INTERNAL: Mosaic failed", "RESOURCE_EXHAUSTED: of threads"):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            compiler._memory_of(Lowered(message))
+            compiler.compiled(uncompilable(message), "tpu")
 
 
 # -- the command
@@ -712,7 +720,9 @@ def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
     assert [program["name"] for program in record["programs"]] == names
     lines = done.stdout.splitlines()
     for heading, cells in (("memory of a device, MB", 8), ("work of a device in one run of each program", 4)):
-        table = lines[lines.index(heading) + 2 :][: len(names)]
+        first, last = (index for index, line in enumerate(lines) if line == heading)
+        assert lines[first + 2].split()[0] == names[0], "an estimate comes first"
+        table = lines[last + 2 :][: len(names)]
         assert [line.split()[0] for line in table] == names
         assert len(table[2].split()) >= cells - 2
     largest = max(program["total"] for program in record["programs"])

@@ -46,7 +46,7 @@ class Counts:
             self.fp8_flops + other.fp8_flops,
         )
 
-    def times(self, number: int) -> "Counts":
+    def times(self, number: float | int) -> "Counts":
         """Returns the counts of `number` runs."""
         exchanged = {kind: number * sent for kind, sent in self.exchanged.items()}
         return Counts(

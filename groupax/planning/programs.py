@@ -35,17 +35,19 @@ class Program:
         runs: Number of runs in a rollout and the updates on it.
         loop_steps: Number of iterations of loops whose ends depend on what they compute.
         transferred_bytes: Bytes to and from the host in one run, for each device.
+        scans_layers: Whether its layers are a loop, so that it compiles quickly whatever their number.
     """
 
     name: str
-    trace: Callable[[], jax.stages.Traced]
+    trace: Callable[[], Any]
     arguments: Mapping[str, Any]
     runs: int
     loop_steps: int = 1
     transferred_bytes: float = 0.0
+    scans_layers: bool = False
 
     @cached_property
-    def traced(self) -> jax.stages.Traced:
+    def traced(self) -> Any:
         """The traced function, to be compiled and counted."""
         return self.trace()
 

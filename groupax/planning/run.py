@@ -16,6 +16,7 @@ from groupax.engine.plan import CacheShape
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.planning.abstract import AbstractModel
+from groupax.planning.counting import bytes_between_hosts
 from groupax.planning.programs import DoesNotFitError, Program, device_bytes, host_bytes
 from groupax.planning.rollouts import trace_rollout
 from groupax.planning.updates import trace_training
@@ -32,6 +33,7 @@ class Run:
         programs: Programs of a rollout and the updates on it, in order.
         residents: Arrays that stay in memory, by kind.
         gathered_bytes: Bytes that each device receives from others before a rollout.
+        gathered_between_hosts: Each device's share of what its host receives from other hosts for that.
         fetched_bytes: Bytes that each device receives from its host before a rollout is scored.
         cache: Shape of each device's KV cache.
         num_micro_batches: Number of micro-batches of an optimizer step.
@@ -45,6 +47,7 @@ class Run:
     programs: tuple[Program, ...]
     residents: Mapping[str, Any]
     gathered_bytes: float
+    gathered_between_hosts: float
     fetched_bytes: float
     cache: CacheShape
     num_micro_batches: int
@@ -98,6 +101,7 @@ def trace_run(
         programs=(*rollout, *training.programs),
         residents=model_state.residents,
         gathered_bytes=gathered,
+        gathered_between_hosts=bytes_between_hosts(gathered, mesh.devices.flat),
         fetched_bytes=host_bytes({"reference": model_state.residents.get("reference")}),
         cache=cache,
         num_micro_batches=training.num_micro_batches,

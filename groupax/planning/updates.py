@@ -80,7 +80,9 @@ def _trace_scoring(
         settings=model_state.settings.objective,
         execution=model_state.execution,
     )
-    return [Program("score", trace, arguments, num_micro_batches * passes)]
+    return [
+        Program("score", trace, arguments, num_micro_batches * passes, scans_layers=model_state.execution.scan_layers)
+    ]
 
 
 def _trace_update(model_state: AbstractModel, batch: Any, num_micro_batches: int, updates: int) -> list[Program]:
@@ -112,8 +114,10 @@ def _trace_update(model_state: AbstractModel, batch: Any, num_micro_batches: int
     )
     state = {"masters": model_state.state.params, "optimizer": model_state.state.opt_state}
     moved_bytes = 2 * host_bytes(state)  # each array comes and goes
+    arguments = {**model_state.own, "gradients": totals}
+    scans = model_state.execution.scan_layers
     return [
-        Program("micro_step", trace_step, {**model_state.own, "gradients": totals}, num_micro_batches * updates),
+        Program("micro_step", trace_step, arguments, num_micro_batches * updates, scans_layers=scans),
         Program("all_reduce", lambda: sums, {"gradients": totals}, updates),
         Program("apply_update", trace_update, {**state, "gradients": grads}, updates, transferred_bytes=moved_bytes),
     ]
