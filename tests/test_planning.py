@@ -27,14 +27,16 @@ from groupax.models.config import AttentionConfig
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
 from groupax.models.grouped_matmul import grouped_matmul
+from groupax.models.lora import LoRAConfig
 from groupax.models.specs import model_specs
 from groupax.parallel.accelerators import Chip
 from groupax.parallel.mesh import make_mesh
 from groupax.planning import fitting
-from groupax.planning.counting import Counts, count_program
+from groupax.planning.counting import Counts, bytes_between_hosts, count_program
 from groupax.planning.devices import Target, find_target, prepare
+from groupax.planning.few_layers import few_layers
 from groupax.planning.fitting import Plan, Request, find_fitting_plan, make_plan
-from groupax.planning.measured import OTHER, Compiler, Measured, step_seconds, whole_program
+from groupax.planning.measured import OTHER, Compiler, Extrapolation, Measured, step_seconds, whole_program
 from groupax.planning.programs import DoesNotFitError, Program, device_bytes, host_bytes
 from groupax.planning.run import trace_run
 from groupax.planning.tables import format_plan, verdict
@@ -187,6 +189,38 @@ def test_exchanges_that_are_not_counted_are_an_error():
         exchange(lambda x: lax.ppermute(x, "tp", [(0, 1), (1, 0)]), (8, 8), ALONG)
 
 
+class Device:
+    """A device of a host."""
+
+    def __init__(self, host):
+        self.process_index = host
+
+
+def test_what_hosts_send_each_other_is_shared_by_their_devices():
+    def on(*hosts):
+        return bytes_between_hosts(24.0, map(Device, hosts))
+
+    assert on(0, 0, 0, 0) == 0
+    assert on(0, 0, 1, 1) == 24 / 2, "two rings, each through a port of its own"
+    assert on(0, 1, 2, 3) == 24
+
+
+def test_products_of_8_bit_floats_are_counted_apart():
+    def flops(left, right):
+        arrays = [jax.ShapeDtypeStruct((4, 4), dtype) for dtype in (left, right)]
+        counts = count_program(
+            jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32)).trace(*arrays).jaxpr
+        )
+        return counts.flops, counts.fp8_flops
+
+    once, fp8 = 2.0 * 4**3, jnp.float8_e4m3fn
+    assert flops(fp8, fp8) == (once, once)
+    assert flops(jnp.int8, jnp.int8) == flops(jnp.bfloat16, jnp.bfloat16) == (once, 0)
+    chip, mixed = replace(tiny_chip(1e9), fp8_flops=2e12), Counts(3e12, fp8_flops=2e12)
+    assert Measured("admit", 1, {}, mixed).seconds(chip)["arithmetic"] == 1 + 1
+    assert Measured("admit", 1, {}, mixed).seconds(tiny_chip(1e9))["arithmetic"] == 3
+
+
 def test_a_devices_part_is_counted():
     mesh = make_mesh((1, 1, 1, 4, 1))
     parts = PartitionSpec(None, "tp"), PartitionSpec("tp", None)
@@ -227,6 +261,48 @@ def test_a_models_programs_count_its_matrices_as_its_table_of_weights_does():
     assert 1 <= scored / expected <= 1.25 * (1 + 2 / 32)
     assert 3.8 < stepped / scored <= 4, "logits are computed again"
     assert few[2] < few[0] < few[1] / 3
+
+
+# -- models with a few layers
+
+DEEP = {**TINY, "num_hidden_layers": 9}
+
+
+def layers_of(models):
+    return [(model.config.num_layers, model.weight) for model in models]
+
+
+def test_a_few_layers_of_each_kind_stand_for_all():
+    assert layers_of(few_layers(read_config(DEEP))) == [(2, 1 - 3.5), (4, 3.5)]
+    assert layers_of(few_layers(read_config({**DEEP, "num_hidden_layers": 4}))) == [(4, 1.0)]
+    mixed = replace(read_config(DEEP), windows=(None, 8, 8, None, 8, 8, 8, 8, 8))
+    few = few_layers(mixed)
+    assert layers_of(few) == [(4, 1 - 2.5), (6, 2.5)]
+    assert [model.config.windows for model in few] == [(None, 8, 8, None), (None, 8, 8, None, 8, 8)]
+    experts = read_config({**MIXTURE, "num_hidden_layers": 9}).experts
+    few = few_layers(replace(read_config(DEEP), experts=replace(experts, layers=(3, 4, 5, 6, 7, 8))))
+    assert [model.config.experts.layers for model in few] == [(3, 4), (3, 4, 5, 6)]
+    assert layers_of(few) == [(5, 1 - 2.0), (7, 2.0)]
+
+
+def test_an_adapter_of_some_layers_only_is_planned_with_all_of_them():
+    config = read_config(DEEP)
+    assert len(few_layers(config, LoRAConfig(r=4))) == 2
+    for modules in (r".*layers\.7\..*q_proj", ["8.self_attn.q_proj"]):
+        assert layers_of(few_layers(config, LoRAConfig(r=4, target_modules=modules))) == [(9, 1.0)]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("settings", [{}, {"lora_r": 4, "beta": 0.1, "dtype": "bfloat16"}])
+def test_what_all_layers_count_follows_from_a_few(settings):
+    config = replace(read_config(DEEP), windows=(None, 8, 8, None, 8, 8, 8, 8, 8))
+    args = GRPOConfig(prompts_per_step=4, num_generations=4, max_completion_length=32, max_prompt_length=32, **settings)
+    lora, mesh = lora_for(args, None), make_mesh((1, 4, 1, 1, 1))
+    run, few = trace_run(config, mesh, args, lora), few_layers(config, lora)
+    runs = [trace_run(model.config, mesh, args, lora, like=run) for model in few]
+    for index, program in enumerate(run.programs):
+        parts = Extrapolation(program, few, [each.programs[index] for each in runs])
+        assert parts.counts == whole_program(config, program).counts, program.name
 
 
 # -- programs
