@@ -29,7 +29,6 @@ class Array:
         bits = _BITS.get(self.dtype)
         if bits is None:
             bits = int((re.search(r"\d+", self.dtype) or ["0"])[0])
-            bits *= 2 if self.dtype.startswith("c") else 1
         return math.prod(self.shape) * bits / 8
 
     def __str__(self) -> str:

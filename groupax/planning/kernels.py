@@ -85,6 +85,27 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """What a part of a program launches.
+
+    Attributes:
+        kernels: Number of kernels, copies and library calls.
+        copies: Number of copies among them.
+        sorts: Number of sorts; one may take many kernels.
+        calls: Number of custom calls by target: libraries, and kernels written in Triton.
+        read_bytes: Bytes that are read from memory, see `Module.traffic`.
+        written_bytes: Bytes that are written to memory.
+    """
+
+    kernels: int
+    copies: int
+    sorts: int
+    calls: Mapping[str, int]
+    read_bytes: float
+    written_bytes: float
+
+
+@dataclass(frozen=True)
 class GpuProgram:
     """A program compiled for a GPU.
 
@@ -122,6 +143,40 @@ class GpuProgram:
         for loop, in_graph in loops:
             step += self._iteration(loop, in_graph)
         return step, others
+
+    def count(self, work: Work) -> Counts:
+        """Counts the launches of a part of the program by kind, and their memory traffic."""
+        copies, sorts, calls, read, written = 0, 0, Counter[str](), 0.0, 0.0
+        last = ""
+        for launch in work.launches:
+            instruction = self.instruction(launch.thunk)
+            copies += launch.runs if launch.thunk.kind == "kCopy" else 0
+            if instruction is None or instruction.name == last:  # of a sort, whose first kernel stands for all
+                continue
+            last = instruction.name
+            if instruction.opcode == "custom-call":
+                calls[instruction.target] += launch.runs
+            inner = self.module.computations.get(instruction.called, {}).values()
+            sorts += launch.runs if any(each.opcode == "sort" for each in (instruction, *inner)) else 0
+            moved = self.module.traffic(instruction, self.scopes[instruction.name])
+            read, written = read + launch.runs * moved[0], written + launch.runs * moved[1]
+        return Counts(work.num_launches, copies, sorts, dict(calls), read, written)
+
+    def describe(self, work: Work) -> Iterator[str]:
+        """Yields a line for each launch: its number, megabytes read and written, operation, source and results."""
+        for launch in work.launches:
+            instruction = self.instruction(launch.thunk)
+            if instruction is None:
+                yield f"{launch.runs} x {launch.thunk.kind} {launch.thunk.label}"
+                continue
+            read, written = self.module.traffic(instruction, self.scopes[instruction.name])
+            source = "/".join(self.module.lines.get(instruction.frame, "").split("/")[-2:])
+            results = " ".join(map(str, instruction.arrays))
+            what = instruction.target or instruction.op_name
+            yield (
+                f"{launch.runs:4} x {read / 1e6:9.3f} {written / 1e6:9.3f} MB  {instruction.name}  {what}  {source}  "
+                f"{results}"
+            )
 
     def _steps(self, thunks: Sequence[Thunk], loop_steps: int) -> tuple[list[tuple[Thunk, bool]], Work]:
         """Returns the program's loops, with whether each is in a graph, and the work outside of them."""

@@ -25,7 +25,10 @@ def count_widened_products(lowered: Any) -> int:
         if operation.name == "func.call":
             callers.setdefault(operation.attributes["callee"].value, []).append(operation)
     products = [each for each in operations if each.name in ("stablehlo.dot_general", "stablehlo.convolution")]
-    return sum(any(_is_widened(operand, callers) for operand in each.operands) for each in products)
+    return sum(
+        any(_dtype(operand) == "f32" and _is_widened(operand, callers) for operand in each.operands)
+        for each in products
+    )
 
 
 def _walk(operation: Any) -> Iterator[Any]:
@@ -37,13 +40,15 @@ def _walk(operation: Any) -> Iterator[Any]:
 
 
 def _is_widened(value: Any, callers: dict[str, list[Any]]) -> bool:
-    """Returns whether a float32 array is one of narrow floats that was converted."""
-    dtype = str(value.type.element_type)
-    if dtype in _NARROW:
-        return True
-    if dtype != "f32":
-        return False
-    return any(_is_widened(source, callers) for source in _sources(value, callers))
+    """Returns whether an array is one of narrow floats, or one of float32 that was converted from such."""
+    dtype = _dtype(value)
+    return dtype in _NARROW or (
+        dtype == "f32" and any(_is_widened(source, callers) for source in _sources(value, callers))
+    )
+
+
+def _dtype(value: Any) -> str:
+    return str(value.type.element_type)
 
 
 def _sources(value: Any, callers: dict[str, list[Any]]) -> Iterator[Any]:
@@ -53,7 +58,7 @@ def _sources(value: Any, callers: dict[str, list[Any]]) -> Iterator[Any]:
         if owner.name in _SAME_ELEMENTS:
             yield owner.operands[0]
         return
-    index, parent = value.arg_number, owner.owner
+    index, parent = value.arg_number, owner.owner.operation
     if parent.name == "func.func":
         for call in callers.get(parent.attributes["sym_name"].value, ()):
             yield call.operands[index]
