@@ -2,6 +2,8 @@
 
 import io
 
+from rich.console import Console
+
 from groupax.terminal.activities import Activities
 
 
@@ -12,7 +14,7 @@ class Terminal(io.StringIO):
 
 def test_elsewhere_each_activity_is_a_line():
     shown = io.StringIO()
-    activities = Activities(shown)
+    activities = Activities(Console(file=shown, width=40))
     with activities.doing("compiling [bold]a[/]"), activities.doing("compiling b\x1b[31m"):
         activities.note("a: 3 s")
     assert shown.getvalue().splitlines() == ["compiling [bold]a[/] ...", "compiling b␛[31m ...", "a: 3 s"]
@@ -21,7 +23,7 @@ def test_elsewhere_each_activity_is_a_line():
 def test_a_terminal_shows_what_is_under_way_until_it_ends(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     shown = Terminal()
-    activities = Activities(shown)
+    activities = Activities(Console(file=shown, width=40))
     with activities.doing("compiling [a]"):
         with activities.doing("compiling b"):
             activities.note("found")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
+from rich.console import Console
 
 import groupax.engine.batch
 import groupax.engine.core
@@ -52,7 +53,7 @@ MIXTURE = {**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_expert
 
 
 def activities():
-    return Activities(io.StringIO())
+    return Activities(Console(file=io.StringIO()))
 
 
 # -- counting
@@ -718,7 +719,7 @@ def test_a_candidate_that_is_no_run_is_passed_over(few_bytes, monkeypatch):
         return a_plan("", request.args, devices=request.devices)
 
     monkeypatch.setattr(fitting, "make_plan", of_candidate)
-    found = find_fitting_plan(read_config(TINY), plan, None, Compiler(), Activities(told))
+    found = find_fitting_plan(read_config(TINY), plan, None, Compiler(), Activities(Console(file=told)))
     assert tried == [("--mesh 1,-1,1,1,1",), ("--max_concurrent_rows 8",)]
     assert found.request.args.max_concurrent_rows == 8
     assert "heads (4) is not divisible by tp=16" in told.getvalue()

@@ -67,13 +67,15 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig,
         raise ValueError("give a model and devices, e.g. --model Qwen/Qwen3-8B --devices h100-8")
     prepare(command.devices, command.libtpu, command.cuda)
 
+    from rich.console import Console
+
     from groupax.planning.fitting import Request, find_fitting_plan, make_plan
     from groupax.planning.measured import Compiler
     from groupax.planning.tables import format_plan, plan_record, verdict
     from groupax.recipes.fit import fit_config
     from groupax.terminal.activities import Activities
 
-    activities = Activities(sys.stderr)
+    activities = Activities(Console(stderr=True))
     model, lora = _read_model(command.model, command.args)
     args, compiler = command.args, Compiler(command.all_layers)
     if task is not None:

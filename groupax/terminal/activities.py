@@ -1,13 +1,11 @@
 """Progress of a slow command: a spinner with the seconds for each activity, or a line where there is no terminal."""
 
-import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from groupax.terminal.printable import printable
 
@@ -18,11 +16,11 @@ class Activities:
     On a terminal each activity is a line with a spinner that vanishes when it ends. Otherwise its start is printed.
 
     Args:
-        stream: Where they are shown, e.g. standard error.
+        console: Where they are shown.
     """
 
-    def __init__(self, stream: io.TextIOBase | TextIO) -> None:
-        self._console = Console(file=stream, soft_wrap=True, highlight=False, markup=False)
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._lock = threading.Lock()
         self._shown: Progress | None = None
         self._num_running = 0
@@ -30,7 +28,7 @@ class Activities:
     @contextmanager
     def doing(self, text: str) -> Iterator[None]:
         """Shows an activity until the block ends. May be called in several threads."""
-        task = self._started(printable(text))
+        task = self._started(text)
         try:
             yield
         finally:
@@ -39,14 +37,16 @@ class Activities:
     def note(self, text: str) -> None:
         """Prints a line above the activities."""
         with self._lock:
-            console = self._shown.console if self._shown else self._console
-            console.print(printable(text))
+            self._print(text)
 
-    def _started(self, text: str) -> int | None:
+    def _print(self, text: str) -> None:
+        self._console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
+
+    def _started(self, text: str) -> TaskID | None:
         with self._lock:
             self._num_running += 1
             if not self._console.is_terminal:
-                self._console.print(f"{text} ...")
+                self._print(f"{text} ...")
                 return None
             if self._shown is None:
                 columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
@@ -54,14 +54,14 @@ class Activities:
                     *columns, console=self._console, transient=True, redirect_stdout=False, redirect_stderr=False
                 )
                 self._shown.start()
-            return self._shown.add_task(text)
+            return self._shown.add_task(printable(text))
 
-    def _ended(self, task: int | None) -> None:
+    def _ended(self, task: TaskID | None) -> None:
         with self._lock:
             self._num_running -= 1
             if self._shown is None or task is None:
                 return
-            self._shown.remove_task(self._shown.task_ids[self._shown.task_ids.index(task)])  # pyright: ignore
+            self._shown.remove_task(task)
             if not self._num_running:
                 self._shown.stop()
                 self._shown = None
