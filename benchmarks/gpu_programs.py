@@ -81,7 +81,7 @@ def compiled_programs(case: Case, layers: int) -> Iterator[tuple[str, Numbers, l
     """
     from groupax import GRPOConfig
     from groupax.models.families import read_config
-    from groupax.parallel.mesh import default_mesh
+    from groupax.parallel.mesh import make_mesh
     from groupax.planning.kernels import compile_for_gpu
     from groupax.planning.precision import count_widened_products
     from groupax.planning.run import trace_run
@@ -89,7 +89,7 @@ def compiled_programs(case: Case, layers: int) -> Iterator[tuple[str, Numbers, l
     target = find_target("h100-1")
     assert target.chip is not None, "an H100 is known"
     config = read_config({**case.model, "num_hidden_layers": layers})
-    mesh = default_mesh(1e9, target.devices)
+    mesh = make_mesh(devices=target.devices)
     run = trace_run(config, mesh, GRPOConfig(**case.settings), None, target.chip.memory_bytes)
     for program in run.programs:
         if program.name not in case.programs:
@@ -116,7 +116,7 @@ def compiled_programs(case: Case, layers: int) -> Iterator[tuple[str, Numbers, l
 def by_layer(fewer: Numbers, more: Numbers, layers: int) -> Numbers:
     """Splits what grows with the number of layers into that of a layer and that outside of layers."""
     numbers = dict(fewer)
-    for name, unit in (("kernels", ""), ("temporary MB", ""), ("MB moved", "")):
+    for name in ("kernels", "temporary MB", "MB moved"):
         of_layer = more[name] - fewer[name]
         numbers[f"{name} of a layer"] = of_layer
         numbers[f"{name} outside layers"] = fewer[name] - layers * of_layer
@@ -140,11 +140,12 @@ def differences(found: Numbers, known: Numbers) -> tuple[list[str], list[str]]:
     worse, better = [], []
     for name in [*known, *(found.keys() - known.keys())]:
         now, before = found.get(name), known.get(name)
-        are_numbers = isinstance(now, int | float) and isinstance(before, int | float)
-        if now == before or (are_numbers and abs(now - before) <= TOLERANCE * abs(before)):
-            continue
         line = f"{name}: {before} in the table, now {now}"
-        (better if are_numbers and now < before else worse).append(line)
+        if not isinstance(now, int | float) or not isinstance(before, int | float):
+            if now != before:
+                worse.append(line)
+        elif abs(now - before) > TOLERANCE * abs(before):
+            (better if now < before else worse).append(line)
     return worse, better
 
 
@@ -167,8 +168,11 @@ def main() -> None:
     for title, case in cases.items():
         started_s = time.perf_counter()
         found, known = measured(case), table.get(title, {})
-        print(f"{title}: {len(found)} programs with {case.layers} and {case.layers + 1} layers, "
-              f"{time.perf_counter() - started_s:.0f} s", flush=True)
+        print(
+            f"{title}: {len(found)} programs with {case.layers} and {case.layers + 1} layers, "
+            f"{time.perf_counter() - started_s:.0f} s",
+            flush=True,
+        )
         for name, numbers in found.items():
             worse, better = differences(numbers, known.get(name, {}))
             failed = failed or bool(worse)

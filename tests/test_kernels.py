@@ -11,105 +11,11 @@ from groupax.planning.hlo import Array, parse_hlo
 from groupax.planning.kernels import GpuProgram, parse_thunks, read_gpu_program
 from groupax.planning.precision import count_widened_products
 
-# A chunk of decoding in miniature: a product, a Triton kernel and an update of a cache in each iteration, with a sort
-# in a branch, and a loop of four iterations in another.
-HLO = """
-HloModule jit_chunk, is_scheduled=true
-
-FileNames
-1 "/repo/groupax/engine/decode.py"
-
-FunctionNames
-1 "decode"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=77 end_line=77 column=15 end_column=85}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-
-%fused_update (param_0: bf16[64,1024], param_1: bf16[64,8], param_2: s32[]) -> bf16[64,1024] {
-  %param_0 = bf16[64,1024]{1,0} parameter(0), metadata={scheduling_name="param_0"}
-  %param_1 = bf16[64,8]{1,0} parameter(1)
-  %constant_1 = s32[] constant(0)
-  %slice.1 = bf16[64,1]{1,0} slice(%param_1), slice={[0:64], [3:4]}
-  %param_2 = s32[] parameter(2)
-  ROOT %update.1 = bf16[64,1024]{1,0} dynamic-update-slice(%param_0, %slice.1, %constant_1, /*index=3*/%param_2)
-}
-
-%fused_sort (param_3: f32[64,1024]) -> (f32[64,1024], s32[64,1024]) {
-  %param_3 = f32[64,1024]{1,0} parameter(0)
-  %iota.1 = s32[64,1024]{1,0} iota(), iota_dimension=1
-  ROOT %sort.1 = (f32[64,1024]{1,0}, s32[64,1024]{1,0}) sort(%param_3, %iota.1), dimensions={1}, to_apply=%compare
-}
-
-%fused_sum (param_4: f32[64,1024]) -> f32[] {
-  %param_4 = f32[64,1024]{1,0} parameter(0)
-  %constant_2 = f32[] constant(0)
-  ROOT %reduce.1 = f32[] reduce(%param_4, %constant_2), dimensions={0,1}, to_apply=%add
-}
-
-%many (arg.2: (f32[64,1024])) -> (f32[64,1024]) {
-  %arg.2 = (f32[64,1024]{1,0}) parameter(0)
-  %value.2 = f32[64,1024]{1,0} get-tuple-element(%arg.2), index=0
-  %fusion.3 = f32[] fusion(%value.2), kind=kInput, calls=%fused_sum
-  %while.2 = (s32[], f32[64,1024]{1,0}) while(%value.2), condition=%c, body=%b, backend_config={"known_trip_count":{"n":"4"},"known_init_step":{"init":"0","step":"1"}}
-  ROOT %tuple.2 = (f32[64,1024]{1,0}) tuple(%value.2)
-}
-
-%few (arg.3: (f32[64,1024])) -> (f32[64,1024]) {
-  %arg.3 = (f32[64,1024]{1,0}) parameter(0)
-  %value.3 = f32[64,1024]{1,0} get-tuple-element(%arg.3), index=0
-  %fusion.4 = (f32[64,1024]{1,0}, s32[64,1024]{1,0}) fusion(%value.3), kind=kCustom, calls=%fused_sort
-  ROOT %tuple.3 = (f32[64,1024]{1,0}) tuple(%value.3)
-}
-
-%body (arg.1: (s32[], bf16[64,1024], bf16[1024,1024])) -> (s32[], bf16[64,1024], bf16[1024,1024]) {
-  %arg.1 = (s32[], bf16[64,1024]{1,0}, bf16[1024,1024]{1,0}) parameter(0)
-  %step.1 = s32[] get-tuple-element(%arg.1), index=0
-  %cache.1 = bf16[64,1024]{1,0} get-tuple-element(%arg.1), index=1
-  %weight.1 = bf16[1024,1024]{1,0} get-tuple-element(%arg.1), index=2
-  %pallas_call.1 = bf16[64,8]{1,0} custom-call(%cache.1, %weight.1), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(chunk)/while/body/pallas_call" stack_frame_id=1}
-  %gemm.1 = f32[64,1024]{1,0} fusion(%cache.1, %weight.1), kind=kCustom, calls=%gone, backend_config={"kind":"__triton_nested_gemm_fusion"}
-  %update.2 = bf16[64,1024]{1,0} fusion(%cache.1, %pallas_call.1, %step.1), kind=kLoop, calls=%fused_update
-  %conditional.1 = (f32[64,1024]{1,0}) conditional(%step.1, %gemm.1, %gemm.1), true_computation=%many, false_computation=%few
-  %copy.1 = bf16[64,1024]{1,0} copy(%update.2)
-  ROOT %tuple.1 = (s32[], bf16[64,1024]{1,0}, bf16[1024,1024]{1,0}) tuple(%step.1, %copy.1, %weight.1)
-}
-
-ENTRY %main (p.1: bf16[64,1024], p.2: bf16[1024,1024]) -> bf16[64,1024] {
-  %p.1 = bf16[64,1024]{1,0} parameter(0)
-  %p.2 = bf16[1024,1024]{1,0} parameter(1)
-  %while.1 = (s32[], bf16[64,1024]{1,0}, bf16[1024,1024]{1,0}) while(%p.1, %p.2), condition=%cond, body=%body
-  ROOT %out = bf16[64,1024]{1,0} get-tuple-element(%while.1), index=1
-}
-"""
-THUNKS = """\
-001: kCopy         [source       | next=002 (1)] kCopy
-002: kWhile        [prev=001 (1) | sink        ]   
-condition:
-    003: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
-  body:
-    000: kCommandBuffer [source       | next=009 (1)] 
-        004: kCustomKernel [source       | sink        ] attend grid: [8, 8, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
-        005: kCustomKernel [prev=004 (1) | sink        ] gemm_1 grid: [8, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
-        006: kCustomKernel [prev=004 (1) | sink        ] update_2 grid: [8, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
-    015: kConditional  [prev=000 (1) | next=016 (1)]           
-      false_branch:
-        007: kCustomKernel [source       | next=008 (1)] sort_1 grid: [8, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
-        008: kCustomKernel [prev=007 (1) | sink        ] sort_1__1 grid: [8, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
-      true_branch:
-        009: kCustomKernel [source       | sink        ] input_reduce grid: [8, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
-        010: kWhile        [source       | sink        ]   
-condition:
-            011: kCustomKernel [source | sink] loop_compare grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
-          body:
-            000: kCommandBuffer [source | sink] 
-                012: kCuDnn [source | sink] kCuDnn
-                013: kCustomKernel [source | sink] loop_add grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
-    016: kDynamicSliceFusion [prev=015 (1) | sink] params=1, results=1
-        017: kCopy [source | sink] kCopy
-"""
+GOLDEN = Path(__file__).parent / "golden"
+# In the form of XLA's dumps, a chunk of decoding in miniature: in each iteration a product, a Triton kernel and an update
+# of a cache, a sort in a branch, and a loop of four iterations in another.
+HLO = (GOLDEN / "chunk.hlo.txt").read_text()
+THUNKS = (GOLDEN / "chunk.thunks.txt").read_text()
 NAMES = {1: "copy.9", 2: "while.1", 3: "compare.1", 4: "pallas_call.1", 5: "gemm.1", 6: "update.2", 7: "fusion.4"}
 NAMES |= {8: "fusion.4", 9: "fusion.3", 10: "while.2", 15: "conditional.1", 17: "copy.1"}
 
@@ -191,7 +97,9 @@ def test_a_step_is_an_iteration_with_its_smallest_branches(chunk):
     assert (counts.kernels, counts.copies, counts.sorts) == (7, 1, 1)
     assert counts.calls == {"__gpu$xla.gpu.triton": 1}
     assert counts.written_bytes == 4 * 64 * 1024 + 2 * 64 * 8 + 2 * 64 * 1024 + 2 * 64 + 8 * 64 * 1024
-    assert any("pallas_call.1  __gpu$xla.gpu.triton  engine/decode.py:77  bf16[64,8]" in line for line in chunk.describe(step))
+    assert any(
+        "pallas_call.1  __gpu$xla.gpu.triton  engine/decode.py:77  bf16[64,8]" in line for line in chunk.describe(step)
+    )
 
 
 def test_loops_of_known_length_count_as_often_as_they_run_and_need_no_host():

@@ -26,7 +26,7 @@ _SILENT = frozenset({"kAsyncDone", "kWaitForStreams", "kPartitionId", "kReplicaI
 
 @dataclass
 class Thunk:
-    """What the host launches, or a group of that.
+    """An entry of the sequence that the host executes: a launch, or a group of them.
 
     Attributes:
         kind: XLA's name of its kind, e.g. kCustomKernel or kWhile.
@@ -86,7 +86,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a part of a program launches.
+    """The kernels that a part of a program launches, and their memory traffic.
 
     Attributes:
         kernels: Number of kernels, copies and library calls.
