@@ -27,7 +27,7 @@ from groupax.engine.slots import fill, slot_table, to_slots
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.transfer import to_device, to_host
-from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS
+from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS, SamplingKind, sampling_kind
 
 # With at most this many chunks left, the number of slots no longer changes.
 LAST_CHUNKS = 3
@@ -141,6 +141,7 @@ class Batch:
             config=self.core.config,
             mesh=self.mesh,
             num_steps=self.chunk_steps,
+            sampling=self._sampling(running),
         )
         self.num_steps += self.chunk_steps
         self.column = (self.column + self.chunk_steps) % self.cache.num_columns
@@ -194,6 +195,10 @@ class Batch:
         share = scheduler.share
         kept = scheduler.compact(needed)
         self._resize(kept, kept // share, shape)
+
+    def _sampling(self, sequences: Iterable[Sequence]) -> SamplingKind:
+        """Returns the kind of sampling of a program that decodes these sequences."""
+        return sampling_kind(sequence.params for sequence in sequences)
 
     def _is_prepared(self, shape: CacheShape) -> bool:  # noqa: ARG002
         """Returns whether to change to this shape now, where the change may wait."""

@@ -128,53 +128,52 @@ def _prefill(
         first_unknown = starts
     else:
         keys, values, first_unknown = known.k, known.v, known.first_unknown
-    columns = jnp.arange(S)[None, :]
-
-    def some(index: Array, stored: Any) -> Any:
-        own_prompts, own_starts, unknown, own = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, index * num, num), (prompts, starts, first_unknown, stored)
-        )
-
-        def piece(index: Array, stored: Any) -> Any:
-            first = index * M
-            own = first + jnp.arange(M)
-            attend = _Piece(
-                first=first,
-                visible=(columns >= own_starts[:, None])[:, None, :] & (columns <= own[:, None])[None],
-                distance=(own[:, None] - columns)[None],
-                is_unknown=None if known is None else own[None, :] >= unknown[:, None],
-            )
-            tokens = lax.dynamic_slice_in_dim(own_prompts, first, M, 1)
-            positions = jnp.maximum(own[None, :] - own_starts[:, None], 0)
-            layers = list(zip(*stored, strict=True))
-            layers = forward(
-                config, params, tokens.reshape(-1), positions.reshape(-1), attend, layers, layout=layout
-            ).caches
-            return [keys for keys, _ in layers], [values for _, values in layers]
-
-        first_piece = jnp.minimum(jnp.min(unknown), S - 1) // M
-        if layout.axes:
-            first_piece = lax.pmin(first_piece, DATA)
-        own = lax.fori_loop(first_piece, S // M, piece, own)
-        return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, index * num, 0), stored, own)
-
+    last_piece, columns = S // M - 1, jnp.arange(S)[None, :]
+    first_pieces = jnp.minimum(jnp.min(first_unknown.reshape(-1, num), axis=1) // M, last_piece)
     num_turns = (num_prompts + num - 1) // num
     if layout.axes:
-        num_turns = lax.pmax(num_turns, DATA)
-    return lax.fori_loop(0, num_turns, some, (keys, values))
+        first_pieces, num_turns = lax.pmin(first_pieces, DATA), lax.pmax(num_turns, DATA)
+
+    def compute(carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
+        turn, piece, stored = carry
+        row, first = turn * num, piece * M
+        begin, unknown = (lax.dynamic_slice_in_dim(x, row, num) for x in (starts, first_unknown))
+        own = first + jnp.arange(M)
+        attend = _Piece(
+            row=row,
+            first=first,
+            visible=(columns >= begin[:, None])[:, None, :] & (columns <= own[:, None])[None],
+            distance=(own[:, None] - columns)[None],
+            is_unknown=None if known is None else own[None, :] >= unknown[:, None],
+        )
+        tokens = lax.dynamic_slice(prompts, (row, first), (num, M))
+        positions = jnp.maximum(own[None, :] - begin[:, None], 0)
+        layers = list(zip(*stored, strict=True))
+        layers = forward(
+            config, params, tokens.reshape(-1), positions.reshape(-1), attend, layers, layout=layout
+        ).caches
+        is_last = piece == last_piece
+        following = jnp.minimum(turn + 1, len(first_pieces) - 1)
+        turn, piece = turn + is_last.astype(jnp.int32), jnp.where(is_last, first_pieces[following], piece + 1)
+        return turn, piece, ([keys for keys, _ in layers], [values for _, values in layers])
+
+    start = jnp.int32(0), first_pieces[0], (keys, values)
+    return lax.while_loop(lambda carry: carry[0] < num_turns, compute, start)[2]
 
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Attention of M columns of each prompt to the columns up to them; writes their keys and values.
+    """Attention of M columns of some prompts to the columns up to them; writes their keys and values.
 
     Attributes:
+        row: The first of the prompts.
         first: The first of the columns.
-        visible: [P, M, S] columns that each column attends to, without a window.
+        visible: [R, M, S] columns that each column attends to, without a window.
         distance: [1, M, S] how far before it these are.
-        is_unknown: [P, M] columns that are computed; None computes all.
+        is_unknown: [R, M] columns that are computed; None computes all.
     """
 
+    row: Array
     first: Array
     visible: Array
     distance: Array
@@ -183,17 +182,19 @@ class _Piece:
     def __call__(
         self, attn: AttentionConfig, stored: tuple[Array, Array], q: Array, k: Array, v: Array
     ) -> tuple[Array, tuple[Array, Array]]:
-        (P, M, _), first = self.visible.shape, self.first
+        (R, M, _), zero = self.visible.shape, jnp.int32(0)
+        at_keys, at_values = (self.row, zero, zero, self.first), (self.row, zero, self.first, zero)
         keys, values = stored
-        q, k, v = (x.reshape(P, M, *x.shape[1:]) for x in (q, k, v))
+        q, k, v = (x.reshape(R, M, *x.shape[1:]) for x in (q, k, v))
         k, v = k.transpose(0, 2, 3, 1).astype(keys.dtype), v.transpose(0, 2, 1, 3).astype(values.dtype)
         if self.is_unknown is not None:
-            k = jnp.where(self.is_unknown[:, None, None], k, lax.dynamic_slice_in_dim(keys, first, M, 3))
-            v = jnp.where(self.is_unknown[:, None, :, None], v, lax.dynamic_slice_in_dim(values, first, M, 2))
-        keys = lax.dynamic_update_slice_in_dim(keys, k, first, 3)
-        values = lax.dynamic_update_slice_in_dim(values, v, first, 2)
+            k = jnp.where(self.is_unknown[:, None, None], k, lax.dynamic_slice(keys, at_keys, k.shape))
+            v = jnp.where(self.is_unknown[:, None, :, None], v, lax.dynamic_slice(values, at_values, v.shape))
+        keys = lax.dynamic_update_slice(keys, k, at_keys)
+        values = lax.dynamic_update_slice(values, v, at_values)
+        own_keys, own_values = (lax.dynamic_slice_in_dim(x, self.row, R) for x in (keys, values))
         seen = self.visible & within_window(self.distance, attn.window)
-        return attend_masked(q, keys, values, seen, attn).reshape(P * M, *q.shape[2:]), (keys, values)
+        return attend_masked(q, own_keys, own_values, seen, attn).reshape(R * M, *q.shape[2:]), (keys, values)
 
 
 def _like(mask: Bool[Array, "B"], x: Array) -> Array:

@@ -7,6 +7,7 @@ these continue meanwhile. Therefore shapes are few here, in larger steps than el
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import permutations
+from typing import get_args
 
 from groupax.engine.ahead_of_time import Admit, Change, Create, Decode, Program
 from groupax.engine.batch import Batch
@@ -15,6 +16,7 @@ from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan
 from groupax.engine.programs import Programs
 from groupax.engine.sequence import Sequence
 from groupax.parallel.mesh import num_data_shards
+from groupax.settings.sampling import SamplingKind, sampling_kind
 
 PROMPT_COLUMNS, PROMPT_STEP = 128, 4
 COLUMNS_STEP = 2
@@ -45,22 +47,27 @@ class PreparedBatch(Batch):
     def programs_with(self, sequences: Iterable[Sequence]) -> list[Program]:
         """Returns the programs that are needed until the last sequence has finished if these join."""
         sequences = list(sequences)
-        demand = self.demand_of([*self.scheduler.running, *self.scheduler.queued, *sequences])
-        return list(self._programs_of(self.shape_with(sequences), demand))
+        return list(self._programs_of(self.shape_with(sequences), sequences))
 
     def missing_programs(self) -> list[Program]:
         """Returns the programs that the last declined shape lacks, and forgets the shape."""
         declined, self.declined = self.declined, None
-        return [] if declined is None else self.programs.missing(self._programs_of(declined, self.demand))
+        return [] if declined is None else self.programs.missing(self._programs_of(declined))
 
-    def _programs_of(self, shape: CacheShape, demand: Demand) -> Iterator[Program]:
-        """Yields the programs that change to a shape and continue in it."""
+    def _programs_of(self, shape: CacheShape, others: Iterable[Sequence] = ()) -> Iterator[Program]:
+        """Yields the programs that change to a shape and continue in it, with other sequences beside those here."""
+        sequences = [*self.scheduler.running, *self.scheduler.queued, *others]
         if shape != self.shape:
             yield Change(self.shape, shape)
-        yield from future_programs(shape, demand, self.plan)
+        yield from future_programs(shape, self.demand_of(sequences), super()._sampling(sequences), self.plan)
+
+    def _sampling(self, sequences: Iterable[Sequence]) -> SamplingKind:
+        """Returns the kind that the sequences need, or "general" where only that is compiled."""
+        sampling = super()._sampling(sequences)
+        return "general" if self.programs.missing([Decode(self.shape, sampling)]) else sampling
 
     def _is_prepared(self, shape: CacheShape) -> bool:
-        if not self.programs.missing(self._programs_of(shape, self.demand)):
+        if not self.programs.missing(self._programs_of(shape)):
             return True
         self.declined = shape
         return False
@@ -77,24 +84,26 @@ def server_demand(core: EngineCore, plan: Plan, sequences: Iterable[Sequence]) -
 
 def first_programs(core: EngineCore, plan: Plan, sequences: Iterable[Sequence]) -> list[Program]:
     """Returns the programs that a new batch of these sequences needs until the last of them has finished."""
-    demand = server_demand(core, plan, sequences)
+    sequences = list(sequences)
+    demand, sampling = server_demand(core, plan, sequences), sampling_kind(each.params for each in sequences)
     shape = plan.first_shape(demand, num_data_shards(core.mesh))
-    return [Create(shape), *future_programs(shape, demand, plan)]
+    return [Create(shape), *future_programs(shape, demand, sampling, plan)]
 
 
-def future_programs(shape: CacheShape, demand: Demand, plan: Plan) -> Iterator[Program]:
+def future_programs(shape: CacheShape, demand: Demand, sampling: SamplingKind, plan: Plan) -> Iterator[Program]:
     """Yields the programs that a batch calls while its completions grow and others join it.
 
     Args:
         shape: Shape of the batch now.
         demand: Demand of its sequences.
+        sampling: Kind of sampling of its sequences.
         plan: Limits of the cache; beyond, sequences are preempted.
     """
     before = None
     while before is None or plan.allows(shape):
         if before is not None:
             yield Change(before, shape)
-        yield Decode(shape)
+        yield Decode(shape, sampling)
         yield Admit(shape)
         before = shape
         shape = replace(shape, num_columns=plan.num_columns(shape.num_columns + 1, demand, shape.num_columns))
@@ -118,7 +127,9 @@ def usual_programs(core: EngineCore, plan: Plan, clients: Iterable[int], num_tok
     firsts = {plan.first_shape(demand, num_data_shards(core.mesh)): demand for demand in demands}
     needed: list[Program] = []
     for shape, demand in firsts.items():
-        needed += [Create(shape), *future_programs(shape, demand, plan)]
+        needed.append(Create(shape))
+        for sampling in get_args(SamplingKind):
+            needed += future_programs(shape, demand, sampling, plan)
     columns = dict.fromkeys(each.shape.num_columns for each in needed if isinstance(each, Decode))
     needed += [
         Change(replace(one, num_columns=number), replace(other, num_columns=number))

@@ -13,6 +13,7 @@ from groupax.engine.prepared import PreparedBatch, first_programs, server_demand
 from groupax.engine.programs import Programs
 from groupax.engine.sequence import Sequence
 from groupax.engine.stop_strings import exempt_length, find_stop, text_before_stop
+from groupax.settings.sampling import sampling_kind
 
 
 class Session:
@@ -185,7 +186,9 @@ class Session:
         """Returns a key that requests share which need the same programs, if they join now."""
         if not sequences:
             return ()
-        return server_demand(self.engine, self._plan, sequences), self._batch.shape if self._batch else None
+        sampling = sampling_kind(sequence.params for sequence in sequences)
+        shape = self._batch.shape if self._batch else None
+        return server_demand(self.engine, self._plan, sequences), sampling, shape
 
     def _decode(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
         grown = batch.decode(self.engine.params)
