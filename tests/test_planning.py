@@ -25,6 +25,7 @@ from groupax.models.bitsandbytes_format import quantization_config
 from groupax.models.config import AttentionConfig
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
+from groupax.models.grouped_matmul import grouped_matmul
 from groupax.models.specs import model_specs
 from groupax.parallel.accelerators import Chip
 from groupax.parallel.mesh import make_mesh
@@ -64,13 +65,14 @@ def test_products_are_counted_with_the_bytes_that_they_touch():
     assert counted(lambda a: jnp.tanh(a) + a.sum(), (3, 5)) == Counts()
 
 
-def test_ragged_products_and_their_gradients_are_counted():
+@pytest.mark.parametrize("matmul", [lambda rows, w, sizes: lax.ragged_dot(rows, w.mT, sizes), grouped_matmul])
+def test_ragged_products_and_their_gradients_are_counted(matmul):
     sizes = jnp.array([3, 0, 5], jnp.int32)
 
     def loss(rows, matrices):
-        return jnp.sum(lax.ragged_dot(rows, matrices, sizes) ** 2)
+        return jnp.sum(matmul(rows, matrices, sizes) ** 2)
 
-    shapes, flops = ((8, 5), (3, 5, 7)), 2 * 8 * 5 * 7
+    shapes, flops = ((8, 5), (3, 7, 5)), 2 * 8 * 5 * 7
     assert counted(loss, *shapes).flops == flops
     assert counted(jax.grad(loss, argnums=(0, 1)), *shapes).flops == 3 * flops
 

@@ -18,8 +18,9 @@ from groupax.engine.cache import REPLICATED, ROWS, Cache, pspec_of
 from groupax.engine.sampling import History, Sampled, alternatives, sample, uniforms
 from groupax.engine.slots import Slots
 from groupax.models.config import AttentionConfig, ModelConfig
-from groupax.models.decode_attention import LayerCache, Past, attend_past
+from groupax.models.decode_attention import LayerCache, Past
 from groupax.models.decoder import forward, head_weights
+from groupax.models.fused_decode_attention import AttendPast, select_attend_past
 from groupax.models.layers import vocabulary_logits
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import gather_weight, partition_specs
@@ -72,9 +73,10 @@ def decode_chunk(
         config, mesh, num_steps: Static.
     """
     layout, of_cache = layout_of(config, mesh), jax.tree.map(pspec_of, cache)
+    attend_past = select_attend_past(mesh.devices.flat[0])
 
     def local(params: Params, cache: Cache, slots: Slots, column: Array) -> tuple[Cache, Slots, Chunk]:
-        return _decode_chunk(config, num_steps, params, cache, slots, column, layout)
+        return _decode_chunk(config, attend_past, num_steps, params, cache, slots, column, layout)
 
     in_specs, out_specs = (partition_specs(config, mesh, params), of_cache, ROWS, REPLICATED), (of_cache, ROWS, ROWS)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -82,7 +84,14 @@ def decode_chunk(
 
 
 def _decode_chunk(
-    config: ModelConfig, C: int, params: Params, cache: Cache, slots: Slots, column: Int[Array, ""], layout: Layout
+    config: ModelConfig,
+    attend_past: AttendPast,
+    C: int,
+    params: Params,
+    cache: Cache,
+    slots: Slots,
+    column: Int[Array, ""],
+    layout: Layout,
 ) -> tuple[Cache, Slots, Chunk]:
     """Decodes the slots of one device, with the cache updated in place."""
     chunk = _empty_chunk(slots.token.shape[0], C, config.vocab_size)
@@ -98,7 +107,7 @@ def _decode_chunk(
 
     def step(carry: tuple[Array, Slots, Cache, Chunk]) -> tuple[Array, Slots, Cache, Chunk]:
         index, slots, cache, chunk = carry
-        logits, cache, history = _feed(config, params, cache, slots, column + index, layout)
+        logits, cache, history = _feed(config, attend_past, params, cache, slots, column + index, layout)
         sampled = sample(logits, uniform[:, index], slots.settings, history)
         slots, chunk = _append(chunk, slots, index, sampled, *alternatives(logits, slots.settings))
         return index + 1, slots, cache, chunk
@@ -122,6 +131,7 @@ def _empty_chunk(B: int, C: int, vocab_size: int) -> Chunk:
 
 def _feed(
     config: ModelConfig,
+    attend_past: AttendPast,
     params: Params,
     cache: Cache,
     slots: Slots,

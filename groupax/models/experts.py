@@ -13,6 +13,7 @@ from groupax.models.layers import gated_activation, linear
 from groupax.models.matmul import matmul_nt
 from groupax.parallel.collectives import all_gather, axis_index, psum, psum_grad, reduce_scatter
 from groupax.parallel.mesh import REPLICATED, Layout
+from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
 
 # Rows times their group's matrix, [E, O, I]; the matrices have the layout of checkpoints, as in `layers.linear`.
@@ -66,11 +67,10 @@ def mixture_of_experts(
     arrays = all_x, all_weights, local_chosen, gate, up, down
     # XLA's CPU backend has no grouped matmul. Its lowering costs a matmul with all choices per expert, and the order of
     # its sums depends on the number of rows.
-    out = lax.platform_dependent(
-        *arrays,
-        cpu=partial(loop_over_experts, activation=activation),
-        default=partial(ragged_experts, activation=activation, has_remote=expert_axis is not None),
-    )
+    if traced_platform() == "cpu":
+        out = loop_over_experts(*arrays, activation)
+    else:
+        out = ragged_experts(*arrays, activation, has_remote=expert_axis is not None)
     return psum(reduce_scatter(out, expert_axis, 0), ffn_axis), Routing(probs, chosen)
 
 
@@ -92,17 +92,17 @@ def ragged_experts(
     if has_remote:
         chosen = jnp.where((chosen < 0) | (chosen >= E), E, chosen)
     order = jnp.argsort(chosen.reshape(-1), stable=True)
+    inverse = jnp.argsort(order)
     sizes = jnp.sum(jax.nn.one_hot(chosen.reshape(-1), E, dtype=jnp.int32), axis=0)
-    rows = _permute(jnp.repeat(x, A, axis=0), order)
+    rows = _dispatch(x, order, inverse)
     between = gated_activation(activation, _grouped_matmul(rows, gate, sizes), _grouped_matmul(rows, up, sizes))
-    weighted = between * _permute(weights.reshape(-1, 1), order)
+    weighted = between * _dispatch(weights.reshape(-1, 1), order, inverse)
     if has_remote:  # rows after those of the groups are undefined
         is_own = (jnp.arange(M * A) < jnp.sum(sizes))[:, None]
         out = jnp.where(is_own, _grouped_matmul(jnp.where(is_own, weighted, 0), down, sizes), 0)
     else:
         out = _grouped_matmul(weighted, down, sizes)
-    out = _permute(out, jnp.argsort(order))
-    return jnp.sum(out.reshape(M, A, -1), axis=1)
+    return _combine(M, out, order, inverse)
 
 
 def loop_over_experts(
@@ -157,9 +157,42 @@ def load_balancing_loss(
 def _grouped_matmul(
     rows: Float[Array, "R I"], weights: Float[Array, "E O I"], sizes: Int[Array, "E"]
 ) -> Float[Array, "R O"]:
-    """Multiplies each row by the matrix of its group; rows are sorted by group."""
+    """Multiplies each row by the matrix of its group; rows are sorted by group.
+
+    XLA has kernels for it on TPUs. On NVIDIA GPUs it would multiply all rows by all matrices.
+    """
+    if traced_platform() == "gpu":
+        from groupax.models.grouped_matmul import grouped_matmul
+
+        return grouped_matmul(rows, weights, sizes)
     return lax.ragged_dot_general(rows, weights, sizes, _ROWS_BY_GROUP)
 
 
-def _permute(x: Float[Array, "R D"], order: Int[Array, "R"]) -> Float[Array, "R D"]:
-    return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
+@jax.custom_vjp
+def _dispatch(x: Float[Array, "M D"], order: Int[Array, "R"], inverse: Int[Array, "R"]) -> Float[Array, "R D"]:
+    """Returns rows in an order in which each token has R / M of them, and `inverse` finds a token's rows."""
+    del inverse
+    return x.at[order // (len(order) // len(x))].get(mode="promise_in_bounds")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(num_tokens: int, rows: Float[Array, "R D"], order: Int[Array, "R"], inverse: Int[Array, "R"]) -> Array:
+    """Sums the rows of each token, the inverse of `_dispatch` in that each one's gradient is the other.
+
+    Both gather. As transposes of gathers, the gradients would be scatters onto as many zeros.
+    """
+    del order
+    found = rows.at[inverse].get(unique_indices=True, mode="promise_in_bounds")
+    return jnp.sum(found.reshape(num_tokens, -1, rows.shape[1]), axis=1)
+
+
+def _dispatch_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, tuple[int, Array, Array]]:
+    return _dispatch(x, order, inverse), (len(x), order, inverse)
+
+
+def _combine_forward(num_tokens: int, rows: Array, order: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _combine(num_tokens, rows, order, inverse), (order, inverse)
+
+
+_dispatch.defvjp(_dispatch_forward, lambda saved, gradient: (_combine(saved[0], gradient, *saved[1:]), None, None))
+_combine.defvjp(_combine_forward, lambda _, saved, gradient: (_dispatch(gradient, *saved), None, None))
