@@ -15,7 +15,6 @@ from groupax.models.attention import MASKED, within_window
 from groupax.models.config import AttentionConfig
 from groupax.models.layers import scaled, softcapped
 from groupax.models.matmul import matmul
-from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
 
 
@@ -72,10 +71,6 @@ def attend_past(
     v: Float[Array, "B K H"],
 ) -> tuple[Float[Array, "B N H"], LayerCache]:
     """Writes the newest tokens' keys and values into the cache, and computes their queries' attention."""
-    if traced_platform() == "tpu":
-        from groupax.models import tpu_decode_attention
-
-        return tpu_decode_attention.attend_past(attn, past, cache, q, k, v)
     keys = lax.dynamic_update_index_in_dim(cache.k, k.astype(cache.k.dtype), past.column, axis=3)
     values = lax.dynamic_update_index_in_dim(cache.v, v.astype(cache.v.dtype), past.column, axis=2)
     cache = cache._replace(k=keys, v=values)

@@ -9,7 +9,7 @@ Heads of fewer than 128 dims are packed, so that they fill a matrix unit of 128 
 dims of the other heads, and what they get of the other heads' values is dropped.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from groupax.models.layers import scaled, softcapped
 
 # Lanes of a vector register, and its rows in bfloat16.
 LANES, SUBLANES = 128, 16
-# Least bytes of keys in a block: to read them and their values takes about as long as a step of the kernel at least.
+# Bytes of keys in a block: to read them and their values takes about as long as a step of the kernel takes at least.
 BLOCK_BYTES = 128 * 1024
 # Most bytes of the float32 scores of a prompt's rows and one of its blocks; with more rows a prompt is read again.
 MAX_SCORES_BYTES = 1024 * 1024
@@ -136,44 +136,50 @@ def _list_blocks(sizes: _Sizes, attn: AttentionConfig, past: Past, cache: LayerC
         num_seen = jnp.minimum(num_seen, attn.window)
         prompt_first = jnp.clip(past.lengths + S - attn.window, prompt_first, S)
     older = jnp.maximum(num_seen - 1 - past.column % sizes.block, 0)  # columns before the newest block's first
-    own = jnp.where(num_seen > 0, jnp.minimum(1 + -(-older // sizes.block), num_blocks), 0)
-    own = own.at[0].max(jnp.where(jnp.any(num_seen > 0), 0, 1))
-    first = jnp.where(num_seen > 0, prompt_first, S).reshape(-1, R).min(axis=1) // sizes.prompt_block
+    own = jnp.where(num_seen > 0, jnp.minimum(1 - (-older // sizes.block), num_blocks), 0)
+    own = jnp.where((jnp.arange(B) == 0) & ~jnp.any(num_seen > 0), 1, own).reshape(-1, R)
+    first = jnp.where(num_seen > 0, prompt_first, S).reshape(-1, R).min(axis=1, keepdims=True) // sizes.prompt_block
 
-    # A group is R rows with their prompt. It has a part for each row, and one for the prompt.
-    rows = jnp.arange(B).reshape(-1, R)
-    counts = jnp.concatenate([own.reshape(-1, R), (num_prompt_blocks - first)[:, None]], axis=1)
+    # a group of R rows has a part for the blocks of each row, and one for those of the prompt
+    rows, groups = jnp.arange(B).reshape(-1, R), jnp.arange(B // R)[:, None]
+    last = jnp.max(jnp.where(own > 0, rows, 0), axis=1, keepdims=True)
+    newest = past.column // sizes.block
+    # a prompt's first block is read ahead with its rows; where none of it is, the last of the prompt before stays
+    read = lax.cummax(jnp.where(first < num_prompt_blocks, groups, 0))
+    ahead = jnp.where(read == groups, jnp.minimum(first, num_prompt_blocks - 1), num_prompt_blocks - 1)
+    counts = jnp.concatenate([own, num_prompt_blocks - first], axis=1)
     ends = jnp.cumsum(counts.reshape(-1)).reshape(counts.shape)
-    last_row = jnp.max(jnp.where(own.reshape(-1, R) > 0, rows, 0), axis=1, keepdims=True)
-    # A prompt's first block is read ahead with its rows; where none of it is, the last of the prompt before stays.
-    read = lax.cummax(jnp.where(first < num_prompt_blocks, jnp.arange(len(first)), 0))
-    ahead = jnp.where(read == jnp.arange(len(first)), jnp.minimum(first, num_prompt_blocks - 1), num_prompt_blocks - 1)
-
-    def by_part(of_rows: Array, of_prompt: Array) -> Array:
-        columns = jnp.broadcast_to(of_rows, rows.shape), jnp.broadcast_to(of_prompt, last_row.shape)
-        return jnp.concatenate(columns, axis=1).reshape(-1)
-
-    tables = [
-        (ends - counts).reshape(-1),
-        by_part(1, 0),
-        by_part(rows, last_row),
-        by_part(0, own[last_row] - 1),
-        by_part(read[:, None], read[:, None]),
-        by_part(ahead[:, None], first[:, None]),
-        by_part(ends[:, -1:], ends[:, -1:]),
-    ]
-    unit = jnp.arange(B * num_blocks + B // R * num_prompt_blocks)
-    is_part = (unit[:, None] >= tables[0]) & (unit[:, None] < ends.reshape(-1))
-    found = (jnp.sum(jnp.where(is_part, table, 0), axis=1) for table in tables)
-    start, is_own, slot, block, group, prompt_block, end = found
+    oldest = newest + 1 - jnp.sum(jnp.where(rows == last, own, 0), axis=1, keepdims=True)
+    unit, starts = jnp.arange(B * num_blocks + B // R * num_prompt_blocks), ends - counts
+    of_rows = (1, starts[:, :-1], ends[:, -1:], rows, newest, read, ahead)
+    of_prompts = (0, starts[:, -1:], ends[:, -1:], last, oldest, read, first)
+    is_own, start, end, slot, block, group, prompt_block = _look_up(unit, ends, of_rows, of_prompts)
     index = unit - start
     kind = is_own * (_OWN + jnp.where(index == 0, _FIRST, 0)) + jnp.where(unit == end - 1, _LAST, 0)
-    block = (past.column // sizes.block - block - is_own * index) % num_blocks
-    prompt, prompt_block = group * R * len(cache.prompt_k) // B, prompt_block + (1 - is_own) * index
+    block, prompt_block = (block - is_own * index) % num_blocks, prompt_block + (1 - is_own) * index
+    prompt = group * R * len(cache.prompt_k) // B
     return _Work(past.column[None], num_seen, prompt_first, kind, slot, block, prompt, prompt_block), ends[-1, -1]
 
 
-def _pack_keys(sizes: _Sizes, keys: Float[Array, "B K H T"]) -> Float[Array, "B C P*H T"]:
+def _look_up(
+    units: Int[Array, "U"], ends: Int[Array, "J I"], of_rows: Sequence[Any], of_prompts: Sequence[Any]
+) -> list[Int[Array, "U"]]:
+    """Returns numbers of the part that each unit belongs to; of the I parts of each of J groups the last is the prompt's.
+
+    Sums over all parts take less time than gathers, on a TPU and to compile.
+    """
+    groups, parts = ends.shape
+    ends = ends.reshape(1, -1)
+    is_part = (units[:, None] < ends) & (units[:, None] >= jnp.pad(ends[:, :-1], ((0, 0), (1, 0))))
+    found = []
+    for numbers in zip(of_rows, of_prompts, strict=True):
+        sides = (jnp.broadcast_to(x, (groups, num)) for x, num in zip(numbers, (parts - 1, 1), strict=True))
+        table = jnp.concatenate(list(sides), axis=1).reshape(1, -1)
+        found.append(jnp.sum(jnp.where(is_part, table, 0), axis=1))
+    return found
+
+
+def _pack_keys(sizes: _Sizes, keys: Float[Array, "B K H T"]) -> Float[Array, "B C D T"]:
     return keys.reshape(len(keys), sizes.packs, -1, keys.shape[3])
 
 
@@ -185,12 +191,13 @@ def _pack_values(sizes: _Sizes, values: Float[Array, "B K T H"]) -> Array:
 def _call_kernel(
     sizes: _Sizes, attn: AttentionConfig, work: _Work, num_units: Array, arrays: tuple[Array, ...], interpret: Any
 ) -> Any:
-    """Calls the kernel, which returns the packed results, and the keys and values with their newest column."""
-    queries, _, _, prompt_keys, _, keys, values = arrays
+    """Calls the kernel, which returns the results, and the keys and values with their newest column."""
+    queries, _, _, _, _, keys, values = arrays
     (_, N, H), (_, C, D, T), M = queries.shape, keys.shape, sizes.rows * sizes.queries
-    of_values = 3 if sizes.by_dim else 2
-    lanes = LANES if sizes.block % LANES == 0 else T
-    written = lanes if sizes.by_dim else SUBLANES if sizes.block % SUBLANES == 0 else T
+    of_keys, of_values = 3, 3 if sizes.by_dim else 2
+    written = [LANES if sizes.block % LANES == 0 else T] * 2
+    if not sizes.by_dim:
+        written[1] = SUBLANES if sizes.block % SUBLANES == 0 else T
 
     def blocks(size: int, dim: int, index: Callable[[Any, _Work], tuple[Any, Any]]) -> pl.BlockSpec:
         """Blocks of [_, C, D, _] if `dim` is 3, of [_, C, _, D] if it is 2, by their indices in dims 0 and `dim`."""
@@ -201,50 +208,46 @@ def _call_kernel(
 
         return pl.BlockSpec((1, C, D, size) if dim == 3 else (1, C, size, D), indices)
 
-    q = pl.BlockSpec((1, N, H), lambda i, *work: (_Work(*work).slot[i], 0, 0))
-    out = pl.BlockSpec((sizes.rows, N, H), lambda i, *work: (_Work(*work).slot[i] // sizes.rows, 0, 0))
+    row = pl.BlockSpec((1, N, H), lambda i, *work: (_Work(*work).slot[i], 0, 0))
+    group = pl.BlockSpec((sizes.rows, N, H), lambda i, *work: (_Work(*work).slot[i] // sizes.rows, 0, 0))
     new = blocks(1, 2, lambda i, work: (work.slot[i], 0))
-    prompts = [blocks(sizes.prompt_block, dim, lambda i, work: (work.prompt[i], work.prompt_block[i])) for dim in (3, of_values)]
-    rows = [blocks(sizes.block, dim, lambda i, work: (work.slot[i], work.block[i])) for dim in (3, of_values)]
-    outs = [
-        blocks(size, dim, lambda i, work, size=size: (work.slot[i], work.column[0] // size))
-        for size, dim in ((lanes, 3), (written, of_values))
+    of_prompt = [
+        blocks(sizes.prompt_block, dim, lambda i, work: (work.prompt[i], work.prompt_block[i]))
+        for dim in (of_keys, of_values)
     ]
+    own = [blocks(sizes.block, dim, lambda i, work: (work.slot[i], work.block[i])) for dim in (of_keys, of_values)]
+    newest = [
+        blocks(size, dim, lambda i, work, size=size: (work.slot[i], work.column[0] // size))
+        for size, dim in zip(written, (of_keys, of_values), strict=True)
+    ]
+    sums = [pltpu.VMEM((C, M, size), jnp.float32) for size in (1, 1, D)]
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(work),
         grid=(num_units,),
-        in_specs=[q, new, new, *prompts, *rows],
-        out_specs=[out, *outs],
-        scratch_shapes=[
-            pltpu.VMEM((C, M, D), queries.dtype),
-            pltpu.VMEM((C, M, 1), jnp.float32),
-            pltpu.VMEM((C, M, 1), jnp.float32),
-            pltpu.VMEM((C, M, D), jnp.float32),
-            pltpu.VMEM((M, 1), jnp.int32),
-        ],
+        in_specs=[row, new, new, *of_prompt, *own],
+        out_specs=[group, *newest],
+        scratch_shapes=[pltpu.VMEM((C, M, D), queries.dtype), *sums, pltpu.VMEM((M, 1), jnp.int32)],
     )
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (queries, keys, values)]
-    aliases = {len(work) + len(arrays) - 2: 1, len(work) + len(arrays) - 1: 2}
     call = pl.pallas_call(
         partial(_kernel, sizes, attn),
-        out_shape=shapes,
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (queries, keys, values)],
         grid_spec=grid,
-        input_output_aliases=aliases,
+        input_output_aliases={len(work) + len(arrays) - 2: 1, len(work) + len(arrays) - 1: 2},
         interpret=interpret,
         name="decode_attention",
-        cost_estimate=_estimate_cost(sizes, arrays, (lanes, written)),
+        cost_estimate=_estimate_cost(sizes, arrays, sum(written)),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
     )
     return call(*work, *arrays)
 
 
-def _estimate_cost(sizes: _Sizes, arrays: tuple[Array, ...], written: tuple[int, int]) -> pl.CostEstimate:
+def _estimate_cost(sizes: _Sizes, arrays: tuple[Array, ...], written: int) -> pl.CostEstimate:
     """Estimates the work if all columns of all rows and prompts are visible."""
     queries, _, _, prompt_keys, _, keys, _ = arrays
     (B, C, D, T), (Q, _, _, S), size = keys.shape, prompt_keys.shape, keys.dtype.itemsize
     scores = C * B * sizes.queries * (T + S)
     again = (B // Q // sizes.rows - 1) * 2 * prompt_keys.size * size
-    num_bytes = sum(x.size * x.dtype.itemsize for x in (*arrays, queries)) + again + B * C * D * sum(written) * size
+    num_bytes = sum(x.size * x.dtype.itemsize for x in (*arrays, queries)) + again + B * C * D * written * size
     return pl.CostEstimate(flops=4 * scores * D, transcendentals=scores, bytes_accessed=num_bytes)
 
 
@@ -293,14 +296,17 @@ def _pack(sizes: _Sizes, q: Float[Array, "N H"], packed: Any, rows: Any) -> None
     """Writes a row's queries: for each pack [M, P H], where a head's are zero in the dims of other heads."""
     (N, H), P = q.shape, sizes.heads
     G = N // (sizes.packs * P)
+
+    def zeros(queries: int, dims: int) -> Array:
+        return jnp.zeros((queries, dims), q.dtype)
+
+    def filled(parts: list[Array], axis: int) -> Array:
+        return jnp.concatenate([part for part in parts if part.size], axis)
+
     for pack in range(sizes.packs):
-        heads = []
-        for head in range(P):
-            first = (pack * P + head) * G
-            sides = [jnp.zeros((G, head * H), q.dtype), q[first : first + G], jnp.zeros((G, (P - 1 - head) * H), q.dtype)]
-            heads.append(jnp.concatenate([x for x in sides if x.shape[1]], axis=1))
-        heads.append(jnp.zeros((sizes.queries - P * G, P * H), q.dtype))
-        packed[pack, rows] = jnp.concatenate([x for x in heads if len(x)], axis=0)
+        own = [q[first : first + G] for first in range(pack * P * G, (pack + 1) * P * G, G)]
+        wide = [filled([zeros(G, i * H), x, zeros(G, (P - 1 - i) * H)], 1) for i, x in enumerate(own)]
+        packed[pack, rows] = filled([*wide, zeros(sizes.queries - P * G, P * H)], 0)
 
 
 def _unpack(sizes: _Sizes, total: Any, summed: Any, out: Any, row: Array) -> None:
@@ -329,7 +335,7 @@ def _accumulate(
     """Adds a block's columns to the sums of the rows."""
     highest, total, summed = sums
     scores = softcapped(_multiply(q, keys.astype(q.dtype), (2, 1)), attn.softcap)
-    scores = jnp.where(visible, scores, MASKED)
+    scores = jnp.where(visible[None], scores, MASKED)
     before = highest[:, rows]
     highest[:, rows] = now = jnp.maximum(before, jnp.max(scores, axis=-1, keepdims=True))
     weights, rescale = jnp.exp(scores - now), jnp.exp(before - now)
