@@ -164,7 +164,7 @@ def _list_blocks(sizes: _Sizes, attn: AttentionConfig, past: Past, cache: LayerC
 def _look_up(
     units: Int[Array, "U"], ends: Int[Array, "J I"], of_rows: Sequence[Any], of_prompts: Sequence[Any]
 ) -> list[Int[Array, "U"]]:
-    """Returns numbers of the part that each unit belongs to; of the I parts of each of J groups the last is the prompt's.
+    """Returns numbers of the part that each unit belongs to; of the I parts of a group the last is the prompt's.
 
     Sums over all parts take less time than gathers, on a TPU and to compile.
     """
@@ -238,6 +238,8 @@ def _call_kernel(
         cost_estimate=_estimate_cost(sizes, arrays, sum(written)),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
     )
+    if not interpret:  # or else XLA copies a layer's whole cache into the chip's own memory and back
+        arrays = (*arrays[:3], *(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays[3:]))
     return call(*work, *arrays)
 
 
