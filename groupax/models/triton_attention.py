@@ -270,8 +270,9 @@ def _attend_row(
     query = jnp.arange(sizes.own_tile)
     is_query = query < sizes.group
     if own_parts:
+        own_out, own_lse = own_parts
         num_parts = num_nonempty_parts(own.num_blocks, sizes.num_own_parts)
-        softmax = add_parts(softmax, *own_parts, query, is_query, num_parts)
+        softmax = add_parts(softmax, own_out, own_lse, query, is_query, num_parts)
     else:
         softmax = _add_own(attn, sizes, own, softmax, queries, keys, values, jnp.int32(0), own.num_blocks)
     start = jnp.where(length > 0, starts[lax.div(row, sizes.rows)], num_prompt_columns)
