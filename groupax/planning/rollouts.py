@@ -24,6 +24,7 @@ from groupax.models.split import partition_specs
 from groupax.parallel.mesh import decoding_mesh, num_data_shards
 from groupax.planning.abstract import AbstractModel, sharded_structs
 from groupax.planning.programs import DoesNotFitError, Program, device_bytes
+from groupax.settings.sampling import SamplingParams, sampling_kind
 
 _UNLIMITED = 1e15  # bytes
 
@@ -71,9 +72,9 @@ def trace_rollout(
     tracer = Tracer(config, mesh, params, kv_dtype, CHUNK_STEPS)
     per_shard, num_chunks = -(-num_rows // num_data_shards(mesh)), -(-longest[1] // CHUNK_STEPS)
     num_prompts, num_waves = -(-per_shard // shape.share), -(-per_shard // shape.num_slots)
-    together = shape.max_prompts
+    together, sampling = shape.max_prompts, sampling_kind([args.part(SamplingParams)])
     trace_admit = partial(tracer.admit, shape, (together, shape.num_prompt_columns))
-    trace_decode = partial(tracer.decode_chunk, shape)
+    trace_decode = partial(tracer.decode_chunk, shape, sampling)
     own_heads = config.num_heads // mesh.shape["tp"]
     num_pieces = shape.num_prompt_columns // piece_columns(together, shape.num_prompt_columns, own_heads)
     arguments = {**({"rollout weights": params} if kept else model_state.own), "kv cache": tracer.cache(shape)}
