@@ -12,8 +12,8 @@ from groupax.planning.kernels import GpuProgram, parse_thunks, read_gpu_program
 from groupax.planning.precision import count_widened_products
 
 GOLDEN = Path(__file__).parent / "golden"
-# In the form of XLA's dumps, a chunk of decoding in miniature: in each iteration a product, a Triton kernel and an update
-# of a cache, a sort in a branch, and a loop of four iterations in another.
+# In the form of XLA's dumps, a chunk of decoding in miniature: in each iteration a product, a Triton kernel and an
+# update of a cache, a sort in a branch, and a loop of four iterations in another.
 HLO = (GOLDEN / "chunk.hlo.txt").read_text()
 THUNKS = (GOLDEN / "chunk.thunks.txt").read_text()
 NAMES = {1: "copy.9", 2: "while.1", 3: "compare.1", 4: "pallas_call.1", 5: "gemm.1", 6: "update.2", 7: "fusion.4"}
