@@ -248,13 +248,15 @@ def read_gpu_program(folder: Path, name: str = "") -> GpuProgram:
     Raises:
         ValueError: The folder holds no such program for a GPU, or several.
     """
-    found = sorted(folder.glob(f"*.jit_{name or '*'}.thunk_sequence_after_thunk_passes.txt"))
+    found = sorted(folder.glob(f"*.jit_{name or '*'}.thunk_sequence.txt"))
     if len(found) != 1:
         raise ValueError(f"{folder} has {len(found)} programs jit_{name or '*'} for GPUs, and one is expected")
-    stem = found[0].name.removesuffix(".thunk_sequence_after_thunk_passes.txt")
+    stem = found[0].name.removesuffix(".thunk_sequence.txt")
     [module] = folder.glob(f"{stem}.sm_*gpu_after_optimizations.txt")
-    metadata = folder / f"{stem}.thunk_metadata.txt"
-    return GpuProgram(parse_hlo(module.read_text()), parse_thunks(found[0].read_text(), metadata.read_text()))
+    sequence, metadata = folder / f"{stem}.thunk_sequence_after_thunk_passes.txt", folder / f"{stem}.thunk_metadata.txt"
+    if not sequence.is_file():  # a program that launches nothing has none
+        return GpuProgram(parse_hlo(module.read_text()), [])
+    return GpuProgram(parse_hlo(module.read_text()), parse_thunks(sequence.read_text(), metadata.read_text()))
 
 
 def parse_thunks(sequence: str, metadata: str) -> list[Thunk]:
