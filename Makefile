@@ -8,7 +8,7 @@ CPU_TESTS := $(patsubst %,tests/test_%.py,agreement engine gradient_sums trainer
 # Most of the tests' time is compilation; what is promised of programs as users have them is marked optimized.
 QUICKLY = XLA_FLAGS="$(XLA_FLAGS) $$($(BIN)/python tests/quick_flags.py)" $(TESTS)
 
-.PHONY: demo test cpus lint parity long bench clean
+.PHONY: demo test cpus gpu lint parity long bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/groupax train --recipe arithmetic --output_dir runs/demo
@@ -24,6 +24,10 @@ cpus: $(VENV)/.test
 	  $(TESTS) -m "not parity and not heavy and not long" $(CPU_TESTS) \
 	    $$([ $$devices = 1 ] && echo tests/test_objective.py tests/test_objective_golden.py) || exit 1; \
 	done; done
+
+# Programs compiled for a GPU that need not be there, against the table of tests/golden/gpu_programs.json.
+gpu: $(VENV)/.test build/cuda
+	$(BIN)/python benchmarks/gpu_programs.py
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
@@ -73,3 +77,10 @@ $(VENV)/.long: $(VENV)/.parity
 # To compile for TPUs that are not there; in a folder of its own, because with it every jax process looks for a TPU.
 build/libtpu: | $(BIN)/pip
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ libtpu
+
+# To compile for NVIDIA GPUs that are not there, which takes jax's plugin, of jax's version, and cuDNN, and no driver; in
+# a folder of its own for the same reason.
+build/cuda: | $(VENV)/.test
+	jax=$$($(BIN)/python -c "import jax; print(jax.__version__)") && \
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ \
+	  jax-cuda13-plugin==$$jax jax-cuda13-pjrt==$$jax "nvidia-cudnn-cu13<10"

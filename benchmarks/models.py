@@ -37,6 +37,57 @@ QWEN_05B: dict[str, Any] = {
     "eos_token_id": 151643,
 }
 
+# Shapes for compilers: of the published config.json, with the number of layers left to the benchmark.
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "eos_token_id": 151645,
+}
+QWEN3_06B = {
+    **_QWEN3,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "intermediate_size": 3072,
+}
+QWEN3_4B = {
+    **_QWEN3,
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 9728,
+}
+QWEN25_7B = {
+    **QWEN_05B,
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B = {
+    **_QWEN3,
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Flags that all benchmarks share."""

@@ -1,7 +1,8 @@
 """Attention while decoding: one query per row over the cache of its prompt and of its own tokens.
 
 A row's own columns are a ring: every row writes its newest keys and values into the same column, and the columns before
-it, modulo their number T, hold its earlier tokens. The function here defines the computation for every platform.
+it, modulo their number T, hold its earlier tokens. `attend_past` defines the computation;
+`models.fused_decode_attention` chooses between it and kernels that agree with it.
 """
 
 from typing import NamedTuple

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from groupax.models import attention
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.execution import FusedAttention
+from groupax.parallel.platform import cuda_capability
 from groupax.settings.compute import AttnImplementation
 
 # By a TPU v4's stated peaks (planning.counting; 32 query heads over 8 kv heads of 128 dims) splash takes about half of
@@ -54,12 +55,11 @@ def _unsupported_reason(device: Any, config: ModelConfig, dtype: str) -> str | N
         return None
     if device.platform not in ("gpu", "cuda"):
         return f"there is no fused attention for a {device.platform} device, only for TPUs and NVIDIA GPUs"
-    capability = getattr(device, "compute_capability", "")
-    if not capability.replace(".", "").isdigit():
+    version = cuda_capability(device)
+    if version is None:
         return f"there is no fused attention for {device.device_kind}, only for TPUs and NVIDIA GPUs"
-    version = tuple(int(part) for part in capability.split("."))
     if version < _FIRST_CAPABILITY:
-        return f"cuDNN's kernel needs compute capability 8.0, and {device.device_kind} has {capability}"
+        return f"cuDNN's kernel needs compute capability 8.0, and {device.device_kind} has {version[0]}.{version[1]}"
     if dtype != "bfloat16":
         return f"cuDNN's kernel computes in bfloat16, and dtype is {dtype}"
     if config.attention_softcap is not None:

@@ -25,24 +25,59 @@ Weight = Array | Any
 
 def rms_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
     """Computes x / rms(x) * weight, with the statistic in float32 (arXiv:1910.07467)."""
-    wide = x.astype(jnp.float32)
-    inverse_rms = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * inverse_rms).astype(x.dtype) * _broadcast_weight(weight, x)
+    return _norm(x, weight, eps, "rms")
 
 
 def zero_centered_rms_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
     """Computes x / rms(x) * (1 + weight), all in float32 (Gemma's released model code)."""
-    wide = x.astype(jnp.float32)
-    inverse_rms = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * inverse_rms * _broadcast_weight(1.0 + weight.astype(jnp.float32), x)).astype(x.dtype)
+    return _norm(x, weight, eps, "zero_centered_rms")
 
 
 def layer_norm(x: Float[Array, "*M D"], weight: Float[Array, "*W"], eps: float) -> Float[Array, "*M D"]:
     """Computes (x - mean(x)) / std(x) * weight, without a bias, all in float32 (arXiv:1607.06450)."""
+    return _norm(x, weight, eps, "layer")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _norm(x: Array, weight: Array, eps: float, kind: NormKind) -> Array:
+    return _norm_forward(x, weight, eps, kind)[0]
+
+
+def _norm_forward(x: Array, weight: Array, eps: float, kind: NormKind) -> tuple[Array, tuple[Any, ...]]:
+    """Saves x in its own dtype, and its mean, if it is subtracted, and inverse standard deviation per token."""
+    mean = jnp.mean(x.astype(jnp.float32), axis=-1) if kind == "layer" else None
+    centered = _centered(x, mean)
+    inverse_std = lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1) + eps)
+    normed = centered * inverse_std[..., None]
+    if kind == "rms":
+        y = normed.astype(x.dtype) * _broadcast_weight(weight, x)
+    else:
+        y = (normed * _broadcast_weight(_norm_factor(weight, kind), x)).astype(x.dtype)
+    return y, (x, weight, mean, inverse_std)
+
+
+def _norm_backward(_: float, kind: NormKind, saved: tuple[Any, ...], cotangent: Array) -> tuple[Array, Array]:
+    """Computes both gradients in float32 from what the forward pass saved, as a function of the cotangent."""
+    x, weight, mean, inverse_std = saved
+    normed = _centered(_depending_on(cotangent, x), mean) * inverse_std[..., None]
+    wide = cotangent.astype(jnp.float32)
+    slope = wide * _broadcast_weight(_norm_factor(weight, kind), x)
+    d_x = slope - normed * jnp.mean(slope * normed, axis=-1, keepdims=True)
+    d_x = d_x - jnp.mean(slope, axis=-1, keepdims=True) if kind == "layer" else d_x
+    d_weight = _sum_leading(wide * normed, weight.ndim)
+    return (d_x * inverse_std[..., None]).astype(x.dtype), d_weight.astype(weight.dtype)
+
+
+_norm.defvjp(_norm_forward, _norm_backward)
+
+
+def _centered(x: Float[Array, "*M D"], mean: Float[Array, "*M"] | None) -> Float[Array, "*M D"]:
     wide = x.astype(jnp.float32)
-    centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    inverse_std = lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + eps)
-    return (centered * inverse_std * _broadcast_weight(weight.astype(jnp.float32), x)).astype(x.dtype)
+    return wide if mean is None else wide - mean[..., None]
+
+
+def _norm_factor(weight: Float[Array, "*W"], kind: NormKind) -> Float[Array, "*W"]:
+    return weight.astype(jnp.float32) + np.float32(kind == "zero_centered_rms")
 
 
 NORMS: dict[NormKind, Callable[[Array, Array, float], Array]] = {
@@ -77,20 +112,29 @@ def _broadcast(weight: Array, leading: tuple[int, ...]) -> Array:
 
 
 def _broadcast_backward(leading: tuple[int, ...], _: None, cotangent: Array) -> tuple[Array]:
-    """Sums over all tokens in float32.
+    return (_sum_leading(cotangent, cotangent.ndim - len(leading)).astype(cotangent.dtype),)
+
+
+_broadcast.defvjp(lambda weight, leading: (_broadcast(weight, leading), None), _broadcast_backward)
+
+
+def _sum_leading(x: Float[Array, "*M"], num_kept: int) -> Float[Array, "*W"]:
+    """Sums over all but the last dims in float32.
 
     On CPU the sum is a matrix product, because XLA's reductions over leading dims are slow there.
     """
-    shape = cotangent.shape[len(leading) :]
-    flat = cotangent.reshape(math.prod(leading), math.prod(shape))
+    shape = x.shape[x.ndim - num_kept :]
+    flat = x.reshape(-1, math.prod(shape))
     if traced_platform() == "cpu":
         total = matmul(jnp.ones((1, len(flat)), flat.dtype), flat)
     else:
         total = jnp.sum(flat, axis=0, dtype=jnp.float32)
-    return (total.reshape(shape).astype(cotangent.dtype),)
+    return total.reshape(shape)
 
 
-_broadcast.defvjp(lambda weight, leading: (_broadcast(weight, leading), None), _broadcast_backward)
+def _depending_on(cotangent: Array, x: Array) -> Array:
+    """Returns x as a function of a cotangent, so that XLA recomputes what is made of it in the backward pass."""
+    return x + (cotangent.reshape(-1)[0] * jnp.asarray(0, cotangent.dtype)).astype(x.dtype)
 
 
 def linear(x: Float[Array, "*M I"], weight: Weight, bias: Array | None = None) -> Float[Array, "*M O"]:
@@ -186,7 +230,7 @@ def _gated_float32(activation: Activation, gate: Array, up: Array) -> Float[Arra
 def _gated_backward(activation: Activation, factors: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
     """Recomputes from the factors alone, as a function of the cotangent, so that XLA keeps no float32 intermediates."""
     gate, up = factors
-    gate = gate + cotangent.reshape(-1)[0] * jnp.asarray(0, cotangent.dtype)
+    gate = _depending_on(cotangent, gate)
     return jax.vjp(partial(_gated_float32, activation), gate, up)[1](cotangent.astype(jnp.float32))
 
 

@@ -1,5 +1,7 @@
 """The platform that a program is traced for, which may differ from that of the machine that traces it."""
 
+from typing import Any
+
 import jax
 
 
@@ -11,3 +13,12 @@ def traced_platform() -> str:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def cuda_capability(device: Any) -> tuple[int, int] | None:
+    """Returns the compute capability of an NVIDIA GPU or of a description of one; None for other devices."""
+    capability = getattr(device, "compute_capability", "")
+    if device.platform not in ("gpu", "cuda") or not capability.replace(".", "").isdigit():
+        return None
+    major, minor = capability.split(".")
+    return int(major), int(minor)

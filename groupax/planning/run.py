@@ -1,4 +1,4 @@
-"""The trainer's and the engine's programs of a run, traced with abstract arrays.
+"""The trainer's and the engine's programs of a run, for abstract arrays.
 
 All prompts and completions are assumed to have their maximum length.
 """
@@ -16,6 +16,7 @@ from groupax.engine.plan import CacheShape
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.planning.abstract import AbstractModel
+from groupax.planning.counting import bytes_between_hosts
 from groupax.planning.programs import DoesNotFitError, Program, device_bytes, host_bytes
 from groupax.planning.rollouts import trace_rollout
 from groupax.planning.updates import trace_training
@@ -32,6 +33,7 @@ class Run:
         programs: Programs of a rollout and the updates on it, in order.
         residents: Arrays that stay in memory, by kind.
         gathered_bytes: Bytes that each device receives from others before a rollout.
+        gathered_between_hosts: Each device's share of what its host receives from other hosts for that.
         fetched_bytes: Bytes that each device receives from its host before a rollout is scored.
         cache: Shape of each device's KV cache.
         num_micro_batches: Number of micro-batches of an optimizer step.
@@ -45,6 +47,7 @@ class Run:
     programs: tuple[Program, ...]
     residents: Mapping[str, Any]
     gathered_bytes: float
+    gathered_between_hosts: float
     fetched_bytes: float
     cache: CacheShape
     num_micro_batches: int
@@ -56,9 +59,14 @@ class Run:
 
 
 def trace_run(
-    config: ModelConfig, mesh: Mesh, args: GRPOConfig, lora: LoRAConfig | None = None, memory_bytes: float | None = None
+    config: ModelConfig,
+    mesh: Mesh,
+    args: GRPOConfig,
+    lora: LoRAConfig | None = None,
+    memory_bytes: float | None = None,
+    like: "Run | None" = None,
 ) -> Run:
-    """Traces the programs of a run.
+    """Returns the programs of a run, most of which are traced when they are needed.
 
     Args:
         config: Config of the model.
@@ -66,6 +74,8 @@ def trace_run(
         args: Settings of the run.
         lora: Config of the adapter to train; None for all weights.
         memory_bytes: Memory of a device; None for no limit.
+        like: A run of the same model with more layers, whose cache and micro-batches have the sizes to use; None for
+            those that the engine and the learner would choose.
 
     Raises:
         ValueError: The settings contradict each other, or are not supported by plans.
@@ -73,7 +83,7 @@ def trace_run(
     """
     model_state = AbstractModel(config, mesh, args, lora)
     limit = math.inf if memory_bytes is None else memory_bytes
-    left = limit - device_bytes(model_state.residents)
+    left = math.inf if like else limit - device_bytes(model_state.residents)
     if left <= 0:
         taken = device_bytes(model_state.residents) / 1e9
         raise DoesNotFitError(
@@ -84,13 +94,14 @@ def trace_run(
     num_rows = schedule.prompts_per_rollout * args.num_generations
     prompt = prompt_limit(config.max_positions, args.max_completion_length, args.max_prompt_length, _LENGTH)
     longest = (prompt, args.max_completion_length)
-    rollout, cache, gathered = trace_rollout(model_state, num_rows, longest, left)
-    tokens = args.micro_batch_tokens or model_state.fitting_tokens(left)
+    rollout, cache, gathered = trace_rollout(model_state, num_rows, longest, left, like.cache if like else None)
+    tokens = like.micro_batch_tokens if like else args.micro_batch_tokens or model_state.fitting_tokens(left)
     training = trace_training(model_state, schedule, longest, tokens)
     return Run(
         programs=(*rollout, *training.programs),
         residents=model_state.residents,
         gathered_bytes=gathered,
+        gathered_between_hosts=bytes_between_hosts(gathered, mesh.devices.flat),
         fetched_bytes=host_bytes({"reference": model_state.residents.get("reference")}),
         cache=cache,
         num_micro_batches=training.num_micro_batches,

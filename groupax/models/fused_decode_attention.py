@@ -1,0 +1,30 @@
+"""Chooses the form of attention while decoding that suits a device; `models.decode_attention` defines the computation.
+
+Modules with kernels are imported lazily.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array
+
+from groupax.models import decode_attention
+from groupax.models.config import AttentionConfig
+from groupax.models.decode_attention import LayerCache, Past
+from groupax.parallel.platform import cuda_capability
+
+TRITON_CAPABILITY = (8, 0)  # the first compute capability of GPUs that multiply bfloat16
+
+# (attention settings, the columns that are visible, the layer's cache, queries [B, N, H], keys [B, K, H], values
+# [B, K, H]) -> (outputs [B, N, H], the layer's cache with the keys and values written)
+AttendPast = Callable[[AttentionConfig, Past, LayerCache, Array, Array, Array], tuple[Array, LayerCache]]
+
+
+def select_attend_past(device: Any) -> AttendPast:
+    """Returns the implementation of `decode_attention.attend_past` for a device of jax, or for a description of one."""
+    capability = cuda_capability(device)
+    if capability is None or capability < TRITON_CAPABILITY:
+        return decode_attention.attend_past
+    from groupax.models import triton_attention
+
+    return triton_attention.attend_past

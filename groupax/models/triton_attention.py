@@ -1,0 +1,378 @@
+"""Attention while decoding as Triton kernels, for NVIDIA GPUs; `models.decode_attention` defines the computation.
+
+The kernels go through the visible columns of the cache in blocks, and no scores reach the device's memory. The first
+one attends from all rows of a prompt to a part of its columns, which are thus read once for all these rows; the parts
+are as many as keep the device busy (arXiv:2311.01282 splits sequences for the same reason). The last one writes a row's
+newest keys and values into the cache, attends to its own columns, and merges the result with those of the prompt's
+parts. Where rows may have many own columns, a kernel between them attends to parts of these.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float
+
+from groupax.models.config import AttentionConfig
+from groupax.models.decode_attention import LayerCache, Past
+from groupax.models.triton_softmax import (
+    Softmax,
+    add_columns,
+    add_parts,
+    blocks_per_part,
+    load_columns,
+    no_columns,
+    num_nonempty_parts,
+    one_column,
+    write_part,
+)
+
+MIN_TILE = 16  # the smallest dim of Triton's matmuls
+MAX_QUERIES = 64  # queries of a prompt that one program attends from
+BLOCK_BYTES = 1 << 14  # of the keys of a block; two blocks of keys and values fit the shared memory of all these GPUs
+MAX_BLOCK = 128
+PROGRAMS = 256  # for prompts, about two per multiprocessor of a large GPU
+OWN_PART = 1024  # own columns from which on a row is split, so that the last rows of a rollout keep a GPU busy
+MAX_OWN_PROGRAMS = 4096  # for own parts, because each takes time even where a row is idle
+PARAMS = triton.CompilerParams(num_warps=4, num_stages=2)
+
+
+class Sizes(NamedTuple):
+    """Static sizes of the kernels.
+
+    Attributes:
+        rows: Rows per prompt.
+        heads: Query heads N.
+        group: Query heads per key/value head.
+        dims: Dims per head, padded to a power of two.
+        tile: Queries of the first kernel's programs.
+        own_tile: Queries of the second kernel's programs.
+        block: Columns that are loaded at a time.
+        num_tiles, num_parts: Numbers of tiles of a prompt's queries and of parts of its columns.
+        num_own_parts: Number of parts of a row's own columns.
+    """
+
+    rows: int
+    heads: int
+    group: int
+    dims: int
+    tile: int
+    own_tile: int
+    block: int
+    num_tiles: int
+    num_parts: int
+    num_own_parts: int
+
+
+def sizes_of(q: Float[Array, "B N H"], cache: LayerCache) -> Sizes:
+    """Returns the sizes of the kernels for arrays of these shapes."""
+    (B, N, H), (Q, K, _, S), T = q.shape, cache.prompt_k.shape, cache.k.shape[3]
+    R, G = B // Q, N // K
+    dims = max(MIN_TILE, pl.next_power_of_2(H))
+    item_bytes = max(q.dtype.itemsize, cache.k.dtype.itemsize)
+    block = max(MIN_TILE, min(MAX_BLOCK, BLOCK_BYTES // (dims * item_bytes)))
+    tile = min(MAX_QUERIES, max(MIN_TILE, pl.next_power_of_2(R * G)))
+    num_tiles = pl.cdiv(R * G, tile)
+    num_parts = min(pl.cdiv(S, block), pl.cdiv(PROGRAMS, Q * K * num_tiles))
+    own_tile = max(MIN_TILE, pl.next_power_of_2(G))
+    num_own_parts = max(1, min(pl.cdiv(T, OWN_PART), MAX_OWN_PROGRAMS // (B * K)))
+    return Sizes(R, N, G, dims, tile, own_tile, block, num_tiles, num_parts, num_own_parts)
+
+
+def attend_past(
+    attn: AttentionConfig,
+    past: Past,
+    cache: LayerCache,
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    interpret: bool = False,
+) -> tuple[Float[Array, "B N H"], LayerCache]:
+    """Computes `decode_attention.attend_past`; with `interpret` by operations that every device has, for tests."""
+    sizes = sizes_of(q, cache)
+    heads = jnp.concatenate([q, k, v], axis=1)  # one array, which one kernel can compute
+    parts = _attend_parts(attn, sizes, past, cache, heads, interpret)
+    return _attend_rows(attn, sizes, past, cache, heads, parts, interpret)
+
+
+def _prompt_blocks(sizes: Sizes, num_columns: int, start: Array) -> tuple[Array, Array]:
+    """Returns a prompt's first block and its number of blocks."""
+    first = lax.div(start, sizes.block)
+    return first, jnp.where(start < num_columns, pl.cdiv(num_columns, sizes.block) - first, 0)
+
+
+def _attend_parts(
+    attn: AttentionConfig, sizes: Sizes, past: Past, cache: LayerCache, heads: Array, interpret: bool
+) -> tuple[Array, ...]:
+    """Attends to the parts of prompts and, if there are any, to those of own columns.
+
+    Returns each part's result and the logarithm of its softmax's sum: [Q, K, P, R G, H] and [Q, K, P, R G] for the P
+    parts of prompts, then [B, K, P, G, H] and [B, K, P, G] for those of own columns.
+    """
+
+    def call(kernel: Any, scalars: tuple[Array, Array], keys: Array, values: Array, M: int, P: int, tiles: int) -> Any:
+        X, K, H, columns = keys.shape
+        per_head = lambda x, head, _: (x, head, 0, 0)  # noqa: E731
+        return pl.pallas_call(
+            partial(kernel, attn, sizes),
+            out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((X, K, P, M, H), (X, K, P, M))],
+            grid=(X, K, P * tiles),
+            in_specs=[
+                *[pl.no_block_spec] * 3,
+                pl.BlockSpec((None, None, H, columns), per_head),
+                pl.BlockSpec((None, None, columns, H), per_head),
+            ],
+            out_specs=[
+                pl.BlockSpec((None, None, P, M, H), lambda x, head, _: (x, head, 0, 0, 0)),
+                pl.BlockSpec((None, None, P, M), per_head),
+            ],
+            compiler_params=PARAMS,
+            cost_estimate=_cost(X * K * M * columns, H, [heads, keys, values]),
+            interpret=interpret,
+            name=kernel.__name__.strip("_"),
+        )(heads, *scalars, keys, values)
+
+    scalars, queries = (past.prompt_starts, past.lengths), sizes.rows * sizes.group
+    results = call(_attend_prompt, scalars, cache.prompt_k, cache.prompt_v, queries, sizes.num_parts, sizes.num_tiles)
+    if sizes.num_own_parts > 1:
+        scalars = (past.column, past.lengths)
+        results += call(_attend_own, scalars, cache.k, cache.v, sizes.group, sizes.num_own_parts, 1)
+    return tuple(results)
+
+
+def _attend_prompt(
+    attn: AttentionConfig,
+    sizes: Sizes,
+    heads: Any,
+    starts: Any,
+    lengths: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    lse: Any,
+) -> None:
+    prompt, head, tile = pl.program_id(0), pl.program_id(1), lax.div(pl.program_id(2), sizes.num_parts)
+    part = lax.rem(pl.program_id(2), sizes.num_parts)
+    H, S = keys.shape
+    query, dim = tile * sizes.tile + jnp.arange(sizes.tile), jnp.arange(sizes.dims)
+    is_query = query < sizes.rows * sizes.group
+    row = prompt * sizes.rows + lax.div(query, sizes.group)
+    length = triton.load(lengths.at[row], mask=is_query, other=0)
+    start = starts[prompt]
+    first, num_blocks = _prompt_blocks(sizes, S, start)
+    per_part = blocks_per_part(num_blocks, sizes.num_parts)
+    first_of_part = first + part * per_part
+    is_needed = (first_of_part < first + num_blocks) & (jnp.max(length) > 0)
+    visible_from = jnp.full_like(length, start)
+    if attn.window is not None:  # a column's distance before a row's newest token is length - 1 + S - column
+        visible_from = jnp.maximum(start, length + S - attn.window)
+    begin_column = jnp.min(jnp.where(length > 0, visible_from, S))
+    begin = jnp.maximum(first_of_part, lax.div(begin_column, sizes.block))
+    end = jnp.where(is_needed, jnp.minimum(first_of_part + per_part, first + num_blocks), begin)
+    mask = is_query[:, None] & (dim < H)[None, :]
+    query_head = head * sizes.group + lax.rem(query, sizes.group)
+    queries = triton.load(heads.at[row[:, None], query_head[:, None], dim[None, :]], mask=mask, other=0.0)
+    queries = queries.astype(_widest(heads, keys))
+
+    def add_block(block: Array, softmax: Softmax) -> Softmax:
+        column = block * sizes.block + jnp.arange(sizes.block)
+        block_keys, block_values = load_columns(keys, values, dim, column, begin_column, S)
+        visible = (column < S)[None, :] & (column[None, :] >= visible_from[:, None])
+        return add_columns(attn, softmax, queries, block_keys, block_values, visible)
+
+    softmax = lax.fori_loop(begin, end, add_block, no_columns(sizes.tile, sizes.dims))
+    pl.when(is_needed)(partial(write_part, softmax, out, lse, part, query, is_query))
+
+
+def _attend_own(
+    attn: AttentionConfig,
+    sizes: Sizes,
+    heads: Any,
+    column: Any,
+    lengths: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    lse: Any,
+) -> None:
+    row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    own = _own_columns(attn, sizes, keys.shape[1], column[...], lengths[row])
+    per_part = blocks_per_part(own.num_blocks, sizes.num_own_parts)
+    begin, end = part * per_part, jnp.minimum((part + 1) * per_part, own.num_blocks)
+    queries = _own_queries(sizes, heads, keys, row, head)
+    softmax = _add_own(attn, sizes, own, no_columns(*queries.shape), queries, keys, values, begin, end)
+    query = jnp.arange(sizes.own_tile)
+    pl.when(begin < end)(partial(write_part, softmax, out, lse, part, query, query < sizes.group))
+
+
+def _attend_rows(
+    attn: AttentionConfig,
+    sizes: Sizes,
+    past: Past,
+    cache: LayerCache,
+    heads: Array,
+    parts: tuple[Array, ...],
+    interpret: bool,
+) -> tuple[Float[Array, "B N H"], LayerCache]:
+    """Writes the newest keys and values, attends to own columns that are not in parts, and merges the parts."""
+    B, K, H, T = cache.k.shape
+    own_specs = [pl.BlockSpec((None, None, *shape), lambda row, head: (row, head, 0, 0)) for shape in ((H, T), (T, H))]
+    own_read = (cache.k, cache.v) if sizes.num_own_parts == 1 else ()
+    out, keys, values = pl.pallas_call(
+        partial(_attend_row, attn, sizes, cache.prompt_k.shape[3]),
+        out_shape=[
+            jax.ShapeDtypeStruct((B, sizes.heads, H), heads.dtype),
+            jax.ShapeDtypeStruct(cache.k.shape, cache.k.dtype),
+            jax.ShapeDtypeStruct(cache.v.shape, cache.v.dtype),
+        ],
+        grid=(B, K),
+        in_specs=[
+            *own_specs,
+            *[pl.no_block_spec] * 4,
+            *(_per_head_spec(each, rows) for each, rows in zip(parts, (sizes.rows, sizes.rows, 1, 1), strict=False)),
+        ],
+        out_specs=[pl.BlockSpec((None, sizes.heads, H), lambda row, _: (row, 0, 0)), *own_specs],
+        input_output_aliases={0: 1, 1: 2},
+        compiler_params=PARAMS,
+        cost_estimate=_cost(len(own_read) * B * sizes.heads * T // 2, H, [heads, *parts, *own_read]),
+        interpret=interpret,
+        name="attend_row",
+    )(cache.k, cache.v, heads, past.prompt_starts, past.lengths, past.column, *parts)
+    return out, cache._replace(k=keys, v=values)
+
+
+def _attend_row(
+    attn: AttentionConfig,
+    sizes: Sizes,
+    num_prompt_columns: int,
+    keys: Any,
+    values: Any,
+    heads: Any,
+    starts: Any,
+    lengths: Any,
+    column: Any,
+    prompt_out: Any,
+    prompt_lse: Any,
+    *own_parts_and_results: Any,
+) -> None:
+    *own_parts, out, new_keys, new_values = own_parts_and_results
+    row, head = pl.program_id(0), pl.program_id(1)
+    newest, length = column[...], lengths[row]
+    queries = _own_queries(sizes, heads, keys, row, head)
+    key, value = _write_newest(sizes, heads, row, head, newest, new_keys, new_values)
+    softmax = one_column(attn, queries, key.astype(queries.dtype), value.astype(queries.dtype))
+    own = _own_columns(attn, sizes, keys.shape[1], newest, length)
+    query = jnp.arange(sizes.own_tile)
+    is_query = query < sizes.group
+    if own_parts:
+        own_out, own_lse = own_parts
+        num_parts = num_nonempty_parts(own.num_blocks, sizes.num_own_parts)
+        softmax = add_parts(softmax, own_out, own_lse, query, is_query, num_parts)
+    else:
+        softmax = _add_own(attn, sizes, own, softmax, queries, keys, values, jnp.int32(0), own.num_blocks)
+    start = jnp.where(length > 0, starts[lax.div(row, sizes.rows)], num_prompt_columns)
+    _, num_blocks = _prompt_blocks(sizes, num_prompt_columns, start)
+    of_prompt = lax.rem(row, sizes.rows) * sizes.group + query
+    num_parts = num_nonempty_parts(num_blocks, sizes.num_parts)
+    softmax = add_parts(softmax, prompt_out, prompt_lse, of_prompt, is_query, num_parts)
+    dim, result = jnp.arange(sizes.dims), softmax.out / softmax.total[:, None]
+    mask = is_query[:, None] & (dim < out.shape[1])[None, :]
+    triton.store(out.at[(head * sizes.group + query)[:, None], dim[None, :]], result.astype(out.dtype), mask=mask)
+
+
+def _own_queries(sizes: Sizes, heads: Any, keys: Any, row: Array, head: Array) -> Array:
+    """Loads the queries of a row that share a key/value head."""
+    query, dim = jnp.arange(sizes.own_tile), jnp.arange(sizes.dims)
+    mask = (query < sizes.group)[:, None] & (dim < heads.shape[2])[None, :]
+    queries = triton.load(heads.at[row, (head * sizes.group + query)[:, None], dim[None, :]], mask=mask, other=0.0)
+    return queries.astype(_widest(heads, keys))
+
+
+def _write_newest(
+    sizes: Sizes, heads: Any, row: Array, head: Array, newest: Array, keys: Any, values: Any
+) -> tuple[Array, Array]:
+    """Writes a row's newest key and value into the cache, and returns them in its dtype."""
+    dim = jnp.arange(sizes.dims)
+    mask = dim < heads.shape[2]
+    key_head = sizes.heads + head
+    key = triton.load(heads.at[row, key_head, dim], mask=mask, other=0.0).astype(keys.dtype)
+    value = triton.load(heads.at[row, key_head + pl.num_programs(1), dim], mask=mask, other=0.0).astype(values.dtype)
+    triton.store(keys.at[dim, newest], key, mask=mask)
+    triton.store(values.at[newest, dim], value, mask=mask)
+    return key, value
+
+
+class _OwnColumns(NamedTuple):
+    """A row's own columns before the newest: first those at the ring's end, if any, then those up to the newest.
+
+    Attributes:
+        first: The first column; negative for a column at the ring's end.
+        newest: The newest column.
+        num_wrapped: Number of blocks at the ring's end.
+        num_blocks: Number of all blocks.
+    """
+
+    first: Array
+    newest: Array
+    num_wrapped: Array
+    num_blocks: Array
+
+
+def _own_columns(attn: AttentionConfig, sizes: Sizes, num_columns: int, newest: Array, length: Array) -> _OwnColumns:
+    seen = length if attn.window is None else jnp.minimum(length, attn.window)
+    first = newest - jnp.maximum(seen, 1) + 1
+    wrapped = pl.cdiv(num_columns, sizes.block) - lax.div(first + num_columns, sizes.block)
+    num_wrapped = jnp.where(first < 0, wrapped, 0)
+    num_own = pl.cdiv(newest, sizes.block) - lax.div(jnp.maximum(first, 0), sizes.block)
+    return _OwnColumns(first, newest, num_wrapped, jnp.where(seen > 1, num_wrapped + num_own, 0))
+
+
+def _add_own(
+    attn: AttentionConfig,
+    sizes: Sizes,
+    own: _OwnColumns,
+    softmax: Softmax,
+    queries: Array,
+    keys: Any,
+    values: Any,
+    begin: Array,
+    end: Array,
+) -> Softmax:
+    """Adds the blocks of a row's own columns from `begin` to before `end`."""
+    T = keys.shape[1]
+    dim = jnp.arange(sizes.dims)
+
+    def add_block(index: Array, softmax: Softmax) -> Softmax:
+        is_wrapped = index < own.num_wrapped
+        first = jnp.where(is_wrapped, own.first + T, jnp.maximum(own.first, 0))
+        last = jnp.where(is_wrapped, T, own.newest)
+        block = lax.div(first, sizes.block) + jnp.where(is_wrapped, index, index - own.num_wrapped)
+        column = block * sizes.block + jnp.arange(sizes.block)
+        block_keys, block_values = load_columns(keys, values, dim, column, first, last)
+        visible = ((column >= first) & (column < last))[None, :]
+        return add_columns(attn, softmax, queries, block_keys, block_values, visible)
+
+    return lax.fori_loop(begin, end, add_block, softmax)
+
+
+def _per_head_spec(x: Array, rows: int) -> pl.BlockSpec:
+    """Returns the spec that gives each row and head a block of an array with an entry per `rows` rows."""
+    return pl.BlockSpec(
+        (None, None, *x.shape[2:]), lambda row, head: (lax.div(row, rows), head, *(0 for _ in x.shape[2:]))
+    )
+
+
+def _cost(num_scores: int, dims: int, read: Sequence[Array]) -> pl.CostEstimate:
+    """Returns the work of a kernel if all columns are visible."""
+    num_bytes = sum(x.size * x.dtype.itemsize for x in read)
+    return pl.CostEstimate(flops=4 * num_scores * dims, transcendentals=num_scores, bytes_accessed=num_bytes)
+
+
+def _widest(heads: Any, keys: Any) -> Any:
+    """Returns the dtype of matmuls: the queries' or, where it has more bits, the cache's."""
+    return max(heads.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)

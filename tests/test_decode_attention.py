@@ -1,0 +1,160 @@
+"""Attention while decoding: the plain form and the kernels, by pallas' interpreter, agree with a loop over rows."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from groupax import Engine, SamplingParams, init_model
+from groupax.engine import decode
+from groupax.models import decode_attention, triton_attention
+from groupax.models.config import AttentionConfig
+from groupax.models.decode_attention import LayerCache, Past
+from groupax.models.decoder import logits
+from groupax.models.fused_decode_attention import select_attend_past
+
+from .conftest import TINY, one_device_mesh, rest_heavy
+
+FORMS = {
+    "plain": decode_attention.attend_past,
+    "triton": partial(triton_attention.attend_past, interpret=True),
+}
+
+
+def numpy_attention(attn, past, cache, q, k, v):
+    """The result of each row, by its visible columns in the order of its tokens, and the cache with k and v written."""
+    prompt_k, prompt_v, keys, values = (np.array(x, np.float64) for x in cache)
+    q, column = np.asarray(q, np.float64), int(past.column)
+    keys[:, :, :, column], values[:, :, column] = np.asarray(k), np.asarray(v)
+    out = np.zeros_like(q)
+    share, group, T = len(q) // len(prompt_k), q.shape[1] // keys.shape[1], keys.shape[3]
+    for row, length in enumerate(past.lengths):
+        prompt, own = row // share, (column - np.arange(length)[::-1]) % T
+        for head in range(q.shape[1]):
+            from_prompt = slice(int(past.prompt_starts[prompt]), None)
+            seen_k = [prompt_k[prompt, head // group][:, from_prompt].T, keys[row, head // group][:, own].T]
+            seen_v = [prompt_v[prompt, head // group][from_prompt], values[row, head // group][own]]
+            seen_k, seen_v = (np.concatenate(x)[-(attn.window or 10**9) :] for x in (seen_k, seen_v))
+            if length:
+                scores = seen_k @ q[row, head] * attn.scale
+                scores = attn.softcap * np.tanh(scores / attn.softcap) if attn.softcap else scores
+                weights = np.exp(scores - scores.max())
+                out[row, head] = weights @ seen_v / weights.sum()
+    return out, keys, values
+
+
+def draw(B, Q, N, K, H, S, T, dtype=jnp.float32, kv_dtype=None, seed=0):
+    keys = iter(jax.random.split(jax.random.key(seed), 7))
+    of_cache = ((Q, K, H, S), (Q, K, S, H), (B, K, H, T), (B, K, T, H))
+    cache = [jax.random.normal(next(keys), shape).astype(dtype) for shape in of_cache]
+    new = [jax.random.normal(next(keys), shape).astype(dtype) for shape in ((B, N, H), (B, K, H), (B, K, H))]
+    return LayerCache(*(x.astype(kv_dtype or dtype) for x in cache)), new
+
+
+def past_of(column, lengths, starts):
+    return Past(jnp.asarray(starts, jnp.int32), jnp.int32(column), jnp.asarray(lengths, jnp.int32))
+
+
+SHORT, LONG = [1, 2, 0, 17, 33, 60, 5, 9], [200, 131, 130, 132, 0, 1, 64, 199]
+# rows, prompts, query heads, key heads, dims, columns of prompts, of rows; newest column, lengths, starts
+CASES = {
+    "one-row": ((1, 1, 2, 2, 16, 5, 7), (2, [3], [1]), {}),
+    "first-column": ((2, 1, 2, 1, 16, 40, 64), (0, [1, 64], [7]), {}),
+    "ragged": ((8, 2, 4, 2, 64, 70, 64), (60, SHORT, [0, 69]), {}),
+    "ring": ((8, 4, 14, 2, 64, 300, 200), (130, LONG, [3, 299, 300, 128]), {}),
+    "padded-dims": ((8, 8, 6, 2, 80, 144, 200), (130, LONG, range(130, 145, 2)), {}),
+    "window": ((8, 2, 8, 1, 32, 260, 200), (130, LONG, [0, 100]), {"window": 150}),
+    "narrow-window": ((8, 1, 8, 8, 96, 130, 200), (131, LONG, [100]), {"window": 1}),
+    "softcap": ((8, 1, 3, 1, 256, 64, 200), (130, LONG, [0]), {"softcap": 2.0, "window": 31}),
+    "share-16": ((32, 2, 14, 2, 64, 300, 128), (5, [*SHORT, *[0] * 8, *range(1, 17)], [0, 190]), {}),
+    "split": ((2, 1, 2, 1, 16, 20, 2100), (70, [2000, 60], [0]), {}),
+    "split-window": ((2, 2, 2, 1, 16, 20, 2100), (1500, [2100, 1], [0, 20]), {"window": 1000}),
+    "all-idle": ((8, 2, 2, 1, 16, 20, 32), (3, [0] * 8, [0, 20]), {}),
+    "empty-prompts": ((8, 2, 4, 2, 64, 70, 64), (60, SHORT, [70, 70]), {}),
+}
+
+
+@pytest.mark.parametrize(("case", "form"), rest_heavy([(case, form) for case in CASES for form in FORMS], quick=14))
+def test_each_row_attends_to_its_visible_columns(case, form):
+    sizes, past, settings = CASES[case]
+    attn, past = AttentionConfig(0.2, **settings), past_of(*past)
+    cache, new = draw(*sizes)
+    out, written = jax.jit(partial(FORMS[form], attn))(past, cache, *new)
+    expected, keys, values = numpy_attention(attn, past, cache, *new)
+    live = np.asarray(past.lengths) > 0
+    np.testing.assert_allclose(out[live], expected[live], atol=1e-5, rtol=1e-5)
+    assert np.isfinite(out).all()
+    np.testing.assert_array_equal(written.k, keys)
+    np.testing.assert_array_equal(written.v, values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    rest_heavy(
+        [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "float8_e4m3fn")]
+    ),
+)
+def test_a_kernel_reads_a_cache_of_another_dtype(dtype, kv_dtype):
+    attn, past = AttentionConfig(0.125), past_of(60, SHORT, [0, 69])
+    cache, new = draw(8, 2, 4, 2, 64, 70, 64, jnp.dtype(dtype), jnp.dtype(kv_dtype))
+    (out, written), (expected, expected_cache) = (FORMS[form](attn, past, cache, *new) for form in ("triton", "plain"))
+    assert out.dtype == dtype
+    assert written.k.dtype == kv_dtype
+    live = np.asarray(past.lengths) > 0
+    wide = [np.asarray(x, np.float32)[live] for x in (out, expected)]
+    np.testing.assert_allclose(*wide, atol=0.02 if dtype == "bfloat16" else 1e-5)
+    for got, wanted in zip(written, expected_cache, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32))
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    rest_heavy(
+        [
+            {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+            {"model_type": "gemma2", "head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 9},
+        ]
+    ),
+    ids=lambda each: each["model_type"],
+)
+def test_decoding_with_the_kernel_agrees_with_the_plain_form_and_the_trainer(model_type, monkeypatch):
+    model = init_model({**TINY, **model_type}, mesh=one_device_mesh())
+    prompts = [np.random.default_rng(i).integers(2, 96, length) for i, length in enumerate((1, 9, 17, 30))]
+    params = SamplingParams(n=3, max_tokens=21, seed=7)
+
+    def generated(attend_past):
+        monkeypatch.setattr(decode, "select_attend_past", lambda device: attend_past)
+        decode.decode_chunk.clear_cache()
+        engine = Engine(model.config, model.params, model.mesh, eos_ids=(1,), chunk_steps=8)
+        return [sequence for group in engine.generate(prompts, params) for sequence in group]
+
+    plain, kernel = (generated(FORMS[form]) for form in ("plain", "triton"))
+    decode.decode_chunk.clear_cache()
+    assert [each.tokens for each in kernel] == [each.tokens for each in plain]
+    for got, wanted in zip(kernel, plain, strict=True):
+        np.testing.assert_allclose(got.policy_logps, wanted.policy_logps, atol=1e-5)
+        whole = jnp.array([[*got.prompt, *got.tokens]], jnp.int32)
+        of_trainer = jax.nn.log_softmax(logits(model.config, model.params, whole)[0, len(got.prompt) - 1 : -1])
+        np.testing.assert_allclose(
+            got.policy_logps,
+            np.take_along_axis(np.asarray(of_trainer), np.array(got.tokens)[:, None], 1)[:, 0],
+            atol=1e-5,
+        )
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "form"),
+    [
+        ("cpu", "", decode_attention.attend_past),
+        ("tpu", "", decode_attention.attend_past),
+        ("gpu", "7.5", decode_attention.attend_past),
+        ("gpu", "gfx942", decode_attention.attend_past),
+        ("gpu", "8.0", triton_attention.attend_past),
+        ("cuda", "12.0", triton_attention.attend_past),
+    ],
+)
+def test_the_form_goes_by_the_device(platform, capability, form):
+    assert select_attend_past(SimpleNamespace(platform=platform, compute_capability=capability)) is form
