@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 # Only flags whose effect was seen in compiled programs. With matrices that are sharded over fsdp, the threshold makes
-# one reduce-scatter of a layer's gradients, which goes on while the next layer's are computed. Otherwise there are
+# one reduce-scatter of a layer's gradients, sent while the next layer's are computed. Otherwise there are
 # several, some of which are waited for.
 GPU_FLAGS = {"xla_gpu_reduce_scatter_combine_threshold_bytes": "134217728"}
 # XLA ends the process at a flag that it does not know, and flags come and go with its versions.
