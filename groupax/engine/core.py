@@ -36,6 +36,7 @@ class EngineCore:
         prefix_bytes: int = 0,
         weights: str = "same",
         tp: int = 1,
+        expected: Demand | None = None,
     ) -> None:
         if config.num_labels:
             raise ValueError(
@@ -62,7 +63,7 @@ class EngineCore:
         self.kv_dtype = cache_dtype(kv_dtype, weights, params["embed"].dtype, self.mesh.devices.flat[0].platform)
         self.prefixes = PrefixCache(prefix_bytes)
         self.before_chunk: Callable[[], object] | None = None
-        self.expected: Demand | None = None
+        self.expected = expected
 
     @property
     def params(self) -> Params:

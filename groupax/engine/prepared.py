@@ -55,7 +55,7 @@ class PreparedBatch(Batch):
         return [] if declined is None else self.programs.missing(self._programs_of(declined))
 
     def _programs_of(self, shape: CacheShape, others: Iterable[Sequence] = ()) -> Iterator[Program]:
-        """Yields the programs that change to a shape and continue in it, with other sequences beside those here."""
+        """Yields the programs that change to a shape and continue in it, together with other sequences."""
         sequences = [*self.scheduler.running, *self.scheduler.queued, *others]
         if shape != self.shape:
             yield Change(self.shape, shape)
