@@ -110,6 +110,21 @@ def test_those_that_are_not_far_make_room_and_begin_again():
     assert scheduler.num_blocked() == 5
 
 
+def test_columns_for_another_chunk_are_bounded_by_the_longest_completion():
+    scheduler = Scheduler(num_shards=1, slots_per_shard=2)
+    sequences = sequences_of(0, 1, 2)
+    for sequence, longest in zip(sequences, (40, 200, 50), strict=True):
+        sequence.params = SamplingParams(max_tokens=longest)
+    scheduler.submit(sequences)
+    assert scheduler.num_columns(64) == 64
+    scheduler.admit(8)
+    sequences[1].tokens += [7] * 64
+    assert scheduler.num_columns(64) == 128
+    sequences[1].tokens += [7] * 128
+    assert scheduler.num_columns(64) == 200
+    assert scheduler.num_columns(64, unread=8) == 208
+
+
 def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():
     scheduler = Scheduler(num_shards=1, slots_per_shard=8, share=2)
     scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 2, 2))

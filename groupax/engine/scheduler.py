@@ -83,13 +83,14 @@ class Scheduler:
         return bool(self.waiting) or bool(self.running)
 
     def num_columns(self, chunk_steps: int, unread: int = 0) -> int:
-        """Returns the number of columns that the running sequences need for another chunk.
+        """Returns the number of columns that running and waiting sequences need for another chunk.
 
         Args:
             chunk_steps: Number of tokens of a chunk.
             unread: Number of columns that may be written after a sequence has finished and before it is read.
         """
-        ends = (min(len(each.tokens) + chunk_steps, each.params.max_tokens + unread) for each in self.running)
+        sequences = [*self.running, *self.queued]
+        ends = (min(len(each.tokens) + chunk_steps, each.params.max_tokens + unread) for each in sequences)
         return max(ends, default=0)
 
     def num_blocked(self, others: Iterable[Sequence] = ()) -> int:
