@@ -54,7 +54,7 @@ def test_names_of_gpus():
 
 
 def test_a_missing_plugin_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("groupax.planning.devices._is_installed", lambda _: False)
+    monkeypatch.setattr("groupax.planning.devices.has_cuda_plugin", lambda: False)
     monkeypatch.setattr("os.environ", {})
     with pytest.raises(
         ValueError, match=rf"none in {tmp_path}; get it with pip install 'groupax\[cuda\]', or .* --target"

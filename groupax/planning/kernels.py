@@ -94,6 +94,7 @@ class Counts:
         copies: Number of copies among them.
         sorts: Number of sorts; one may take many kernels.
         calls: Number of custom calls by target: libraries, and kernels written in Triton.
+        flops: Operations of XLA's matmuls; those of custom calls are not known.
         read_bytes: Bytes that are read from memory, see `Module.traffic`.
         written_bytes: Bytes that are written to memory.
     """
@@ -102,6 +103,7 @@ class Counts:
     copies: int
     sorts: int
     calls: Mapping[str, int]
+    flops: float
     read_bytes: float
     written_bytes: float
 
@@ -149,21 +151,22 @@ class GpuProgram:
 
     def count(self, work: Work) -> Counts:
         """Counts the launches of a part of the program by kind, and their memory traffic."""
-        copies, sorts, calls, read, written = 0, 0, Counter[str](), 0.0, 0.0
+        copies, sorts, flops, calls, read, written = 0, 0, 0.0, Counter[str](), 0.0, 0.0
         last = ""
         for launch in work.launches:
             instruction = self.instruction(launch.thunk)
             copies += launch.runs if launch.thunk.kind == "kCopy" else 0
             if instruction is None or instruction.name == last:  # of a sort, whose first kernel stands for all
                 continue
-            last = instruction.name
+            last, scope = instruction.name, self.scopes[instruction.name]
             if instruction.opcode == "custom-call":
                 calls[instruction.target] += launch.runs
             inner = self.module.computations.get(instruction.called, {}).values()
             sorts += launch.runs if any(each.opcode == "sort" for each in (instruction, *inner)) else 0
-            moved = self.module.traffic(instruction, self.scopes[instruction.name])
+            flops += launch.runs * self.module.flops(instruction, scope)
+            moved = self.module.traffic(instruction, scope)
             read, written = read + launch.runs * moved[0], written + launch.runs * moved[1]
-        return Counts(work.num_launches, copies, sorts, dict(calls), read, written)
+        return Counts(work.num_launches, copies, sorts, dict(calls), flops, read, written)
 
     def describe(self, work: Work) -> Iterator[str]:
         """Yields a line for each launch: its number, megabytes read and written, operation, source and results."""
