@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from groupax.engine.truncation import Truncation, blocks_of, largest, members, truncation_threshold
+from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
 from groupax.settings.sampling import MAX_LOGPROBS
 
@@ -129,10 +130,16 @@ class _Distribution:
 
 
 def _distribution(logits: Float[Array, "B V"]) -> _Distribution:
-    maxima = jnp.max(blocks_of(logits, -jnp.inf), axis=-1)
+    maxima = _in_memory(jnp.max(blocks_of(logits, -jnp.inf), axis=-1))
     highest = jnp.max(maxima, axis=-1, keepdims=True)
     scaled = logits - highest
-    return _Distribution(scaled, maxima - highest, jnp.sum(jnp.exp(blocks_of(scaled, -jnp.inf)), axis=-1))
+    sums = _in_memory(jnp.sum(jnp.exp(blocks_of(scaled, -jnp.inf)), axis=-1))
+    return _Distribution(scaled, maxima - highest, sums)
+
+
+def _in_memory(of_blocks: Float[Array, "B J"]) -> Float[Array, "B J"]:
+    """Keeps XLA from reducing whole rows in passes of their own, except on CPU, where these are fast."""
+    return of_blocks if traced_platform() == "cpu" else lax.optimization_barrier(of_blocks)
 
 
 def _draw(

@@ -133,17 +133,19 @@ def truncation_threshold(
         total: Sum of exp(scaled).
         top_k, top_p: Settings of each row.
     """
-    settings, bits = (total, top_k, top_p), 1 if traced_platform() == "cpu" else 4
+    settings = total, top_k, top_p
+    # comparing with several thresholds at a time takes fewer kernels
+    few, many = (1, 1) if traced_platform() == "cpu" else (4, 2)
     if maxima.shape[-1] <= CANDIDATE_BLOCKS:
-        return _thresholds(scaled, *settings, bits)[1]
+        return _thresholds(scaled, *settings, few)[1]
     among = candidates(scaled, maxima, CANDIDATE_BLOCKS)
-    by_top_k, threshold = _thresholds(among.values, *settings, bits)
+    by_top_k, threshold = _thresholds(among.values, *settings, few)
     # a threshold that is no more than the other tokens' largest was found without some of the tokens above it
     bound = _ordered_bits(among.bound)
     is_found = ((top_k == 0) | (by_top_k > bound)) & ((top_p >= 1) | (threshold > bound))
 
     def search_all() -> Array:
-        return jnp.where(is_found, threshold, _thresholds(scaled, *settings, bits=1)[1])
+        return jnp.where(is_found, threshold, _thresholds(scaled, *settings, many)[1])
 
     return lax.cond(jnp.all(is_found), lambda: threshold, search_all)
 

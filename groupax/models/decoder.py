@@ -26,10 +26,13 @@ from groupax.models.specs import Params, layer_specs
 from groupax.models.split import gather_weight, gather_weights
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
 from groupax.parallel.mesh import REPLICATED, Layout
+from groupax.parallel.platform import traced_platform
 
 # (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H])
 # -> (outputs [M, N, H], the layer's updated cache)
 Attend = Callable[[AttentionConfig, Any, Array, Array, Array], tuple[Array, Any]]
+# Tokens whose queries, keys and values XLA's GPU backend computes in one matmul; of more, it depends on the sizes.
+MAX_JOINT_TOKENS = 1024
 # Values of a layer that are saved for the backward pass: its input alone, also the matmuls with weights, or also those
 # of activations with each other (attention's). The rest is recomputed.
 _SAVED = {
@@ -84,13 +87,13 @@ def forward(
         execution: Execution settings; layers with caches are not scanned.
         layout: Sharding of the model.
     """
-    x = _embed(params, tokens, layout)
+    x = _embed(params, tokens, execution, layout)
     if config.embedding_scale != 1.0:  # rounded to the parameters' dtype, as in transformers
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     tables = {rope: rope_tables(rope, config.max_positions, positions, x.dtype) for rope in config.ropes if rope}
 
     def layer(x: Array, weights: Params, cache: Any, index: int) -> tuple[Array, Any, Routing | None]:
-        return _layer(config, tables, attend, layout, x, weights, cache, index)
+        return _layer(config, tables, attend, execution, layout, x, weights, cache, index)
 
     compiled = _with_checkpointing(layer, execution, layout)
     scans = execution.scan_layers and caches is None
@@ -110,13 +113,15 @@ def _layer(
     config: ModelConfig,
     tables: dict[Rope, Tables],
     attend: Attend,
+    execution: Execution,
     layout: Layout,
     x: Float[Array, "M D"],
     weights: Params,
     cache: Any,
     index: int,
 ) -> tuple[Float[Array, "M D"], Any, Routing | None]:
-    weights, attn = gather_weights(layout, layer_specs(config, index), weights), config.attention(index)
+    weights = gather_weights(layout, layer_specs(config, index), weights, execution.reduce_dtype)
+    attn = config.attention(index)
     h = _norm(config, x, weights.get("attention_norm"))
     attended, cache = _attention(config, index, weights, h, tables, partial(attend, attn, cache), layout)
     x = x + _residual(config, attended, weights.get("attention_out_norm"))
@@ -134,9 +139,10 @@ def _with_checkpointing(layer: Callable[..., Any], execution: Execution, layout:
     return jax.jit(layer, static_argnums=3)
 
 
-def _embed(params: Params, tokens: Int[Array, "M"], layout: Layout) -> Float[Array, "M D"]:
+def _embed(params: Params, tokens: Int[Array, "M"], execution: Execution, layout: Layout) -> Float[Array, "M D"]:
     """Looks up the embeddings. With a sharded vocabulary each device contributes its own rows to a psum."""
-    table, axis = gather_weight(layout, ("vocab", "embed"), params["embed"]), layout.axis("vocab")
+    table = gather_weight(layout, ("vocab", "embed"), params["embed"], execution.reduce_dtype)
+    axis = layout.axis("vocab")
     if axis is None:
         return lookup(table, tokens)
     own = tokens - axis_index(axis) * table.shape[0]
@@ -158,11 +164,10 @@ def _attention(
     q, k = (linear(h, weights[name], weights.get(f"{name}_bias")) for name in ("q", "k"))
     if config.qk_norm == "all_heads":
         q, k = _norm(config, q, weights["q_norm"]), _norm(config, k, weights["k_norm"])
-    q = q.reshape(M, -1, config.head_dim)
-    k = k.reshape(M, -1, config.head_dim)
-    v = linear(h, weights["v"], weights.get("v_bias")).reshape(M, -1, config.head_dim)
+    v = linear(h, weights["v"], weights.get("v_bias"))
+    q, k, v = (x.reshape(M, -1, config.head_dim) for x in (q, k, v))
     if config.qk_norm in ("head", "each_head"):
-        q, k = _norm(config, q, weights["q_norm"]), _norm(config, k, weights["k_norm"])
+        q, k = _norm_heads(config, q, k, weights["q_norm"], weights["k_norm"])
     if rope := config.ropes[index]:
         q, k = (apply_rope(x, tables[rope], rope.interleaved) for x in (q, k))
     if axis is not None and layout.axis("kv_heads") is None:
@@ -215,6 +220,22 @@ def _mlp(
 def _norm(config: ModelConfig, x: Array, weight: Array | None) -> Array:
     """Applies the family's norm; without a weight there is no norm."""
     return x if weight is None else NORMS[config.norm](x, weight, config.norm_eps)
+
+
+def _norm_heads(
+    config: ModelConfig, q: Float[Array, "M N H"], k: Float[Array, "M K H"], q_weight: Array, k_weight: Array
+) -> tuple[Float[Array, "M N H"], Float[Array, "M K H"]]:
+    """Applies the norm to each head of the queries and keys.
+
+    On GPUs those of few tokens are normed together, in one kernel instead of two: XLA computes both in one matmul, so
+    that joining them moves nothing.
+    """
+    if traced_platform() != "gpu" or len(q) > MAX_JOINT_TOKENS:
+        return _norm(config, q, q_weight), _norm(config, k, k_weight)
+    (M, N, H), K = q.shape, k.shape[1]
+    heads = jnp.concatenate([q.reshape(M, N * H), k.reshape(M, K * H)], axis=1).reshape(M, N + K, H)
+    weight = jnp.concatenate([jnp.broadcast_to(q_weight, (N, H)), jnp.broadcast_to(k_weight, (K, H))])
+    return tuple(jnp.split(_norm(config, heads, weight), [N], axis=1))
 
 
 def _residual(config: ModelConfig, x: Array, norm: Array | None) -> Array:

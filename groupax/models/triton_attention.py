@@ -33,7 +33,7 @@ from groupax.models.triton_softmax import (
 )
 
 MIN_TILE = 16  # the smallest dim of Triton's matmuls
-MAX_QUERIES = 64  # queries of a prompt that one program attends from
+MAX_QUERIES, QUERY_BYTES = 64, 1 << 15  # most queries of a prompt that one program attends from, and their size
 BLOCK_BYTES = 1 << 14  # of the keys of a block; two blocks of keys and values fit the shared memory of all these GPUs
 MAX_BLOCK = 128
 PROGRAMS = 256  # for prompts, about two per multiprocessor of a large GPU
@@ -76,7 +76,8 @@ def sizes_of(q: Float[Array, "B N H"], cache: LayerCache) -> Sizes:
     dims = max(MIN_TILE, pl.next_power_of_2(H))
     item_bytes = max(q.dtype.itemsize, cache.k.dtype.itemsize)
     block = max(MIN_TILE, min(MAX_BLOCK, BLOCK_BYTES // (dims * item_bytes)))
-    tile = min(MAX_QUERIES, max(MIN_TILE, pl.next_power_of_2(R * G)))
+    max_queries = min(MAX_QUERIES, QUERY_BYTES // (dims * item_bytes))
+    tile = min(max_queries, max(MIN_TILE, pl.next_power_of_2(R * G)))
     num_tiles = pl.cdiv(R * G, tile)
     num_parts = min(pl.cdiv(S, block), pl.cdiv(PROGRAMS, Q * K * num_tiles))
     own_tile = max(MIN_TILE, pl.next_power_of_2(G))
