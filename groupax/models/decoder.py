@@ -30,13 +30,8 @@ from groupax.parallel.mesh import REPLICATED, Layout
 # (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H])
 # -> (outputs [M, N, H], the layer's updated cache)
 Attend = Callable[[AttentionConfig, Any, Array, Array, Array], tuple[Array, Any]]
-# Values of a layer that are saved for the backward pass: its input alone, also the matmuls with weights, or also those
-# of activations with each other (attention's). The rest is recomputed.
-_SAVED = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "all_dots": jax.checkpoint_policies.dots_saveable,
-}
+# The primitives of attention kernels: Pallas's and cuDNN's.
+_KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper")
 
 
 class ForwardOutput(NamedTuple):
@@ -51,6 +46,20 @@ class ForwardOutput(NamedTuple):
     hidden: Float[Array, "M D"]
     caches: list[Any]
     routings: list[Routing]
+
+
+def _dots_and_kernels(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Saves the results of matmuls and of kernels."""
+    return primitive.name in _KERNELS or jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
+
+
+# Values of a layer that are saved for the backward pass: its input alone, also the matmuls with weights, or also those
+# of activations with each other (attention's). The rest is recomputed.
+_SAVED = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "all_dots": _dots_and_kernels,
+}
 
 
 def _all_except_gathered(primitive: Any, *_args: Any, **_params: Any) -> bool:

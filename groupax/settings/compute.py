@@ -6,6 +6,7 @@ from typing import Literal
 from groupax.settings.fields import ranged, setting
 
 Checkpointing = Literal["none", "full", "dots", "all_dots"]
+CheckpointingChoice = Literal["auto", "none", "full", "dots", "all_dots"]
 AttnImplementation = Literal["auto", "plain", "fused"]
 SharePrefix = Literal["auto", "always", "never"]
 DecodingWeights = Literal["same", "bfloat16", "int8", "float8"]
@@ -41,9 +42,10 @@ class UpdateSettings:
     """Dtype of the forward pass; "auto" is float32 on CPU and bfloat16 elsewhere. Master weights are always float32."""
     micro_batch_tokens: int | None = ranged(None, 10**9, low=1, resume="free")
     """Tokens per device in a micro-batch of training; None chooses a number for the device."""
-    gradient_checkpointing: Checkpointing = setting("none", resume="free")
+    gradient_checkpointing: CheckpointingChoice = setting("auto", resume="free")
     """Save memory by recomputing layers in the backward pass: "full" recomputes everything, "dots" all but matmuls
-    with weights, "all_dots" all but matmuls."""
+    with weights, "all_dots" all but matmuls and fused attention. "auto" recomputes as little as the memory allows for
+    the longest row, and nothing on CPU. Results change by rounding at most; a resumed run keeps its choice."""
     scan_layers: bool | None = setting(None, resume="free")
     """Compile identical layers once, as a loop over them, which copies their weights; None does so on accelerators."""
     attn_implementation: AttnImplementation = setting("auto", resume="free")
