@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import QWEN3_06B, QWEN_05B
+from models import QWEN3_06B, QWEN3_30B_A3B, QWEN_05B
 
 from groupax.planning.devices import find_target, prepare
 
@@ -70,6 +70,18 @@ CASES = {
         },
         programs=("micro_step",),
     ),
+    "Qwen3-30B-A3B": Case(
+        QWEN3_30B_A3B,
+        {
+            "num_generations": 8,
+            "prompts_per_step": 1,
+            "max_prompt_length": 512,
+            "max_completion_length": 960,
+            "micro_batch_tokens": 8192,
+            "gradient_checkpointing": "full",
+        },
+        programs=("micro_step",),
+    ),
 }
 
 
@@ -108,6 +120,7 @@ def compiled_programs(case: Case, layers: int) -> Iterator[tuple[str, Numbers, l
             "float32 products of bfloat16": count_widened_products(lowered),
             "temporary MB": compiled.memory_analysis().temp_size_in_bytes / 1e6,
             "MB moved": (counts.read_bytes + counts.written_bytes) / 1e6,
+            "GFLOP of XLA's matmuls": counts.flops / 1e9,
             "calls": dict(sorted(counts.calls.items())),
         }
         yield program.name, numbers, [*kernels.describe(step), "outside its loop:", *kernels.describe(others)]

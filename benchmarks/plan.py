@@ -1,9 +1,10 @@
-"""Plans for TPU slices, made on this machine: python benchmarks/plan.py shows | scaling
+"""Plans for absent GPUs and TPUs, made on this machine: python benchmarks/plan.py shows [NAME ...] | scaling
 
-`shows` plans the runs of docs/planning.md and prints what `groupax plan` prints. `scaling` counts one run on slices of
-8, 32 and 128 chips, with as many completions on all of them and with as many on each chip; it compiles nothing, so that
-memory is without what is temporary. Shapes are those of the models' published config.json. libtpu has to be in
-build/libtpu (see `groupax plan --help`).
+`shows` plans the runs of docs/planning.md with `groupax plan` and prints its tables in Markdown, with the seconds to
+the estimate and to the plan. `scaling` counts one run on slices of 8, 32 and 128 chips, with as many completions on all
+of them and with as many on each chip; it compiles nothing, so that memory is without what is temporary. Shapes are
+those of the models' published config.json. The compilers have to be in build/cuda and build/libtpu (see `groupax plan
+--help`).
 """
 
 import argparse
@@ -12,15 +13,40 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import show
+from models import QWEN_05B, show
 
 from groupax.planning.devices import prepare
+from groupax.planning.tables import KINDS
 
+QWEN_7B: dict[str, Any] = {
+    **QWEN_05B,
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+QWEN3_4B: dict[str, Any] = {
+    **QWEN_05B,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+}
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -41,37 +67,63 @@ LLAMA_70B: dict[str, Any] = {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }
-AYA_8B: dict[str, Any] = {
-    **LLAMA_8B,
-    "model_type": "cohere",
-    "vocab_size": 256000,
-    "layer_norm_eps": 1e-5,
-    "logit_scale": 0.125,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-LENGTHS = ["--max_prompt_length", "2048", "--max_completion_length", "2048", "--beta", "0.04", "--mesh", "1,-1,1,1,1"]
-SMALL = ["--prompts_per_step", "8", "--num_generations", "4"]
-LARGE = ["--prompts_per_step", "64", "--num_generations", "8"]
-FULL = ["--gradient_checkpointing", "full"]
-SHOWS = {
-    "aya-expanse-8b": (AYA_8B, "v4-64", SMALL),
-    "llama-3.1-8b": (LLAMA_8B, "v5e-32", SMALL + FULL),
-    "llama-3.3-70b": (LLAMA_70B, "v5p-128", LARGE + FULL),
+SHORT = "--max_prompt_length 512 --max_completion_length 1024 --num_generations 8"
+LONG = (
+    "--max_prompt_length 2048 --max_completion_length 2048 --beta 0.04 --prompts_per_step 64 --num_generations 8 "
+    "--mesh 1,-1,1,1,1 --gradient_checkpointing full --decoding_tp 8"
+)
+SHOWS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "qwen2.5-0.5b": (QWEN_05B | {"max_position_embeddings": 32768}, "rtx4090-1", f"--prompts_per_step 8 {SHORT}"),
+    "qwen3-4b-lora": (QWEN3_4B, "h100-1", f"--prompts_per_step 32 {SHORT} --lora_r 16"),
+    "qwen2.5-7b": (
+        QWEN_7B,
+        "h100-8",
+        f"--prompts_per_step 64 {SHORT} --mesh 1,-1,1,1,1 --gradient_checkpointing full",
+    ),
+    "llama-3.3-70b-h100": (LLAMA_70B, "h100-64", LONG),
+    "llama-3.3-70b-v5p": (LLAMA_70B, "v5p-128", LONG),
 }
 
 
-def planned(model: dict[str, Any], devices: str, flags: list[str], quiet: bool) -> list[dict[str, Any]]:
-    """The plans of `groupax plan`, the one that was asked for and the one that fits if that does not."""
+def planned(model: Mapping[str, Any], devices: str, flags: str) -> tuple[list[dict[str, Any]], float, float]:
+    """Returns the plans of `groupax plan` (another one if the first does not fit), and seconds to estimate and plan."""
     with tempfile.TemporaryDirectory() as folder:
         config, out = Path(folder, "config.json"), Path(folder, "plan.json")
         config.write_text(json.dumps(model))
         command = [sys.executable, "-m", "groupax", "plan", "--model", str(config), "--devices", devices]
-        output = subprocess.DEVNULL if quiet else None
-        done = subprocess.run([*command, *LENGTHS, *flags, "--json", str(out)], stdout=output, check=False)
-        if done.returncode not in (0, 1):
-            raise SystemExit(done.returncode)
-        return json.loads(out.read_text())
+        started_s, estimate_s = time.perf_counter(), 0.0
+        with subprocess.Popen([*command, *flags.split(), "--json", str(out)], stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None, "it is a pipe"
+            for line in run.stdout:
+                if line.startswith("probably") and not estimate_s:
+                    estimate_s = time.perf_counter() - started_s
+        if run.returncode not in (0, 1):
+            raise SystemExit(run.returncode)
+        return json.loads(out.read_text()), estimate_s, time.perf_counter() - started_s
+
+
+def markdown(plan: Mapping[str, Any]) -> str:
+    """Returns a plan as a table: memory in GB, kernels, and the least time."""
+    programs = plan["programs"]
+    kinds = [kind for kind in KINDS if any(each["memory"].get(kind, 0) >= 5e6 for each in programs)]
+    has_kernels = any(each["kernels"] is not None for each in programs)
+    head = [
+        "GB of a device",
+        *kinds,
+        "total",
+        "runs",
+        *(["kernels of a run"] if has_kernels else []),
+        "at least, a run",
+    ]
+    rows = [head, ["---"] * len(head)]
+    for each in programs:
+        bound = max(each["seconds"], key=each["seconds"].get)
+        sizes = [each["memory"].get(kind, 0.0) / 1e9 for kind in kinds]
+        cells = [f"{size:.2f}" if size >= 0.005 else "" for size in sizes]
+        kernels = [f"{each['kernels']:,.0f}"] if has_kernels else []
+        least = f"{1e3 * each['seconds'][bound]:,.3g} ms, {bound}" if each["seconds"][bound] >= 5e-5 else ""
+        rows.append([f"`{each['name']}`", *cells, f"{each['total'] / 1e9:.2f}", str(each["runs"]), *kernels, least])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def scaling(num_chips: int, rows: int) -> dict[str, Any]:
@@ -104,7 +156,7 @@ def scaling(num_chips: int, rows: int) -> dict[str, Any]:
     run = trace_run(read_config(LLAMA_8B), mesh, args, None, chip.memory_bytes)
     always = {kind: device_bytes({kind: tree}) for kind, tree in run.residents.items()}
     measured = [
-        Measured(each.name, each.runs, always, count_program(each.traced.jaxpr, each.loop_steps), 0.0)
+        Measured(each.name, each.runs, always, count_program(each.traced.jaxpr, each.loop_steps))
         for each in run.programs
     ]
     programs, seconds = {each.name: each for each in measured}, step_seconds(measured, run, chip)
@@ -127,19 +179,30 @@ def scaling(num_chips: int, rows: int) -> dict[str, Any]:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("what", choices=["shows", "scaling"])
+    flags.add_argument("names", nargs="*", help=f"which of {', '.join(SHOWS)}; by default all")
     flags.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     args = flags.parse_args()
     if args.what == "scaling":
-        prepare("v4-256", Path("build/libtpu"))
+        prepare("v4-256")
         show(
             [scaling(chips, rows) for chips, rows in ((8, 128), (32, 128), (128, 128), (8, 32), (128, 512))], args.json
         )
         return
-    for name, (model, devices, own) in SHOWS.items():
-        print(f"== {name} on {devices}, {' '.join([*LENGTHS, *own])}", flush=True)
-        started_s = time.perf_counter()
-        planned(model, devices, own, quiet=False)
-        print(f"== {time.perf_counter() - started_s:.0f} s\n", flush=True)
+    for name in args.names or SHOWS:
+        model, devices, own = SHOWS[name]
+        plans, estimate_s, total_s = planned(model, devices, own)
+        if args.json:
+            print(json.dumps({"name": name, "plans": plans, "estimate_s": estimate_s, "total_s": total_s}), flush=True)
+            continue
+        print(f"\n**{name} on {devices}**: `groupax plan --devices {devices} {own}`\n")
+        for plan in plans:
+            print(
+                f"{', '.join(plan['changes']) or 'As requested'}: {plan['fault'] or ('fits' if plan['fits'] else 'no')}"
+            )
+            if "programs" in plan:
+                seconds = {kind: round(value, 2) for kind, value in plan["step_seconds"].items()}
+                print(f"\n{markdown(plan)}\n\nA step takes at least {sum(seconds.values()):.3g} s: {seconds}.")
+        print(f"Estimate after {estimate_s:.0f} s, plan after {total_s:.0f} s.", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 """Attention while decoding: the plain form and the kernels, by pallas' interpreter, agree with a loop over rows."""
 
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +14,7 @@ import pytest
 
 from groupax import Engine, SamplingParams, init_model
 from groupax.engine import decode
-from groupax.models import decode_attention, triton_attention
+from groupax.models import decode_attention, tpu_attention, triton_attention
 from groupax.models.config import AttentionConfig
 from groupax.models.decode_attention import LayerCache, Past
 from groupax.models.decoder import logits
@@ -21,6 +25,7 @@ from .conftest import TINY, one_device_mesh, rest_heavy
 FORMS = {
     "plain": decode_attention.attend_past,
     "triton": partial(triton_attention.attend_past, interpret=True),
+    "tpu": partial(tpu_attention.attend_past, interpret=True),
 }
 
 
@@ -70,6 +75,8 @@ CASES = {
     "narrow-window": ((8, 1, 8, 8, 96, 130, 200), (131, LONG, [100]), {"window": 1}),
     "softcap": ((8, 1, 3, 1, 256, 64, 200), (130, LONG, [0]), {"softcap": 2.0, "window": 31}),
     "share-16": ((32, 2, 14, 2, 64, 300, 128), (5, [*SHORT, *[0] * 8, *range(1, 17)], [0, 190]), {}),
+    "split": ((2, 1, 2, 1, 16, 20, 2100), (70, [2000, 60], [0]), {}),
+    "split-window": ((2, 2, 2, 1, 16, 20, 2100), (1500, [2100, 1], [0, 20]), {"window": 1000}),
     "all-idle": ((8, 2, 2, 1, 16, 20, 32), (3, [0] * 8, [0, 20]), {}),
     "empty-prompts": ((8, 2, 4, 2, 64, 70, 64), (60, SHORT, [70, 70]), {}),
 }
@@ -85,8 +92,8 @@ def test_each_row_attends_to_its_visible_columns(case, form):
     live = np.asarray(past.lengths) > 0
     np.testing.assert_allclose(out[live], expected[live], atol=1e-5, rtol=1e-5)
     assert np.isfinite(out).all()
-    np.testing.assert_array_equal(written.k, keys)
-    np.testing.assert_array_equal(written.v, values)
+    np.testing.assert_array_equal(written.k[live], keys[live])
+    np.testing.assert_array_equal(written.v[live], values[live])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +154,7 @@ def test_decoding_with_the_kernel_agrees_with_the_plain_form_and_the_trainer(mod
     ("platform", "capability", "form"),
     [
         ("cpu", "", decode_attention.attend_past),
-        ("tpu", "", decode_attention.attend_past),
+        ("tpu", "", tpu_attention.attend_past),
         ("gpu", "7.5", decode_attention.attend_past),
         ("gpu", "gfx942", decode_attention.attend_past),
         ("gpu", "8.0", triton_attention.attend_past),
@@ -156,3 +163,49 @@ def test_decoding_with_the_kernel_agrees_with_the_plain_form_and_the_trainer(mod
 )
 def test_the_form_goes_by_the_device(platform, capability, form):
     assert select_attend_past(SimpleNamespace(platform=platform, compute_capability=capability)) is form
+
+
+COMPILED = """
+import sys
+from functools import partial
+from pathlib import Path
+from groupax.planning.devices import find_target, prepare
+prepare(sys.argv[1], cuda=Path(sys.argv[2]))
+import jax
+import jax.numpy as jnp
+from groupax.models import triton_attention
+from groupax.models.config import AttentionConfig
+from groupax.models.decode_attention import LayerCache, Past
+
+device = find_target(sys.argv[1]).devices[0]
+shape = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device))
+# rows, prompts, query heads, key heads, dims, columns of rows, dtype, dtype of the cache, settings
+for B, Q, N, K, H, T, dtype, kv_dtype, settings in (
+    (64, 8, 14, 2, 64, 1024, "bfloat16", "bfloat16", {}),
+    (64, 2, 8, 4, 256, 4096, "float32", "float32", {"softcap": 50.0, "window": 400}),
+    (64, 64, 32, 8, 80, 1000, "bfloat16", "float32", {}),
+    (64, 8, 32, 8, 128, 1024, "bfloat16", sys.argv[3], {}),
+):
+    S = 512
+    cache = [shape(each, kv_dtype) for each in ((Q, K, H, S), (Q, K, S, H), (B, K, H, T), (B, K, T, H))]
+    past = Past(shape((Q,), jnp.int32), shape((), jnp.int32), shape((B,), jnp.int32))
+    new = [shape((B, heads, H), dtype) for heads in (N, K, K)]
+    attend = jax.jit(partial(triton_attention.attend_past, AttentionConfig(0.1, **settings)), donate_argnums=1)
+    memory = attend.lower(past, LayerCache(*cache), *new).compile().memory_analysis()
+    print(memory.alias_size_in_bytes == sum(x.size * x.dtype.itemsize for x in cache))
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("target", "kv_dtype"), [("h100-1", "float8_e4m3fn"), ("a100-1", "int8"), ("rtx4090-1", "float8_e4m3fn")]
+)
+def test_the_kernels_compile_and_update_the_cache_in_place(target, kv_dtype):
+    cuda = Path(__file__).parents[1] / "build" / "cuda"
+    if not (cuda / "jax_plugins").is_dir():
+        pytest.skip("jax's CUDA plugin is not in build/cuda; `groupax plan` says how to get it")
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    command = [sys.executable, "-c", COMPILED, target, str(cuda), kv_dtype]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["True"] * 4

@@ -15,10 +15,7 @@ from groupax.engine.prefix_cache import Prefix, PrefixCache
 from groupax.engine.sampling import (
     History,
     SamplingArrays,
-    alternatives,
-    block_width,
     changed_logits,
-    kept_tokens,
     row_keys,
     sample,
     uniforms,
@@ -28,6 +25,7 @@ from groupax.models.decoder import logits
 from groupax.models.quantize import decoding_params
 from groupax.parallel.mesh import AXES
 from groupax.rollouts.sampler import rollout
+from groupax.settings.sampling import sampling_kind
 
 from .conftest import TINY, rest_heavy
 
@@ -298,12 +296,6 @@ def test_draws_follow_the_truncated_distribution(settings):
     np.testing.assert_allclose(drawn.policy_logp, np.log(untruncated[drawn.token]), atol=1e-5)
 
 
-def test_settings_are_per_row():
-    rows = jnp.broadcast_to(jnp.asarray(np.random.default_rng(2).normal(size=V), jnp.float32), (3, V))
-    settings = replace(settings_array(3), top_k=jnp.array([0, 5, 1]), top_p=jnp.array([1.0, 1.0, 0.5], jnp.float32))
-    assert kept_tokens(rows - rows.max(), settings).sum(-1).tolist() == [V, 5, 1]
-
-
 @pytest.mark.heavy
 def test_tokens_of_weight_zero_are_never_drawn():
     weightless = jnp.where(jnp.arange(V) % 7 == 3, 0.0, -jnp.inf)
@@ -311,11 +303,6 @@ def test_tokens_of_weight_zero_are_never_drawn():
     keys = jnp.stack([jnp.arange(4096, dtype=jnp.uint32)] * 2, axis=1)
     drawn = sample(rows, first_uniforms(keys), settings_array(4096), history_of(4096))
     assert (np.asarray(drawn.token) % 7 == 3).all()
-
-
-@pytest.mark.parametrize(("num_words", "width"), [(96, 8), (8192, 64), (151_936, 128), (262_144, 512), (8191, 91)])
-def test_blocks_of_words_divide_the_vocabulary_if_they_can(num_words, width):
-    assert block_width(num_words) == width
 
 
 # -- settings that change the logits
@@ -386,12 +373,13 @@ def test_draws_follow_the_changed_distribution_and_the_policy_does_not_change(se
 
 def test_alternatives_are_the_likeliest_of_the_policy():
     rows = jnp.asarray(np.random.default_rng(7).normal(size=(3, V)), jnp.float32)
-    tokens, logps = alternatives(rows, settings_array(3, temperature=0.5, logprobs=4))
-    for row, ids, values in zip(np.asarray(rows), tokens, logps, strict=True):
+    settings = settings_array(3, temperature=0.5, logprobs=4)
+    drawn = sample(rows, jnp.zeros((3, 2)), settings, history_of(3))
+    for row, ids, values in zip(np.asarray(rows), drawn.alternatives, drawn.alternative_logps, strict=True):
         expected = np.log(truncated(row, temperature=0.5))
         assert np.asarray(ids)[:4].tolist() == np.argsort(-expected)[:4].tolist()
         np.testing.assert_allclose(values[:4], np.sort(expected)[::-1][:4], atol=1e-5)
-    assert not np.any(alternatives(rows, settings_array(3))[1])
+    assert not np.any(sample(rows, jnp.zeros((3, 2)), settings_array(3), history_of(3)).alternative_logps)
 
 
 # -- in the engine
@@ -445,6 +433,39 @@ def test_settings_of_one_sequence_do_not_touch_another(tiny_model, expected):
     mixed = [sequence for pair in zip(others, plain, strict=False) for sequence in pair] + plain[len(others) :]
     done = {(s.prompt_index, s.sample_index): s.tokens for s in engine.stream(mixed)}
     assert [[done[p, s] for s in range(PARAMS.n)] for p in range(len(PROMPTS))] == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_the_plain_program_draws_what_the_general_one_draws(tiny_model, temperature):
+    engine = engine_for(tiny_model)
+    params = SamplingParams(n=2, max_tokens=20, temperature=temperature)
+    general = replace(params, logit_bias={5: 0.0})
+    assert (sampling_kind([params]), sampling_kind([params, general])) == ("plain", "general")
+    for ours, theirs in zip(engine.generate(PROMPTS, params), engine.generate(PROMPTS, general), strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.tokens == other.tokens
+            np.testing.assert_allclose(one.policy_logps, other.policy_logps, rtol=0, atol=1e-6)
+            np.testing.assert_allclose(one.sampler_logps, other.sampler_logps, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"top_k": 3},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"min_tokens": 1},
+        {"logit_bias": {3: 1.0}},
+        {"logprobs": 1},
+    ],
+    ids=str,
+)
+def test_what_plain_sampling_is_not(setting):
+    assert not SamplingParams(**setting).is_plain
+    assert SamplingParams(temperature=0.3, n=4, max_tokens=7, stop="end", stop_token_ids=3, ignore_eos=True).is_plain
 
 
 def test_end_of_sequence_as_the_first_token(tiny_model):

@@ -12,8 +12,8 @@ from groupax.planning.kernels import GpuProgram, parse_thunks, read_gpu_program
 from groupax.planning.precision import count_widened_products
 
 GOLDEN = Path(__file__).parent / "golden"
-# In the form of XLA's dumps, a chunk of decoding in miniature: in each iteration a product, a Triton kernel and an update
-# of a cache, a sort in a branch, and a loop of four iterations in another.
+# In the form of XLA's dumps, a chunk of decoding in miniature: in each iteration a product, a Triton kernel and an
+# update of a cache, a sort in a branch, and a loop of four iterations in another.
 HLO = (GOLDEN / "chunk.hlo.txt").read_text()
 THUNKS = (GOLDEN / "chunk.thunks.txt").read_text()
 NAMES = {1: "copy.9", 2: "while.1", 3: "compare.1", 4: "pallas_call.1", 5: "gemm.1", 6: "update.2", 7: "fusion.4"}
@@ -79,6 +79,23 @@ def test_slices_and_updates_in_place_move_only_their_elements(scope, name, read,
     assert module.traffic(computation[name], computation) == (read, written)
 
 
+def test_what_a_kernel_updates_in_place_is_not_written():
+    aliased = HLO.replace('triton", ', 'triton", output_to_operand_aliasing={{1}: (0, {})}, ', 1)
+    aliased = aliased.replace(
+        "pallas_call.1 = bf16[64,8]{1,0}", "pallas_call.1 = (bf16[64,8]{1,0}, bf16[64,1024]{1,0})"
+    )
+    body = parse_hlo(aliased).computations["body"]
+    assert len(body["pallas_call.1"].arrays) == 2
+    assert parse_hlo(aliased).traffic(body["pallas_call.1"], body)[1] == 2 * 64 * 8
+
+
+def test_matmuls_within_fusions_are_counted():
+    module = parse_hlo(HLO)
+    body = module.computations["body"]
+    assert module.flops(body["gemm.1"], body) == 2 * 64 * 1024 * 1024
+    assert module.flops(body["copy.1"], body) == 0
+
+
 def test_a_text_that_is_not_hlo_is_refused():
     with pytest.raises(ValueError, match="not the text of an HLO module: 'module @jit_f'"):
         parse_hlo("module @jit_f")
@@ -95,6 +112,7 @@ def test_a_step_is_an_iteration_with_its_smallest_branches(chunk):
     assert (others.num_launches, others.host_visits, others.dispatches) == (1, 0, 1)
     counts = chunk.count(step)
     assert (counts.kernels, counts.copies, counts.sorts) == (7, 1, 1)
+    assert counts.flops == 2 * 64 * 1024 * 1024
     assert counts.calls == {"__gpu$xla.gpu.triton": 1}
     assert counts.written_bytes == 4 * 64 * 1024 + 2 * 64 * 8 + 2 * 64 * 1024 + 2 * 64 + 8 * 64 * 1024
     assert any(

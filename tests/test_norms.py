@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from groupax.models import decoder
+from groupax.models.decoder import _norm_heads
+from groupax.models.families import read_config
 from groupax.models.layers import NORMS
+
+from .conftest import TINY
 
 EPS = 1e-5
 # shapes of x and of a weight: tokens, heads that share a weight, heads that each have one
@@ -82,3 +87,15 @@ def test_norms_work_under_checkpointing_loops_and_shards(kind):
     )
     for own, true in zip(jax.jit(sharded)(x, weight, cotangent), expected, strict=True):
         np.testing.assert_allclose(own, true, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared-weight", "weight-per-head"])
+def test_heads_that_are_normed_together_get_the_same_norms(shared, monkeypatch):
+    config = read_config({**TINY, "model_type": "qwen3"})
+    q, k = (jax.random.normal(jax.random.key(heads), (7, heads, 16)) for heads in (6, 2))
+    weights = [jax.random.normal(jax.random.key(9), x.shape[2 if shared else 1 :]) for x in (q, k)]
+    apart = _norm_heads(config, q, k, *weights)
+    monkeypatch.setattr(decoder, "traced_platform", lambda: "gpu")
+    together = _norm_heads(config, q, k, *weights)
+    for got, wanted in zip(together, apart, strict=True):
+        np.testing.assert_array_equal(got, wanted)

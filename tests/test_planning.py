@@ -1,5 +1,6 @@
 """`groupax plan`: counts against closed forms, planned programs against those of a real engine and learner."""
 
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
+from rich.console import Console
 
 import groupax.engine.batch
 import groupax.engine.core
@@ -26,18 +28,21 @@ from groupax.models.config import AttentionConfig
 from groupax.models.families import read_config
 from groupax.models.flops import forward_flops
 from groupax.models.grouped_matmul import grouped_matmul
+from groupax.models.lora import LoRAConfig
 from groupax.models.specs import model_specs
 from groupax.parallel.accelerators import Chip
 from groupax.parallel.mesh import make_mesh
 from groupax.planning import fitting
-from groupax.planning.counting import Counts, count_program
+from groupax.planning.counting import Counts, bytes_between_hosts, count_program
 from groupax.planning.devices import Target, find_target, prepare
+from groupax.planning.few_layers import few_layers
 from groupax.planning.fitting import Plan, Request, find_fitting_plan, make_plan
-from groupax.planning.measured import OTHER, Compiler, Measured, step_seconds
-from groupax.planning.programs import DoesNotFitError, device_bytes, host_bytes
+from groupax.planning.measured import OTHER, Compiler, Extrapolation, Measured, step_seconds, whole_program
+from groupax.planning.programs import DoesNotFitError, Program, device_bytes, host_bytes
 from groupax.planning.run import trace_run
 from groupax.planning.tables import format_plan, verdict
 from groupax.runs.build import engine_for, learner_settings, lora_for
+from groupax.terminal.activities import Activities
 from groupax.training.learner import Learner
 from groupax.types import Row
 
@@ -47,8 +52,8 @@ SMALL = {**TINY, "num_hidden_layers": 1}
 MIXTURE = {**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-def silent(text):
-    pass
+def activities():
+    return Activities(Console(file=io.StringIO()))
 
 
 # -- counting
@@ -185,6 +190,38 @@ def test_exchanges_that_are_not_counted_are_an_error():
         exchange(lambda x: lax.ppermute(x, "tp", [(0, 1), (1, 0)]), (8, 8), ALONG)
 
 
+class Device:
+    """A device of a host."""
+
+    def __init__(self, host):
+        self.process_index = host
+
+
+def test_what_hosts_send_each_other_is_shared_by_their_devices():
+    def on(*hosts):
+        return bytes_between_hosts(24.0, map(Device, hosts))
+
+    assert on(0, 0, 0, 0) == 0
+    assert on(0, 0, 1, 1) == 24 / 2, "two rings, each through a port of its own"
+    assert on(0, 1, 2, 3) == 24
+
+
+def test_products_of_8_bit_floats_are_counted_apart():
+    def flops(left, right):
+        arrays = [jax.ShapeDtypeStruct((4, 4), dtype) for dtype in (left, right)]
+        counts = count_program(
+            jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32)).trace(*arrays).jaxpr
+        )
+        return counts.flops, counts.fp8_flops
+
+    once, fp8 = 2.0 * 4**3, jnp.float8_e4m3fn
+    assert flops(fp8, fp8) == (once, once)
+    assert flops(jnp.int8, jnp.int8) == flops(jnp.bfloat16, jnp.bfloat16) == (once, 0)
+    chip, mixed = replace(tiny_chip(1e9), fp8_flops=2e12), Counts(3e12, fp8_flops=2e12)
+    assert Measured("admit", 1, {}, mixed).seconds(chip)["arithmetic"] == 1 + 1
+    assert Measured("admit", 1, {}, mixed).seconds(tiny_chip(1e9))["arithmetic"] == 3
+
+
 def test_a_devices_part_is_counted():
     mesh = make_mesh((1, 1, 1, 4, 1))
     parts = PartitionSpec(None, "tp"), PartitionSpec("tp", None)
@@ -225,6 +262,48 @@ def test_a_models_programs_count_its_matrices_as_its_table_of_weights_does():
     assert 1 <= scored / expected <= 1.25 * (1 + 2 / 32)
     assert 3.8 < stepped / scored <= 4, "logits are computed again"
     assert few[2] < few[0] < few[1] / 3
+
+
+# -- models with a few layers
+
+DEEP = {**TINY, "num_hidden_layers": 9}
+
+
+def layers_of(models):
+    return [(model.config.num_layers, model.weight) for model in models]
+
+
+def test_a_few_layers_of_each_kind_stand_for_all():
+    assert layers_of(few_layers(read_config(DEEP))) == [(2, 1 - 3.5), (4, 3.5)]
+    assert layers_of(few_layers(read_config({**DEEP, "num_hidden_layers": 4}))) == [(4, 1.0)]
+    mixed = replace(read_config(DEEP), windows=(None, 8, 8, None, 8, 8, 8, 8, 8))
+    few = few_layers(mixed)
+    assert layers_of(few) == [(4, 1 - 2.5), (6, 2.5)]
+    assert [model.config.windows for model in few] == [(None, 8, 8, None), (None, 8, 8, None, 8, 8)]
+    experts = read_config({**MIXTURE, "num_hidden_layers": 9}).experts
+    few = few_layers(replace(read_config(DEEP), experts=replace(experts, layers=(3, 4, 5, 6, 7, 8))))
+    assert [model.config.experts.layers for model in few] == [(3, 4), (3, 4, 5, 6)]
+    assert layers_of(few) == [(5, 1 - 2.0), (7, 2.0)]
+
+
+def test_an_adapter_of_some_layers_only_is_planned_with_all_of_them():
+    config = read_config(DEEP)
+    assert len(few_layers(config, LoRAConfig(r=4))) == 2
+    for modules in (r".*layers\.7\..*q_proj", ["8.self_attn.q_proj"]):
+        assert layers_of(few_layers(config, LoRAConfig(r=4, target_modules=modules))) == [(9, 1.0)]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("settings", [{}, {"lora_r": 4, "beta": 0.1, "dtype": "bfloat16"}])
+def test_what_all_layers_count_follows_from_a_few(settings):
+    config = replace(read_config(DEEP), windows=(None, 8, 8, None, 8, 8, 8, 8, 8))
+    args = GRPOConfig(prompts_per_step=4, num_generations=4, max_completion_length=32, max_prompt_length=32, **settings)
+    lora, mesh = lora_for(args, None), make_mesh((1, 4, 1, 1, 1))
+    run, few = trace_run(config, mesh, args, lora), few_layers(config, lora)
+    runs = [trace_run(model.config, mesh, args, lora, like=run) for model in few]
+    for index, program in enumerate(run.programs):
+        parts = Extrapolation(program, few, [each.programs[index] for each in runs])
+        assert parts.counts == whole_program(config, program).counts, program.name
 
 
 # -- programs
@@ -400,7 +479,7 @@ def test_what_lies_on_the_hosts_leaves_room_and_takes_time():
     compiler, seconds = Compiler(), {}
     for each in (whole, run):
         [update] = [program for program in each.programs if program.name == "apply_update"]
-        measured = compiler.measured(each, update)
+        measured = whole_program(config, update).measured(each, [compiler.compiled(update, "cpu")])
         assert measured.memory[OTHER] >= 0
         seconds[each] = measured.seconds(chip)["host"]
         assert step_seconds([], each, chip)["scoring"] == each.fetched_bytes / chip.host_bytes_per_s
@@ -611,17 +690,17 @@ def test_what_changes_of_a_rollout():
 def test_settings_are_found_that_fit(few_bytes):
     config, compiler = read_config({**TINY, "vocab_size": 2048}), Compiler()
     few_bytes(1e12)
-    whole = make_plan(config, Request("v5e-1", TRAIN), None, compiler, silent)
+    whole = make_plan(config, Request("v5e-1", TRAIN), None, compiler, activities())
     assert whole.fits
     assert whole.largest.name == "micro_step"
     sizes = {program.name: program.total for program in whole.programs}
     for part in (0.95, 0.6, 0.45):
         few_bytes(part * whole.largest.total)
-        plan = make_plan(config, Request("v5e-1", TRAIN), None, compiler, silent)
+        plan = make_plan(config, Request("v5e-1", TRAIN), None, compiler, activities())
         assert {program.name: program.total for program in plan.programs} == sizes
         assert not plan.fits
         assert verdict(plan).startswith("DOES NOT FIT: the peak is ")
-        found = find_fitting_plan(config, plan, None, compiler, silent)
+        found = find_fitting_plan(config, plan, None, compiler, activities())
         assert found.fits
         assert found.request.changes[0] == "--gradient_checkpointing full"
         assert found.largest.total <= part * whole.largest.total
@@ -631,7 +710,7 @@ def test_settings_are_found_that_fit(few_bytes):
 @pytest.mark.heavy
 def test_a_candidate_that_is_no_run_is_passed_over(few_bytes, monkeypatch):
     few_bytes(1e9)
-    plan, told, tried = a_plan("decode_chunk", shape=(4, 1, 1, 1, 1), devices="v5e-4"), [], []
+    plan, told, tried = a_plan("decode_chunk", shape=(4, 1, 1, 1, 1), devices="v5e-4"), io.StringIO(), []
 
     def of_candidate(config, request, *_, **__):
         tried.append(request.changes)
@@ -640,16 +719,15 @@ def test_a_candidate_that_is_no_run_is_passed_over(few_bytes, monkeypatch):
         return a_plan("", request.args, devices=request.devices)
 
     monkeypatch.setattr(fitting, "make_plan", of_candidate)
-    found = find_fitting_plan(read_config(TINY), plan, None, Compiler(), told.append)
+    found = find_fitting_plan(read_config(TINY), plan, None, Compiler(), Activities(Console(file=told)))
     assert tried == [("--mesh 1,-1,1,1,1",), ("--max_concurrent_rows 8",)]
     assert found.request.args.max_concurrent_rows == 8
-    assert "heads (4) is not divisible by tp=16" in told
+    assert "heads (4) is not divisible by tp=16" in told.getvalue()
 
 
 def test_nothing_fits_where_nothing_can(few_bytes):
     few_bytes(1000.0)
-    told = []
-    plan = make_plan(read_config(SMALL), Request("v5e-256", TRAIN), None, Compiler(), told.append)
+    plan = make_plan(read_config(SMALL), Request("v5e-256", TRAIN), None, Compiler(), activities())
     assert str(plan.fault).startswith("weights and optimizer alone need")
     assert verdict(plan) == format_plan(plan) == f"does not fit: {plan.fault}"
     assert plan.programs == ()
@@ -663,11 +741,14 @@ def test_an_update_reads_and_writes_its_state_and_reads_gradients():
     assert update.seconds(chip)["memory"] == 33 / chip.memory_bytes_per_s
 
 
-class Lowered:
-    """A program whose compilation fails."""
+class Uncompilable:
+    """A traced function whose compilation fails."""
 
     def __init__(self, message):
         self.message = message
+
+    def lower(self):
+        return self
 
     def as_text(self):
         return self.message
@@ -676,15 +757,19 @@ class Lowered:
         raise jax.errors.JaxRuntimeError(self.message)
 
 
+def uncompilable(message):
+    return Program("failing", lambda: Uncompilable(message), {}, 1)
+
+
 def test_a_compiler_that_gives_up_says_how_much_memory_it_takes():
     compiler = Compiler()
     full = "RESOURCE_EXHAUSTED: x temporaries (1.50G) exceeds available HBM"
-    bytes_and_seconds = compiler._memory_of(Lowered(full))
-    assert bytes_and_seconds[0] == 1.5 * 2**30
-    assert compiler._memory_of(Lowered(full)) is bytes_and_seconds
+    compiled = compiler.compiled(uncompilable(full), "tpu")
+    assert compiled.temporary_bytes == 1.5 * 2**30
+    assert compiler.compiled(uncompilable(full), "tpu") is compiled
     for message in ("INTERNAL: Mosaic failed", "RESOURCE_EXHAUSTED: of threads"):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            compiler._memory_of(Lowered(message))
+            compiler.compiled(uncompilable(message), "tpu")
 
 
 # -- the command
@@ -714,7 +799,9 @@ def test_a_plan_is_told_as_tables_and_as_numbers(config_file, tmp_path):
     assert [program["name"] for program in record["programs"]] == names
     lines = done.stdout.splitlines()
     for heading, cells in (("memory of a device, MB", 8), ("work of a device in one run of each program", 4)):
-        table = lines[lines.index(heading) + 2 :][: len(names)]
+        first, last = (index for index, line in enumerate(lines) if line == heading)
+        assert lines[first + 2].split()[0] == names[0], "an estimate comes first"
+        table = lines[last + 2 :][: len(names)]
         assert [line.split()[0] for line in table] == names
         assert len(table[2].split()) >= cells - 2
     largest = max(program["total"] for program in record["programs"])

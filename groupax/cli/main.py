@@ -47,7 +47,7 @@ commands:
   checkpoints   manage the checkpoints of a run: groupax checkpoints RUN_DIR list | verify | delete STEP |
              export [STEP] --to FOLDER
   launch     start one program as several processes: groupax launch local | slurm | ray [options] -- train ...
-  plan       estimate memory and step time on other hardware: groupax plan --model MODEL --devices v4-64
+  plan       estimate memory and step time on other hardware: groupax plan --model MODEL --devices h100-8
   view       show runs on a live local web page: groupax view RUN_DIR [RUN_DIR ...]
   inspect    describe a model and its memory, or what an adapter trains
   merge      merge an adapter into its base

@@ -37,6 +37,9 @@ class PlanCommand:
     cuda: Path = Path("build/cuda")
     """Folder that jax's CUDA plugin was installed into (pip install --target build/cuda jax-cuda13-plugin[with-cuda] in
     jax's version), if not with jax by .[cuda]; it needs neither a GPU nor a driver."""
+    all_layers: bool = False
+    """Compile programs with all layers of the model, which takes minutes for some. By default, programs that are not
+    loops over layers are compiled with two and four layers of each kind, from which the others are extrapolated."""
     json: Path | None = None
     """File to which the plan is written as JSON."""
     recipe: str | None = None
@@ -64,22 +67,33 @@ def plan(arguments: Sequence[str], model_name: str | None, defaults: GRPOConfig,
         raise ValueError("give a model and devices, e.g. --model Qwen/Qwen3-8B --devices h100-8")
     prepare(command.devices, command.libtpu, command.cuda)
 
+    from rich.console import Console
+
     from groupax.planning.fitting import Request, find_fitting_plan, make_plan
     from groupax.planning.measured import Compiler
     from groupax.planning.tables import format_plan, plan_record, verdict
     from groupax.recipes.fit import fit_config
+    from groupax.terminal.activities import Activities
 
+    activities = Activities(Console(stderr=True))
     model, lora = _read_model(command.model, command.args)
-    args, compiler = command.args, Compiler()
+    args, compiler = command.args, Compiler(command.all_layers)
     if task is not None:
         args, notes = fit_config(args, task, model.max_positions)
         for note in notes:
             _log(note)
-    requested = make_plan(model, Request(command.devices, args), lora, compiler, _log)
-    print(format_plan(requested))
+    requested = make_plan(
+        model,
+        Request(command.devices, args),
+        lora,
+        compiler,
+        activities,
+        on_estimate=lambda plan: print(format_plan(plan), flush=True),
+    )
+    print(f"\n{format_plan(requested)}")
     plans = [requested]
     if not requested.fits:
-        found = find_fitting_plan(model, requested, lora, compiler, _log)
+        found = find_fitting_plan(model, requested, lora, compiler, activities)
         if found is None:
             print("\nno change of a few settings makes it fit")
         else:

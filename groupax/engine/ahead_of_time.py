@@ -29,7 +29,7 @@ from groupax.engine.slots import Slots, slot_table, to_slots
 from groupax.models.config import ModelConfig
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
-from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS
+from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS, SamplingKind
 
 # All that is compiled for decoding.
 PROGRAMS: tuple[Any, ...] = (
@@ -54,9 +54,10 @@ class Create:
 
 @dataclass(frozen=True)
 class Decode:
-    """A chunk, and freeing the slots of sequences that have finished."""
+    """A chunk with this kind of sampling, and freeing the slots of sequences that have finished."""
 
     shape: CacheShape
+    sampling: SamplingKind
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,9 @@ class Tracer:
         match program:
             case Create(shape):
                 yield cache_maker(self.config, self.mesh, shape, self.kv_dtype).trace()
-            case Decode(shape):
+            case Decode(shape, sampling):
                 cache, slots = self.cache(shape), self._slots(shape)
-                yield self.decode_chunk(shape)
+                yield self.decode_chunk(shape, sampling)
                 yield release.trace(slots, self._rows(shape.num_slots, dtype=bool))
                 if self.has_prefixes:
                     yield read_slot.trace(cache, slots, 0, 0)
@@ -124,10 +125,11 @@ class Tracer:
         """Returns the shapes of a cache."""
         return abstract_cache(self.config, self.mesh, shape, self.kv_dtype)
 
-    def decode_chunk(self, shape: CacheShape) -> Traced:
-        """Returns the traced `decode_chunk` for caches of a shape."""
+    def decode_chunk(self, shape: CacheShape, sampling: SamplingKind) -> Traced:
+        """Returns the traced `decode_chunk` for caches of a shape and a kind of sampling."""
         cache, slots = self.cache(shape), self._slots(shape)
-        return decode_chunk.trace(self.params, cache, slots, np.int32(0), num_steps=self.chunk_steps, **self._static)
+        static = {**self._static, "num_steps": self.chunk_steps, "sampling": sampling}
+        return decode_chunk.trace(self.params, cache, slots, np.int32(0), **static)
 
     def admit(self, shape: CacheShape, size: tuple[int, int], known: Known | None = None) -> Traced:
         """Returns the traced `admit` for caches of a shape and an admission of `size` prompts and columns a shard."""

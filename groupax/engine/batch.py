@@ -38,7 +38,7 @@ from groupax.engine.slots import fill, slot_table, to_slots
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
 from groupax.parallel.transfer import to_device, to_host
-from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS
+from groupax.settings.sampling import BIASED_TOKENS, STOP_IDS, SamplingKind, sampling_kind
 
 # With at most this many chunks left, the number of slots no longer changes.
 LAST_CHUNKS = 3
@@ -180,6 +180,7 @@ class Batch:
             config=self.core.config,
             mesh=self.mesh,
             num_steps=self.chunk_steps,
+            sampling=self._sampling(running),
         )
         self.column += self.chunk_steps
         grown = self.scheduler.append(_fetched(chunk, running))
@@ -257,6 +258,10 @@ class Batch:
     def _admission_size(self, size: tuple[int, int]) -> tuple[int, int]:
         """Returns the numbers of prompts and of their columns to compute for an admission of this size."""
         return size
+
+    def _sampling(self, sequences: Iterable[Sequence]) -> SamplingKind:
+        """Returns the kind of sampling of a program that decodes these sequences."""
+        return sampling_kind(sequence.params for sequence in sequences)
 
     def _is_prepared(self, shape: CacheShape) -> bool:  # noqa: ARG002
         """Returns whether to change to this shape now, where the change may wait."""

@@ -2,10 +2,11 @@
 
 It runs on each device of the data axes separately, without communication: a device leaves its loop as soon as its own
 slots are done. Where devices share the weights (the mesh's `tp`), all of them take the same number of steps, so that
-none waits for one that has left.
+none waits for one that has left. On GPUs every device takes all steps: there a loop of unknown length waits for the
+host before each token.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.engine.cache import REPLICATED, ROWS, Cache, pspec_of
-from groupax.engine.sampling import History, Sampled, alternatives, sample, uniforms
+from groupax.engine.sampling import History, Sampled, sample, uniforms
 from groupax.engine.slots import Slots
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decode_attention import LayerCache, Past
@@ -26,8 +27,9 @@ from groupax.models.specs import Params, layout_of
 from groupax.models.split import gather_weight, partition_specs
 from groupax.parallel.collectives import all_gather
 from groupax.parallel.mesh import DATA, Layout
+from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
-from groupax.settings.sampling import MAX_LOGPROBS
+from groupax.settings.sampling import MAX_LOGPROBS, SamplingKind
 
 
 @pytree
@@ -40,7 +42,8 @@ class Chunk:
         sampler_logp: Natural log-prob under the truncated distribution that was drawn from.
         count: Number of tokens sampled.
         stopped: True where the row's last token is one of its stop tokens.
-        alternatives: The policy's likeliest tokens for each token, if a slot requests them; None if not fetched.
+        alternatives: The policy's likeliest tokens for each token, if a slot requests them; None if not fetched, and of
+            plain sampling.
         alternative_logps: Log-probs of the alternatives.
     """
 
@@ -53,7 +56,7 @@ class Chunk:
     alternative_logps: Float[Array, "B C A"] | None
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "num_steps"), donate_argnames=("cache", "slots"))
+@partial(jax.jit, static_argnames=("config", "mesh", "num_steps", "sampling"), donate_argnames=("cache", "slots"))
 def decode_chunk(
     params: Params,
     cache: Cache,
@@ -63,6 +66,7 @@ def decode_chunk(
     config: ModelConfig,
     mesh: Mesh,
     num_steps: int,
+    sampling: SamplingKind,
 ) -> tuple[Cache, Slots, Chunk]:
     """Samples up to `num_steps` tokens in every busy slot.
 
@@ -71,12 +75,13 @@ def decode_chunk(
         cache, slots: Donated.
         column: The next column to be written; the cache must have `num_steps` columns from it on.
         config, mesh, num_steps: Static.
+        sampling: Static: "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general".
     """
     layout, of_cache = layout_of(config, mesh), jax.tree.map(pspec_of, cache)
     attend_past = select_attend_past(mesh.devices.flat[0])
 
     def local(params: Params, cache: Cache, slots: Slots, column: Array) -> tuple[Cache, Slots, Chunk]:
-        return _decode_chunk(config, attend_past, num_steps, params, cache, slots, column, layout)
+        return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, column, layout)
 
     in_specs, out_specs = (partition_specs(config, mesh, params), of_cache, ROWS, REPLICATED), (of_cache, ROWS, ROWS)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -87,6 +92,7 @@ def _decode_chunk(
     config: ModelConfig,
     attend_past: AttendPast,
     C: int,
+    sampling: SamplingKind,
     params: Params,
     cache: Cache,
     slots: Slots,
@@ -94,7 +100,7 @@ def _decode_chunk(
     layout: Layout,
 ) -> tuple[Cache, Slots, Chunk]:
     """Decodes the slots of one device, with the cache updated in place."""
-    chunk = _empty_chunk(slots.token.shape[0], C, config.vocab_size)
+    chunk = _empty_chunk(slots.token.shape[0], C, config.vocab_size, sampling)
     # at once for all tokens: on CPU a draw takes many operations
     uniform = uniforms(slots.key, slots.position[:, None] + jnp.arange(C)[None, :])
 
@@ -108,24 +114,29 @@ def _decode_chunk(
     def step(carry: tuple[Array, Slots, Cache, Chunk]) -> tuple[Array, Slots, Cache, Chunk]:
         index, slots, cache, chunk = carry
         logits, cache, history = _feed(config, attend_past, params, cache, slots, column + index, layout)
-        sampled = sample(logits, uniform[:, index], slots.settings, history)
-        slots, chunk = _append(chunk, slots, index, sampled, *alternatives(logits, slots.settings))
+        sampled = sample(logits, uniform[:, index], slots.settings, history if sampling == "general" else None)
+        slots, chunk = _append(chunk, slots, index, sampled)
         return index + 1, slots, cache, chunk
 
-    _, slots, cache, chunk = lax.while_loop(busy, step, (jnp.int32(0), slots, cache, chunk))
+    start = jnp.int32(0), slots, cache, chunk
+    if traced_platform() == "gpu":
+        _, slots, cache, chunk = lax.fori_loop(0, C, lambda _, carry: step(carry), start)
+    else:
+        _, slots, cache, chunk = lax.while_loop(busy, step, start)
     return cache, slots, chunk
 
 
-def _empty_chunk(B: int, C: int, vocab_size: int) -> Chunk:
+def _empty_chunk(B: int, C: int, vocab_size: int, sampling: SamplingKind) -> Chunk:
     zeros, of_alternatives = jnp.zeros((B, C)), (B, C, min(MAX_LOGPROBS, vocab_size))
+    has_alternatives = sampling == "general"
     return Chunk(
         token=zeros.astype(jnp.int32),
         policy_logp=zeros,
         sampler_logp=zeros,
         count=jnp.zeros(B, jnp.int32),
         stopped=jnp.zeros(B, bool),
-        alternatives=jnp.zeros(of_alternatives, jnp.int32),
-        alternative_logps=jnp.zeros(of_alternatives),
+        alternatives=jnp.zeros(of_alternatives, jnp.int32) if has_alternatives else None,
+        alternative_logps=jnp.zeros(of_alternatives) if has_alternatives else None,
     )
 
 
@@ -162,12 +173,8 @@ def _feed(
     return logits, replace(cache, tokens=tokens, k=[each.k for each in layers], v=[each.v for each in layers]), history
 
 
-def _append(
-    chunk: Chunk, slots: Slots, index: Array, sampled: Sampled, others: Array, other_logps: Array
-) -> tuple[Slots, Chunk]:
+def _append(chunk: Chunk, slots: Slots, index: Array, sampled: Sampled) -> tuple[Slots, Chunk]:
     """Writes the sampled tokens into the chunk's column `index`, and into the slots to be fed next."""
-    assert chunk.alternatives is not None, "a chunk on the devices has all its fields"
-    assert chunk.alternative_logps is not None, "a chunk on the devices has all its fields"
     active = slots.remaining > 0
     one = active.astype(jnp.int32)
     stopped = active & jnp.any(sampled.token[:, None] == slots.stop_ids, axis=-1)
@@ -177,13 +184,9 @@ def _append(
         position=slots.position + one,
         remaining=jnp.where(stopped, 0, slots.remaining - one),
     )
-    chunk = Chunk(
-        token=chunk.token.at[:, index].set(sampled.token),
-        policy_logp=chunk.policy_logp.at[:, index].set(sampled.policy_logp),
-        sampler_logp=chunk.sampler_logp.at[:, index].set(sampled.sampler_logp),
-        count=chunk.count + one,
-        stopped=chunk.stopped | stopped,
-        alternatives=chunk.alternatives.at[:, index].set(others),
-        alternative_logps=chunk.alternative_logps.at[:, index].set(other_logps),
-    )
+    drawn = {each.name: getattr(sampled, each.name) for each in fields(Sampled)}
+    columns = {
+        name: getattr(chunk, name).at[:, index].set(column) for name, column in drawn.items() if column is not None
+    }
+    chunk = replace(chunk, **columns, count=chunk.count + one, stopped=chunk.stopped | stopped)
     return slots, chunk

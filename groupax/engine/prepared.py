@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import permutations
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from groupax.engine.programs import Programs
 from groupax.engine.scheduler import Scheduler
 from groupax.engine.sequence import Sequence, required_columns
 from groupax.parallel.mesh import num_data_shards
+from groupax.settings.sampling import SamplingKind
 
 PROMPT_COLUMNS, PROMPT_STEP = 128, 4
 COLUMNS_STEP = 2
@@ -54,7 +55,11 @@ class PreparedBatch(Batch):
         """Yields the programs that change to a shape and continue in it."""
         if shape != self.shape:
             yield Change(self.shape, shape)
-        yield from future_programs(shape, self._last_columns(), self.plan.allows)
+        yield from self._future_programs(shape)
+
+    def _future_programs(self, shape: CacheShape) -> Iterator[Program]:
+        sequences = [*self.scheduler.running, *self.scheduler.queued]
+        return future_programs(shape, super()._sampling(sequences), self._last_columns(), self.plan.allows)
 
     def _last_columns(self) -> int:
         """Returns the number of columns that the longest completion will need."""
@@ -83,6 +88,11 @@ class PreparedBatch(Batch):
     def _admission_size(self, size: tuple[int, int]) -> tuple[int, int]:
         compiled = [each for each in self.programs.admissions(self.shape) if each[0] >= size[0] and each[1] >= size[1]]
         return min(compiled, key=lambda each: each[0] * each[1], default=size)
+
+    def _sampling(self, sequences: Iterable[Sequence]) -> SamplingKind:
+        """Returns the kind that the sequences need, or "general" where only that is compiled."""
+        sampling = super()._sampling(sequences)
+        return "general" if self.programs.missing([Decode(self.shape, sampling)]) else sampling
 
     def _is_prepared(self, shape: CacheShape) -> bool:
         if not self.programs.missing(self._programs_of(shape)):
@@ -136,7 +146,7 @@ class Rehearsal(PreparedBatch):
         self.reserve()
         self.rebalance()
         self.grow_cache()
-        self.needed += future_programs(self.shape, self._last_columns(), self.plan.allows)
+        self.needed += self._future_programs(self.shape)
         return self.needed
 
     def _rearrange(
@@ -154,11 +164,14 @@ class Rehearsal(PreparedBatch):
         """Does nothing: servers refuse requests that need wider slots."""
 
 
-def future_programs(shape: CacheShape, last_columns: int, allows: Callable[[CacheShape], bool]) -> Iterator[Program]:
+def future_programs(
+    shape: CacheShape, sampling: SamplingKind, last_columns: int, allows: Callable[[CacheShape], bool]
+) -> Iterator[Program]:
     """Yields the programs that a batch calls while its completions grow to `last_columns` and others join it.
 
     Args:
         shape: Shape of the batch now.
+        sampling: Kind of sampling of its sequences.
         last_columns: Number of columns of its longest completion.
         allows: Whether there is memory for a shape; beyond, sequences are preempted.
     """
@@ -169,7 +182,7 @@ def future_programs(shape: CacheShape, last_columns: int, allows: Callable[[Cach
             now = replace(shape, share=share, num_columns=columns)
             if before is not None and not allows(now):
                 break
-            yield Decode(now)
+            yield Decode(now, sampling)
             yield Admit(now, (SMALLEST_ADMISSION, now.num_prompt_columns))
             yield Change(now, now)
             if before is not None:
@@ -199,7 +212,9 @@ def usual_programs(
     shapes = [CacheShape(size, 1, prompt_columns, first) for size in sizes]
     needed: list[Program] = []
     for shape in filter(allows, shapes):
-        needed += [Create(shape), *future_programs(shape, last, allows)]
+        needed.append(Create(shape))
+        for sampling in get_args(SamplingKind):
+            needed += future_programs(shape, sampling, last, allows)
     columns = dict.fromkeys(each.shape.num_columns for each in needed if isinstance(each, Decode))
     needed += [
         Change(replace(one, num_columns=number), replace(other, num_columns=number))

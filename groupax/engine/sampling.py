@@ -1,7 +1,7 @@
-"""Sampling of tokens: truncation by runtime settings, inverse-CDF sampling, counter-based randomness."""
+"""Sampling of tokens by inverse CDF, with settings per row and counter-based randomness."""
 
-import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,6 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from groupax.engine.truncation import Truncation, blocks_of, largest, members, truncation_threshold
+from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
 from groupax.settings.sampling import MAX_LOGPROBS
 
@@ -61,56 +63,129 @@ class Sampled:
 
     The policy is softmax(logits / temperature); the sampler is the softmax of the changed logits, cut by top-k, top-p
     and min-p and renormalized.
+
+    Attributes:
+        alternatives: The policy's likeliest tokens, `MAX_LOGPROBS` of them or the whole vocabulary; zeros if no row
+            requests any, and None of plain sampling.
+        alternative_logps: Their log-probs under the policy.
     """
 
     token: Int[Array, "B"]
     policy_logp: Float[Array, "B"]
     sampler_logp: Float[Array, "B"]
+    alternatives: Int[Array, "B A"] | None = None
+    alternative_logps: Float[Array, "B A"] | None = None
 
 
 def sample(
-    logits: Float[Array, "B V"],
-    uniform: Float[Array, "B 2"],
-    settings: SamplingArrays,
-    history: History,
+    logits: Float[Array, "B V"], uniform: Float[Array, "B 2"], settings: SamplingArrays, history: History | None
 ) -> Sampled:
-    """Draws one token per row, which depends on the row's logits, history, settings and numbers in [0, 1) only."""
+    """Draws one token per row, which depends on the row's logits, history, settings and numbers in [0, 1) only.
+
+    Args:
+        logits: Float32.
+        uniform: Random numbers, see `uniforms`.
+        settings: Sampling parameters.
+        history: Tokens before; None for plain sampling, which ignores all settings but the temperature. It reads the
+            logits twice: for the maximum of each block of tokens, and for each block's sum of exponentials.
+    """
     greedy = settings.temperature == 0
     inverse_temperature = (1.0 / jnp.where(greedy, 1.0, settings.temperature))[:, None]
+    policy = _distribution(logits * inverse_temperature)
+    if history is None:
+        token = _draw(policy, policy.sums, jnp.exp, uniform, greedy)
+        logp = policy.logp(token)
+        return Sampled(token, logp, jnp.where(greedy, 0.0, logp))
+    # Branches return as few arrays as large as the logits as they can: these are copied.
+    changed = lax.cond(
+        _are_changed(settings, history),
+        lambda: _distribution(changed_logits(logits, settings, history) * inverse_temperature),
+        lambda: policy,
+    )
+    truncation = _truncation(changed, settings)
+    sums = jnp.sum(blocks_of(truncation.weights(changed.scaled), 0.0), axis=-1)
+    token = _draw(changed, sums, truncation.weights, uniform, greedy)
+    sampler_logp = jnp.where(greedy, 0.0, replace(changed, sums=sums).logp(token))
+    return Sampled(token, policy.logp(token), sampler_logp, *_alternatives(policy, settings))
 
-    def below_max(logits: Array) -> Array:
-        scaled = logits * inverse_temperature
-        return scaled - jnp.max(scaled, axis=-1, keepdims=True)
 
-    def log_sum(weights: Array) -> Array:
-        return jnp.log(jnp.sum(weights, axis=-1))
+@pytree
+class _Distribution:
+    """A softmax, by blocks of the vocabulary.
 
-    def logp(scaled: Array, log_sum: Array, token: Array) -> Array:
-        return jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - log_sum
+    Attributes:
+        scaled: Logits over temperature, minus the row's largest.
+        maxima: Maximum of `scaled` of each block.
+        sums: Sum of exp(scaled) of each block.
+    """
 
-    policy = below_max(logits)
-    weights = jnp.exp(policy)
-    policy_log_sum = log_sum(weights)
+    scaled: Float[Array, "B V"]
+    maxima: Float[Array, "B J"]
+    sums: Float[Array, "B J"]
 
-    # Branches return only numbers per row: arrays as large as the logits would be copied.
-    def from_policy() -> tuple[Array, Array]:
-        token = _inverse_cdf(weights, uniform)
-        return token, logp(policy, policy_log_sum, token)
+    def logp(self, token: Int[Array, "B"]) -> Float[Array, "B"]:
+        """Returns the log-prob of a token of each row."""
+        scaled = jnp.take_along_axis(self.scaled, token[:, None], axis=-1)[:, 0]
+        return scaled - jnp.log(jnp.sum(self.sums, axis=-1))
 
-    def from_changed() -> tuple[Array, Array]:
-        scaled = lax.cond(
-            _are_changed(settings, history),
-            lambda: below_max(changed_logits(logits, settings, history)),
-            lambda: policy,
-        )
-        kept_weights = jnp.where(kept_tokens(scaled, settings), jnp.exp(scaled), 0.0)
-        drawn = _inverse_cdf(kept_weights, uniform)
-        token = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), drawn)
-        return token, jnp.where(greedy, 0.0, logp(scaled, log_sum(kept_weights), token))
 
-    is_other = jnp.any(greedy) | _are_changed(settings, history) | _are_truncated(settings)
-    token, sampler_logp = lax.cond(is_other, from_changed, from_policy)
-    return Sampled(token, logp(policy, policy_log_sum, token), sampler_logp)
+def _distribution(logits: Float[Array, "B V"]) -> _Distribution:
+    maxima = _in_memory(jnp.max(blocks_of(logits, -jnp.inf), axis=-1))
+    highest = jnp.max(maxima, axis=-1, keepdims=True)
+    scaled = logits - highest
+    sums = _in_memory(jnp.sum(jnp.exp(blocks_of(scaled, -jnp.inf)), axis=-1))
+    return _Distribution(scaled, maxima - highest, sums)
+
+
+def _in_memory(of_blocks: Float[Array, "B J"]) -> Float[Array, "B J"]:
+    """Keeps XLA from reducing whole rows in passes of their own, except on CPU, where these are fast."""
+    return of_blocks if traced_platform() == "cpu" else lax.optimization_barrier(of_blocks)
+
+
+def _draw(
+    of: _Distribution,
+    sums: Float[Array, "B J"],
+    weights: Callable[[Array], Array],
+    uniform: Float[Array, "B 2"],
+    greedy: Bool[Array, "B"],
+) -> Int[Array, "B"]:
+    """Returns the likeliest token of greedy rows; draws others by their weights: first a block, then one of it.
+
+    Args:
+        of: The distribution before truncation.
+        sums: Sum of the weights of each block.
+        weights: Maps `of.scaled` to weights.
+        uniform: Random numbers.
+        greedy: Rows without randomness.
+    """
+    block = jnp.where(greedy, jnp.argmax(of.maxima, axis=-1), _first_beyond(sums, uniform[:, 0]))
+    tokens, scaled = members(of.scaled, block[:, None])
+    index = jnp.where(greedy, jnp.argmax(scaled, axis=-1), _first_beyond(weights(scaled), uniform[:, 1]))
+    return jnp.take_along_axis(tokens, index[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def _truncation(of: _Distribution, settings: SamplingArrays) -> Truncation:
+    top_k, top_p = settings.top_k, settings.top_p
+    total = jnp.sum(of.sums, axis=-1)
+    threshold = lax.cond(
+        jnp.any((top_k > 0) | (top_p < 1)),
+        lambda: truncation_threshold(of.scaled, of.maxima, total, top_k, top_p),
+        lambda: jnp.zeros(len(top_k), jnp.uint32),
+    )
+    return Truncation(threshold, settings.min_p)
+
+
+def _alternatives(policy: _Distribution, settings: SamplingArrays) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
+    """Returns the likeliest tokens and their log-probs, or zeros if no row requests any."""
+    B, V = policy.scaled.shape
+    num = min(MAX_LOGPROBS, V)
+
+    def search() -> tuple[Array, Array]:
+        tokens, scaled = largest(policy.scaled, policy.maxima, num)
+        return tokens, scaled - jnp.log(jnp.sum(policy.sums, axis=-1, keepdims=True))
+
+    nothing = jnp.zeros((B, num), jnp.int32), jnp.zeros((B, num), jnp.float32)
+    return lax.cond(jnp.any(settings.logprobs > 0), search, lambda: nothing)
 
 
 def changed_logits(logits: Float[Array, "B V"], settings: SamplingArrays, history: History) -> Float[Array, "B V"]:
@@ -136,30 +211,6 @@ def changed_logits(logits: Float[Array, "B V"], settings: SamplingArrays, histor
     logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     logits = logits - settings.presence_penalty[:, None] * (count > 0).astype(logits.dtype)
     return logits - settings.frequency_penalty[:, None] * count
-
-
-def alternatives(
-    logits: Float[Array, "B V"], settings: SamplingArrays
-) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
-    """Returns the policy's likeliest tokens and their log-probs, `MAX_LOGPROBS` of them or the whole vocabulary.
-
-    They are zeros if no row requests any: the search costs more than the rest of sampling together.
-    """
-    num = min(MAX_LOGPROBS, logits.shape[-1])
-
-    def search() -> tuple[Array, Array]:
-        greedy = settings.temperature == 0
-        scaled = logits * (1.0 / jnp.where(greedy, 1.0, settings.temperature))[:, None]
-        logps, tokens = lax.top_k(jax.nn.log_softmax(scaled, axis=-1), num)
-        return tokens.astype(jnp.int32), logps
-
-    shape = (logits.shape[0], num)
-    nothing = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-    return lax.cond(jnp.any(settings.logprobs > 0), search, lambda: nothing)
-
-
-def _are_truncated(settings: SamplingArrays) -> Bool[Array, ""]:
-    return jnp.any((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0))
 
 
 def _are_changed(settings: SamplingArrays, history: History) -> Bool[Array, ""]:
@@ -203,75 +254,6 @@ def _fold_in_all(key: Array, prompts: Array, samples: Array) -> Array:
         return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, prompt), sample))
 
     return jax.vmap(fold)(prompts, samples)
-
-
-def kept_tokens(scaled: Float[Array, "B V"], settings: SamplingArrays) -> Bool[Array, "B V"]:
-    """Returns a mask of the tokens at or above the thresholds of top-k, top-p and min-p.
-
-    Args:
-        scaled: Logits over temperature, minus the row's largest.
-        settings: Sampling parameters; top-k is applied first, then top-p to the remaining mass, then min-p.
-    """
-    V = scaled.shape[-1]
-    order = _ordered_bits(scaled)
-
-    def top_k_threshold() -> Array:
-        count = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, V), V)
-        return _largest_threshold(lambda candidate: jnp.sum(order >= candidate[:, None], axis=-1) >= count)
-
-    threshold = lax.cond(jnp.any(settings.top_k > 0), top_k_threshold, lambda: jnp.zeros(order.shape[0], jnp.uint32))
-
-    def top_p_threshold() -> Array:
-        weights = jnp.where(order >= threshold[:, None], jnp.exp(scaled), 0.0)
-        mass = settings.top_p * jnp.sum(weights, axis=-1)
-
-        def holds_enough(candidate: Array) -> Array:
-            return jnp.sum(weights, axis=-1, where=order >= candidate[:, None]) >= mass
-
-        return jnp.where(settings.top_p < 1, jnp.maximum(threshold, _largest_threshold(holds_enough)), threshold)
-
-    threshold = lax.cond(jnp.any(settings.top_p < 1), top_p_threshold, lambda: threshold)
-    # exp(scaled) >= min_p; the likeliest token has scaled = 0
-    return (order >= threshold[:, None]) & (jnp.exp(scaled) >= settings.min_p[:, None])
-
-
-def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
-    """Returns integers in the order of the float32 numbers, so that a threshold can be found bit by bit."""
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    negative = bits >> 31 == 1
-    return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _largest_threshold(holds: Callable[[Array], Array]) -> UInt32[Array, "B"]:
-    """Returns the largest threshold per row for which `holds`, true at 0 and monotone, is still true.
-
-    It takes 32 passes over the row and is exact for any setting; sorting the vocabulary costs several times more.
-    """
-    rows = jax.eval_shape(holds, jax.ShapeDtypeStruct((1,), jnp.uint32)).shape
-
-    def try_bit(index: Array, threshold: Array) -> Array:
-        candidate = threshold | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
-        return jnp.where(holds(candidate), candidate, threshold)
-
-    return lax.fori_loop(0, 32, try_bit, jnp.zeros(rows, jnp.uint32))
-
-
-def _inverse_cdf(weights: Float[Array, "B V"], uniform: Float[Array, "B 2"]) -> Int[Array, "B"]:
-    """Draws a token per row, each with a probability proportional to its weight: first a block, then one within it."""
-    B, V = weights.shape
-    width = block_width(V)
-    num_blocks = -(-V // width)
-    blocks = jnp.pad(weights, ((0, 0), (0, num_blocks * width - V))).reshape(B, num_blocks, width)
-    block = _first_beyond(jnp.sum(blocks, axis=-1), uniform[:, 0])
-    within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return (block * width + _first_beyond(within, uniform[:, 1])).astype(jnp.int32)
-
-
-def block_width(V: int) -> int:
-    """Returns a divisor of V near its root, so that nothing must be padded, or else about the root."""
-    root = V**0.5
-    near = [width for width in range(math.ceil(root / 4), int(root * 4) + 1) if V % width == 0]
-    return min(near, key=lambda width: width + V // width, default=max(1, round(root)))
 
 
 def _first_beyond(weights: Float[Array, "B J"], uniform: Float[Array, "B"]) -> Int[Array, "B"]:

@@ -14,6 +14,7 @@ from groupax.engine.programs import Programs
 from groupax.engine.sequence import Sequence, required_columns
 from groupax.engine.stop_strings import exempt_length, find_stop, text_before_stop
 from groupax.parallel.mesh import num_data_shards
+from groupax.settings.sampling import sampling_kind
 
 
 class Session:
@@ -192,7 +193,8 @@ class Session:
             return ()
         shape = self._batch.shape if self._batch else None
         groups = len({sequence.group for sequence in sequences})
-        return *required_columns(sequences, self.engine.chunk_steps), groups, len(sequences), shape
+        sampling = sampling_kind(sequence.params for sequence in sequences)
+        return *required_columns(sequences, self.engine.chunk_steps), groups, len(sequences), shape, sampling
 
     def _decode(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
         grown = batch.decode(self.engine.params)

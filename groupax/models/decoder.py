@@ -26,10 +26,13 @@ from groupax.models.specs import Params, layer_specs
 from groupax.models.split import gather_weight, gather_weights
 from groupax.parallel.collectives import Axis, axis_index, axis_size, psum, psum_grad
 from groupax.parallel.mesh import REPLICATED, Layout
+from groupax.parallel.platform import traced_platform
 
 # (attention settings, the layer's cache or None, queries [M, N, H], keys [M, K, H], values [M, K, H])
 # -> (outputs [M, N, H], the layer's updated cache)
 Attend = Callable[[AttentionConfig, Any, Array, Array, Array], tuple[Array, Any]]
+# Tokens whose queries, keys and values XLA's GPU backend computes in one matmul; of more, it depends on the sizes.
+MAX_JOINT_TOKENS = 1024
 # The primitives of attention kernels: Pallas's and cuDNN's.
 _KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper")
 
@@ -167,11 +170,10 @@ def _attention(
     q, k = (linear(h, weights[name], weights.get(f"{name}_bias")) for name in ("q", "k"))
     if config.qk_norm == "all_heads":
         q, k = _norm(config, q, weights["q_norm"]), _norm(config, k, weights["k_norm"])
-    q = q.reshape(M, -1, config.head_dim)
-    k = k.reshape(M, -1, config.head_dim)
-    v = linear(h, weights["v"], weights.get("v_bias")).reshape(M, -1, config.head_dim)
+    v = linear(h, weights["v"], weights.get("v_bias"))
+    q, k, v = (x.reshape(M, -1, config.head_dim) for x in (q, k, v))
     if config.qk_norm in ("head", "each_head"):
-        q, k = _norm(config, q, weights["q_norm"]), _norm(config, k, weights["k_norm"])
+        q, k = _norm_heads(config, q, k, weights["q_norm"], weights["k_norm"])
     if rope := config.ropes[index]:
         q, k = (apply_rope(x, tables[rope], rope.interleaved) for x in (q, k))
     if axis is not None and layout.axis("kv_heads") is None:
@@ -224,6 +226,22 @@ def _mlp(
 def _norm(config: ModelConfig, x: Array, weight: Array | None) -> Array:
     """Applies the family's norm; without a weight there is no norm."""
     return x if weight is None else NORMS[config.norm](x, weight, config.norm_eps)
+
+
+def _norm_heads(
+    config: ModelConfig, q: Float[Array, "M N H"], k: Float[Array, "M K H"], q_weight: Array, k_weight: Array
+) -> tuple[Float[Array, "M N H"], Float[Array, "M K H"]]:
+    """Applies the norm to each head of the queries and keys.
+
+    On GPUs those of few tokens are normed together, in one kernel instead of two: XLA computes both in one matmul, so
+    that joining them moves nothing.
+    """
+    if traced_platform() != "gpu" or len(q) > MAX_JOINT_TOKENS:
+        return _norm(config, q, q_weight), _norm(config, k, k_weight)
+    (M, N, H), K = q.shape, k.shape[1]
+    heads = jnp.concatenate([q.reshape(M, N * H), k.reshape(M, K * H)], axis=1).reshape(M, N + K, H)
+    weight = jnp.concatenate([jnp.broadcast_to(q_weight, (N, H)), jnp.broadcast_to(k_weight, (K, H))])
+    return tuple(jnp.split(_norm(config, heads, weight), [N], axis=1))
 
 
 def _residual(config: ModelConfig, x: Array, norm: Array | None) -> Array:

@@ -22,6 +22,10 @@ AttendPast = Callable[[AttentionConfig, Past, LayerCache, Array, Array, Array], 
 
 def select_attend_past(device: Any) -> AttendPast:
     """Returns the implementation of `decode_attention.attend_past` for a device of jax, or for a description of one."""
+    if device.platform == "tpu":
+        from groupax.models import tpu_attention
+
+        return tpu_attention.attend_past
     capability = cuda_capability(device)
     if capability is None or capability < TRITON_CAPABILITY:
         return decode_attention.attend_past

@@ -177,12 +177,14 @@ def _quantized_backward(weight: Any, gradient: Array) -> tuple[Array, None]:
 
 
 def _depend_on(x: Array, weight: Any) -> Any:
-    """Returns the same weight with its bits as a function of x.
+    """Returns the same weight, which the compiler cannot dequantize before x is computed.
 
-    Otherwise the compiler dequantizes all layers up front, or keeps the dequantized weights from the forward to the
-    backward pass, which needs as much memory as a model in full precision. An optimization barrier does not help:
-    XLA's CPU backend looks through it.
+    Otherwise it dequantizes all layers up front, or keeps the dequantized weights from the forward to the backward
+    pass, which needs as much memory as a model in full precision. XLA's CPU backend looks through an optimization
+    barrier; there the weight's bits become a function of x, which elsewhere would copy them in memory.
     """
+    if traced_platform() != "cpu":
+        return lax.optimization_barrier((x, weight))[1]
     zero = (x.reshape(-1)[0] * 0.0).astype(jnp.uint8)
     if isinstance(weight, Nf4):
         return replace(weight, codes=weight.codes ^ zero)

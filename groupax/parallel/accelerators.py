@@ -39,7 +39,8 @@ TPUS = {
     "v5p": Chip(("TPU v5",), 459e12, 95.74 * GIB, 2765e9, 600e9, 16e9),
     "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25 * GIB, 1640e9, 448e9, 32e9),
 }
-# Part of a GPU's memory that arrays and programs get; the rest is left to CUDA, cuDNN, NCCL and CUDA graphs.
+# Part of a GPU's memory that arrays and programs get (`parallel.runtime`); the rest is left to CUDA, cuDNN, NCCL and
+# CUDA graphs.
 GPU_MEMORY_FRAC = 0.9
 # Sources: NVIDIA's data sheets of the A100, H100, H200, B200 and L40S, and its white papers on the Ampere, Hopper and
 # Ada architectures; of SXM modules, and without sparsity. Memory is what the driver reports, and its bandwidth follows

@@ -6,21 +6,35 @@ from pathlib import Path
 
 import jax
 
+from groupax.parallel.accelerators import GPU_MEMORY_FRAC
 from groupax.parallel.host_memory import keep_freed_memory
 from groupax.parallel.processes import join
+from groupax.parallel.xla_flags import has_cuda_plugin, set_gpu_flags
 
 logger = logging.getLogger(__name__)
 
+# Variables with which users choose the part of a GPU's memory that jax takes; the second is the older name.
+_GPU_MEMORY = frozenset({"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"})
+
 
 def configure_jax() -> None:
-    """Sets up virtual CPU devices, memory reuse, the compilation cache, and the connection to the run's processes.
+    """Sets up virtual CPU devices, memory reuse, compilation, and the connection to the run's processes.
 
     Settings that the user made are kept.
     """
     keep_freed_memory()
+    _use_most_of_a_gpu()
     _use_all_cores()
+    if has_cuda_plugin():
+        set_gpu_flags()
     _keep_compiled_programs()
     join()
+
+
+def _use_most_of_a_gpu() -> None:
+    """Lets programs have more of a GPU's memory than the 75% that jax takes by default."""
+    if not _GPU_MEMORY & os.environ.keys():
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_MEMORY_FRAC)
 
 
 def _use_all_cores() -> None:

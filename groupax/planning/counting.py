@@ -5,7 +5,8 @@ loop's body once. Everything except matmuls is left out: compilers fuse it into 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.sharding import Mesh
 
 
 @dataclass(frozen=True)
@@ -21,23 +23,39 @@ class Counts:
 
     Attributes:
         flops: Operations of matmuls.
+        fp8_flops: Those of them that multiply 8-bit floats.
         product_bytes: Bytes that matmuls read and write.
         exchanged: Bytes that a device sends to others, by collective.
+        between_hosts: A device's share of the bytes that its host sends to other hosts.
     """
 
     flops: float = 0.0
     product_bytes: float = 0.0
     exchanged: Mapping[str, float] = field(default_factory=dict)
+    between_hosts: float = 0.0
+    fp8_flops: float = 0.0
 
     def __add__(self, other: "Counts") -> "Counts":
         kinds = {**self.exchanged, **other.exchanged}
         exchanged = {kind: self.exchanged.get(kind, 0.0) + other.exchanged.get(kind, 0.0) for kind in kinds}
-        return Counts(self.flops + other.flops, self.product_bytes + other.product_bytes, exchanged)
+        return Counts(
+            self.flops + other.flops,
+            self.product_bytes + other.product_bytes,
+            exchanged,
+            self.between_hosts + other.between_hosts,
+            self.fp8_flops + other.fp8_flops,
+        )
 
-    def times(self, number: int) -> "Counts":
+    def times(self, number: float | int) -> "Counts":
         """Returns the counts of `number` runs."""
         exchanged = {kind: number * sent for kind, sent in self.exchanged.items()}
-        return Counts(number * self.flops, number * self.product_bytes, exchanged)
+        return Counts(
+            number * self.flops,
+            number * self.product_bytes,
+            exchanged,
+            number * self.between_hosts,
+            number * self.fp8_flops,
+        )
 
     @property
     def sent_bytes(self) -> float:
@@ -67,18 +85,18 @@ def count_program(program: Any, loop_steps: int = 1) -> Counts:
     Raises:
         NotImplementedError: The program uses a collective that is not counted here.
     """
-    return _count_jaxpr(program, {}, loop_steps)
+    return _count_jaxpr(program, None, loop_steps)
 
 
-def _count_jaxpr(program: Any, sizes: Mapping[str, int], loop_steps: int) -> Counts:
+def _count_jaxpr(program: Any, mesh: Mesh | None, loop_steps: int) -> Counts:
     jaxpr = program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
     total = Counts()
     for equation in jaxpr.eqns:
-        total += _count_equation(equation, sizes, loop_steps)
+        total += _count_equation(equation, mesh, loop_steps)
     return total
 
 
-def _count_equation(equation: Any, sizes: Mapping[str, int], loop_steps: int) -> Counts:
+def _count_equation(equation: Any, mesh: Mesh | None, loop_steps: int) -> Counts:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return _count_matmul(equation, _dot_flops(equation))
@@ -88,31 +106,36 @@ def _count_equation(equation: Any, sizes: Mapping[str, int], loop_steps: int) ->
         return _count_kernel(equation)
     axes = params.get("axes", params.get("axis_name"))
     if name in _COLLECTIVES:
-        return _count_collective(equation, _COLLECTIVES[name], axes, sizes)
-    if axes is not None and name != "axis_index" and any(axis in sizes for axis in _names(axes)):
+        return _count_collective(equation, _COLLECTIVES[name], axes, mesh)
+    if axes is not None and mesh and name != "axis_index" and any(axis in mesh.shape for axis in _names(axes)):
         raise NotImplementedError(f"{name} over {axes}: this collective is not counted")
     if name == "cond":
-        branches = [_count_jaxpr(branch, sizes, loop_steps) for branch in params["branches"]]
+        branches = [_count_jaxpr(branch, mesh, loop_steps) for branch in params["branches"]]
         return max(branches, key=lambda counts: (counts.flops, counts.sent_bytes))
     if name == "while":
-        iteration = _count_jaxpr(params["cond_jaxpr"], sizes, loop_steps) + _count_jaxpr(
-            params["body_jaxpr"], sizes, loop_steps
+        iteration = _count_jaxpr(params["cond_jaxpr"], mesh, loop_steps) + _count_jaxpr(
+            params["body_jaxpr"], mesh, loop_steps
         )
         return iteration.times(loop_steps)
     if name == "shard_map":
-        sizes = dict(params["mesh"].shape)
+        mesh = params["mesh"]
     number = params["length"] if name == "scan" else 1
     inner = Counts()
     for value in params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(each, (core.Jaxpr, core.ClosedJaxpr)):
-                inner += _count_jaxpr(each, sizes, loop_steps)
+                inner += _count_jaxpr(each, mesh, loop_steps)
     return inner.times(number)
 
 
 def _count_matmul(equation: Any, flops: float) -> Counts:
     touched = sum(_num_bytes(variable.aval) for variable in (*equation.invars, *equation.outvars))
-    return Counts(flops=flops, product_bytes=touched)
+    is_fp8 = all(_is_fp8(variable.aval.dtype) for variable in equation.invars[:2])
+    return Counts(flops=flops, product_bytes=touched, fp8_flops=flops if is_fp8 else 0.0)
+
+
+def _is_fp8(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize == 1
 
 
 def _dot_flops(equation: Any) -> float:
@@ -139,7 +162,7 @@ def _count_kernel(equation: Any) -> Counts:
     if stated is not None:
         return Counts(flops=float(stated.flops), product_bytes=float(stated.bytes_accessed))
     mapping = equation.params["grid_mapping"]
-    body = _count_jaxpr(equation.params["jaxpr"], {}, 1)
+    body = _count_jaxpr(equation.params["jaxpr"], None, 1)
     moved = sum(_moved_bytes(block, mapping.grid) for block in mapping.block_mappings)
     return Counts(flops=math.prod(mapping.grid) * body.flops, product_bytes=moved)
 
@@ -155,15 +178,27 @@ def _moved_bytes(block: Any, grid: Sequence[int]) -> float:
     return math.prod(grid[: max(used, default=-1) + 1]) * _num_bytes(block.transformed_block_aval)
 
 
-def _count_collective(equation: Any, kind: str, axes: Any, sizes: Mapping[str, int]) -> Counts:
+def _count_collective(equation: Any, kind: str, axes: Any, mesh: Mesh | None) -> Counts:
     """Counts a ring collective: each device sends all shards but one, and for an all-reduce sends them twice."""
-    number = math.prod(sizes[axis] for axis in _names(axes) if axis in sizes)
-    if number == 1:
+    along = [axis for axis in _names(axes) if mesh and axis in mesh.shape]
+    number = math.prod(mesh.shape[axis] for axis in along) if mesh else 1
+    if mesh is None or number == 1:
         return Counts()
     num_bytes = sum(_num_bytes(variable.aval) for variable in equation.invars)
     num_bytes *= {"all-gather": number, "all-reduce": 2}.get(kind, 1)
     sent = num_bytes * (number - 1) / number
-    return Counts(exchanged={kind: sent})
+    group = mesh.devices[tuple(slice(None) if axis in along else 0 for axis in mesh.axis_names)]
+    return Counts(exchanged={kind: sent}, between_hosts=bytes_between_hosts(sent, group.flat))
+
+
+def bytes_between_hosts(sent: float, devices: Iterable[Any]) -> float:
+    """Returns a device's share of what a ring of devices sends from host to host, where each device sends `sent` bytes.
+
+    As many rings as a host has devices share the bytes, so that each enters and leaves the host once, through another
+    port of its network.
+    """
+    hosts = Counter(device.process_index for device in devices)
+    return sent / min(hosts.values()) if len(hosts) > 1 else 0.0
 
 
 def _names(axes: Any) -> Sequence[Any]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from groupax.parallel.accelerators import CHIPS, GPUS, TPUS, Chip, GpuHosts, Slice, gpu_hosts, tpu_slice
+from groupax.parallel.xla_flags import has_cuda_plugin, set_gpu_flags
 
 # Slices whose chips have two cores that appear as one device.
 _CONFIGS = {"v4": "megacore", "v5p": "megacore"}
-_CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def _prepare_libtpu(slice_name: str, folder: Path) -> None:
 def _prepare_cuda(folder: Path) -> None:
     # leave this machine's GPUs alone, which others may use; the plugin complains that it finds no driver
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3")}
-    if any(map(_is_installed, _CUDA_PLUGINS)):
+    set_gpu_flags()
+    if has_cuda_plugin():
         return
     if not (folder / "jax_plugins").is_dir():
         raise ValueError(
@@ -87,13 +88,6 @@ def _prepare_cuda(folder: Path) -> None:
             f"with pip install --target {folder} 'jax-cuda13-plugin[with-cuda]=={version('jax')}'"
         )
     sys.path.insert(0, str(folder.resolve()))
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of its package
-        return False
 
 
 def find_target(name: str) -> Target:

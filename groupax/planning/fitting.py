@@ -1,7 +1,7 @@
 """The search for settings that fit where the requested ones do not, with the smallest change first."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +13,14 @@ from groupax.models.lora import LoRAConfig
 from groupax.models.specs import num_params, split_dims
 from groupax.parallel.mesh import check_divisible, decoding_mesh, default_mesh, splits_model
 from groupax.planning.devices import Target, absent_devices, find_target
-from groupax.planning.measured import Compiler, Measured
-from groupax.planning.programs import DoesNotFitError
+from groupax.planning.estimates import estimated_temporaries
+from groupax.planning.few_layers import FewLayers, few_layers
+from groupax.planning.measured import Compiled, Compiler, Extrapolation, Measured, whole_program
+from groupax.planning.programs import DoesNotFitError, Program
 from groupax.planning.run import Run, trace_run
 from groupax.runs.build import mesh_of
 from groupax.settings.compute import mesh_sizes
+from groupax.terminal.activities import Activities
 
 # Plans with more changes are too far from the request.
 MAX_CHANGES = 8
@@ -46,7 +49,7 @@ class Plan:
         target: The devices.
         mesh: Their mesh.
         run: The traced programs; None if there is a fault.
-        programs: The measured programs.
+        programs: The measured programs, or estimates from before they are compiled.
         fault: The reason why no device has memory for the run, if so.
     """
 
@@ -56,6 +59,11 @@ class Plan:
     run: Run | None
     programs: tuple[Measured, ...]
     fault: DoesNotFitError | None = None
+
+    @property
+    def is_estimate(self) -> bool:
+        """True if nothing is compiled yet."""
+        return any(program.compile_s is None for program in self.programs)
 
     @property
     def largest(self) -> Measured:
@@ -75,8 +83,9 @@ def make_plan(
     request: Request,
     lora: LoRAConfig | None,
     compiler: Compiler,
-    log: Callable[[str], None],
+    activities: Activities,
     stop_early: bool = False,
+    on_estimate: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """Plans a run.
 
@@ -85,8 +94,9 @@ def make_plan(
         request: The run.
         lora: Config of the adapter to train; None for all weights.
         compiler: The compiler, which remembers earlier programs.
-        log: Receives lines of progress.
+        activities: Shows what is done meanwhile.
         stop_early: Whether to stop at the first program that does not fit.
+        on_estimate: Receives an estimate of the plan before anything is compiled; None for none.
 
     Raises:
         ValueError: The mesh does not fit the devices or the model, or settings contradict each other.
@@ -99,32 +109,70 @@ def make_plan(
         run = trace_run(config, mesh, args, lora, memory)
     except DoesNotFitError as error:
         return Plan(request, target, mesh, None, (), error)
-    slowest_first = sorted(run.programs, key=lambda program: program.name != "micro_step")
-    programs: list[Measured] = []
+    few = [FewLayers(config, 1.0)] if compiler.all_layers else few_layers(config, lora)
+    runs = [run if model.config == config else trace_run(model.config, mesh, args, lora, like=run) for model in few]
+    each_program: list[Extrapolation] = []
+    for index, program in enumerate(run.programs):
+        same = [each.programs[index] for each in runs]
+        each_program.append(
+            whole_program(config, program) if program.scans_layers else Extrapolation(program, few, same)
+        )
+    if on_estimate is not None:
+        with activities.doing(f"tracing and counting the programs of a {target.name} run"):
+            temporaries = estimated_temporaries(config, mesh, args, run)
+            estimates = tuple(each.estimated(run, temporaries.get(each.program.name, {})) for each in each_program)
+        on_estimate(Plan(request, target, mesh, run, estimates))
+    return Plan(request, target, mesh, run, _measured(each_program, run, target, compiler, activities, stop_early))
+
+
+def _measured(
+    each_program: Sequence[Extrapolation],
+    run: Run,
+    target: Target,
+    compiler: Compiler,
+    activities: Activities,
+    stop_early: bool,
+) -> tuple[Measured, ...]:
+    """Compiles the programs of a run, the slowest first, and returns their measurements in order."""
+    platform, memory = target.devices[0].platform, target.chip.memory_bytes if target.chip else None
+
+    def compiled(program: Program, num_layers: int) -> Compiled:
+        with activities.doing(f"compiling {program.name} for {target.name}, {_layers((num_layers,))}"):
+            return compiler.compiled(program, platform)
+
+    found: dict[str, Measured] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for future in [pool.submit(compiler.measured, run, program) for program in slowest_first]:
-            measured = future.result()
-            programs.append(measured)
-            log(f"{measured.name}: {measured.total / 1e9:.2f} GB, compiled in {measured.compile_s:.0f} s")
+        slowest_first = sorted(each_program, key=lambda each: each.program.name != "micro_step")
+        futures = [
+            (each, [pool.submit(compiled, program, model.config.num_layers) for model, program in each.pairs])
+            for each in slowest_first
+        ]
+        for each, parts in futures:
+            measured = each.measured(run, [part.result() for part in parts])
+            found[measured.name] = measured
+            layers, seconds = _layers(measured.num_layers), measured.compile_s or 0.0
+            activities.note(f"{measured.name}: {measured.total / 1e9:.2f} GB, compiled in {seconds:.0f} s, {layers}")
             if stop_early and memory is not None and measured.total > memory:
                 pool.shutdown(wait=False, cancel_futures=True)
                 break
-    order = [program.name for program in run.programs]
-    programs.sort(key=lambda program: order.index(program.name))
-    return Plan(request, target, mesh, run, tuple(programs))
+    return tuple(found[each.program.name] for each in each_program if each.program.name in found)
+
+
+def _layers(numbers: Sequence[int]) -> str:
+    return f"{' and '.join(map(str, numbers))} layer{'s' * (max(numbers) > 1)}"
 
 
 def find_fitting_plan(
-    config: ModelConfig, plan: Plan, lora: LoRAConfig | None, compiler: Compiler, log: Callable[[str], None]
+    config: ModelConfig, plan: Plan, lora: LoRAConfig | None, compiler: Compiler, activities: Activities
 ) -> Plan | None:
     """Returns the nearest plan that fits, making one change after another; None if none of the first few fits."""
     for _ in range(MAX_CHANGES):
         for change in _changes(config, plan):
-            log(f"does not fit; trying {change.changes[-1]}")
+            activities.note(f"does not fit; trying {change.changes[-1]}")
             try:
-                plan = make_plan(config, change, lora, compiler, log, stop_early=True)
+                plan = make_plan(config, change, lora, compiler, activities, stop_early=True)
             except ValueError as error:  # an invalid run
-                log(str(error))
+                activities.note(str(error))
             else:
                 break
         else:

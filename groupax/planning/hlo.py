@@ -119,7 +119,8 @@ class Module:
         """Returns the bytes that an instruction reads from memory, and those that it writes to it.
 
         Only the slices of an operand that is sliced count, and only the new elements of one that is updated in place.
-        Caches are ignored; the kernel of a custom call is assumed to read its operands whole.
+        Caches are ignored. The kernel of a custom call is assumed to read its operands whole, and to write nothing of
+        note to those that it updates in place.
 
         Args:
             instruction: The instruction.
@@ -138,6 +139,20 @@ class Module:
         users = _users(inner)
         read = sum(each.num_bytes * _read_frac(each, users, root, in_place=True) for each in arguments)
         return read, _written(root, inner)
+
+    def flops(self, instruction: Instruction, scope: Computation) -> float:
+        """Returns the operations of an instruction's matmuls, those within a fusion included; custom calls have none.
+
+        Args:
+            instruction: The instruction.
+            scope: The computation that it belongs to.
+        """
+        if instruction.opcode == "dot":
+            contracted = _numbers(instruction.attributes, "lhs_contracting_dims")
+            shape = scope[instruction.operands[0]].arrays[0].shape
+            return 2.0 * instruction.num_elements * math.prod(shape[dim] for dim in contracted)
+        inner = self.computations.get(instruction.called, {})
+        return sum((self.flops(each, inner) for each in inner.values()), 0.0)
 
 
 def parse_hlo(text: str) -> Module:
@@ -235,10 +250,24 @@ def _written(root: Instruction, computation: Computation) -> float:
         return sum(_written(computation[name], computation) for name in root.operands)
     if root.opcode == "bitcast" and root.operands[0] in computation:
         return _written(computation[root.operands[0]], computation)
+    if root.opcode == "custom-call":  # what it updates in place is not known
+        in_place = {int(index) for index in re.findall(r"\{(\d*)\}: \(\d+", _aliasing(root.attributes)) if index}
+        in_place |= {0} if "{}: (" in _aliasing(root.attributes) else set()
+        return sum(array.num_bytes for index, array in enumerate(root.arrays) if index not in in_place)
     if root.opcode in _UPDATES:
         new = computation.get(root.operands[_UPDATES[root.opcode]])
         return root.num_bytes if new is None else new.num_bytes
     return root.num_bytes
+
+
+def _aliasing(attributes: str) -> str:
+    match = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", attributes)
+    return match[1] if match else ""
+
+
+def _numbers(attributes: str, name: str) -> list[int]:
+    match = re.search(rf"\b{name}=\{{([\d,]*)\}}", attributes)
+    return [int(number) for number in match[1].split(",") if number] if match else []
 
 
 def _source_lines(text: str) -> dict[int, str]:

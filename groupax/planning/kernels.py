@@ -93,6 +93,7 @@ class Counts:
         copies: Number of copies among them.
         sorts: Number of sorts; one may take many kernels.
         calls: Number of custom calls by target: libraries, and kernels written in Triton.
+        flops: Operations of XLA's matmuls; those of custom calls are not known.
         read_bytes: Bytes that are read from memory, see `Module.traffic`.
         written_bytes: Bytes that are written to memory.
     """
@@ -101,6 +102,7 @@ class Counts:
     copies: int
     sorts: int
     calls: Mapping[str, int]
+    flops: float
     read_bytes: float
     written_bytes: float
 
@@ -146,21 +148,22 @@ class GpuProgram:
 
     def count(self, work: Work) -> Counts:
         """Counts the launches of a part of the program by kind, and their memory traffic."""
-        copies, sorts, calls, read, written = 0, 0, Counter[str](), 0.0, 0.0
+        copies, sorts, flops, calls, read, written = 0, 0, 0.0, Counter[str](), 0.0, 0.0
         last = ""
         for launch in work.launches:
             instruction = self.instruction(launch.thunk)
             copies += launch.runs if launch.thunk.kind == "kCopy" else 0
             if instruction is None or instruction.name == last:  # of a sort, whose first kernel stands for all
                 continue
-            last = instruction.name
+            last, scope = instruction.name, self.scopes[instruction.name]
             if instruction.opcode == "custom-call":
                 calls[instruction.target] += launch.runs
             inner = self.module.computations.get(instruction.called, {}).values()
             sorts += launch.runs if any(each.opcode == "sort" for each in (instruction, *inner)) else 0
-            moved = self.module.traffic(instruction, self.scopes[instruction.name])
+            flops += launch.runs * self.module.flops(instruction, scope)
+            moved = self.module.traffic(instruction, scope)
             read, written = read + launch.runs * moved[0], written + launch.runs * moved[1]
-        return Counts(work.num_launches, copies, sorts, dict(calls), read, written)
+        return Counts(work.num_launches, copies, sorts, dict(calls), flops, read, written)
 
     def describe(self, work: Work) -> Iterator[str]:
         """Yields a line for each launch: its number, megabytes read and written, operation, source and results."""
@@ -245,13 +248,15 @@ def read_gpu_program(folder: Path, name: str = "") -> GpuProgram:
     Raises:
         ValueError: The folder holds no such program for a GPU, or several.
     """
-    found = sorted(folder.glob(f"*.jit_{name or '*'}.thunk_sequence_after_thunk_passes.txt"))
+    found = sorted(folder.glob(f"*.jit_{name or '*'}.thunk_sequence.txt"))
     if len(found) != 1:
         raise ValueError(f"{folder} has {len(found)} programs jit_{name or '*'} for GPUs, and one is expected")
-    stem = found[0].name.removesuffix(".thunk_sequence_after_thunk_passes.txt")
+    stem = found[0].name.removesuffix(".thunk_sequence.txt")
     [module] = folder.glob(f"{stem}.sm_*gpu_after_optimizations.txt")
-    metadata = folder / f"{stem}.thunk_metadata.txt"
-    return GpuProgram(parse_hlo(module.read_text()), parse_thunks(found[0].read_text(), metadata.read_text()))
+    sequence, metadata = folder / f"{stem}.thunk_sequence_after_thunk_passes.txt", folder / f"{stem}.thunk_metadata.txt"
+    if not sequence.is_file():  # a program that launches nothing has none
+        return GpuProgram(parse_hlo(module.read_text()), [])
+    return GpuProgram(parse_hlo(module.read_text()), parse_thunks(sequence.read_text(), metadata.read_text()))
 
 
 def parse_thunks(sequence: str, metadata: str) -> list[Thunk]:

@@ -1,43 +1,76 @@
-"""Measurements of compiled programs: device memory, and a lower bound of the time."""
+"""Measurements of a run's programs: device memory, kernels, and a lower bound of the time."""
 
 import hashlib
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
 
 from groupax.errors import is_out_of_memory
+from groupax.models.config import ModelConfig
 from groupax.parallel.accelerators import Chip
 from groupax.planning.counting import Counts, count_program
+from groupax.planning.few_layers import FewLayers, extrapolated
+from groupax.planning.kernels import compile_for_gpu
 from groupax.planning.programs import Program, device_bytes
 from groupax.planning.run import Run
 
 OTHER = "temporary"
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+# Nothing here was measured on a GPU. A kernel in a CUDA graph takes at least as long as starting its blocks and reading
+# and writing memory once, and 0.5 microseconds pass between kernels (developer.nvidia.com/blog/cuda-graphs); where the
+# host has to wait for a result before it can go on, that is a copy, a wake-up and a launch.
+KERNEL_S = 2e-6
+HOST_VISIT_S = 15e-6
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The needs of a compiled program.
+
+    Attributes:
+        temporary_bytes: Memory of a device for everything except the program's listed arguments.
+        seconds: Time that the compilation took.
+        kernels: Number of kernels, copies and library calls of a run on a GPU; None elsewhere.
+        host_visits: How often the host has to wait for the GPU in a run.
+    """
+
+    temporary_bytes: float
+    seconds: float
+    kernels: float | None = None
+    host_visits: float = 0.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured program of a run, on one device.
+    """A program of a run, measured on one device.
 
     Attributes:
         name: Name of the function.
         runs: Number of runs in a rollout and the updates on it.
         memory: Bytes in use while it runs, by kind, including arrays that it does not read.
         counts: Counts of one run.
-        compile_s: Compilation time; the compiler gives up on programs that do not fit.
+        compile_s: Compilation time; None if it is not compiled, and its temporary memory an estimate.
         transferred_bytes: Bytes to and from the host in one run.
+        kernels: Number of kernels, copies and library calls of a run on a GPU; None if it is unknown.
+        host_visits: How often the host has to wait for the GPU in a run.
+        num_layers: Numbers of layers of the models whose programs were compiled for it.
     """
 
     name: str
     runs: int
     memory: Mapping[str, float]
     counts: Counts
-    compile_s: float
+    compile_s: float | None = None
     transferred_bytes: float = 0.0
+    kernels: float | None = None
+    host_visits: float = 0.0
+    num_layers: tuple[int, ...] = ()
 
     @property
     def total(self) -> float:
@@ -53,56 +86,132 @@ class Measured:
         return self.counts.product_bytes + 2 * (masters + optimizer) + gradients
 
     def seconds(self, chip: Chip) -> dict[str, float]:
-        """Returns lower bounds of one run's time: for arithmetic, memory, links between devices, and the host."""
+        """Returns lower bounds of one run's time, by what limits it."""
+        fp8_flops, counts = self.counts.fp8_flops, self.counts
+        fp8_s = fp8_flops / (chip.fp8_flops or chip.flops)
         return {
-            "arithmetic": self.counts.flops / chip.flops,
+            "arithmetic": (counts.flops - fp8_flops) / chip.flops + fp8_s,
             "memory": self.traffic_bytes / chip.memory_bytes_per_s,
-            "links": self.counts.sent_bytes / chip.link_bytes_per_s,
+            "links": counts.sent_bytes / chip.link_bytes_per_s,
+            "network": counts.between_hosts / chip.network_bytes_per_s if chip.network_bytes_per_s else 0.0,
             "host": self.transferred_bytes / chip.host_bytes_per_s,
+            "kernels": (self.kernels or 0.0) * KERNEL_S + self.host_visits * HOST_VISIT_S,
         }
+
+
+@dataclass(frozen=True, eq=False)
+class Extrapolation:
+    """A program of a run, and the same program for models with a few of its layers, which tell what it needs.
+
+    Attributes:
+        program: The program for all layers.
+        models: The models with a few layers.
+        programs: Their programs.
+    """
+
+    program: Program
+    models: Sequence[FewLayers]
+    programs: Sequence[Program]
+
+    @property
+    def pairs(self) -> list[tuple[FewLayers, Program]]:
+        """The models with a few layers, with their programs."""
+        return list(zip(self.models, self.programs, strict=True))
+
+    @cached_property
+    def counts(self) -> Counts:
+        """The counts of one run of the program."""
+        total = Counts()
+        for model, program in self.pairs:
+            total += count_program(program.traced.jaxpr, program.loop_steps).times(model.weight)
+        return total
+
+    def estimated(self, run: Run, temporaries: Mapping[str, float]) -> Measured:
+        """Returns the program's measurements before it is compiled, given estimates of its temporary memory by kind."""
+        memory = {**_argument_bytes(run, self.program), **temporaries}
+        program = self.program
+        return Measured(program.name, program.runs, memory, self.counts, transferred_bytes=program.transferred_bytes)
+
+    def measured(self, run: Run, compiled: Sequence[Compiled]) -> Measured:
+        """Returns the program's measurements, given those of the programs for a few layers."""
+
+        def whole(values: Sequence[float]) -> float:
+            return extrapolated(self.models, values)
+
+        program, kernels = self.program, [each.kernels for each in compiled if each.kernels is not None]
+        memory = {**_argument_bytes(run, program), OTHER: whole([each.temporary_bytes for each in compiled])}
+        return Measured(
+            program.name,
+            program.runs,
+            memory,
+            self.counts,
+            sum(each.seconds for each in compiled),
+            program.transferred_bytes,
+            whole(kernels) if len(kernels) == len(compiled) else None,
+            whole([each.host_visits for each in compiled]),
+            tuple(model.config.num_layers for model in self.models),
+        )
+
+
+def whole_program(config: ModelConfig, program: Program) -> Extrapolation:
+    """Returns a program that is compiled with all layers of its model."""
+    return Extrapolation(program, [FewLayers(config, 1.0)], [program])
+
+
+def _argument_bytes(run: Run, program: Program) -> dict[str, float]:
+    """Returns bytes of the run's resident arrays and of the program's own, by kind."""
+    trees = {**run.residents, **program.arguments}
+    return {kind: device_bytes({kind: tree}) for kind, tree in trees.items()}
 
 
 @dataclass
 class Compiler:
-    """A compiler that compiles identical programs only once.
+    """A compiler that compiles identical programs only once. It may be called in several threads.
 
     Attributes:
-        known: Memory of each program (only its temporary bytes if it does not fit), and seconds of compilation.
+        all_layers: Whether to compile programs with all layers of a model rather than with a few.
+        known: The compiled programs.
     """
 
-    known: dict[str, tuple[Any, float]] = field(default_factory=dict)
+    all_layers: bool = False
+    known: dict[str, Compiled] = field(default_factory=dict)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
-    def measured(self, run: Run, program: Program) -> Measured:
-        """Compiles a program of a run and measures it together with the run's resident arrays."""
+    def compiled(self, program: Program, platform: str) -> Compiled:
+        """Compiles a program for devices of a platform, which gives up on programs that do not fit.
+
+        Raises:
+            jax.errors.JaxRuntimeError: The compilation failed for another reason.
+        """
         lowered = program.traced.lower()
-        found, seconds = self._memory_of(lowered)
-        counts = count_program(program.traced.jaxpr, program.loop_steps)
-        trees = {**run.residents, **program.arguments}
-        memory = {kind: device_bytes({kind: tree}) for kind, tree in trees.items()}
-        if isinstance(found, float):  # arguments are counted here
-            memory[OTHER] = found
-        else:
-            arguments, others = found
-            memory[OTHER] = others + arguments - device_bytes(program.arguments)
-        return Measured(program.name, program.runs, memory, counts, seconds, program.transferred_bytes)
+        text = f"{device_bytes(program.arguments)} {lowered.as_text()}"
+        key = hashlib.sha256(text.encode()).hexdigest()
+        with self._locks.setdefault(key, threading.Lock()):
+            if key not in self.known:
+                self.known[key] = _compiled(lowered, program, platform)
+            return self.known[key]
 
-    def _memory_of(self, lowered: Any) -> tuple[Any, float]:
-        """Returns bytes of arguments and of all else (only the latter if the program does not fit), and seconds."""
-        key = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-        if key not in self.known:
-            started_s = time.perf_counter()
-            try:
-                stats: Any = lowered.compile().memory_analysis()
-            except jax.errors.JaxRuntimeError as error:
-                temporaries = _temporary_bytes(str(error)) if is_out_of_memory(error) else None
-                if temporaries is None:
-                    raise
-                self.known[key] = temporaries, time.perf_counter() - started_s
-            else:
-                others = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-                found = float(stats.argument_size_in_bytes), float(others)
-                self.known[key] = found, time.perf_counter() - started_s
-        return self.known[key]
+
+def _compiled(lowered: Any, program: Program, platform: str) -> Compiled:
+    started_s, work = time.perf_counter(), None
+    try:
+        if platform == "gpu":
+            compiled, kernels = compile_for_gpu(lowered)
+            step, others = kernels.work(program.loop_steps)
+            work = step.times(program.loop_steps) + others
+        else:
+            compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        temporaries = _temporary_bytes(str(error)) if is_out_of_memory(error) else None
+        if temporaries is None:
+            raise
+        return Compiled(temporaries, time.perf_counter() - started_s)
+    seconds, stats = time.perf_counter() - started_s, compiled.memory_analysis()
+    others_bytes = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    temporaries = float(others_bytes + stats.argument_size_in_bytes - device_bytes(program.arguments))
+    if work is None:
+        return Compiled(temporaries, seconds)
+    return Compiled(temporaries, seconds, work.num_launches, work.host_visits)
 
 
 def _temporary_bytes(message: str) -> float | None:
@@ -113,11 +222,10 @@ def _temporary_bytes(message: str) -> float | None:
 
 def step_seconds(programs: Sequence[Measured], run: Run, chip: Chip) -> dict[str, float]:
     """Returns lower bounds of the time of a rollout, of scoring it, and of the updates on it."""
-    phases = {
-        "rollout": run.gathered_bytes / chip.link_bytes_per_s,
-        "scoring": run.fetched_bytes / chip.host_bytes_per_s,
-        "updates": 0.0,
-    }
+    gathered_s = run.gathered_bytes / chip.link_bytes_per_s
+    if chip.network_bytes_per_s:
+        gathered_s = max(gathered_s, run.gathered_between_hosts / chip.network_bytes_per_s)
+    phases = {"rollout": gathered_s, "scoring": run.fetched_bytes / chip.host_bytes_per_s, "updates": 0.0}
     for program in programs:
         phase = {"admit": "rollout", "decode_chunk": "rollout", "score": "scoring"}.get(program.name, "updates")
         phases[phase] += program.runs * max(program.seconds(chip).values())

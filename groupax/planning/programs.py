@@ -1,8 +1,9 @@
 """The programs of a run, and the bytes of arrays on a device."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -29,19 +30,26 @@ class Program:
 
     Attributes:
         name: Name of the function.
-        traced: The traced function, to be compiled and counted.
+        trace: Traces the function.
         arguments: Its arguments by kind; small ones are left out.
         runs: Number of runs in a rollout and the updates on it.
         loop_steps: Number of iterations of loops whose ends depend on what they compute.
         transferred_bytes: Bytes to and from the host in one run, for each device.
+        scans_layers: Whether its layers are a loop, so that it compiles quickly whatever their number.
     """
 
     name: str
-    traced: jax.stages.Traced
+    trace: Callable[[], Any]
     arguments: Mapping[str, Any]
     runs: int
     loop_steps: int = 1
     transferred_bytes: float = 0.0
+    scans_layers: bool = False
+
+    @cached_property
+    def traced(self) -> Any:
+        """The traced function, to be compiled and counted."""
+        return self.trace()
 
 
 def device_bytes(trees: Mapping[str, Any]) -> float:

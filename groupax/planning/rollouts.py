@@ -1,5 +1,6 @@
 """The engine's programs for a rollout, with the shapes that it would choose."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,14 +24,30 @@ from groupax.models.split import partition_specs
 from groupax.parallel.mesh import decoding_mesh, num_data_shards
 from groupax.planning.abstract import AbstractModel, sharded_structs
 from groupax.planning.programs import DoesNotFitError, Program, device_bytes
+from groupax.settings.sampling import SamplingParams, sampling_kind
 
 _UNLIMITED = 1e15  # bytes
 
 
 def trace_rollout(
-    model_state: AbstractModel, num_rows: int, longest: tuple[int, int], left: float
+    model_state: AbstractModel,
+    num_rows: int,
+    longest: tuple[int, int],
+    left: float,
+    shape: CacheShape | None = None,
 ) -> tuple[list[Program], CacheShape, float]:
-    """Returns the engine's programs, its cache's shape, and the bytes that a device receives before decoding."""
+    """Returns the engine's programs, its cache's shape, and the bytes that a device receives before decoding.
+
+    Args:
+        model_state: The model.
+        num_rows: Number of completions of a rollout.
+        longest: Tokens of the longest prompt and of the longest completion.
+        left: Bytes of a device's memory that the resident arrays leave free.
+        shape: Shape of the cache; None for the one that the engine would choose.
+
+    Raises:
+        DoesNotFitError: The weights for decoding, or the keys and values, do not fit.
+    """
     config, args = model_state.config, model_state.args
     mesh, copies = decoding_mesh(model_state.mesh, args.decoding_tp), args.decoding_weights != "same"
     given = apply_adapter(model_state.frozen, model_state.policy)
@@ -51,18 +68,19 @@ def trace_rollout(
         )
     requested_dtype = None if args.kv_cache_dtype == "same" else args.kv_cache_dtype
     kv_dtype = cache_dtype(requested_dtype, args.decoding_weights, model_state.dtype, model_state.platform)
-    shape = _cache_shape(model_state, mesh, num_rows, longest, kv_dtype, left - kept)
+    shape = shape or _cache_shape(model_state, mesh, num_rows, longest, kv_dtype, left - kept)
     tracer = Tracer(config, mesh, params, kv_dtype, CHUNK_STEPS)
     per_shard, num_chunks = -(-num_rows // num_data_shards(mesh)), -(-longest[1] // CHUNK_STEPS)
     num_prompts, num_waves = -(-per_shard // shape.share), -(-per_shard // shape.num_slots)
-    together = shape.max_prompts
-    admits = tracer.admit(shape, (together, shape.num_prompt_columns))
+    together, sampling = shape.max_prompts, sampling_kind([args.part(SamplingParams)])
+    trace_admit = partial(tracer.admit, shape, (together, shape.num_prompt_columns))
+    trace_decode = partial(tracer.decode_chunk, shape, sampling)
     own_heads = config.num_heads // mesh.shape["tp"]
     num_pieces = shape.num_prompt_columns // piece_columns(together, shape.num_prompt_columns, own_heads)
     arguments = {**({"rollout weights": params} if kept else model_state.own), "kv cache": tracer.cache(shape)}
     programs = [
-        Program("admit", admits, arguments, -(-num_prompts // min(together, shape.num_prompt_slots)), num_pieces),
-        Program("decode_chunk", tracer.decode_chunk(shape), arguments, num_waves * num_chunks, CHUNK_STEPS),
+        Program("admit", trace_admit, arguments, -(-num_prompts // min(together, shape.num_prompt_slots)), num_pieces),
+        Program("decode_chunk", trace_decode, arguments, num_waves * num_chunks, CHUNK_STEPS),
     ]
     return programs, shape, device_bytes({"weights": gathered}) - device_bytes({"weights": given}) if gathers else 0.0
 

@@ -1,11 +1,11 @@
-"""The trainer's and the engine's programs of a run, traced with abstract arrays.
+"""The trainer's and the engine's programs of a run, for abstract arrays.
 
 All prompts and completions are assumed to have their maximum length.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -16,6 +16,7 @@ from groupax.engine.plan import CacheShape
 from groupax.models.config import ModelConfig
 from groupax.models.lora import LoRAConfig
 from groupax.planning.abstract import AbstractModel
+from groupax.planning.counting import bytes_between_hosts
 from groupax.planning.programs import DoesNotFitError, Program, device_bytes, host_bytes
 from groupax.planning.rollouts import trace_rollout
 from groupax.planning.updates import trace_training
@@ -33,6 +34,7 @@ class Run:
         programs: Programs of a rollout and the updates on it, in order.
         residents: Arrays that stay in memory, by kind.
         gathered_bytes: Bytes that each device receives from others before a rollout.
+        gathered_between_hosts: Each device's share of what its host receives from other hosts for that.
         fetched_bytes: Bytes that each device receives from its host before a rollout is scored.
         cache: Shape of each device's KV cache.
         num_micro_batches: Number of micro-batches of an optimizer step.
@@ -47,6 +49,7 @@ class Run:
     programs: tuple[Program, ...]
     residents: Mapping[str, Any]
     gathered_bytes: float
+    gathered_between_hosts: float
     fetched_bytes: float
     cache: CacheShape
     num_micro_batches: int
@@ -59,9 +62,14 @@ class Run:
 
 
 def trace_run(
-    config: ModelConfig, mesh: Mesh, args: GRPOConfig, lora: LoRAConfig | None = None, memory_bytes: float | None = None
+    config: ModelConfig,
+    mesh: Mesh,
+    args: GRPOConfig,
+    lora: LoRAConfig | None = None,
+    memory_bytes: float | None = None,
+    like: "Run | None" = None,
 ) -> Run:
-    """Traces the programs of a run.
+    """Returns the programs of a run, most of which are traced when they are needed.
 
     Args:
         config: Config of the model.
@@ -69,14 +77,18 @@ def trace_run(
         args: Settings of the run.
         lora: Config of the adapter to train; None for all weights.
         memory_bytes: Memory of a device; None for no limit.
+        like: A run of the same model with more layers, whose cache and micro-batches have the sizes to use; None for
+            those that the engine and the learner would choose.
 
     Raises:
         ValueError: The settings contradict each other, or are not supported by plans.
         DoesNotFitError: A device cannot hold the resident arrays, or the rollout's weights, keys and values.
     """
+    if like:
+        args = replace(args, gradient_checkpointing=like.checkpointing, micro_batch_tokens=like.micro_batch_tokens)
     model_state = AbstractModel(config, mesh, args, lora)
     limit = math.inf if memory_bytes is None else memory_bytes
-    left = limit - device_bytes(model_state.residents)
+    left = math.inf if like else limit - device_bytes(model_state.residents)
     if left <= 0:
         taken = device_bytes(model_state.residents) / 1e9
         raise DoesNotFitError(
@@ -87,13 +99,14 @@ def trace_run(
     num_rows = schedule.prompts_per_rollout * args.num_generations
     prompt = prompt_limit(config.max_positions, args.max_completion_length, args.max_prompt_length, _LENGTH)
     longest = (prompt, args.max_completion_length)
-    rollout, cache, gathered = trace_rollout(model_state, num_rows, longest, left)
+    rollout, cache, gathered = trace_rollout(model_state, num_rows, longest, left, like.cache if like else None)
     execution, tokens = model_state.execution(longest, left)
     training = trace_training(model_state, execution, schedule, longest, tokens)
     return Run(
         programs=(*rollout, *training.programs),
         residents=model_state.residents,
         gathered_bytes=gathered,
+        gathered_between_hosts=bytes_between_hosts(gathered, mesh.devices.flat),
         fetched_bytes=host_bytes({"reference": model_state.residents.get("reference")}),
         cache=cache,
         num_micro_batches=training.num_micro_batches,

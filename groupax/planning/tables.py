@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from groupax.parallel.accelerators import Chip
+from groupax.planning.estimates import ACTIVATIONS, LOGITS
 from groupax.planning.fitting import Plan
 from groupax.planning.measured import OTHER, Measured, step_seconds
 from groupax.planning.programs import host_bytes
@@ -11,7 +12,19 @@ from groupax.planning.run import Run
 
 # A table's unit follows its largest value, so that it is not all zeros.
 _PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
-KINDS = ("masters", "optimizer", "policy", "base", "reference", "rollout weights", "kv cache", "gradients", OTHER)
+KINDS = (
+    "masters",
+    "optimizer",
+    "policy",
+    "base",
+    "reference",
+    "rollout weights",
+    "kv cache",
+    "gradients",
+    ACTIVATIONS,
+    LOGITS,
+    OTHER,
+)
 
 
 def format_plan(plan: Plan) -> str:
@@ -19,7 +32,13 @@ def format_plan(plan: Plan) -> str:
     if plan.fault is not None:
         return verdict(plan)
     assert plan.run is not None, "there is no fault"
-    lines = [_settings(plan), "", *_memory_table(plan), ""]
+    lines = [_settings(plan), ""]
+    if plan.is_estimate:
+        lines += [
+            "by arithmetic, before anything is compiled: without the compiler's copies and the kernels' number",
+            "",
+        ]
+    lines += [*_memory_table(plan), ""]
     if of_host := _host_memory(plan.run):
         sizes = ", ".join(f"{kind} {_size(num_bytes)}" for kind, num_bytes in of_host.items())
         lines += [f"host memory for each device: {sizes}", ""]
@@ -37,6 +56,11 @@ def verdict(plan: Plan) -> str:
     if chip is None:
         return f"the peak is {_size(most.total)} per device, in {most.name}"
     fits = "fits" if plan.fits else "DOES NOT FIT"
+    if plan.is_estimate:
+        about = "probably fits" if plan.fits else "probably DOES NOT FIT"
+        return (
+            f"{about}: the peak is about {_size(most.total)} of {_size(chip.memory_bytes)} per device, in {most.name}"
+        )
     return f"{fits}: the peak is {_size(most.total)} of {_size(chip.memory_bytes)} per device, in {most.name}"
 
 
@@ -56,12 +80,16 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         {
             "name": program.name,
             "runs": program.runs,
-            "compile_s": round(program.compile_s, 1),
+            "compile_s": None if program.compile_s is None else round(program.compile_s, 1),
+            "layers_compiled": list(program.num_layers),
             "memory": dict(program.memory),
             "total": program.total,
             "flops": program.counts.flops,
             "product_bytes": program.counts.product_bytes,
             "exchanged": dict(program.counts.exchanged),
+            "between_hosts": program.counts.between_hosts,
+            "kernels": program.kernels,
+            "host_visits": program.host_visits,
             "transferred_bytes": program.transferred_bytes,
             "seconds": program.seconds(chip) if chip else None,
         }
@@ -111,6 +139,8 @@ def _work_table(plan: Plan) -> list[str]:
     product_prefix, product = _unit(counts.product_bytes for counts in all_counts)
     sent_prefix, other = _unit(sent for counts in all_counts for sent in counts.exchanged.values())
     rows = [["", "runs", f"{flop_prefix}FLOP", f"{product_prefix}B in matmuls", f"{sent_prefix}B sent"]]
+    has_kernels = any(program.kernels is not None for program in plan.programs)
+    rows[0] += ["kernels", "host waits"] if has_kernels else []
     rows[0] += ["at least", "bound by"] if chip else []
     for program in plan.programs:
         counts = program.counts
@@ -122,6 +152,8 @@ def _work_table(plan: Plan) -> list[str]:
             ", ".join(f"{sent / other:.2f} {kind}" for kind, sent in counts.exchanged.items() if sent >= other / 200)
             or "-",
         ]
+        if has_kernels:
+            row += ["?", "?"] if program.kernels is None else [f"{program.kernels:,.0f}", f"{program.host_visits:,.0f}"]
         rows.append(row + (_least(program, chip) if chip else []))
     return _aligned(rows)
 
@@ -129,7 +161,7 @@ def _work_table(plan: Plan) -> list[str]:
 def _least(program: Measured, chip: Chip) -> list[str]:
     seconds = program.seconds(chip)
     bound = max(seconds, key=lambda name: seconds[name])
-    return [f"{seconds[bound] * 1e3:.3g} ms", bound]
+    return [f"{seconds[bound] * 1e3:.3g} ms", bound if seconds[bound] else "-"]
 
 
 def _least_time(plan: Plan, chip: Chip) -> str:
@@ -141,7 +173,7 @@ def _least_time(plan: Plan, chip: Chip) -> str:
     parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in phases.items() if seconds)
     num = plan.mesh.devices.size
     return (
-        f"at least {total:.3g} s for a rollout and its updates ({parts}) at the chip's stated peaks: at most "
+        f"at least {total:.3g} s for a rollout and its updates ({parts}) at the device's stated peaks: at most "
         f"{tokens / total:,.0f} tokens/s, {tokens / total / num:,.0f} per device"
     )
 

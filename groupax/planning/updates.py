@@ -1,6 +1,7 @@
 """The learner's programs for the updates on a rollout."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -71,7 +72,8 @@ def _trace_scoring(
     params = apply_adapter(model_state.frozen, model_state.policy) if policy_passes else model_state.reference
     reference = {"base" if model_state.frozen else "reference": model_state.reference}
     arguments = model_state.own if policy_passes and not args.offload_reference else reference
-    traced = score.trace(
+    trace = partial(
+        score.trace,
         params,
         batch,
         config=model_state.config,
@@ -79,7 +81,9 @@ def _trace_scoring(
         settings=model_state.settings.objective,
         execution=execution,
     )
-    return [Program("score", traced, arguments, num_micro_batches * passes)]
+    return [
+        Program("score", trace, arguments, num_micro_batches * passes, scans_layers=model_state.execution.scan_layers)
+    ]
 
 
 def _trace_update(
@@ -93,7 +97,8 @@ def _trace_update(
     totals = sharded_structs(totals, accumulator_pspecs(config, mesh, model_state.policy, totals), mesh)
     counts: Any = jax.tree.unflatten(jax.tree.structure(Denominators(jnp.zeros(()), jnp.zeros(()))), [scalar, scalar])
     dropout_key = _key(mesh) if model_state.dropout_rate else None
-    steps = micro_step.trace(
+    trace_step = partial(
+        micro_step.trace,
         *(model_state.policy, totals, batch, counts, scalar, model_state.frozen, dropout_key),
         **objective,
         execution=execution,
@@ -103,15 +108,21 @@ def _trace_update(
     grads = jax.eval_shape(lambda totals: totals.grads, sums.out_info)
     grads = sharded_structs(grads, partition_specs(config, mesh, model_state.masters), mesh)
     offload = model_state.args.offload_optimizer
-    update = apply_update.trace(
-        *(model_state.state, grads, scalar), **static, optimizer=model_state.optimizer, offload_optimizer=offload
+    trace_update = partial(
+        apply_update.trace,
+        *(model_state.state, grads, scalar),
+        **static,
+        optimizer=model_state.optimizer,
+        offload_optimizer=offload,
     )
     state = {"masters": model_state.state.params, "optimizer": model_state.state.opt_state}
     moved_bytes = 2 * host_bytes(state)  # each array comes and goes
+    arguments = {**model_state.own, "gradients": totals}
+    scans = model_state.execution.scan_layers
     return [
-        Program("micro_step", steps, {**model_state.own, "gradients": totals}, num_micro_batches * updates),
-        Program("all_reduce", sums, {"gradients": totals}, updates),
-        Program("apply_update", update, {**state, "gradients": grads}, updates, transferred_bytes=moved_bytes),
+        Program("micro_step", trace_step, arguments, num_micro_batches * updates, scans_layers=scans),
+        Program("all_reduce", lambda: sums, {"gradients": totals}, updates),
+        Program("apply_update", trace_update, {**state, "gradients": grads}, updates, transferred_bytes=moved_bytes),
     ]
 
 

@@ -5,9 +5,9 @@ engine's arrays, the server's requests, the requests to other servers and the co
 takes its field here (with an `eval_` one, if evaluations should set their own) and its rule in `engine/sampling.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from groupax.settings.fields import check_range, like, ranged
 
@@ -17,6 +17,8 @@ STOP_IDS = 256
 BIASED_TOKENS = 512
 MAX_STOP_STRINGS = 16  # of one request; other servers have such a limit too
 MIN_TEMPERATURE = 1e-6  # below it logits over temperature leave float32
+# What a program that samples supports: no settings but the temperature, as most training uses, or all of them.
+SamplingKind = Literal["plain", "general"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,26 @@ class SamplingParams(SamplingSettings):
             raise ValueError(f"min_tokens must be in [0, max_tokens = {self.max_tokens}], got {self.min_tokens}")
         if not all(self.stop):
             raise ValueError(f"stop must be texts that are not empty, got {self.stop!r}")
+
+    @property
+    def is_plain(self) -> bool:
+        """True if tokens are drawn by the temperature alone and no alternatives are requested."""
+        return not (
+            self.top_k > 0
+            or self.top_p < 1
+            or self.min_p > 0
+            or self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.min_tokens > 0
+            or self.logit_bias
+            or self.logprobs > 0
+        )
+
+
+def sampling_kind(params: Iterable[SamplingParams]) -> SamplingKind:
+    """Returns the kind of sampling that requests need which are decoded together."""
+    return "plain" if all(each.is_plain for each in params) else "general"
 
 
 @dataclass(frozen=True, kw_only=True)
