@@ -81,9 +81,7 @@ def _trace_scoring(
         settings=model_state.settings.objective,
         execution=execution,
     )
-    return [
-        Program("score", trace, arguments, num_micro_batches * passes, scans_layers=model_state.execution.scan_layers)
-    ]
+    return [Program("score", trace, arguments, num_micro_batches * passes, scans_layers=execution.scan_layers)]
 
 
 def _trace_update(
@@ -118,7 +116,7 @@ def _trace_update(
     state = {"masters": model_state.state.params, "optimizer": model_state.state.opt_state}
     moved_bytes = 2 * host_bytes(state)  # each array comes and goes
     arguments = {**model_state.own, "gradients": totals}
-    scans = model_state.execution.scan_layers
+    scans = execution.scan_layers
     return [
         Program("micro_step", trace_step, arguments, num_micro_batches * updates, scans_layers=scans),
         Program("all_reduce", lambda: sums, {"gradients": totals}, updates),
