@@ -83,7 +83,7 @@ class AbstractModel:
         )
         chosen = memory.checkpointing(args.gradient_checkpointing, args.micro_batch_tokens)
         tokens = args.micro_batch_tokens or memory.fitting_tokens(chosen)
-        return execution_for(self.platform, chosen, args.scan_layers, self.fused), tokens
+        return execution_for(self.platform, chosen, args.scan_layers, self.fused, args.fsdp_reduce_dtype), tokens
 
 
 def _in_dtype(specs: Any, dtype: Any) -> Any:

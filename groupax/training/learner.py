@@ -144,7 +144,8 @@ class Learner:
         self.reference = self._initial_reference() if settings.objective.beta > 0 else None
         self.num_updates = 0
         self.longest = longest
-        self.execution = execution_for(device.platform, "none", settings.scan_layers, fused)
+        reduce_dtype = settings.fsdp_reduce_dtype
+        self.execution = execution_for(device.platform, "none", settings.scan_layers, fused, reduce_dtype)
         self.execution = replace(self.execution, checkpointing=self._checkpointing())
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
