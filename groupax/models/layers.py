@@ -160,8 +160,18 @@ def _quantized_linear(x: Float[Array, "*M I"], weight: Any) -> Float[Array, "*M 
     """Applies a quantized weight, which gets no gradient. The backward pass dequantizes it again."""
     weight = _depend_on(x, weight)
     if isinstance(weight, Nf4):
-        return dense_linear(x, dequantize_nf4(weight, x.dtype))
+        return _nf4_linear(x, weight)
     return dense_linear(x, weight.qvalue.astype(x.dtype)) * _scales(weight, x)
+
+
+def _nf4_linear(x: Float[Array, "*M I"], weight: Nf4) -> Float[Array, "*M O"]:
+    if traced_platform() == "gpu":
+        from groupax.models.nf4_matmul import can_multiply, nf4_matmul_nt
+
+        flat = x.reshape(-1, x.shape[-1])
+        if can_multiply(flat, weight):
+            return nf4_matmul_nt(flat, weight).reshape(*x.shape[:-1], -1)
+    return dense_linear(x, dequantize_nf4(weight, x.dtype))
 
 
 def _quantized_forward(x: Array, weight: Any) -> tuple[Array, Any]:
@@ -177,12 +187,14 @@ def _quantized_backward(weight: Any, gradient: Array) -> tuple[Array, None]:
 
 
 def _depend_on(x: Array, weight: Any) -> Any:
-    """Returns the same weight with its bits as a function of x.
+    """Returns the same weight, which the compiler cannot dequantize before x is computed.
 
-    Otherwise the compiler dequantizes all layers up front, or keeps the dequantized weights from the forward to the
-    backward pass, which needs as much memory as a model in full precision. An optimization barrier does not help:
-    XLA's CPU backend looks through it.
+    Otherwise it dequantizes all layers up front, or keeps the dequantized weights from the forward to the backward
+    pass, which needs as much memory as a model in full precision. XLA's CPU backend looks through an optimization
+    barrier; there the weight's bits become a function of x, which elsewhere would copy them in memory.
     """
+    if traced_platform() != "cpu":
+        return lax.optimization_barrier((x, weight))[1]
     zero = (x.reshape(-1)[0] * 0.0).astype(jnp.uint8)
     if isinstance(weight, Nf4):
         return replace(weight, codes=weight.codes ^ zero)
