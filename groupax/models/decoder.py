@@ -244,7 +244,8 @@ def _norm_heads(
     (M, N, H), K = q.shape, k.shape[1]
     heads = jnp.concatenate([q.reshape(M, N * H), k.reshape(M, K * H)], axis=1).reshape(M, N + K, H)
     weight = jnp.concatenate([jnp.broadcast_to(q_weight, (N, H)), jnp.broadcast_to(k_weight, (K, H))])
-    return tuple(jnp.split(_norm(config, heads, weight), [N], axis=1))
+    normed = _norm(config, heads, weight)
+    return normed[:, :N], normed[:, N:]
 
 
 def _residual(config: ModelConfig, x: Array, norm: Array | None) -> Array:
