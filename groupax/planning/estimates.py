@@ -46,5 +46,5 @@ def estimated_temporaries(
         "admit": {ACTIVATIONS: admitted + activations("full") * prompts * piece, LOGITS: 0.0},
         "decode_chunk": {ACTIVATIONS: activations("full") * cache.num_slots, LOGITS: 2 * vocab_bytes * cache.num_slots},
         "score": {ACTIVATIONS: activations("full") * cells, LOGITS: chunk},
-        "micro_step": {ACTIVATIONS: activations(args.gradient_checkpointing) * cells, LOGITS: 2 * chunk},
+        "micro_step": {ACTIVATIONS: activations(run.checkpointing) * cells, LOGITS: 2 * chunk},
     }
