@@ -33,13 +33,8 @@ from groupax.parallel.platform import traced_platform
 Attend = Callable[[AttentionConfig, Any, Array, Array, Array], tuple[Array, Any]]
 # Tokens whose queries, keys and values XLA's GPU backend computes in one matmul; of more, it depends on the sizes.
 MAX_JOINT_TOKENS = 1024
-# Values of a layer that are saved for the backward pass: its input alone, also the matmuls with weights, or also those
-# of activations with each other (attention's). The rest is recomputed.
-_SAVED = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "all_dots": jax.checkpoint_policies.dots_saveable,
-}
+# The primitives of attention kernels: Pallas's and cuDNN's.
+_KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper")
 
 
 class ForwardOutput(NamedTuple):
@@ -54,6 +49,20 @@ class ForwardOutput(NamedTuple):
     hidden: Float[Array, "M D"]
     caches: list[Any]
     routings: list[Routing]
+
+
+def _dots_and_kernels(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Saves the results of matmuls and of kernels."""
+    return primitive.name in _KERNELS or jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
+
+
+# Values of a layer that are saved for the backward pass: its input alone, also the matmuls with weights, or also those
+# of activations with each other (attention's). The rest is recomputed.
+_SAVED = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "all_dots": _dots_and_kernels,
+}
 
 
 def _all_except_gathered(primitive: Any, *_args: Any, **_params: Any) -> bool:
@@ -87,13 +96,13 @@ def forward(
         execution: Execution settings; layers with caches are not scanned.
         layout: Sharding of the model.
     """
-    x = _embed(params, tokens, layout)
+    x = _embed(params, tokens, execution, layout)
     if config.embedding_scale != 1.0:  # rounded to the parameters' dtype, as in transformers
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     tables = {rope: rope_tables(rope, config.max_positions, positions, x.dtype) for rope in config.ropes if rope}
 
     def layer(x: Array, weights: Params, cache: Any, index: int) -> tuple[Array, Any, Routing | None]:
-        return _layer(config, tables, attend, layout, x, weights, cache, index)
+        return _layer(config, tables, attend, execution, layout, x, weights, cache, index)
 
     compiled = _with_checkpointing(layer, execution, layout)
     scans = execution.scan_layers and caches is None
@@ -113,13 +122,15 @@ def _layer(
     config: ModelConfig,
     tables: dict[Rope, Tables],
     attend: Attend,
+    execution: Execution,
     layout: Layout,
     x: Float[Array, "M D"],
     weights: Params,
     cache: Any,
     index: int,
 ) -> tuple[Float[Array, "M D"], Any, Routing | None]:
-    weights, attn = gather_weights(layout, layer_specs(config, index), weights), config.attention(index)
+    weights = gather_weights(layout, layer_specs(config, index), weights, execution.reduce_dtype)
+    attn = config.attention(index)
     h = _norm(config, x, weights.get("attention_norm"))
     attended, cache = _attention(config, index, weights, h, tables, partial(attend, attn, cache), layout)
     x = x + _residual(config, attended, weights.get("attention_out_norm"))
@@ -137,9 +148,10 @@ def _with_checkpointing(layer: Callable[..., Any], execution: Execution, layout:
     return jax.jit(layer, static_argnums=3)
 
 
-def _embed(params: Params, tokens: Int[Array, "M"], layout: Layout) -> Float[Array, "M D"]:
+def _embed(params: Params, tokens: Int[Array, "M"], execution: Execution, layout: Layout) -> Float[Array, "M D"]:
     """Looks up the embeddings. With a sharded vocabulary each device contributes its own rows to a psum."""
-    table, axis = gather_weight(layout, ("vocab", "embed"), params["embed"]), layout.axis("vocab")
+    table = gather_weight(layout, ("vocab", "embed"), params["embed"], execution.reduce_dtype)
+    axis = layout.axis("vocab")
     if axis is None:
         return lookup(table, tokens)
     own = tokens - axis_index(axis) * table.shape[0]
@@ -232,7 +244,8 @@ def _norm_heads(
     (M, N, H), K = q.shape, k.shape[1]
     heads = jnp.concatenate([q.reshape(M, N * H), k.reshape(M, K * H)], axis=1).reshape(M, N + K, H)
     weight = jnp.concatenate([jnp.broadcast_to(q_weight, (N, H)), jnp.broadcast_to(k_weight, (K, H))])
-    return tuple(jnp.split(_norm(config, heads, weight), [N], axis=1))
+    normed = _norm(config, heads, weight)
+    return normed[:, :N], normed[:, N:]
 
 
 def _residual(config: ModelConfig, x: Array, norm: Array | None) -> Array:
