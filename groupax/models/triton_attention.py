@@ -86,7 +86,7 @@ def sizes_of(q: Float[Array, "B N H"], cache: LayerCache) -> Sizes:
 
 
 def _long_parts(num_columns: int, num_programs: int) -> int:
-    """Returns the number of parts of sequences that may be long, with so many programs for each part."""
+    """Returns the number of parts of sequences that may be long, where each part takes `num_programs` programs."""
     return max(1, min(pl.cdiv(num_columns, PART), MAX_PROGRAMS // num_programs))
 
 
