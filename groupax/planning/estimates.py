@@ -10,11 +10,10 @@ from groupax.models.config import ModelConfig
 from groupax.models.execution import ACCELERATOR_LOGITS
 from groupax.models.flops import activation_bytes_per_token
 from groupax.parallel.mesh import decoding_mesh
+from groupax.planning.buffers import ACTIVATIONS, LOGITS
 from groupax.planning.programs import device_bytes
 from groupax.planning.run import Run
 from groupax.training.memory import compute_dtype
-
-ACTIVATIONS, LOGITS = "activations", "logits"
 
 
 def estimated_temporaries(

@@ -31,6 +31,7 @@ class Run:
     """The resident arrays and the programs of a run.
 
     Attributes:
+        num_devices: Number of devices.
         programs: Programs of a rollout and the updates on it, in order.
         residents: Arrays that stay in memory, by kind.
         gathered_bytes: Bytes that each device receives from others before a rollout.
@@ -46,6 +47,7 @@ class Run:
         num_updates: Number of optimizer steps on a rollout.
     """
 
+    num_devices: int
     programs: tuple[Program, ...]
     residents: Mapping[str, Any]
     gathered_bytes: float
@@ -103,6 +105,7 @@ def trace_run(
     execution, tokens = model_state.execution(longest, left)
     training = trace_training(model_state, execution, schedule, longest, tokens)
     return Run(
+        num_devices=mesh.devices.size,
         programs=(*rollout, *training.programs),
         residents=model_state.residents,
         gathered_bytes=gathered,
