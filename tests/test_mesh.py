@@ -17,6 +17,8 @@ from groupax.cli.main import main
 from groupax.models.checkpoint import add_adapter, reshard
 from groupax.models.lora import LoRAConfig
 from groupax.parallel.mesh import decoding_mesh, make_mesh, slices_along
+from groupax.planning.counting import count_program
+from groupax.planning.run import trace_run
 from groupax.runs.build import learner_settings
 from groupax.training.learner import Learner
 from groupax.types import Row
@@ -108,6 +110,24 @@ def test_adapters_too(shape):
     model = add_adapter(init_model(TINY, mesh=one_device_mesh()), lora)
     ones = jax.tree.map(lambda x: x + 0.1, model.adapter.trained)
     assert_same_update(replace(model, adapter=replace(model.adapter, trained=ones)), shape)
+
+
+@pytest.mark.heavy
+def test_gradients_may_be_added_up_in_bfloat16_which_sends_half_as_much():
+    mesh = make_mesh((1, 4, 1, 1, 1))
+    model = init_model(TINY, mesh=mesh)
+    settings = {"prompts_per_step": 4, "max_prompt_length": 20, "max_completion_length": 20}
+    params, sent = [], []
+    for dtype in ("float32", "bfloat16"):
+        params.append(after_updates(model, fsdp_reduce_dtype=dtype)[0].state.params)
+        run = trace_run(model.config, mesh, GRPOConfig(fsdp_reduce_dtype=dtype, **settings))
+        (update,) = (program for program in run.programs if program.name == "micro_step")
+        sent.append(count_program(update.traced.jaxpr).exchanged["reduce-scatter"])
+    assert sent[0] == 2 * sent[1] > 0
+    differences = []
+    for start, exact, rounded in zip(*map(jax.tree.leaves, (model.params, *params)), strict=True):
+        differences.append(np.linalg.norm(rounded - exact) / np.linalg.norm(exact - start))
+    assert 0 < max(differences) < 0.01
 
 
 def test_each_axis_gives_the_gradients_of_one_device():

@@ -87,13 +87,13 @@ def forward(
         execution: Execution settings; layers with caches are not scanned.
         layout: Sharding of the model.
     """
-    x = _embed(params, tokens, layout)
+    x = _embed(params, tokens, execution, layout)
     if config.embedding_scale != 1.0:  # rounded to the parameters' dtype, as in transformers
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     tables = {rope: rope_tables(rope, config.max_positions, positions, x.dtype) for rope in config.ropes if rope}
 
     def layer(x: Array, weights: Params, cache: Any, index: int) -> tuple[Array, Any, Routing | None]:
-        return _layer(config, tables, attend, layout, x, weights, cache, index)
+        return _layer(config, tables, attend, execution, layout, x, weights, cache, index)
 
     compiled = _with_checkpointing(layer, execution, layout)
     scans = execution.scan_layers and caches is None
@@ -113,13 +113,15 @@ def _layer(
     config: ModelConfig,
     tables: dict[Rope, Tables],
     attend: Attend,
+    execution: Execution,
     layout: Layout,
     x: Float[Array, "M D"],
     weights: Params,
     cache: Any,
     index: int,
 ) -> tuple[Float[Array, "M D"], Any, Routing | None]:
-    weights, attn = gather_weights(layout, layer_specs(config, index), weights), config.attention(index)
+    weights = gather_weights(layout, layer_specs(config, index), weights, execution.reduce_dtype)
+    attn = config.attention(index)
     h = _norm(config, x, weights.get("attention_norm"))
     attended, cache = _attention(config, index, weights, h, tables, partial(attend, attn, cache), layout)
     x = x + _residual(config, attended, weights.get("attention_out_norm"))
@@ -137,9 +139,10 @@ def _with_checkpointing(layer: Callable[..., Any], execution: Execution, layout:
     return jax.jit(layer, static_argnums=3)
 
 
-def _embed(params: Params, tokens: Int[Array, "M"], layout: Layout) -> Float[Array, "M D"]:
+def _embed(params: Params, tokens: Int[Array, "M"], execution: Execution, layout: Layout) -> Float[Array, "M D"]:
     """Looks up the embeddings. With a sharded vocabulary each device contributes its own rows to a psum."""
-    table, axis = gather_weight(layout, ("vocab", "embed"), params["embed"]), layout.axis("vocab")
+    table = gather_weight(layout, ("vocab", "embed"), params["embed"], execution.reduce_dtype)
+    axis = layout.axis("vocab")
     if axis is None:
         return lookup(table, tokens)
     own = tokens - axis_index(axis) * table.shape[0]

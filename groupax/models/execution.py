@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from groupax.settings.compute import Checkpointing
+from groupax.settings.compute import Checkpointing, ReduceDtype
 
 # Logits that are computed at a time. Blocks of this size stay in a CPU's cache; an accelerator reads the vocabulary's
 # matrix again for each block, and has memory for 256 MiB.
@@ -33,12 +33,14 @@ class Execution:
         scan_layers: Whether layers of the same kind share one compiled program, which scans over their stacked weights.
         chunk_logits: Number of logits that are computed at a time.
         attention: Attention kernel; None for plain attention.
+        reduce_dtype: Dtype in which devices add up the gradients of weights that are sharded over fsdp.
     """
 
     checkpointing: Checkpointing = "none"
     scan_layers: bool = False
     chunk_logits: int = CPU_LOGITS
     attention: FusedAttention | None = None
+    reduce_dtype: ReduceDtype = "float32"
 
 
 # One program per layer and no checkpointing, as the engine runs it.
@@ -50,6 +52,7 @@ def execution_for(
     checkpointing: Checkpointing,
     scan_layers: bool | None = None,
     attention: FusedAttention | None = None,
+    reduce_dtype: ReduceDtype = "float32",
 ) -> Execution:
     """Returns the execution settings for a platform.
 
@@ -58,7 +61,9 @@ def execution_for(
         checkpointing: What the backward pass recomputes.
         scan_layers: Whether to scan layers; None scans on accelerators, whose compilers take seconds per layer.
         attention: Attention kernel; None for plain attention.
+        reduce_dtype: Dtype in which devices add up the gradients of weights that are sharded over fsdp.
     """
     on_cpu = platform == "cpu"
     scans = not on_cpu if scan_layers is None else scan_layers
-    return Execution(checkpointing, scans, CPU_LOGITS if on_cpu else ACCELERATOR_LOGITS, attention)
+    chunk = CPU_LOGITS if on_cpu else ACCELERATOR_LOGITS
+    return Execution(checkpointing, scans, chunk, attention, reduce_dtype)

@@ -82,7 +82,7 @@ def grouped_logprobs(
     M, R = ragged.tokens.shape[0], ragged.targets.shape[0]
     logp, entropy = token_logprobs(
         local_tokens(all_gather(hidden, shared, 0)[M - R : M], layout),
-        gather_weight(layout, ("vocab", "embed"), head_weights(params)),
+        gather_weight(layout, ("vocab", "embed"), head_weights(params), execution.reduce_dtype),
         local_tokens(ragged.targets, layout),
         temperature,
         entropy_gradient,

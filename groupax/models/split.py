@@ -13,6 +13,7 @@ from groupax.models.specs import Spec, layout_of, model_specs
 from groupax.parallel.collectives import all_gather, psum_grad
 from groupax.parallel.mesh import Layout
 from groupax.parallel.transfer import to_device
+from groupax.settings.compute import ReduceDtype
 
 Dims = tuple[str | None, ...]
 
@@ -62,24 +63,33 @@ def _low_rank_dims(spec: Spec) -> tuple[Dims, Dims]:
     return (None, in_dim), (out_dim, None)
 
 
-def gather_weights(layout: Layout, specs: dict[str, Spec], weights: Params) -> Params:
-    """Gathers the weights of a layer that are sharded over fsdp, in the form in which a device multiplies them."""
+def gather_weights(
+    layout: Layout, specs: dict[str, Spec], weights: Params, reduce_dtype: ReduceDtype = "float32"
+) -> Params:
+    """Gathers the weights of a layer that are sharded over fsdp, in the form in which a device multiplies them.
+
+    Args:
+        layout: Sharding of the model.
+        specs: Dims of the layer's weights.
+        weights: The device's shards.
+        reduce_dtype: Dtype in which the devices' gradients are added up.
+    """
     if layout.axis("embed") is None and layout.axis("heads") is None and layout.axis("ffn") is None:
         return weights
-    return {name: gather_weight(layout, specs[name].axes, weight) for name, weight in weights.items()}
+    return {name: gather_weight(layout, specs[name].axes, weight, reduce_dtype) for name, weight in weights.items()}
 
 
-def gather_weight(layout: Layout, dims: Dims, weight: Any) -> Any:
+def gather_weight(layout: Layout, dims: Dims, weight: Any, reduce_dtype: ReduceDtype = "float32") -> Any:
     """Gathers one weight with these dims (see `gather_weights`)."""
     if isinstance(weight, AdaptedWeight):
-        base = gather_weight(layout, dims, weight.base)
+        base = gather_weight(layout, dims, weight.base, reduce_dtype)
         out_dim, in_dim = dims
-        a = gather_weight(layout, (None, in_dim), weight.change.a)
-        b = gather_weight(layout, (out_dim, None), weight.change.b)
+        a = gather_weight(layout, (None, in_dim), weight.change.a, reduce_dtype)
+        b = gather_weight(layout, (out_dim, None), weight.change.b, reduce_dtype)
         # where the matrix is sharded over a model axis, one of a and b is replicated, and its gradients are summed
         a = a if out_dim == "embed" else psum_grad(a, layout.axis(out_dim))
         b = b if in_dim == "embed" else psum_grad(b, layout.axis(in_dim))
         return replace(weight, base=base, change=LowRank(a, b))
     if not isinstance(weight, Array) or "embed" not in dims:
         return weight
-    return all_gather(weight, layout.axis("embed"), dims.index("embed"))
+    return all_gather(weight, layout.axis("embed"), dims.index("embed"), reduce_dtype)

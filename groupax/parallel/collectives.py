@@ -19,7 +19,6 @@ Each function takes the name of a mesh axis. Without one (None) it returns its i
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -46,12 +45,12 @@ def psum(x: Float[Array, "..."], axis: Axis) -> Float[Array, "..."]:
     return x if axis is None else _psum(x, axis)
 
 
-def all_gather(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
+def all_gather(x: Shaped[Array, "..."], axis: Axis, dim: int, reduce_dtype: str = "float32") -> Shaped[Array, "..."]:
     """Gathers a value sharded along `dim`, which each device then uses differently.
 
-    The devices' gradients are summed in float32, and each device receives those of its slice.
+    The devices' gradients are summed in `reduce_dtype`, and each device receives those of its slice.
     """
-    return x if axis is None else _all_gather(x, axis, dim)
+    return x if axis is None else _all_gather(x, axis, dim, reduce_dtype)
 
 
 def all_gather_invariant(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
@@ -105,12 +104,13 @@ _all_gather_invariant.defvjp(
 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _all_gather(x: Array, axis: str, dim: int) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _all_gather(x: Array, axis: str, dim: int, reduce_dtype: str) -> Array:
+    del reduce_dtype
     return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
 _all_gather.defvjp(
-    lambda x, axis, dim: (lax.all_gather(x, axis, axis=dim, tiled=True), None),
-    lambda axis, dim, _, gradient: (reduce_scatter(gradient.astype(jnp.float32), axis, dim).astype(gradient.dtype),),
+    lambda x, axis, dim, _: (lax.all_gather(x, axis, axis=dim, tiled=True), None),
+    lambda axis, dim, dtype, _, gradient: (reduce_scatter(gradient.astype(dtype), axis, dim).astype(gradient.dtype),),
 )

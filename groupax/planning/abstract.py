@@ -36,7 +36,9 @@ class AbstractModel:
         self.platform = device.platform
         self.dtype: Any = compute_dtype(self.platform, args.dtype)
         fused = select_fused_attention(args.attn_implementation, device, config, self.dtype)
-        self.execution = execution_for(self.platform, args.gradient_checkpointing, args.scan_layers, fused)
+        self.execution = execution_for(
+            self.platform, args.gradient_checkpointing, args.scan_layers, fused, args.fsdp_reduce_dtype
+        )
         self.optimizer = make_optimizer(self.settings.optimizer, make_schedule(self.settings.schedule, _STEPS))
         weights = self.on_mesh(_in_dtype(model_specs(config), self.dtype))
         trained = _in_dtype(adapter_specs(config, lora) if lora else model_specs(config), jnp.float32)

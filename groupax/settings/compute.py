@@ -6,6 +6,7 @@ from typing import Literal
 from groupax.settings.fields import ranged, setting
 
 Checkpointing = Literal["none", "full", "dots", "all_dots"]
+ReduceDtype = Literal["float32", "bfloat16"]
 AttnImplementation = Literal["auto", "plain", "fused"]
 SharePrefix = Literal["auto", "always", "never"]
 DecodingWeights = Literal["same", "bfloat16", "int8", "float8"]
@@ -39,6 +40,9 @@ class UpdateSettings:
 
     dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", resume="fixed")
     """Dtype of the forward pass; "auto" is float32 on CPU and bfloat16 elsewhere. Master weights are always float32."""
+    fsdp_reduce_dtype: ReduceDtype = setting("float32", resume="fixed")
+    """Dtype in which devices add up the gradients of weights that are sharded over fsdp, in each micro-batch;
+    "bfloat16" sends half as many bytes and rounds each sum."""
     micro_batch_tokens: int | None = ranged(None, 10**9, low=1, resume="free")
     """Tokens per device in a micro-batch of training; None chooses a number for the device."""
     gradient_checkpointing: Checkpointing = setting("none", resume="free")

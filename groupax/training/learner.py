@@ -127,7 +127,13 @@ class Learner:
         self.on_cpu = device.platform == "cpu"
         self.dtype: Any = compute_dtype(device.platform, settings.dtype)
         fused = select_fused_attention(settings.attn_implementation, device, model.config, self.dtype)
-        self.execution = execution_for(device.platform, settings.gradient_checkpointing, settings.scan_layers, fused)
+        self.execution = execution_for(
+            device.platform,
+            settings.gradient_checkpointing,
+            settings.scan_layers,
+            fused,
+            settings.fsdp_reduce_dtype,
+        )
         self.frozen, self.dropout_rate = self._frozen_base(model), 0.0
         if model.adapter:
             self.dropout_rate = model.adapter.config.lora_dropout
