@@ -121,6 +121,8 @@ def test_a_run_is_planned_for_a_gpu(tmp_path):
     assert (decode["layers_compiled"], step["layers_compiled"]) == ([2, 4], [7])
     assert decode["kernels"] > 32 * 7, "some for each token and layer"
     assert step["kernels"] > 7
+    assert step["memory"]["activations"] > 0.5 * (step["total"] - sum(update["memory"].values()))
+    assert {"activations", "logits"} <= decode["memory"].keys()
     assert update["kernels"] > 7
     # every device takes part in each exchange, and 8 of them share what goes from host to host
     sent = sum(step["exchanged"].values())

@@ -20,11 +20,13 @@ from jaxtyping import Array, Float, Int
 from groupax.engine.plan import CacheShape
 from groupax.models.config import ModelConfig
 from groupax.parallel.mesh import DATA, RULES, num_data_shards
+from groupax.parallel.platform import cuda_capability
 from groupax.parallel.pytree import pytree
 
 ROWS = PartitionSpec(DATA)
 REPLICATED = PartitionSpec()
 HEADS = PartitionSpec(DATA, RULES["kv_heads"])
+FLOAT8_CAPABILITY = (8, 9)  # the first compute capability of NVIDIA GPUs that convert float8
 
 
 @pytree
@@ -63,19 +65,32 @@ def pspec_of(x: Any) -> PartitionSpec:
     return HEADS if x.ndim == 4 else ROWS
 
 
-def cache_dtype(requested: Any, weights: str, dtype: Any, platform: str) -> Any:
+def cache_dtype(requested: Any, weights: str, dtype: Any, device: Any) -> Any:
     """Returns the dtype of keys and values.
 
     Args:
-        requested: None for the dtype of the decoding weights, on CPU float32: to write one column of an array of fewer
-            bits, XLA's CPU backend goes through all of it.
+        requested: A dtype, or "float8" for float8_e4m3fn; None for the dtype of the decoding weights, on CPU float32:
+            to write one column of an array of fewer bits, XLA's CPU backend goes through all of it.
         weights: Format of the decoding weights (see `Engine`).
         dtype: Dtype of the weights that they are created from.
-        platform: Platform of the devices.
+        device: One of the devices.
+
+    Raises:
+        ValueError: The dtype has no fractions, or the device cannot convert it.
     """
-    if requested is None and platform == "cpu":
+    if requested is None and device.platform == "cpu":
         return jnp.dtype(jnp.float32)
-    return jnp.dtype(requested or ("bfloat16" if weights == "bfloat16" else dtype))
+    requested = jnp.float8_e4m3fn if requested == "float8" else requested
+    chosen = jnp.dtype(requested or ("bfloat16" if weights == "bfloat16" else dtype))
+    if not jnp.issubdtype(chosen, jnp.floating):
+        raise ValueError(f"keys and values are fractions, but kv_dtype is {chosen}; use 'float8' for 8 bits")
+    capability = cuda_capability(device)
+    if chosen.itemsize == 1 and capability is not None and capability < FLOAT8_CAPABILITY:
+        raise ValueError(
+            f"keys and values in {chosen} need compute capability 8.9, and {device.device_kind} has "
+            f"{capability[0]}.{capability[1]}; use kv_dtype 'bfloat16'"
+        )
+    return chosen
 
 
 def token_bytes(config: ModelConfig, dtype: Any, tp: int) -> int:

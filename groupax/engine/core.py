@@ -58,7 +58,7 @@ class EngineCore:
         self.tokenizer = tokenizer
         self.kv_bytes = kv_bytes
         check_decoding_weights(params, weights)
-        self.kv_dtype = cache_dtype(kv_dtype, weights, params["embed"].dtype, self.mesh.devices.flat[0].platform)
+        self.kv_dtype = cache_dtype(kv_dtype, weights, params["embed"].dtype, self.mesh.devices.flat[0])
         self.prefixes = PrefixCache(prefix_bytes)
         self.before_chunk: Callable[[], object] | None = None
 

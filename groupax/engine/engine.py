@@ -37,7 +37,7 @@ class Engine(EngineCore):
         kv_bytes: Maximum memory for keys and values on a device, in bytes; None allows 80 % of what is free when
             sequences are started. What does not fit waits; if completions become longer than expected, the shortest are
             preempted and sampled again later.
-        kv_dtype: Dtype of the cache; None for the dtype of the weights, on CPU float32.
+        kv_dtype: Dtype of the cache, or "float8" for float8_e4m3fn; None for the dtype of the weights, on CPU float32.
         prefix_bytes: Host memory for the keys and values of finished sequences, in bytes. Prompts that begin with the
             same tokens, as the next turn of a conversation does, reuse them; 0 stores nothing.
         weights: The weights to decode with: "same" as `params`, or a copy of them in "bfloat16", "int8" or "float8".

@@ -19,6 +19,7 @@ from groupax.engine.plan import piece_columns
 from groupax.engine.slots import Slots
 from groupax.models.attention import attend_masked, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
+from groupax.models.decode_attention import to_cache
 from groupax.models.decoder import forward
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import partition_specs
@@ -174,7 +175,7 @@ class _Piece:
         (P, M, _), first = self.visible.shape, self.first
         keys, values = stored
         q, k, v = (x.reshape(P, M, *x.shape[1:]) for x in (q, k, v))
-        k, v = k.transpose(0, 2, 3, 1).astype(keys.dtype), v.transpose(0, 2, 1, 3).astype(values.dtype)
+        k, v = to_cache(k.transpose(0, 2, 3, 1), keys.dtype), to_cache(v.transpose(0, 2, 1, 3), values.dtype)
         if self.is_unknown is not None:
             k = jnp.where(self.is_unknown[:, None, None], k, lax.dynamic_slice_in_dim(keys, first, M, 3))
             v = jnp.where(self.is_unknown[:, None, :, None], v, lax.dynamic_slice_in_dim(values, first, M, 2))

@@ -5,7 +5,7 @@ it, modulo their number T, hold its earlier tokens. `attend_past` defines the co
 `models.fused_decode_attention` chooses between it and kernels that agree with it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -62,6 +62,14 @@ class LayerCache(NamedTuple):
     v: Float[Array, "B K T H"]
 
 
+def to_cache(x: Float[Array, "*M"], dtype: Any) -> Float[Array, "*M"]:
+    """Casts keys or values to the dtype of a cache. In float8, numbers beyond its range become its largest."""
+    if jnp.dtype(dtype).itemsize == 1:
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -largest, largest)
+    return x.astype(dtype)
+
+
 def attend_past(
     attn: AttentionConfig,
     past: Past,
@@ -71,8 +79,8 @@ def attend_past(
     v: Float[Array, "B K H"],
 ) -> tuple[Float[Array, "B N H"], LayerCache]:
     """Writes the newest tokens' keys and values into the cache, and computes their queries' attention."""
-    keys = lax.dynamic_update_index_in_dim(cache.k, k.astype(cache.k.dtype), past.column, axis=3)
-    values = lax.dynamic_update_index_in_dim(cache.v, v.astype(cache.v.dtype), past.column, axis=2)
+    keys = lax.dynamic_update_index_in_dim(cache.k, to_cache(k, cache.k.dtype), past.column, axis=3)
+    values = lax.dynamic_update_index_in_dim(cache.v, to_cache(v, cache.v.dtype), past.column, axis=2)
     cache = cache._replace(k=keys, v=values)
     return attend_cached(attn, past, cache, q), cache
 

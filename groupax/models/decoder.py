@@ -33,13 +33,8 @@ from groupax.parallel.platform import traced_platform
 Attend = Callable[[AttentionConfig, Any, Array, Array, Array], tuple[Array, Any]]
 # Tokens whose queries, keys and values XLA's GPU backend computes in one matmul; of more, it depends on the sizes.
 MAX_JOINT_TOKENS = 1024
-# Values of a layer that are saved for the backward pass: its input alone, also the matmuls with weights, or also those
-# of activations with each other (attention's). The rest is recomputed.
-_SAVED = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "all_dots": jax.checkpoint_policies.dots_saveable,
-}
+# The primitives of attention kernels: Pallas's and cuDNN's.
+_KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper")
 
 
 class ForwardOutput(NamedTuple):
@@ -54,6 +49,20 @@ class ForwardOutput(NamedTuple):
     hidden: Float[Array, "M D"]
     caches: list[Any]
     routings: list[Routing]
+
+
+def _dots_and_kernels(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Saves the results of matmuls and of kernels."""
+    return primitive.name in _KERNELS or jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
+
+
+# Values of a layer that are saved for the backward pass: its input alone, also the matmuls with weights, or also those
+# of activations with each other (attention's). The rest is recomputed.
+_SAVED = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "all_dots": _dots_and_kernels,
+}
 
 
 def _all_except_gathered(primitive: Any, *_args: Any, **_params: Any) -> bool:
@@ -235,7 +244,8 @@ def _norm_heads(
     (M, N, H), K = q.shape, k.shape[1]
     heads = jnp.concatenate([q.reshape(M, N * H), k.reshape(M, K * H)], axis=1).reshape(M, N + K, H)
     weight = jnp.concatenate([jnp.broadcast_to(q_weight, (N, H)), jnp.broadcast_to(k_weight, (K, H))])
-    return tuple(jnp.split(_norm(config, heads, weight), [N], axis=1))
+    normed = _norm(config, heads, weight)
+    return normed[:, :N], normed[:, N:]
 
 
 def _residual(config: ModelConfig, x: Array, norm: Array | None) -> Array:

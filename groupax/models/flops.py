@@ -50,33 +50,40 @@ def _visible_columns(length: int, window: int | None) -> int:
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
-def activation_bytes_per_token(config: ModelConfig, itemsize: int, checkpointing: str) -> int:
-    """Estimates the bytes that are saved for the backward pass per token: the inputs of all matmuls.
-
-    One layer at a time has all its activations in memory, whatever the checkpointing.
+def activation_bytes_per_token(config: ModelConfig, itemsize: int, checkpointing: str, score_columns: int = 0) -> int:
+    """Counts the bytes per token that a backward pass reads, and those of one layer at work, whatever is recomputed.
 
     Args:
         config: Architecture of the model.
         itemsize: Bytes per number.
-        checkpointing: What the backward pass recomputes (see `config.Checkpointing`).
+        checkpointing: What the backward pass recomputes (see `settings.compute.Checkpointing`).
+        score_columns: Number of columns for which plain attention keeps the scores of each query; 0 if a kernel
+            computes attention.
+    """
+    layers = [_saved_numbers(config, layer, index) for index, layer in enumerate(model_specs(config)["layers"])]
+    scores = config.num_heads * score_columns
+    score_bytes = {"none": (4 + itemsize) * scores, "all_dots": 4 * scores}  # float32, and as factors of the values
+    saved = sum(itemsize * layer[checkpointing] + score_bytes.get(checkpointing, 0) for layer in layers)
+    at_work = max(itemsize * layer["none"] for layer in layers) + score_bytes["none"]
+    return saved + at_work + 4 * config.hidden_size * itemsize
+
+
+def _saved_numbers(config: ModelConfig, layer: dict[str, Spec], index: int) -> dict[str, int]:
+    """Counts the numbers per token that each kind of checkpointing saves of a layer.
+
+    Without any, these are the inputs of matmuls, norms and the gated activation, and what an attention kernel reads.
     """
     D, NH, KH = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-
-    def layer(index: int) -> tuple[int, int]:
-        """Returns the numbers saved of a layer, and those in memory while it is computed."""
-        D_mlp, F = D, config.ffn_size
-        if config.has_experts(index):
-            assert config.experts is not None, "the layer has experts"
-            D_mlp, F = D * config.experts.per_token, config.experts.ffn_size * config.experts.per_token
-        matmul_inputs = 4 * D + 2 * D_mlp + 4 * F + 4 * NH + 4 * KH
-        everything = matmul_inputs + 8 * D + 2 * F  # norms save two float32 numbers, and the activation its slope
-        saved = {
-            "none": everything,
-            "all_dots": matmul_inputs - 2 * D,
-            "dots": 2 * D + D_mlp + 2 * F + 2 * NH,
-            "full": D,
-        }
-        return saved[checkpointing], matmul_inputs
-
-    saved, matmul_inputs = zip(*map(layer, range(config.num_layers)), strict=True)
-    return itemsize * (sum(saved) + max(matmul_inputs) + 4 * D)
+    num_norms = sum(name in layer for name in ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"))
+    F, routed = config.ffn_size, 0
+    if config.has_experts(index):
+        assert config.experts is not None, "the layer has experts"
+        F, routed = config.experts.per_token * config.experts.ffn_size, config.experts.per_token * D
+    qk_norms = NH + KH if "q_norm" in layer else 0
+    products = (2 + ("mlp_out_norm" in layer)) * D + NH + 2 * KH + 2 * F + routed
+    return {
+        "none": (2 + num_norms) * D + qk_norms + 3 * NH + 2 * KH + 3 * F + 2 * routed,
+        "all_dots": products + NH,
+        "dots": products,
+        "full": D,
+    }

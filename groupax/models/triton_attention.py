@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from groupax.models.config import AttentionConfig
-from groupax.models.decode_attention import LayerCache, Past
+from groupax.models.decode_attention import LayerCache, Past, to_cache
 from groupax.models.triton_softmax import (
     Softmax,
     add_columns,
@@ -301,8 +301,9 @@ def _write_newest(
     dim = jnp.arange(sizes.dims)
     mask = dim < heads.shape[2]
     key_head = sizes.heads + head
-    key = triton.load(heads.at[row, key_head, dim], mask=mask, other=0.0).astype(keys.dtype)
-    value = triton.load(heads.at[row, key_head + pl.num_programs(1), dim], mask=mask, other=0.0).astype(values.dtype)
+    key = to_cache(triton.load(heads.at[row, key_head, dim], mask=mask, other=0.0), keys.dtype)
+    value_head = key_head + pl.num_programs(1)
+    value = to_cache(triton.load(heads.at[row, value_head, dim], mask=mask, other=0.0), values.dtype)
     triton.store(keys.at[dim, newest], key, mask=mask)
     triton.store(values.at[newest, dim], value, mask=mask)
     return key, value

@@ -23,9 +23,9 @@ def configure_jax() -> None:
     Settings that the user made are kept.
     """
     keep_freed_memory()
-    _use_most_of_a_gpu()
     _use_all_cores()
     if has_cuda_plugin():
+        _use_most_of_a_gpu()
         set_gpu_flags()
     _keep_compiled_programs()
     join()

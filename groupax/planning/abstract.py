@@ -1,5 +1,6 @@
 """Abstract models and optimizer states: shapes, dtypes and shardings in place of arrays."""
 
+import math
 from typing import Any
 
 import jax
@@ -9,14 +10,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from groupax.config import GRPOConfig
 from groupax.models.adapted import FrozenBase
 from groupax.models.config import ModelConfig
-from groupax.models.execution import execution_for
+from groupax.models.execution import Execution, execution_for
 from groupax.models.fused_attention import select_fused_attention
 from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.specs import Params, model_specs
 from groupax.models.split import partition_specs
 from groupax.parallel.memory import HOST
 from groupax.runs.build import learner_settings
-from groupax.training.memory import CPU_MICRO_BATCH_TOKENS, compute_dtype, fitting_tokens
+from groupax.training.memory import UpdateMemory, compute_dtype
 from groupax.training.optimizer import make_optimizer, make_schedule
 from groupax.training.state import TrainState, state_shardings
 
@@ -35,10 +36,7 @@ class AbstractModel:
         device = mesh.devices.flat[0]
         self.platform = device.platform
         self.dtype: Any = compute_dtype(self.platform, args.dtype)
-        fused = select_fused_attention(args.attn_implementation, device, config, self.dtype)
-        self.execution = execution_for(
-            self.platform, args.gradient_checkpointing, args.scan_layers, fused, args.fsdp_reduce_dtype
-        )
+        self.fused = select_fused_attention(args.attn_implementation, device, config, self.dtype)
         self.optimizer = make_optimizer(self.settings.optimizer, make_schedule(self.settings.schedule, _STEPS))
         weights = self.on_mesh(_in_dtype(model_specs(config), self.dtype))
         trained = _in_dtype(adapter_specs(config, lora) if lora else model_specs(config), jnp.float32)
@@ -68,11 +66,24 @@ class AbstractModel:
         """Returns weights with their shardings on the mesh."""
         return sharded_structs(weights, partition_specs(self.config, self.mesh, weights), self.mesh)
 
-    def fitting_tokens(self, left: float) -> int:
-        """Returns the tokens of a device's micro-batch that the learner chooses with `left` bytes free."""
-        if self.platform == "cpu":
-            return CPU_MICRO_BATCH_TOKENS
-        return fitting_tokens(self.config, self.dtype.itemsize, self.args.gradient_checkpointing, left)
+    def execution(self, longest: tuple[int, int], left: float) -> tuple[Execution, int]:
+        """Returns the execution settings that the learner chooses, and the tokens of a device's micro-batch.
+
+        Args:
+            longest: Tokens of the longest prompt and of the longest completion.
+            left: Free bytes of a device.
+        """
+        args, row = self.args, -(-sum(longest) // self.mesh.shape["sp"])
+        memory = UpdateMemory(
+            self.config,
+            self.dtype.itemsize,
+            row,
+            is_fused=self.fused is not None,
+            free_bytes=math.inf if self.platform == "cpu" else left,
+        )
+        chosen = memory.checkpointing(args.gradient_checkpointing, args.micro_batch_tokens)
+        tokens = args.micro_batch_tokens or memory.fitting_tokens(chosen)
+        return execution_for(self.platform, chosen, args.scan_layers, self.fused, args.fsdp_reduce_dtype), tokens
 
 
 def _in_dtype(specs: Any, dtype: Any) -> Any:

@@ -10,11 +10,10 @@ from groupax.models.config import ModelConfig
 from groupax.models.execution import ACCELERATOR_LOGITS
 from groupax.models.flops import activation_bytes_per_token
 from groupax.parallel.mesh import decoding_mesh
+from groupax.planning.buffers import ACTIVATIONS, LOGITS
 from groupax.planning.programs import device_bytes
 from groupax.planning.run import Run
 from groupax.training.memory import compute_dtype
-
-ACTIVATIONS, LOGITS = "activations", "logits"
 
 
 def estimated_temporaries(
@@ -47,5 +46,5 @@ def estimated_temporaries(
         "admit": {ACTIVATIONS: admitted + activations("full") * prompts * piece, LOGITS: 0.0},
         "decode_chunk": {ACTIVATIONS: activations("full") * cache.num_slots, LOGITS: 2 * vocab_bytes * cache.num_slots},
         "score": {ACTIVATIONS: activations("full") * cells, LOGITS: chunk},
-        "micro_step": {ACTIVATIONS: activations(args.gradient_checkpointing) * cells, LOGITS: 2 * chunk},
+        "micro_step": {ACTIVATIONS: activations(run.checkpointing) * cells, LOGITS: 2 * chunk},
     }

@@ -187,7 +187,7 @@ def _changes(config: ModelConfig, plan: Plan) -> Iterator[Request]:
     request, args = plan.request, plan.request.args
     is_rollout = plan.fault.in_rollout if plan.fault else plan.largest.name in ("admit", "decode_chunk")
     if plan.fault is None and not is_rollout and plan.run is not None and plan.largest.name != "apply_update":
-        if args.gradient_checkpointing != "full":
+        if plan.run.checkpointing != "full":
             yield request.changed("--gradient_checkpointing full", gradient_checkpointing="full")
         tokens, longest = plan.run.micro_batch_tokens, plan.run.longest_row
         if tokens > longest and plan.run.micro_batch_cells > longest:

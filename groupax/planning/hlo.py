@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
@@ -11,8 +11,10 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 # They rename or index what is there already.
 _ALIASES = frozenset({"bitcast", "get-tuple-element", "parameter", "constant", "tuple", "after-all"})
-_SAME_ELEMENTS = frozenset({"bitcast", "reshape", "convert", "copy", "transpose"})
-_SLICES = frozenset({"dynamic-slice", "slice", "gather"})
+# An element of their result needs more than one of an operand's.
+_WHOLE = frozenset(
+    {"reduce", "reduce-window", "dot", "convolution", "sort", "fusion", "custom-call", "copy", "all-reduce"}
+)
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that holds the new elements
 
 
@@ -116,29 +118,43 @@ class Module:
         return {name: each for computation in self.computations.values() for name, each in computation.items()}
 
     def traffic(self, instruction: Instruction, scope: Computation) -> tuple[float, float]:
-        """Returns the bytes that an instruction reads from memory, and those that it writes to it.
+        """Returns the bytes that an instruction reads from memory, and those that it writes to it, see `reads`."""
+        if instruction.opcode in _ALIASES:
+            return 0.0, 0.0
+        inner = self.computations.get(instruction.called) if instruction.opcode == "fusion" else None
+        root = _root(inner) if inner else instruction
+        written = _written(root, inner or _alone(instruction, scope))
+        return sum(self.reads(instruction, scope).values(), 0.0), written
 
-        Only the slices of an operand that is sliced count, and only the new elements of one that is updated in place.
-        Caches are ignored. The kernel of a custom call is assumed to read its operands whole, and to write nothing of
-        note to those that it updates in place.
+    def reads(self, instruction: Instruction, scope: Computation) -> dict[str, float]:
+        """Returns the bytes that an instruction reads of each operand.
+
+        Only the elements count that its result needs, e.g. the slices of an operand that is sliced, and none of an
+        operand that is updated in place. Caches are ignored. The kernel of a custom call is assumed to read its
+        operands whole, and to write nothing of note to those that it updates in place.
 
         Args:
             instruction: The instruction.
             scope: The computation that it belongs to.
         """
         if instruction.opcode in _ALIASES:
-            return 0.0, 0.0
-        operands = [scope[name] for name in dict.fromkeys(instruction.operands) if name in scope]
-        fused = self.computations.get(instruction.called) if instruction.opcode == "fusion" else None
-        if fused is None:
-            inner = {each.name: each for each in (*operands, instruction)}
-            arguments, root = operands, instruction
+            return {}
+        inner = self.computations.get(instruction.called) if instruction.opcode == "fusion" else None
+        if inner is None:
+            inner = _alone(instruction, scope)
+            operands = {name: name for name in inner if name != instruction.name}
+            root = instruction
         else:
-            inner, root = fused, next(each for each in fused.values() if each.is_root)
-            arguments = [each for each in fused.values() if each.opcode == "parameter"]
-        users = _users(inner)
-        read = sum(each.num_bytes * _read_frac(each, users, root, in_place=True) for each in arguments)
-        return read, _written(root, inner)
+            parameters = {int(each.operands[0]): each.name for each in inner.values() if each.opcode == "parameter"}
+            operands = {parameters[index]: name for index, name in enumerate(instruction.operands)}
+            root = _root(inner)
+        needed = _needed(inner, root)
+        read: dict[str, float] = {}
+        for parameter, operand in operands.items():
+            array = inner[parameter]
+            frac = min(needed.get(parameter, 0.0) / max(array.num_elements, 1), 1.0)
+            read[operand] = read.get(operand, 0.0) + frac * array.num_bytes
+        return read
 
     def flops(self, instruction: Instruction, scope: Computation) -> float:
         """Returns the operations of an instruction's matmuls, those within a fusion included; custom calls have none.
@@ -214,35 +230,46 @@ def _split(operands: str) -> Iterator[str]:
         yield operands[start:]
 
 
-def _users(computation: Computation) -> dict[str, list[Instruction]]:
-    users: dict[str, list[Instruction]] = {}
-    for instruction in computation.values():
-        for name in dict.fromkeys(instruction.operands):
-            users.setdefault(name, []).append(instruction)
-    return users
+def _alone(instruction: Instruction, scope: Computation) -> Computation:
+    """Returns a computation of nothing but an instruction and its operands."""
+    operands = {name: scope[name] for name in instruction.operands if name in scope}
+    return {**operands, instruction.name: instruction}
 
 
-def _read_frac(
-    instruction: Instruction, users: Mapping[str, Sequence[Instruction]], root: Instruction, in_place: bool
-) -> float:
-    """Returns the fraction of an array's elements that its users read.
+def _root(computation: Computation) -> Instruction:
+    return next(each for each in computation.values() if each.is_root)
 
-    Args:
-        instruction: The instruction that returns the array.
-        users: The instructions that use each array.
-        root: The instruction that returns the result.
-        in_place: Whether an update of the array leaves its other elements where they are.
-    """
-    frac = 1.0 if instruction is root else 0.0
-    for user in users.get(instruction.name, ()):
-        is_first = user.operands[0] == instruction.name and instruction.name not in user.operands[1:]
-        if is_first and user.opcode in _SLICES:
-            frac += user.num_elements / max(instruction.num_elements, 1)
-        elif is_first and user.opcode in _SAME_ELEMENTS and user is not root:
-            frac += _read_frac(user, users, root, in_place and user.opcode == "bitcast")
-        elif not (is_first and in_place and user.opcode in _UPDATES):
-            return 1.0
-    return min(frac, 1.0)
+
+def _needed(computation: Computation, root: Instruction) -> dict[str, float]:
+    """Returns the number of elements of each array of a computation that its result needs."""
+    needed = {root.name: float(root.num_elements)}
+    for instruction in reversed(computation.values()):
+        number = needed.get(instruction.name, 0.0)
+        if not number or instruction.opcode == "parameter":
+            continue
+        for index, name in enumerate(instruction.operands):
+            if name in computation:
+                of_operand = _of_operand(instruction, index, number, computation)
+                needed[name] = needed.get(name, 0.0) + of_operand
+    return needed
+
+
+def _of_operand(instruction: Instruction, index: int, number: float, computation: Computation) -> float:
+    """Returns the elements of an operand that this number of elements of an instruction's result needs."""
+    operand = computation[instruction.operands[index]]
+    size = float(operand.num_elements)
+    if instruction.opcode in _UPDATES:
+        return number if index == 0 and not _is_argument(operand, computation) else 0.0 if index == 0 else size
+    if instruction.opcode in _WHOLE:
+        return size * number / max(instruction.num_elements, 1)
+    return min(size, number)
+
+
+def _is_argument(instruction: Instruction, computation: Computation) -> bool:
+    """Returns whether an array is in memory before the computation, under this or another name."""
+    while instruction.opcode == "bitcast" and instruction.operands[0] in computation:
+        instruction = computation[instruction.operands[0]]
+    return instruction.opcode in ("parameter", "get-tuple-element", "bitcast", "fusion", "custom-call", "copy")
 
 
 def _written(root: Instruction, computation: Computation) -> float:

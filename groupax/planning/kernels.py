@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from groupax.planning.buffers import Buffer, parse_temporaries
 from groupax.planning.hlo import Computation, Instruction, Module, parse_hlo
 
 _THUNK = re.compile(r"^( *)(\d+): (k\w+) +\[[^\]]*\] *(.*)$")
@@ -114,10 +115,12 @@ class GpuProgram:
     Attributes:
         module: Its instructions.
         thunks: Its thunks.
+        temporaries: The arrays in its temporary memory.
     """
 
     module: Module
     thunks: Sequence[Thunk]
+    temporaries: Sequence[Buffer] = ()
 
     @cached_property
     def scopes(self) -> dict[str, Computation]:
@@ -254,9 +257,10 @@ def read_gpu_program(folder: Path, name: str = "") -> GpuProgram:
     stem = found[0].name.removesuffix(".thunk_sequence.txt")
     [module] = folder.glob(f"{stem}.sm_*gpu_after_optimizations.txt")
     sequence, metadata = folder / f"{stem}.thunk_sequence_after_thunk_passes.txt", folder / f"{stem}.thunk_metadata.txt"
-    if not sequence.is_file():  # a program that launches nothing has none
-        return GpuProgram(parse_hlo(module.read_text()), [])
-    return GpuProgram(parse_hlo(module.read_text()), parse_thunks(sequence.read_text(), metadata.read_text()))
+    # a program that launches nothing has no sequence, and the dumps of some others lack the buffers
+    thunks = parse_thunks(sequence.read_text(), metadata.read_text()) if sequence.is_file() else []
+    buffers = "".join(path.read_text() for path in folder.glob(f"{stem}.sm_*-buffer-assignment.txt"))
+    return GpuProgram(parse_hlo(module.read_text()), thunks, parse_temporaries(buffers))
 
 
 def parse_thunks(sequence: str, metadata: str) -> list[Thunk]:

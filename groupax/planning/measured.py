@@ -14,6 +14,7 @@ import jax
 from groupax.errors import is_out_of_memory
 from groupax.models.config import ModelConfig
 from groupax.parallel.accelerators import Chip
+from groupax.planning.buffers import Buffer, bytes_by_kind, kind_by_shape
 from groupax.planning.counting import Counts, count_program
 from groupax.planning.few_layers import FewLayers, extrapolated
 from groupax.planning.kernels import compile_for_gpu
@@ -38,12 +39,14 @@ class Compiled:
         seconds: Time that the compilation took.
         kernels: Number of kernels, copies and library calls of a run on a GPU; None elsewhere.
         host_visits: How often the host has to wait for the GPU in a run.
+        buffers: Arrays in its temporary memory, if it is for a GPU.
     """
 
     temporary_bytes: float
     seconds: float
     kernels: float | None = None
     host_visits: float = 0.0
+    buffers: Sequence[Buffer] = ()
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,16 @@ class Extrapolation:
             return extrapolated(self.models, values)
 
         program, kernels = self.program, [each.kernels for each in compiled if each.kernels is not None]
-        memory = {**_argument_bytes(run, program), OTHER: whole([each.temporary_bytes for each in compiled])}
+        total = whole([each.temporary_bytes for each in compiled])
+        kinds = [
+            bytes_by_kind(each.buffers, kind_by_shape(model.config, run.num_devices))
+            for model, each in zip(self.models, compiled, strict=True)
+        ]
+        temporaries = {name: whole([each.get(name, 0.0) for each in kinds]) for name in kinds[0]}
+        part = min(1.0, total / max(sum(temporaries.values()), 1.0))
+        temporaries = {name: part * num_bytes for name, num_bytes in temporaries.items()}
+        temporaries[OTHER] = max(0.0, total - sum(temporaries.values()))
+        memory = {**_argument_bytes(run, program), **temporaries}
         return Measured(
             program.name,
             program.runs,
@@ -211,7 +223,7 @@ def _compiled(lowered: Any, program: Program, platform: str) -> Compiled:
     temporaries = float(others_bytes + stats.argument_size_in_bytes - device_bytes(program.arguments))
     if work is None:
         return Compiled(temporaries, seconds)
-    return Compiled(temporaries, seconds, work.num_launches, work.host_visits)
+    return Compiled(temporaries, seconds, work.num_launches, work.host_visits, kernels.temporaries)
 
 
 def _temporary_bytes(message: str) -> float | None:

@@ -67,7 +67,7 @@ def trace_rollout(
             in_rollout=True,
         )
     requested_dtype = None if args.kv_cache_dtype == "same" else args.kv_cache_dtype
-    kv_dtype = cache_dtype(requested_dtype, args.decoding_weights, model_state.dtype, model_state.platform)
+    kv_dtype = cache_dtype(requested_dtype, args.decoding_weights, model_state.dtype, mesh.devices.flat[0])
     shape = shape or _cache_shape(model_state, mesh, num_rows, longest, kv_dtype, left - kept)
     tracer = Tracer(config, mesh, params, kv_dtype, CHUNK_STEPS)
     per_shard, num_chunks = -(-num_rows // num_data_shards(mesh)), -(-longest[1] // CHUNK_STEPS)

@@ -5,7 +5,7 @@ All prompts and completions are assumed to have their maximum length.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -21,6 +21,7 @@ from groupax.planning.programs import DoesNotFitError, Program, device_bytes, ho
 from groupax.planning.rollouts import trace_rollout
 from groupax.planning.updates import trace_training
 from groupax.rollouts.schedule import UpdateSchedule, update_schedule
+from groupax.settings.compute import Checkpointing
 
 _LENGTH = "max_completion_length"
 
@@ -30,6 +31,7 @@ class Run:
     """The resident arrays and the programs of a run.
 
     Attributes:
+        num_devices: Number of devices.
         programs: Programs of a rollout and the updates on it, in order.
         residents: Arrays that stay in memory, by kind.
         gathered_bytes: Bytes that each device receives from others before a rollout.
@@ -37,6 +39,7 @@ class Run:
         fetched_bytes: Bytes that each device receives from its host before a rollout is scored.
         cache: Shape of each device's KV cache.
         num_micro_batches: Number of micro-batches of an optimizer step.
+        checkpointing: What the backward pass recomputes, as set or chosen.
         micro_batch_tokens: Maximum tokens of a micro-batch on one device, as set or chosen.
         micro_batch_cells: Tokens of the largest micro-batch on one device, padding included.
         longest_row: Tokens of a prompt and a completion.
@@ -44,6 +47,7 @@ class Run:
         num_updates: Number of optimizer steps on a rollout.
     """
 
+    num_devices: int
     programs: tuple[Program, ...]
     residents: Mapping[str, Any]
     gathered_bytes: float
@@ -51,6 +55,7 @@ class Run:
     fetched_bytes: float
     cache: CacheShape
     num_micro_batches: int
+    checkpointing: Checkpointing
     micro_batch_tokens: int
     micro_batch_cells: int
     longest_row: int
@@ -81,6 +86,8 @@ def trace_run(
         ValueError: The settings contradict each other, or are not supported by plans.
         DoesNotFitError: A device cannot hold the resident arrays, or the rollout's weights, keys and values.
     """
+    if like:
+        args = replace(args, gradient_checkpointing=like.checkpointing, micro_batch_tokens=like.micro_batch_tokens)
     model_state = AbstractModel(config, mesh, args, lora)
     limit = math.inf if memory_bytes is None else memory_bytes
     left = math.inf if like else limit - device_bytes(model_state.residents)
@@ -95,9 +102,10 @@ def trace_run(
     prompt = prompt_limit(config.max_positions, args.max_completion_length, args.max_prompt_length, _LENGTH)
     longest = (prompt, args.max_completion_length)
     rollout, cache, gathered = trace_rollout(model_state, num_rows, longest, left, like.cache if like else None)
-    tokens = like.micro_batch_tokens if like else args.micro_batch_tokens or model_state.fitting_tokens(left)
-    training = trace_training(model_state, schedule, longest, tokens)
+    execution, tokens = model_state.execution(longest, left)
+    training = trace_training(model_state, execution, schedule, longest, tokens)
     return Run(
+        num_devices=mesh.devices.size,
         programs=(*rollout, *training.programs),
         residents=model_state.residents,
         gathered_bytes=gathered,
@@ -105,6 +113,7 @@ def trace_run(
         fetched_bytes=host_bytes({"reference": model_state.residents.get("reference")}),
         cache=cache,
         num_micro_batches=training.num_micro_batches,
+        checkpointing=execution.checkpointing,
         micro_batch_tokens=tokens,
         micro_batch_cells=training.cells,
         longest_row=sum(longest),

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from groupax.parallel.accelerators import Chip
-from groupax.planning.estimates import ACTIVATIONS, LOGITS
+from groupax.planning.buffers import ACTIVATIONS, COPIES, LOGITS
 from groupax.planning.fitting import Plan
 from groupax.planning.measured import OTHER, Measured, step_seconds
 from groupax.planning.programs import host_bytes
@@ -23,6 +23,7 @@ KINDS = (
     "gradients",
     ACTIVATIONS,
     LOGITS,
+    COPIES,
     OTHER,
 )
 

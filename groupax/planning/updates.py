@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from groupax.config import GRPOConfig
 from groupax.models.adapted import apply_adapter
+from groupax.models.execution import Execution
 from groupax.models.split import partition_specs
 from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
@@ -39,7 +40,7 @@ class Training:
 
 
 def trace_training(
-    model_state: AbstractModel, schedule: UpdateSchedule, longest: tuple[int, int], tokens: int
+    model_state: AbstractModel, execution: Execution, schedule: UpdateSchedule, longest: tuple[int, int], tokens: int
 ) -> Training:
     """Traces the learner's programs for micro-batches of at most `tokens` tokens on each device."""
     mesh, args = model_state.mesh, model_state.args
@@ -47,19 +48,19 @@ def trace_training(
         _row(index // args.num_generations, longest, args, schedule.updates_per_rollout)
         for index in range(schedule.rows)
     ]
-    attention_cost = attention_cost_with(model_state.execution.attention)
+    attention_cost = attention_cost_with(execution.attention)
     micro_batches, _ = pack(rows, num_data_shards(mesh), tokens, (), args.share_prefix, longest, attention_cost)
     largest = max(micro_batches, key=lambda each: each.num_tokens)
     batch = jax.tree.map(lambda x: struct_with(x, NamedSharding(mesh, ROWS)), largest.batch)
     programs = (
-        *_trace_scoring(model_state, batch, len(micro_batches), schedule),
-        *_trace_update(model_state, batch, len(micro_batches), schedule.updates_per_rollout),
+        *_trace_scoring(model_state, execution, batch, len(micro_batches), schedule),
+        *_trace_update(model_state, execution, batch, len(micro_batches), schedule.updates_per_rollout),
     )
     return Training(programs, len(micro_batches), largest.num_tokens // num_data_shards(mesh))
 
 
 def _trace_scoring(
-    model_state: AbstractModel, batch: Any, num_micro_batches: int, schedule: UpdateSchedule
+    model_state: AbstractModel, execution: Execution, batch: Any, num_micro_batches: int, schedule: UpdateSchedule
 ) -> list[Program]:
     """Traces the scoring of a rollout by the reference and the policy, if it needs any."""
     args = model_state.args
@@ -78,14 +79,14 @@ def _trace_scoring(
         config=model_state.config,
         mesh=model_state.mesh,
         settings=model_state.settings.objective,
-        execution=model_state.execution,
+        execution=execution,
     )
-    return [
-        Program("score", trace, arguments, num_micro_batches * passes, scans_layers=model_state.execution.scan_layers)
-    ]
+    return [Program("score", trace, arguments, num_micro_batches * passes, scans_layers=execution.scan_layers)]
 
 
-def _trace_update(model_state: AbstractModel, batch: Any, num_micro_batches: int, updates: int) -> list[Program]:
+def _trace_update(
+    model_state: AbstractModel, execution: Execution, batch: Any, num_micro_batches: int, updates: int
+) -> list[Program]:
     """Traces the programs of an optimizer step."""
     config, mesh, scalar = model_state.config, model_state.mesh, model_state.scalar
     static: dict[str, Any] = {"config": config, "mesh": mesh}
@@ -98,7 +99,7 @@ def _trace_update(model_state: AbstractModel, batch: Any, num_micro_batches: int
         micro_step.trace,
         *(model_state.policy, totals, batch, counts, scalar, model_state.frozen, dropout_key),
         **objective,
-        execution=model_state.execution,
+        execution=execution,
         dropout_rate=model_state.dropout_rate,
     )
     sums = all_reduce.trace(totals, **static)
@@ -115,7 +116,7 @@ def _trace_update(model_state: AbstractModel, batch: Any, num_micro_batches: int
     state = {"masters": model_state.state.params, "optimizer": model_state.state.opt_state}
     moved_bytes = 2 * host_bytes(state)  # each array comes and goes
     arguments = {**model_state.own, "gradients": totals}
-    scans = model_state.execution.scan_layers
+    scans = execution.scan_layers
     return [
         Program("micro_step", trace_step, arguments, num_micro_batches * updates, scans_layers=scans),
         Program("all_reduce", lambda: sums, {"gradients": totals}, updates),

@@ -7,6 +7,7 @@ from groupax.data.prompts import PromptSet
 from groupax.models.checkpoint import Model
 from groupax.models.lora import count_params
 from groupax.rewards.contract import Reward
+from groupax.settings.compute import Checkpointing, CheckpointingChoice
 
 
 def run_facts(
@@ -17,6 +18,7 @@ def run_facts(
     rewards: Sequence[Reward],
     num_steps: int,
     rows_per_step: int,
+    checkpointing: Checkpointing,
 ) -> dict[str, str]:
     """Returns facts about the run by label.
 
@@ -28,6 +30,7 @@ def run_facts(
         rewards: The reward functions.
         num_steps: Number of optimizer steps.
         rows_per_step: Completions of an optimizer step.
+        checkpointing: What the backward pass recomputes.
     """
     held_out = "".join(f", {len(each):,} held out ({name})" for name, each in eval_prompts.items())
     return {
@@ -37,12 +40,20 @@ def run_facts(
         "prompts": f"{len(prompts):,}{held_out}",
         "rewards": ", ".join(reward.name for reward in rewards),
         "steps": f"{num_steps:,}, each on {rows_per_step:,} completions, {args.num_generations} per prompt",
+        **_recomputation(args.gradient_checkpointing, checkpointing),
     }
 
 
 def _parameters(model: Model) -> str:
     trained, total = count_params(model.config, model.adapter and model.adapter.config)
     return f"{total:,}, all trained" if trained == total else f"{total:,}, of which {trained:,} are trained"
+
+
+def _recomputation(choice: CheckpointingChoice, checkpointing: Checkpointing) -> dict[str, str]:
+    """Returns what the backward pass recomputes, unless that is nothing."""
+    if checkpointing == "none":
+        return {}
+    return {"gradient checkpointing": checkpointing + (", chosen for the devices' memory" if choice == "auto" else "")}
 
 
 def _devices(model: Model) -> str:

@@ -377,7 +377,8 @@ class Run:
     @property
     def _facts(self) -> dict[str, str]:
         data = self.prompts, self.eval_prompts, self.rewards
-        return run_facts(self.args, self._model, *data, self.num_steps, self.schedule.rows_per_step)
+        chosen = self.learner.execution.checkpointing
+        return run_facts(self.args, self._model, *data, self.num_steps, self.schedule.rows_per_step, chosen)
 
     def _report_setup(self, log: RunLog) -> None:
         """Reports what the user should know before the first step."""

@@ -6,6 +6,7 @@ from typing import Literal
 from groupax.settings.fields import ranged, setting
 
 Checkpointing = Literal["none", "full", "dots", "all_dots"]
+CheckpointingChoice = Literal["auto", "none", "full", "dots", "all_dots"]
 ReduceDtype = Literal["float32", "bfloat16"]
 AttnImplementation = Literal["auto", "plain", "fused"]
 SharePrefix = Literal["auto", "always", "never"]
@@ -45,9 +46,10 @@ class UpdateSettings:
     "bfloat16" sends half as many bytes and rounds each sum."""
     micro_batch_tokens: int | None = ranged(None, 10**9, low=1, resume="free")
     """Tokens per device in a micro-batch of training; None chooses a number for the device."""
-    gradient_checkpointing: Checkpointing = setting("none", resume="free")
+    gradient_checkpointing: CheckpointingChoice = setting("auto", resume="free")
     """Save memory by recomputing layers in the backward pass: "full" recomputes everything, "dots" all but matmuls
-    with weights, "all_dots" all but matmuls."""
+    with weights, "all_dots" all but matmuls and fused attention. "auto" recomputes as little as the memory allows for
+    the longest row, and nothing on CPU. Results change by rounding at most; a resumed run keeps its choice."""
     scan_layers: bool | None = setting(None, resume="free")
     """Compile identical layers once, as a loop over them, which copies their weights; None does so on accelerators."""
     attn_implementation: AttnImplementation = setting("auto", resume="free")
@@ -73,8 +75,9 @@ class DecodingSettings:
     """Completions that are decoded at the same time, at most."""
     kv_cache_gb: float | None = ranged(None, 1e6, low=1e-6, resume="free")
     """Memory for the KV cache on each device in GB; None takes 80 % of what is free. Completions beyond it wait."""
-    kv_cache_dtype: Literal["same", "float32", "bfloat16"] = "same"
-    """Dtype of the KV cache; "same" takes that of the decoding weights, and float32 on CPU."""
+    kv_cache_dtype: Literal["same", "float32", "bfloat16", "float8"] = "same"
+    """Dtype of the KV cache; "same" takes that of the decoding weights, and float32 on CPU. "float8" (e4m3) is for
+    TPUs and for NVIDIA GPUs of compute capability 8.9 or more."""
     decoding_weights: DecodingWeights = "same"
     """Weights that rollouts are decoded with: the policy's own, or a copy in fewer bits, which is faster but not
     exactly the policy (see rollout_correction)."""

@@ -1,5 +1,6 @@
 """The policy under training: the state that an optimizer step reads and changes."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,14 +27,14 @@ from groupax.parallel.memory import on_devices, on_host
 from groupax.parallel.mesh import format_mesh, num_data_shards, splits_model
 from groupax.parallel.peak import free_memory_bytes
 from groupax.parallel.transfer import to_host
-from groupax.settings.compute import UpdateSettings
+from groupax.settings.compute import Checkpointing, UpdateSettings
 from groupax.settings.fields import like
 from groupax.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.run import RunSettings
 from groupax.training.batch import Packed, attention_cost_with, pack, unpack
 from groupax.training.buckets import Shape
-from groupax.training.memory import CPU_MICRO_BATCH_TOKENS, compute_dtype, explain_out_of_memory, fitting_tokens
+from groupax.training.memory import UpdateMemory, compute_dtype, explain_out_of_memory
 from groupax.training.offload import offload_state
 from groupax.training.optimizer import make_optimizer, make_schedule
 from groupax.training.state import (
@@ -111,6 +112,7 @@ class Learner:
         policy: weights in compute dtype, which the engine reads.
         reference: weights of the reference, which for an adapter are its base; None if `beta` is 0. With
             `offload_reference` they are in host memory (see `reference_on_devices`).
+        execution: how the programs are executed, with what the backward pass recomputes.
         shapes: shapes of the micro-batches so far, for which there are compiled programs.
         num_updates: optimizer steps that changed the weights.
         entropy: state of the entropy bonus.
@@ -127,13 +129,6 @@ class Learner:
         self.on_cpu = device.platform == "cpu"
         self.dtype: Any = compute_dtype(device.platform, settings.dtype)
         fused = select_fused_attention(settings.attn_implementation, device, model.config, self.dtype)
-        self.execution = execution_for(
-            device.platform,
-            settings.gradient_checkpointing,
-            settings.scan_layers,
-            fused,
-            settings.fsdp_reduce_dtype,
-        )
         self.frozen, self.dropout_rate = self._frozen_base(model), 0.0
         if model.adapter:
             self.dropout_rate = model.adapter.config.lora_dropout
@@ -149,6 +144,9 @@ class Learner:
         self.reference = self._initial_reference() if settings.objective.beta > 0 else None
         self.num_updates = 0
         self.longest = longest
+        reduce_dtype = settings.fsdp_reduce_dtype
+        self.execution = execution_for(device.platform, "none", settings.scan_layers, fused, reduce_dtype)
+        self.execution = replace(self.execution, checkpointing=self._checkpointing())
         self.shapes: list[Shape] = []
         self.entropy = EntropyState(settings.entropy.entropy_coef)
         self.device_lock: AbstractContextManager[None] | None = None
@@ -170,7 +168,7 @@ class Learner:
     @cached_property
     def micro_batch_tokens(self) -> int:
         """Tokens of a micro-batch on one device: the setting, or what fits when the first one is packed."""
-        return self.settings.micro_batch_tokens or self._fitting_tokens()
+        return self.settings.micro_batch_tokens or self._memory().fitting_tokens(self.execution.checkpointing)
 
     def restore(self, state: TrainState, reference: Params | None) -> None:
         """Continues from a saved state; the reference stays as it is if there is none."""
@@ -355,14 +353,19 @@ class Learner:
             return None
         return jax.random.fold_in(jax.random.key(self.settings.seed), self.num_updates)
 
-    def _fitting_tokens(self) -> int:
-        if self.on_cpu:
-            return CPU_MICRO_BATCH_TOKENS
-        checkpointing = self.settings.gradient_checkpointing
-        return fitting_tokens(self.config, self.dtype.itemsize, checkpointing, free_memory_bytes(self.mesh))
+    def _checkpointing(self) -> Checkpointing:
+        memory, choice = self._memory(), self.settings.gradient_checkpointing
+        if choice == "auto":
+            memory.check_longest_row()
+        return memory.checkpointing(choice, self.settings.micro_batch_tokens)
+
+    def _memory(self) -> UpdateMemory:
+        longest, is_fused = -(-sum(self.longest) // self.mesh.shape["sp"]), self.execution.attention is not None
+        free = math.inf if self.on_cpu else free_memory_bytes(self.mesh)
+        return UpdateMemory(self.config, self.dtype.itemsize, longest, is_fused, free)
 
     def _explain_out_of_memory(self, packed: Packed) -> AbstractContextManager[None]:
-        num_shards, checkpointing = num_data_shards(self.mesh), self.settings.gradient_checkpointing
+        num_shards, checkpointing = num_data_shards(self.mesh), self.execution.checkpointing
         return explain_out_of_memory(packed, num_shards, self.micro_batch_tokens, checkpointing)
 
     def _pack(self, rows: Sequence[Row]) -> list[Packed]:

@@ -1,20 +1,27 @@
 """The dtype and the size of micro-batches: what fits into memory, and advice where something did not."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from groupax.errors import RunError, is_out_of_memory
+from groupax.models.attention import MAX_UNBLOCKED_COLUMNS
 from groupax.models.config import ModelConfig
 from groupax.models.flops import activation_bytes_per_token
-from groupax.settings.compute import Checkpointing
+from groupax.settings.compute import Checkpointing, CheckpointingChoice
 from groupax.training.batch import Packed
 
+# Kinds of checkpointing by how much they recompute.
+LEAST_FIRST: tuple[Checkpointing, ...] = ("none", "all_dots", "dots", "full")
 # Activations of more tokens do not fit into a CPU's caches.
 CPU_MICRO_BATCH_TOKENS = 4096
+# Smaller micro-batches make an accelerator's matmuls slower than recomputing more in larger ones.
+EFFICIENT_MICRO_BATCH_TOKENS = 4096
 # Larger micro-batches do not make matmuls any faster.
 MAX_MICRO_BATCH_TOKENS = 65_536
 
@@ -25,17 +32,66 @@ def compute_dtype(platform: str, dtype: str) -> Any:
     return jnp.dtype(default if dtype == "auto" else dtype)
 
 
-def fitting_tokens(config: ModelConfig, itemsize: int, checkpointing: Checkpointing, free_bytes: float) -> int:
-    """Returns how many tokens of a micro-batch fit into half of an accelerator's free memory, in steps of 1,024.
+@dataclass(frozen=True)
+class UpdateMemory:
+    """The memory that the activations of an update need, and what there is.
 
-    Args:
+    Attributes:
         config: model.
         itemsize: bytes of a number of the forward pass.
-        checkpointing: what the backward pass recomputes.
-        free_bytes: memory of a device that weights and optimizer state leave free.
+        longest_row: tokens of the longest prompt with the longest completion, or each device's share of them.
+        is_fused: whether a kernel computes attention, so that no scores are kept.
+        free_bytes: memory of a device that weights and optimizer state leave free; infinite on CPU. Half of it is for
+            activations, the rest for gradients, logits and temporary arrays.
     """
-    fitting = int(0.5 * free_bytes / activation_bytes_per_token(config, itemsize, checkpointing))
-    return max(1024, min(MAX_MICRO_BATCH_TOKENS, fitting // 1024 * 1024))
+
+    config: ModelConfig
+    itemsize: int
+    longest_row: int
+    is_fused: bool
+    free_bytes: float
+
+    def bytes_per_token(self, checkpointing: Checkpointing) -> int:
+        """Returns the bytes of a token's activations."""
+        # longer rows are computed in blocks, whose scores are recomputed
+        columns = 0 if self.is_fused else min(self.longest_row, MAX_UNBLOCKED_COLUMNS)
+        return activation_bytes_per_token(self.config, self.itemsize, checkpointing, columns)
+
+    def fitting_tokens(self, checkpointing: Checkpointing) -> int:
+        """Returns how many tokens of a micro-batch fit, in steps of 1,024."""
+        if math.isinf(self.free_bytes):
+            return CPU_MICRO_BATCH_TOKENS
+        fitting = int(0.5 * self.free_bytes / self.bytes_per_token(checkpointing))
+        return max(1024, min(MAX_MICRO_BATCH_TOKENS, fitting // 1024 * 1024))
+
+    def checkpointing(self, choice: CheckpointingChoice, micro_batch_tokens: int | None) -> Checkpointing:
+        """Returns what the backward pass recomputes.
+
+        Args:
+            choice: the setting; "auto" recomputes the least among what fits with the longest row and the micro-batches,
+                or everything.
+            micro_batch_tokens: tokens of a micro-batch; None for enough for fast matmuls.
+        """
+        if choice != "auto":
+            return choice
+        tokens = max(self.longest_row, micro_batch_tokens or EFFICIENT_MICRO_BATCH_TOKENS)
+        fitting = (way for way in LEAST_FIRST if tokens * self.bytes_per_token(way) <= 0.5 * self.free_bytes)
+        return next(fitting, LEAST_FIRST[-1])
+
+    def check_longest_row(self) -> None:
+        """Checks that the longest row fits if the backward pass recomputes everything.
+
+        Raises:
+            ValueError: it does not.
+        """
+        needed = self.longest_row * self.bytes_per_token("full")
+        if needed > self.free_bytes:
+            raise ValueError(
+                f"a row of {self.longest_row:,} tokens on one device needs {needed / 1e9:.2f} GB for its activations "
+                f"even if everything is recomputed, and {self.free_bytes / 1e9:.2f} GB are free; lower "
+                "max_completion_length, shard weights (fsdp, tp) or tokens (sp) over more devices with mesh, or "
+                "set gradient_checkpointing, which skips this check"
+            )
 
 
 @contextmanager

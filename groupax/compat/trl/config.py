@@ -245,13 +245,14 @@ class GRPOConfig(ForeignConfig):
     def _compute(self) -> dict[str, Any]:
         """Returns the native settings for attention, dtype, sharding and offloading."""
         model_settings = parse_mapping(self.model_init_kwargs, "model_init_kwargs")
+        recomputes = self.given.get("gradient_checkpointing")
         offload_optimizer, offload_weights = requested_offload(self.deepspeed, self.fsdp)
         if offload_weights:
             warn("offload_param: trained weights stay on the devices; groupax offloads the optimizer state only")
         mesh = requested_mesh(self.deepspeed, self.fsdp, self.parallelism_config)
         return {
             "attn_implementation": native_attention(model_settings.get("attn_implementation")),
-            "gradient_checkpointing": "full" if self.given.get("gradient_checkpointing") else "none",
+            "gradient_checkpointing": "auto" if recomputes is None else "full" if recomputes else "none",
             "dtype": self._dtype(),
             "offload_optimizer": offload_optimizer,
             **({"mesh": mesh, "mesh_replicate": tuple(RULES)} if mesh else {}),

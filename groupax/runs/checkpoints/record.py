@@ -56,6 +56,7 @@ def state_of(
             "entropy": asdict(learner.entropy),
             "shapes": [asdict(shape) for shape in learner.shapes],
             "shapes_of": _shape_limits(learner),
+            "checkpointing": learner.execution.checkpointing,
         },
         "rollout": None
         if experience is None
@@ -119,6 +120,10 @@ def restore_learner(learner: Learner, folder: Path, state: Mapping[str, Any]) ->
     learner.entropy = EntropyState(**state["entropy"])
     if state["shapes_of"] == _shape_limits(learner):
         learner.shapes = [_shape(record) for record in state["shapes"]]
+        if learner.settings.gradient_checkpointing == "auto":
+            # another choice, of a device with more or less free memory, would round differently
+            chosen = state.get("checkpointing", learner.execution.checkpointing)
+            learner.execution = replace(learner.execution, checkpointing=chosen)
     like = {name: arrays.abstract(tree) for name, tree in _trees(learner, with_optimizer=True).items()}
     for leaf in jax.tree.leaves(_trees(learner, with_optimizer=True)):
         leaf.delete()
