@@ -43,8 +43,7 @@ def measure(model: Mapping[str, Any], layers: int | None, rows: int) -> dict[str
 
     config = read_config({**model, "num_hidden_layers": layers or model["num_hidden_layers"]})
     target = find_target(TARGET)
-    lengths = {"max_prompt_length": 512, "max_completion_length": 1024}
-    args = GRPOConfig(num_generations=8, prompts_per_step=rows // 8, **lengths)
+    args = GRPOConfig(num_generations=8, prompts_per_step=rows // 8, max_prompt_length=512, max_completion_length=1024)
     assert target.chip is not None, "a TPU is known"
     run = trace_run(config, make_mesh(devices=target.devices), args, None, target.chip.memory_bytes)
     [program] = [program for program in run.programs if program.name == "decode_chunk"]
