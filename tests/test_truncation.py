@@ -114,4 +114,6 @@ def test_each_block_is_reduced_to_a_number(num_words, platform, monkeypatch):
     rows = jnp.asarray(RNG.integers(0, 1000, (16, num_words)), jnp.float32)
     firsts = range(0, num_words, block_width(num_words))
     np.testing.assert_array_equal(reduce_blocks(jnp.sum, rows, 0.0), np.add.reduceat(np.asarray(rows), firsts, axis=1))
-    np.testing.assert_array_equal(reduce_blocks(jnp.min, -rows, 1.0), np.minimum.reduceat(-np.asarray(rows), firsts, axis=1))
+    np.testing.assert_array_equal(
+        reduce_blocks(jnp.min, -rows, 1.0), np.minimum.reduceat(-np.asarray(rows), firsts, axis=1)
+    )
