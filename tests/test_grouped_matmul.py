@@ -77,6 +77,15 @@ def test_tiles_cover_each_row_once_and_compute_less_than_twice_what_is_needed(to
     assert tokens == 64 or len(used) * block < 1.6 * R
 
 
+def test_choices_are_counted_on_gpus_in_the_order_in_which_others_sort_them(monkeypatch):
+    rng = np.random.default_rng(0)
+    chosen = jnp.asarray(np.minimum(np.argsort(rng.random((50, 12)))[:, :3], 7), jnp.int32)
+    expected = experts._sort_by_expert(chosen, 7)
+    monkeypatch.setattr(experts, "traced_platform", lambda: "gpu")
+    for ours, theirs in zip(experts._sort_by_expert(chosen, 7), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.heavy
 def test_experts_of_other_devices_contribute_nothing_through_the_kernels(monkeypatch):
     rng = np.random.default_rng(0)

@@ -1,7 +1,6 @@
 """Sampling of tokens by inverse CDF, with settings per row and counter-based randomness."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -93,8 +92,8 @@ def sample(
     inverse_temperature = (1.0 / jnp.where(greedy, 1.0, settings.temperature))[:, None]
     policy = _distribution(logits * inverse_temperature)
     if history is None:
-        token = _draw(policy, policy.sums, jnp.exp, uniform, greedy)
-        logp = policy.logp(token)
+        token, scaled = _draw(policy, policy.sums, jnp.exp, uniform, greedy)
+        logp = scaled - policy.log_sum
         return Sampled(token, logp, jnp.where(greedy, 0.0, logp))
     # Branches return as few arrays as large as the logits as they can: these are copied.
     changed = lax.cond(
@@ -104,9 +103,10 @@ def sample(
     )
     truncation = _truncation(changed, settings)
     sums = jnp.sum(blocks_of(truncation.weights(changed.scaled), 0.0), axis=-1)
-    token = _draw(changed, sums, truncation.weights, uniform, greedy)
-    sampler_logp = jnp.where(greedy, 0.0, replace(changed, sums=sums).logp(token))
-    return Sampled(token, policy.logp(token), sampler_logp, *_alternatives(policy, settings))
+    token, scaled = _draw(changed, sums, truncation.weights, uniform, greedy)
+    sampler_logp = jnp.where(greedy, 0.0, scaled - jnp.log(jnp.sum(sums, axis=-1)))
+    policy_logp = jnp.take_along_axis(policy.scaled, token[:, None], axis=-1)[:, 0] - policy.log_sum
+    return Sampled(token, policy_logp, sampler_logp, *_alternatives(policy, settings))
 
 
 @pytree
@@ -123,10 +123,10 @@ class _Distribution:
     maxima: Float[Array, "B J"]
     sums: Float[Array, "B J"]
 
-    def logp(self, token: Int[Array, "B"]) -> Float[Array, "B"]:
-        """Returns the log-prob of a token of each row."""
-        scaled = jnp.take_along_axis(self.scaled, token[:, None], axis=-1)[:, 0]
-        return scaled - jnp.log(jnp.sum(self.sums, axis=-1))
+    @property
+    def log_sum(self) -> Float[Array, "B"]:
+        """Logarithm of the sum of exp(scaled)."""
+        return jnp.log(jnp.sum(self.sums, axis=-1))
 
 
 def _distribution(logits: Float[Array, "B V"]) -> _Distribution:
@@ -148,8 +148,8 @@ def _draw(
     weights: Callable[[Array], Array],
     uniform: Float[Array, "B 2"],
     greedy: Bool[Array, "B"],
-) -> Int[Array, "B"]:
-    """Returns the likeliest token of greedy rows; draws others by their weights: first a block, then one of it.
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """Draws a token per row by its weight, first a block, then one of it; takes the likeliest one of greedy rows.
 
     Args:
         of: The distribution before truncation.
@@ -157,11 +157,15 @@ def _draw(
         weights: Maps `of.scaled` to weights.
         uniform: Random numbers.
         greedy: Rows without randomness.
+
+    Returns:
+        The tokens, and `of.scaled` of them.
     """
     block = jnp.where(greedy, jnp.argmax(of.maxima, axis=-1), _first_beyond(sums, uniform[:, 0]))
     tokens, scaled = members(of.scaled, block[:, None])
     index = jnp.where(greedy, jnp.argmax(scaled, axis=-1), _first_beyond(weights(scaled), uniform[:, 1]))
-    return jnp.take_along_axis(tokens, index[:, None], axis=-1)[:, 0].astype(jnp.int32)
+    token, scaled = (jnp.take_along_axis(each, index[:, None], axis=-1)[:, 0] for each in (tokens, scaled))
+    return token.astype(jnp.int32), scaled
 
 
 def _truncation(of: _Distribution, settings: SamplingArrays) -> Truncation:
@@ -182,7 +186,7 @@ def _alternatives(policy: _Distribution, settings: SamplingArrays) -> tuple[Int[
 
     def search() -> tuple[Array, Array]:
         tokens, scaled = largest(policy.scaled, policy.maxima, num)
-        return tokens, scaled - jnp.log(jnp.sum(policy.sums, axis=-1, keepdims=True))
+        return tokens, scaled - policy.log_sum[:, None]
 
     nothing = jnp.zeros((B, num), jnp.int32), jnp.zeros((B, num), jnp.float32)
     return lax.cond(jnp.any(settings.logprobs > 0), search, lambda: nothing)

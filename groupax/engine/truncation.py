@@ -38,10 +38,12 @@ def blocks_of(x: Float[Array, "B V"], padding: float) -> Float[Array, "B J W"]:
 
 def members(x: Float[Array, "B V"], blocks: Int[Array, "B N"]) -> tuple[Int[Array, "B M"], Float[Array, "B M"]]:
     """Returns the tokens of some blocks of each row, and their numbers; beyond the vocabulary these are -inf."""
-    width = block_width(x.shape[-1])
+    V = x.shape[-1]
+    width = block_width(V)
     tokens = (blocks[:, :, None] * width + jnp.arange(width)[None, None, :]).reshape(len(x), -1)
     rows = jnp.arange(len(x))[:, None]
-    return tokens, x.at[rows, tokens].get(mode="fill", fill_value=-jnp.inf)
+    mode = "fill" if V % width else "promise_in_bounds"  # without a kernel that checks the bounds
+    return tokens, x.at[rows, tokens].get(mode=mode, fill_value=-jnp.inf)
 
 
 @dataclass(frozen=True, eq=False)

@@ -91,9 +91,7 @@ def ragged_experts(
     (M, A), E = chosen.shape, gate.shape[0]
     if has_remote:
         chosen = jnp.where((chosen < 0) | (chosen >= E), E, chosen)
-    order = jnp.argsort(chosen.reshape(-1), stable=True)
-    inverse = jnp.argsort(order)
-    sizes = jnp.sum(jax.nn.one_hot(chosen.reshape(-1), E, dtype=jnp.int32), axis=0)
+    order, inverse, sizes = _sort_by_expert(chosen, E)
     rows = _dispatch(x, order, inverse)
     between = gated_activation(activation, _grouped_matmul(rows, gate, sizes), _grouped_matmul(rows, up, sizes))
     weighted = between * _dispatch(weights.reshape(-1, 1), order, inverse)
@@ -166,6 +164,32 @@ def _grouped_matmul(
 
         return grouped_matmul(rows, weights, sizes)
     return lax.ragged_dot_general(rows, weights, sizes, _ROWS_BY_GROUP)
+
+
+def _sort_by_expert(
+    chosen: Int[Array, "M A"], num_experts: int
+) -> tuple[Int[Array, "R"], Int[Array, "R"], Int[Array, "E"]]:
+    """Sorts choices in [0, E] stably; returns their order, the place of each in it, and the numbers of the first E.
+
+    On GPUs they are counted, because XLA sorts 65,536 choices in 17 kernels there.
+    """
+    counts = jax.nn.one_hot(chosen, num_experts + 1, dtype=jnp.int32)
+    if traced_platform() != "gpu":
+        order = jnp.argsort(chosen.reshape(-1), stable=True)
+        return order, jnp.argsort(order), jnp.sum(counts, axis=(0, 1))[:num_experts]
+    by_token = jnp.sum(counts, axis=1)
+    until = jnp.cumsum(by_token, axis=0)
+    firsts = (jnp.cumsum(until[-1]) - until[-1])[None, :] + until - by_token
+    # a token chooses an expert once, but can choose several that are on other devices
+    repeated = jnp.tril(chosen[:, :, None] == chosen[:, None, :], -1)
+    places = jnp.take_along_axis(firsts, chosen, axis=1) + jnp.sum(repeated, axis=2, dtype=jnp.int32)
+    inverse = places.reshape(-1)
+    order = (
+        jnp.zeros_like(inverse)
+        .at[inverse]
+        .set(jnp.arange(len(inverse), dtype=jnp.int32), unique_indices=True, mode="promise_in_bounds")
+    )
+    return order, inverse, until[-1][:num_experts]
 
 
 @jax.custom_vjp
