@@ -37,8 +37,8 @@ MAX_QUERIES, QUERY_BYTES = 64, 1 << 15  # most queries of a prompt that one prog
 BLOCK_BYTES = 1 << 14  # of the keys of a block; two blocks of keys and values fit the shared memory of all these GPUs
 MAX_BLOCK = 128
 PROGRAMS = 256  # for prompts, about two per multiprocessor of a large GPU
-OWN_PART = 1024  # own columns from which on a row is split, so that the last rows of a rollout keep a GPU busy
-MAX_OWN_PROGRAMS = 4096  # for own parts, because each takes time even where a row is idle
+PART = 1024  # columns beyond which a sequence is split, so that the last rows of a rollout keep a GPU busy
+MAX_PROGRAMS = 4096  # with such parts, because each takes time even where a row is idle
 PARAMS = triton.CompilerParams(num_warps=4, num_stages=2)
 
 
@@ -79,10 +79,15 @@ def sizes_of(q: Float[Array, "B N H"], cache: LayerCache) -> Sizes:
     max_queries = min(MAX_QUERIES, QUERY_BYTES // (dims * item_bytes))
     tile = min(max_queries, max(MIN_TILE, pl.next_power_of_2(R * G)))
     num_tiles = pl.cdiv(R * G, tile)
-    num_parts = min(pl.cdiv(S, block), pl.cdiv(PROGRAMS, Q * K * num_tiles))
     own_tile = max(MIN_TILE, pl.next_power_of_2(G))
-    num_own_parts = max(1, min(pl.cdiv(T, OWN_PART), MAX_OWN_PROGRAMS // (B * K)))
-    return Sizes(R, N, G, dims, tile, own_tile, block, num_tiles, num_parts, num_own_parts)
+    programs = Q * K * num_tiles
+    num_parts = min(pl.cdiv(S, block), max(pl.cdiv(PROGRAMS, programs), _long_parts(S, programs)))
+    return Sizes(R, N, G, dims, tile, own_tile, block, num_tiles, num_parts, _long_parts(T, B * K))
+
+
+def _long_parts(num_columns: int, num_programs: int) -> int:
+    """Returns the number of parts of sequences that may be long, where each part takes `num_programs` programs."""
+    return max(1, min(pl.cdiv(num_columns, PART), MAX_PROGRAMS // num_programs))
 
 
 def attend_past(
