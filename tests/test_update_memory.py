@@ -8,8 +8,9 @@ import pytest
 
 from groupax import GRPOConfig, init_model
 from groupax.data.prompts import PromptSet
-from groupax.models.decoder import forward
-from groupax.models.execution import Execution
+from groupax.models import fused_attention
+from groupax.models.decoder import KERNELS, forward
+from groupax.models.execution import Execution, FusedAttention
 from groupax.models.families import read_config
 from groupax.models.flops import activation_bytes_per_token
 from groupax.models.specs import model_specs
@@ -201,3 +202,28 @@ def test_the_choice_is_among_the_facts_of_a_run(choice, chosen, text):
     model = init_model(TINY, mesh=one_device_mesh())
     facts = run_facts(GRPOConfig(gradient_checkpointing=choice), model, PromptSet([], []), {}, [], 3, 8, chosen)
     assert facts.get("gradient checkpointing") == text
+
+
+@pytest.mark.parametrize(("checkpointing", "runs"), [("none", 1), ("all_dots", 1), ("dots", 2), ("full", 2)])
+def test_attention_kernels_run_again_only_where_their_results_are_not_saved(checkpointing, runs):
+    config = read_config({**TINY, "num_hidden_layers": 1})
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), model_specs(config))
+    fused = FusedAttention("splash", emulated=True)
+
+    def attend(attn, cache, q, k, v):
+        rows = (x.reshape(1, 128, *x.shape[1:]) for x in (q, k, v))
+        out = fused_attention.attend(*rows, jnp.zeros(1, jnp.int32), attn, fused)
+        return out.reshape(q.shape), cache
+
+    def total(params):
+        tokens = jnp.zeros(128, jnp.int32)
+        return forward(config, params, tokens, tokens, attend, execution=Execution(checkpointing)).hidden.sum()
+
+    program = str(jax.make_jaxpr(jax.grad(total))(params))
+    assert program.count("name=splash_mha_fwd") == runs
+
+
+def test_cudnn_calls_its_primitive_by_the_name_that_is_saved():
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    assert cudnn._dot_product_attention_fwd_p_wrapper.name in KERNELS

@@ -34,7 +34,7 @@ Attend = Callable[[AttentionConfig, Any, Array, Array, Array], tuple[Array, Any]
 # Tokens whose queries, keys and values XLA's GPU backend computes in one matmul; of more, it depends on the sizes.
 MAX_JOINT_TOKENS = 1024
 # The primitives of attention kernels: Pallas's and cuDNN's.
-_KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper")
+KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper")
 
 
 class ForwardOutput(NamedTuple):
@@ -53,7 +53,7 @@ class ForwardOutput(NamedTuple):
 
 def _dots_and_kernels(primitive: Any, *args: Any, **params: Any) -> bool:
     """Saves the results of matmuls and of kernels."""
-    return primitive.name in _KERNELS or jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
+    return primitive.name in KERNELS or jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
 
 
 # Values of a layer that are saved for the backward pass: its input alone, also the matmuls with weights, or also those
