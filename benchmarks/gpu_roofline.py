@@ -22,15 +22,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from models import QWEN3_4B, QWEN25_7B, QWEN_05B, show
 
 from groupax.planning.devices import find_target, prepare
-from groupax.planning.hlo import Instruction
-from groupax.planning.kernels import GpuProgram, Launch, compile_for_gpu, read_gpu_program
+
+if TYPE_CHECKING:  # others import jax, which `prepare` has to precede
+    from groupax.planning.hlo import Instruction
+    from groupax.planning.kernels import GpuProgram, Launch
 
 MODELS = {"0.5B": QWEN_05B, "4B": QWEN3_4B, "7B": QWEN25_7B}
 PROMPT, GROUP, COLUMNS, LIVE, STEPS = 512, 8, 1024, 512, 32
@@ -59,11 +61,12 @@ LOW = Assumptions(0.75, 0.5, 2.5e-6, 20e-6, 0.0)
 HIGH = Assumptions(0.92, 0.8, 1e-6, 10e-6, 20e6)
 
 
-def compiled(model: Mapping[str, Any], rows: int, layers: int) -> GpuProgram:
+def compiled(model: Mapping[str, Any], rows: int, layers: int) -> "GpuProgram":
     """Compiles a decoding chunk."""
     from groupax import GRPOConfig
     from groupax.models.families import read_config
     from groupax.parallel.mesh import make_mesh
+    from groupax.planning.kernels import compile_for_gpu
     from groupax.planning.run import trace_run
 
     args = GRPOConfig(
@@ -81,14 +84,14 @@ def compiled(model: Mapping[str, Any], rows: int, layers: int) -> GpuProgram:
     return compile_for_gpu(program.traced.lower())[1]
 
 
-def step_seconds(program: GpuProgram, chip: Any, assumed: Assumptions) -> float:
+def step_seconds(program: "GpuProgram", chip: Any, assumed: Assumptions) -> float:
     """Returns the time of a token of all rows."""
     step, _ = program.work(STEPS)
     kernels_s = sum(launch.runs * _seconds(program, launch, chip, assumed) for launch in step.launches)
     return kernels_s + step.host_visits * assumed.visit_s
 
 
-def _seconds(program: GpuProgram, launch: Launch, chip: Any, assumed: Assumptions) -> float:
+def _seconds(program: "GpuProgram", launch: "Launch", chip: Any, assumed: Assumptions) -> float:
     instruction = program.instruction(launch.thunk)
     if instruction is None:
         return assumed.kernel_s
@@ -104,7 +107,7 @@ def _seconds(program: GpuProgram, launch: Launch, chip: Any, assumed: Assumption
     return assumed.kernel_s + max(bytes_s, flops_s)
 
 
-def _from_memory(operand: Instruction, scope: Mapping[str, Instruction], assumed: Assumptions) -> bool:
+def _from_memory(operand: "Instruction", scope: Mapping[str, "Instruction"], assumed: Assumptions) -> bool:
     """Returns whether an operand is an argument of the step, such as a weight, or a result too large for the cache."""
     while operand.opcode == "bitcast":
         operand = scope[operand.operands[0]]
@@ -112,7 +115,7 @@ def _from_memory(operand: Instruction, scope: Mapping[str, Instruction], assumed
     return is_argument or operand.num_bytes > assumed.on_chip_bytes
 
 
-def _live_frac(instruction: Instruction, operand: Instruction) -> float:
+def _live_frac(instruction: "Instruction", operand: "Instruction") -> float:
     """Returns the part of an operand that a kernel reads: a Triton kernel reads only the columns in use of a cache."""
     shape = operand.arrays[0].shape if len(operand.arrays) == 1 else ()
     columns = max(shape[2:]) if len(shape) == 4 else 0
@@ -136,6 +139,8 @@ def least_seconds(model: Mapping[str, Any], rows: int, chip: Any) -> float:
 
 def estimate(name: str, rows: int, chip: Any, dumps: Path | None) -> dict[str, Any]:
     """Returns a row of the table."""
+    from groupax.planning.kernels import read_gpu_program
+
     model, programs = MODELS[name], []
     for layers in (1, 2):
         folder = None if dumps is None else dumps / f"{name}-{rows}-{layers}"

@@ -1,12 +1,13 @@
 """The kernels, host visits and memory traffic of programs compiled for GPUs, read from what XLA writes about them."""
 
-import importlib.util
+import importlib
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from groupax.parallel.accelerators import CHIPS
 from groupax.planning.hlo import Array, parse_hlo
 from groupax.planning.kernels import GpuProgram, parse_thunks, read_gpu_program
 from groupax.planning.precision import count_widened_products
@@ -163,12 +164,16 @@ def test_products_of_widened_operands_are_found():
 
 
 @pytest.fixture(scope="module")
-def gate():
-    path = Path(__file__).parents[1] / "benchmarks" / "gpu_programs.py"
-    spec = importlib.util.spec_from_file_location("gpu_programs", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def benchmarks():
+    """The folder of the benchmarks among those of modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def gate(benchmarks):
+    return importlib.import_module("gpu_programs")
 
 
 def test_worse_numbers_are_said_with_both_values(gate):
@@ -189,3 +194,33 @@ def test_what_a_layer_adds_is_the_difference(gate):
     assert (split["kernels of a layer"], split["kernels outside layers"]) == (21, 41)
     assert (split["temporary MB of a layer"], split["temporary MB outside layers"]) == (1.5, 2.0)
     assert "kernels" not in split
+
+
+# -- the estimate of decoding
+
+
+@pytest.fixture(scope="module")
+def roofline(benchmarks):
+    return importlib.import_module("gpu_roofline")
+
+
+def test_the_bound_reads_weights_columns_and_the_head_once(roofline):
+    chip = CHIPS["h100"]
+    layer = 896 * (2 * 896 + 2 * 128 + 3 * 4864) + 896 + 2 * 128 + 2 * 896
+    columns = 64 * 512 + 8 * 512  # of each row, and of each prompt
+    num_bytes = 2 * (24 * layer + 151_936 * 896) + 24 * 512 * columns
+    assert roofline.least_seconds(roofline.QWEN_05B, 64, chip) == pytest.approx(
+        num_bytes / chip.memory_bytes_per_s, rel=1e-12
+    )
+
+
+def test_a_kernel_takes_the_time_of_its_bytes_or_operations_and_a_latency(chunk, roofline):
+    chip = CHIPS["h100"]
+    assumed = roofline.Assumptions(0.5, 0.25, 1e-6, 1e-5, 1e5)
+    bandwidth = 0.5 * chip.memory_bytes_per_s
+    weight, cache, wide = 2 * 1024 * 1024, 2 * 64 * 1024, 4 * 64 * 1024
+    matmul_s = max((weight + cache + wide) / bandwidth, 2 * 64 * 1024**2 / (0.25 * chip.flops))
+    # both kernels of the sort read values and write them with indices; the column that the cache gets stays on the chip
+    others = (weight + cache) + 4 + 2 * 3 * wide + 2 * cache
+    expected = 7 * assumed.kernel_s + 2 * assumed.visit_s + matmul_s + others / bandwidth
+    assert roofline.step_seconds(chunk, chip, assumed) == pytest.approx(expected, rel=1e-9)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import groupax.engine.truncation as truncation
-from groupax.engine.truncation import Truncation, block_width, blocks_of, largest, truncation_threshold
+from groupax.engine.truncation import Truncation, block_width, largest, reduce_blocks, truncation_threshold
 
 WORDS = 12_000  # in 150 blocks, more than those of the candidates
 RNG = np.random.default_rng(0)
@@ -33,7 +33,7 @@ def scaled_rows():
 
 
 def maxima_of(rows):
-    return jnp.max(blocks_of(rows, -jnp.inf), axis=-1)
+    return reduce_blocks(jnp.max, rows, -jnp.inf)
 
 
 def kept_by_sorting(row, top_k, top_p):
@@ -107,9 +107,13 @@ def test_blocks_of_words_divide_the_vocabulary_if_they_can(num_words, width):
     assert block_width(num_words) == width
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("num_words", [8191, 8192])
-def test_blocks_hold_all_words_once(num_words):
-    words = jnp.arange(num_words, dtype=jnp.float32)[None]
-    blocks = np.asarray(blocks_of(words, -1.0)).reshape(-1)
-    assert blocks[:num_words].tolist() == list(range(num_words))
-    assert (blocks[num_words:] == -1.0).all()
+def test_each_block_is_reduced_to_a_number(num_words, platform, monkeypatch):
+    monkeypatch.setattr(truncation, "traced_platform", lambda: platform)
+    rows = jnp.asarray(RNG.integers(0, 1000, (16, num_words)), jnp.float32)
+    firsts = range(0, num_words, block_width(num_words))
+    np.testing.assert_array_equal(reduce_blocks(jnp.sum, rows, 0.0), np.add.reduceat(np.asarray(rows), firsts, axis=1))
+    np.testing.assert_array_equal(
+        reduce_blocks(jnp.min, -rows, 1.0), np.minimum.reduceat(-np.asarray(rows), firsts, axis=1)
+    )

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from groupax.engine.truncation import Truncation, blocks_of, largest, members, truncation_threshold
+from groupax.engine.truncation import Truncation, largest, members, reduce_blocks, truncation_threshold
 from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
 from groupax.settings.sampling import MAX_LOGPROBS
@@ -102,7 +102,7 @@ def sample(
         lambda: policy,
     )
     truncation = _truncation(changed, settings)
-    sums = jnp.sum(blocks_of(truncation.weights(changed.scaled), 0.0), axis=-1)
+    sums = reduce_blocks(jnp.sum, truncation.weights(changed.scaled), 0.0)
     token, scaled = _draw(changed, sums, truncation.weights, uniform, greedy)
     sampler_logp = jnp.where(greedy, 0.0, scaled - jnp.log(jnp.sum(sums, axis=-1)))
     policy_logp = jnp.take_along_axis(policy.scaled, token[:, None], axis=-1)[:, 0] - policy.log_sum
@@ -130,10 +130,10 @@ class _Distribution:
 
 
 def _distribution(logits: Float[Array, "B V"]) -> _Distribution:
-    maxima = _in_memory(jnp.max(blocks_of(logits, -jnp.inf), axis=-1))
+    maxima = _in_memory(reduce_blocks(jnp.max, logits, -jnp.inf))
     highest = jnp.max(maxima, axis=-1, keepdims=True)
     scaled = logits - highest
-    sums = _in_memory(jnp.sum(jnp.exp(blocks_of(scaled, -jnp.inf)), axis=-1))
+    sums = _in_memory(reduce_blocks(lambda blocks, axis: jnp.sum(jnp.exp(blocks), axis), scaled, -jnp.inf))
     return _Distribution(scaled, maxima - highest, sums)
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.attention import MASKED
 from groupax.models.config import AttentionConfig
-from groupax.models.decode_attention import LayerCache, Past
+from groupax.models.decode_attention import LayerCache, Past, to_cache
 from groupax.models.layers import scaled, softcapped
 
 # Lanes of a vector register, and its rows in bfloat16.
@@ -99,7 +99,7 @@ def attend_past(
     sizes = _sizes(q, cache)
     work, num_units = _list_blocks(sizes, attn, past, cache)
     common = max(q.dtype, cache.k.dtype, key=lambda dtype: dtype.itemsize)  # the cache may have its own dtype
-    new = (x.astype(cache.k.dtype).astype(jnp.float32).reshape(B, sizes.packs, 1, -1) for x in (k, v))
+    new = (to_cache(x, cache.k.dtype).astype(jnp.float32).reshape(B, sizes.packs, 1, -1) for x in (k, v))
     keys, prompt_keys = (_pack_keys(sizes, x) for x in (cache.k, cache.prompt_k))
     values, prompt_values = (_pack_values(sizes, x) for x in (cache.v, cache.prompt_v))
     arrays = (scaled(q, attn.scale).astype(common), *new, prompt_keys, prompt_values, keys, values)

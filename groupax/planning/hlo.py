@@ -243,7 +243,7 @@ def _root(computation: Computation) -> Instruction:
 def _needed(computation: Computation, root: Instruction) -> dict[str, float]:
     """Returns the number of elements of each array of a computation that its result needs."""
     needed = {root.name: float(root.num_elements)}
-    for instruction in reversed(computation.values()):
+    for instruction in reversed(list(computation.values())):
         number = needed.get(instruction.name, 0.0)
         if not number or instruction.opcode == "parameter":
             continue
