@@ -35,8 +35,9 @@ class PlanCommand:
     libtpu: Path = Path("build/libtpu")
     """Folder that libtpu was installed into (pip install --no-deps --target build/libtpu libtpu), if not with jax."""
     cuda: Path = Path("build/cuda")
-    """Folder that jax's CUDA plugin was installed into (pip install --target build/cuda jax-cuda13-plugin[with-cuda] in
-    jax's version), if not with jax by .[cuda]; it needs neither a GPU nor a driver."""
+    """Folder that jax's CUDA plugin was installed into (pip install --no-deps --target build/cuda jax-cuda13-plugin
+    jax-cuda13-pjrt nvidia-cudnn-cu13, the first two in jax's version), if not with jax by .[cuda]; it needs neither a
+    GPU nor a driver."""
     all_layers: bool = False
     """Compile programs with all layers of the model, which takes minutes for some. By default, programs that are not
     loops over layers are compiled with two and four layers of each kind, from which the others are extrapolated."""

@@ -84,8 +84,9 @@ def _prepare_cuda(folder: Path) -> None:
     if not (folder / "jax_plugins").is_dir():
         raise ValueError(
             f"compiling for NVIDIA GPUs needs jax's CUDA plugin, which needs neither a GPU nor a driver, and there is "
-            f"none in {folder}; get it with pip install 'groupax[cuda]', or in a separate folder, which takes 4 GB, "
-            f"with pip install --target {folder} 'jax-cuda13-plugin[with-cuda]=={version('jax')}'"
+            f"none in {folder}; get it with pip install 'groupax[cuda]', or in a separate folder, which takes 1.4 GB, "
+            f"with pip install --no-deps --target {folder} jax-cuda13-plugin=={version('jax')} "
+            f"jax-cuda13-pjrt=={version('jax')} nvidia-cudnn-cu13"
         )
     sys.path.insert(0, str(folder.resolve()))
 
