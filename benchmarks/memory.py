@@ -37,12 +37,12 @@ def case(name: str, model: Model, rows: int, at_once: int, args: Any) -> dict[st
     """Decode `rows` rows under a budget for `at_once` of them."""
     engine = Engine(model.config, model.params, model.mesh, eos_ids=())
     engine.warmup(32, SamplingParams(max_tokens=2))
-    columns = bucket(args.new_tokens + 2 * engine.chunk_steps, CACHE_COLUMNS)
+    columns = bucket(args.new_tokens, CACHE_COLUMNS)
     shape = CacheShape(at_once, 1, bucket(args.prompt_tokens, PREFILL_COLUMNS), columns)
     num_tokens = Plan(0, model.config.num_layers, 256).planned_tokens(shape)
     engine.kv_bytes = num_tokens * engine.bytes_per_token
     tracer = Tracer(model.config, model.mesh, model.params, jnp.float32, engine.chunk_steps)
-    programs = tracer.decode_chunk(shape, "plain"), tracer.admit(shape, (shape.max_prompts, shape.num_prompt_columns))
+    programs = tracer.decode_chunk(shape, "plain"), tracer.admit(shape)
     needs: list[Any] = [traced.lower().compile().memory_analysis() for traced in programs]
     temporaries = max(memory.temp_size_in_bytes for memory in needs)
     prompts = list(np.random.default_rng(0).integers(0, 8000, (rows, args.prompt_tokens)).astype(np.int32))

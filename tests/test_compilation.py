@@ -24,8 +24,11 @@ def test_nested_functions_are_counted_once_and_compiled_ones_not_again():
     seconds, elapsed_s = record.seconds - before_s, time.monotonic() - began_s
     assert 0.1 <= seconds <= elapsed_s
     before_s = record.seconds
+    num_programs = record.programs["outer"], record.num_programs
+    assert num_programs[0] == 1
     outer(jnp.float32(2))
     assert record.seconds == before_s
+    assert (record.programs["outer"], record.num_programs) == num_programs
 
 
 def test_compiling_is_told_while_it_lasts_and_not_of_what_is_read_back(monkeypatch):

@@ -108,7 +108,7 @@ def test_families_too(name):
 def test_keys_and_values_are_shared_and_make_room_as_on_one_device(monkeypatch):
     """Requests that join, columns that grow, sequences that begin again, and what is known of earlier ones."""
     model = sharpened(init_model({**ONE_LAYER, "num_key_value_heads": 2}, mesh=one_device_mesh()))
-    long = replace(PARAMS, max_tokens=140, logprobs=0)
+    long = replace(PARAMS, max_tokens=200, logprobs=0)
     seen = {"shapes": set(), "slots": []}
     decode = Batch.decode
 
@@ -139,7 +139,7 @@ def test_keys_and_values_are_shared_and_make_room_as_on_one_device(monkeypatch):
     assert_same(together(shared), expected)
     assert seen["shapes"] == {(2, 1)}, "each device has one of the two heads"
     assert len(set(seen["slots"])) > 1, "slots were given up"
-    assert shared.prefixes.num_reused_tokens == one.prefixes.num_reused_tokens > 140
+    assert shared.prefixes.num_reused_tokens == one.prefixes.num_reused_tokens > 200
 
 
 EXCHANGES = ("psum", "pmax", "pmin", "all_gather", "all_to_all", "reduce_scatter", "ppermute")

@@ -521,7 +521,7 @@ def test_what_no_device_can_hold_is_told_before_anything_is_compiled():
     with pytest.raises(DoesNotFitError, match="weights and optimizer alone need") as raised:
         trace_run(config, make_mesh(), args, None, masters)
     assert not raised.value.in_rollout
-    with pytest.raises(DoesNotFitError, match="are left for a rollout's keys and values: a completion of 64") as raised:
+    with pytest.raises(DoesNotFitError, match="are left for a rollout's keys and values: a completion of 32") as raised:
         trace_run(config, make_mesh(), args, None, masters + 50_000.0)
     assert raised.value.in_rollout
     with pytest.raises(DoesNotFitError, match="the weights for decoding rollouts need") as raised:

@@ -1,9 +1,11 @@
 """Which sequence sits in which slot: host logic alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from groupax.engine.plan import CacheShape, Plan, bucket, piece_columns, power_of_two
+from groupax.engine.plan import CacheShape, Demand, Plan, bucket, halvings, piece_size, power_of_two
 from groupax.engine.scheduler import Scheduler
 from groupax.engine.sequence import Sequence
 from groupax.settings.sampling import SamplingParams
@@ -31,11 +33,11 @@ def finish(scheduler, *slots):
 def test_sequences_of_a_prompt_share_prompt_slots_and_shards():
     scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=2)
     scheduler.submit(sequences_of(0, 1, 0, 1, 0, 0, 1, 1))
-    [admission] = scheduler.admit(8)
+    admission = scheduler.admit(8)
     assert names(scheduler.slots) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
     assert [[prompt.tolist() for prompt in prompts] for prompts in admission.prompts] == [[[1]], [[2]]]
     assert sorted(admission.prompt_slots) == [(0, 0), (1, 0), (2, 0), (3, 0)]
-    assert scheduler.admit(8) == []
+    assert scheduler.admit(8) is None
 
 
 def test_a_place_is_filled_again_when_its_last_sequence_ends():
@@ -43,7 +45,7 @@ def test_a_place_is_filled_again_when_its_last_sequence_ends():
     scheduler.submit(sequences_of(0, 0, 1, 1, 2, 2))
     scheduler.admit(8)
     assert finish(scheduler, 0) == [0]
-    assert scheduler.admit(8) == []
+    assert scheduler.admit(8) is None
     finish(scheduler, 1)
     scheduler.admit(8)
     assert names(scheduler.slots) == [(2, 0), (2, 1), (1, 0), (1, 1)]
@@ -103,31 +105,32 @@ def test_those_that_are_not_far_make_room_and_begin_again():
     scheduler.grow(2)
     assert [sequence and len(sequence.tokens) for sequence in scheduler.slots] == [5, None, 9, None]
     assert scheduler.num_blocked() == 5, "of seven that wait, two have a free slot"
-    assert len(scheduler.admit(8)[0].slots) == 2
+    assert scheduler.num_blocked([*scheduler.queued, *sequences_of(9, 9, 9)]) == 15, "with others that join them"
+    assert len(scheduler.admit(8).slots) == 2
     assert scheduler.num_blocked() == 5
 
 
-def test_slots_beside_running_sequences_are_free_once_their_prompt_slots_are_split():
-    scheduler = Scheduler(num_shards=2, slots_per_shard=4, share=4)
-    scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 1, 1))
+def test_columns_for_another_chunk_are_bounded_by_the_longest_completion():
+    scheduler = Scheduler(num_shards=1, slots_per_shard=2)
+    sequences = sequences_of(0, 1, 2)
+    for sequence, longest in zip(sequences, (40, 200, 50), strict=True):
+        sequence.params = SamplingParams(max_tokens=longest)
+    scheduler.submit(sequences)
+    assert scheduler.num_columns(64) == 64
     scheduler.admit(8)
-    assert scheduler.num_stranded == 0
-    scheduler.submit(sequences_of(2, 2, 2, 2))
-    finish(scheduler, 1, 2, 3, 5, 6)
-    assert scheduler.num_stranded == 5
-    assert [scheduler.num_blocked(share) for share in (4, 2, 1)] == [4, 2, 0]
-    scheduler.split(2)
-    assert scheduler.num_stranded == 3
-    assert len(scheduler.admit(8)[0].slots) == 2
-    assert scheduler.num_blocked(2) == 2
+    sequences[1].tokens += [7] * 64
+    assert scheduler.num_columns(64) == 128
+    sequences[1].tokens += [7] * 128
+    assert scheduler.num_columns(64) == 200
+    assert scheduler.num_columns(64, unread=8) == 208
 
 
 def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():
     scheduler = Scheduler(num_shards=1, slots_per_shard=8, share=2)
     scheduler.submit(sequences_of(0, 0, 0, 0, 1, 1, 2, 2))
-    assert [prompt.tolist() for prompt in scheduler.admit(2)[0].prompts[0]] == [[1], [2]]
-    assert [prompt.tolist() for prompt in scheduler.admit(2)[0].prompts[0]] == [[3]]
-    assert scheduler.admit(2) == []
+    assert [prompt.tolist() for prompt in scheduler.admit(2).prompts[0]] == [[1], [2]]
+    assert [prompt.tolist() for prompt in scheduler.admit(2).prompts[0]] == [[3]]
+    assert scheduler.admit(2) is None
 
 
 # -- what the cache may take
@@ -135,33 +138,55 @@ def test_a_shard_takes_no_more_prompts_than_are_computed_at_once():
 
 def test_the_first_shape_is_as_large_as_the_work_and_the_memory():
     plan = Plan(max_tokens=10**9, num_layers=4, max_slots=64)
-    assert plan.first_shape([8] * 4, 2, (100, 100)) == CacheShape(16, 8, 128, 128)
-    assert plan.first_shape([8] * 40, 2, (100, 100)) == CacheShape(32, 2, 128, 128), "others wait for prompt slots"
+    assert plan.first_shape(Demand((8,) * 4, 100, 100), 2) == CacheShape(16, 8, 128, 128)
+    assert plan.first_shape(Demand((8,) * 40, 100, 100), 2) == CacheShape(32, 2, 128, 128), "others wait for slots"
+    assert plan.first_shape(Demand((8,) * 4, 100, 900), 2) == CacheShape(16, 8, 128, 1024), "all columns at once"
+    assert replace(plan, adapts=True).first_shape(Demand((8,) * 4, 100, 900), 2) == CacheShape(16, 8, 128, 128)
     little = Plan(max_tokens=4000, num_layers=4, max_slots=64)
-    shape = little.first_shape([8] * 4, 1, (100, 900))
-    assert shape == CacheShape(4, 2, 128, 512), "half of 900 tokens are expected"
+    shape = little.first_shape(Demand((8,) * 4, 100, 900), 1)
+    assert shape == CacheShape(4, 2, 128, 512), "half of 1024 columns are expected"
     assert little.planned_tokens(shape) == (2 * 128 + 4 * 512) * 5 // 4 + 2 * 128
     grown = CacheShape(4, 2, 128, 1024)
     assert not little.allows(grown)
     assert little.smaller(grown) == CacheShape(2, 2, 128, 1024)
     assert Plan(2000, 4, 64).smaller(CacheShape(8, 8, 128, 512)) == CacheShape(2, 2, 128, 512)
-    with pytest.raises(ValueError, match="a completion of 900 tokens after a prompt of 100 tokens"):
-        Plan(1500, 4, 64).first_shape([1], 1, (100, 900))
+    with pytest.raises(ValueError, match="a completion of 900 tokens after a prompt of 101 tokens"):
+        Plan(1500, 4, 64).first_shape(Demand((1,), 100, 900), 1)
+
+
+def test_columns_double_and_follow_what_runs_only_where_that_pays():
+    plan, demand = Plan(max_tokens=10**9, num_layers=4, max_slots=64), Demand((8,), 100, 700)
+    adapting = replace(plan, adapts=True)
+    assert [plan.num_columns(needed, demand, 192) for needed in (32, 193, 700)] == [192, 384, 768]
+    assert [adapting.num_columns(needed, demand, 768) for needed in (32, 193, 385)] == [192, 384, 768]
+    assert [plan.num_columns(needed, demand, 768) for needed in (32, 193, 385)] == [768] * 3
+
+
+def test_batches_of_a_run_have_the_shapes_of_its_largest():
+    plan, expected = Plan(max_tokens=10**9, num_layers=4, max_slots=64), Demand((4,) * 8, 90, 300)
+    batch = Demand((4, 4), 30, 200)
+    assert plan.raised(batch, expected) == expected
+    assert plan.raised(Demand((1, 1), 30, 200), expected) == Demand((1, 1), 90, 300), "groups of another size"
+    assert plan.raised(Demand((4,) * 9, 100, 500), expected) == Demand((4,) * 9, 100, 500)
+    assert replace(plan, adapts=True).raised(batch, expected) == Demand((4, 4), 48, 300), "half of 96 prompt columns"
 
 
 def test_sizes_are_few():
     assert sorted({bucket(size, 64) for size in range(1, 1025)}) == [64, 96, 128, 192, 256, 384, 512, 768, 1024]
     assert [power_of_two(size) for size in (0, 1, 3, 4, 5)] == [1, 1, 4, 4, 8]
     assert power_of_two(9, parts=4) == 4
+    assert halvings(384, 64) == [96, 192, 384]
     for num_prompts, num_columns, num_heads in ((2, 96, 4), (8, 768, 4), (64, 2048, 4), (2, 32768, 4), (2, 32768, 32)):
-        piece = piece_columns(num_prompts, num_columns, num_heads)
-        assert num_columns % piece == 0
-        assert piece % 8 == 0
-        assert piece <= 64 or num_prompts * piece <= 4096
-        assert piece <= 64 or num_prompts * num_heads * piece * num_columns <= 2**28
+        for platform, most in (("cpu", 256), ("gpu", 1024)):
+            prompts, piece = piece_size(num_prompts, num_columns, num_heads, platform)
+            assert num_prompts % prompts == 0
+            assert num_columns % piece == 0
+            assert piece % 8 == 0
+            assert piece <= 64 or prompts * piece <= most
+            assert piece <= 64 or prompts * num_heads * piece * num_columns <= 2**28
 
 
-def test_prompts_of_one_length_are_computed_together_where_that_saves_padding():
+def test_prompts_are_computed_once_per_shard_shortest_first():
     """On each of two shards 32 prompts of 200 tokens, 30 of 20 and two of 50."""
     scheduler = Scheduler(num_shards=2, slots_per_shard=64)
     lengths = [length for length, number in ((200, 64), (20, 60), (50, 4)) for _ in range(number)]
@@ -169,21 +194,13 @@ def test_prompts_of_one_length_are_computed_together_where_that_saves_padding():
     for sequence, length in zip(sequences, lengths, strict=True):
         sequence.prompt = np.full(length, sequence.prompt_index)
     scheduler.submit(sequences)
-    parts = scheduler.admit(64)
-    assert [part.size for part in parts] == [(32, 64), (32, 256)]
-    for part in parts:
-        for prompt_slot, index in part.prompt_slots:
-            assert (part.prompts[prompt_slot // 64][index] == scheduler.slots[prompt_slot].prompt).all()
-    placed = [pair for part in parts for pair in part.slots]
-    assert sorted(slot for slot, _ in placed) == list(range(128))
-    assert all(scheduler.slots[slot] is sequence for slot, sequence in placed)
-
-
-def test_a_few_long_prompts_are_computed_with_the_others():
-    scheduler = Scheduler(num_shards=1, slots_per_shard=8)
-    sequences = sequences_of(*range(4))
-    for sequence, length in zip(sequences, (20, 20, 20, 90), strict=True):
-        sequence.prompt = np.full(length, 1)
-    scheduler.submit(sequences)
-    [admission] = scheduler.admit(8)
-    assert admission.size == (4, 96)
+    admission = scheduler.admit(64)
+    assert admission.num_prompts.tolist() == [64, 64]
+    assert [[len(prompt) for prompt in own] for own in admission.prompts] == [[20] * 30 + [50] * 2 + [200] * 32] * 2
+    for prompt_slot, index in admission.prompt_slots:
+        assert (admission.prompts[prompt_slot // 64][index] == scheduler.slots[prompt_slot].prompt).all()
+    assert sorted(slot for slot, _ in admission.slots) == list(range(128))
+    assert all(scheduler.slots[slot] is sequence for slot, sequence in admission.slots)
+    prompts, starts = admission.padded(128, 256)
+    assert prompts.shape == (256, 256)
+    assert starts[[0, 31, 63, 64, 127, 128 + 63]].tolist() == [237, 207, 57, 256, 256, 57]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from typing import get_args
 
 import jax
@@ -11,8 +12,10 @@ import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, SamplingParams, init_model, load_model, save_model
 from groupax.data.tokenizer import last_text
+from groupax.engine.core import EngineCore
 from groupax.events import StepEnded
 from groupax.metrics.completions import is_measured, window_mean
+from groupax.parallel.compilation import LARGE_PROGRAMS, compilation
 from groupax.rewards import RewardError
 from groupax.runs.progress.named import JsonLines
 from groupax.settings.objective import LossType
@@ -70,6 +73,30 @@ def test_it_learns(tmp_path):
     assert before < 0.2
     assert after > 0.8
     assert result.num_steps == 30
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("adapts", [True, False])
+def test_a_run_of_natural_lengths_compiles_few_programs(tmp_path, adapts, monkeypatch):
+    """A run of 50 steps on a CPU with completions of up to 96 tokens, and with any lengths as accelerators decode."""
+    plan = EngineCore.plan
+    monkeypatch.setattr(EngineCore, "plan", lambda self: replace(plan(self), adapts=adapts))
+    longest = 96 if adapts else 240
+    model = init_model(
+        {**TINY, "vocab_size": 13, "num_hidden_layers": 1, "intermediate_size": 72 if adapts else 56}, seed=0
+    )
+    settings = {"max_completion_length": longest, "max_steps": 50, "learning_rate": 1e-4, "eval_steps": 25}
+    sampling = {"eval_num_generations": 8, "eval_temperature": 1.0, "prompts_per_step": 8, "num_generations": 8}
+    trainer = a_trainer(tmp_path, model=model, eval_dataset=PROMPTS, **settings, **sampling)
+    trainer.train()
+    lines = [line for line in lines_of(tmp_path, timings=True) if "step_time" in line]
+    assert len(lines) == 50
+    assert len({line["completions/max_length"] for line in lines}) > 5, "lengths differ from step to step"
+    counts = [line["compile/num_large_programs"] for line in lines]
+    assert counts == sorted(counts), "numbers since the start"
+    assert 3 <= counts[-1] <= 6, {name: compilation().programs[name] for name in LARGE_PROGRAMS}
+    assert lines[-1]["compile/num_programs"] > counts[-1]
+    assert lines[-1]["compile/total_s"] >= lines[0]["time/compile_s"] > 0
 
 
 @pytest.mark.parametrize(

@@ -211,9 +211,9 @@ def test_attention_kernels_run_again_only_where_their_results_are_not_saved(chec
     fused = FusedAttention("splash", emulated=True)
 
     def attend(attn, cache, q, k, v):
-        rows = (x.reshape(1, 128, *x.shape[1:]) for x in (q, k, v))
-        out = fused_attention.attend(*rows, jnp.zeros(1, jnp.int32), attn, fused)
-        return out.reshape(q.shape), cache
+        q, k, v = (x.reshape(1, 128, *x.shape[1:]) for x in (q, k, v))
+        out = fused_attention.attend(q, k, v, jnp.zeros(1, jnp.int32), attn, fused)
+        return out[0], cache
 
     def total(params):
         tokens = jnp.zeros(128, jnp.int32)

@@ -19,11 +19,11 @@ from groupax.engine.cache_ops import (
     moves,
     read_slot,
     release,
-    take,
+    widen,
     widen_slots,
 )
 from groupax.engine.decode import decode_chunk
-from groupax.engine.plan import CacheShape
+from groupax.engine.plan import CacheShape, admission_prompts
 from groupax.engine.prefill import Known, admit
 from groupax.engine.slots import Slots, slot_table, to_slots
 from groupax.models.config import ModelConfig
@@ -40,7 +40,7 @@ PROGRAMS: tuple[Any, ...] = (
     move_starts,
     read_slot,
     release,
-    take,
+    widen,
     widen_slots,
 )
 
@@ -62,10 +62,9 @@ class Decode:
 
 @dataclass(frozen=True)
 class Admit:
-    """An admission of `size` prompts and columns on each shard."""
+    """An admission."""
 
     shape: CacheShape
-    size: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -113,11 +112,11 @@ class Tracer:
                 yield self.decode_chunk(shape, sampling)
                 yield release.trace(slots, self._rows(shape.num_slots, dtype=bool))
                 if self.has_prefixes:
-                    yield read_slot.trace(cache, slots, 0, 0)
-            case Admit(shape, size):
-                yield self.admit(shape, size)
+                    yield read_slot.trace(cache, 0, 0)
+            case Admit(shape):
+                yield self.admit(shape)
                 if self.has_prefixes:
-                    yield self.admit(shape, size, self._known(size))
+                    yield self.admit(shape, has_known=True)
             case Change(before, after):
                 yield from self._change(before, after)
 
@@ -131,17 +130,19 @@ class Tracer:
         static = {**self._static, "num_steps": self.chunk_steps, "sampling": sampling}
         return decode_chunk.trace(self.params, cache, slots, np.int32(0), **static)
 
-    def admit(self, shape: CacheShape, size: tuple[int, int], known: Known | None = None) -> Traced:
-        """Returns the traced `admit` for caches of a shape and an admission of `size` prompts and columns a shard."""
-        slots = self._slots(shape)
-        prompts, starts = self._rows(*size), self._rows(size[0])
+    def admit(self, shape: CacheShape, has_known: bool = False) -> Traced:
+        """Returns the traced `admit` for caches of a shape, with or without prompts of known beginnings."""
+        slots, num_prompts = self._slots(shape), admission_prompts(shape, self.has_prefixes)
+        prompts, starts = self._rows(num_prompts, shape.num_prompt_columns), self._rows(num_prompts)
         source, is_new = self._rows(shape.num_prompt_slots), self._rows(shape.num_slots, dtype=bool)
-        cache = self.cache(shape)
-        return admit.trace(self.params, cache, slots, prompts, starts, source, is_new, slots, known, **self._static)
+        given = prompts, starts, self._rows(1), source, is_new, slots
+        known = self._known(num_prompts, shape.num_prompt_columns) if has_known else None
+        return admit.trace(self.params, self.cache(shape), slots, *given, known, **self._static)
 
     def _change(self, before: CacheShape, after: CacheShape) -> Iterator[Traced]:
-        has_rows = before.num_slots != after.num_slots
-        has_prompts = has_rows or (before.share, before.num_prompt_columns) != (after.share, after.num_prompt_columns)
+        changes_slots = before.num_slots != after.num_slots or before.share != after.share
+        has_rows = changes_slots or before.num_columns != after.num_columns
+        has_prompts = changes_slots or before.num_prompt_columns != after.num_prompt_columns
         rows = self._rows(after.num_slots) if has_rows else None
         prompt_slots = self._rows(after.num_prompt_slots) if has_prompts else None
         columns = {"num_columns": after.num_columns, "num_prompt_columns": after.num_prompt_columns}
@@ -152,7 +153,8 @@ class Tracer:
             if call is not None:
                 program: Any = call.func
                 yield program.trace(x, *call.args, **call.keywords)
-        yield move_slots.trace(self._slots(before), rows, jnp.int32(0), mesh=self.mesh)
+        if has_rows:
+            yield move_slots.trace(self._slots(before), rows, mesh=self.mesh)
 
     def _slots(self, shape: CacheShape) -> Slots:
         table = slot_table(num_data_shards(self.mesh) * shape.num_slots, STOP_IDS, BIASED_TOKENS)
@@ -165,8 +167,8 @@ class Tracer:
         shape = (num_data_shards(self.mesh) * per_shard, *sizes)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, ROWS))
 
-    def _known(self, size: tuple[int, int]) -> Known:
+    def _known(self, num_prompts: int, num_columns: int) -> Known:
         """Returns the shapes of the keys and values of an admission's prompts."""
-        cache = self.cache(CacheShape(size[0], 1, size[1], 1))
+        cache = self.cache(CacheShape(num_prompts, 1, num_columns, 1))
         shapes = jax.eval_shape(lambda cache: Known(cache.prompt_starts, cache.prompt_k, cache.prompt_v), cache)
         return self._sharded(shapes)

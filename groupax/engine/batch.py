@@ -1,7 +1,6 @@
 """Sequences on the devices: they enter slots, are decoded a chunk at a time, and leave.
 
-    (submit ──► reserve) ──► rebalance ──► grow_cache ──► admit ──► decode ──► store_prefixes ──► free_finished ──►
-    compact ──► ...
+    (submit ──► reserve) ──► fit_columns ──► admit ──► decode ──► store_prefixes ──► free_finished ──► compact ──► ...
 
 The scheduler knows which sequence sits in which slot, the plan what memory allows; the batch changes the arrays
 accordingly.
@@ -12,28 +11,18 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from groupax.engine.cache import ROWS, Cache, cache_maker, pspec_of
-from groupax.engine.cache_ops import move_slots, read_slot, rearrange, release, widen_slots
+from groupax.engine.cache_ops import move_slots, read_slot, release, resize, widen_slots
 from groupax.engine.core import EngineCore
 from groupax.engine.decode import Chunk, decode_chunk
-from groupax.engine.plan import (
-    CACHE_COLUMNS,
-    CacheShape,
-    Plan,
-    bucket,
-    expected_columns,
-    max_prompts,
-    power_of_two,
-    prefill_columns,
-)
+from groupax.engine.plan import CacheShape, Demand, Plan, admission_prompts, power_of_two
 from groupax.engine.prefill import Known, admit
 from groupax.engine.prefix_cache import prefix_of
 from groupax.engine.scheduler import Admission, Scheduler
-from groupax.engine.sequence import Sequence, required_columns
+from groupax.engine.sequence import Sequence
 from groupax.engine.slots import fill, slot_table, to_slots
 from groupax.models.specs import Params
 from groupax.parallel.mesh import num_data_shards
@@ -57,6 +46,7 @@ class Batch:
         scheduler: Assigns sequences to slots.
         cache, slots: The arrays on the devices.
         column: The column of the cache that all slots write next.
+        num_steps: Number of tokens that were decoded since the start.
 
     Raises:
         ValueError: The plan does not allow two of the longest sequences.
@@ -65,17 +55,18 @@ class Batch:
     def __init__(self, core: EngineCore, plan: Plan, sequences: list[Sequence], patience: int) -> None:
         self.core, self.plan, self.patience = core, plan, patience
         self.mesh, self.chunk_steps = core.mesh, core.chunk_steps
-        self._generations: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()  # of the weights each started with
+        # the generation of the weights and the number of steps at which each sequence started
+        self._starts: WeakKeyDictionary[Sequence, tuple[int, int]] = WeakKeyDictionary()
         self._num_idle = 0  # chunks in a row after which half of the slots were enough
         self._num_needed = 0  # slots per shard, the most of these chunks
-        shape = self._first_shape(sequences)
+        self.demand = self.demand_of(sequences)
+        shape = plan.first_shape(self.demand, num_data_shards(self.mesh))
         self.scheduler = Scheduler(num_data_shards(self.mesh), shape.num_slots, shape.share)
         self.scheduler.submit(sequences)
         self.num_stop_ids, self.num_biased = _slot_sizes(sequences)
-        shape = replace(shape, num_columns=self._columns(self.chunk_steps))
         self.cache: Cache = cache_maker(core.config, self.mesh, shape, core.kv_dtype)()
         self.slots = to_slots(self._idle_slots(), self._on_rows)
-        self.column = 0
+        self.column = self.num_steps = 0
 
     @property
     def shape(self) -> CacheShape:
@@ -83,90 +74,60 @@ class Batch:
         scheduler, cache = self.scheduler, self.cache
         return CacheShape(scheduler.slots_per_shard, scheduler.share, cache.num_prompt_columns, cache.num_columns)
 
+    def demand_of(self, sequences: Iterable[Sequence]) -> Demand:
+        """Returns the demand to choose shapes by, for these sequences."""
+        return self.core.demand(self.plan, sequences)
+
+    def shape_with(self, sequences: Iterable[Sequence] = ()) -> CacheShape:
+        """Returns the shape to change to if these sequences join those that wait and run, as far as memory allows.
+
+        It has enough prompt columns. If there is no room for them, it has fewer slots, otherwise as many as memory
+        allows for those that wait.
+        """
+        scheduler, now, sequences = self.scheduler, self.shape, list(sequences)
+        demand = self.demand_of([*scheduler.running, *scheduler.queued, *sequences])
+        longest = self.plan.smallest_shape(demand)
+        shape = replace(now, num_prompt_columns=max(now.num_prompt_columns, longest.num_prompt_columns))
+        if not self.plan.allows(shape):
+            return self.plan.smaller(shape)
+        num_blocked, expected = scheduler.num_blocked(sequences), max(now.num_columns, longest.num_columns // 2)
+        larger = shape
+        while num_blocked > scheduler.num_shards * (larger.num_slots - now.num_slots):
+            larger = replace(larger, num_slots=2 * larger.num_slots)
+            if not (self.plan.allows(replace(larger, num_columns=expected)) and self._may_have(larger.num_slots)):
+                break
+            if self._is_prepared(larger):
+                shape = larger
+        return shape
+
     def allows(self, sequences: Iterable[Sequence]) -> bool:
         """Returns whether a sequence as long as the longest of these and of the batch's own would fit."""
-        all_of_them = [*self.scheduler.running, *self.scheduler.queued, *sequences]
-        return self.plan.allows(self.plan.smallest_shape(required_columns(all_of_them, self.chunk_steps)))
+        demand = self.demand_of([*self.scheduler.running, *self.scheduler.queued, *sequences])
+        return self.plan.allows(self.plan.smallest_shape(demand))
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Adds sequences at the end of the queue. Before they are admitted, `reserve` must be called."""
         self.scheduler.submit(sequences)
 
     def reserve(self) -> None:
-        """Adds prompt columns, prompt slots and slots for the waiting sequences, as far as memory allows.
+        """Provides what the waiting sequences need (see `shape_with`); preempts running ones if there is no room."""
+        if self.scheduler.waiting:
+            sequences = [*self.scheduler.running, *self.scheduler.queued]
+            self.demand = self.demand_of(sequences)
+            self._widen_slots(sequences)
+            self._change_to(self.shape_with())
 
-        A longer prompt makes all prompt slots wider; running sequences are preempted if there is no room for that.
-        """
-        scheduler, now = self.scheduler, self.shape
-        if not scheduler.waiting:
-            return
-        sequences = [*scheduler.running, *scheduler.queued]
-        self._widen_slots(sequences)
-        longest_prompt, longest_completion = required_columns(sequences, self.chunk_steps)
-        prompt_columns = self._prompt_columns(longest_prompt)
-        if now.num_prompt_columns // 2 < prompt_columns < now.num_prompt_columns:
-            prompt_columns = now.num_prompt_columns
-        shape = replace(now, share=self._fitting_share(), num_prompt_columns=prompt_columns)
-        if not self.plan.allows(shape):
-            columns = self._columns(scheduler.num_fed + self.chunk_steps)
-            # preempted sequences may share no prompt slots
-            num_slots = self.plan.smaller(replace(shape, share=1, num_columns=columns)).num_slots
-            self._preempt_to(CacheShape(num_slots, min(now.share, num_slots), now.num_prompt_columns, columns))
-            now = self.shape
-            shape = replace(now, share=self._fitting_share(), num_prompt_columns=prompt_columns)
-        shape = self._with_room(shape, max(now.num_columns, expected_columns(longest_completion)))
-        if shape != now:
-            self._change_to(shape, self.column)
-
-    def _with_room(self, shape: CacheShape, num_columns: int) -> CacheShape:
-        """Returns the shape with prompt slots and slots for the waiting sequences, allowed at this many columns."""
-        scheduler, num_slots = self.scheduler, shape.num_slots
-        # as many prompts as in twice the slots, and no more rows
-        split = self._split(replace(shape, num_columns=num_columns))
-        if not scheduler.num_blocked(split):
-            shape = replace(shape, share=split)
-        num_blocked = scheduler.num_blocked(shape.share)
-        larger = shape
-        while num_blocked > scheduler.num_shards * (larger.num_slots - num_slots):
-            larger = replace(larger, num_slots=2 * larger.num_slots)
-            if not (self.plan.allows(replace(larger, num_columns=num_columns)) and self._may_have(larger.num_slots)):
-                break
-            if self._is_prepared(larger):
-                shape = larger
-        return shape
-
-    def rebalance(self) -> None:
-        """Splits prompt slots, once half of all slots are idle in those where others still run, and something waits."""
-        scheduler, shape = self.scheduler, self.shape
-        if not scheduler.waiting or 2 * scheduler.num_stranded < len(scheduler.slots):
-            return
-        split = replace(shape, share=self._split(shape))
-        if split != shape and self._is_prepared(split):
-            self._change_to(split, self.column)
-
-    def grow_cache(self) -> None:
-        """Provides columns for another chunk: they are shifted, added or dropped, or sequences are preempted.
-
-        Where there is memory for twice the slots, those are added too.
-        """
-        scheduler, shape = self.scheduler, self.shape
-        needed = self._columns(scheduler.num_fed + self.chunk_steps)
-        is_wide = needed <= shape.num_columns // 2 and self._is_prepared(replace(shape, num_columns=needed))
-        if self.column <= shape.num_columns - self.chunk_steps and not is_wide:
-            return
-        shape = replace(shape, num_columns=needed if is_wide else max(needed, shape.num_columns))
-        if not self.plan.allows(shape):
-            self._preempt_to(self.plan.smaller(shape))
-            return
-        doubled = replace(shape, num_slots=2 * shape.num_slots)
-        is_allowed = scheduler.num_blocked() and self.plan.allows(doubled) and self._may_have(doubled.num_slots)
-        self._change_to(doubled if is_allowed and self._is_prepared(doubled) else shape, scheduler.num_fed)
+    def fit_columns(self) -> None:
+        """Provides columns for another chunk; preempts the shortest sequences if there is no room for that."""
+        now, needed = self.shape, self.scheduler.num_columns(self.chunk_steps, self.core.num_unread)
+        shape = replace(now, num_columns=self.plan.num_columns(needed, self.demand, now.num_columns))
+        if shape.num_columns > now.num_columns or (shape != now and self._is_prepared(shape)):
+            self._change_to(self.plan.smaller(shape))
 
     def admit(self, params: Params) -> None:
         """Lets waiting sequences enter free slots, as many prompts at a time as are computed at once."""
-        while admissions := self.scheduler.admit(self._max_prompts()):
-            for admission in admissions:
-                self._admit(params, admission)
+        while admission := self.scheduler.admit(self._max_prompts()):
+            self._admit(params, admission)
 
     def decode(self, params: Params) -> list[tuple[Sequence, int]]:
         """Decodes another chunk and returns the running sequences with their numbers of tokens before."""
@@ -182,7 +143,8 @@ class Batch:
             num_steps=self.chunk_steps,
             sampling=self._sampling(running),
         )
-        self.column += self.chunk_steps
+        self.num_steps += self.chunk_steps
+        self.column = (self.column + self.chunk_steps) % self.cache.num_columns
         grown = self.scheduler.append(_fetched(chunk, running))
         return [(sequence, lengths[id(sequence)]) for sequence in grown]
 
@@ -194,10 +156,12 @@ class Batch:
         for slot, sequence in enumerate(self.scheduler.slots):
             if sequence is None or sequence.finish_reason is None or not sequence.tokens:
                 continue
-            if self._generations[sequence] != prefixes.generation:
+            generation, start = self._starts[sequence]
+            if generation != prefixes.generation:
                 continue  # some of it was computed by other weights
-            stored = to_host(read_slot(self.cache, self.slots, slot, slot // self.scheduler.share))
-            prefixes.add(prefix_of(stored, sequence.prompt, sequence.tokens))
+            stored = to_host(read_slot(self.cache, slot, slot // self.scheduler.share))
+            first = (self.column - (self.num_steps - start)) % self.cache.num_columns
+            prefixes.add(prefix_of(stored, first, sequence.prompt, sequence.tokens))
 
     def free_finished(self) -> None:
         """Frees the slots of finished sequences."""
@@ -214,6 +178,8 @@ class Batch:
         Each number of slots needs its own programs, which do not pay off for the last few chunks.
         """
         scheduler = self.scheduler
+        if not self.plan.adapts:
+            return
         needed = max(self._num_needed, power_of_two(scheduler.num_slots_needed()))
         self._num_idle, self._num_needed = self._num_idle + 1, needed
         left = max((each.params.max_tokens - len(each.tokens) for each in scheduler.running), default=0)
@@ -228,36 +194,7 @@ class Batch:
             return
         share = scheduler.share
         kept = scheduler.compact(needed)
-        self._rearrange(kept, kept // share, self.column, shape)
-
-    # -- shapes, which a batch that is served chooses among those that are compiled (see `prepared`)
-
-    def _first_shape(self, sequences: list[Sequence]) -> CacheShape:
-        counts: dict[tuple[int, int], int] = {}
-        for sequence in sequences:
-            counts[sequence.group] = counts.get(sequence.group, 0) + 1
-        num_shards = num_data_shards(self.mesh)
-        return self.plan.first_shape(counts.values(), num_shards, required_columns(sequences, self.chunk_steps))
-
-    def _columns(self, num_tokens: int) -> int:
-        """Returns the number of columns for completions of this many tokens."""
-        return bucket(num_tokens, CACHE_COLUMNS)
-
-    def _prompt_columns(self, num_tokens: int) -> int:
-        """Returns the number of prompt columns for prompts of this many tokens."""
-        return prefill_columns(num_tokens)
-
-    def _fitting_share(self) -> int:
-        """Returns the number of slots per prompt slot with which waiting sequences leave none of them idle."""
-        return self.scheduler.fitting_share()
-
-    def _max_prompts(self) -> int:
-        """Returns the maximum number of prompts of one admission on a shard."""
-        return max_prompts(self.shape.num_prompt_columns)
-
-    def _admission_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Returns the numbers of prompts and of their columns to compute for an admission of this size."""
-        return size
+        self._resize(kept, kept // share, shape)
 
     def _sampling(self, sequences: Iterable[Sequence]) -> SamplingKind:
         """Returns the kind of sampling of a program that decodes these sequences."""
@@ -267,39 +204,33 @@ class Batch:
         """Returns whether to change to this shape now, where the change may wait."""
         return True
 
-    def _split(self, shape: CacheShape) -> int:
-        """Returns the largest number of slots per prompt slot with which the fewest sequences are blocked."""
-        halved = [replace(shape, share=shape.share >> times) for times in range(shape.share.bit_length())]
-        allowed = (each.share for each in halved if self.plan.allows(each))
-        return min(allowed, key=self.scheduler.num_blocked, default=shape.share)
+    def _max_prompts(self) -> int:
+        return admission_prompts(self.shape, bool(self.core.prefixes.max_bytes))
 
     def _may_have(self, num_slots: int) -> bool:
         return num_slots <= power_of_two(self.plan.max_slots, self.scheduler.num_shards)
 
     # -- changes of the arrays
 
-    def _change_to(self, shape: CacheShape, column: int) -> None:
-        """Changes to a shape with as many slots or more, and as many per prompt slot or fewer."""
+    def _change_to(self, shape: CacheShape) -> None:
+        """Changes to another shape; if it has fewer slots, the longest sequences stay in them."""
         now, scheduler = self.shape, self.scheduler
+        if shape == now:
+            return
         rows = prompt_slots = None
-        if shape.num_slots != now.num_slots:
-            rows = self._indices(shape.num_slots, now.num_slots, 1)
-        if rows is not None or (shape.share, shape.num_prompt_columns) != (now.share, now.num_prompt_columns):
-            prompt_slots = self._indices(shape.num_prompt_slots, now.num_prompt_slots, now.share // shape.share)
-        if shape.share != now.share:
-            scheduler.split(shape.share)
-        scheduler.grow(shape.num_slots)
-        self._rearrange(rows, prompt_slots, column, shape)
+        if shape.num_slots < now.num_slots:
+            prompt_slots, rows = scheduler.preempt(shape.num_prompt_slots, shape.share)
+        else:
+            if (shape.num_slots, shape.num_columns) != (now.num_slots, now.num_columns):
+                rows = self._indices(shape.num_slots, now.num_slots)
+            if (shape.num_slots, shape.num_prompt_columns) != (now.num_slots, now.num_prompt_columns):
+                prompt_slots = self._indices(shape.num_prompt_slots, now.num_prompt_slots)
+            scheduler.grow(shape.num_slots)
+        self._resize(rows, prompt_slots, shape)
 
-    def _preempt_to(self, shape: CacheShape) -> None:
-        """Changes to a shape with fewer slots, in which the longest sequences stay."""
-        column = self.scheduler.num_fed
-        prompt_slots, rows = self.scheduler.preempt(shape.num_prompt_slots, shape.share)
-        self._rearrange(rows, prompt_slots, column, shape)
-
-    def _indices(self, number: int, number_before: int, parts: int) -> np.ndarray:
-        """Returns for each new slot of each shard the old slot that it is one of `parts` of, -1 for an added one."""
-        own = np.arange(number) // parts
+    def _indices(self, number: int, number_before: int) -> np.ndarray:
+        """Returns for each new slot of each shard the old slot that it is, -1 for an added one."""
+        own = np.arange(number)
         return np.tile(np.where(own < number_before, own, -1), self.scheduler.num_shards).astype(np.int32)
 
     def _widen_slots(self, sequences: list[Sequence]) -> None:
@@ -309,25 +240,27 @@ class Batch:
             self.num_stop_ids, self.num_biased = max(self.num_stop_ids, sizes[0]), max(self.num_biased, sizes[1])
             self.slots = widen_slots(self.slots, num_stop_ids=self.num_stop_ids, num_biased=self.num_biased)
 
-    def _rearrange(
-        self, rows: np.ndarray | None, prompt_slots: np.ndarray | None, column: int, shape: CacheShape
-    ) -> None:
-        """Moves these slots and prompt slots into arrays of a shape, with the next column at `column`."""
+    def _resize(self, rows: np.ndarray | None, prompt_slots: np.ndarray | None, shape: CacheShape) -> None:
+        """Moves these slots and prompt slots into arrays of a shape; None keeps all, with their columns."""
+        before, shift = self.cache.num_columns, 0
+        if shape.num_columns != before:  # the newest columns become the first ones
+            shift = min(before, shape.num_columns) - self.column
+            self.column = min(before, shape.num_columns) % shape.num_columns
         rows_on_devices = None if rows is None else self._on_rows(rows)
-        self.cache = rearrange(
+        self.cache = resize(
             self.cache,
             rows_on_devices,
             None if prompt_slots is None else self._on_rows(prompt_slots),
-            column - self.column,
+            shift,
             num_columns=shape.num_columns,
             num_prompt_columns=shape.num_prompt_columns,
             mesh=self.mesh,
         )
-        self.slots = move_slots(self.slots, rows_on_devices, jnp.int32(column - self.column), mesh=self.mesh)
-        self.column = column
+        if rows_on_devices is not None:
+            self.slots = move_slots(self.slots, rows_on_devices, mesh=self.mesh)
 
     def _admit(self, params: Params, admission: Admission) -> None:
-        prompts, starts = admission.padded(self._admission_size(admission.size))
+        prompts, starts = admission.padded(self._max_prompts(), self.cache.num_prompt_columns)
         source = np.full(self.cache.prompt_tokens.shape[0], -1, np.int32)
         for prompt_slot, index in admission.prompt_slots:
             source[prompt_slot] = index
@@ -335,14 +268,15 @@ class Batch:
         is_new = np.zeros(len(admitted), bool)
         for slot, sequence in admission.slots:
             is_new[slot] = True
-            self._generations[sequence] = self.core.prefixes.generation
-            fill(admitted[slot], sequence, self.column)
+            self._starts[sequence] = self.core.prefixes.generation, self.num_steps
+            fill(admitted[slot], sequence)
         self.cache, self.slots = admit(
             params,
             self.cache,
             self.slots,
             self._on_rows(prompts),
             self._on_rows(starts),
+            self._on_rows(admission.num_prompts),
             self._on_rows(source),
             self._on_rows(is_new),
             to_slots(admitted, self._on_rows),

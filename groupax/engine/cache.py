@@ -1,11 +1,10 @@
 """The key-value cache: prompts apart from what follows them.
 
 A prompt's columns are stored once in a prompt slot, which the neighbouring slots that continue the prompt read
-together. Each slot has further columns of its own, one per token that it has fed, its prompt's last token first. All
-slots are aligned at their ends: the next column to be written is the same for all, so that writing it is one update in
-place. A slot that started later starts at a later column, and the columns before are masked. When the columns run out,
-they are shifted to the left over columns that no running slot needs, or their number grows, so that it follows the
-longest running completion.
+together. Each slot has further columns of its own, one per token that it has fed, its prompt's last token first. They
+are a ring: all slots write the same column next, so that writing it is one update in place, and after the last column
+comes the first one again. A slot's own columns are the newest ones, as many as it has fed tokens; the others are
+masked. So a ring with as many columns as the longest completion has tokens never runs out.
 """
 
 from collections.abc import Callable

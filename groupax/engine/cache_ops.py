@@ -14,7 +14,7 @@ from groupax.engine.cache import REPLICATED, ROWS, Cache, pspec_of
 from groupax.engine.slots import Slots
 
 
-def rearrange(
+def resize(
     cache: Cache,
     rows: Int[Array, "B"] | None,
     prompt_slots: Int[Array, "Q"] | None,
@@ -28,11 +28,11 @@ def rearrange(
 
     Args:
         cache: The old cache; it must not be used again.
-        rows: Old index on its device of each new slot, -1 for an idle one; None keeps all slots.
-        prompt_slots: Likewise for the prompt slots; needed where `num_prompt_columns` changes.
-        shift: Number of columns by which all slots' contents move, to the right if positive.
+        rows: Old index on its device of each new slot, -1 for an idle one; None if neither slots nor columns change.
+        prompt_slots: Likewise for the prompt slots; None if neither they nor their columns change.
+        shift: Number of columns by which the slots' contents move around their ring before its size changes.
         num_columns: Number of columns of a slot.
-        num_prompt_columns: Number of columns of a prompt slot.
+        num_prompt_columns: Number of columns of a prompt slot, at least as many as before.
         mesh: Devices of the cache.
     """
     columns = {"num_columns": num_columns, "num_prompt_columns": num_prompt_columns}
@@ -47,16 +47,15 @@ def rearrange(
 def moves(
     cache: Cache, rows: Any, prompt_slots: Any, shift: int, *, num_columns: int, num_prompt_columns: int, mesh: Mesh
 ) -> list[partial[Array] | None]:
-    """Returns the call of a jitted function that changes each array of the cache as `rearrange` does, None for none."""
-    added = num_prompt_columns - cache.num_prompt_columns  # on the left: prompts are aligned at their ends
-    in_slots = partial(move, rows=rows, shift=jnp.int32(shift), num_columns=num_columns, mesh=mesh)
-    tokens, k, v = (partial(in_slots, axis=axis) for axis in (1, 3, 2))
-    prompt_tokens = starts = prompt_k = prompt_v = None
+    """Returns the call of a jitted function that changes each array of the cache as `resize` does, None for none."""
+    tokens = k = v = prompt_tokens = starts = prompt_k = prompt_v = None
+    if rows is not None:
+        in_slots = partial(move, rows=rows, shift=jnp.int32(shift), num_columns=num_columns, mesh=mesh)
+        tokens, k, v = (partial(in_slots, axis=axis) for axis in (1, 3, 2))
     if prompt_slots is not None:
-        starts = partial(move_starts, rows=prompt_slots, shift=jnp.int32(added), mesh=mesh)
-        prompt_tokens = prompt_k = prompt_v = partial(take, rows=prompt_slots, mesh=mesh)
-    if added:
-        widened = partial(move, rows=prompt_slots, shift=jnp.int32(added), num_columns=num_prompt_columns, mesh=mesh)
+        added = num_prompt_columns - cache.num_prompt_columns
+        starts = partial(move_starts, rows=prompt_slots, added=added, mesh=mesh)
+        widened = partial(widen, rows=prompt_slots, added=added, mesh=mesh)
         prompt_tokens, prompt_k, prompt_v = (partial(widened, axis=axis) for axis in (1, 3, 2))
     layers = range(len(cache.k))
     prompts = [prompt_tokens, starts, *(prompt_k for _ in layers), *(prompt_v for _ in layers)]
@@ -64,52 +63,50 @@ def moves(
 
 
 @partial(jax.jit, static_argnames=("axis", "num_columns", "mesh"))
-def move(
-    x: Array, rows: Int[Array, "B"] | None, shift: Int[Array, ""], *, axis: int, num_columns: int, mesh: Mesh
-) -> Array:
-    """Returns these rows of one array of the cache with its columns, at `axis`, shifted.
+def move(x: Array, rows: Int[Array, "B"], shift: Int[Array, ""], *, axis: int, num_columns: int, mesh: Mesh) -> Array:
+    """Returns these rows of one array of the slots, with its columns, at `axis`, shifted around and then cut or added
+    at their end."""
 
-    Columns that leave at one end enter at the other or are lost; they must be masked or be overwritten.
-    """
-
-    def local(x: Array, shift: Array, *rows: Array) -> Array:
-        x = x[rows[0]] if rows else x
+    def local(x: Array, rows: Array, shift: Array) -> Array:
+        turned = jnp.roll(x[rows], shift, axis)
         added = max(0, num_columns - x.shape[axis])
-        padded = jnp.pad(x, [(0, added if dim == axis else 0) for dim in range(x.ndim)])
-        return lax.slice_in_dim(jnp.roll(padded, shift, axis), 0, num_columns, axis=axis)
+        padded = jnp.pad(turned, [(0, added if dim == axis else 0) for dim in range(x.ndim)])
+        return lax.slice_in_dim(padded, 0, num_columns, axis=axis)
 
-    given = () if rows is None else (rows,)
-    in_specs = (pspec_of(x), REPLICATED, *(ROWS for _ in given))
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, shift, *given)
+    in_specs = (pspec_of(x), ROWS, REPLICATED)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows, shift)
 
 
-@partial(jax.jit, static_argnames="mesh")
-def take(x: Array, rows: Int[Array, "Q"], *, mesh: Mesh) -> Array:
-    """Returns these rows of one array of the cache."""
+@partial(jax.jit, static_argnames=("axis", "added", "mesh"))
+def widen(x: Array, rows: Int[Array, "Q"], *, axis: int, added: int, mesh: Mesh) -> Array:
+    """Returns these rows of one array of the prompts with columns, at `axis`, added before the others."""
+
+    def local(x: Array, rows: Array) -> Array:
+        return jnp.pad(x[rows], [(added if dim == axis else 0, 0) for dim in range(x.ndim)])
+
     in_specs = (pspec_of(x), ROWS)
-    return jax.shard_map(lambda x, rows: x[rows], mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(
-        x, rows
-    )
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=pspec_of(x), check_vma=False)(x, rows)
+
+
+@partial(jax.jit, static_argnames=("added", "mesh"))
+def move_starts(starts: Int[Array, "P"], rows: Int[Array, "Q"], *, added: int, mesh: Mesh) -> Array:
+    """Returns the first columns of these prompts, before which columns are added."""
+
+    def local(starts: Array, rows: Array) -> Array:
+        return starts[rows] + added
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS), out_specs=ROWS, check_vma=False)(starts, rows)
 
 
 @partial(jax.jit, static_argnames="mesh")
-def move_starts(starts: Int[Array, "P"], rows: Int[Array, "Q"], shift: Int[Array, ""], *, mesh: Mesh) -> Array:
-    """Returns the first columns of these prompts, shifted."""
-    return take(starts, rows, mesh=mesh) + shift
+def move_slots(slots: Slots, rows: Int[Array, "B"], *, mesh: Mesh) -> Slots:
+    """Returns these rows of the slots, idle where a row is -1."""
 
-
-@partial(jax.jit, static_argnames="mesh")
-def move_slots(slots: Slots, rows: Int[Array, "B"] | None, shift: Int[Array, ""], *, mesh: Mesh) -> Slots:
-    """Returns these rows of the slots with their columns shifted, idle where a row is -1."""
-    if rows is None:
-        return replace(slots, start=slots.start + shift)
-
-    def local(slots: Slots, rows: Array, shift: Array) -> Slots:
+    def local(slots: Slots, rows: Array) -> Slots:
         taken: Slots = jax.tree.map(lambda x: x[rows], slots)
-        return replace(taken, start=taken.start + shift, remaining=jnp.where(rows < 0, 0, taken.remaining))
+        return replace(taken, remaining=jnp.where(rows < 0, 0, taken.remaining))
 
-    program = jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS, REPLICATED), out_specs=ROWS, check_vma=False)
-    return program(slots, rows, shift)
+    return jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS), out_specs=ROWS, check_vma=False)(slots, rows)
 
 
 @partial(jax.jit, static_argnames=("num_stop_ids", "num_biased"))
@@ -126,11 +123,11 @@ def widen_slots(slots: Slots, *, num_stop_ids: int, num_biased: int) -> Slots:
 
 
 @jax.jit
-def read_slot(cache: Cache, slots: Slots, slot: Int[Array, ""], prompt_slot: Int[Array, ""]) -> dict[str, Any]:
-    """Returns the keys and values of one slot and of its prompt, per layer, and the slot's first column."""
+def read_slot(cache: Cache, slot: Int[Array, ""], prompt_slot: Int[Array, ""]) -> dict[str, Any]:
+    """Returns the keys and values of one slot and of its prompt, per layer."""
     rows = {"k": (cache.k, slot), "v": (cache.v, slot)}
     rows |= {"prompt_k": (cache.prompt_k, prompt_slot), "prompt_v": (cache.prompt_v, prompt_slot)}
-    return {"start": slots.start[slot], **{name: [x[row] for x in layers] for name, (layers, row) in rows.items()}}
+    return {name: [x[row] for x in layers] for name, (layers, row) in rows.items()}
 
 
 @partial(jax.jit, donate_argnames=("slots",))

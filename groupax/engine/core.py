@@ -1,14 +1,15 @@
 """The weights, devices and memory that sessions decode with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from groupax.engine.cache import cache_dtype, token_bytes
-from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, Plan
+from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, Demand, Plan
 from groupax.engine.prefix_cache import PrefixCache
+from groupax.engine.sequence import Sequence, demand_of
 from groupax.engine.tensor_parallel import validate_tp
 from groupax.models.config import ModelConfig
 from groupax.models.quantize import check_decoding_weights, decoding_params
@@ -35,6 +36,7 @@ class EngineCore:
         prefix_bytes: int = 0,
         weights: str = "same",
         tp: int = 1,
+        expected: Demand | None = None,
     ) -> None:
         if config.num_labels:
             raise ValueError(
@@ -61,6 +63,7 @@ class EngineCore:
         self.kv_dtype = cache_dtype(kv_dtype, weights, params["embed"].dtype, self.mesh.devices.flat[0])
         self.prefixes = PrefixCache(prefix_bytes)
         self.before_chunk: Callable[[], object] | None = None
+        self.expected = expected
 
     @property
     def params(self) -> Params:
@@ -89,7 +92,18 @@ class EngineCore:
         if allowed is None:
             jax.block_until_ready(self.params)  # gathered and converted weights take their memory first
             allowed = int(FREE_FRAC * free_memory_bytes(self.mesh))
-        return Plan(allowed // self.bytes_per_token, self.config.num_layers, self.max_slots)
+        adapts = self.mesh.devices.flat[0].platform == "cpu"
+        return Plan(allowed // self.bytes_per_token, self.config.num_layers, self.max_slots, adapts)
+
+    def demand(self, plan: Plan, sequences: Iterable[Sequence]) -> Demand:
+        """Returns what these sequences, or those that are expected, need of the cache."""
+        demand = demand_of(sequences, self.num_unread)
+        return demand if self.expected is None else plan.raised(demand, self.expected)
+
+    @property
+    def num_unread(self) -> int:
+        """Number of columns that may be written after a sequence has finished and before its prefix is stored."""
+        return self.chunk_steps if self.prefixes.max_bytes else 0
 
     @property
     def bytes_per_token(self) -> int:

@@ -73,7 +73,8 @@ def decode_chunk(
     Args:
         params: The weights.
         cache, slots: Donated.
-        column: The next column to be written; the cache must have `num_steps` columns from it on.
+        column: The first column to be written; after the last one follows the first one again. The cache must have as
+            many columns as any slot will have fed tokens.
         config, mesh, num_steps: Static.
         sampling: Static: "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general".
     """
@@ -113,7 +114,8 @@ def _decode_chunk(
 
     def step(carry: tuple[Array, Slots, Cache, Chunk]) -> tuple[Array, Slots, Cache, Chunk]:
         index, slots, cache, chunk = carry
-        logits, cache, history = _feed(config, attend_past, params, cache, slots, column + index, layout)
+        current = (column + index) % cache.num_columns
+        logits, cache, history = _feed(config, attend_past, params, cache, slots, current, layout)
         sampled = sample(logits, uniform[:, index], slots.settings, history if sampling == "general" else None)
         slots, chunk = _append(chunk, slots, index, sampled)
         return index + 1, slots, cache, chunk
@@ -150,8 +152,7 @@ def _feed(
     layout: Layout,
 ) -> tuple[Float[Array, "B V"], Cache, History]:
     """Feeds each slot's next token, whose keys and values go into column `current`."""
-    num_generated = current - slots.start
-    past = Past(cache.prompt_starts, current, jnp.where(slots.remaining > 0, num_generated + 1, 0))
+    past = Past(cache.prompt_starts, current, jnp.where(slots.remaining > 0, slots.length + 1, 0))
 
     def attend(attn: AttentionConfig, layer: LayerCache, *qkv: Array) -> tuple[Array, LayerCache]:
         return attend_past(attn, past, layer, *qkv)
@@ -167,7 +168,7 @@ def _feed(
         tokens=tokens,
         seen=past.visible(cache.num_columns),
         generated=replace(past, lengths=past.lengths - 1).visible(cache.num_columns),
-        num_generated=num_generated,
+        num_generated=slots.length,
         stop_ids=slots.stop_ids,
     )
     return logits, replace(cache, tokens=tokens, k=[each.k for each in layers], v=[each.v for each in layers]), history
@@ -182,6 +183,7 @@ def _append(chunk: Chunk, slots: Slots, index: Array, sampled: Sampled) -> tuple
         slots,
         token=sampled.token,
         position=slots.position + one,
+        length=slots.length + one,
         remaining=jnp.where(stopped, 0, slots.remaining - one),
     )
     drawn = {each.name: getattr(sampled, each.name) for each in fields(Sampled)}

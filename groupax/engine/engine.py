@@ -43,6 +43,8 @@ class Engine(EngineCore):
         weights: The weights to decode with: "same" as `params`, or a copy of them in "bfloat16", "int8" or "float8".
         tp: Number of neighbouring devices that share the weights and decode the same rows: each has some of the heads
             with their keys and values, of the feed-forward's columns and of the vocabulary.
+        expected: What the largest of many batches needs of the cache, by which the others choose their shapes too, so
+            that few programs are compiled; None chooses by each batch alone.
 
     Raises:
         ValueError: The model classifies sequences, `chunk_steps` is below 1, or the weights cannot be sharded so.

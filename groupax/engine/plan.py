@@ -1,8 +1,8 @@
 """The limits of the cache. Imports no jax.
 
-The cache of a shard is two rectangles: prompt slots x prompt columns and slots x columns, the latter growing with the
-longest running completion. A plan counts it in tokens, together with temporary copies: one layer's old keys and values
-while rows are moved, and the keys and values of the prompts of one admission.
+The cache of a shard is two rectangles: prompt slots x prompt columns and slots x columns. A plan counts it in tokens,
+together with temporary copies: one layer's old keys and values while rows are moved, and the keys and values of the
+prompts of one admission.
 """
 
 from collections.abc import Iterable
@@ -15,14 +15,15 @@ CACHE_COLUMNS = 128
 PREFILL_COLUMNS = 32
 # Maximum number of prompt tokens, with padding, that one admission computes on a shard (but at least one prompt).
 PREFILL_TOKENS = 16_384
-# Prompts are computed in pieces: maximum numbers of tokens and of attention scores, and minimum number of columns.
-PIECE_TOKENS = 4096
+# The same where keys and values of stored prefixes may be copied to the device.
+KNOWN_TOKENS = 1024
+# Prompts are computed in pieces: maximum numbers of tokens and of attention scores, and minimum number of columns. On
+# CPUs, small pieces are as efficient as large ones, and have less padding.
+PIECE_TOKENS, CPU_PIECE_TOKENS = 1024, 256
 PIECE_SCORES = 1 << 28
 PIECE_COLUMNS = 64
 # The fraction of the free memory that keys and values take by default.
 FREE_FRAC = 0.8
-# The fraction of `max_tokens` that completions are expected to take.
-EXPECTED_FRAC = 0.5
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,27 @@ class CacheShape:
     @property
     def max_prompts(self) -> int:
         """Maximum number of prompts that one admission computes."""
-        return min(self.num_prompt_slots, max_prompts(self.num_prompt_columns))
+        return admission_prompts(self, has_prefixes=False)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The most columns and rows of the cache that sequences need.
+
+    Attributes:
+        group_sizes: Number of sequences of each prompt.
+        prompt_columns: Number of columns of the longest prompt.
+        columns: Number of columns of the longest completion.
+    """
+
+    group_sizes: tuple[int, ...]
+    prompt_columns: int
+    columns: int
+
+    @property
+    def num_rows(self) -> int:
+        """Number of sequences."""
+        return sum(self.group_sizes)
 
 
 @dataclass(frozen=True)
@@ -58,11 +79,30 @@ class Plan:
         max_tokens: Maximum number of tokens whose keys and values exist at once.
         num_layers: Number of layers of the model.
         max_slots: Maximum number of completions decoded at once.
+        adapts: Whether the numbers of slots and columns follow the running sequences. Each shape needs a program of its
+            own, which pays where idle slots and columns cost time, as on a CPU.
     """
 
     max_tokens: int
     num_layers: int
     max_slots: int
+    adapts: bool = False
+
+    def raised(self, demand: Demand, expected: Demand) -> Demand:
+        """Returns the demand to choose a batch's shape by, so that the batches of a run have few shapes.
+
+        Args:
+            demand: The demand of the batch's sequences.
+            expected: The most that a batch of the run needs.
+        """
+        groups, columns = demand.group_sizes, max(demand.columns, expected.columns)
+        prompt_columns = max(demand.prompt_columns, expected.prompt_columns)
+        if self.adapts:
+            sizes = halvings(bucket(prompt_columns, PREFILL_COLUMNS), PREFILL_COLUMNS)
+            prompt_columns = next(size for size in sizes if size >= demand.prompt_columns)
+        elif demand.num_rows < expected.num_rows and _shared_rows(groups) == _shared_rows(expected.group_sizes):
+            groups = expected.group_sizes
+        return Demand(groups, prompt_columns, columns)
 
     def planned_tokens(self, shape: CacheShape) -> int:
         """Returns the maximum number of tokens whose keys and values exist at once under this shape."""
@@ -73,50 +113,62 @@ class Plan:
         """Returns whether this shape is within the budget."""
         return self.planned_tokens(shape) <= self.max_tokens
 
-    def smallest_shape(self, longest: tuple[int, int]) -> CacheShape:
-        """Returns the shape for one sequence with at most these numbers of prompt and completion tokens."""
-        prompt_columns, columns = prefill_columns(longest[0]), bucket(longest[1], CACHE_COLUMNS)
-        return CacheShape(1, 1, prompt_columns, columns)
+    def smallest_shape(self, demand: Demand) -> CacheShape:
+        """Returns the shape for one sequence of this demand."""
+        return CacheShape(1, 1, bucket(demand.prompt_columns, PREFILL_COLUMNS), bucket(demand.columns, CACHE_COLUMNS))
 
-    def check(self, longest: tuple[int, int]) -> None:
+    def check(self, demand: Demand) -> None:
         """Refuses sequences that can never run.
 
-        Args:
-            longest: Maximum numbers of tokens of a prompt and of a completion.
-
         Raises:
-            ValueError: A sequence of these lengths does not fit on a shard.
+            ValueError: A sequence of this demand does not fit on a shard.
         """
-        smallest = self.smallest_shape(longest)
+        smallest = self.smallest_shape(demand)
         if not self.allows(smallest):
             raise ValueError(
-                f"a completion of {longest[1]} tokens after a prompt of {longest[0]} tokens needs the keys and values "
-                f"of {self.planned_tokens(smallest)} tokens on a device at once, and there is room for those of "
-                f"{self.max_tokens}; lower max_tokens, shorten the prompts, or allow the cache more memory"
+                f"a completion of {demand.columns} tokens after a prompt of {demand.prompt_columns + 1} tokens needs "
+                f"the keys and values of {self.planned_tokens(smallest)} tokens on a device at once, and there is room "
+                f"for those of {self.max_tokens}; lower max_tokens, shorten the prompts, or allow the cache more memory"
             )
 
-    def first_shape(self, group_sizes: Iterable[int], num_shards: int, longest: tuple[int, int]) -> CacheShape:
+    def first_shape(self, demand: Demand, num_shards: int) -> CacheShape:
         """Returns the shape to start with: as many slots as there is work and room for, at the expected lengths.
 
         Args:
-            group_sizes: Number of sequences of each prompt.
+            demand: The demand of all sequences.
             num_shards: Number of shards.
-            longest: Maximum numbers of tokens of a prompt and of a completion.
 
         Raises:
-            ValueError: A sequence of these lengths does not fit on a shard.
+            ValueError: A sequence of this demand does not fit on a shard.
         """
-        sizes = list(group_sizes)
-        self.check(longest)
-        prompt_columns = prefill_columns(longest[0])
-        expected = expected_columns(longest[1])
-        num_slots = power_of_two(min(sum(sizes), self.max_slots), num_shards)
+        self.check(demand)
+        sizes, rows = demand.group_sizes, demand.num_rows
+        prompt_columns = bucket(demand.prompt_columns, PREFILL_COLUMNS)
+        columns = halvings(bucket(demand.columns, CACHE_COLUMNS), CACHE_COLUMNS)
+        expected = columns[-2:][0]
+        num_slots = power_of_two(min(rows, self.max_slots), num_shards)
         while True:
-            waits = sum(sizes) > num_shards * num_slots
-            shape = CacheShape(num_slots, min(_share(sizes, waits), num_slots), prompt_columns, expected)
+            share = min(_shared_rows(sizes, waits=rows > num_shards * num_slots), num_slots)
+            shape = CacheShape(num_slots, share, prompt_columns, expected)
             if num_slots == 1 or self.allows(shape):
-                return shape
+                break
             num_slots //= 2
+        full = replace(shape, num_columns=columns[-1])
+        if self.adapts:
+            return replace(shape, num_columns=columns[0])
+        return full if self.allows(full) else shape
+
+    def num_columns(self, needed: int, demand: Demand, present: int) -> int:
+        """Returns the number of columns to continue with.
+
+        Args:
+            needed: Number of columns that the next chunk needs.
+            demand: The demand of all sequences.
+            present: Number of columns now.
+        """
+        columns = halvings(bucket(demand.columns, CACHE_COLUMNS), CACHE_COLUMNS)
+        enough = next((number for number in columns if number >= needed), columns[-1])
+        return enough if self.adapts and enough <= present // 2 else max(enough, present)
 
     def smaller(self, shape: CacheShape) -> CacheShape:
         """Returns an allowed shape with fewer slots: fewer prompt slots first, then fewer slots in the last one."""
@@ -126,40 +178,44 @@ class Plan:
         return shape
 
 
-def longest_columns(prompt: int, completion: int, chunk_steps: int) -> tuple[int, int]:
-    """Returns the maximum numbers of columns that a prompt and a completion of this many tokens take."""
-    return prompt - 1, completion + chunk_steps
+def halvings(size: int, smallest: int) -> list[int]:
+    """Returns this size, its half, its quarter and so on, the smallest one first and none below `smallest`."""
+    sizes = [size]
+    while sizes[0] // 2 >= smallest:
+        sizes.insert(0, sizes[0] // 2)
+    return sizes
 
 
-def expected_columns(longest_completion: int) -> int:
-    """Returns the number of columns that completions are expected to need, given the length of the longest."""
-    return bucket(int(EXPECTED_FRAC * longest_completion), CACHE_COLUMNS)
+def piece_size(num_prompts: int, num_columns: int, num_heads: int, platform: str) -> tuple[int, int]:
+    """Returns the numbers of prompts and of their columns that are computed at once.
 
-
-def piece_columns(num_prompts: int, num_columns: int, num_heads: int) -> int:
-    """Returns the number of columns of a piece of the prompts, so that scores do not exist for all columns at once.
+    Both divide what there is. Few short prompts need little padding then, and scores never exist for all columns of
+    long prompts.
 
     Args:
-        num_prompts: Number of prompts that are computed together.
+        num_prompts: Number of prompts, a power of two.
         num_columns: Number of columns of each.
         num_heads: Number of query heads of one device.
+        platform: Platform of the device.
     """
-    piece, scores = num_columns, num_prompts * num_heads * num_columns
-    while piece > PIECE_COLUMNS and not piece % 16:
-        if num_prompts * piece <= PIECE_TOKENS and scores * piece <= PIECE_SCORES:
+    most = CPU_PIECE_TOKENS if platform == "cpu" else PIECE_TOKENS
+    prompts, columns = min(num_prompts, _fitting_power(most, num_columns)), num_columns
+    while columns > PIECE_COLUMNS and not columns % 16:
+        if prompts * columns <= most and prompts * num_heads * columns * num_columns <= PIECE_SCORES:
             break
-        piece //= 2
-    return piece
+        columns //= 2
+    return prompts, columns
 
 
-def prefill_columns(num_tokens: int) -> int:
-    """Returns the number of columns for prompts of this many tokens without their last one, which decoding feeds."""
-    return bucket(num_tokens, PREFILL_COLUMNS)
+def admission_prompts(shape: CacheShape, has_prefixes: bool) -> int:
+    """Returns the number of prompts that one admission can have on a shard, a power of two.
 
-
-def max_prompts(num_prompt_columns: int) -> int:
-    """Returns the maximum number of prompts of one admission, a power of two."""
-    return 1 << (max(1, PREFILL_TOKENS // num_prompt_columns).bit_length() - 1)
+    Args:
+        shape: Shape of the shard's cache.
+        has_prefixes: Whether stored keys and values may come from the host for each of them.
+    """
+    most = _fitting_power(KNOWN_TOKENS if has_prefixes else PREFILL_TOKENS, shape.num_prompt_columns)
+    return min(most, shape.num_prompt_slots)
 
 
 def bucket(size: int, smallest: int) -> int:
@@ -178,7 +234,12 @@ def power_of_two(size: int, parts: int = 1) -> int:
     return 1 << (per_part - 1).bit_length()
 
 
-def _share(group_sizes: list[int], waits: bool) -> int:
+def _fitting_power(size: int, part: int) -> int:
+    """Returns the largest power of two that times `part` is at most `size`, or 1."""
+    return 1 << (max(1, size // part).bit_length() - 1)
+
+
+def _shared_rows(group_sizes: Iterable[int], waits: bool = False) -> int:
     """Returns the number of sequences per prompt slot: a power of two that divides every group.
 
     A prompt slot is free again when its last sequence finishes. While others wait for that, fewer share one.

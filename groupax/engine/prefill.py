@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.engine.cache import ROWS, Cache, pspec_of
-from groupax.engine.plan import piece_columns
+from groupax.engine.plan import piece_size
 from groupax.engine.slots import Slots
 from groupax.models.attention import attend_masked, within_window
 from groupax.models.config import AttentionConfig, ModelConfig
@@ -24,6 +24,7 @@ from groupax.models.decoder import forward
 from groupax.models.specs import Params, layout_of
 from groupax.models.split import partition_specs
 from groupax.parallel.mesh import DATA, Layout
+from groupax.parallel.platform import traced_platform
 from groupax.parallel.pytree import pytree
 
 
@@ -48,6 +49,7 @@ def admit(
     slots: Slots,
     prompts: Int[Array, "P S"],
     prompt_starts: Int[Array, "P"],
+    num_prompts: Int[Array, "D"],
     source: Int[Array, "Q"],
     is_new: Bool[Array, "B"],
     admitted: Slots,
@@ -61,9 +63,9 @@ def admit(
     Args:
         params: The weights.
         cache, slots: Donated; prompt slots and slots that are not admitted keep their contents.
-        prompts: Prompts without their last tokens, left-padded; P is sharded over the data axes like B, and S is at
-            most the cache's number of prompt columns.
+        prompts: Prompts without their last tokens, left-padded; P is sharded over the data axes like B.
         prompt_starts: Column at which each prompt's tokens begin.
+        num_prompts: Number of prompts of each shard, from its first row on; the other rows are not computed.
         source: Index on its device of the prompt that each prompt slot receives, -1 for none.
         is_new: Slots that are admitted.
         admitted: Their new contents.
@@ -73,12 +75,13 @@ def admit(
     layout = layout_of(config, mesh)
 
     def local(params: Any, cache: Cache, slots: Slots, *given: Any) -> tuple[Cache, Slots]:
-        prompts, starts, source, is_new, admitted, *known = given
-        keys, values = _prefill(config, params, prompts, starts, cache.k[0], known[0] if known else None, layout)
+        prompts, starts, num_prompts, source, is_new, admitted, *known = given
+        stored = known[0] if known else None
+        keys, values = _prefill(config, params, prompts, starts, num_prompts[0], cache.k[0], stored, layout)
         cache = _stored(cache, prompts, starts, source, keys, values)
         return cache, jax.tree.map(lambda new, old: jnp.where(_like(is_new, new), new, old), admitted, slots)
 
-    given = (prompts, prompt_starts, source, is_new, admitted, *(() if known is None else (known,)))
+    given = (prompts, prompt_starts, num_prompts, source, is_new, admitted, *(() if known is None else (known,)))
     of_cache, of_given = jax.tree.map(pspec_of, (cache, given))
     in_specs = (partition_specs(config, mesh, params), of_cache, ROWS, *of_given)
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(of_cache, ROWS), check_vma=False)
@@ -88,21 +91,17 @@ def admit(
 def _stored(
     cache: Cache, prompts: Array, starts: Array, source: Array, keys: list[Array], values: list[Array]
 ) -> Cache:
-    """Returns the cache with the prompts, aligned at their ends, in the prompt slots that receive them."""
-    has_new = source >= 0
-    first = cache.num_prompt_columns - prompts.shape[1]
+    """Returns the cache with the prompts in the prompt slots that receive them."""
 
-    def put(old: Array, new: Array, axis: int) -> Array:
-        kept = lax.slice_in_dim(old, first, None, axis=axis)
-        chosen = jnp.where(_like(has_new, kept), new[source], kept)
-        return lax.dynamic_update_slice_in_dim(old, chosen, first, axis)
+    def put(old: Array, new: Array) -> Array:
+        return jnp.where(_like(source >= 0, old), new[source], old)
 
     return replace(
         cache,
-        prompt_tokens=put(cache.prompt_tokens, prompts, 1),
-        prompt_starts=jnp.where(has_new, first + starts[source], cache.prompt_starts),
-        prompt_k=[put(old, new, 3) for old, new in zip(cache.prompt_k, keys, strict=True)],
-        prompt_v=[put(old, new, 2) for old, new in zip(cache.prompt_v, values, strict=True)],
+        prompt_tokens=put(cache.prompt_tokens, prompts),
+        prompt_starts=put(cache.prompt_starts, starts),
+        prompt_k=[put(old, new) for old, new in zip(cache.prompt_k, keys, strict=True)],
+        prompt_v=[put(old, new) for old, new in zip(cache.prompt_v, values, strict=True)],
     )
 
 
@@ -111,59 +110,71 @@ def _prefill(
     params: Params,
     prompts: Int[Array, "P S"],
     starts: Int[Array, "P"],
+    num_prompts: Int[Array, ""],
     like: Float[Array, "B K H T"],
     known: Known | None,
     layout: Layout,
 ) -> tuple[list[Array], list[Array]]:
-    """Computes the prompts' keys and values, per layer, in pieces of some columns from the first unknown one on.
+    """Computes the prompts' keys and values, per layer, in pieces: some prompts, some columns from the first unknown
+    one on.
 
     Returns:
         The keys and values of the device's heads, in the dtype of `like`.
     """
     (P, S), (_, K, H, _), dtype = prompts.shape, like.shape, like.dtype
-    M = piece_columns(P, S, config.num_heads // config.num_kv_heads * K)
+    num, M = piece_size(P, S, config.num_heads // config.num_kv_heads * K, traced_platform())
     if known is None:
         keys = [jnp.zeros((P, K, H, S), dtype) for _ in range(config.num_layers)]
         values = [jnp.zeros((P, K, S, H), dtype) for _ in range(config.num_layers)]
         first_unknown = starts
     else:
         keys, values, first_unknown = known.k, known.v, known.first_unknown
-    columns = jnp.arange(S)[None, :]
+    last_piece, columns = S // M - 1, jnp.arange(S)[None, :]
+    first_pieces = jnp.minimum(jnp.min(first_unknown.reshape(-1, num), axis=1) // M, last_piece)
+    num_turns = (num_prompts + num - 1) // num
+    if layout.axes:
+        first_pieces, num_turns = lax.pmin(first_pieces, DATA), lax.pmax(num_turns, DATA)
 
-    def piece(index: Array, stored: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
-        first = index * M
+    def compute(carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
+        turn, piece, stored = carry
+        row, first = turn * num, piece * M
+        begin, unknown = (lax.dynamic_slice_in_dim(x, row, num) for x in (starts, first_unknown))
         own = first + jnp.arange(M)
         attend = _Piece(
+            row=row,
             first=first,
-            visible=(columns >= starts[:, None])[:, None, :] & (columns <= own[:, None])[None],
+            visible=(columns >= begin[:, None])[:, None, :] & (columns <= own[:, None])[None],
             distance=(own[:, None] - columns)[None],
-            is_unknown=None if known is None else own[None, :] >= first_unknown[:, None],
+            is_unknown=None if known is None else own[None, :] >= unknown[:, None],
         )
-        tokens = lax.dynamic_slice_in_dim(prompts, first, M, 1)
-        positions = jnp.maximum(own[None, :] - starts[:, None], 0)
+        tokens = lax.dynamic_slice(prompts, (row, first), (num, M))
+        positions = jnp.maximum(own[None, :] - begin[:, None], 0)
         layers = list(zip(*stored, strict=True))
         layers = forward(
             config, params, tokens.reshape(-1), positions.reshape(-1), attend, layers, layout=layout
         ).caches
-        return [keys for keys, _ in layers], [values for _, values in layers]
+        is_last = piece == last_piece
+        following = jnp.minimum(turn + 1, len(first_pieces) - 1)
+        turn, piece = turn + is_last.astype(jnp.int32), jnp.where(is_last, first_pieces[following], piece + 1)
+        return turn, piece, ([keys for keys, _ in layers], [values for _, values in layers])
 
-    first_piece = jnp.minimum(jnp.min(first_unknown), S - 1) // M
-    if layout.axes:
-        first_piece = lax.pmin(first_piece, DATA)
-    return lax.fori_loop(first_piece, S // M, piece, (keys, values))
+    start = jnp.int32(0), first_pieces[0], (keys, values)
+    return lax.while_loop(lambda carry: carry[0] < num_turns, compute, start)[2]
 
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Attention of M columns of each prompt to the columns up to them; writes their keys and values.
+    """Attention of M columns of some prompts to the columns up to them; writes their keys and values.
 
     Attributes:
+        row: The first of the prompts.
         first: The first of the columns.
-        visible: [P, M, S] columns that each column attends to, without a window.
+        visible: [R, M, S] columns that each column attends to, without a window.
         distance: [1, M, S] how far before it these are.
-        is_unknown: [P, M] columns that are computed; None computes all.
+        is_unknown: [R, M] columns that are computed; None computes all.
     """
 
+    row: Array
     first: Array
     visible: Array
     distance: Array
@@ -172,17 +183,19 @@ class _Piece:
     def __call__(
         self, attn: AttentionConfig, stored: tuple[Array, Array], q: Array, k: Array, v: Array
     ) -> tuple[Array, tuple[Array, Array]]:
-        (P, M, _), first = self.visible.shape, self.first
+        (R, M, _), zero = self.visible.shape, jnp.int32(0)
+        at_keys, at_values = (self.row, zero, zero, self.first), (self.row, zero, self.first, zero)
         keys, values = stored
-        q, k, v = (x.reshape(P, M, *x.shape[1:]) for x in (q, k, v))
+        q, k, v = (x.reshape(R, M, *x.shape[1:]) for x in (q, k, v))
         k, v = to_cache(k.transpose(0, 2, 3, 1), keys.dtype), to_cache(v.transpose(0, 2, 1, 3), values.dtype)
         if self.is_unknown is not None:
-            k = jnp.where(self.is_unknown[:, None, None], k, lax.dynamic_slice_in_dim(keys, first, M, 3))
-            v = jnp.where(self.is_unknown[:, None, :, None], v, lax.dynamic_slice_in_dim(values, first, M, 2))
-        keys = lax.dynamic_update_slice_in_dim(keys, k, first, 3)
-        values = lax.dynamic_update_slice_in_dim(values, v, first, 2)
+            k = jnp.where(self.is_unknown[:, None, None], k, lax.dynamic_slice(keys, at_keys, k.shape))
+            v = jnp.where(self.is_unknown[:, None, :, None], v, lax.dynamic_slice(values, at_values, v.shape))
+        keys = lax.dynamic_update_slice(keys, k, at_keys)
+        values = lax.dynamic_update_slice(values, v, at_values)
+        own_keys, own_values = (lax.dynamic_slice_in_dim(x, self.row, R) for x in (keys, values))
         seen = self.visible & within_window(self.distance, attn.window)
-        return attend_masked(q, keys, values, seen, attn).reshape(P * M, *q.shape[2:]), (keys, values)
+        return attend_masked(q, own_keys, own_values, seen, attn).reshape(R * M, *q.shape[2:]), (keys, values)
 
 
 def _like(mask: Bool[Array, "B"], x: Array) -> Array:

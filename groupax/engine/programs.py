@@ -16,9 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from groupax.engine.ahead_of_time import Admit, Program, Tracer
+from groupax.engine.ahead_of_time import Program, Tracer
 from groupax.engine.core import EngineCore
-from groupax.engine.plan import CacheShape
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +74,6 @@ class Programs:
         programs = set(programs)
         with self._changed:
             self._changed.wait_for(lambda: not programs & {*self._requested, *self._compiling})
-
-    def admissions(self, shape: CacheShape) -> list[tuple[int, int]]:
-        """Returns the sizes of admissions that are compiled for a shape."""
-        with self._changed:
-            return [each.size for each in self._compiled if isinstance(each, Admit) and each.shape == shape]
 
     def close(self) -> None:
         """Ends the threads, after the programs that they are compiling."""

@@ -5,22 +5,17 @@ Neighbouring slots share a prompt slot, so that they hold sequences of one promp
 shards as possible, because each shard computes the prompts of its own slots.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from groupax.engine.plan import power_of_two, prefill_columns
 from groupax.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from groupax.engine.decode import Chunk
-
-
-# Prompts are computed in several programs instead of one if that saves each shard this many tokens of padding.
-PADDING_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -28,34 +23,32 @@ class Admission:
     """Sequences that enter slots together.
 
     Attributes:
-        size: Numbers of prompts and of columns that each shard computes, padding included.
-        prompts: The distinct prompts to compute, per shard.
+        prompts: The distinct prompts to compute, per shard, the shortest ones first.
         prompt_slots: Pairs of a prompt slot and an index into its shard's prompts.
         slots: Pairs of a slot and the sequence that enters it.
     """
 
-    size: tuple[int, int]
     prompts: list[list[np.ndarray]]
     prompt_slots: list[tuple[int, int]]
     slots: list[tuple[int, Sequence]]
 
     @property
-    def num_tokens(self) -> int:
-        """Number of prompt tokens that each shard computes, padding included."""
-        return self.size[0] * self.size[1]
+    def num_prompts(self) -> np.ndarray:
+        """Number of prompts of each shard."""
+        return np.array([len(own) for own in self.prompts], np.int32)
 
-    def padded(self, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    def padded(self, num_prompts: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the prompts of all shards without their last tokens, left-padded, [P, S], and their starts, [P].
 
         Args:
-            size: Numbers of prompts and of columns for each shard.
+            num_prompts: Number of rows for each shard's prompts.
+            num_columns: Number of columns.
         """
-        num_prompts, length = size
-        prompts = np.zeros((len(self.prompts) * num_prompts, length), np.int32)
-        starts = np.full(len(prompts), length, np.int32)
+        prompts = np.zeros((len(self.prompts) * num_prompts, num_columns), np.int32)
+        starts = np.full(len(prompts), num_columns, np.int32)
         for shard, own in enumerate(self.prompts):
             for row, prompt in enumerate(own, start=shard * num_prompts):
-                starts[row] = length - (len(prompt) - 1)
+                starts[row] = num_columns - (len(prompt) - 1)
                 prompts[row, starts[row] :] = prompt[:-1]
         return prompts, starts
 
@@ -89,29 +82,28 @@ class Scheduler:
         """True while any sequence waits or runs."""
         return bool(self.waiting) or bool(self.running)
 
-    @property
-    def num_stranded(self) -> int:
-        """Number of idle slots that no sequence can enter, because others of their prompt slots still run."""
-        shared = (self.slots[first : first + self.share] for first in range(0, len(self.slots), self.share))
-        return sum(slots.count(None) for slots in shared if any(slots))
-
-    @property
-    def num_fed(self) -> int:
-        """Maximum number of tokens that a running sequence has fed after its prompt."""
-        return max((_progress(sequence) for sequence in self.running), default=0)
-
-    def num_blocked(self, share: int = 1) -> int:
-        """Returns the number of waiting sequences for which no prompt slot would be free.
+    def num_columns(self, chunk_steps: int, unread: int = 0) -> int:
+        """Returns the number of columns that running and waiting sequences need for another chunk.
 
         Args:
-            share: The number of slots that would share a prompt slot; divides the present one.
+            chunk_steps: Number of tokens of a chunk.
+            unread: Number of columns that may be written after a sequence has finished and before it is read.
         """
-        firsts = range(0, len(self.slots), share)
-        num_free = sum(not any(self.slots[first : first + share]) for first in firsts)
-        lengths = [
-            len(bundle[first : first + share]) for bundle in self.waiting for first in range(0, len(bundle), share)
-        ]
-        return sum(lengths[num_free:])
+        sequences = [*self.running, *self.queued]
+        ends = (min(len(each.tokens) + chunk_steps, each.params.max_tokens + unread) for each in sequences)
+        return max(ends, default=0)
+
+    def num_blocked(self, others: Iterable[Sequence] = ()) -> int:
+        """Returns the number of slots that would have to be added for all waiting sequences, and for others.
+
+        Args:
+            others: Sequences that are not in the queue.
+        """
+        firsts = range(0, len(self.slots), self.share)
+        num_free = sum(not any(self.slots[first : first + self.share]) for first in firsts)
+        sizes = Counter(sequence.group for sequence in others).values()
+        num_bundles = len(self.waiting) + sum(-(-size // self.share) for size in sizes)
+        return max(0, num_bundles - num_free) * self.share
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Adds sequences at the end of the queue, those of one prompt in bundles."""
@@ -130,14 +122,11 @@ class Scheduler:
         self.waiting = deque(bundle for bundle in left if bundle)
         return gone + [sequence for sequence in self.running if sequence.finish_reason]
 
-    def admit(self, max_prompts: int) -> list[Admission]:
+    def admit(self, max_prompts: int) -> Admission | None:
         """Moves waiting sequences into free prompt slots, in their order, as long as there are both.
 
         Args:
             max_prompts: Maximum number of distinct prompts of a shard; sequences of further prompts keep waiting.
-
-        Returns:
-            The admissions; several, by the lengths of their prompts, where that saves much padding.
         """
         per_shard = self.slots_per_shard // self.share
         free: list[list[int]] = [[] for _ in range(self.num_shards)]
@@ -145,52 +134,27 @@ class Scheduler:
             if not any(self.slots[prompt_slot * self.share : (prompt_slot + 1) * self.share]):
                 free[prompt_slot // per_shard].append(prompt_slot)
         if not self.waiting or not any(free):
-            return []
-        known: list[set[tuple[int, int]]] = [set() for _ in range(self.num_shards)]
+            return None
+        prompts: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in range(self.num_shards)]
         taken: dict[int, list[Sequence]] = {}
         shard = 0
         while self.waiting and any(free):
             group = self.waiting[0][0].group
-            if not free[shard] or group not in known[shard]:
+            if not free[shard] or group not in prompts[shard]:
                 shard = max(range(self.num_shards), key=lambda d: len(free[d]))
-            if group not in known[shard] and len(known[shard]) == max_prompts:
+            if group not in prompts[shard] and len(prompts[shard]) == max_prompts:
                 break
-            known[shard].add(group)
+            prompts[shard][group] = self.waiting[0][0].prompt
             prompt_slot = free[shard].pop()
             taken[prompt_slot] = self.waiting.popleft()
             for slot, sequence in enumerate(taken[prompt_slot], start=prompt_slot * self.share):
                 self.slots[slot] = sequence
-        return self._by_columns(taken)
-
-    def _by_columns(self, taken: dict[int, list[Sequence]]) -> list[Admission]:
-        """Returns admissions of sequences by their prompt slots, the shortest prompts first."""
-        columns = {prompt_slot: prefill_columns(len(bundle[0].prompt) - 1) for prompt_slot, bundle in taken.items()}
-        parts: list[Admission] = []
-        rest = self._admission(taken, columns)
-        for width in sorted(set(columns.values()))[:-1]:
-            short = {prompt_slot: bundle for prompt_slot, bundle in taken.items() if columns[prompt_slot] <= width}
-            longer = {prompt_slot: bundle for prompt_slot, bundle in taken.items() if columns[prompt_slot] > width}
-            first, second = self._admission(short, columns), self._admission(longer, columns)
-            if first.num_tokens + second.num_tokens + PADDING_TOKENS <= rest.num_tokens:
-                parts.append(first)
-                taken, rest = longer, second
-        return [*parts, rest]
-
-    def _admission(self, taken: dict[int, list[Sequence]], columns: dict[int, int]) -> Admission:
-        prompts: list[list[np.ndarray]] = [[] for _ in range(self.num_shards)]
-        known: dict[tuple[int, tuple[int, int]], int] = {}
-        prompt_slots, slots = [], []
-        for prompt_slot, bundle in taken.items():
-            shard = prompt_slot * self.share // self.slots_per_shard
-            key = shard, bundle[0].group
-            if key not in known:
-                known[key] = len(prompts[shard])
-                prompts[shard].append(bundle[0].prompt)
-            prompt_slots.append((prompt_slot, known[key]))
-            slots += enumerate(bundle, start=prompt_slot * self.share)
-        num_prompts = power_of_two(max(len(each) for each in prompts))
+        by_length = [sorted(own.items(), key=lambda each: len(each[1])) for own in prompts]
+        index = [{group: index for index, (group, _) in enumerate(own)} for own in by_length]
         return Admission(
-            (num_prompts, max(columns[prompt_slot] for prompt_slot in taken)), prompts, prompt_slots, slots
+            [[prompt for _, prompt in own] for own in by_length],
+            [(prompt_slot, index[prompt_slot // per_shard][own[0].group]) for prompt_slot, own in taken.items()],
+            [pair for prompt_slot, own in taken.items() for pair in enumerate(own, start=prompt_slot * self.share)],
         )
 
     def append(self, chunk: "Chunk") -> list[Sequence]:
@@ -273,17 +237,6 @@ class Scheduler:
             sequence.cut(0)
         self.submit([*preempted, *others])
         return np.array(kept_prompt_slots, np.int32), slots.reshape(-1)
-
-    def fitting_share(self) -> int:
-        """Returns the largest number of slots per prompt slot with which waiting bundles leave none of them idle."""
-        return min((len(bundle) & -len(bundle) for bundle in self.waiting), default=self.share)
-
-    def split(self, share: int) -> None:
-        """Splits prompt slots into several with `share` slots each, which divides the present number."""
-        waiting = self.queued
-        self.waiting.clear()
-        self.share = share
-        self.submit(waiting)
 
     def grow(self, slots_per_shard: int) -> None:
         """Adds idle slots at the end of each shard."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from groupax.engine.plan import longest_columns
+from groupax.engine.plan import Demand
 from groupax.settings.sampling import SamplingParams
 from groupax.types import FinishReason
 
@@ -61,8 +61,17 @@ class Sequence:
             del values[num_tokens:]
 
 
-def required_columns(sequences: Iterable[Sequence], chunk_steps: int) -> tuple[int, int]:
-    """Returns the maximum numbers of columns that a prompt and a completion of these sequences take."""
-    sizes = [(len(sequence.prompt), sequence.params.max_tokens) for sequence in sequences]
-    longest_prompt, longest_completion = (max(lengths) for lengths in zip(*sizes, strict=True))
-    return longest_columns(longest_prompt, longest_completion, chunk_steps)
+def demand_of(sequences: Iterable[Sequence], unread: int = 0) -> Demand:
+    """Returns what sequences need of the cache at most.
+
+    Args:
+        sequences: The sequences, at least one.
+        unread: Number of columns that may be written after a sequence has finished and before it is read.
+    """
+    sizes: dict[tuple[int, int], int] = {}
+    longest_prompt = longest_completion = 0
+    for sequence in sequences:
+        sizes[sequence.group] = sizes.get(sequence.group, 0) + 1
+        longest_prompt = max(longest_prompt, len(sequence.prompt))
+        longest_completion = max(longest_completion, sequence.params.max_tokens)
+    return Demand(tuple(sizes.values()), longest_prompt - 1, longest_completion + unread)

@@ -9,11 +9,10 @@ from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.ahead_of_time import Program
 from groupax.engine.batch import Batch
 from groupax.engine.core import EngineCore
-from groupax.engine.prepared import PreparedBatch, Rehearsal, copied, usual_programs
+from groupax.engine.prepared import PreparedBatch, first_programs, server_demand, usual_programs
 from groupax.engine.programs import Programs
-from groupax.engine.sequence import Sequence, required_columns
+from groupax.engine.sequence import Sequence
 from groupax.engine.stop_strings import exempt_length, find_stop, text_before_stop
-from groupax.parallel.mesh import num_data_shards
 from groupax.settings.sampling import sampling_kind
 
 
@@ -77,14 +76,12 @@ class Session:
         Raises:
             ValueError: The memory for keys and values does not hold two of its longest sequences.
         """
-        self._plan.check(required_columns(sequences, self.engine.chunk_steps))
+        self._plan.check(self.engine.demand(self._plan, sequences))
 
     def usual_programs(self, clients: Iterable[int], num_tokens: int) -> list[Program]:
         """Returns the programs that requests of usual sizes lack (see `prepared.usual_programs`)."""
         assert self.programs is not None, "for a session that compiles while it decodes"
-        num_shards = num_data_shards(self.engine.mesh)
-        needed = usual_programs(clients, num_tokens, self.engine.chunk_steps, num_shards, self._plan.allows)
-        return self.programs.missing(needed)
+        return self.programs.missing(usual_programs(self.engine, self._plan, clients, num_tokens))
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Adds a request: unstarted sequences, which start with the next step if there is room.
@@ -119,8 +116,7 @@ class Session:
         yield from self._free_cancelled(batch)
         if has_more or has_new:
             batch.reserve()
-        batch.rebalance()
-        batch.grow_cache()
+        batch.fit_columns()
         batch.admit(self.engine.params)
         if batch.scheduler.running:
             yield from self._decode(batch)
@@ -177,11 +173,10 @@ class Session:
         if kind in self._held:
             return False
         if isinstance(self._batch, PreparedBatch):
-            rehearsal = Rehearsal(self._batch)
-            rehearsal.submit(copied(sequences))
+            needed = self._batch.programs_with(sequences)
         else:
-            rehearsal = Rehearsal.of_first(self.programs, self.engine, self._plan, copied(sequences))
-        missing = self.programs.missing(rehearsal.run())
+            needed = first_programs(self.engine, self._plan, sequences)
+        missing = self.programs.missing(needed)
         if missing:
             self._held.add(kind)
             self.programs.request(missing)
@@ -191,10 +186,9 @@ class Session:
         """Returns a key that requests share which need the same programs, if they join now."""
         if not sequences:
             return ()
-        shape = self._batch.shape if self._batch else None
-        groups = len({sequence.group for sequence in sequences})
         sampling = sampling_kind(sequence.params for sequence in sequences)
-        return *required_columns(sequences, self.engine.chunk_steps), groups, len(sequences), shape, sampling
+        shape = self._batch.shape if self._batch else None
+        return server_demand(self.engine, self._plan, sequences), sampling, shape
 
     def _decode(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
         grown = batch.decode(self.engine.params)

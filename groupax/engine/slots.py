@@ -24,7 +24,7 @@ class Slots:
     Attributes:
         token: Token that is fed next.
         position: Position of that token in its sequence.
-        start: The slot's first column in the cache.
+        length: Number of tokens that the slot has fed, each of which has a column in the cache.
         key: PRNG key of the slot (see `sampling.row_keys`).
         remaining: Number of tokens that the slot may still sample; 0 for an idle slot.
         stop_ids: Tokens that end the sequence, padded with -1.
@@ -33,7 +33,7 @@ class Slots:
 
     token: Int[Array, "B"]
     position: Int[Array, "B"]
-    start: Int[Array, "B"]
+    length: Int[Array, "B"]
     key: UInt32[Array, "B 2"]
     remaining: Int[Array, "B"]
     stop_ids: Int[Array, "B E"]
@@ -45,7 +45,7 @@ def slot_table(num_slots: int, num_stop_ids: int, num_biased: int) -> np.ndarray
     columns = [
         ("token", "i4"),
         ("position", "i4"),
-        ("start", "i4"),
+        ("length", "i4"),
         ("key", "u4", 2),
         ("remaining", "i4"),
         ("stop_ids", "i4", num_stop_ids),
@@ -59,11 +59,11 @@ def slot_table(num_slots: int, num_stop_ids: int, num_biased: int) -> np.ndarray
     return table
 
 
-def fill(row: np.void, sequence: Sequence, column: int) -> None:
-    """Enters a sequence that starts at this column of the cache."""
+def fill(row: np.void, sequence: Sequence) -> None:
+    """Enters a sequence that starts."""
     row["token"] = sequence.prompt[-1]
     row["position"] = len(sequence.prompt) - 1
-    row["start"] = column
+    row["length"] = 0
     row["key"] = sequence.key
     row["remaining"] = sequence.params.max_tokens
     row["stop_ids"][: len(sequence.stop_ids)] = sequence.stop_ids

@@ -137,7 +137,11 @@ def json_numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 def is_measured(name: str) -> bool:
     """Returns whether a metric depends on measurements of the machine, so that it differs between identical runs."""
-    return name.startswith(("time/", "memory/", "health/")) or name in ("step_time", "mfu") or name.endswith("_per_s")
+    return (
+        name.startswith(("time/", "memory/", "health/", "compile/"))
+        or name in ("step_time", "mfu")
+        or name.endswith("_per_s")
+    )
 
 
 def window_mean(window: Sequence[Mapping[str, float]], definitions: MetricDefinitions = "groupax") -> Metrics:
@@ -151,7 +155,7 @@ def window_mean(window: Sequence[Mapping[str, float]], definitions: MetricDefini
         values = [metrics[name] for metrics in window if name in metrics]
         values = [value for value in values if not np.isnan(value)] or values
         kind = name.rpartition("/")[2]
-        if name in ("step", "epoch", "num_tokens", "learning_rate"):
+        if name in ("step", "epoch", "num_tokens", "learning_rate") or name.startswith("compile/"):
             merged[name] = values[-1]
         elif definitions != "trl" and (kind.startswith("min_") or kind.endswith("_min")):
             merged[name] = min(values)

@@ -3,13 +3,15 @@
 import functools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 
 from jax import monitoring
 
 REQUESTED = "/jax/compilation_cache/compile_requests_use_cache"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 STAGES = {COMPILED, "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration"}
+# The functions that run all layers of a model or update all weights, whose compilation takes seconds.
+LARGE_PROGRAMS = ("admit", "decode_chunk", "micro_step", "score", "apply_update")
 CACHE_READ_S = 0.5  # reading a program back from the cache takes less
 MAX_NESTED_STAGES = 1000  # traced functions within one function
 
@@ -19,10 +21,12 @@ class Compilation:
 
     Attributes:
         seconds: Time spent so far.
+        programs: Number of programs so far, by the name of the function.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.programs: Counter[str] = Counter()
         self._requested_s: dict[int, float] = {}  # by thread
         self._stages: dict[int, deque[tuple[float, float]]] = {}  # by thread: start and seconds, without nested ones
         monitoring.register_event_listener(self._on_event)
@@ -38,10 +42,21 @@ class Compilation:
         if event == REQUESTED:
             self._requested_s[threading.get_ident()] = time.monotonic()
 
-    def _on_duration(self, event: str, duration_secs: float, **_: object) -> None:
+    @property
+    def num_programs(self) -> int:
+        """Number of programs so far."""
+        return self.programs.total()
+
+    @property
+    def num_large_programs(self) -> int:
+        """Number of programs so far that run the model's layers or update its weights."""
+        return sum(self.programs[name] for name in LARGE_PROGRAMS)
+
+    def _on_duration(self, event: str, duration_secs: float, **kwargs: object) -> None:
         thread = threading.get_ident()
         if event == COMPILED:
             self._requested_s.pop(thread, None)
+            self.programs[str(kwargs.get("fun_name")).removeprefix("jit(").removesuffix(")")] += 1
         if event in STAGES:
             start_s = time.monotonic() - duration_secs
             stages = self._stages.setdefault(thread, deque(maxlen=MAX_NESTED_STAGES))

@@ -8,16 +8,7 @@ from jax.sharding import Mesh
 
 from groupax.engine.ahead_of_time import Tracer
 from groupax.engine.cache import cache_dtype, token_bytes
-from groupax.engine.plan import (
-    CACHE_COLUMNS,
-    CHUNK_STEPS,
-    FREE_FRAC,
-    CacheShape,
-    Plan,
-    bucket,
-    longest_columns,
-    piece_columns,
-)
+from groupax.engine.plan import CHUNK_STEPS, FREE_FRAC, CacheShape, Demand, Plan, piece_size
 from groupax.models.adapted import apply_adapter
 from groupax.models.quantize import decoding_params
 from groupax.models.split import partition_specs
@@ -72,14 +63,14 @@ def trace_rollout(
     tracer = Tracer(config, mesh, params, kv_dtype, CHUNK_STEPS)
     per_shard, num_chunks = -(-num_rows // num_data_shards(mesh)), -(-longest[1] // CHUNK_STEPS)
     num_prompts, num_waves = -(-per_shard // shape.share), -(-per_shard // shape.num_slots)
-    together, sampling = shape.max_prompts, sampling_kind([args.part(SamplingParams)])
-    trace_admit = partial(tracer.admit, shape, (together, shape.num_prompt_columns))
-    trace_decode = partial(tracer.decode_chunk, shape, sampling)
-    own_heads = config.num_heads // mesh.shape["tp"]
-    num_pieces = shape.num_prompt_columns // piece_columns(together, shape.num_prompt_columns, own_heads)
+    sampling = sampling_kind([args.part(SamplingParams)])
+    trace_admit, trace_decode = partial(tracer.admit, shape), partial(tracer.decode_chunk, shape, sampling)
+    own_heads, columns = config.num_heads // mesh.shape["tp"], shape.num_prompt_columns
+    piece = piece_size(shape.max_prompts, columns, own_heads, model_state.platform)
+    num_pieces = -(-min(num_prompts, shape.max_prompts) // piece[0]) * (columns // piece[1])
     arguments = {**({"rollout weights": params} if kept else model_state.own), "kv cache": tracer.cache(shape)}
     programs = [
-        Program("admit", trace_admit, arguments, -(-num_prompts // min(together, shape.num_prompt_slots)), num_pieces),
+        Program("admit", trace_admit, arguments, -(-num_prompts // shape.max_prompts), num_pieces),
         Program("decode_chunk", trace_decode, arguments, num_waves * num_chunks, CHUNK_STEPS),
     ]
     return programs, shape, device_bytes({"weights": gathered}) - device_bytes({"weights": given}) if gathers else 0.0
@@ -90,15 +81,14 @@ def _cache_shape(
 ) -> CacheShape:
     """Returns the largest shape of a data shard's cache that the engine would choose with this much free memory."""
     config, args, num_shards = model_state.config, model_state.args, num_data_shards(mesh)
-    most_columns = longest_columns(*longest, CHUNK_STEPS)
+    demand = Demand((args.num_generations,) * (num_rows // args.num_generations), longest[0] - 1, longest[1])
     budget = FREE_FRAC * free if args.kv_cache_gb is None else args.kv_cache_gb * 1e9
     num_tokens = int(min(budget, _UNLIMITED) / token_bytes(config, kv_dtype, mesh.shape["tp"]))
     allowed = Plan(num_tokens, config.num_layers, args.max_concurrent_rows)
     try:
-        groups = [args.num_generations] * (num_rows // args.num_generations)
-        shape = allowed.first_shape(groups, num_shards, most_columns)
+        shape = allowed.first_shape(demand, num_shards)
     except ValueError as error:
         text = f"{free / 1e9:.1f} GB of a device are left for a rollout's keys and values: {error}"
         raise DoesNotFitError(text, in_rollout=True) from error
-    columns = bucket(-(-longest[1] // CHUNK_STEPS) * CHUNK_STEPS, CACHE_COLUMNS)
+    columns = allowed.smallest_shape(demand).num_columns
     return allowed.smaller(CacheShape(shape.num_slots, shape.share, shape.num_prompt_columns, columns))

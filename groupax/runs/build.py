@@ -14,6 +14,7 @@ from groupax.data.examples import Examples
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
+from groupax.engine.plan import Demand
 from groupax.models.checkpoint import Model, load_model, reshard
 from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
@@ -195,11 +196,17 @@ def learner_settings(args: GRPOConfig) -> LearnerSettings:
 
 
 def engine_for(
-    args: GRPOConfig, model: Model, params: Params, eos_ids: tuple[int, ...], tokenizer: Any = None
+    args: GRPOConfig,
+    model: Model,
+    params: Params,
+    eos_ids: tuple[int, ...],
+    tokenizer: Any = None,
+    expected: Demand | None = None,
 ) -> Engine:
     """Returns the engine of this process with the weights `params`.
 
-    It receives the tokenizer if there are stop strings, which it searches in the decoded text.
+    It receives the tokenizer if there are stop strings, which it searches in the decoded text, and what the largest
+    rollout needs, if that is known, so that all rollouts are decoded by the same programs.
     """
     return Engine(
         model.config,
@@ -212,6 +219,7 @@ def engine_for(
         kv_dtype=None if args.kv_cache_dtype == "same" else args.kv_cache_dtype,
         weights=args.decoding_weights,
         tp=args.decoding_tp,
+        expected=expected,
     )
 
 

@@ -74,7 +74,9 @@ class RunLog:
         self.first_row = 0  # of the last rollout, in `rollouts`
         self.totals_before = 0.0, 0.0  # sampled tokens and seconds at the end of the last step
         self.started_s = self.step_started_s = time.perf_counter()
-        self.compiled_before_s = compilation().seconds
+        compiled = compilation()
+        self.compiled_before_s = compiled.seconds
+        self.compiled_at_start = compiled.seconds, compiled.num_programs, compiled.num_large_programs
 
     @property
     def rollout_tokens_per_s(self) -> float:
@@ -178,8 +180,14 @@ class RunLog:
         self._events.sinks = self._earlier_sinks
 
     def _with_measurements(self, step: int, metrics: Metrics) -> Metrics:
-        now_s, compiled_s = time.perf_counter(), compilation().seconds
+        now_s, compiled = time.perf_counter(), compilation()
+        compiled_s = compiled.seconds
         times = {"step_time": now_s - self.step_started_s, "time/compile_s": compiled_s - self.compiled_before_s}
+        times |= {
+            "compile/total_s": compiled_s - self.compiled_at_start[0],
+            "compile/num_programs": float(compiled.num_programs - self.compiled_at_start[1]),
+            "compile/num_large_programs": float(compiled.num_large_programs - self.compiled_at_start[2]),
+        }
         self.step_started_s, self.compiled_before_s = now_s, compiled_s
         metrics = with_logged({"step": float(step), **metrics, **times}, self.rollout_metrics) | self.memory()
         return metrics | self.diagnostics.measure(metrics)

@@ -15,6 +15,7 @@ from groupax.data.examples import Examples, describe_source, load_examples
 from groupax.data.prompts import PromptSet
 from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import eos_token_ids
+from groupax.engine.plan import Demand
 from groupax.evaluation.evaluate import find_correctness_reward
 from groupax.evaluation.sets import named_sets
 from groupax.events import (
@@ -187,7 +188,9 @@ class Run:
         if self._model.adapter is not None and self.learner.frozen is not None:
             adapter = replace(self._model.adapter, frozen=self.learner.frozen)  # frees those loaded in another dtype
             self._model = replace(self._model, params=apply_adapter(adapter.frozen, adapter.trained), adapter=adapter)
-        self.engine = engine_for(args, self._model, self.learner.policy, self.eos_ids, self.tokenizer)
+        groups = (args.num_generations,) * self.schedule.prompts_per_rollout
+        expected = Demand(groups, longest[0] - 1, longest[1])
+        self.engine = engine_for(args, self._model, self.learner.policy, self.eos_ids, self.tokenizer, expected)
         self.collector = Collector(
             args,
             self.schedule,

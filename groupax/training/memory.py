@@ -75,8 +75,10 @@ class UpdateMemory:
         if choice != "auto":
             return choice
         tokens = max(self.longest_row, micro_batch_tokens or EFFICIENT_MICRO_BATCH_TOKENS)
-        fitting = (way for way in LEAST_FIRST if tokens * self.bytes_per_token(way) <= 0.5 * self.free_bytes)
-        return next(fitting, LEAST_FIRST[-1])
+        for way in LEAST_FIRST:
+            if tokens * self.bytes_per_token(way) <= 0.5 * self.free_bytes:
+                return way
+        return "full"
 
     def check_longest_row(self) -> None:
         """Checks that the longest row fits if the backward pass recomputes everything.

@@ -26,8 +26,8 @@ HALVINGS = (0, 1, 2, 3)
 # How often groups are split before a list of sizes is given up.
 MAX_SPLITS = 24
 # By how much known shapes that fit may cost more than a new one: a share of the step and a number of tokens, times the
-# square of the number of known shapes. Compiling takes seconds, and small steps take less.
-COMPILE_FRAC, COMPILE_TOKENS = 0.01, 40
+# square of the number of shapes before it. Compiling takes seconds, and small steps take less.
+COMPILE_FRAC, COMPILE_TOKENS = 0.03, 120
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,8 @@ def plan_micro_batches(
     def total_cost(plan: list[MicroBatchPlan]) -> float:
         new = {each.shape for each in plan} - set(known)
         cost = sum(attention_cost.cost(each.shape) + MICRO_BATCH_COST for each in plan)
-        return cost + len(known) ** 2 * (COMPILE_FRAC * cost + COMPILE_TOKENS) * len(new)
+        squares = sum(index**2 for index in range(len(known), len(known) + len(new)))
+        return cost + squares * (COMPILE_FRAC * cost + COMPILE_TOKENS)
 
     return min(plans, key=total_cost)
 
