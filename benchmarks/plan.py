@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_05B, show
 
 from groupax.planning.devices import prepare
-from groupax.planning.tables import KINDS
+from groupax.planning.tables import KINDS, milliseconds
 
 QWEN_7B: dict[str, Any] = {
     **QWEN_05B,
@@ -121,7 +121,7 @@ def markdown(plan: Mapping[str, Any]) -> str:
         sizes = [each["memory"].get(kind, 0.0) / 1e9 for kind in kinds]
         cells = [f"{size:.2f}" if size >= 0.005 else "" for size in sizes]
         kernels = [f"{each['kernels']:,.0f}"] if has_kernels else []
-        least = f"{1e3 * each['seconds'][bound]:,.3g} ms, {bound}" if each["seconds"][bound] >= 5e-5 else ""
+        least = f"{milliseconds(each['seconds'][bound])}, {bound}" if each["seconds"][bound] >= 5e-5 else ""
         rows.append([f"`{each['name']}`", *cells, f"{each['total'] / 1e9:.2f}", str(each["runs"]), *kernels, least])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

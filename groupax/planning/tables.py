@@ -162,7 +162,12 @@ def _work_table(plan: Plan) -> list[str]:
 def _least(program: Measured, chip: Chip) -> list[str]:
     seconds = program.seconds(chip)
     bound = max(seconds, key=lambda name: seconds[name])
-    return [f"{seconds[bound] * 1e3:.3g} ms", bound if seconds[bound] else "-"]
+    return [milliseconds(seconds[bound]), bound if seconds[bound] else "-"]
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns a time in milliseconds, with three digits or to the millisecond."""
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _least_time(plan: Plan, chip: Chip) -> str:
