@@ -111,8 +111,9 @@ def test_fewer_rows_than_shards():
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("mean", [20, pytest.param(96, marks=pytest.mark.long)])
-def test_over_many_steps_padding_is_little_and_shapes_are_few(mean):
-    rng = np.random.default_rng(2)
+@pytest.mark.parametrize("seed", [2, 5])
+def test_over_many_steps_padding_is_little_and_shapes_are_few(mean, seed):
+    rng = np.random.default_rng(seed)
     shapes, padding, counts = [], [], []
     for _ in range(50):
         rows, real = [], 0
@@ -126,8 +127,8 @@ def test_over_many_steps_padding_is_little_and_shapes_are_few(mean):
         padding.append(1 - real / sum(part.num_tokens for part in packed))
         counts.append(len(shapes))
     assert np.mean(padding) < 0.15
-    assert counts[-1] <= 8, counts
-    assert counts[-1] == counts[10], counts
+    assert counts[-1] <= 6, counts
+    assert counts[-1] - counts[10] <= 2, counts
 
 
 def test_sizes_come_in_steps():

@@ -195,7 +195,7 @@ cli.entry_point()
 @pytest.mark.heavy
 def test_the_train_command_on_a_terminal(tmp_path):
     argv = [sys.executable, "-m", "groupax", "train", "--recipe", "arithmetic", "--max_steps", "4"]
-    argv += ["--prompts_per_step", "4", "--num_generations", "4", "--output_dir", str(tmp_path / "run")]
+    argv += ["--prompts_per_step", "32", "--num_generations", "8", "--output_dir", str(tmp_path / "run")]
     with Terminal(argv, 80, environment={"XDG_CACHE_HOME": str(tmp_path)}) as terminal:
         for text in ("loading libraries", "to watch it", "evaluating before training: eval", "compiling", "sampling"):
             terminal.wait_for_text(text)

@@ -27,7 +27,7 @@ HALVINGS = (0, 1, 2, 3)
 MAX_SPLITS = 24
 # By how much known shapes that fit may cost more than a new one: a share of the step and a number of tokens, times the
 # square of the number of shapes before it. Compiling takes seconds, and small steps take less.
-COMPILE_FRAC, COMPILE_TOKENS = 0.03, 120
+COMPILE_FRAC, COMPILE_TOKENS = 0.02, 80
 
 
 @dataclass(frozen=True, eq=False)
