@@ -70,6 +70,9 @@ class GRPOTrainer(Run):
             it a model that has an adapter continues to train that one.
         listeners: Called with every event of the run (see `groupax.events`); one that returns True ends the run.
         progress: Display of the run; None takes the one that `progress_bar` names.
+        tools: Functions that the model may call (see docs/episodes.md). Their docstrings and type hints describe them.
+        environments: A class of environments, of which every episode gets one, or a function that creates one; or a
+            dict of several by the name in the dataset's column `environment`.
 
     Raises:
         ValueError: an argument or a setting would fail later.
@@ -107,6 +110,7 @@ class GRPOTrainer(Run):
                 self.progress,
                 PreemptionHandler(watch, processes.first_not_none if several else None) as stop,
                 self.reward_runner,
+                self.rules.runner or nullcontext(),
                 self.pipeline or nullcontext(),
             ):
                 self.engine.before_chunk = stop.check if several else None
@@ -251,7 +255,7 @@ class GRPOTrainer(Run):
         params = params or eval_params(self.args)
         step = self.cursor.step
         when = "after training" if step >= self.num_steps else f"at step {step}" if step else "before training"
-        with self.progress, self.reward_runner as runner:
+        with self.progress, self.rules.runner or nullcontext(), self.reward_runner as runner:
             self._introduce()
             runner.state = self.collector.trainer_state(self.cursor)
             inputs = self.tokenizer, runner, self.reward_weights
@@ -264,6 +268,7 @@ class GRPOTrainer(Run):
                     self.correctness_reward,
                     self.emit,
                     f"evaluating {when}: {name}",
+                    self.rules,
                 )
                 for name, prompts in self.eval_prompts.items()
             }

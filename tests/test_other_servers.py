@@ -18,7 +18,7 @@ from groupax.engine.engine import new_sequences
 from groupax.errors import RunError
 from groupax.parallel.preemption import RolloutCancelled
 from groupax.rewards import RewardError
-from groupax.rollouts.sampler import rollout
+from groupax.episodes.play import play_episodes
 from groupax.serve import client
 from groupax.serve.client import RemoteSampler
 from groupax.serve.remote import RemoteServer
@@ -296,7 +296,7 @@ def sampler_for(folder, address, tmp_path):
 def completions(sampler, params=PARAMS):
     prompts = [np.array([4, 5, 6]), np.array([7, 8])]
     examples = [{"prompt": ""} for _ in prompts]
-    groups = rollout(sampler, a_tokenizer(eos_token="<eos>"), examples, prompts, params, step=1)
+    groups = play_episodes(sampler, a_tokenizer(eos_token="<eos>"), examples, prompts, params, step=1)
     return [row for group in sorted(groups, key=lambda group: group[0].prompt_index) for row in group]
 
 

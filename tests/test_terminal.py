@@ -25,7 +25,7 @@ import logging, sys, warnings
 import numpy as np
 from groupax.events import Message, PhaseAdvanced, PhaseStarted, RolloutScored, RunDescribed, StepEnded
 from groupax.runs.progress.rich import Rich
-from groupax.rollouts.sampler import Rollout
+from groupax.types import Rollout
 
 def rollout(index, text):
     none = np.zeros(0)

@@ -17,7 +17,7 @@ from groupax.models.lora import LoRAConfig, adapter_specs
 from groupax.models.named_tensors import host_tensors, param_leaves, replace_tensors, trained_params
 from groupax.models.peft_format import adapter_config_dict
 from groupax.models.specs import model_specs
-from groupax.rollouts.sampler import rollout
+from groupax.episodes.play import play_episodes
 from groupax.serve.app import Limits, create_app
 from groupax.serve.client import RemoteSampler
 from groupax.serve.loop import EngineLoop
@@ -126,7 +126,7 @@ def servers():
 
 
 def groups_of(sampler, tokenizer, prompts, params=PARAMS, step=2):
-    groups = rollout(sampler, tokenizer, [{"prompt": ""} for _ in prompts], prompts, params, step)
+    groups = play_episodes(sampler, tokenizer, [{"prompt": ""} for _ in prompts], prompts, params, step)
     return sorted(groups, key=lambda group: group[0].prompt_index)
 
 

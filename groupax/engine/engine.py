@@ -187,12 +187,14 @@ class Engine(EngineCore):
         Raises:
             ValueError: The memory for keys and values does not hold two of the longest sequences.
         """
-        session = Session(self)
+        session = self.session()
         session.submit(sequences)
         while session.busy:
-            if self.before_chunk is not None:
-                self.before_chunk()
             yield from session.step()
+
+    def session(self) -> Session:
+        """Returns a new session, in which further sequences can be submitted while others run."""
+        return Session(self)
 
     def warmup(self, prompt_length: int, params: SamplingParams | None = None, num_prompts: int = 1) -> int:
         """Compiles the programs for a request of this shape by running it on dummy prompts; returns `num_programs`."""

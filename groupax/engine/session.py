@@ -104,6 +104,8 @@ class Session:
         Must be exhausted before the next step. A preempted sequence is reported again only when it is longer than
         before; if it is cancelled by then, the number is negative.
         """
+        if self.engine.before_chunk is not None:
+            self.engine.before_chunk()
         yield from self._cancelled_before_start()
         has_new = self._has_new_programs
         if self.programs is not None and has_new:
@@ -124,6 +126,11 @@ class Session:
             self.programs.request(batch.missing_programs())
         if not batch.scheduler.busy:
             self._batch = None
+
+    def close(self) -> None:
+        """Drops everything that waits or runs."""
+        self._pending.clear()
+        self._batch = None
 
     def _free_cancelled(self, batch: Batch) -> Iterator[tuple[Sequence, int]]:
         cancelled = batch.scheduler.cancelled()

@@ -16,7 +16,8 @@ from groupax.metrics.estimates import Estimate
 from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
-from groupax.rollouts.sampler import rollout
+from groupax.episodes.play import play_episodes
+from groupax.episodes.rules import SINGLE_TURNS, Rules
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
 from groupax.types import Metrics
@@ -79,6 +80,7 @@ def evaluate(
     correctness_reward: str | None = None,
     emit: Emit = ignore,
     phase: str = "evaluating",
+    rules: Rules = SINGLE_TURNS,
 ) -> SetEvaluation:
     """Samples `params.n` completions of every prompt and scores them.
 
@@ -92,11 +94,12 @@ def evaluate(
         correctness_reward: Reward whose 1 means that a completion is correct; None leaves out pass@k and maj@k.
         emit: Receives the phases of sampling and scoring.
         phase: Name of the sampling phase.
+        rules: Tools and environments of episodes.
 
     Raises:
         RewardError: A call failed, and the runner's settings are to raise.
     """
-    groups = rollout(engine, tokenizer, prompts.examples, prompts.token_ids, params, step=0)
+    groups = play_episodes(engine, tokenizer, prompts.examples, prompts.token_ids, params, step=0, rules=rules)
     scored = score_groups(counted(groups, emit, phase, len(prompts), f"{phase}, scoring"), runner)
     names = [reward.name for reward in runner.rewards]
     items = make_items(scored.groups, names, weights, correctness_reward)

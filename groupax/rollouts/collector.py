@@ -26,7 +26,9 @@ from groupax.objective.advantages import Advantages, find_advantage_estimator, g
 from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
-from groupax.rollouts.sampler import PolicySampler, Sampler, rollout
+from groupax.engine.sampler import PolicySampler, Sampler
+from groupax.episodes.play import play_episodes
+from groupax.episodes.rules import Rules
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.settings.sampling import SamplingParams
@@ -48,6 +50,7 @@ class Collector:
         reward_weights: Weight of each reward function.
         correctness_reward: Name of the function whose 1.0 means solved, if any.
         num_steps: Number of optimizer steps of the run.
+        rules: Tools and environments of episodes.
         emit: Receives the phases of sampling and scoring.
     """
 
@@ -63,12 +66,13 @@ class Collector:
         reward_weights: np.ndarray,
         correctness_reward: str | None,
         num_steps: int,
+        rules: Rules,
         emit: Emit,
     ) -> None:
         self.args, self.schedule, self.prompts, self.tokenizer = args, schedule, prompts, tokenizer
         self.engine, self.learner, self.runner = engine, learner, runner
         self.reward_weights, self.correctness_reward, self.num_steps = reward_weights, correctness_reward, num_steps
-        self.emit = emit
+        self.rules, self.emit = rules, emit
 
     def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
         """Returns a rollout by the learner's policy, ready for updates (see `sample` and `scored`).
@@ -160,7 +164,7 @@ class Collector:
         args = self.args
         visited = self.visited(cursor.num_prompts + first, count)
         self.runner.state = self.trainer_state(cursor)
-        groups = rollout(
+        groups = play_episodes(
             engine,
             self.tokenizer,
             [self.prompts.examples[i] for i in visited],
@@ -169,6 +173,7 @@ class Collector:
             step=cursor.num_rollouts,
             policy_version=policy_version,
             first_prompt=first,
+            rules=self.rules,
         )
         try:
             with closing(groups):  # on an error too, which keeps them: servers would go on

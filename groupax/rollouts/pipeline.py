@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from groupax.engine.engine import Engine
@@ -22,7 +22,7 @@ from groupax.engine.sequence import Sequence
 from groupax.models.specs import Params
 from groupax.parallel.fair_lock import FairLock
 from groupax.rollouts.collector import Collector
-from groupax.rollouts.sampler import Cancellable, Sampler
+from groupax.engine.sampler import Cancellable, Sampler, SamplingSession
 from groupax.rollouts.state import Cursor, Experience
 
 
@@ -174,17 +174,28 @@ class _LockedSampler:
         self.ended: threading.Event | None = None
         self.sequences = engine.sequences
 
-    def stream(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-        if isinstance(self.engine, Engine):
-            lock, updates = self.device_lock, self.engine.updates(sequences)
-        else:
-            lock, updates = nullcontext(), ((sequence, 0) for sequence in self.engine.stream(sequences))
-        while True:
-            with lock:
-                update = next(updates, None)
-            if update is None:
-                break
-            if update[0].finish_reason:
-                yield update[0]
-        if self.ended is not None:
-            self.ended.set()
+    def session(self) -> SamplingSession:
+        session = self.engine.session()
+        return _LockedSession(session, self.device_lock if isinstance(self.engine, Engine) else nullcontext(), self)
+
+
+class _LockedSession:
+    """A session whose steps hold a lock."""
+
+    def __init__(self, session: SamplingSession, lock: AbstractContextManager[object], sampler: _LockedSampler) -> None:
+        self._session, self._lock, self._sampler = session, lock, sampler
+        self.submit = session.submit
+
+    @property
+    def busy(self) -> bool:
+        return self._session.busy
+
+    def step(self) -> Iterator[tuple[Sequence, int]]:
+        with self._lock:
+            yielded = list(self._session.step())
+        yield from yielded
+
+    def close(self) -> None:
+        self._session.close()
+        if self._sampler.ended is not None:
+            self._sampler.ended.set()

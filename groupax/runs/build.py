@@ -25,7 +25,8 @@ from groupax.parallel import processes
 from groupax.parallel.mesh import make_mesh
 from groupax.parallel.peak import free_memory_bytes
 from groupax.rollouts.collector import sampling_params
-from groupax.rollouts.sampler import PolicySampler
+from groupax.engine.sampler import PolicySampler
+from groupax.episodes.rules import Rules, make_rules
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.settings import environment as env
 from groupax.settings.compute import mesh_sizes
@@ -149,11 +150,25 @@ def tokenizer_for(args: GRPOConfig, model: Model, given: Any) -> Any:
     return load_tokenizer(model.source, args.chat_template)
 
 
+def rules_for(args: GRPOConfig, tokenizer: Any, tools: Sequence[Any], environments: Any) -> Rules:
+    """Returns the rules of the run's episodes.
+
+    Raises:
+        ValueError: a tool, an environment or the chat template cannot be used, or the run has several processes.
+    """
+    if (tools or environments) and processes.num_processes() > 1:
+        raise ValueError(
+            f"tools and environments need a run of one process, and this one has {processes.num_processes()}"
+        )
+    return make_rules(tokenizer, args.part(EpisodeSettings), tools, environments, args.chat_template_kwargs)
+
+
 def prompts_for(
     args: GRPOConfig,
     model: Model,
     tokenizer: Any,
     examples: Examples,
+    rules: Rules,
     max_completion_length: int | None = None,
     dataset: str = "",
 ) -> PromptSet:
@@ -164,6 +179,7 @@ def prompts_for(
         model: Model whose context prompts and completions share.
         tokenizer: Its tokenizer.
         examples: Rows with a column `prompt`.
+        rules: Tools that prompts describe.
         max_completion_length: Limit of evaluations, if they have their own.
         dataset: Name of the examples in errors.
 

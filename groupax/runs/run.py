@@ -16,6 +16,7 @@ from groupax.data.prompts import PromptSet
 from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import eos_token_ids
 from groupax.engine.plan import Demand
+from groupax.episodes.rewards import environment_rewards
 from groupax.evaluation.evaluate import find_correctness_reward
 from groupax.evaluation.sets import named_sets
 from groupax.events import (
@@ -38,6 +39,7 @@ from groupax.parallel.compilation import compilation
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.parallel.runtime import configure_jax
 from groupax.parallel.transfer import to_host_on_primary
+from groupax.rewards.contract import Reward
 from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
 from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.collector import Collector
@@ -53,6 +55,7 @@ from groupax.runs.build import (
     lora_for,
     model_for,
     prompts_for,
+    rules_for,
     sampler_for,
     tokenizer_for,
 )
@@ -85,7 +88,7 @@ class Run:
     def __init__(
         self,
         model: str | Path | Model,
-        reward_funcs: Any,
+        reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -94,6 +97,8 @@ class Run:
         peft_config: Any = None,
         listeners: Sequence[Listener] = (),
         progress: Progress | None = None,
+        tools: Sequence[Any] = (),
+        environments: Any = None,
     ) -> None:
         self.args = args = args or GRPOConfig()
         configure_jax()
@@ -110,7 +115,8 @@ class Run:
         check_objective(args)
         lora = lora_for(args, peft_config)
         train_examples, eval_examples = self._load_data(train_dataset, eval_dataset)
-        self._load_rewards(reward_funcs, reward_processing_classes, train_examples, eval_examples)
+        own = environment_rewards(environments)
+        self._load_rewards(reward_funcs, reward_processing_classes, train_examples, eval_examples, own)
         self._open_folder()
         self.emit(PhaseStarted("loading the model"))
         self._load_model(model, lora)
@@ -118,7 +124,8 @@ class Run:
         self.tokenizer = tokenizer_for(args, self._model, processing_class)
         self.eos_ids = eos_token_ids(self.tokenizer, self._model.generation_config, self._model.hf_config)
         source = describe_source(train_dataset, "train_dataset")
-        self.prompts = prompts_for(args, self._model, self.tokenizer, train_examples, dataset=source)
+        self.rules = rules_for(args, self.tokenizer, tools, environments)
+        self.prompts = prompts_for(args, self._model, self.tokenizer, train_examples, self.rules, dataset=source)
         self.eval_prompts = {name: self._encode_eval_prompts(name, each) for name, each in eval_examples.items()}
         self.emit(PhaseStarted("preparing the devices"))
         self.schedule = self.make_schedule()
@@ -151,10 +158,19 @@ class Run:
         return train_examples, eval_examples
 
     def _load_rewards(
-        self, functions: Any, tokenizers: Any, train_examples: Examples, eval_examples: Mapping[str, Examples]
+        self,
+        functions: Any,
+        tokenizers: Any,
+        train_examples: Examples,
+        eval_examples: Mapping[str, Examples],
+        own: Sequence[Reward],
     ) -> None:
         args, columns = self.args, [name for name in train_examples[0] if name != "prompt"]
-        self.rewards = resolve_rewards(functions, columns, tokenizers)
+        given = [] if functions is None and own else resolve_rewards(functions, columns, tokenizers)
+        clashes = {reward.name for reward in given} & {reward.name for reward in own}
+        if clashes:
+            raise ValueError(f"a reward function and an environment are both named {', '.join(clashes)}; rename one")
+        self.rewards = [*given, *own]
         for name, examples in eval_examples.items():
             check_columns(self.rewards, columns, examples[0], f"eval_dataset {name!r}")
         self.reward_runner = RewardRunner(self.rewards, args)
@@ -179,7 +195,7 @@ class Run:
 
     def _encode_eval_prompts(self, name: str, examples: Examples) -> PromptSet:
         length, name = self.args.eval_max_completion_length, f"eval_dataset {name!r}"
-        return prompts_for(self.args, self._model, self.tokenizer, examples, length, name)
+        return prompts_for(self.args, self._model, self.tokenizer, examples, self.rules, length, name)
 
     def _build_parts(self) -> None:
         args = self.args
@@ -190,6 +206,8 @@ class Run:
             self._model = replace(self._model, params=apply_adapter(adapter.frozen, adapter.trained), adapter=adapter)
         groups = (args.num_generations,) * self.schedule.prompts_per_rollout
         expected = Demand(groups, longest[0] - 1, longest[1])
+        if self.rules.runner is not None:  # later turns have prompts of their own, with the turns before them
+            expected = Demand((1,) * sum(groups), sum(longest) - 1, longest[1])
         self.engine = engine_for(args, self._model, self.learner.policy, self.eos_ids, self.tokenizer, expected)
         self.collector = Collector(
             args,
@@ -202,6 +220,7 @@ class Run:
             self.reward_weights,
             self.correctness_reward,
             self.num_steps,
+            self.rules,
             ignore if args.max_staleness else self.emit,  # asynchronous rollouts are sampled in other threads
         )
         self.pipeline = Pipeline(self.collector, args.max_staleness, self.num_steps) if args.max_staleness else None

@@ -1,7 +1,7 @@
 """Remote sampling in a run of several processes: only the primary process sends requests."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ UPDATED_FIELDS = ("tokens", "policy_logps", "sampler_logps", "versions", "text",
 
 
 class BroadcastSampler:
-    """A `rollouts.sampler.PolicySampler` that samples on servers in the primary process and broadcasts the completions.
+    """A `engine.sampler.PolicySampler` that samples on servers in the primary process and broadcasts the completions.
 
     Args:
         sampler: Samples on the servers.
@@ -40,24 +40,16 @@ class BroadcastSampler:
         """Returns unstarted sequences (see `Engine.sequences`)."""
         return self._sampler.sequences(prompts, params, step, first_prompt)
 
-    def stream(self, sequences: Iterable[Completion]) -> Iterator[Completion]:
-        """Runs sequences to their ends and yields them when all are finished. All processes must call this.
-
-        Raises:
-            RunError: see `RemoteSampler.stream`; raised in all processes.
-        """
+    def session(self) -> "BroadcastSession":
+        """Returns a new session. All processes must submit the same sequences to it."""
         if self.params is not self._sent:
             copies = self._copied(self.params)
             if processes.is_primary():
                 self._sampler.params = copies
             self._sent = self.params
-        sequences = list(sequences)
-        for index, values in processes.run_on_primary(lambda: self._sample(sequences)):
-            for name, value in zip(UPDATED_FIELDS, values, strict=True):
-                setattr(sequences[index], name, value)
-            yield sequences[index]
+        return BroadcastSession(self.sample)
 
-    def _sample(self, sequences: list[Completion]) -> list[tuple[int, list[Any]]]:
+    def sample(self, sequences: list[Completion]) -> list[tuple[int, list[Any]]]:
         """Samples, and returns the index and the new values of each sequence, in the order in which they finish."""
         indices = {id(sequence): index for index, sequence in enumerate(sequences)}
         finished = self._sampler.stream(sequences)
@@ -79,3 +71,40 @@ class BroadcastSampler:
         result = jax.tree.map(copied, params)
         self._copies = copies
         return result
+
+
+class BroadcastSession:
+    """Sequences that the primary process samples, all that wait in each step: a `engine.sampler.SamplingSession`.
+
+    Args:
+        sample: Samples sequences in the primary process (see `BroadcastSampler.sample`).
+    """
+
+    def __init__(self, sample: Callable[[list[Completion]], list[tuple[int, list[Any]]]]) -> None:
+        self._sample = sample
+        self._pending: list[Completion] = []
+
+    @property
+    def busy(self) -> bool:
+        """True while any sequence waits."""
+        return bool(self._pending)
+
+    def submit(self, sequences: Iterable[Completion]) -> None:
+        """Adds unstarted sequences."""
+        self._pending += sequences
+
+    def step(self) -> Iterator[tuple[Completion, int]]:
+        """Runs all sequences to their ends and yields them with their numbers of tokens.
+
+        Raises:
+            RunError: see `RemoteSampler.stream`; raised in all processes.
+        """
+        sequences, self._pending = self._pending, []
+        for index, values in processes.run_on_primary(lambda: self._sample(sequences)):
+            for name, value in zip(UPDATED_FIELDS, values, strict=True):
+                setattr(sequences[index], name, value)
+            yield sequences[index], len(sequences[index].tokens)
+
+    def close(self) -> None:
+        """Drops what waits."""
+        self._pending.clear()

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
 from dataclasses import fields
 from http import HTTPStatus
@@ -38,10 +38,11 @@ NUM_SENDERS = 2  # threads that send pieces: one computes checksums while the se
 PIECE_ATTEMPTS = 4
 RETRIED = (429, 500, 502, 503, 504)  # statuses after which the request is repeated, here or on another server
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
+LONGEST_STEP_S = 0.05  # of waiting for a request, after which a session's user may submit others
 
 
 class RemoteSampler:
-    """Samples completions on servers with the current weights: a `rollouts.sampler.PolicySampler`.
+    """Samples completions on servers with the current weights: a `engine.sampler.PolicySampler`.
 
     The same seed gives the completions of an `Engine` in this process, independent of which server samples which.
     Other programs' servers have their own arithmetic and randomness (see `serve.vllm_sglang`).
@@ -81,7 +82,7 @@ class RemoteSampler:
         self._foreign: dict[RemoteServer, ForeignServer | None] = {}  # None for servers of groupax
         self._settings = None if adapter is None else adapter_config_dict(adapter, config)
         self._specs = model_specs(config) if adapter is None else adapter_specs(config, adapter.config)
-        self._rollouts: set[_RolloutRequests] = set()
+        self.begun: set[_RolloutRequests] = set()
         self.version = 0
         self._params: Params | None = None
         self.params = params
@@ -116,29 +117,22 @@ class RemoteSampler:
             RunError: no server can sample, or the servers do not fit the model.
             RolloutCancelled: `cancel` was called.
         """
-        groups: dict[int, list[Completion]] = {}
-        for sequence in sequences:
-            groups.setdefault(sequence.prompt_index, []).append(sequence)
-        if not groups:
-            return
-        requests = _RolloutRequests()
-        self._rollouts.add(requests)
-        pool = ThreadPoolExecutor(min(len(groups), MAX_REQUESTS), thread_name_prefix="rollout")
-        try:
-            work = [pool.submit(self._complete, *item, requests) for item in enumerate(groups.values())]
-            for done in as_completed(work):
-                yield from done.result()
-        finally:
-            self._rollouts.discard(requests)
-            requests.cancel()
-            pool.shutdown(wait=False, cancel_futures=True)
+        with closing(self.session()) as session:
+            session.submit(sequences)
+            while session.busy:
+                for sequence, _ in session.step():
+                    yield sequence
+
+    def session(self) -> "RemoteSession":
+        """Returns a new session, in which further sequences can be submitted while others run."""
+        return RemoteSession(self)
 
     def cancel(self) -> None:
         """Cancels everything under way, whose consumers get a `RolloutCancelled`. From any thread."""
-        for requests in list(self._rollouts):
+        for requests in list(self.begun):
             requests.cancel()
 
-    def _complete(self, number: int, group: list[Completion], requests: "_RolloutRequests") -> list[Completion]:
+    def complete(self, number: int, group: list[Completion], requests: "_RolloutRequests") -> list[Completion]:
         """Samples a prompt's completions on the server of this number, or on the next ones."""
         silent_since_s: float | None = None
         attempt, wait_s = 0, FIRST_WAIT_S
@@ -299,6 +293,53 @@ class RemoteSampler:
         return server.request(
             "POST", f"{path}/commit"
         )  # a new connection: the other one may have been idle for too long
+
+
+class RemoteSession:
+    """The requests of a rollout, one per prompt: a `engine.sampler.SamplingSession`.
+
+    Args:
+        sampler: Sends the requests.
+    """
+
+    def __init__(self, sampler: RemoteSampler) -> None:
+        self._sampler, self._requests = sampler, _RolloutRequests()
+        sampler.begun.add(self._requests)
+        self._pool = ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="rollout")
+        self._work: set[Future[list[Completion]]] = set()
+        self._num_submitted = 0
+
+    @property
+    def busy(self) -> bool:
+        """True while any sequence waits or runs."""
+        return bool(self._work)
+
+    def submit(self, sequences: Iterable[Completion]) -> None:
+        """Adds unstarted sequences; those of one prompt are one request."""
+        groups: dict[int, list[Completion]] = {}
+        for sequence in sequences:
+            groups.setdefault(sequence.prompt_index, []).append(sequence)
+        for group in groups.values():
+            self._work.add(self._pool.submit(self._sampler.complete, self._num_submitted, group, self._requests))
+            self._num_submitted += 1
+
+    def step(self) -> Iterator[tuple[Completion, int]]:
+        """Waits a moment for a request to end; yields its sequences with their numbers of tokens.
+
+        Raises:
+            RunError: no server can sample, or the servers do not fit the model.
+            RolloutCancelled: `RemoteSampler.cancel` was called.
+        """
+        done, self._work = wait(self._work, LONGEST_STEP_S, FIRST_COMPLETED)
+        for each in done:
+            for sequence in each.result():
+                yield sequence, len(sequence.tokens)
+
+    def close(self) -> None:
+        """Cancels what is under way."""
+        self._sampler.begun.discard(self._requests)
+        self._requests.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _RolloutRequests:

@@ -1,0 +1,1 @@
+"""Episodes: rollouts of one or several turns, with what tools and environments answer between them."""

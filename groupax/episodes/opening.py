@@ -1,0 +1,102 @@
+"""The start of a group of episodes in an environment: one environment each, and one prompt for all of them."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from groupax.data.tokenizer import encode_prompts
+from groupax.episodes.environment import reset_arguments, warn_of_failure, with_observation
+from groupax.episodes.rules import Kind
+from groupax.errors import RunError
+from groupax.terminal.printable import short_repr
+from groupax.types import Prompt
+
+if TYPE_CHECKING:
+    from groupax.episodes.play import Table
+
+SEEDS = 1 << 31
+
+
+class Opening:
+    """A group whose environments are being created and reset.
+
+    Args:
+        table: Where it is played afterwards.
+        prompt_index: Index of its prompt.
+        example: Dataset row with the prompt.
+        kind: Kind of its episodes.
+    """
+
+    def __init__(self, table: "Table", prompt_index: int, example: Mapping[str, Any], kind: Kind) -> None:
+        assert kind.environment is not None, "of an environment"
+        self._table, self._prompt_index, self._example = table, prompt_index, example
+        self._kind, self._class = kind, kind.environment
+        words = [table.params.seed % (1 << 64), table.step, prompt_index]
+        self._seed = int(np.random.SeedSequence(words).generate_state(1)[0]) % SEEDS
+        self._started: dict[int, tuple[Any, Any]] = {}  # environments and their observations
+
+    def begin(self) -> None:
+        """Starts all environments of the group at the same time."""
+        for index in range(self._table.params.n):
+            self._begin(index, self._table.rules.settings.environment_retries)
+
+    def _begin(self, index: int, num_retries: int) -> None:
+        self._table.call(self._class.create, partial(self._reset, index, num_retries))
+
+    def _reset(self, index: int, num_retries: int, instance: Any, error: BaseException | None) -> None:
+        if error is not None:
+            self._begin_again(index, num_retries, error)
+            return
+        row = {name: value for name, value in self._example.items() if name != "prompt"}
+        arguments = reset_arguments(instance.reset, row, self._seed)
+        self._table.call(partial(instance.reset, **arguments), partial(self._began, index, num_retries, instance))
+
+    def _began(
+        self, index: int, num_retries: int, instance: Any, observation: Any, error: BaseException | None
+    ) -> None:
+        if error is not None:
+            self._begin_again(index, num_retries, error)
+            return
+        self._started[index] = instance, observation
+        if len(self._started) == self._table.params.n:
+            self._start()
+
+    def _begin_again(self, index: int, num_retries: int, error: BaseException) -> None:
+        if num_retries == 0:
+            attempts = 1 + self._table.rules.settings.environment_retries
+            raise RunError(
+                f"environment {self._class.name!r} failed to start, {attempts} times; the last error is "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        warn_of_failure(self._class.name, "could not start and is created again", error)
+        self._begin(index, num_retries - 1)
+
+    def _start(self) -> None:
+        instances, observations = zip(*(self._started[index] for index in sorted(self._started)), strict=True)
+        first = observations[0]
+        different = next((each for each in observations if each != first), first)
+        name = self._class.name
+        if different != first:
+            raise RunError(
+                f"environment {name!r} started differently for the episodes of a group, whose rewards are compared: "
+                f"{short_repr(first)} and {short_repr(different)}; let reset depend on its row and seed alone"
+            )
+        try:
+            prompt = with_observation(self._example["prompt"], first)
+            [ids] = self._encode(prompt)
+        except ValueError as error:
+            raise RunError(f"environment {name!r}: {error}") from error
+        limit = self._table.rules.max_prompt_tokens
+        if limit is not None and len(ids) > limit:
+            raise RunError(
+                f"environment {name!r}: the prompt has {len(ids)} tokens with what reset returned, and {limit} are "
+                "allowed by max_prompt_length, or by what max_completion_length leaves of the model's positions"
+            )
+        example = {**self._example, "prompt": prompt}
+        self._table.start(self._prompt_index, [example], self._kind, [ids], instances)
+
+    def _encode(self, prompt: Prompt) -> list[np.ndarray]:
+        kwargs = {**self._table.rules.template_kwargs, **(self._example.get("chat_template_kwargs") or {})}
+        return encode_prompts(self._table.tokenizer, [prompt], [kwargs], tools=self._kind.schemas)

@@ -1,0 +1,290 @@
+"""Plays episodes: turns that the model samples, and what tools and environments answer to them.
+
+reset ──► prompt ──► turn is sampled ──► calls run, or act ──► bridge ──► turn is sampled ──► ... ──► end ──► score
+                            └──────────────── no call, nothing to act: the end ────────────────────────┘
+
+Each episode advances by itself: some wait for tools while the turns of others are sampled. All of it happens in the
+thread that iterates; tools and environments run in those of the runner, which leave what is to be done next in a queue.
+"""
+
+import queue
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from groupax.data.tokenizer import decode, special_token_ids
+from groupax.engine.sampler import Sampler, SamplingSession
+from groupax.engine.sequence import Sequence as Completion
+from groupax.episodes.environment import as_messages, checked_reward, warn_of_failure
+from groupax.episodes.episode import Episode
+from groupax.episodes.opening import Opening
+from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
+from groupax.settings.sampling import SamplingParams
+from groupax.tools.calls import ParsedTurn, ToolCall
+from groupax.tools.runner import ToolResult
+from groupax.tools.tool import Step
+from groupax.types import FinishReason, Rollout
+
+
+def play_episodes(
+    sampler: Sampler,
+    tokenizer: Any,
+    examples: Sequence[Mapping[str, Any]],
+    prompt_ids: Sequence[np.ndarray],
+    params: SamplingParams,
+    step: int,
+    policy_version: int = 0,
+    first_prompt: int = 0,
+    rules: Rules = SINGLE_TURNS,
+) -> Generator[list[Rollout], None, None]:
+    """Yields the group of each prompt as soon as its last episode has ended.
+
+    What is yielded depends on nothing but the arguments and what tools and environments return, in whatever order they
+    do so. A stop string that is a special token is treated as a stop token, since servers may omit it from their texts.
+
+    Args:
+        sampler: Sampler with the weights to sample from.
+        tokenizer: Tokenizer that decodes the completions.
+        examples: Dataset rows by index.
+        prompt_ids: Token ids of the rows' prompts, to which environments may add.
+        params: Sampling parameters; `n` is the size of a group, `max_tokens` counts all tokens after the prompt.
+        step: Number that distinguishes rollouts with the same seed.
+        policy_version: Version of the weights, which is recorded in each rollout.
+        first_prompt: Index of the first of these prompts in its rollout.
+        rules: Tools and environments.
+
+    Raises:
+        RunError: An environment failed to start, or started differently for the episodes of a group.
+    """
+    if params.stop:
+        assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
+        special = special_token_ids(tokenizer, params.stop)
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
+    with closing(sampler.session()) as session:
+        table = Table(sampler, session, tokenizer, rules, params, step, policy_version)
+        table.open(examples, prompt_ids, first_prompt)
+        yield from table.finished_groups()
+
+
+class Table:
+    """The episodes of a rollout that are being played."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        session: SamplingSession,
+        tokenizer: Any,
+        rules: Rules,
+        params: SamplingParams,
+        step: int,
+        policy_version: int,
+    ) -> None:
+        self._sampler, self._session, self.tokenizer, self.rules = sampler, session, tokenizer, rules
+        self.params, self.step, self._policy_version = params, step, policy_version
+        self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._sampled: dict[int, Episode] = {}  # by the identity of the sequence that is sampled
+        self._to_submit: list[Completion] = []
+        self._finished: dict[int, list[Episode]] = {}
+        self._num_unfinished = 0
+
+    def open(
+        self, examples: Sequence[Mapping[str, Any]], prompt_ids: Sequence[np.ndarray], first_prompt: int
+    ) -> None:
+        """Starts the groups of prompts."""
+        examples = [examples[index] for index in range(len(prompt_ids))]
+        kinds = [self.rules.kind_of(example) for example in examples]
+        self._num_unfinished += len(examples)
+        if all(kind.environment is None for kind in kinds):
+            self.start(first_prompt, examples, kinds[0] if kinds else SINGLE_TURN, prompt_ids)
+            return
+        for index, (example, kind) in enumerate(zip(examples, kinds, strict=True), first_prompt):
+            Opening(self, index, example, kind).begin()
+
+    def finished_groups(self) -> Iterator[list[Rollout]]:
+        """Plays until all groups are finished, and yields each when it is."""
+        while self._num_unfinished:
+            self._submit()
+            self._do_what_is_due(waits=not self._session.busy)
+            self._submit()
+            if self._session.busy:
+                for sequence, _ in self._session.step():
+                    if sequence.finish_reason:
+                        self._end_turn(self._sampled.pop(id(sequence)), sequence)
+            for index in [index for index, group in self._finished.items() if len(group) == self.params.n]:
+                self._num_unfinished -= 1
+                yield self._rollouts(self._finished.pop(index))
+
+    def _submit(self) -> None:
+        if self._to_submit:
+            sequences, self._to_submit = self._to_submit, []
+            self._session.submit(sequences)
+
+    def _do_what_is_due(self, waits: bool) -> None:
+        """Does what the threads of tools and environments have left to do; waits for the first if nothing else runs."""
+        waits = waits and not self._finished_any
+        while waits or not self._todo.empty():
+            self._todo.get()()
+            waits = False
+
+    @property
+    def _finished_any(self) -> bool:
+        return any(len(group) == self.params.n for group in self._finished.values())
+
+    def _rollouts(self, group: list[Episode]) -> list[Rollout]:
+        group = sorted(group, key=lambda episode: episode.first.sample_index)
+        texts = decode(self.tokenizer, [episode.ids for episode in group])
+        return [episode.rollout(text, self._policy_version) for episode, text in zip(group, texts, strict=True)]
+
+    # -- turns -----------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        first_prompt: int,
+        examples: Sequence[Mapping[str, Any]],
+        kind: Kind,
+        prompts: Sequence[np.ndarray],
+        instances: Sequence[Any] = (),
+    ) -> None:
+        """Samples the first turns of groups of one kind, each with the environments of its episodes, if it has any."""
+        params, limit = self.params, self.rules.settings.max_turn_tokens
+        if kind.bridge is not None and limit is not None:
+            params = replace(params, max_tokens=min(params.max_tokens, limit))
+        for number, sequence in enumerate(self._sampler.sequences(list(prompts), params, self.step, first_prompt)):
+            example = examples[sequence.prompt_index - first_prompt]
+            instance = instances[number] if instances else None
+            self._sample(Episode(sequence, example, kind, self.params.max_tokens, instance), sequence)
+
+    def _sample(self, episode: Episode, sequence: Completion) -> None:
+        self._sampled[id(sequence)] = episode
+        self._to_submit.append(sequence)
+
+    def _end_turn(self, episode: Episode, sequence: Completion) -> None:
+        kind, settings = episode.kind, self.rules.settings
+        assert sequence.finish_reason is not None, "finished"
+        if kind.bridge is None:
+            episode.add_turn(sequence, ParsedTurn(sequence.text, "", ()))
+            self._finish(episode, sequence.finish_reason)
+            return
+        text = self.tokenizer.decode(sequence.tokens, skip_special_tokens=kind.calls is None)
+        parsed = ParsedTurn(text, "", ()) if kind.calls is None else kind.calls.parse(text)
+        num_calls = episode.num_calls + len(parsed.calls)
+        episode.add_turn(sequence, parsed)
+        if sequence.finish_reason != "stop":
+            cut_short = sequence.finish_reason == "length" and episode.num_left > 0
+            self._finish(episode, "turn_length" if cut_short else sequence.finish_reason)
+        elif settings.max_tool_calls is not None and num_calls > settings.max_tool_calls:
+            self._finish(episode, "max_tool_calls")
+        elif settings.malformed_calls == "end" and any(call.fault for call in parsed.calls):
+            self._finish(episode, "parse_error")
+        elif parsed.calls:
+            self._run_calls(episode, parsed.calls)
+        elif kind.environment is not None and "act" in kind.environment.methods:
+            self._act(episode)
+        else:
+            self._finish(episode, "stop")
+
+    def _run_calls(self, episode: Episode, calls: tuple[ToolCall, ...]) -> None:
+        def bound(name: str) -> Any:
+            tool = episode.kind.tools.get(name)
+            of = episode.kind.environment
+            is_method = tool is not None and of is not None and name in of.tools
+            return replace(tool, function=partial(tool.function, episode.instance)) if tool and is_method else tool
+
+        assert self.rules.runner is not None, "there are tools"
+        self.rules.runner.start(
+            [(bound(call.name), call) for call in calls],
+            lambda results: self._todo.put(partial(self._answer_calls, episode, calls, results)),
+        )
+
+    def _answer_calls(self, episode: Episode, calls: tuple[ToolCall, ...], results: list[ToolResult]) -> None:
+        messages = episode.add_results(calls, results)
+        self._continue(episode, messages, any(result.done for result in results))
+
+    def _act(self, episode: Episode) -> None:
+        message = episode.messages[-1]
+        self.call(partial(episode.instance.act, dict(message)), partial(self._answer_act, episode))
+
+    def _answer_act(self, episode: Episode, answer: Any, error: BaseException | None) -> None:
+        try:
+            if error is not None:
+                raise error
+            step = answer if isinstance(answer, Step) else Step(answer, done=answer is None)
+            if step.reward is not None:
+                episode.add_reward(checked_reward(step.reward))
+            messages = as_messages(step.observation)
+        except Exception as failure:  # noqa: BLE001 - raised by the user's code
+            self._fail(episode, failure)
+            return
+        self._continue(episode, messages, step.done or not messages)
+
+    def _continue(self, episode: Episode, messages: list[dict[str, Any]], is_done: bool) -> None:
+        """Goes on with the next turn, if there is one."""
+        settings, bridge = self.rules.settings, episode.kind.bridge
+        assert bridge is not None, "there may be further turns"
+        if is_done or len(episode.turns) >= settings.max_turns:
+            self._finish(episode, "done" if is_done else "max_turns")
+            return
+        ids = bridge.ids(episode.stream, episode.messages[-1], messages)
+        if len(ids) >= episode.num_left and settings.overlong_results == "error":
+            error = f"the result has more tokens than are left ({episode.num_left})"
+            messages = [{**message, "content": str({"error": error})} for message in messages]
+            ids = bridge.ids(episode.stream, episode.messages[-1], messages)
+        if len(ids) >= episode.num_left:
+            self._finish(episode, "tool_result_too_long")
+            return
+        episode.add_bridge(ids, messages)
+        max_tokens = min(episode.num_left, settings.max_turn_tokens or episode.num_left)
+        params = replace(self.params, n=1, max_tokens=max_tokens)
+        [sequence] = self._sampler.sequences([episode.stream], params, self.step, episode.first.prompt_index)
+        # its tokens have other positions than those of earlier turns, and therefore other random numbers
+        sequence.sample_index, sequence.key = episode.first.sample_index, episode.first.key
+        self._sample(episode, sequence)
+
+    # -- ends ------------------------------------------------------------------------------------------------------
+
+    def _finish(self, episode: Episode, reason: FinishReason) -> None:
+        episode.finish_reason = reason
+        of = episode.kind.environment
+        if of is not None and "score" in of.methods:
+            self.call(episode.instance.score, partial(self._add_score, episode))
+        else:
+            self._close(episode)
+
+    def _add_score(self, episode: Episode, score: Any, error: BaseException | None) -> None:
+        try:
+            if error is not None:
+                raise error
+            if score is not None:
+                episode.add_reward(checked_reward(score))
+        except Exception as failure:  # noqa: BLE001 - raised by the user's code
+            self._fail(episode, failure)
+            return
+        self._close(episode)
+
+    def _fail(self, episode: Episode, error: BaseException) -> None:
+        """Ends an episode whose environment failed: it has no reward, and nothing is trained on it."""
+        assert episode.kind.environment is not None, "it failed"
+        episode.finish_reason = "timeout" if isinstance(error, TimeoutError) else "env_error"
+        episode.reward = None
+        warn_of_failure(episode.kind.environment.name, "failed; its episode is left out", error)
+        self._close(episode)
+
+    def _close(self, episode: Episode) -> None:
+        of = episode.kind.environment
+        if of is not None and "close" in of.methods:
+            self.call(episode.instance.close, partial(_told_of_close, of.name))
+        self._finished.setdefault(episode.first.prompt_index, []).append(episode)
+
+    def call(self, function: Callable[[], Any], then: Callable[[Any, BaseException | None], None]) -> None:
+        """Calls a function of an environment in another thread, and `then` with its result or its error in this one."""
+        assert self.rules.runner is not None, "there are environments"
+        self.rules.runner.call(function, lambda value, error: self._todo.put(partial(then, value, error)))
+
+
+def _told_of_close(name: str, _: Any, error: BaseException | None) -> None:
+    if error is not None:
+        warn_of_failure(name, "could not be closed", error)

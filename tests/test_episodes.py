@@ -1,0 +1,369 @@
+"""Episodes: turns of a scripted model, answered by tools and environments; and those of a real one."""
+
+import asyncio
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from groupax.engine.engine import new_sequences
+from groupax.episodes.play import play_episodes
+from groupax.episodes.rules import make_rules
+from groupax.errors import RunError
+from groupax.settings.episodes import EpisodeSettings
+from groupax.settings.sampling import SamplingParams
+from groupax.tools.tool import Step, tool
+
+from .chat_tokenizers import chat_tokenizer
+
+TOKENIZER = chat_tokenizer()
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+PARAMS = SamplingParams(n=2, max_tokens=2000)
+PROMPT = [{"role": "user", "content": "go"}]
+
+
+class Script:
+    """A sampler whose turns are written in advance: `answer(prompt text, sample index, turn)` returns each text."""
+
+    def __init__(self, answer):
+        self.answer, self.prompts, self.pending = answer, [], []
+
+    def sequences(self, prompts, params, step=0, first_prompt=0):
+        return new_sequences(prompts, params, (END,), step, first_prompt)
+
+    def session(self):
+        self.pending = []
+        return self
+
+    @property
+    def busy(self):
+        return bool(self.pending)
+
+    def submit(self, sequences):
+        self.pending += sequences
+
+    def step(self):
+        pending, self.pending = self.pending, []
+        for sequence in pending:
+            text = TOKENIZER.decode(sequence.prompt)
+            self.prompts.append(text)
+            ids = TOKENIZER.encode(self.answer(text, sequence.sample_index, text.count("<|im_start|>assistant") - 1))
+            ids = [*ids, END][: sequence.params.max_tokens]
+            sequence.tokens, sequence.finish_reason = ids, "stop" if ids[-1] == END else "length"
+            sequence.policy_logps = sequence.sampler_logps = [-1.0] * len(ids)
+            yield sequence, len(ids)
+
+    def close(self):
+        self.pending = []
+
+
+def call(name, **arguments):
+    import json
+
+    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def played(answer, tools=(), environments=None, num_prompts=1, params=PARAMS, example=None, **settings):
+    """The groups of episodes, and the script with the prompts that it saw."""
+    rules = make_rules(TOKENIZER, EpisodeSettings(**settings), tools, environments)
+    script = Script(answer)
+    examples = [{"prompt": PROMPT, **(example or {})}] * num_prompts
+    schemas = rules.kind_of(examples[0]).schemas
+    text = TOKENIZER.apply_chat_template(PROMPT, tools=schemas or None, add_generation_prompt=True, tokenize=False)
+    ids = np.asarray(TOKENIZER.encode(text), np.int32)
+    with rules.runner:
+        groups = list(play_episodes(script, TOKENIZER, examples, [ids] * num_prompts, params, 0, rules=rules))
+    groups.sort(key=lambda group: group[0].prompt_index)
+    return groups, script
+
+
+def test_a_call_is_run_and_its_result_is_read_by_the_next_turn():
+    def answer(text, sample, turn):
+        return "so " + call("add", a=2, b=3 + sample) if turn == 0 else f"it is {text.count('5')} {text.count('6')}"
+
+    [[first, second]], script = played(answer, [add])
+    assert [row.finish_reason for row in (first, second)] == ["stop", "stop"]
+    assert "<tool_response>\n5\n</tool_response>" in script.prompts[2] + script.prompts[3]
+    assert "<tool_response>\n6\n</tool_response>" in script.prompts[2] + script.prompts[3]
+    assert [message["role"] for message in first.completion] == ["assistant", "tool", "assistant"]
+    assert first.completion[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
+    assert first.completion[1]["content"] == "5"
+    assert [record.result for turn in first.turns for record in turn.calls] == ["5"]
+    for row in (first, second):  # sampled tokens count, and no others
+        spans = [row.completion_ids[turn.start : turn.end].tolist() for turn in row.turns]
+        assert row.mask.sum() == sum(map(len, spans))
+        assert all(span[-1] == END for span in spans)
+        assert np.all(row.policy_logps[row.mask] == -1) and np.all(row.policy_logps[~row.mask] == 0)
+
+
+def test_the_next_prompt_is_the_stream_and_a_bridge():
+    def answer(text, sample, turn):
+        return call("add", a=turn, b=sample) if turn < 4 else "done"
+
+    [group], script = played(answer, [add])
+    for row in group:
+        whole = TOKENIZER.decode(np.concatenate([row.prompt_ids, row.completion_ids]))
+        mine = sorted((text for text in script.prompts if whole.startswith(text)), key=len)
+        assert len(mine) >= 5
+        canonical = TOKENIZER.apply_chat_template(
+            [*PROMPT, *row.completion], tools=[make_schema()], tokenize=False
+        ).removesuffix("\n")
+        assert whole == canonical
+
+
+def make_schema():
+    from groupax.tools.tool import tools_from
+
+    return tools_from([add])["add"].schema
+
+
+def test_limits_end_an_episode_with_their_own_reasons():
+    def forever(text, sample, turn):
+        return call("add", a=1, b=1)
+
+    def reasons(**settings):
+        [group], _ = played(forever, [add], **settings)
+        return {row.finish_reason for row in group}, len(group[0].turns), sum(len(t.calls) for t in group[0].turns)
+
+    assert reasons(max_turns=3) == ({"max_turns"}, 3, 3)
+    assert reasons(max_tool_calls=2) == ({"max_tool_calls"}, 3, 2)
+    assert reasons(max_turn_tokens=20) == ({"turn_length"}, 1, 0)
+    [group], _ = played(forever, [add], params=SamplingParams(n=2, max_tokens=150), max_turns=100)
+    assert {row.finish_reason for row in group} <= {"length", "tool_result_too_long"}
+    assert all(len(row.completion_ids) <= 150 for row in group)
+
+
+def test_a_malformed_call_is_told_or_ends_the_episode():
+    def answer(text, sample, turn):
+        return "<tool_call>\n{broken\n</tool_call>" if turn == 0 else "sorry"
+
+    [[row, _]], _ = played(answer, [add])
+    assert row.finish_reason == "stop"
+    assert row.turns[0].calls[0].error
+    assert "error" in row.completion[1]["content"]
+    [[row, _]], _ = played(answer, [add], malformed_calls="end")
+    assert row.finish_reason == "parse_error"
+    assert len(row.turns) == 1
+
+
+def large(size: int) -> str:
+    """Returns much text.
+
+    Args:
+        size: Its length.
+    """
+    return "x" * size
+
+
+def test_a_result_that_does_not_fit_is_an_error_or_the_end():
+    def answer(text, sample, turn):
+        return call("large", size=5000) if turn == 0 else "oh"
+
+    [[row, _]], script = played(answer, [large])
+    assert row.finish_reason == "stop"
+    assert "more tokens than are left" in script.prompts[-1]
+    [[row, _]], _ = played(answer, [large], overlong_results="end")
+    assert row.finish_reason == "tool_result_too_long"
+    [[row, _]], script = played(answer, [large], max_result_kb=0.1)
+    assert row.finish_reason == "stop"
+    assert script.prompts[-1].count("x") <= 110
+
+
+def test_tools_of_many_episodes_run_at_the_same_time_while_others_decode():
+    async def slow(number: int) -> int:
+        """Waits.
+
+        Args:
+            number: Any number.
+        """
+        await asyncio.sleep(0.2)
+        return number
+
+    def answer(text, sample, turn):
+        return call("slow", number=turn) if turn < 3 else "done"
+
+    began_s = time.perf_counter()
+    groups, _ = played(answer, [slow], num_prompts=8, params=SamplingParams(n=4, max_tokens=4000))
+    took_s = time.perf_counter() - began_s
+    assert sum(len(turn.calls) for group in groups for row in group for turn in row.turns) == 96
+    assert took_s < 3 * 0.2 * 2.5, took_s
+
+
+def test_the_order_in_which_tools_finish_does_not_show():
+    def results():
+        rng = random.Random()
+
+        def sometimes(number: int) -> int:
+            """Takes its time.
+
+            Args:
+                number: Any number.
+            """
+            time.sleep(rng.random() / 50)
+            return number * 7
+
+        def answer(text, sample, turn):
+            return call("sometimes", number=turn + sample) if turn < 3 else f"end {len(text)}"
+
+        groups, _ = played(answer, [sometimes], num_prompts=4, params=SamplingParams(n=4, max_tokens=4000))
+        return [row.completion_ids.tolist() for group in groups for row in group]
+
+    assert results() == results()
+
+
+class Guess:
+    """A number to guess."""
+
+    made, closed, lock = 0, 0, threading.Lock()
+
+    def __init__(self):
+        with Guess.lock:
+            Guess.made += 1
+        self.used = False
+
+    def reset(self, row, seed):
+        assert not self.used, "one episode each"
+        self.used, self.number, self.seed = True, row["number"], seed
+        return " a number"
+
+    @tool
+    def guess(self, number: int) -> Step:
+        """Guesses.
+
+        Args:
+            number: The guess.
+        """
+        right = number == self.number
+        return Step("right" if right else "wrong", reward=0.5 if right else -0.25, done=right)
+
+    def score(self):
+        return 1.0
+
+    async def close(self):
+        Guess.closed += 1
+
+
+def test_an_environment_starts_answers_and_rewards_an_episode():
+    Guess.made = Guess.closed = 0
+
+    def answer(text, sample, turn):
+        assert "go a number" in text
+        return call("guess", number=turn)
+
+    [group, _], _ = played(answer, environments=Guess, num_prompts=2, example={"number": 2})
+    assert Guess.made == Guess.closed == 4
+    for row in group:
+        assert row.finish_reason == "done"
+        assert [turn.reward for turn in row.turns] == [-0.25, -0.25, 1.5]
+        assert row.environment_reward == 1.0
+        assert row.example["prompt"][-1]["content"] == "go a number"
+
+
+class Echo:
+    """Answers any message."""
+
+    def reset(self):
+        return None
+
+    async def act(self, message):
+        if "bye" in message["content"]:
+            return Step("gone", reward=2.0, done=True)
+        return message["content"] + "!"
+
+
+def test_an_environment_acts_on_messages_without_calls():
+    def answer(text, sample, turn):
+        return "bye" if turn == 2 else f"hello {turn}"
+
+    [[row, _]], script = played(answer, environments={"echo": Echo})
+    assert row.finish_reason == "done"
+    assert row.environment_reward == 2.0
+    assert "<|im_start|>user\nhello 1!<|im_end|>" in script.prompts[-1]
+
+
+def test_an_environment_that_fails_leaves_its_episode_out():
+    class Broken(Echo):
+        def act(self, message):
+            raise OSError("no connection")
+
+        def score(self):
+            return 1.0
+
+    with pytest.warns(UserWarning, match="no connection"):
+        [[row, _]], _ = played(lambda *_: "hi", environments=Broken)
+    assert row.finish_reason == "env_error"
+    assert row.environment_reward is None
+
+    class NotANumber(Echo):
+        def act(self, message):
+            return Step("x", reward=float("nan"))
+
+    with pytest.warns(UserWarning, match="finite"):
+        [[row, _]], _ = played(lambda *_: "hi", environments=NotANumber)
+    assert row.finish_reason == "env_error"
+
+    class Hanging(Echo):
+        async def act(self, message):
+            await asyncio.sleep(100)
+
+    with pytest.warns(UserWarning, match="out"):
+        [[row, _]], _ = played(lambda *_: "hi", environments=Hanging, tool_timeout_s=0.1)
+    assert row.finish_reason == "timeout"
+
+
+def test_an_environment_that_does_not_start_is_tried_again_and_then_stops_the_run():
+    attempts = []
+
+    class Late(Echo):
+        def reset(self):
+            attempts.append(1)
+            if len(attempts) < 3:
+                raise OSError("not yet")
+
+    with pytest.warns(UserWarning, match="not yet"):
+        [[row, _]], _ = played(lambda *_: "bye", environments=Late)
+    assert row.finish_reason == "done"
+    attempts.clear()
+    with pytest.warns(UserWarning), pytest.raises(RunError, match=r"'Late' failed to start, 2 times.*not yet"):
+        played(lambda *_: "bye", environments=Late, environment_retries=1, params=SamplingParams(n=1))
+
+
+def test_a_group_whose_environments_start_differently_is_refused():
+    class Different(Echo):
+        def reset(self):
+            return str(id(self))
+
+    with pytest.raises(RunError, match="started differently"):
+        played(lambda *_: "bye", environments=Different)
+
+
+def test_environments_that_cannot_be_used_are_refused():
+    for bad, match in ((7, "give a class"), (type("A", (), {}), "no method reset"), (type("B", (), {"reset": id}), "neither a tool")):
+        with pytest.raises(ValueError, match=match):
+            make_rules(TOKENIZER, EpisodeSettings(), (), {"x": bad})
+
+
+def test_two_hundred_turns_take_linear_time():
+    def seconds(turns):
+        def answer(text, sample, turn):
+            return call("add", a=1, b=1) if turn < turns else "done"
+
+        began_s = time.perf_counter()
+        [[row]], _ = played(answer, [add], params=SamplingParams(n=1, max_tokens=10**6), max_turns=1000)
+        assert len(row.turns) == turns + 1
+        return time.perf_counter() - began_s
+
+    seconds(10)
+    assert seconds(200) < 4 * seconds(100)
