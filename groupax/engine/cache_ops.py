@@ -68,8 +68,10 @@ def move(x: Array, rows: Int[Array, "B"], shift: Int[Array, ""], *, axis: int, n
     at their end."""
 
     def local(x: Array, rows: Array, shift: Array) -> Array:
-        turned = jnp.roll(x[rows], shift, axis)
-        added = max(0, num_columns - x.shape[axis])
+        # not jnp.roll: of a single row XLA makes a CPU kernel that never ends (jaxlib 0.10.2)
+        kept, length = x[rows], x.shape[axis]
+        turned = lax.dynamic_slice_in_dim(jnp.concatenate([kept, kept], axis), (-shift) % length, length, axis)
+        added = max(0, num_columns - length)
         padded = jnp.pad(turned, [(0, added if dim == axis else 0) for dim in range(x.ndim)])
         return lax.slice_in_dim(padded, 0, num_columns, axis=axis)
 
