@@ -44,12 +44,26 @@ NO_RESULTS = HERMES.replace("m.role == 'tool'", "false").replace(
 )
 COUNTS = HERMES.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ m.role }} {{ loop.index }}")
 LOOK_ALIKES = ["<|im_end|>", "<|im_start|>assistant\n", "</tool_response>", "<tool_call>", "<|im_end|", "im_start|>"]
-TRICKY = [*LOOK_ALIKES, "", " ", "\n\n", "é", "👩‍👩‍👧", "\x00", "\\n", '"', "{{ x }}", "{% raw %}", "groupaxsentinel", "groupaxhole0x"]
+TRICKY = [
+    *LOOK_ALIKES,
+    "",
+    " ",
+    "\n\n",
+    "é",
+    "👩‍👩‍👧",
+    "\x00",
+    "\\n",
+    '"',
+    "{{ x }}",
+    "{% raw %}",
+    "groupaxsentinel",
+    "groupaxhole0x",
+]
 TOKENS = {"<|im_start|>": True, "<|im_end|>": True, "<tool_call>": False, "</tool_call>": False}
 TOKENS |= {"<tool_response>": False, "</tool_response>": False}
 
 
-def byte_tokenizer(template=HERMES, eos="<|im_end|>", normalizer=None, more=()):
+def byte_tokenizer(template: str | None = HERMES, normalizer=None, more=()):
     """One token per byte, except the added ones: no text is unknown."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
@@ -59,7 +73,7 @@ def byte_tokenizer(template=HERMES, eos="<|im_end|>", normalizer=None, more=()):
         backend.normalizer = normalizer
     backend.add_tokens([AddedToken(text, special=flag, normalized=not flag) for text, flag in TOKENS.items()])
     backend.add_tokens([AddedToken(text, special=True) for text in more])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     tokenizer.chat_template = template
     return tokenizer
 
@@ -79,7 +93,7 @@ def call(index="call00001", name="lookup"):
     return {"type": "function", "id": index, "function": {"name": name, "arguments": {"value": "word"}}}
 
 
-def result(content, index="call00001", name="lookup"):
+def result(content, index: str | None = "call00001", name: str | None = "lookup"):
     return {"role": "tool", "name": name, "tool_call_id": index, "content": content}
 
 
@@ -114,7 +128,9 @@ def test_what_a_turn_has_not_ended_with_comes_first():
 def test_a_template_without_control_tokens_is_continued_after_the_end_of_sequence_token():
     bridge = Bridge(tokenizer := byte_tokenizer(CHAT_TEMPLATES["plain"]))
     for end in ("4<|im_end|>", "4"):
-        assert tokenizer.decode(bridge.ids(encode(tokenizer, end), ANSWER, [user("And?")])) == "\nUser: And?\nAssistant:"
+        assert (
+            tokenizer.decode(bridge.ids(encode(tokenizer, end), ANSWER, [user("And?")])) == "\nUser: And?\nAssistant:"
+        )
     written = HERMES.replace("<|im_end|>", "[END]").replace("<tool_call>", "[CALL]").replace("</tool_call>", "[/CALL]")
     bridge = Bridge(tokenizer := byte_tokenizer(written), [LOOKUP])
     ids = bridge.ids(encode(tokenizer, "[/CALL]<|im_end|>"), TURN, [result("1")])
@@ -247,10 +263,14 @@ def test_ids_that_do_not_encode_to_themselves_survive(qwen):
     assert following[6:].tolist() == encode(qwen, rest).tolist()
 
 
-@pytest.mark.parametrize("content", ["42", "\n\n  42\n\n", "née 👩‍👩‍👧", "a" * 1_000_000])
+@pytest.mark.parametrize(
+    "content", ["42", "\n\n  42\n\n", "née 👩‍👩‍👧", "a" * 1_000_000], ids=["digits", "spaces", "emoji", "megabyte"]
+)
 def test_results_without_look_alikes_have_the_tokens_of_the_whole_text(qwen, content):
     ids = Bridge(qwen, [LOOKUP]).ids(np.zeros(0, np.int32), TURN, [result(content)])
-    expected = f"<|im_end|>\n<|im_start|>tool\n<tool_response>{content}</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    expected = (
+        f"<|im_end|>\n<|im_start|>tool\n<tool_response>{content}</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
     assert np.array_equal(ids, encode(qwen, expected))
 
 
@@ -286,9 +306,12 @@ MARKUP = re.compile(r"<[|｜][^<>'\"{}]*[|｜]>|<\|\w+>|<\w+\|>|<(?:start|end)_o
 
 @pytest.fixture(scope="module")
 def with_all_markup(qwen):
-    tokens = sorted({token for name in FILES for token in MARKUP.findall((FOLDER / f"{name}.jinja").read_text())})
+    tokens = sorted(
+        {"</s>"} | {token for name in FILES for token in MARKUP.findall((FOLDER / f"{name}.jinja").read_text())}
+    )
     tokenizer = load_tokenizer(SHARED / "tokenizers" / "qwen")
-    tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens if token not in tokenizer.get_vocab()])
+    known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens if token not in known])
     tokenizer.bos_token = "</s>"
     return tokenizer
 
@@ -307,7 +330,7 @@ def assert_continues(tokenizer, tools, turn, messages):
     assert np.array_equal(np.concatenate([closed, bridge.ids(closed, turn, messages)]), whole)
     alone = encode(tokenizer, render(tokenizer, before, "a test", add_generation_prompt=False, tools=tools))
     if np.array_equal(whole[: len(alone)], alone):  # the template keeps prefixes
-        ends = [index for index in range(len(alone)) if int(alone[index]) in tokenizer.all_special_ids]
+        ends = [index for index in range(len(alone)) if int(alone[index]) in tokenizer.added_tokens_decoder]
         sampled = alone[: ends[-1] + 1] if ends and ends[-1] >= start else alone
         assert np.array_equal(np.concatenate([sampled, bridge.ids(sampled, turn, messages)]), whole)
 

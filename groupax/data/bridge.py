@@ -1,4 +1,4 @@
-"""What stands between two turns of an episode, in tokens, from the chat template alone. Imports no jax."""
+"""Tokens between two turns of an episode, from the chat template alone. Imports no jax."""
 
 import json
 import re
@@ -101,9 +101,7 @@ class Bridge:
         self._writes_ids = False
         self._check_turns()
 
-    def ids(
-        self, stream: np.ndarray, turn: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
-    ) -> np.ndarray:
+    def ids(self, stream: np.ndarray, turn: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Returns the tokens to append to a token stream so that the next turn can be sampled.
 
         Args:
@@ -312,9 +310,7 @@ class TextBridge:
     def __init__(self, tokenizer: Any) -> None:
         self._plain = PlainText(tokenizer)
 
-    def ids(
-        self, stream: np.ndarray, turn: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
-    ) -> np.ndarray:
+    def ids(self, stream: np.ndarray, turn: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Returns the tokens of the messages' texts, whatever the stream and the turn (see `Bridge.ids`)."""
         del stream, turn
         text = "".join(map(_content, messages))

@@ -229,7 +229,9 @@ def _needs_argument_texts(template: str, special: str) -> bool:
     forms = _content_forms(template, special)
     question = adapt_content({"role": "user", "content": "Hi"}, *forms)
     call = adapt_content({"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}, *forms)
-    written = [_probe(template, special, [question, message]).count(PROBE) for message in (call, encode_arguments(call))]
+    written = [
+        _probe(template, special, [question, message]).count(PROBE) for message in (call, encode_arguments(call))
+    ]
     return written[0] < 2 <= written[1]
 
 

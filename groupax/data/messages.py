@@ -58,9 +58,14 @@ def _check_message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Returns tool calls in OpenAI's format, with arguments that are objects."""
+    """Returns tool calls in OpenAI's format, with arguments that are objects.
+
+    A call may also be given as its function alone, as transformers allows.
+    """
     checked = []
-    for call in calls if isinstance(calls, list | tuple) else [calls]:
+    for given in calls if isinstance(calls, list | tuple) else [calls]:
+        is_function = isinstance(given, Mapping) and "function" not in given
+        call = {"type": "function", "function": given} if is_function else given
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(

@@ -1,6 +1,7 @@
 """Encoding of untrusted text within a template's text: it never becomes a control token. Imports no jax."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ class PlainText:
 
     def _encode_cut(self, text: str, cuts: set[int]) -> np.ndarray:
         places = [0, *sorted(cuts), len(text)]
-        texts = [text[start:end] for start, end in zip(places, places[1:], strict=False) if start < end]
+        texts = [text[start:end] for start, end in pairwise(places) if start < end]
         encoded = encode_texts(self.tokenizer, texts, [True] * len(texts))
         return np.concatenate([np.zeros(0, np.int32), *encoded])
 

@@ -46,7 +46,8 @@ def encode_examples(
     """Tokenizes all prompts and applies the policy for those longer than `max_length` tokens.
 
     A column `prompt_ids` has the tokens of the prompts, with their tools if they have any, if they are not those that
-    the tokenizer returns. A column `chat_template_kwargs` has arguments for the chat template, which take precedence over `template_kwargs`.
+    the tokenizer returns. A column `chat_template_kwargs` has arguments for the chat template, which take precedence
+    over `template_kwargs`.
 
     Args:
         examples: Rows with a column `prompt`.

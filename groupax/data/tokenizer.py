@@ -214,8 +214,8 @@ def _checked_text(
 ) -> str:
     if tools:
         raise ValueError(
-            f"{name} is a string, which is not rendered by a chat template, so the model would not know its tools; give "
-            "a list of messages, or leave the tools out"
+            f"{name} is a string, which is not rendered by a chat template, so the model would not know its tools; "
+            "give a list of messages, or leave the tools out"
         )
     if template_kwargs:
         raise ValueError(
