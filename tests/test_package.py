@@ -41,6 +41,7 @@ ROOMS = [
 WITHOUT_JAX = [
     "groupax",
     "groupax.config",
+    "groupax.data.bridge",
     "groupax.data.chat",
     "groupax.data.files",
     "groupax.settings.fields",

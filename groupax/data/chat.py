@@ -2,11 +2,12 @@
 
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from groupax.data.messages import adapt_content, check_messages, message_texts
+from groupax.data.messages import adapt_content, check_messages, check_tools, encode_arguments, message_texts
 from groupax.data.template_process import TEMPLATES, TemplateError
 from groupax.settings.fields import nearest
 from groupax.settings.template_kwargs import RESERVED, check_template_kwargs
@@ -23,6 +24,9 @@ CHAT_TEMPLATES = {
     ),
 }
 PROBE = "groupaxprobe"
+PROBE_CALL = {"id": "groupax00", "type": "function", "function": {"name": PROBE, "arguments": {"value": PROBE}}}
+PROBE_SCHEMA = {"type": "object", "properties": {"value": {"type": "string", "description": "Text."}}}
+PROBE_TOOL = {"type": "function", "function": {"name": PROBE, "description": "Probes.", "parameters": PROBE_SCHEMA}}
 BATCH, BATCH_CHARACTERS = 256, 1 << 22  # largest number of conversations, and of their characters, per request
 
 
@@ -32,11 +36,13 @@ def render(
     name: str,
     add_generation_prompt: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Returns a conversation as rendered by the tokenizer's chat template.
 
     Content that is a list of text parts is passed unchanged to a template that reads parts, and as one text to others.
-    A text is passed as one part to a template that only reads parts.
+    A text is passed as one part to a template that only reads parts. The arguments of an assistant's tool calls may be
+    objects or JSON texts, whichever the template reads.
 
     Args:
         tokenizer: Tokenizer with a chat template.
@@ -44,12 +50,13 @@ def render(
         name: Name of the conversation in an error.
         add_generation_prompt: Whether to end with the start of the assistant's answer.
         template_kwargs: Arguments for the template, e.g. {"enable_thinking": False}.
+        tools: Tools that the assistant may call, as schemas in OpenAI's format.
 
     Raises:
         ValueError: These are not messages of text, there is no template, the template fails, exceeds its time limit,
-            does not read one of the arguments, or omits a message.
+            does not read one of the arguments, or omits a message or the tools.
     """
-    return render_all(tokenizer, [messages], [name], add_generation_prompt, [template_kwargs or {}])[0]
+    return render_all(tokenizer, [messages], [name], add_generation_prompt, [template_kwargs or {}], [tools])[0]
 
 
 def render_all(
@@ -58,8 +65,9 @@ def render_all(
     names: Sequence[str],
     add_generation_prompt: bool = True,
     template_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
 ) -> list[str]:
-    """Renders several conversations, each with its own name and template arguments (see `render`)."""
+    """Renders several conversations, each with its own name, template arguments and tools (see `render`)."""
     if not conversations:
         return []
     checked = [check_messages(*item) for item in zip(conversations, names, strict=True)]
@@ -69,12 +77,19 @@ def render_all(
             f"chat_template= to one of {', '.join(CHAT_TEMPLATES)} or to a file, or give prompts as strings"
         )
     arguments = []
-    for name, given in zip(names, template_kwargs or [{}] * len(names), strict=True):
+    none = [()] * len(names)
+    for name, given, own in zip(names, template_kwargs or [{}] * len(names), tools or none, strict=True):
         if given:
             check_template_kwargs(given, f"{name}: chat_template_kwargs")
             for fault in unknown_template_kwargs(tokenizer, given).values():
                 raise ValueError(f"{name}: chat_template_kwargs: {fault}")
-        arguments.append({**given, "add_generation_prompt": add_generation_prompt})
+        schemas = check_tools(own, name) or None  # None without tools, as transformers does: templates test for it
+        if schemas and not writes_tools(tokenizer, given):
+            raise ValueError(
+                f"{name} has tools, but the chat template does not write them, so the model would not know them; set "
+                "chat_template to a template that does, e.g. of the model's newest version, or run without tools"
+            )
+        arguments.append({**given, "tools": schemas, "add_generation_prompt": add_generation_prompt})
     template = _template_of(tokenizer)
     if template is None:
         texts = [_render_by_tokenizer(tokenizer, *item) for item in zip(checked, names, arguments, strict=True)]
@@ -97,6 +112,36 @@ def unknown_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) 
         for name in template_kwargs
         if name not in known
     }
+
+
+def writes_tools(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Returns whether the tokenizer's chat template writes the tools that it is given.
+
+    It does if it writes the name of a probe.
+    """
+    template = _template_of(tokenizer)
+    if template is None:
+        messages = [{"role": "user", "content": "Hi"}]
+        text = _render_by_tokenizer(tokenizer, messages, "a probe", {**(template_kwargs or {}), "tools": [PROBE_TOOL]})
+        return PROBE in text
+    special = json.dumps(tokenizer.special_tokens_map, default=str)
+    return _writes_tools(template, special, json.dumps(template_kwargs or {}, sort_keys=True))
+
+
+@lru_cache(maxsize=64)
+def _writes_tools(template: str, special: str, template_kwargs: str) -> bool:
+    more = {**json.loads(special), **json.loads(template_kwargs), "tools": [PROBE_TOOL]}
+    try:
+        forms = _content_forms(template, special)
+        text = _ask_once(template, [adapt_content({"role": "user", "content": "Hi"}, *forms)], more)
+    except TemplateError as fault:
+        raise ValueError(f"the chat template fails with tools: {fault}") from fault
+    return PROBE in text
+
+
+def _ask_once(template: str, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+    batch = {"conversations": [messages], "arguments": [arguments]}
+    return TEMPLATES.ask({"action": "render", "template": template, **batch}, 1)[0]
 
 
 def _template_of(tokenizer: Any) -> str | None:
@@ -136,11 +181,15 @@ def _render_by_template(
 ) -> list[str]:
     """Renders in batches in the template process."""
     special = json.dumps(tokenizer.special_tokens_map, default=str)
+    has_calls = any(message.get("tool_calls") for messages in conversations for message in messages)
     try:
         forms = _content_forms(template, special)
+        as_texts = has_calls and _needs_argument_texts(template, special)
     except TemplateError as fault:
         raise ValueError(f"{names[0]}: the chat template fails: {fault}") from fault
     conversations = [[adapt_content(message, *forms) for message in messages] for messages in conversations]
+    if as_texts:
+        conversations = [[encode_arguments(message) for message in messages] for messages in conversations]
     arguments = [{**json.loads(special), **more} for more in arguments]
     texts: list[str] = []
     while (start := len(texts)) < len(conversations):
@@ -168,27 +217,48 @@ def _content_forms(template: str, special: str) -> tuple[bool, bool]:
     """
 
     def reads(content: Any) -> bool:
-        messages = [{"role": "user", "content": content}]
-        batch = {"conversations": [messages], "arguments": [json.loads(special)]}
-        try:
-            [text] = TEMPLATES.ask({"action": "render", "template": template, **batch}, 1)
-        except TemplateError as fault:
-            if fault.ended:
-                raise
-            return False  # the template may refuse the probe; if it refuses real messages too, that is reported
+        text = _probe(template, special, [{"role": "user", "content": content}])
         return PROBE in text and not any(f"{quote}{PROBE}{quote}" in text for quote in "'\"")
 
     return reads(PROBE), reads([{"type": "text", "text": PROBE}])
 
 
+@lru_cache(maxsize=16)
+def _needs_argument_texts(template: str, special: str) -> bool:
+    """Returns whether a template only writes the arguments of tool calls if they are JSON texts, not objects."""
+    forms = _content_forms(template, special)
+    question = adapt_content({"role": "user", "content": "Hi"}, *forms)
+    call = adapt_content({"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}, *forms)
+    written = [
+        _probe(template, special, [question, message]).count(PROBE) for message in (call, encode_arguments(call))
+    ]
+    return written[0] < 2 <= written[1]
+
+
+def _probe(template: str, special: str, messages: list[dict[str, Any]]) -> str:
+    """Returns a conversation as rendered, or "" if the template refuses it."""
+    try:
+        return _ask_once(template, messages, json.loads(special))
+    except TemplateError as fault:
+        if fault.ended:
+            raise
+        return ""  # if it refuses real messages too, that is reported
+
+
 def _check_complete(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> None:
-    """Refuses a text that lacks a message. The assistant's are exempt, since templates leave out its thoughts."""
+    """Refuses a text that lacks a message.
+
+    The assistant's are exempt, since templates leave out its thoughts. One word of a tool's result is enough, since
+    templates encode results in other ways, e.g. as the items of a JSON object.
+    """
     squeezed: str | None = None
     for number, message in enumerate(messages, 1):
         if message["role"] == "assistant":
             continue
         for content in filter(str.strip, message_texts(message)):
             if content in text:
+                continue
+            if message["role"] == "tool" and any(word[0] in text for word in re.finditer(r"\w+", content)):
                 continue
             squeezed = _squeeze(text) if squeezed is None else squeezed
             quoted = (json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1], html.escape(content))

@@ -1,5 +1,6 @@
 """Messages of conversations: checks of their fields, and their texts. Imports no jax."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,10 @@ from groupax.terminal.printable import short_repr
 def check_messages(messages: Any, name: str) -> list[dict[str, Any]]:
     """Checks the messages of a conversation and returns them without null fields, with which tables fill their rows.
 
+    Arguments of tool calls that are given as the text of a JSON object are returned as that object.
+
     Args:
-        messages: Messages with a role and content.
+        messages: Messages with a role and content, or with tool calls.
         name: Name of the conversation in an error.
 
     Raises:
@@ -48,8 +51,44 @@ def _check_message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: the content must be a text or a list of text parts, got {type(content).__name__} "
             f"{short_repr(content)}"
         )
+    if "tool_calls" in message:
+        message["tool_calls"] = _check_tool_calls(message["tool_calls"], where)
     check_json(message, where)
     return message
+
+
+def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Returns tool calls in OpenAI's format, with arguments that are objects.
+
+    A call may also be given as its function alone, as transformers allows.
+    """
+    checked = []
+    for given in calls if isinstance(calls, list | tuple) else [calls]:
+        is_function = isinstance(given, Mapping) and "function" not in given
+        call = {"type": "function", "function": given} if is_function else given
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f"{where}: tool_calls must be a list of calls like {{'type': 'function', 'function': {{'name': '...', "
+                f"'arguments': {{...}}}}}}, got {short_repr(calls)}"
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _parse_arguments(arguments, f"{where}: the call of {function['name']!r:.60}")
+        if arguments is not None and not isinstance(arguments, Mapping):
+            raise ValueError(
+                f"{where}: the arguments of the call of {function['name']!r:.60} must be an object, got "
+                f"{short_repr(arguments)}"
+            )
+        checked.append({**_without_nulls(call), "function": {**function, "arguments": dict(arguments or {})}})
+    return checked
+
+
+def _parse_arguments(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} has arguments that are not JSON ({error}): {text!r:.100}") from error
 
 
 def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,3 +137,33 @@ def adapt_content(message: Mapping[str, Any], takes_text: bool, takes_parts: boo
     if isinstance(content, str) and takes_parts and not takes_text:
         return {**message, "content": [{"type": "text", "text": content}]}
     return dict(message)
+
+
+def encode_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the message with the arguments of its tool calls as JSON texts, which a few templates need."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or []
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def check_tools(tools: Any, name: str) -> list[dict[str, Any]]:
+    """Checks that tools are schemas in OpenAI's format.
+
+    Args:
+        tools: Schemas of the tools.
+        name: Name of the conversation in an error.
+
+    Raises:
+        ValueError: They are not.
+    """
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise ValueError(
+                f"{name}: a tool must be a schema like {{'type': 'function', 'function': {{'name': '...', "
+                f"'description': '...', 'parameters': {{...}}}}}}, got {short_repr(tool)}"
+            )
+    check_json(tools, f"{name}: tools")
+    return list(tools)

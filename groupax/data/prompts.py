@@ -41,11 +41,13 @@ def encode_examples(
     overflow: PromptOverflow,
     template_kwargs: Mapping[str, Any] | None = None,
     name: str = "",
+    tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
 ) -> PromptSet:
     """Tokenizes all prompts and applies the policy for those longer than `max_length` tokens.
 
-    A column `prompt_ids` has the tokens of the prompts, if they are not those that the tokenizer returns. A column
-    `chat_template_kwargs` has arguments for the chat template, which take precedence over `template_kwargs`.
+    A column `prompt_ids` has the tokens of the prompts, with their tools if they have any, if they are not those that
+    the tokenizer returns. A column `chat_template_kwargs` has arguments for the chat template, which take precedence
+    over `template_kwargs`.
 
     Args:
         examples: Rows with a column `prompt`.
@@ -54,13 +56,14 @@ def encode_examples(
         overflow: Policy for longer prompts.
         template_kwargs: Arguments for the chat template.
         name: Name of the dataset in an error.
+        tools: Tools of each row, as schemas in OpenAI's format.
 
     Raises:
         ValueError: A prompt is too long and the policy is "error", none is left after dropping, one is empty, or one
             cannot be encoded (see `encode_prompts`).
     """
     label = f"{name}: prompt" if name else "prompt"
-    token_ids = _encode(examples, tokenizer, max_length, template_kwargs or {}, name)
+    token_ids = _encode(examples, tokenizer, max_length, template_kwargs or {}, name, tools)
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(f"{label} {index} is empty and the tokenizer adds no token; the model needs at least one")
@@ -93,14 +96,19 @@ def _length_fault(token_ids: Sequence[np.ndarray], too_long: Sequence[int], max_
 
 
 def _encode(
-    examples: Examples, tokenizer: Any, max_length: int, template_kwargs: Mapping[str, Any], name: str
+    examples: Examples,
+    tokenizer: Any,
+    max_length: int,
+    template_kwargs: Mapping[str, Any],
+    name: str,
+    tools: Sequence[Sequence[Mapping[str, Any]]] | None,
 ) -> list[np.ndarray]:
     label = f"{name}: prompt" if name else "prompt"
     is_table = hasattr(examples, "column_names")
     prompts = list(examples["prompt"]) if is_table else [examples[index]["prompt"] for index in range(len(examples))]
     if "prompt_ids" not in examples[0]:
         arguments = _template_kwargs(examples, prompts, template_kwargs, label)
-        return encode_prompts(tokenizer, prompts, arguments, max_length, label)
+        return encode_prompts(tokenizer, prompts, arguments, max_length, label, tools)
     if template_kwargs:
         raise ValueError(
             f"{name or 'the dataset'} has a column prompt_ids, which chat_template_kwargs cannot change; leave one of "

@@ -167,6 +167,7 @@ def encode_prompts(
     template_kwargs: Sequence[Mapping[str, Any]] | None = None,
     max_tokens: int | None = None,
     name: str = "prompt",
+    tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
 ) -> list[np.ndarray]:
     """Returns the token ids of each prompt: a string is encoded directly, messages are rendered by the chat template.
 
@@ -177,20 +178,26 @@ def encode_prompts(
         max_tokens: Limit beyond which a prompt need not be complete: of a longer prompt, an end that exceeds the limit
             may be encoded instead. None encodes everything.
         name: Name of a prompt in an error, before its index.
+        tools: Tools of each prompt, as schemas in OpenAI's format.
 
     Raises:
         ValueError: A prompt is neither a string nor a list of messages of text, has template arguments that no template
-            reads, or has messages and the tokenizer's chat template is missing or fails.
+            reads, has tools that no template writes, or has messages and the tokenizer's chat template is missing or
+            fails.
     """
     arguments = template_kwargs if template_kwargs is not None else [{}] * len(prompts)
+    tools = tools if tools is not None else [()] * len(prompts)
     rendered = [is_conversational(prompt) for prompt in prompts]
     chosen = [index for index, flag in enumerate(rendered) if flag]
     conversations = [prompts[index] for index in chosen]
     names, chosen_kwargs = [f"{name} {index}" for index in chosen], [arguments[index] for index in chosen]
-    rendered_texts = iter(render_all(tokenizer, conversations, names, template_kwargs=chosen_kwargs))
+    chosen_tools = [tools[index] for index in chosen]
+    rendered_texts = iter(
+        render_all(tokenizer, conversations, names, template_kwargs=chosen_kwargs, tools=chosen_tools)
+    )
     texts = [
-        next(rendered_texts) if flag else _checked_text(prompt, given, f"{name} {index}")
-        for index, (prompt, given, flag) in enumerate(zip(prompts, arguments, rendered, strict=True))
+        next(rendered_texts) if flag else _checked_text(prompt, given, own, f"{name} {index}")
+        for index, (prompt, given, own, flag) in enumerate(zip(prompts, arguments, tools, rendered, strict=True))
     ]
     if max_tokens is None:
         return encode_texts(tokenizer, texts, rendered)
@@ -202,7 +209,14 @@ def encode_prompts(
     return encoded
 
 
-def _checked_text(prompt: str, template_kwargs: Mapping[str, Any], name: str) -> str:
+def _checked_text(
+    prompt: str, template_kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], name: str
+) -> str:
+    if tools:
+        raise ValueError(
+            f"{name} is a string, which is not rendered by a chat template, so the model would not know its tools; "
+            "give a list of messages, or leave the tools out"
+        )
     if template_kwargs:
         raise ValueError(
             f"{name} is a string, which is not rendered by a chat template, but has chat_template_kwargs "

@@ -1,0 +1,355 @@
+"""Tokens between two turns of an episode, from the chat template alone. Imports no jax."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from groupax.data.chat import CHAT_TEMPLATES, render, writes_tools
+from groupax.data.messages import check_tools, join_text_parts
+from groupax.data.plain_text import PlainText
+from groupax.data.tokenizer import encode_texts
+from groupax.terminal.printable import short_repr
+
+SENTINEL = "groupaxsentinel"  # stands for the sampled turn
+HOLE = re.compile("groupaxhole([0-9]+)x")  # stands for the content of a new message
+UNUSUAL = re.compile(r"[^\w.-]")  # in names and ids, which a model may have written
+NAME_CHARACTERS = 64
+SCAFFOLDS = 1024  # kept per bridge
+# A template that writes all of these unchanged writes every content unchanged.
+CONTENTS = ('  "a"\n<b>&\'é\\{}  ', '{"a": [1, "b"]}', "[1, 2]", "null", "7", "\n", "")
+OPENING = [{"role": "user", "content": "Question"}]
+# Histories that must make no difference, before the last question and after it.
+HISTORIES = (
+    [*OPENING, {"role": "assistant", "content": "Answer"}, {"role": "user", "content": "Another"}],
+    [{"role": "system", "content": "Rules"}, *OPENING],
+)
+
+
+@dataclass(frozen=True)
+class Scaffold:
+    """The template's texts after a sampled turn, for new messages of certain roles and names.
+
+    Attributes:
+        parts: Texts around the contents of the new messages.
+        order: Index of the message whose content stands at each place.
+        head: Token ids of the first text.
+        unfinished: Number of tokens of `head` to leave out after a turn that ended without a token of `head`.
+        finished: The same after a turn that ended with one of `ends`.
+        ends: Tokens that end a turn in place of the template's own.
+        control: Control tokens of all texts, in order.
+        conversation: Messages that the template has rendered, from the turn's.
+    """
+
+    parts: tuple[str, ...]
+    order: tuple[int, ...]
+    head: np.ndarray
+    unfinished: int
+    finished: int
+    ends: frozenset[int]
+    control: np.ndarray
+    conversation: list[dict[str, Any]]
+
+
+class Bridge:
+    """Writes what stands between two turns: the end of the assistant's message, new messages and a generation prompt.
+
+    The next prompt is the token stream so far and these tokens: sampled tokens are never decoded, and the history is
+    never rendered again. The tokens are found by rendering a short conversation in which a sentinel stands for the
+    sampled turn, and cutting after it. What the sampled turn has already ended with, e.g. `<|im_end|>`, is left out.
+
+    Contents of new messages are untrusted. They never become control tokens (see `PlainText`). If the template writes
+    every content unchanged, contents are put into a cached rendering; otherwise (e.g. as JSON, or without spaces at the
+    ends) each is rendered on its own.
+
+    Threads may share a bridge.
+
+    Args:
+        tokenizer: Tokenizer with a chat template.
+        tools: Tools that the assistant may call, as schemas in OpenAI's format.
+        template_kwargs: Arguments for the template.
+        stop_ids: Tokens that end a turn in addition to the tokenizer's end-of-sequence token.
+
+    Raises:
+        ValueError: There is no chat template, or it does not write the tools, a user's turn or a tool's result, or what
+            it writes after a turn depends on the turns before.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "the tokenizer has no chat template (a base model?), which episodes of several turns need; set "
+                f"chat_template= to one of {', '.join(CHAT_TEMPLATES)} or to a file, or give prompts as strings"
+            )
+        self.tokenizer, self.template_kwargs = tokenizer, template_kwargs or {}
+        self.tools = check_tools(tools, "the bridge between turns")
+        self._plain = PlainText(tokenizer)
+        eos = tokenizer.eos_token_id
+        self._stop_ids = frozenset(stop_ids) | (frozenset() if eos is None else {eos})
+        self._scaffold = lru_cache(maxsize=SCAFFOLDS)(self._build)
+        self._unchanged: dict[tuple[str, bool], bool] = {}
+        self._writes_ids = False
+        self._check_turns()
+
+    def ids(self, stream: np.ndarray, turn: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Returns the tokens to append to a token stream so that the next turn can be sampled.
+
+        Args:
+            stream: Token ids of the prompt and everything since, up to the last sampled token.
+            turn: The assistant's message that the sampled turn was parsed to. Only the names and ids of its tool calls
+                are read.
+            messages: New messages: tools' results in the order of their calls, or a user's message.
+
+        Raises:
+            ValueError: There are no messages, one is not a message of text, or the template cannot write them.
+        """
+        if not messages:
+            raise ValueError("there are no new messages to put between two turns; give a tool's result or a question")
+        contents = [_content(message) for message in messages]
+        scaffold = self._scaffold(self._key(turn, messages))
+        texts = [self._written(scaffold, place, contents[index]) for place, index in enumerate(scaffold.order)]
+        ids = self._plain.encode(scaffold.parts, texts, scaffold.control)
+        return ids[self._start(scaffold, stream) :]
+
+    def _start(self, scaffold: Scaffold, stream: np.ndarray) -> int:
+        """Returns the number of the scaffold's tokens that the sampled turn has already ended with."""
+        if len(stream) == 0:
+            return scaffold.unfinished
+        last = int(stream[-1])
+        if last in self._plain.control_ids and last in scaffold.head:
+            return int(np.argmax(scaffold.head == last)) + 1
+        return scaffold.finished if last in scaffold.ends else scaffold.unfinished
+
+    def _key(self, turn: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
+        """Returns all that a scaffold depends on, as JSON."""
+        given = turn.get("tool_calls") or []
+        names = [_tame(call["function"]["name"]) for call in given]
+        # templates may look up a result's call by its id, but few write ids
+        renamed = {
+            call["id"]: _tame(call["id"]) if self._writes_ids else _call_id(number)
+            for number, call in enumerate(given)
+            if call.get("id") is not None
+        }
+        ids = [renamed.get(call.get("id"), _call_id(number)) for number, call in enumerate(given)]
+        calls = [
+            {"id": index, "type": "function", "function": {"name": name, "arguments": {"value": "x"}}}
+            for index, name in zip(ids, names, strict=True)
+        ]
+        fields, results = [], iter([*zip(ids, names, strict=True)])
+        for message in messages:
+            field = {"role": message["role"]}
+            if message["role"] == "tool":
+                index, name = next(results, (_call_id(len(given)), None))
+                field["tool_call_id"] = renamed.get(message.get("tool_call_id"), index)
+                if (name := message.get("name") or name) is not None:
+                    field["name"] = _tame(name)
+            fields.append(field)
+        return json.dumps([calls, fields])
+
+    def _build(self, key: str) -> Scaffold:
+        """Renders a scaffold with the best form of the turn that the template accepts.
+
+        Raises:
+            ValueError: It accepts none.
+        """
+        calls, fields = json.loads(key)
+        messages = [{**field, "content": f"groupaxhole{index}x"} for index, field in enumerate(fields)]
+        fault, forms = "it leaves out their text", []
+        for turn in _turns(calls):
+            try:
+                after = self._after(OPENING, [turn, *messages])
+            except ValueError as error:
+                fault = str(error)
+                continue
+            order = tuple(int(hole) for hole in HOLE.findall(after or ""))
+            if after is not None and sorted(order) == list(range(len(messages))):
+                forms.append((after, order, [turn, *messages]))
+        if forms:
+            # after a turn without calls the text begins where the turn ends; it counts if the calls change nothing else
+            return self._measure(*(forms[-1] if forms[0][0].endswith(forms[-1][0]) else forms[0]))
+        roles = " and ".join(dict.fromkeys(field["role"] for field in fields))
+        raise ValueError(
+            f"the chat template cannot write {len(fields)} new messages with the role {roles} after an assistant's "
+            f"message with {len(calls)} tool calls: {fault}; set chat_template to one that can, or use an environment "
+            "without such messages"
+        )
+
+    def _measure(self, after: str, order: tuple[int, ...], conversation: list[dict[str, Any]]) -> Scaffold:
+        parts = tuple(HOLE.split(after)[::2])
+        head, alone, whole = self._encode(parts[0]), self._encode(self._alone(conversation[0])), self._encode(after)
+        shared = next(
+            (index for index, pair in enumerate(zip(head, alone, strict=False)) if pair[0] != pair[1]),
+            min(len(head), len(alone)),
+        )
+        special = self._plain.special_ids
+        closers = [index for index in range(shared) if int(head[index]) in special]
+        # some templates end the last message of a conversation with another token than the others
+        differs = shared < min(len(head), len(alone)) and {int(head[shared]), int(alone[shared])} <= special
+        if not closers and differs:
+            closers = [shared]
+        ends = self._stop_ids if closers else frozenset()
+        if differs:
+            ends |= {int(alone[shared])}
+        has_calls = bool(conversation[0].get("tool_calls"))
+        unfinished = 0 if not has_calls else closers[-1] if closers else shared
+        finished = closers[-1] + 1 if closers else unfinished
+        control = self._plain.control_of(whole)
+        return Scaffold(parts, order, head, unfinished, finished, ends, control, conversation)
+
+    def _alone(self, turn: Mapping[str, Any]) -> str:
+        """Returns what the template writes after the turn if nothing follows it."""
+        try:
+            return self._after(OPENING, [turn], add_generation_prompt=False) or ""
+        except ValueError:  # a template may require that results follow calls
+            return ""
+
+    def _after(
+        self, history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]], **more: bool
+    ) -> str | None:
+        """Returns what stands after the sentinel in a rendered conversation, or None if it is left out."""
+        conversation = [*history, *messages]
+        text = render(
+            self.tokenizer, conversation, "a probe", template_kwargs=self.template_kwargs, tools=self.tools, **more
+        )
+        return text.rpartition(SENTINEL)[2] if SENTINEL in text else None
+
+    def _encode(self, text: str) -> np.ndarray:
+        return encode_texts(self.tokenizer, [text], [True])[0]
+
+    def _written(self, scaffold: Scaffold, place: int, content: str) -> str:
+        """Returns the content of a message as the template writes it."""
+        role = scaffold.conversation[1 + scaffold.order[place]]["role"]
+        kind = (role, bool(scaffold.conversation[0].get("tool_calls")))
+        if kind not in self._unchanged:
+            self._unchanged[kind] = all(self._rendered(scaffold, place, text) == text for text in CONTENTS)
+        return content if self._unchanged[kind] else self._rendered(scaffold, place, content)
+
+    def _rendered(self, scaffold: Scaffold, place: int, content: str) -> str:
+        """Returns what stands at a place of the scaffold after rendering with the content.
+
+        If the content changes more than that, e.g. since the template leaves out empty messages, or if the template
+        fails with it, it is the content itself, so that no tool's result ends an episode.
+        """
+        conversation = list(scaffold.conversation)
+        index = 1 + scaffold.order[place]
+        conversation[index] = {**conversation[index], "content": content}
+        pieces = [piece for part, hole in zip(scaffold.parts, scaffold.order, strict=False) for piece in (part, hole)]
+        pieces = [f"groupaxhole{piece}x" if isinstance(piece, int) else piece for piece in pieces]
+        before = "".join(pieces[: 2 * place + 1])
+        behind = "".join([*pieces[2 * place + 2 :], scaffold.parts[-1]])
+        try:
+            # an untrusted text may contain the sentinel, which only stands for the turn where it comes first
+            text = render(
+                self.tokenizer,
+                [*OPENING, *conversation],
+                "a probe",
+                template_kwargs=self.template_kwargs,
+                tools=self.tools,
+            )
+        except ValueError:
+            return content
+        text = text.partition(SENTINEL)[2]
+        intact = text.startswith(before) and text.endswith(behind) and len(text) >= len(before) + len(behind)
+        return text[len(before) : len(text) - len(behind)] if intact else content
+
+    def _check_turns(self) -> None:
+        if self.tools and not writes_tools(self.tokenizer, self.template_kwargs):
+            raise ValueError(
+                "there are tools, but the chat template does not write them, so the model would not know them; set "
+                "chat_template to a template that does, e.g. of the model's newest version, or run without tools"
+            )
+        self._check_history({}, [{"role": "user", "content": ""}])
+        if not self.tools:
+            return
+        call = {"id": "groupax42", "type": "function", "function": {"name": self.tools[0]["function"]["name"]}}
+        result = {"role": "tool", "tool_call_id": "groupax42", "content": ""}
+        self._writes_ids = True
+        scaffold = self._scaffold(self._key({"tool_calls": [call]}, [result]))
+        self._writes_ids = any("groupax42" in part for part in scaffold.parts)
+        self._check_history({"tool_calls": [call]}, [result])
+
+    def _check_history(self, turn: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
+        """Checks that what stands between turns is the same after longer histories.
+
+        Raises:
+            ValueError: It is not, or the template cannot write it.
+        """
+        scaffold = self._scaffold(self._key(turn, messages))
+        expected = self._after(OPENING, scaffold.conversation)
+        histories = [*HISTORIES, [*OPENING, *scaffold.conversation]]
+        for history in histories:
+            try:
+                after = self._after(history, scaffold.conversation)
+            except ValueError:  # e.g. a template without system messages: there are no such histories
+                continue
+            if after != expected:
+                raise ValueError(
+                    f"what the chat template writes after a turn depends on the turns before: {short_repr(expected)} "
+                    f"or {short_repr(after)}, so that a conversation cannot be continued token by token; set "
+                    "chat_template to a template without this"
+                )
+
+
+class TextBridge:
+    """Writes what stands between two turns of a prompt that is a string: the texts of the new messages, nothing else.
+
+    Args:
+        tokenizer: Tokenizer of the model, which needs no chat template.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._plain = PlainText(tokenizer)
+
+    def ids(self, stream: np.ndarray, turn: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Returns the tokens of the messages' texts, whatever the stream and the turn (see `Bridge.ids`)."""
+        del stream, turn
+        text = "".join(map(_content, messages))
+        return self._plain.encode(("", ""), (text,), np.zeros(0, np.int32))
+
+
+def _turns(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns forms of a turn with a sentinel, the best one first: in the last call, or in the content.
+
+    Not all templates write several calls, and some write none.
+    """
+    turns: list[dict[str, Any]] = []
+    if calls:
+        last = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {"value": SENTINEL}}}
+        turns += [{"content": "", "tool_calls": [*calls[:-1], last]}, {"content": "", "tool_calls": [last]}]
+        turns += [{"content": SENTINEL, "tool_calls": list(calls)}]
+    return [{"role": "assistant", **turn} for turn in [*turns, {"content": SENTINEL}]]
+
+
+def _call_id(number: int) -> str:
+    return f"groupax{number:02}"  # nine letters and digits, which Mistral's templates require
+
+
+def _tame(name: Any) -> str:
+    """Returns a name or id without the characters of control tokens, since it stands within the template's text."""
+    return UNUSUAL.sub("_", str(name))[:NAME_CHARACTERS]
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """Returns the text of a new message, with a question mark for half of a surrogate pair, which is no character.
+
+    Raises:
+        ValueError: It is not a message of text.
+    """
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role.isidentifier():
+        raise ValueError(f"a new message has no role like 'tool' or 'user': {short_repr(message)}")
+    if isinstance(content, list):
+        content = join_text_parts(content, "a new message")
+    if not isinstance(content, str):
+        raise ValueError(f"the content of a new message must be a text, got {short_repr(message)}")
+    return content.encode(errors="replace").decode()
