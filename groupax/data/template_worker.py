@@ -51,8 +51,33 @@ def variables(template: str) -> Iterator[list[str]]:
     yield sorted(used - {*environment.globals, "raise_exception", "strftime_now"})
 
 
+def parse_response(response_template: dict[str, Any], prefix: str, text: str) -> Iterator[tuple[Any, int]]:
+    """Yields the message that a response template reads from a turn, and how many of its tool calls are complete.
+
+    Args:
+        response_template: Response template of a tokenizer.
+        prefix: Prompt that the turn continues.
+        text: Text of the turn.
+    """
+    from transformers.utils.chat_parsing import ResponseParser
+
+    def read(end: str) -> tuple[Any, list[dict[str, Any]]]:
+        parser = ResponseParser(response_template, prefix=prefix)
+        events = parser.feed(text + end)
+        return parser.finalize()[0], events
+
+    message, _ = read("")
+    # a call that the text does not close contains what follows it
+    _, events = read("\0") if message.get("tool_calls") else (None, [])
+    yield message, sum(event["type"] == "region_close" and event["field"] == "tool_calls" for event in events)
+
+
 # Actions of a request, by name.
-ACTIONS: dict[str, Callable[..., Iterator[Any]]] = {"render": render, "variables": variables}
+ACTIONS: dict[str, Callable[..., Iterator[Any]]] = {
+    "render": render,
+    "variables": variables,
+    "parse_response": parse_response,
+}
 
 
 def answers(line: str, deadline_s: int) -> Iterator[dict[str, Any]]:
