@@ -1,7 +1,8 @@
-"""A program that renders chat templates in a separate process. It imports nothing of groupax.
+"""A program that renders chat templates and reads turns by response templates. It imports nothing of groupax.
 
-A chat template is a program that comes with a model: it can loop forever or fill the memory, even within one operation
-that no exception interrupts. So the kernel ends this process when a request takes too long, and limits its memory.
+Chat templates are programs that come with a model, and response templates have its regular expressions. Both can run
+forever or fill the memory, even within one operation that no exception interrupts. So the kernel ends this process when
+a request takes too long, and limits its memory.
 
 A request is a line of JSON, {"action": ..., **arguments}. So are its answers: one {"value": ...} for each requested
 value, up to the first {"error": ...}.
@@ -61,14 +62,11 @@ def parse_response(response_template: dict[str, Any], prefix: str, text: str) ->
     """
     from transformers.utils.chat_parsing import ResponseParser
 
-    def read(end: str) -> tuple[Any, list[dict[str, Any]]]:
-        parser = ResponseParser(response_template, prefix=prefix)
-        events = parser.feed(text + end)
-        return parser.finalize()[0], events
-
-    message, _ = read("")
-    # a call that the text does not close contains what follows it
-    _, events = read("\0") if message.get("tool_calls") else (None, [])
+    parser = ResponseParser(response_template, prefix=prefix)
+    parser.feed(text)
+    message, _ = parser.finalize()
+    # the character shows that what precedes it is complete
+    events = ResponseParser(response_template, prefix=prefix).feed(text + "\0")
     yield message, sum(event["type"] == "region_close" and event["field"] == "tool_calls" for event in events)
 
 

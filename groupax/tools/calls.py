@@ -12,8 +12,8 @@ class ToolCall:
     Attributes:
         name: Name of the tool.
         arguments: Arguments by name; texts only in formats that write no types.
-        fault: Reason why the call must not be run, for the model to read; empty if there is none. With a fault, name and
-            arguments are as far as they could be read.
+        fault: Reason why the call must not be run, for the model to read; empty if there is none. With a fault, the
+            name and the arguments are as far as they could be read.
         text: Part of the turn that the call was read from.
     """
 

@@ -1,4 +1,4 @@
-"""What tools return, as the text that a model reads. Imports no jax."""
+"""Results of calls: values that tools return, as the texts that a model reads. Imports no jax."""
 
 import json
 import math

@@ -10,18 +10,21 @@ The control loop never runs a tool, so that a tool that hangs delays nothing but
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from groupax.terminal.printable import one_line
 from groupax.tools.arguments import check_arguments
 from groupax.tools.calls import ToolCall
 from groupax.tools.results import MIN_RESULT_BYTES, ToolResult, as_step, error_result, message_of
 from groupax.tools.threads import AsyncThread, Outcome, start_loop, start_thread
 from groupax.tools.tool import Step, Tool
 
+logger = logging.getLogger(__name__)
+CLOSE_S = 5.0  # in which the callbacks of calls that are ended must return
 CLOSED = "the run has ended"
 ENDED = "not called, since an earlier call of the turn has ended the episode"
 Calls = Sequence[tuple[Tool | None, ToolCall]]
@@ -40,7 +43,7 @@ class ToolRunner:
         ValueError: An argument is out of range.
     """
 
-    def __init__(self, num_workers: int, timeout_s: float, max_result_bytes: int) -> None:
+    def __init__(self, num_workers: int, timeout_s: int | float, max_result_bytes: int) -> None:
         for name, value, low in (
             ("num_workers", num_workers, 1),
             ("max_result_bytes", max_result_bytes, MIN_RESULT_BYTES),
@@ -88,11 +91,15 @@ class ToolRunner:
             if self._is_closed:
                 return
             self._is_closed = True
-        self._async_thread.close()
         finished = threading.Event()
         self._control.call_soon_threadsafe(lambda: self._control.create_task(self._end(finished)))
-        if threading.current_thread().name != "tools":
-            finished.wait()
+        finished.wait(0 if self._is_in_control() else CLOSE_S)
+
+    def _is_in_control(self) -> bool:
+        try:
+            return asyncio.get_running_loop() is self._control
+        except RuntimeError:
+            return False
 
     def _begin(self, calls: list[tuple[Tool | None, ToolCall]], on_done: Callable[[list[ToolResult]], None]) -> None:
         task = self._control.create_task(self._run(calls, on_done))
@@ -103,6 +110,7 @@ class ToolRunner:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._async_thread.close()
         finished.set()
         self._control.stop()
 
@@ -132,8 +140,8 @@ class ToolRunner:
             return error_result(fault, 0.0, self.max_result_bytes)
         try:
             arguments = check_arguments(tool.schema, call.arguments)
-        except ValueError as error:
-            return error_result(str(error), 0.0, self.max_result_bytes)
+        except Exception as error:  # noqa: BLE001 - of a schema that is not groupax's too
+            return error_result(message_of(error), 0.0, self.max_result_bytes)
         async with self._slots:
             start = time.perf_counter()
             outcome = await self._outcome(tool, arguments)
@@ -161,12 +169,13 @@ class ToolRunner:
                 self._warn_of_hanging(tool.name, timeout_s)
             return Outcome(message=f"timed out after {timeout_s:g} s")
 
-    def _warn_of_hanging(self, name: str, timeout_s: float) -> None:
+    def _warn_of_hanging(self, name: str, timeout_s: int | float) -> None:
         if name in self._hung:
             return
         self._hung.add(name)
-        warnings.warn(
-            f"the tool {name!r} did not end within {timeout_s:g} s; its thread is abandoned and may still use memory and "
-            "processor time. Have the tool limit its own time, or set its timeout_s",
-            stacklevel=2,
+        logger.warning(
+            "the tool %s did not end within %g s; its thread is abandoned and may still use memory and processor time. "
+            "Have the tool limit its own time, or set its timeout_s",
+            one_line(name),
+            timeout_s,
         )

@@ -67,8 +67,8 @@ def _parameters(function: Callable[..., Any], name: str, skip_first: bool) -> tu
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(
-                f"the tool {name!r} has the parameter {str(parameter)!r}; a model passes arguments by name, so list them "
-                "one by one, without *, ** and /"
+                f"the tool {name!r} has the parameter {str(parameter)!r}; a model passes arguments by name, so list "
+                "them one by one, without *, ** and /"
             )
     names = [parameter.name for parameter in parameters]
     typed = [

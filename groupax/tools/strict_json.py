@@ -1,9 +1,12 @@
 """JSON that a model has written, read strictly: no NaN, no repeated keys, no deep nesting. Imports no jax."""
 
 import json
+import re
+from collections import Counter
 from typing import Any
 
 MAX_DEPTH = 64  # of nested objects and arrays
+SPACE = re.compile(r"\s*+")
 QUOTED = 40  # characters of the text that an error quotes
 
 
@@ -38,16 +41,14 @@ def read_json(text: str, start: int = 0) -> tuple[Any, int]:
 
 def skip_space(text: str, start: int) -> int:
     """Returns the position of the first character that is no white space, at or after `start`."""
-    while start < len(text) and text[start].isspace():
-        start += 1
-    return start
+    found = SPACE.match(text, start)
+    return start if found is None else found.end()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in found if keys.count(key) > 1)
+        [(repeated, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {repeated!r:.80} is repeated")
     return found
 

@@ -16,7 +16,7 @@ GRACE_S = 1.0  # in which the event loop of tools must answer
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call: a value, or an error.
+    """The end of a call: a value, or an error.
 
     Attributes:
         value: The finished value; None if there is an error.
@@ -71,7 +71,7 @@ class AsyncThread:
         self, function: Function, arguments: Mapping[str, Any], finish: Finish
     ) -> "concurrent.futures.Future[Outcome]":
         """Calls a coroutine function on the loop; see `start_thread`. Cancelling the future cancels the coroutine."""
-        if self._loop is None:
+        if self._loop is None or self._loop.is_closed():
             self._loop = start_loop("async tools")
         return asyncio.run_coroutine_threadsafe(_await(function, arguments, finish), self._loop)
 
@@ -95,7 +95,8 @@ class AsyncThread:
         """Stops the loop, which cancels its coroutines, and does not wait for it."""
         loop, self._loop = self._loop, None
         if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
+            with contextlib.suppress(RuntimeError):  # closed
+                loop.call_soon_threadsafe(loop.stop)
 
 
 def start_loop(name: str) -> asyncio.AbstractEventLoop:

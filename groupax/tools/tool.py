@@ -17,23 +17,23 @@ RESERVED = ("reset", "get_reward", "score", "close", "act")  # an environment's 
 
 @dataclass(frozen=True)
 class Step:
-    """What a tool or an environment may return instead of a text.
+    """A result with a reward, which a tool or an environment may return instead of a text. It is checked then.
 
     Attributes:
         observation: What the model reads; None for nothing.
-        reward: Reward for this call; None for none.
-        done: Whether the episode ends.
+        reward: Reward for this call, a finite number; None for none.
+        done: Whether the episode ends, a bool.
     """
 
     observation: Any = None
-    reward: float | None = None
-    done: bool = False
+    reward: Any = None
+    done: Any = False
 
 
 @dataclass(frozen=True)
 class _Options:
     parallel: bool = False
-    timeout_s: float | None = None
+    timeout_s: int | float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Tool:
     schema: Mapping[str, Any]
     is_async: bool = False
     parallel: bool = False
-    timeout_s: float | None = None
+    timeout_s: int | float | None = None
 
     def __post_init__(self) -> None:
         function = self.schema.get("function")
@@ -71,7 +71,9 @@ class Tool:
         return replace(self, function=getattr(environment, self.name))
 
 
-def tool(function: Callable[..., Any] | None = None, *, parallel: bool = False, timeout_s: float | None = None) -> Any:
+def tool(
+    function: Callable[..., Any] | None = None, *, parallel: bool = False, timeout_s: int | float | None = None
+) -> Any:
     """Marks a function or method as a tool, and returns it. It is used as `@tool` or `@tool(parallel=True)`.
 
     Args:
@@ -90,7 +92,7 @@ def tool(function: Callable[..., Any] | None = None, *, parallel: bool = False, 
     return function
 
 
-def tools_from(functions: Iterable[Callable[..., Any] | Tool]) -> dict[str, Tool]:
+def tools_from(functions: Iterable[Any]) -> dict[str, Tool]:
     """Returns tools by name, in the order given.
 
     Args:
@@ -165,6 +167,6 @@ def _function(method: Any) -> Any:
     return method.__func__ if isinstance(method, classmethod | staticmethod) else method
 
 
-def _check_timeout(name: str, timeout_s: float | None) -> None:
+def _check_timeout(name: str, timeout_s: int | float | None) -> None:
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"the tool {name!r} has timeout_s={timeout_s}, but it must be positive, or None for the run's")

@@ -1,6 +1,6 @@
 """The format in which a chat template writes calls, found by rendering one and reading it back. Imports no jax."""
 
-import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ FORMATS: dict[str, tuple[Reader, tuple[str, ...]]] = {
 }
 RESPONSE_TEMPLATE = "response_template"
 NAME, ARGUMENTS, QUESTION = "groupaxprobe", {"groupaxkey": "groupaxvalue"}, "groupaxquestion"
+BEGUN_MARK = re.compile(r"[<\[][^<\[>\]]*+\Z")  # two marks may begin with the same characters
 CALL = {"id": "groupax01", "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
 
 
@@ -67,32 +68,37 @@ def call_format(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
     Raises:
         ValueError: The template fails, writes no calls, or writes them in another format.
     """
-    prompt, turn = _rendered_call(tokenizer, template_kwargs)
-    for choice in _formats(tokenizer, prompt.rpartition(QUESTION)[2]):
-        calls = choice.parse(turn).calls
+    generation_prompt, begun, turn = _rendered_call(tokenizer, template_kwargs)
+    for choice in _formats(tokenizer, generation_prompt):
+        calls = choice.parse(turn, begun).calls
         if len(calls) == 1 and not calls[0].fault and (calls[0].name, calls[0].arguments) == (NAME, ARGUMENTS):
             return choice
     raise ValueError(
-        f"the chat template writes a tool call as {turn[:300]!r}, which is none of the formats {', '.join(FORMATS)}; set "
-        "chat_template to one that writes calls as one of these, or the tokenizer's response_template (transformers "
+        f"the chat template writes a tool call as {turn[:300]!r}, which is none of the formats {', '.join(FORMATS)}; "
+        "set chat_template to one that writes one of these, or the tokenizer's response_template (transformers "
         "5.13 or later)"
     )
 
 
-def _rendered_call(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Returns a prompt as rendered, and the turn after it that calls a tool."""
+def _rendered_call(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    """Returns the generation prompt, what the template writes before a turn that calls a tool, and that turn.
+
+    The first two differ if the generation prompt opens reasoning and the turn has none.
+    """
     user = {"role": "user", "content": QUESTION}
     name = "a conversation with a tool call"
     prompt = render(tokenizer, [user], name, True, template_kwargs)
     assistant = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     whole = render(tokenizer, [user, assistant], name, False, template_kwargs)
-    turn = whole[len(os.path.commonprefix([prompt, whole])) :]
+    common = next((i for i, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+    begun = BEGUN_MARK.sub("", whole[:common])
+    turn = whole[len(begun) :]
     if NAME not in turn:
         raise ValueError(
-            "the chat template writes no tool calls, so the model would not see what it has called; set chat_template to "
-            "one that does, or train without tools"
+            "the chat template writes no tool calls, so the model would not see what it has called; set "
+            "chat_template to one that does, or train without tools"
         )
-    return prompt, turn
+    return prompt.rpartition(QUESTION)[2], begun.rpartition(QUESTION)[2], turn
 
 
 def _formats(tokenizer: Any, generation_prompt: str) -> list[CallFormat]:

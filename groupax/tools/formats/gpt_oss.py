@@ -13,7 +13,8 @@ from groupax.tools.formats.reading import CUT_OFF, MAX_CALLS, named_call
 from groupax.tools.strict_json import read_json, skip_space
 
 CALL, MESSAGE, CHANNEL = "<|call|>", "<|message|>", "<|channel|>"
-MARKS = (CALL, MESSAGE, CHANNEL, "<|start|>", "<|end|>", "<|return|>", "<|constrain|>")
+START = "<|start|>"
+MARKS = (CALL, MESSAGE, CHANNEL, START, "<|end|>", "<|return|>", "<|constrain|>")
 END = re.compile(r"<\|(?:end|return|call|start)\|>")
 RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]++)")
 NAMESPACE = "functions."
@@ -26,7 +27,8 @@ def read(text: str, prompt: str) -> ParsedTurn:  # noqa: ARG001 - the prompt ope
     while pos < len(text):
         start, body = pos, text.find(MESSAGE, pos)
         header = text[start:] if body < 0 else text[start:body]
-        recipient = RECIPIENT.search(header)
+        is_header = CHANNEL in header or header.lstrip().startswith((START, f"to={NAMESPACE}"))
+        recipient = RECIPIENT.search(header) if is_header else None
         if recipient is not None and recipient[1] != "assistant":
             call, pos = _read_call(text, start, recipient[1], body)
             calls.append(call)
@@ -34,15 +36,14 @@ def read(text: str, prompt: str) -> ParsedTurn:  # noqa: ARG001 - the prompt ope
                 calls[-1] = ToolCall("", {}, f"a turn may have at most {MAX_CALLS} calls", text[start:])
                 break
             continue
-        if body < 0:
+        if not is_header:
             content.append(header)
+        if body < 0:
             break
-        before, channel, name = header.rpartition(CHANNEL)
-        if not channel:
-            content.append(header.removeprefix("<|start|>assistant"))
+        channel = header.rpartition(CHANNEL)[2].strip()
         begin = body + len(MESSAGE)
         end, pos = _end_of_message(text, begin)
-        (thoughts if name.strip().startswith("analysis") else content).append(text[begin:end])
+        (thoughts if is_header and channel.startswith("analysis") else content).append(text[begin:end])
     join = "\n".join
     return ParsedTurn(
         join(filter(None, map(str.strip, content))), join(filter(None, map(str.strip, thoughts))), tuple(calls)
@@ -54,7 +55,7 @@ def _end_of_message(text: str, begin: int) -> tuple[int, int]:
     end = END.search(text, begin)
     if end is None:
         return len(text), len(text)
-    return end.start(), end.start() if end[0] == "<|start|>" else end.end()
+    return end.start(), end.start() if end[0] == START else end.end()
 
 
 def _read_call(text: str, start: int, recipient: str, body: int) -> tuple[ToolCall, int]:

@@ -1,7 +1,7 @@
 """A turn that is nothing but calls, as JSON: `{"name": ..., "parameters": {...}}`, separated by semicolons.
 
-The mark `<|python_tag|>` may come first. Without it, JSON that has no name and parameters is content, as an answer can be
-JSON too. Imports no jax.
+The mark `<|python_tag|>` may come first. Without it, JSON that has no name and parameters is content, as an answer can
+be JSON too. Imports no jax.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""What readers of all formats share: reasoning, content and calls told apart, and calls read from JSON. Imports no jax.
+"""Parts of the readers of all formats: a turn split into reasoning, content and calls, and calls in JSON.
 
 A turn is read from left to right, so a mark inside of a call's arguments is text, and a call inside of reasoning is not
-a call. The time is linear in the length of the text: at most `MAX_CALLS` calls are read.
+a call. The time is linear in the length of the text: at most `MAX_CALLS` calls are read. Imports no jax.
 """
 
 import re
