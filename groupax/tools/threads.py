@@ -71,7 +71,7 @@ class AsyncThread:
         self, function: Function, arguments: Mapping[str, Any], finish: Finish
     ) -> "concurrent.futures.Future[Outcome]":
         """Calls a coroutine function on the loop; see `start_thread`. Cancelling the future cancels the coroutine."""
-        if self._loop is None or self._loop.is_closed():
+        if self._loop is None:
             self._loop = start_loop("async tools")
         return asyncio.run_coroutine_threadsafe(_await(function, arguments, finish), self._loop)
 
@@ -81,8 +81,7 @@ class AsyncThread:
         if loop is None:
             return True
         answer: concurrent.futures.Future[None] = concurrent.futures.Future()
-        with contextlib.suppress(RuntimeError):  # closed
-            loop.call_soon_threadsafe(_answer, answer)
+        loop.call_soon_threadsafe(_answer, answer)
         try:
             await asyncio.wait_for(asyncio.wrap_future(answer), GRACE_S)
         except TimeoutError:
@@ -95,8 +94,7 @@ class AsyncThread:
         """Stops the loop, which cancels its coroutines, and does not wait for it."""
         loop, self._loop = self._loop, None
         if loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed
-                loop.call_soon_threadsafe(loop.stop)
+            loop.call_soon_threadsafe(loop.stop)
 
 
 def start_loop(name: str) -> asyncio.AbstractEventLoop:
@@ -106,7 +104,11 @@ def start_loop(name: str) -> asyncio.AbstractEventLoop:
 
     def run() -> None:
         with runner:
-            loop.run_forever()
+            while True:
+                try:
+                    return loop.run_forever()
+                except (SystemExit, KeyboardInterrupt):  # of a task that a tool has started
+                    continue
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return loop
