@@ -1,7 +1,8 @@
-"""A program that renders chat templates in a separate process. It imports nothing of groupax.
+"""A program that renders chat templates and reads turns by response templates. It imports nothing of groupax.
 
-A chat template is a program that comes with a model: it can loop forever or fill the memory, even within one operation
-that no exception interrupts. So the kernel ends this process when a request takes too long, and limits its memory.
+Chat templates are programs that come with a model, and response templates have its regular expressions. Both can run
+forever or fill the memory, even within one operation that no exception interrupts. So the kernel ends this process when
+a request takes too long, and limits its memory.
 
 A request is a line of JSON, {"action": ..., **arguments}. So are its answers: one {"value": ...} for each requested
 value, up to the first {"error": ...}.
@@ -51,8 +52,30 @@ def variables(template: str) -> Iterator[list[str]]:
     yield sorted(used - {*environment.globals, "raise_exception", "strftime_now"})
 
 
+def parse_response(response_template: dict[str, Any], prefix: str, text: str) -> Iterator[tuple[Any, int]]:
+    """Yields the message that a response template reads from a turn, and how many of its tool calls are complete.
+
+    Args:
+        response_template: Response template of a tokenizer.
+        prefix: Prompt that the turn continues.
+        text: Text of the turn.
+    """
+    from transformers.utils.chat_parsing import ResponseParser
+
+    parser = ResponseParser(response_template, prefix=prefix)
+    parser.feed(text)
+    message, _ = parser.finalize()
+    # the character shows that what precedes it is complete
+    events = ResponseParser(response_template, prefix=prefix).feed(text + "\0")
+    yield message, sum(event["type"] == "region_close" and event["field"] == "tool_calls" for event in events)
+
+
 # Actions of a request, by name.
-ACTIONS: dict[str, Callable[..., Iterator[Any]]] = {"render": render, "variables": variables}
+ACTIONS: dict[str, Callable[..., Iterator[Any]]] = {
+    "render": render,
+    "variables": variables,
+    "parse_response": parse_response,
+}
 
 
 def answers(line: str, deadline_s: int) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,113 @@
+"""The format in which a chat template writes calls, found by rendering one and reading it back. Imports no jax."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from groupax.data.chat import render
+from groupax.tools.calls import ParsedTurn
+from groupax.tools.formats import gpt_oss, hermes, llama, mistral, qwen_xml, response_template
+from groupax.tools.formats.reading import without_ends
+
+Reader = Callable[[str, str], ParsedTurn]
+
+# Readers of a turn that continues a prompt, with the marks that belong to the format, by its name.
+FORMATS: dict[str, tuple[Reader, tuple[str, ...]]] = {
+    "hermes": (hermes.read, hermes.MARKS),
+    "qwen_xml": (qwen_xml.read, qwen_xml.MARKS),
+    "mistral": (mistral.read, mistral.MARKS),
+    "gpt_oss": (gpt_oss.read, gpt_oss.MARKS),
+    "llama": (llama.read, llama.MARKS),
+}
+RESPONSE_TEMPLATE = "response_template"
+NAME, ARGUMENTS, QUESTION = "groupaxprobe", {"groupaxkey": "groupaxvalue"}, "groupaxquestion"
+BEGUN_MARK = re.compile(r"[<\[][^<\[>\]]*+\Z")  # two marks may begin with the same characters
+CALL = {"id": "groupax01", "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """The format of a model's calls.
+
+    Attributes:
+        name: A name of `FORMATS`, or "response_template".
+        reader: Reads a turn that continues a prompt.
+        ends: Special tokens that are no part of the format and left out at the end of a turn.
+        generation_prompt: What the chat template writes between a user's message and the turn.
+    """
+
+    name: str
+    reader: Reader
+    ends: tuple[str, ...]
+    generation_prompt: str
+
+    def parse(self, text: str, prompt: str | None = None) -> ParsedTurn:
+        """Takes a turn apart. Never raises, whatever the model has written.
+
+        Args:
+            text: Text of the turn, decoded with its special tokens and its stop token.
+            prompt: Generation prompt that the turn continues, which may have opened the reasoning. None is the one that
+                the chat template writes by default.
+        """
+        return self.reader(without_ends(text, self.ends), self.generation_prompt if prompt is None else prompt)
+
+
+def call_format(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> CallFormat:
+    """Returns the format in which a tokenizer's chat template writes calls.
+
+    The template renders a call, and the format is the one whose reader returns that call: one of `FORMATS`, else the
+    tokenizer's `response_template`. The latter comes last because transformers takes many malformed calls for content,
+    while the readers here say what is wrong with them.
+
+    Args:
+        tokenizer: Tokenizer with a chat template.
+        template_kwargs: Arguments for the template, e.g. {"enable_thinking": False}.
+
+    Raises:
+        ValueError: The template fails, writes no calls, or writes them in another format.
+    """
+    generation_prompt, begun, turn = _rendered_call(tokenizer, template_kwargs)
+    for choice in _formats(tokenizer, generation_prompt):
+        calls = choice.parse(turn, begun).calls
+        if len(calls) == 1 and not calls[0].fault and (calls[0].name, calls[0].arguments) == (NAME, ARGUMENTS):
+            return choice
+    raise ValueError(
+        f"the chat template writes a tool call as {turn[:300]!r}, which is none of the formats {', '.join(FORMATS)}; "
+        "set chat_template to one that writes one of these, or the tokenizer's response_template (transformers "
+        "5.13 or later)"
+    )
+
+
+def _rendered_call(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    """Returns the generation prompt, what the template writes before a turn that calls a tool, and that turn.
+
+    The first two differ if the generation prompt opens reasoning and the turn has none.
+    """
+    user = {"role": "user", "content": QUESTION}
+    name = "a conversation with a tool call"
+    prompt = render(tokenizer, [user], name, True, template_kwargs)
+    assistant = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    whole = render(tokenizer, [user, assistant], name, False, template_kwargs)
+    common = next((i for i, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+    begun = BEGUN_MARK.sub("", whole[:common])
+    turn = whole[len(begun) :]
+    if NAME not in turn:
+        raise ValueError(
+            "the chat template writes no tool calls, so the model would not see what it has called; set "
+            "chat_template to one that does, or train without tools"
+        )
+    return prompt.rpartition(QUESTION)[2], begun.rpartition(QUESTION)[2], turn
+
+
+def _formats(tokenizer: Any, generation_prompt: str) -> list[CallFormat]:
+    """Returns the formats to try, in their order."""
+    choices = []
+    for name, (reader, marks) in FORMATS.items():
+        ends = tuple(token for token in tokenizer.all_special_tokens if token and token not in marks)
+        choices.append(CallFormat(name, reader, ends, generation_prompt))
+    template = getattr(tokenizer, RESPONSE_TEMPLATE, None)
+    if template is not None:
+        choices.append(CallFormat(RESPONSE_TEMPLATE, partial(response_template.read, template), (), generation_prompt))
+    return choices

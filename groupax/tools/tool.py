@@ -1,0 +1,172 @@
+"""Python functions and methods as tools that a model calls. Imports no jax."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupax.settings.fields import nearest
+from groupax.terminal.printable import short_repr
+from groupax.tools.calls import ToolCall
+from groupax.tools.schema import function_schema
+
+MARK = "__groupax_tool__"
+RESERVED = ("reset", "get_reward", "score", "close", "act")  # an environment's own methods, never tools
+
+
+@dataclass(frozen=True)
+class Step:
+    """A result with a reward, which a tool or an environment may return instead of a text. It is checked then.
+
+    Attributes:
+        observation: What the model reads; None for nothing.
+        reward: Reward for this call, a finite number; None for none.
+        done: Whether the episode ends, a bool.
+    """
+
+    observation: Any = None
+    reward: Any = None
+    done: Any = False
+
+
+@dataclass(frozen=True)
+class _Options:
+    parallel: bool = False
+    timeout_s: int | float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Tool:
+    """A function that a model can call.
+
+    Attributes:
+        name: Name by which the model calls it.
+        function: The function, called with named arguments.
+        schema: Description for the model in OpenAI's format, {"type": "function", "function": {...}}.
+        is_async: Whether the function is a coroutine function.
+        parallel: Whether it may run at the same time as other calls of its turn.
+        timeout_s: Time limit of a call in seconds; None for the runner's.
+
+    Raises:
+        ValueError: The name is empty or not the schema's, or the time limit is not positive.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    schema: Mapping[str, Any]
+    is_async: bool = False
+    parallel: bool = False
+    timeout_s: int | float | None = None
+
+    def __post_init__(self) -> None:
+        function = self.schema.get("function")
+        named = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(self.name, str) or not self.name or named != self.name:
+            raise ValueError(f"the tool {self.name!r} needs a schema of the same name, got {short_repr(self.schema)}")
+        _check_timeout(self.name, self.timeout_s)
+
+    def bind(self, environment: Any) -> "Tool":
+        """Returns the tool of one environment, for a tool of `tools_of` its class."""
+        return replace(self, function=getattr(environment, self.name))
+
+
+def tool(
+    function: Callable[..., Any] | None = None, *, parallel: bool = False, timeout_s: int | float | None = None
+) -> Any:
+    """Marks a function or method as a tool, and returns it. It is used as `@tool` or `@tool(parallel=True)`.
+
+    Args:
+        function: Function with a Google-style docstring and type hints.
+        parallel: Whether it may run at the same time as other calls of its turn.
+        timeout_s: Time limit of a call in seconds; None for the run's.
+
+    Raises:
+        ValueError: The time limit is not positive.
+    """
+    if function is None:
+        return functools.partial(tool, parallel=parallel, timeout_s=timeout_s)
+    inner = function.__func__ if isinstance(function, classmethod | staticmethod) else function
+    _check_timeout(getattr(inner, "__name__", repr(inner)), timeout_s)
+    setattr(inner, MARK, _Options(parallel, timeout_s))
+    return function
+
+
+def tools_from(functions: Iterable[Any]) -> dict[str, Tool]:
+    """Returns tools by name, in the order given.
+
+    Args:
+        functions: Functions, bound methods or coroutine functions with docstring and type hints, or tools.
+
+    Raises:
+        ValueError: One of them is no function, lacks a part of its description, or has the name of another one.
+    """
+    tools: dict[str, Tool] = {}
+    for function in functions:
+        made = function if isinstance(function, Tool) else _from_function(function)
+        if made.name in tools:
+            raise ValueError(f"two tools are called {made.name!r}; rename one of them")
+        tools[made.name] = made
+    return tools
+
+
+def tools_of(environment_class: type, public: bool = False) -> dict[str, Tool]:
+    """Returns the tools of an environment's class, those of its base classes first. See `Tool.bind`.
+
+    Args:
+        environment_class: A class. It is not instantiated, and its properties are not evaluated.
+        public: Whether all public methods are tools, instead of only those marked with `tool`; `reset`, `get_reward`,
+            `score`, `close` and `act` never are.
+
+    Raises:
+        ValueError: A method lacks a part of its description, or one of the five is marked.
+    """
+    tools = {}
+    lineage = [each for each in environment_class.__mro__ if each is not object]
+    for name in dict.fromkeys(name for each in reversed(lineage) for name in vars(each)):
+        method = inspect.getattr_static(environment_class, name)
+        if not isinstance(method, classmethod | staticmethod) and not inspect.isfunction(method):
+            continue
+        marks = (getattr(_function(vars(each).get(name)), MARK, None) for each in lineage)
+        options = next(filter(None, marks), None)
+        if options is not None and name in RESERVED:
+            raise ValueError(
+                f"{environment_class.__name__}.{name} is called by the training loop and cannot be a tool; remove @tool"
+            )
+        if options is not None or (public and not name.startswith("_") and name not in RESERVED):
+            is_bound = not isinstance(method, staticmethod)
+            tools[name] = _made(_function(method), name, options or _Options(), is_bound)
+    return tools
+
+
+def match_calls(tools: Mapping[str, Tool], calls: Sequence[ToolCall]) -> list[tuple[Tool | None, ToolCall]]:
+    """Returns each call with its tool. A call of an unknown tool gets None, and a fault with the known names."""
+    return [(tools.get(call.name), call if call.name in tools else _unknown(tools, call)) for call in calls]
+
+
+def _unknown(tools: Mapping[str, Tool], call: ToolCall) -> ToolCall:
+    if call.fault:
+        return call
+    known = f"the tools are {', '.join(tools)}" if tools else "there are no tools"
+    return replace(call, fault=f"Tool {call.name:.80} not found{nearest(call.name[:80], tools) or ';'} {known}.")
+
+
+def _from_function(function: Any) -> Tool:
+    if not inspect.isroutine(function):
+        raise ValueError(f"a tool must be a function or a method with a name, got {short_repr(function)}")
+    return _made(function, function.__name__, getattr(function, MARK, _Options()), is_unbound_method=False)
+
+
+def _made(function: Callable[..., Any], name: str, options: _Options, is_unbound_method: bool) -> Tool:
+    schema = function_schema(function, name, skip_first=is_unbound_method)
+    is_async = inspect.iscoroutinefunction(function)
+    return Tool(name, function, schema, is_async, options.parallel, options.timeout_s)
+
+
+def _function(method: Any) -> Any:
+    return method.__func__ if isinstance(method, classmethod | staticmethod) else method
+
+
+def _check_timeout(name: str, timeout_s: int | float | None) -> None:
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"the tool {name!r} has timeout_s={timeout_s}, but it must be positive, or None for the run's")

@@ -1,0 +1,434 @@
+"""Calls that run at once, in order, within limits, whatever the tools do."""
+
+import asyncio
+import json
+import logging
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from groupax.tools.calls import ToolCall
+from groupax.tools.results import cut_middle
+from groupax.tools.runner import ToolRunner
+from groupax.tools.tool import Step, Tool
+
+
+def make(function, name=None, properties=None, **more):
+    name = name or function.__name__
+    parameters = {"type": "object", "properties": properties or {}, "required": list(properties or {})}
+    schema = {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": parameters}}
+    return Tool(name, function, schema, asyncio.iscoroutinefunction(function), **more)
+
+
+def run(runner, *pairs):
+    """The results of one start."""
+    done, found = threading.Event(), []
+
+    def on_done(results):
+        found.append(results)
+        done.set()
+
+    runner.start(list(pairs), on_done)
+    assert done.wait(20)
+    assert len(found) == 1
+    return found[0]
+
+
+def call(tool, **arguments):
+    return tool, ToolCall(tool.name, arguments)
+
+
+@pytest.fixture
+def runner():
+    with ToolRunner(num_workers=64, timeout_s=5.0, max_result_bytes=10_000) as runner:
+        yield runner
+
+
+def returns(value):
+    return make(lambda: value, "f")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("as it is ", "as it is "),
+        ("", ""),
+        (None, ""),
+        (7, "7"),
+        (True, "True"),
+        ({"a": "é", "b": [1, None]}, '{"a": "é", "b": [1, null]}'),
+        ([1, 2], "[1, 2]"),
+        ({"a": {1}}, "{'a': {1}}"),
+        ((1, 2), "(1, 2)"),
+        (b"\xff", "b'\\xff'"),
+        ("half \ud800", "half ?"),
+        (Step("seen"), "seen"),
+        (Step({"x": 1}), '{"x": 1}'),
+        (Step(), ""),
+    ],
+)
+def test_what_is_returned_becomes_text(runner, value, text):
+    [result] = run(runner, call(returns(value)))
+    assert result.text == text
+    assert result.error == ""
+    assert result.reward is None
+    assert not result.done
+
+
+def test_a_step_has_a_reward_and_may_end_the_episode(runner):
+    [result] = run(runner, call(returns(Step("won", reward=np.float32(0.5), done=np.bool_(True)))))
+    assert (result.text, result.reward, result.done) == ("won", 0.5, True)
+    assert type(result.reward) is float
+    assert type(result.done) is bool
+    [result] = run(runner, call(returns(Step(reward=1))))
+    assert (result.text, result.reward, result.done) == ("", 1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (Step(reward=float("nan")), "must be a finite number or None, got nan"),
+        (Step(reward=float("inf")), "got inf"),
+        (Step(reward="1"), "got '1'"),
+        (Step(reward=1j), "got 1j"),
+        (Step(done="no"), "must be True or False, got 'no'"),
+    ],
+)
+def test_steps_that_lie_are_errors(runner, step, message):
+    [result] = run(runner, call(returns(step)))
+    assert message in result.error
+    assert message in result.text.replace('"', "'") or "error" in result.text
+    assert result.reward is None
+    assert not result.done
+
+
+class HostileError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text either")
+
+
+class Hostile:
+    def __str__(self):
+        raise KeyboardInterrupt("from a result")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("boom"), "boom"),
+        (KeyError("k"), "'k'"),
+        (ValueError(), "ValueError"),
+        (SystemExit(3), "3"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (GeneratorExit(), "GeneratorExit"),
+        (StopIteration(), "StopIteration"),
+        (asyncio.CancelledError("own"), "own"),
+        (RecursionError("deep"), "deep"),
+        (HostileError(), "HostileError"),
+    ],
+)
+def test_whatever_a_tool_raises_is_a_result(runner, is_async, error, message):
+    def fails():
+        raise error
+
+    async def fails_later():
+        raise error
+
+    tool = make(fails_later if is_async else fails)
+    # an async function cannot raise StopIteration itself
+    message = "coroutine raised StopIteration" if is_async and isinstance(error, StopIteration) else message
+    [result] = run(runner, call(tool))
+    assert result.text == str({"error": message})
+    assert message in result.error
+    [after] = run(runner, call(make(lambda: "alive", "f")))
+    assert after.text == "alive"
+
+
+def test_results_that_fail_to_become_text_are_errors(runner):
+    [result] = run(runner, call(returns(Hostile())))
+    assert result.text == "{'error': 'from a result'}"
+    endless = []
+    endless.append(endless)
+    [result] = run(runner, call(returns(endless)))
+    assert "Circular" in result.error
+
+
+def test_calls_that_cannot_be_made(runner):
+    add = make(lambda a: a, "add", {"a": {"type": "integer"}})
+    results = run(
+        runner,
+        (None, ToolCall("sub", {})),
+        (None, ToolCall("sub", {}, "Tool sub not found; the tools are add.")),
+        (add, ToolCall("add", {"a": 1}, "broken JSON")),
+        call(add, b=1),
+        call(add, a="x"),
+        call(add, a="7"),
+    )
+    assert [result.error for result in results[:3]] == [
+        "Tool sub not found.",
+        "Tool sub not found; the tools are add.",
+        "broken JSON",
+    ]
+    assert results[0].text == "{'error': 'Tool sub not found.'}"
+    assert "has no argument 'b'" in results[3].error
+    assert "must be an integer" in results[4].error
+    assert results[5].text == "7"
+    assert [result.seconds for result in results[:5]] == [0.0] * 5
+    [result] = run(runner, (Tool("bad", print, {"function": {"name": "bad", "parameters": 5}}), ToolCall("bad", {})))
+    assert result.error
+
+
+def test_no_calls_have_no_results(runner):
+    assert run(runner) == []
+
+
+def test_a_function_that_returns_a_coroutine_is_an_error(runner):
+    async def later():
+        return "x"
+
+    [result] = run(runner, call(make(lambda: later(), "f")))
+    assert "define it by async def" in result.error
+
+
+def sleeper(name, seconds, log, is_async=False, parallel=False):
+    def sync():
+        log.append((name, "start"))
+        time.sleep(seconds)
+        log.append((name, "end"))
+        return name
+
+    async def later():
+        log.append((name, "start"))
+        await asyncio.sleep(seconds)
+        log.append((name, "end"))
+        return name
+
+    return make(later if is_async else sync, name, parallel=parallel)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_episodes_run_at_the_same_time_and_the_calls_of_one_in_order(runner, is_async):
+    start, logs, counts = time.perf_counter(), [[] for _ in range(16)], threading.Semaphore(0)
+    found = {}
+    for index, log in enumerate(logs):
+        tools = [sleeper("a", 0.2, log, is_async), sleeper("b", 0.05, log)]
+        runner.start(
+            [call(each) for each in tools], lambda results, i=index: (found.update({i: results}), counts.release())
+        )
+    for _ in logs:
+        assert counts.acquire(timeout=20)
+    assert time.perf_counter() - start < 1.5
+    assert logs == [[("a", "start"), ("a", "end"), ("b", "start"), ("b", "end")]] * 16
+    assert [[result.text for result in found[index]] for index in range(16)] == [["a", "b"]] * 16
+    assert all(results[0].seconds >= 0.15 for results in found.values())
+
+
+def test_parallel_calls_overlap_and_keep_their_order(runner):
+    log = []
+    tools = [
+        sleeper("slow", 0.4, log, is_async=True, parallel=True),
+        sleeper("fast", 0.05, log, parallel=True),
+        sleeper("slow2", 0.3, log, parallel=True),
+    ]
+    start = time.perf_counter()
+    results = run(runner, *map(call, tools), (None, ToolCall("x", {})))
+    assert time.perf_counter() - start < 0.65
+    assert [result.text for result in results[:3]] == ["slow", "fast", "slow2"]
+    log.clear()
+    run(runner, call(tools[1]), call(sleeper("serial", 0.01, log)))
+    assert [name for name, _ in log] == ["fast", "fast", "serial", "serial"]
+
+
+def test_at_most_num_workers_calls_run_at_once():
+    running, most, lock = [0], [0], threading.Lock()
+
+    def count():
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.02)
+        with lock:
+            running[0] -= 1
+
+    tool = make(count, parallel=True)
+    with ToolRunner(num_workers=3, timeout_s=5.0, max_result_bytes=100) as runner:
+        run(runner, *[call(tool)] * 20)
+    assert most == [3]
+
+
+def test_no_call_is_made_after_the_end_of_the_episode(runner):
+    made = []
+    end, more = make(lambda: Step("end", 1.0, True), "end"), make(lambda: made.append(1), "more")
+    first, second = run(runner, call(end), call(more))
+    assert first.done
+    assert "has ended the episode" in second.error
+    assert made == []
+
+
+def test_hanging_functions_are_abandoned_and_told_once(caplog):
+    release = threading.Event()
+    hang = make(release.wait, "hang", timeout_s=0.2)
+    with ToolRunner(num_workers=1, timeout_s=5.0, max_result_bytes=100) as runner:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                start = time.perf_counter()
+                [result] = run(runner, call(hang))
+                assert time.perf_counter() - start < 2
+                assert result.error == "timed out after 0.2 s"
+                assert result.text == "{'error': 'timed out after 0.2 s'}"
+                assert 0.1 < result.seconds < 2
+        assert sum("did not end within" in record.message for record in caplog.records) == 1
+        [result] = run(runner, call(returns("alive")))
+        assert result.text == "alive"
+        release.set()
+
+
+def test_coroutines_that_hang_are_cancelled(caplog):
+    cancelled = threading.Event()
+
+    async def hang():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    with ToolRunner(num_workers=1, timeout_s=0.2, max_result_bytes=100) as runner, caplog.at_level(logging.WARNING):
+        [result] = run(runner, call(make(hang)))
+        assert result.error == "timed out after 0.2 s"
+        assert cancelled.wait(5)
+        assert not caplog.records
+
+
+def test_coroutines_that_block_their_loop_are_told_and_the_loop_replaced(caplog):
+    release = threading.Event()
+
+    async def block():
+        release.wait()
+
+    async def fine():
+        await asyncio.sleep(0)
+        return "fine"
+
+    with ToolRunner(num_workers=2, timeout_s=0.2, max_result_bytes=100) as runner, caplog.at_level(logging.WARNING):
+        [result] = run(runner, call(make(block)))
+        assert result.error == "timed out after 0.2 s"
+        assert sum("did not end within" in record.message for record in caplog.records) == 1
+        [result] = run(runner, call(make(fine)))
+        assert result.text == "fine"
+        release.set()
+
+
+def test_a_task_of_a_tool_cannot_end_the_loop(runner):
+    async def leave():
+        raise SystemExit
+
+    async def spawn():
+        task = asyncio.create_task(leave())
+        await asyncio.sleep(60)
+        return task
+
+    async def fine():
+        return "fine"
+
+    [result] = run(runner, call(make(spawn, timeout_s=0.2)))
+    assert result.error == "timed out after 0.2 s"
+    [result] = run(runner, call(make(fine)))
+    assert result.text == "fine"
+
+
+def test_long_results_are_cut_in_the_middle():
+    text = "é" * 3_000_000
+    with ToolRunner(num_workers=1, timeout_s=20.0, max_result_bytes=1000) as runner:
+        [result] = run(runner, call(returns(text)))
+        [error] = run(runner, call(make(lambda: 1 / int("x" * 5000), "f")))
+    assert 900 < len(result.text.encode()) <= 1000
+    start, _, rest = result.text.partition("\n[... ")
+    note, _, end = rest.partition(" characters left out ...]\n")
+    assert 0 < len(start) == len(end)
+    assert start + end == text[: len(start + end)]
+    assert note == f"{len(text) - len(start) - len(end):,}"
+    assert len(error.text.encode()) <= 1000
+    assert len(error.error.encode()) <= 1000
+
+
+@pytest.mark.parametrize("limit", [64, 65, 100, 4096])
+def test_cutting_keeps_to_the_limit(limit):
+    for text in ("a" * limit, "a" * (limit + 1), "🙂" * limit, "é" * 100_000, ""):
+        cut = cut_middle(text, limit)
+        assert len(cut.encode()) <= limit
+        assert (cut == text) == (len(text.encode()) <= limit)
+
+
+def test_closing_waits_for_nothing_and_ends_every_start():
+    release, found = threading.Event(), []
+    hang = make(release.wait, "hang")
+
+    async def sleep():
+        await asyncio.sleep(60)
+
+    with ToolRunner(num_workers=3, timeout_s=60.0, max_result_bytes=100) as runner:
+        for tool in (hang, make(sleep), hang, hang, returns("never")):
+            runner.start([call(tool), call(tool)], found.append)
+        time.sleep(0.1)
+        start = time.perf_counter()
+    assert time.perf_counter() - start < 2
+    assert len(found) == 5
+    assert all([result.error for result in results] == ["the run has ended"] * 2 for results in found)
+    runner.close()
+    with pytest.raises(RuntimeError, match="the tool runner is closed"):
+        runner.start([], found.append)
+    release.set()
+
+
+def test_a_callback_may_start_and_close(runner):
+    done = threading.Event()
+
+    def second(_):
+        runner.close()
+        done.set()
+
+    runner.start([call(returns("a"))], lambda _: runner.start([call(returns("b"))], second))
+    assert done.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 1.0, 100), "num_workers must be at least 1, got 0"),
+        ((1, 0.0, 100), "timeout_s must be positive, got 0"),
+        ((1, 1.0, 10), "max_result_bytes must be at least 64, got 10"),
+    ],
+)
+def test_settings_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ToolRunner(*arguments)
+
+
+def test_printing_of_tools_is_left_alone(runner, capfd):
+    def speak():
+        os.write(1, b"spoken")
+        return json.dumps(1)
+
+    [result] = run(runner, call(make(speak)))
+    assert result.text == "1"
+    assert "spoken" in capfd.readouterr().out
+
+
+def test_many_starts_each_end_once(runner):
+    counts, lock, done = [0] * 500, threading.Lock(), threading.Event()
+
+    def on_done(index):
+        with lock:
+            counts[index] += 1
+            if sum(counts) == len(counts):
+                done.set()
+
+    for index in range(len(counts)):
+        runner.start([call(returns(index))], lambda _, i=index: on_done(i))
+    assert done.wait(30)
+    time.sleep(0.05)
+    assert counts == [1] * 500

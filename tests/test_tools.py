@@ -1,0 +1,386 @@
+"""Functions as tools: schemas from docstrings and hints, and arguments checked against them."""
+
+import asyncio
+import functools
+import random
+from enum import Enum
+from typing import Any, Literal
+
+import pytest
+
+from groupax.tools.arguments import check_arguments
+from groupax.tools.calls import ToolCall
+from groupax.tools.tool import Tool, match_calls, tool, tools_from, tools_of
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+async def fetch(url: str) -> str:
+    """Fetches a page.
+
+    Args:
+        url: Address of the page.
+    """
+    return url
+
+
+class Game:
+    """A game."""
+
+    def reset(self, row: dict) -> str:
+        return "Go"
+
+    @property
+    def state(self) -> str:
+        raise AssertionError("properties are never evaluated")
+
+    @tool(timeout_s=2.0)
+    def guess(self, word: str) -> str:
+        """Guesses a word.
+
+        Args:
+            word: The word.
+        """
+        return f"{word} {type(self).__name__}"
+
+    async def hint(self) -> str:
+        """Gives a hint."""
+        return "?"
+
+    @staticmethod
+    def rules() -> str:
+        """Returns the rules."""
+        return "rules"
+
+    def score(self) -> float:
+        return 1.0
+
+    def _secret(self) -> str:
+        return ""
+
+
+class HardGame(Game):
+    def guess(self, word: str) -> str:
+        """Guesses a harder word.
+
+        Args:
+            word: The harder word.
+        """
+        return "hard"
+
+
+def test_a_schema_comes_from_docstring_and_hints():
+    [made] = tools_from([add]).values()
+    assert made.schema["type"] == "function"
+    described = made.schema["function"]
+    assert described["name"] == "add"
+    assert described["description"] == "Adds two numbers."
+    assert described["parameters"] == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "description": "The first number."},
+            "b": {"type": "integer", "description": "The second number."},
+        },
+        "required": ["a"],
+    }
+    assert not made.is_async
+    assert not made.parallel
+    assert made.timeout_s is None
+    assert made.function(a=1) == 2
+
+
+def test_schemas_equal_those_of_transformers():
+    from transformers.utils import get_json_schema
+
+    for function in (add, fetch):
+        assert tools_from([function])[function.__name__].schema == get_json_schema(function)
+
+
+def test_functions_methods_and_tools_are_taken_in_order():
+    game = Game()
+    own = Tool("own", print, {"type": "function", "function": {"name": "own"}}, parallel=True)
+    made = tools_from([fetch, game.guess, own, add])
+    assert list(made) == ["fetch", "guess", "own", "add"]
+    assert made["fetch"].is_async
+    assert made["guess"].timeout_s == 2.0
+    assert list(made["guess"].schema["function"]["parameters"]["properties"]) == ["word"]
+    assert made["own"] is own
+
+
+def test_the_decorator_returns_the_function_with_options():
+    @tool
+    def plain() -> str:
+        """Does nothing."""
+        return "plain"
+
+    @tool(parallel=True, timeout_s=3)
+    def fast() -> str:
+        """Does nothing, fast."""
+        return "fast"
+
+    assert plain() == "plain"
+    made = tools_from([plain, fast])
+    assert (made["plain"].parallel, made["plain"].timeout_s) == (False, None)
+    assert (made["fast"].parallel, made["fast"].timeout_s) == (True, 3)
+
+
+def test_marked_methods_are_tools_and_are_bound_to_an_environment():
+    made = tools_of(Game)
+    assert list(made) == ["guess"]
+    assert made["guess"].timeout_s == 2.0
+    assert list(made["guess"].schema["function"]["parameters"]["properties"]) == ["word"]
+    assert made["guess"].bind(Game()).function(word="a") == "a Game"
+    assert tools_of(HardGame)["guess"].schema["function"]["description"] == "Guesses a harder word."
+    assert tools_of(HardGame)["guess"].timeout_s == 2.0
+    assert tools_of(HardGame)["guess"].bind(HardGame()).function(word="a") == "hard"
+
+
+def test_public_methods_are_tools_but_the_environments_own():
+    made = tools_of(Game, public=True)
+    assert list(made) == ["guess", "hint", "rules"]
+    assert made["hint"].is_async
+    assert asyncio.run(made["hint"].bind(Game()).function()) == "?"
+    assert made["rules"].bind(Game()).function() == "rules"
+
+
+def lacks_docstring(a: int) -> int:
+    return a
+
+
+def lacks_description(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: A number.
+    """
+    return a + b
+
+
+def lacks_hint(a) -> int:
+    """Adds.
+
+    Args:
+        a: A number.
+    """
+    return a
+
+
+def has_strange_hint(a: random.Random) -> int:
+    """Adds.
+
+    Args:
+        a: A number.
+    """
+    return 1
+
+
+def has_unknown_hint(a: "Nowhere") -> int:
+    """Adds.
+
+    Args:
+        a: A number.
+    """
+    return 1
+
+
+def has_stars(**more: int) -> int:
+    """Adds.
+
+    Args:
+        more: Numbers.
+    """
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lacks_docstring, "'lacks_docstring' has no docstring"),
+        (lacks_description, "'lacks_description' has no description of its argument 'b'"),
+        (lacks_hint, "'lacks_hint' has no type hint of its argument 'a'"),
+        (has_strange_hint, "'has_strange_hint' has no JSON schema.*Random"),
+        (has_unknown_hint, "hints of the tool 'has_unknown_hint' cannot be read.*Nowhere"),
+        (has_stars, r"'has_stars' has the parameter '\*\*more: int'"),
+        (functools.partial(add, 1), "must be a function or a method"),
+        (5, "must be a function or a method with a name, got 5"),
+    ],
+)
+def test_functions_that_cannot_be_described_are_refused(function, message):
+    with pytest.raises(ValueError, match=message):
+        tools_from([function])
+
+
+def test_tools_that_contradict_are_refused():
+    with pytest.raises(ValueError, match="two tools are called 'add'"):
+        tools_from([add, add])
+    with pytest.raises(ValueError, match="'add' needs a schema of the same name"):
+        Tool("add", add, {"function": {"name": "sub"}})
+    with pytest.raises(ValueError, match="'add' has timeout_s=0"):
+        tool(timeout_s=0)(add)
+
+    class Wrong:
+        @tool
+        def reset(self) -> None:
+            """Resets."""
+
+    with pytest.raises(ValueError, match=r"Wrong\.reset is called by the training loop"):
+        tools_of(Wrong)
+
+
+def test_calls_find_their_tools_and_unknown_ones_the_known_names():
+    made = tools_from([add, fetch])
+    pairs = match_calls(made, [ToolCall("add", {"a": 1}), ToolCall("fetsh", {}), ToolCall("", {}, "broken")])
+    assert pairs[0] == (made["add"], ToolCall("add", {"a": 1}))
+    assert pairs[1][0] is None
+    assert pairs[1][1].fault == "Tool fetsh not found; did you mean fetch? the tools are add, fetch."
+    assert pairs[2] == (None, ToolCall("", {}, "broken"))
+    assert match_calls({}, [ToolCall("x", {})])[0][1].fault == "Tool x not found; there are no tools."
+
+
+# -- arguments
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+def typed(
+    text: str = "",
+    count: int = 0,
+    ratio: float = 0.0,
+    flag: bool = False,
+    colour: Colour = Colour.RED,
+    size: Literal["s", "m", 5] = "s",
+    names: list[str] | None = None,
+    pair: tuple[int, str] = (0, ""),
+    scores: dict[str, int] | None = None,
+    either: int | str = 0,
+    maybe: int | None = None,
+    nested: list[list[int]] | dict[str, list[int]] | None = None,
+    anything: Any = None,
+) -> str:
+    """Takes everything.
+
+    Args:
+        text: A text.
+        count: A count.
+        ratio: A ratio.
+        flag: A flag.
+        colour: A colour.
+        size: A size.
+        names: Names.
+        pair: A pair.
+        scores: Scores.
+        either: Either.
+        maybe: Maybe.
+        nested: Nested.
+        anything: Anything.
+    """
+    return text
+
+
+TYPED = tools_from([typed])["typed"].schema
+ADD = tools_from([add])["add"].schema
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, {}),
+        ({"text": "7"}, {"text": "7"}),
+        ({"count": 7}, {"count": 7}),
+        ({"count": "7"}, {"count": 7}),
+        ({"count": " 7\n"}, {"count": 7}),
+        ({"count": 7.0}, {"count": 7}),
+        ({"count": "7.0"}, {"count": 7}),
+        ({"ratio": 1}, {"ratio": 1}),
+        ({"ratio": "0.5"}, {"ratio": 0.5}),
+        ({"flag": "True"}, {"flag": True}),
+        ({"flag": False}, {"flag": False}),
+        ({"colour": "blue"}, {"colour": "blue"}),
+        ({"size": 5}, {"size": 5}),
+        ({"names": ["a", "b"]}, {"names": ["a", "b"]}),
+        ({"names": '["a"]'}, {"names": ["a"]}),
+        ({"names": None}, {"names": None}),
+        ({"names": "null"}, {"names": None}),
+        ({"pair": [1, "a"]}, {"pair": [1, "a"]}),
+        ({"scores": {"a": 1}}, {"scores": {"a": 1}}),
+        ({"scores": '{"a": "1"}'}, {"scores": {"a": 1}}),
+        ({"either": "7"}, {"either": "7"}),
+        ({"either": 7}, {"either": 7}),
+        ({"maybe": "None"}, {"maybe": None}),
+        ({"maybe": None}, {"maybe": None}),
+        ({"nested": {"a": [1]}}, {"nested": {"a": [1]}}),
+        ({"nested": [[1], ["2"]]}, {"nested": [[1], [2]]}),
+        ({"anything": {"a": [None]}}, {"anything": {"a": [None]}}),
+    ],
+)
+def test_arguments_become_what_the_schema_wants(arguments, expected):
+    checked = check_arguments(TYPED, arguments)
+    assert checked == expected
+    assert [type(value) for value in checked.values()] == [type(value) for value in expected.values()]
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "message"),
+    [
+        (ADD, {"c": 1}, "the tool 'add' has no argument 'c'"),
+        (TYPED, {"colr": "red"}, "'typed' has no argument 'colr'; did you mean colour"),
+        (ADD, {"b": 1}, "the tool 'add' needs the argument a"),
+        (ADD, {"a": "one"}, "the argument 'a' must be an integer, got 'one'"),
+        (ADD, {"a": 1.5}, "must be an integer, got 1.5"),
+        (ADD, {"a": True}, "must be an integer, got True"),
+        (ADD, {"a": None}, "must be an integer, got None"),
+        (ADD, {"a": "true"}, "must be an integer, got 'true'"),
+        (TYPED, {"ratio": 1e999}, "must be a number, got inf"),
+        (TYPED, {"ratio": "NaN"}, "must be a number, got 'NaN'"),
+        (TYPED, {"text": 7}, "the argument 'text' must be a string, got 7"),
+        (TYPED, {"flag": 1}, "must be a boolean, got 1"),
+        (TYPED, {"colour": "bleu"}, "must be one of 'red', 'blue', got 'bleu'; did you mean blue"),
+        (TYPED, {"size": 6}, "must be one of 's', 'm', 5, got 6"),
+        (TYPED, {"names": "a"}, "must be an array or null, got 'a'"),
+        (TYPED, {"names": ["a", 1]}, "entry 1 of the argument 'names' must be a string, got 1"),
+        (TYPED, {"pair": [1]}, "must have 2 entries, got 1"),
+        (TYPED, {"scores": {"a": "x"}}, "the argument 'a' of the argument 'scores' must be an integer"),
+        (TYPED, {"nested": 1}, "must be an array, got 1; or .* must be an object, got 1"),
+    ],
+)
+def test_arguments_that_the_schema_does_not_allow_are_refused(schema, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_arguments(schema, arguments)
+
+
+def test_objects_with_properties_are_checked_inside():
+    place = {
+        "type": "object",
+        "properties": {"x": {"type": "number"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    parameters = {"type": "object", "properties": {"place": place}}
+    schema = {"function": {"name": "go", "parameters": parameters}}
+    assert check_arguments(schema, {"place": {"x": "1.5"}}) == {"place": {"x": 1.5}}
+    with pytest.raises(ValueError, match="the argument 'place' needs the argument x"):
+        check_arguments(schema, {"place": {}})
+    with pytest.raises(ValueError, match="the argument 'place' has no argument 'y'"):
+        check_arguments(schema, {"place": {"x": 1, "y": 2}})
+    assert check_arguments({"function": {"name": "go"}}, {}) == {}
+
+
+def test_hostile_arguments_are_refused_quickly():
+    with pytest.raises(ValueError, match="has no argument"):
+        check_arguments(TYPED, {"x" * 1_000_000: 1})
+    with pytest.raises(ValueError, match="must be an integer") as refused:
+        check_arguments(ADD, {"a": "[" * 100_000})
+    assert len(str(refused.value)) < 300
+    with pytest.raises(ValueError, match="must be an integer"):
+        check_arguments(ADD, {"a": "9" * 100_000})
