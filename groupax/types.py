@@ -76,7 +76,7 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model sampled at a stretch, until it stopped.
+    """One turn of the model: the tokens that it sampled until it stopped.
 
     Attributes:
         start: Index of its first token among the tokens of the completion.
@@ -158,7 +158,7 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit ended the completion."""
+        """True if a limit ended the completion."""
         return self.finish_reason in TRUNCATIONS
 
     @property
