@@ -49,7 +49,8 @@ def a_step(long_tailed: bool) -> list[Row]:
         for _ in range(GROUP):
             length = min(LONGEST_TOKENS, rng.geometric(1 / MEAN_TOKENS)) if long_tailed else NEW_TOKENS
             tokens, logps = rng.integers(1, 8000, length), np.full(length, -9.0, np.float32)
-            rows.append(Row(group, prompt, tokens, np.ones(length, bool), float(rng.normal()), logps, ref_logp=logps))
+            mask, advantages = np.ones(length, bool), np.full(length, rng.normal(), np.float32)
+            rows.append(Row(group, prompt, tokens, mask, advantages, logps, ref_logp=logps))
     return rows
 
 

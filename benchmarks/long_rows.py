@@ -43,9 +43,9 @@ def main() -> None:
     rng = np.random.default_rng(0)
     results: list[dict[str, Any]] = []
     for length in LENGTHS:
+        mask, ones = np.ones(length, bool), np.ones(length)
         rows = [
-            Row(0, np.arange(64), rng.integers(1, 8000, length), np.ones(length, bool), 1.0 - 2 * i, np.zeros(length))
-            for i in range(2)
+            Row(0, np.arange(64), rng.integers(1, 8000, length), mask, sign * ones, 0 * ones) for sign in (1.0, -1.0)
         ]
         [part], _ = pack(rows, num_data_shards(model.mesh), settings.micro_batch_tokens or 0)
         totals = zero_grads(model.params, config=model.config, settings=settings.objective, mesh=model.mesh)

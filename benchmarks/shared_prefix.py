@@ -36,8 +36,8 @@ def main() -> None:
         prompt = rng.integers(1, 8000, PROMPT_TOKENS)
         for _ in range(GROUP):
             completion, logps = rng.integers(1, 8000, NEW_TOKENS), np.full(NEW_TOKENS, -9.0)
-            mask = np.ones(NEW_TOKENS, bool)
-            rows.append(Row(group, prompt, completion, mask, float(rng.normal()), logps))
+            mask, advantages = np.ones(NEW_TOKENS, bool), np.full(NEW_TOKENS, rng.normal(), np.float32)
+            rows.append(Row(group, prompt, completion, mask, advantages, logps))
     sequences: dict[Literal["always", "never"], list[tuple[int, list[int]]]] = {
         "always": [(PROMPT_TOKENS, [NEW_TOKENS] * GROUP)] * PROMPTS,
         "never": [(PROMPT_TOKENS, [NEW_TOKENS])] * GROUP * PROMPTS,

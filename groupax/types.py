@@ -8,8 +8,26 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 Prompt = str | list[dict[str, Any]]  # text, or the messages of a conversation
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal[
+    "stop",
+    "length",
+    "abort",
+    "done",
+    "max_turns",
+    "max_tool_calls",
+    "turn_length",
+    "context",
+    "tool_result_too_long",
+    "parse_error",
+    "timeout",
+    "env_error",
+]
+# The ends that a limit imposes, so that the model did not finish.
+TRUNCATIONS: frozenset[FinishReason] = frozenset(
+    ("length", "max_turns", "max_tool_calls", "turn_length", "context", "tool_result_too_long", "timeout")
+)
 Metrics = dict[str, float]
+_ALL_TOKENS: Any = None  # the default of a mask, which becomes an array
 
 
 @dataclass(frozen=True)
@@ -37,9 +55,50 @@ class TrainerState:
         return self.num_steps
 
 
+@dataclass(frozen=True)
+class CallRecord:
+    """One call of a tool.
+
+    Attributes:
+        name: Name of the tool.
+        arguments: Arguments by name.
+        result: Text that the model received.
+        seconds: Wall-clock time of the call.
+        error: Description of the failure; empty if there was none.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    result: str
+    seconds: float
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the model: the tokens that it sampled until it stopped.
+
+    Attributes:
+        start: Index of its first token among the tokens of the completion.
+        end: Index after its last token.
+        text: Decoded text without special tokens.
+        calls: Calls of tools that followed from it, in their order.
+        reward: Reward that the environment gave for it.
+    """
+
+    start: int
+    end: int
+    text: str
+    calls: tuple[CallRecord, ...] = ()
+    reward: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One completion of one prompt, on the host.
+    """One completion of one prompt, on the host: an episode of one or more turns.
+
+    The completion is everything after the prompt. Between two turns of the model stand tokens of the environment, such
+    as results of tools: the model attends to them, and they count neither in the loss nor in lengths.
 
     Attributes:
         prompt_index: Index of the prompt in its rollout.
@@ -47,14 +106,23 @@ class Rollout:
         example: Dataset row with the prompt.
         prompt_ids: Token ids of the prompt.
         completion_ids: Token ids of the completion, including its stop token or the tokens of its stop string.
-        policy_logps: Natural log-prob of each completion token under softmax(logits / temperature), by the engine.
-        sampler_logps: Log-probs under the truncated distribution that was drawn from.
-        finish_reason: "stop" for a stop token or stop string, "length" for the token limit.
+        policy_logps: Natural log-prob of each completion token under softmax(logits / temperature), by the engine; 0 at
+            tokens of the environment.
+        sampler_logps: Log-probs under the truncated distribution that was drawn from; 0 at tokens of the environment.
+        finish_reason: "stop" for a stop token or stop string, "length" for the token limit; an environment or a limit
+            of the episode gives the others.
         policy_version: Number of optimizer steps that the sampling weights had seen.
         text: Decoded completion, including its stop string, without special tokens.
         rewards: Reward of each reward function, None where it does not apply; empty before scoring.
-        advantage: Advantage; NaN before scoring.
+        advantage: Advantage of the episode; NaN before scoring.
         extra: Values that reward functions logged in addition to rewards.
+        mask: Tokens that the model sampled; all of them by default.
+        turns: The turns; by default one, of all tokens.
+        messages: Messages after the prompt of a conversation of several turns; None where `text` is the only one.
+        turn_advantages: Advantage of each turn; None for `advantage` at all of them.
+
+    Raises:
+        ValueError: The lengths of the fields do not fit together.
     """
 
     prompt_index: int
@@ -70,6 +138,28 @@ class Rollout:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     advantage: float = float("nan")
     extra: Mapping[str, Any] = field(default_factory=dict)
+    mask: np.ndarray = _ALL_TOKENS
+    turns: tuple[Turn, ...] = ()
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    turn_advantages: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.completion_ids)
+        if self.mask is None:
+            object.__setattr__(self, "mask", np.ones(num_tokens, bool))
+        if not self.turns:
+            object.__setattr__(self, "turns", (Turn(0, num_tokens, self.text),))
+        _check_turns(self)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """The number of tokens that the model sampled."""
+        return int(self.mask.sum())
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if a limit ended the completion."""
+        return self.finish_reason in TRUNCATIONS
 
     @property
     def prompt(self) -> Prompt:
@@ -77,9 +167,43 @@ class Rollout:
         return self.example["prompt"]
 
     @property
-    def completion(self) -> str | list[dict[str, str]]:
-        """The completion in the form of the prompt: a string, or a list with the assistant's message."""
+    def completion(self) -> str | list[dict[str, Any]]:
+        """The completion in the form of the prompt: a string, or the list of messages that follow the prompt."""
+        if self.messages is not None:
+            return [dict(message) for message in self.messages]
         return [{"role": "assistant", "content": self.text}] if not isinstance(self.prompt, str) else self.text
+
+
+def _check_turns(rollout: Rollout) -> None:
+    """Checks that mask, turns and their advantages fit to the tokens.
+
+    Raises:
+        ValueError: They do not.
+    """
+    num_tokens, turns = len(rollout.completion_ids), rollout.turns
+    if rollout.mask.shape != (num_tokens,) or rollout.mask.dtype != bool:
+        raise ValueError(
+            f"the mask of a rollout must be a bool for each of its {num_tokens} completion tokens, got "
+            f"{rollout.mask.dtype} {list(rollout.mask.shape)}"
+        )
+    ends = [position for turn in turns for position in (turn.start, turn.end)]
+    if ends != sorted(ends) or ends[0] < 0 or ends[-1] > num_tokens:
+        raise ValueError(
+            f"the turns of a rollout must follow each other within its {num_tokens} completion tokens, got the ranges "
+            f"{[(turn.start, turn.end) for turn in turns]}"
+        )
+    in_turns = np.zeros(num_tokens, bool)
+    for turn in turns:
+        in_turns[turn.start : turn.end] = True
+    if (rollout.mask & ~in_turns).any():
+        first = int(np.argmax(rollout.mask & ~in_turns))
+        raise ValueError(
+            f"token {first} of a rollout is marked as sampled, and it is in none of its {len(turns)} turns"
+        )
+    if rollout.turn_advantages is not None and len(rollout.turn_advantages) != len(turns):
+        raise ValueError(
+            f"turn_advantages must have one number per turn, got {len(rollout.turn_advantages)} for {len(turns)} turns"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +214,8 @@ class Row:
         group: Number that the rows of one prompt share.
         prompt: Token ids of the prompt.
         completion: Token ids of the completion, including its stop token.
-        mask: Completion tokens that count in the loss.
-        advantage: Advantage of the completion.
+        mask: Completion tokens that count in the loss: sampled ones, unless the whole row is left out.
+        advantages: Advantage of each completion token; those of other tokens have no effect.
         rollout_logp: The engine's log-prob of each completion token under the policy that sampled it.
         old_logp: Log-prob of each completion token as in `objective.LossInputs`; None while the policy is the one that
             sampled it.
@@ -104,7 +228,7 @@ class Row:
     prompt: Int[np.ndarray, "S"]
     completion: Int[np.ndarray, "T"]
     mask: Bool[np.ndarray, "T"]
-    advantage: float
+    advantages: Float[np.ndarray, "T"]
     rollout_logp: Float[np.ndarray, "T"]
     old_logp: Float[np.ndarray, "T"] | None = None
     ref_logp: Float[np.ndarray, "T"] | None = None

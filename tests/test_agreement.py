@@ -47,7 +47,7 @@ def rows_of(groups, prompts):
             prompt=prompts[sequence.prompt_index],
             completion=np.asarray(sequence.tokens),
             mask=np.ones(len(sequence.tokens), bool),
-            advantage=1.0,
+            advantages=np.ones(len(sequence.tokens)),
             rollout_logp=np.asarray(sequence.policy_logps),
         )
         for group in groups
@@ -153,7 +153,8 @@ def test_grouped_logps_are_those_of_the_whole_sequence(family):
     for group, prompt_length in enumerate((1, 2, 8, 9, 31)):
         prompt = rng.integers(0, 96, prompt_length)
         for length in rng.integers(1, 30, 3):
-            rows.append(Row(group, prompt, rng.integers(0, 96, length), np.ones(length, bool), 0.0, np.zeros(length)))
+            tokens, zeros = rng.integers(0, 96, length), np.zeros(length)
+            rows.append(Row(group, prompt, tokens, np.ones(length, bool), zeros, zeros))
     forward = jax.jit(lambda tokens: jax.nn.log_softmax(logits(model.config, model.params, tokens)[0] / 0.8))
     for row, logp in zip(rows, trainer_logps(model, rows, 0.8, 200), strict=True):
         tokens = np.zeros((1, 64), np.int32)
@@ -172,8 +173,8 @@ def test_sharing_prompts_changes_neither_loss_nor_gradients():
     for group, prompt_length in enumerate((1, 2, 9, 31)):
         prompt = rng.integers(0, 96, prompt_length)
         for length in rng.integers(1, 30, 4):
-            mask = np.ones(length, bool)
-            rows.append(Row(group, prompt, rng.integers(0, 96, length), mask, rng.normal(), rng.normal(size=length)))
+            mask, tokens, advantages = np.ones(length, bool), rng.integers(0, 96, length), np.full(length, rng.normal())
+            rows.append(Row(group, prompt, tokens, mask, advantages, rng.normal(size=length)))
     settings = ObjectiveSettings()
     counts = Denominators(jnp.float32(len(rows)), jnp.float32(sum(len(row.completion) for row in rows)))
     static = {"config": model.config, "settings": settings, "mesh": model.mesh, "execution": DIRECT}

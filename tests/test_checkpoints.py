@@ -595,7 +595,7 @@ def test_after_updates_that_are_not_finite_a_run_goes_on_behind_them(tmp_path, c
     trainer = a_trainer(tmp_path, max_steps=5, max_bad_steps=2)
     update = trainer.learner.update
     trainer.learner.update = lambda rows: update(
-        [replace(row, advantage=float("inf")) for row in rows] if trainer.cursor.step in (2, 3) else rows
+        [replace(row, advantages=row.advantages + np.inf) for row in rows] if trainer.cursor.step in (2, 3) else rows
     )
     with pytest.raises(DivergedError):
         trainer.train()

@@ -312,8 +312,8 @@ def test_the_router_loss_is_added_whatever_the_number_of_devices(coef):
     rows = []
     for group, prompt_length in enumerate((3, 9, 5, 7)):
         for length in (6, 11):
-            mask, tokens = np.ones(length, bool), rng.integers(0, 96, length)
-            rows.append(Row(group, rng.integers(0, 96, prompt_length), tokens, mask, 0.0, np.zeros(length)))
+            mask, tokens, zeros = np.ones(length, bool), rng.integers(0, 96, length), np.zeros(length)
+            rows.append(Row(group, rng.integers(0, 96, prompt_length), tokens, mask, zeros, zeros))
     settings = ObjectiveSettings(router_aux_loss_coef=coef)
     counts = Denominators(jnp.float32(len(rows)), jnp.float32(sum(len(row.completion) for row in rows)))
 

@@ -143,7 +143,8 @@ def long_rows(num_words):
         prompt = rng.integers(3, num_words, prompt_length).astype(np.int32)
         for length in (300, 20, 60):
             words, mask = rng.integers(3, num_words, length).astype(np.int32), np.ones(length, bool)
-            rows.append(Row(group, prompt, words, mask, float(rng.normal()), np.full(length, -3.0, np.float32)))
+            advantages = np.full(length, rng.normal(), np.float32)
+            rows.append(Row(group, prompt, words, mask, advantages, np.full(length, -3.0, np.float32)))
     return rows
 
 

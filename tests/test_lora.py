@@ -379,7 +379,7 @@ def test_the_inputs_that_are_left_out():
 
 def test_tokens_have_the_same_number_wherever_they_are_computed():
     rows = [
-        Row(g, np.arange(5 + g), np.arange(1 + r), np.ones(1 + r, bool), 1.0, np.zeros(1 + r))
+        Row(g, np.arange(5 + g), np.arange(1 + r), np.ones(1 + r, bool), np.ones(1 + r), np.zeros(1 + r))
         for g in range(2)
         for r in range(3)
     ]

@@ -51,7 +51,8 @@ def some_rows(num_words):
         for _ in range(2):
             T = int(rng.integers(3, 20))
             words = rng.integers(3, num_words, T).astype(np.int32)
-            rows.append(Row(group, prompt, words, np.ones(T, bool), float(rng.normal()), np.full(T, -3.0, np.float32)))
+            advantages = np.full(T, rng.normal(), np.float32)
+            rows.append(Row(group, prompt, words, np.ones(T, bool), advantages, np.full(T, -3.0, np.float32)))
     return rows
 
 

@@ -133,9 +133,21 @@ def a_batch(seed=0, B=6, T=7):
         "rollout_logp": rng.normal(-2, 0.5, (B, T)).astype(np.float32),
         "sampler_logp": rng.normal(-2, 0.5, (B, T)).astype(np.float32),
         "policy_mask": rng.random((B, T)) < 0.6,
-        "advantages": rng.normal(size=B).astype(np.float32),
+        "advantages": np.repeat(rng.normal(size=(B, 1)).astype(np.float32), T, axis=1),
         "mask": np.arange(T)[None, :] < lengths[:, None],
     }
+
+
+def episodes(seed=0, B=6, T=12):
+    """A batch of rows of several turns, with tokens of the environment between them and an advantage per turn."""
+    rng = np.random.default_rng(seed)
+    batch = a_batch(seed, B, T)
+    advantages, mask = np.zeros((2, B, T))
+    for i, end in enumerate(rng.integers(5, T + 1, B)):
+        cuts = [0, *np.sort(rng.choice(np.arange(1, end), 4 if i else 2, replace=False)), end]
+        for turn, (start, stop) in enumerate(zip(cuts[::2], cuts[1::2], strict=True)):
+            mask[i, start:stop], advantages[i, start:stop] = 1, rng.normal() * (-1) ** turn
+    return {**batch, "advantages": advantages.astype(np.float32), "mask": mask > 0}
 
 
 def counts_of(mask):
@@ -165,7 +177,7 @@ def numpy_loss(batch, settings, top_entropy=False, entropy_coef=0.0):
     total = bonus = 0.0
     num_tokens, num_rows = batch["mask"].sum(), batch["mask"].any(1).sum()
     for i, mask in enumerate(batch["mask"]):
-        logp, old, A = x["logp"][i, mask], x["old_logp"][i, mask], x["advantages"][i]
+        logp, old, A = x["logp"][i, mask], x["old_logp"][i, mask], x["advantages"][i, mask]
         n = mask.sum()
         r = np.clip(logp - old, -20, 20)
         w = np.exp(r) if settings.importance_sampling_level == "token" else np.full(n, np.exp(r.sum() / n))
@@ -182,11 +194,11 @@ def numpy_loss(batch, settings, top_entropy=False, entropy_coef=0.0):
         if settings.loss_type == "cispo":
             loss = -np.minimum(w, settings.upper_epsilon) * A * logp
         elif settings.loss_type == "sapo":
-            tau = settings.sapo_temperature_pos if A > 0 else settings.sapo_temperature_neg
+            tau = np.where(A > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
             loss = -4 / tau / (1 + np.exp(-tau * (w - 1))) * A
         elif settings.loss_type == "vespo":
-            k, lam = (settings.vespo_k_pos, settings.vespo_lambda_pos)
-            k, lam = (k, lam) if A >= 0 else (settings.vespo_k_neg, settings.vespo_lambda_neg)
+            k = np.where(A >= 0, settings.vespo_k_pos, settings.vespo_k_neg)
+            lam = np.where(A >= 0, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
             log_rho = np.log(np.maximum(rho, 1e-8)) if level else np.zeros(n)
             log_rho = log_rho[0] if level == "sequence_sum" else log_rho.sum()
             log_w = np.clip(r.sum() + log_rho, np.log(1e-8), 20)
@@ -196,7 +208,7 @@ def numpy_loss(batch, settings, top_entropy=False, entropy_coef=0.0):
             loss = -np.minimum(bounded * A, np.clip(w, low, high) * A)
         if settings.off_policy_mask_threshold is not None:
             drift = (x["rollout_logp"][i, mask] - logp).mean()
-            loss = loss * (A >= 0 or drift <= settings.off_policy_mask_threshold)
+            loss = loss * ((A >= 0) | (drift <= settings.off_policy_mask_threshold))
         if top_entropy:
             loss = loss * batch["policy_mask"][i, mask]
         if settings.loss_type != "vespo":
@@ -221,6 +233,7 @@ CASES = [
     {"beta": 0.1, "kl_estimator": "k2"},
     {"beta": 0.1, "use_bias_correction_kl": False},
     {"importance_sampling_level": "sequence"},
+    {"importance_sampling_level": "sequence_token"},
     {"off_policy_mask_threshold": 0.0},
     {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
     {"vespo_k_pos": 1.5, "vespo_lambda_pos": 1.0, "vespo_k_neg": 2.5, "vespo_lambda_neg": 0.5},
@@ -233,9 +246,10 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("loss_type", get_args(LossType))
-def test_loss_is_the_formula(loss_type, case):
+@pytest.mark.parametrize("make", [a_batch, episodes])
+def test_loss_is_the_formula(make, loss_type, case):
     settings = ObjectiveSettings(loss_type=loss_type, max_completion_length=16, **case)
-    batch = a_batch()
+    batch = make()
     for top_entropy in (False, True):
         given = given_for(settings, batch, top_entropy=top_entropy)
         coef = 0.3 if settings.entropy_bonus else 0.0
@@ -267,7 +281,7 @@ def test_splitting_a_step_changes_neither_loss_nor_gradient(loss_type, importanc
         off_policy_mask_threshold=0.1,
         entropy_bonus=True,
     )
-    batch = a_batch()
+    batch = episodes()
     counts = counts_of(batch["mask"])
     edges = [0, *cuts, 6]
     parts = [{name: x[a:b] for name, x in batch.items()} for a, b in itertools.pairwise(edges)]
@@ -299,7 +313,51 @@ def test_on_policy_gradient_is_reinforce_with_the_group_baseline(loss_type, impo
         "luspo": np.full(6, 1 / 6),
         "dr_grpo": np.full(6, 1 / (6 * 16)),
     }.get(loss_type, np.full(6, 1 / mask.sum()))
-    np.testing.assert_allclose(grad, -(batch["advantages"] * weights)[:, None] * mask, atol=1e-7)
+    np.testing.assert_allclose(grad, -batch["advantages"] * weights[:, None] * mask, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("loss_type", get_args(LossType))
+def test_tokens_of_the_environment_have_no_gradient_and_no_effect(loss_type, case):
+    settings = ObjectiveSettings(loss_type=loss_type, max_completion_length=16, **case)
+    batch, counts = given_for(settings, episodes()), counts_of(episodes()["mask"])
+    mask = batch["mask"]
+
+    def value_and_grads(batch):
+        return jax.value_and_grad(
+            lambda x: loss_of({**batch, "logp": x[0], "entropy": x[1]}, settings, counts, 0.3 * settings.entropy_bonus)
+        )(jnp.stack([batch["logp"], batch["entropy"]]))
+
+    def others(x):
+        return (
+            None
+            if x is None or x.dtype == bool
+            else np.where(mask, x, -50 + 20 * np.cos(np.arange(x.size)).reshape(x.shape))
+        )
+
+    loss, grads = value_and_grads(batch)
+    assert not np.asarray(grads)[:, ~mask].any()
+    assert np.asarray(grads)[0, mask].any()
+    other_loss, other_grads = value_and_grads(
+        {name: x if others(x) is None else others(x) for name, x in batch.items()}
+    )
+    np.testing.assert_array_equal(other_loss, loss)
+    np.testing.assert_array_equal(other_grads, grads)
+
+
+def test_ratios_of_sequences_share_a_value_and_differ_in_credit():
+    batch, mask = given_for(ObjectiveSettings(), episodes(), on_policy=True), episodes()["mask"]
+    grads = {}
+    for level in ("sequence", "sequence_token"):
+        settings = ObjectiveSettings(loss_type="grpo", importance_sampling_level=level)
+        grads[level] = jax.grad(lambda logp, s=settings: loss_of({**batch, "logp": logp}, s))(
+            jnp.asarray(batch["logp"])
+        )
+    lengths, advantages = mask.sum(1, keepdims=True), batch["advantages"]
+    own = -advantages * mask / (6 * lengths)
+    means = -advantages.sum(1, keepdims=True, where=mask) / lengths * mask / (6 * lengths)
+    np.testing.assert_allclose(grads["sequence_token"], own, atol=1e-7)
+    np.testing.assert_allclose(grads["sequence"], means, atol=1e-7)
 
 
 @pytest.mark.parametrize("loss_type", get_args(LossType))
@@ -433,7 +491,7 @@ def test_expected_kl_gradient_over_a_small_policy(estimator, corrected, off_poli
         losses = []
         for answer in range(5):
             old, reference = sampled_from[answer, None, None], ref[answer, None, None]
-            inputs = LossInputs(jnp.zeros(1), jnp.ones((1, 1), bool), old, old, reference)
+            inputs = LossInputs(zero, jnp.ones((1, 1), bool), old, old, reference)
             losses.append(policy_objective(logp[answer, None, None], zero, inputs, one, settings)[0])
         return jnp.sum(jnp.exp(sampled_from) * jnp.stack(losses))
 

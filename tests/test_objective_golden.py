@@ -64,7 +64,7 @@ def test_loss_and_gradient_are_the_recorded_ones(case):
     settings = settings_of(case)
     quantile = case["options"].get("top_entropy_quantile")
     inputs = LossInputs(
-        advantages=advantages,
+        advantages=np.broadcast_to(advantages[:, None], mask.shape),
         mask=mask,
         rollout_logp=old,
         old_logp=old,
@@ -96,7 +96,9 @@ def test_metrics_in_trls_definitions_are_the_recorded_ones(case):
     logps, old, ref, entropy, mask, advantages = (jnp.asarray(ARRAYS[f"{case['id']}/{name}"]) for name in names)
     mask = mask.astype(bool)
     settings = replace(settings_of(case), metric_definitions="trl")
-    inputs = LossInputs(advantages, mask, old, old, ref if settings.beta else None)
+    inputs = LossInputs(
+        jnp.broadcast_to(advantages[:, None], mask.shape), mask, old, old, ref if settings.beta else None
+    )
     counts = Denominators(jnp.float32(len(mask)), jnp.float32(mask.sum()))
     metrics = policy_objective(logps, entropy, inputs, counts, settings)[1]
     expected = {*metrics.sums, *metrics.minima, *metrics.maxima}

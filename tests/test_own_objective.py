@@ -18,7 +18,7 @@ from groupax.objective.objective import zero_metrics
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.references import reference_to
 
-from .test_objective import a_batch, advantages_of, counts_of, given_for, loss_of
+from .test_objective import a_batch, advantages_of, counts_of, episodes, given_for, loss_of
 from .test_trainer import a_trainer, lines_of
 
 MODULE = """
@@ -78,15 +78,17 @@ def numpy_gmpo(batch, epsilon):
     losses = []
     for logp, old, mask, A in zip(batch["logp"], batch["old_logp"], batch["mask"], batch["advantages"], strict=True):
         r = (logp - old)[mask].astype(np.float64)
-        s = np.sign(A)
-        losses.append(-np.exp(np.mean(s * np.minimum(s * r, np.clip(s * r, -epsilon, epsilon)))) * A)
+        s = np.sign(A[mask])
+        weight = np.exp(np.mean(s * np.minimum(s * r, np.clip(s * r, -epsilon, epsilon))))
+        losses.append(np.mean(-weight * A[mask]))
     return np.mean(losses)
 
 
+@pytest.mark.parametrize("make", [a_batch, episodes])
 @pytest.mark.parametrize("epsilon", [0.4, 0.1])
-def test_gmpo_as_an_own_loss_is_its_formula(own, epsilon):
+def test_gmpo_as_an_own_loss_is_its_formula(own, epsilon, make):
     settings = ObjectiveSettings(loss_type=f"my_objective:GMPO(epsilon={epsilon})")
-    batch = a_batch()
+    batch = make()
     given = given_for(settings, batch)
     np.testing.assert_allclose(loss_of(given, settings), numpy_gmpo(batch, epsilon), rtol=2e-5)
     metrics = zero_metrics(settings)

@@ -18,7 +18,8 @@ def rows_of(num_groups, group_size, longest=60, rng=RNG):
     for group in range(num_groups):
         prompt = rng.integers(0, 9, rng.integers(1, 30))
         for length in rng.integers(1, longest, group_size):
-            rows.append(Row(group, prompt, rng.integers(0, 9, length), np.ones(length, bool), 1.0, rng.random(length)))
+            tokens, ones = rng.integers(0, 9, length), np.ones(length)
+            rows.append(Row(group, prompt, tokens, np.ones(length, bool), ones, rng.random(length)))
     return rows
 
 
@@ -72,7 +73,9 @@ def test_known_sizes_stand_for_one_that_is_not():
     def shape(tokens):
         return Shape(tokens, tokens, (24, 32), ((24, 32),))
 
-    rows = [Row(g, np.zeros(2, int), np.zeros(20, int), np.ones(20, bool), 1.0, np.zeros(20)) for g in range(18)]
+    rows = [
+        Row(g, np.zeros(2, int), np.zeros(20, int), np.ones(20, bool), np.ones(20), np.zeros(20)) for g in range(18)
+    ]
     known = [shape(256), shape(64)]
     assert [each.shape.tokens for each in plan_micro_batches(rows, 1, 256, known)] == [256, 64, 64]
 
@@ -98,7 +101,7 @@ def test_a_prompt_is_computed_once_for_its_group_unless_that_is_switched_off():
 
 def test_groups_are_cut_where_shards_would_be_unequal():
     prompt = np.arange(10)
-    rows = [Row(0, prompt, prompt, np.ones(10, bool), 1.0, np.zeros(10)) for _ in range(8)]
+    rows = [Row(0, prompt, prompt, np.ones(10, bool), np.ones(10), np.zeros(10)) for _ in range(8)]
     [each] = plan_micro_batches(rows, 4, 10_000)
     assert [sum(len(part.rows) for part in parts) for parts in each.shards] == [2, 2, 2, 2]
 
@@ -121,7 +124,8 @@ def test_over_many_steps_padding_is_little_and_shapes_are_few(mean, seed):
             prompt = np.zeros(int(np.clip(rng.gamma(4, 30), 20, 400)), np.int64)
             real += len(prompt) - 1
             for length in np.clip(rng.geometric(1 / mean, 8), 1, 512):
-                rows.append(Row(group, prompt, np.zeros(length, int), np.ones(length, bool), 1.0, np.zeros(length)))
+                mask, zeros = np.ones(length, bool), np.zeros(length)
+                rows.append(Row(group, prompt, np.zeros(length, int), mask, zeros, zeros))
                 real += length
         packed, shapes = pack(rows, 2, 4096, shapes, longest=(400, 512))
         padding.append(1 - real / sum(part.num_tokens for part in packed))
@@ -137,7 +141,7 @@ def test_sizes_come_in_steps():
 
 def of_one_prompt(columns, lengths):
     prompt = np.zeros(columns + 1, int)
-    return [Row(0, prompt, np.zeros(n, int), np.ones(n, bool), 1.0, np.zeros(n)) for n in lengths]
+    return [Row(0, prompt, np.zeros(n, int), np.ones(n, bool), np.ones(n), np.zeros(n)) for n in lengths]
 
 
 def tiles_of(lengths, attention_cost=PLAIN):

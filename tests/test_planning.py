@@ -442,7 +442,7 @@ def test_what_is_planned_is_what_a_real_run_has(name, monkeypatch):
         "sampler_logp": None if args.rollout_correction == "none" else logp,
     }
     groups = np.repeat(np.arange(4), 4).tolist()
-    rows = [Row(g, prompts[g].astype(np.int32), words, words > 0, 1.0, logp, **more) for g in groups]
+    rows = [Row(g, prompts[g].astype(np.int32), words, words > 0, logp + 1, logp, **more) for g in groups]
     if args.top_entropy_quantile < 1:
         scored = recording(monkeypatch, groupax.training.learner, "score")
         with pytest.raises(Recorded):

@@ -68,6 +68,7 @@ def test_a_function_gets_what_its_signature_takes():
         "prompts",
         "completions",
         "completion_ids",
+        "completion_mask",
         "answer",
         "batch",
         "trainer_state",

@@ -295,8 +295,8 @@ def test_an_update_that_is_not_finite_is_skipped(tmp_path):
     model = init_model({**TINY, "vocab_size": 13, "num_hidden_layers": 1}, seed=0)
     trainer = a_trainer(tmp_path, model=model, learning_rate=1e-2, max_steps=1)
     rows = [
-        Row(0, np.array([3, 4]), np.array([5, 6]), np.ones(2, bool), float("nan"), np.zeros(2)),
-        Row(0, np.array([3, 4]), np.array([5, 6]), np.ones(2, bool), 1.0, np.zeros(2)),
+        Row(0, np.array([3, 4]), np.array([5, 6]), np.ones(2, bool), np.full(2, np.nan), np.zeros(2)),
+        Row(0, np.array([3, 4]), np.array([5, 6]), np.ones(2, bool), np.ones(2), np.zeros(2)),
     ]
     start = jax.device_get(trainer.learner.state.params)
     assert not trainer.learner.update(rows).applied

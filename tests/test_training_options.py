@@ -353,7 +353,7 @@ def test_what_a_diverged_run_in_a_bucket_leaves_is_named_where_it_is(tmp_path):
     place = f"memory://diverged/{tmp_path.name}"
     trainer = a_trainer(tmp_path, output_dir=place, max_bad_steps=1, save_steps=0)
     update = trainer.learner.update
-    trainer.learner.update = lambda rows: update([replace(row, advantage=float("inf")) for row in rows])
+    trainer.learner.update = lambda rows: update([replace(row, advantages=row.advantages + np.inf) for row in rows])
     with pytest.raises(DivergedError, match=rf"is in {place}/model, their batches are in {place}/bad_steps\. Lower"):
         trainer.train()
     assert {"model", "bad_steps"} <= set(RemoteFolder(place).folders(""))
@@ -369,7 +369,7 @@ def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):
 
     def sometimes_bad(rows):
         if trainer.cursor.step + 1 in poisoned:
-            rows = [replace(row, advantage=float("inf")) for row in rows]
+            rows = [replace(row, advantages=row.advantages + np.inf) for row in rows]
         return update(rows)
 
     trainer.learner.update = sometimes_bad
@@ -382,7 +382,7 @@ def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):
     assert files == ["step_000003.parquet", "step_000005.parquet", "step_000006.parquet"]
     rows = pyarrow.parquet.read_table(tmp_path / "run" / "bad_steps" / files[0]).to_pylist()
     assert len(rows) == 16
-    assert set(rows[0]) >= {"prompt", "completion", "mask", "advantage", "rollout_logp"}
+    assert set(rows[0]) >= {"prompt", "completion", "mask", "advantages", "rollout_logp"}
     assert all(np.isfinite(x).all() for x in leaves(trainer))
     assert any((a != b).any() for a, b in zip(start, leaves(trainer), strict=True))
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
@@ -392,7 +392,7 @@ def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):
 def test_the_learning_rate_waits_for_skipped_updates(tmp_path):
     trainer = a_trainer(tmp_path, lr_scheduler_type="linear", max_steps=4)
     rows = fixed_rows(trainer)
-    bad = [replace(row, advantage=float("nan")) for row in rows]
+    bad = [replace(row, advantages=row.advantages + np.nan) for row in rows]
     rates = [trainer.learner.update(given).metrics["learning_rate"] for given in (rows, bad, bad, rows)]
     np.testing.assert_allclose(rates, [1e-2, 0.75e-2, 0.75e-2, 0.75e-2], rtol=1e-6)
 
@@ -445,7 +445,7 @@ def test_masked_rows_count_in_the_denominator_only_if_asked(tmp_path, loss_type)
         trainer = a_trainer(tmp_path / str(counted), max_grad_norm=0.0, **settings)
         rows = fixed_rows(trainer)
         rows = [replace(row, mask=row.mask & (index % 4 > 0)) for index, row in enumerate(rows)]
-        rows = [replace(row, advantage=float(index % 3) - 1.0) for index, row in enumerate(rows)]
+        rows = [replace(row, advantages=np.full(len(row.mask), index % 3 - 1.0)) for index, row in enumerate(rows)]
         updates[counted] = trainer.learner.update(rows)
     ratio = updates[True].metrics["grad_norm"] / updates[False].metrics["grad_norm"]
     assert ratio == pytest.approx(1.0 if loss_type == "dapo" else 0.75, rel=1e-4)

@@ -23,7 +23,7 @@ class Completion:
     Attributes:
         text: Text without special tokens.
         num_tokens: Number of tokens, including the stop token.
-        finish_reason: "stop", or "length" if it was truncated.
+        finish_reason: Reason of its end, as in `groupax.types.Rollout`.
         rewards: Reward by function; None where one does not apply or failed.
         reward: Weighted sum of the rewards; None if none applies.
         solved: Whether it is correct; None if that is unknown.
@@ -103,7 +103,7 @@ def _completion(
     verdict = rewards[correctness_reward] if correctness_reward else None
     return Completion(
         text=rollout.text,
-        num_tokens=len(rollout.completion_ids),
+        num_tokens=rollout.num_sampled_tokens,
         finish_reason=rollout.finish_reason,
         rewards=rewards,
         reward=float(sum(known)) if known else None,

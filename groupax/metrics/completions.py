@@ -13,16 +13,16 @@ from groupax.types import Metrics, Rollout
 
 
 def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Computes lengths in tokens, of all completions and of those that terminated, and the fraction that did not.
+    """Computes lengths in sampled tokens, of all completions and of those that no limit ended, and the other fraction.
 
     `rollout/sampler_gap_mean` is the mean by which truncated sampling (top-p and so on) raised the sampled log-probs.
     """
-    lengths = np.array([len(row.completion_ids) for row in rollouts])
-    stopped = np.array([row.finish_reason == "stop" for row in rollouts])
+    lengths = np.array([row.num_sampled_tokens for row in rollouts])
+    stopped = np.array([not row.is_truncated for row in rollouts])
     metrics = {f"completions/{kind}_length": float(f(lengths)) for kind, f in _SUMMARIES.items()}
     terminated = lengths[stopped] if stopped.any() else np.zeros(1)
     metrics |= {f"completions/{kind}_terminated_length": float(f(terminated)) for kind, f in _SUMMARIES.items()}
-    gaps = np.concatenate([row.sampler_logps - row.policy_logps for row in rollouts])
+    gaps = np.concatenate([(row.sampler_logps - row.policy_logps)[row.mask] for row in rollouts])
     return metrics | {
         "completions/clipped_ratio": float(1.0 - stopped.mean()),
         "rollout/sampler_gap_mean": float(gaps.mean()),

@@ -23,7 +23,7 @@ from groupax.objective.aggregation import (
     seq_mean_token_sum_norm,
     token_mean,
 )
-from groupax.objective.metrics import LossMetrics, RowMax, RowMin
+from groupax.objective.metrics import LossMetrics, RowMax, RowMin, row_means
 from groupax.objective.ratios import LOG_RATIO_LIMIT, clamp_log_ratio
 from groupax.parallel.pytree import pytree
 from groupax.settings.objective import ObjectiveSettings
@@ -38,7 +38,7 @@ class TokenTerms:
         logp: log-prob of each sampled token under the policy; the gradient flows through it.
         log_ratio: `logp` minus the log-prob under the policy at the start of the rollout, per token, not clamped.
         ratio: importance ratio, per token or per row, differentiable (see `ratios`).
-        advantage: advantage of each row, [B, 1].
+        advantage: advantage of each token, 0 where the mask is False; it may differ between the turns of a row.
         mask: tokens that count; the values of the others are finite and without effect.
         entropy: entropy of the policy's distribution at each token, in nats, without a gradient.
         correction: weight of policy over sampler (see `correction`); None without `rollout_correction`.
@@ -47,7 +47,7 @@ class TokenTerms:
     logp: Float[Array, "B T"]
     log_ratio: Float[Array, "B T"]
     ratio: Float[Array, "B T"]
-    advantage: Float[Array, "B 1"]
+    advantage: Float[Array, "B T"]
     mask: Bool[Array, "B T"]
     entropy: Float[Array, "B T"]
     correction: Float[Array, "B T"] | None = None
@@ -156,10 +156,10 @@ def sapo_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B
     return -jax.nn.sigmoid(tau * (terms.ratio - 1.0)) * (4.0 / tau) * terms.advantage
 
 
-def vespo_weight(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B 1"]:
+def vespo_weight(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "B T"]:
     """Computes phi = exp(lambda + k log W - lambda W), where W is the ratio of the whole sequence: a product, no mean.
 
-    phi is 1 at W = 1. The sign of the advantage chooses k and lambda. A rollout correction is a factor of W.
+    phi is 1 at W = 1. The sign of a token's advantage chooses its k and lambda. A rollout correction is a factor of W.
     """
     log_weight = jnp.sum(clamp_log_ratio(terms.log_ratio), axis=-1, keepdims=True, where=terms.mask)
     if terms.correction is not None:
@@ -187,9 +187,11 @@ def vespo_loss(terms: TokenTerms, settings: ObjectiveSettings) -> Float[Array, "
 
 
 def vespo_metrics(terms: TokenTerms, settings: ObjectiveSettings) -> LossMetrics:
-    """Returns the weight of each row, under TRL's name with TRL's definitions."""
-    name = "vespo/phi_seq_mean" if settings.metric_definitions == "trl" else "vespo/phi_mean"
-    return {name: vespo_weight(terms, settings)[:, 0]}
+    """Returns the weight of each token, or with TRL's definitions the mean of each row's under TRL's name."""
+    weight = vespo_weight(terms, settings)
+    if settings.metric_definitions == "trl":
+        return {"vespo/phi_seq_mean": row_means(weight, terms.mask)}
+    return {"vespo/phi_mean": weight}
 
 
 # By `loss_type`; `settings.objective.LossType` has the same names.

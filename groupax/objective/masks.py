@@ -1,4 +1,4 @@
-"""Masks of rows and tokens in the policy loss. The KL, the denominators and the metrics keep all of them."""
+"""Masks of tokens in the policy loss. The KL, the denominators and the metrics keep all of them."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,21 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 
-def on_policy_rows(
+def on_policy_tokens(
     logp: Float[Array, "B T"],
     rollout_logp: Float[Array, "B T"],
-    advantage: Float[Array, "B 1"],
+    advantage: Float[Array, "B T"],
     mask: Bool[Array, "B T"],
     threshold: float,
-) -> Bool[Array, "B 1"]:
-    """Keeps rows with A >= 0 or mean_t(rollout_logp - logp) <= threshold, so drops bad answers that became unlikely.
+) -> Bool[Array, "B T"]:
+    """Keeps tokens with A >= 0, and all tokens of rows with mean_t(rollout_logp - logp) <= threshold.
+
+    What it drops are the bad turns of rows that have become unlikely.
 
     Args:
         logp: log-probs under the policy.
         rollout_logp: log-probs under the policy that sampled the tokens.
-        advantage: advantage of each row.
+        advantage: advantage of each token.
         mask: tokens that count.
         threshold: largest mean drift, in nats.
 

@@ -88,17 +88,18 @@ def sum_metrics(
     is_counted = jnp.any(mask, axis=-1)
     for name, values in metrics.items():
         if isinstance(values, RowMin):
-            total.minima[name] = jnp.min(_row_means(values.values, mask), initial=jnp.inf, where=is_counted)
+            total.minima[name] = jnp.min(row_means(values.values, mask), initial=jnp.inf, where=is_counted)
         elif isinstance(values, RowMax):
-            total.maxima[name] = jnp.max(_row_means(values.values, mask), initial=-jnp.inf, where=is_counted)
+            total.maxima[name] = jnp.max(row_means(values.values, mask), initial=-jnp.inf, where=is_counted)
         elif tokens_per_row is not None and (of_sequences or jnp.ndim(values) == 1):
-            total.sums[name] = jnp.sum(_row_means(values, mask)) * tokens_per_row
+            total.sums[name] = jnp.sum(row_means(values, mask)) * tokens_per_row
         else:
             total.sums[name] = jnp.sum(_per_token(values, mask), where=mask)
     return total
 
 
-def _row_means(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
+def row_means(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
+    """Averages values per token, [B, T], or per row, [B], over the loss tokens of each row; 0 for a row without any."""
     lengths = jnp.maximum(jnp.sum(mask, axis=-1), 1)
     return jnp.sum(_per_token(values, mask), axis=-1, where=mask) / lengths.astype(jnp.float32)
 

@@ -11,7 +11,7 @@ from groupax.objective.aggregation import Denominators, aggregate
 from groupax.objective.correction import rollout_correction
 from groupax.objective.kl import bias_corrected, find_estimator
 from groupax.objective.losses import TokenTerms, find_loss
-from groupax.objective.masks import on_policy_rows
+from groupax.objective.masks import on_policy_tokens
 from groupax.objective.metrics import MetricSums, sum_metrics, zeros_like
 from groupax.objective.ratios import LOG_RATIO_LIMIT, RATIOS
 from groupax.parallel.pytree import pytree
@@ -24,8 +24,8 @@ class LossInputs:
     """The data of these rows apart from the policy's log-probs: numpy arrays as packed, jax arrays on the devices.
 
     Attributes:
-        advantages: advantage of each row.
-        mask: tokens that count.
+        advantages: advantage of each token.
+        mask: tokens that count: sampled ones, without those of rows that are left out.
         rollout_logp: log-probs by the engine, under the policy that sampled the tokens.
         old_logp: log-probs by the trainer, under the policy at the start of the rollout; NaN in the rows of a rollout
             that the current policy has sampled, whose ratio is exactly 1. None if all rows are of such a rollout.
@@ -34,7 +34,7 @@ class LossInputs:
         policy_mask: tokens of the policy loss among those that count; None for all.
     """
 
-    advantages: Float[Any, "B"]
+    advantages: Float[Any, "B T"]
     mask: Bool[Any, "B T"]
     rollout_logp: Float[Any, "B T"]
     old_logp: Float[Any, "B T"] | None = None
@@ -66,7 +66,7 @@ def policy_objective(
     terms = _terms(logp, entropy, inputs, settings)
     in_trl = settings.metric_definitions == "trl"
     tokens_per_row = counts.num_tokens / counts.num_rows if in_trl else None
-    of_sequences = settings.importance_sampling_level == "sequence"
+    of_sequences = settings.importance_sampling_level != "token"
     metrics = sum_metrics(loss.metrics(terms, settings), mask, tokens_per_row, of_sequences)
     metrics.sums["entropy"] = jnp.sum(entropy, where=mask)
     metrics.sums["ratio/clamped_frac"] = _count(jnp.abs(terms.log_ratio) > LOG_RATIO_LIMIT, mask)
@@ -76,9 +76,9 @@ def policy_objective(
     token_losses = loss(terms, settings)
     if settings.off_policy_mask_threshold is not None:
         rollout_logp = _masked(inputs.rollout_logp, mask)
-        kept = on_policy_rows(logp, rollout_logp, terms.advantage, mask, settings.off_policy_mask_threshold)
+        kept = on_policy_tokens(logp, rollout_logp, terms.advantage, mask, settings.off_policy_mask_threshold)
         token_losses = jnp.where(kept, token_losses, 0.0)
-        metrics.sums["off_policy_masked_frac"] = _count(jnp.broadcast_to(~kept, mask.shape), mask)
+        metrics.sums["off_policy_masked_frac"] = _count(~kept, mask)
     if inputs.policy_mask is not None:
         token_losses = jnp.where(inputs.policy_mask, token_losses, 0.0)
     if terms.correction is not None and not loss.uses_correction:
@@ -110,7 +110,7 @@ def zero_metrics(settings: ObjectiveSettings) -> MetricSums:
         token = jnp.zeros((2, 3))
         ref_logp = token if settings.beta > 0 else None
         sampler_logp = token if settings.rollout_correction != "none" else None
-        inputs = LossInputs(jnp.zeros(2), token > 0, token, None, ref_logp, sampler_logp)
+        inputs = LossInputs(token, token > 0, token, None, ref_logp, sampler_logp)
         counts = Denominators(jnp.float32(1.0), jnp.float32(1.0))
         return policy_objective(token, token, inputs, counts, settings)[1]
 
@@ -132,8 +132,8 @@ def _terms(
     if inputs.sampler_logp is not None:
         correction = rollout_correction(old_logp, _masked(inputs.sampler_logp, mask), mask, settings)
     ratio = RATIOS[settings.importance_sampling_level](log_ratio, mask)
-    advantage, entropy = inputs.advantages[:, None], lax.stop_gradient(entropy)
-    return TokenTerms(logp, log_ratio, ratio, advantage, mask, entropy, correction)
+    advantage = _masked(inputs.advantages, mask)
+    return TokenTerms(logp, log_ratio, ratio, advantage, mask, lax.stop_gradient(entropy), correction)
 
 
 def _kl(

@@ -1,6 +1,7 @@
 """Importance ratios of the policy to the policy that sampled the completions."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: larger ratios carry no information, and exp must not overflow
@@ -24,5 +25,14 @@ def sequence_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> 
     return jnp.broadcast_to(jnp.exp(clamp_log_ratio(mean))[:, None], log_ratio.shape)
 
 
+def sequence_token_ratio(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Computes the value of `sequence_ratio` with the gradient of each token's own log-prob (GSPO-token, eq. 13).
+
+    So a token learns from its own advantage, where `sequence_ratio` gives all tokens the gradient of the row's mean.
+    """
+    own = jnp.exp(log_ratio - lax.stop_gradient(log_ratio))  # exactly 1
+    return lax.stop_gradient(sequence_ratio(log_ratio, mask)) * own
+
+
 # By `importance_sampling_level`.
-RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
+RATIOS = {"token": token_ratio, "sequence": sequence_ratio, "sequence_token": sequence_token_ratio}

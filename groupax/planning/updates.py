@@ -133,7 +133,7 @@ def _row(group: int, longest: tuple[int, int], args: GRPOConfig, updates: int) -
         prompt,
         completion,
         np.ones(longest[1], bool),
-        0.0,
+        logp,
         logp,
         old_logp=logp if updates > 1 else None,
         ref_logp=logp if args.beta > 0 else None,

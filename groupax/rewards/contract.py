@@ -13,8 +13,8 @@ import numpy as np
 from groupax.terminal.printable import printable
 from groupax.types import Rollout, TrainerState
 
-BATCH_ARGS = ("prompts", "completions", "completion_ids", "batch")
-SINGLE_ARGS = ("prompt", "completion", "completion_ids")
+BATCH_ARGS = ("prompts", "completions", "completion_ids", "completion_mask", "batch")
+SINGLE_ARGS = ("prompt", "completion", "completion_ids", "completion_mask")
 EXTRA_ARGS = ("trainer_state", "log_extra", "log_metric")
 
 
@@ -89,6 +89,7 @@ def arguments_for(
         batch = {name: [example[name] for example in examples] for name in rollouts[0].example}
         arguments |= {"prompts": prompts, "completions": completions, "batch": batch}
     arguments |= {"completion_ids": [row.completion_ids.tolist() for row in rollouts]}
+    arguments |= {"completion_mask": [row.mask.tolist() for row in rollouts]}
     arguments |= {"trainer_state": state, **loggers}
     if reward.takes is None:
         return arguments

@@ -1,4 +1,7 @@
-"""Rewards for the length of a completion, in tokens, and against repetition. Imports no jax."""
+"""Rewards for the length of a completion, in tokens, and against repetition. Imports no jax.
+
+The length of an episode of several turns is the number of tokens that the model sampled.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +11,20 @@ from groupax.rewards.maths import math_accuracy
 from groupax.rewards.text import completion_text
 
 
-def soft_overlong(completion_ids: Sequence[Sequence[int]], *, max_length: int, buffer: int) -> list[float]:
+def soft_overlong(
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    max_length: int,
+    buffer: int,
+    completion_mask: Sequence[Sequence[bool]] | None = None,
+) -> list[float]:
     """Returns 0 up to `max_length - buffer` tokens, falling linearly to -1 at `max_length`, and -1 beyond.
 
     Args:
         completion_ids: Token ids of each completion.
         max_length: Length in tokens from which the reward is -1.
         buffer: Number of tokens over which the penalty grows.
+        completion_mask: Tokens that count; None for all.
 
     Raises:
         ValueError: The buffer is not between 1 and `max_length`.
@@ -24,7 +34,7 @@ def soft_overlong(completion_ids: Sequence[Sequence[int]], *, max_length: int, b
     if not 1 <= buffer <= max_length:
         raise ValueError(f"soft_overlong needs a buffer from 1 to max_length = {max_length}, got {buffer}")
     free = max_length - buffer
-    return [-min(1.0, max(0.0, (len(ids) - free) / buffer)) for ids in completion_ids]
+    return [-min(1.0, max(0.0, (length - free) / buffer)) for length in _lengths(completion_ids, completion_mask)]
 
 
 def cosine_length(
@@ -35,6 +45,7 @@ def cosine_length(
     max_length: int,
     right: tuple[float, float] = (1.0, 0.5),
     wrong: tuple[float, float] = (-1.0, -0.5),
+    completion_mask: Sequence[Sequence[bool]] | None = None,
 ) -> list[float | None]:
     """Scales accuracy by length along half a cosine: short right answers are best, short wrong ones worst.
 
@@ -45,6 +56,7 @@ def cosine_length(
         max_length: Length in tokens at which the curve ends.
         right: Rewards of a right completion of 0 and of `max_length` tokens.
         wrong: Rewards of a wrong completion of 0 and of `max_length` tokens.
+        completion_mask: Tokens that count; None for all.
 
     Returns:
         A reward per completion; None where the gold answer cannot be parsed.
@@ -52,14 +64,19 @@ def cosine_length(
     Source: arXiv:2502.03373, section 4.2.
     """
     rewards: list[float | None] = []
-    for ids, accuracy in zip(completion_ids, math_accuracy(completions, answer), strict=True):
+    lengths = _lengths(completion_ids, completion_mask)
+    for length, accuracy in zip(lengths, math_accuracy(completions, answer), strict=True):
         if accuracy is None:
             rewards.append(None)
             continue
         start, end = right if accuracy == 1.0 else wrong
-        progress = min(1.0, len(ids) / max_length)
+        progress = min(1.0, length / max_length)
         rewards.append(end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress)))
     return rewards
+
+
+def _lengths(ids: Sequence[Sequence[int]], mask: Sequence[Sequence[bool]] | None) -> list[int]:
+    return [len(each) for each in ids] if mask is None else [sum(map(bool, each)) for each in mask]
 
 
 def repetition_penalty(completions: Sequence[Any], *, ngram: int = 3, max_penalty: float = -1.0) -> list[float]:

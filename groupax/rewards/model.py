@@ -94,7 +94,8 @@ class RewardModel:
     def _text(self, row: Rollout) -> str:
         if isinstance(row.prompt, str):
             return row.prompt + row.text
-        conversation = [*row.prompt, {"role": "assistant", "content": row.text}]
+        answer = [{"role": "assistant", "content": row.text}] if row.messages is None else row.messages
+        conversation = [*row.prompt, *answer]
         return render(self.tokenizer, conversation, f"prompt {row.prompt_index}", add_generation_prompt=False)
 
 

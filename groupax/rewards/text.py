@@ -17,10 +17,11 @@ class Span(NamedTuple):
 
 
 def completion_text(completion: Any) -> str:
-    """Returns the completion if it is a string, else the text of its last message; "" if there is none."""
+    """Returns the completion if it is a string, else the text of the assistant's last message; "" if there is none."""
     if isinstance(completion, str):
         return completion
-    content = completion[-1]["content"] if completion else None
+    own = [message for message in completion if message.get("role", "assistant") == "assistant"]
+    content = own[-1].get("content") if own else None
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))

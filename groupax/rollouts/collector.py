@@ -29,11 +29,12 @@ from groupax.rewards.scoring import Scored, score_groups
 from groupax.engine.sampler import PolicySampler, Sampler
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import Rules
+from groupax.rollouts.rows import row_of
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Learner
-from groupax.types import Metrics, Rollout, Row, TrainerState
+from groupax.types import Metrics, Row, TrainerState
 
 
 class Collector:
@@ -116,7 +117,7 @@ class Collector:
         groups = _with_advantages(trained, self._advantages(trained).values) + dropped
         self._stop_if_a_reward_never_works(rounds, cursor)
         rows = [row for group in groups for row in group]
-        num_new = sum(len(row.completion_ids) for row in rows)
+        num_new = sum(row.num_sampled_tokens for row in rows)
         num_tokens = num_new + sum(len(row.prompt_ids) for row in rows)
         metrics = self._rollout_metrics(groups) | scoring_metrics(rounds)
         metrics["epoch"] = (cursor.num_prompts + num_sampled) / len(self.prompts)
@@ -224,7 +225,8 @@ class Collector:
 
     def cut(self, groups: Sequence[Group]) -> list[list[Row]]:
         """Cuts a rollout into minibatches."""
-        rows = [self._row(index, row) for index, group in enumerate(groups) for row in group]
+        settings = self.args.mask_truncated_completions, self.args.rollout_correction != "none"
+        rows = [row_of(rollout, index, *settings) for index, group in enumerate(groups) for rollout in group]
         return [rows[start : start + self.schedule.rows] for start in range(0, len(rows), self.schedule.rows)]
 
     def _scored(self, minibatches: list[list[Row]], num_wanted: int) -> list[list[Row]]:
@@ -244,19 +246,6 @@ class Collector:
             _with(rows, "old_logp", learner.logprobs(learner.policy, rows)[0]) for rows in minibatches[num_known:]
         ]
         return minibatches
-
-    def _row(self, index: int, row: Rollout) -> Row:
-        counts = not (self.args.mask_truncated_completions and row.finish_reason == "length")
-        return Row(
-            group=index,
-            prompt=row.prompt_ids,
-            completion=row.completion_ids,
-            mask=np.full(len(row.completion_ids), counts),
-            advantage=row.advantage,
-            rollout_logp=row.policy_logps,
-            policy_version=row.policy_version,
-            sampler_logp=None if self.args.rollout_correction == "none" else row.sampler_logps,
-        )
 
     def visited(self, first: int, count: int) -> list[int]:
         """Returns the indices of the examples at these positions of the run."""

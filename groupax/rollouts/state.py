@@ -18,7 +18,7 @@ class Cursor:
         step: Number of optimizer steps, including skipped ones.
         num_rollouts: Number of rollouts so far.
         num_prompts: Number of visited prompts.
-        num_tokens: Number of sampled prompt and completion tokens.
+        num_tokens: Number of tokens of prompts and of sampled tokens.
         num_bad_steps: Number of consecutive skipped updates.
         evaluated_step: Step of the last evaluation in the loop.
     """
@@ -40,7 +40,7 @@ class Experience:
         metrics: Metrics of everything that was sampled.
         errors: First error of each reward function that failed, by its name.
         first_prompt: Number of prompts that the run had visited before.
-        num_tokens: Number of sampled prompt and completion tokens.
+        num_tokens: Number of tokens of prompts and of sampled tokens.
         minibatches: Rows of each update of a pass; their `old_logp` is None until it is known.
         num_used: Number of minibatches that were trained on, in all passes.
     """

@@ -83,14 +83,15 @@ def setup_diagnostics(args: GRPOConfig, eos_ids: Sequence[int]) -> dict[str, str
             f"rollouts decode with {args.decoding_weights} weights, which differ from the policy's, and nothing "
             "corrects for it; set rollout_correction, e.g. to 'token_truncate'"
         )
-    if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
+    if args.loss_type == "luspo" and args.importance_sampling_level == "token":
         found["luspo_level"] = (
             "loss_type 'luspo' is meant for one ratio per completion; set importance_sampling_level='sequence'"
         )
-    if args.importance_sampling_level == "sequence" and args.loss_type in WEIGHTED_BY_LENGTH:
+    if args.importance_sampling_level != "token" and args.loss_type in WEIGHTED_BY_LENGTH:
         found["sequence_weights"] = (
-            f"with importance_sampling_level 'sequence' the loss_type {args.loss_type!r} sums over tokens, which "
-            "weights each sequence by its completion length; for GSPO's objective set loss_type='grpo'"
+            f"with importance_sampling_level {args.importance_sampling_level!r} the loss_type {args.loss_type!r} sums "
+            "over tokens, which weights each sequence by its completion length; for GSPO's objective set "
+            "loss_type='grpo'"
         )
     if args.delta is not None and args.loss_type in UNCLIPPED:
         found["delta_unused"] = f"delta {args.delta} has no effect with loss_type {args.loss_type!r}; leave it unset"

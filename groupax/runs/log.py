@@ -129,7 +129,7 @@ class RunLog:
         self.rollouts, self.first_row = [*earlier, *rows], len(earlier)
         self.sampled.append(metrics)
         self.rollout_metrics = merge_rollouts(self.sampled)
-        self.num_sampled_tokens += sum(len(row.completion_ids) for row in rows)
+        self.num_sampled_tokens += sum(row.num_sampled_tokens for row in rows)
         self.rollout_s += metrics["time/rollout_s"]
         self.emit(RolloutScored(step, groups, metrics, errors))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from groupax.events import TokenScores
+from groupax.runs.turns import messages_as_json, turns_as_json
 from groupax.types import Prompt, Rollout
 
 KEPT_FRAC = 0.8  # of the budget, when files have to go
@@ -124,6 +125,12 @@ def rollout_table(
         "trainer_logps": _lists([each and each.logps for each in trained], np.float32),
         "entropies": _lists([each and each.entropies for each in trained], np.float32),
     }
+    if any(len(row.turns) > 1 or not row.mask.all() for row in rollouts):
+        columns |= {
+            "mask": _lists([row.mask for row in rollouts], bool),
+            "turns": column(pa.string(), lambda row: turns_as_json(row.turns)),
+            "messages": column(pa.string(), lambda row: messages_as_json(row.messages)),
+        }
     about = json.dumps({"step": step, "reward": reward if math.isfinite(reward) else None})
     return pa.table(columns).replace_schema_metadata({ABOUT: about.encode()})
 

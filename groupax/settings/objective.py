@@ -14,7 +14,7 @@ CLIPPED: tuple[str, ...] = get_args(ClippedLossType)
 UNCLIPPED: tuple[str, ...] = tuple(name for name in get_args(LossType) if name not in CLIPPED)
 # Losses that are summed over tokens, so that one ratio per completion counts once for each of its tokens.
 WEIGHTED_BY_LENGTH: tuple[LossType, ...] = ("bnpo", "dr_grpo", "dapo", "cispo")
-ImportanceSamplingLevel = Literal["token", "sequence"]
+ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token"]
 KLEstimator = Literal["k2", "k3"]
 AdvantageEstimator = Literal["grpo"]
 MetricDefinitions = Literal["groupax", "trl"]
@@ -48,7 +48,8 @@ class LossSettings:
     delta: float | None = ranged(None, 1e6)
     """Upper bound of the importance ratio for negative advantages (two-sided clipping); None for none."""
     importance_sampling_level: ImportanceSamplingLevel = "token"
-    """One importance ratio per token, or one per completion (GSPO)."""
+    """One importance ratio per token, or one per completion (GSPO). "sequence_token" is the latter with the gradient of
+    each token's own log-prob, for advantages that differ between turns (GSPO-token)."""
     sapo_temperature_pos: float = ranged(1.0, 1e6, low=1e-6)
     """Steepness of sapo's gate for positive advantages."""
     sapo_temperature_neg: float = ranged(1.05, 1e6, low=1e-6)

@@ -10,10 +10,11 @@ The control loop never runs a tool, so that a tool that hangs delays nothing but
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from groupax.terminal.printable import one_line
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 5.0  # in which the callbacks of calls that are ended must return
 CLOSED = "the run has ended"
 ENDED = "not called, since an earlier call of the turn has ended the episode"
+TIMED_OUT = "TimeoutError"  # kind of the outcome of a call that took too long
 Calls = Sequence[tuple[Tool | None, ToolCall]]
 
 
@@ -80,10 +82,32 @@ class ToolRunner:
         Raises:
             RuntimeError: The runner is closed.
         """
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("the tool runner is closed; start calls inside of its context")
-            self._control.call_soon_threadsafe(self._begin, list(calls), on_done)
+        self._start(self._run(list(calls), on_done))
+
+    def call(
+        self, name: str, function: Callable[..., Any], arguments: dict[str, Any], on_done: Callable[[Outcome], None]
+    ) -> None:
+        """Starts a call of any function, whose value or error is not changed into a text.
+
+        Args:
+            name: Name of the function in a warning.
+            function: A function, or a coroutine function.
+            arguments: Its arguments by name.
+            on_done: Called once, in a thread of the runner, with the value or the error.
+
+        Raises:
+            RuntimeError: The runner is closed.
+        """
+
+        async def run() -> None:
+            outcome = Outcome(message=CLOSED, kind="RuntimeError")
+            with contextlib.suppress(asyncio.CancelledError):
+                async with self._slots:
+                    is_async = inspect.iscoroutinefunction(function)
+                    outcome = await self._within(self.timeout_s, name, function, arguments, _unchanged, is_async)
+            on_done(outcome)
+
+        self._start(run())
 
     def close(self) -> None:
         """Ends all calls, whose results say so, and waits for none of them."""
@@ -101,8 +125,15 @@ class ToolRunner:
         except RuntimeError:
             return False
 
-    def _begin(self, calls: list[tuple[Tool | None, ToolCall]], on_done: Callable[[list[ToolResult]], None]) -> None:
-        task = self._control.create_task(self._run(calls, on_done))
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        with self._lock:
+            if self._is_closed:
+                work.close()
+                raise RuntimeError("the tool runner is closed; start calls inside of its context")
+            self._control.call_soon_threadsafe(self._begin, work)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._control.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -149,7 +180,8 @@ class ToolRunner:
         if isinstance(outcome.value, Step):
             step = outcome.value
             return ToolResult(step.observation, seconds, reward=step.reward, done=step.done)
-        return error_result(outcome.message, seconds, self.max_result_bytes, outcome.kind)
+        kind = "" if outcome.kind == TIMED_OUT else outcome.kind
+        return error_result(outcome.message, seconds, self.max_result_bytes, kind)
 
     async def _outcome(self, tool: Tool, arguments: dict[str, Any]) -> Outcome:
         """Returns what becomes of a call within its time limit."""
@@ -158,16 +190,24 @@ class ToolRunner:
         def finish(returned: Any) -> Step:
             return as_step(returned, self.max_result_bytes)
 
-        if tool.is_async:
-            future = self._async_thread.submit(tool.function, arguments, finish)
-        else:
-            future = start_thread(tool.function, arguments, finish)
+        return await self._within(timeout_s, tool.name, tool.function, arguments, finish, tool.is_async)
+
+    async def _within(
+        self,
+        timeout_s: int | float,
+        name: str,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        finish: Callable[[Any], Any],
+        is_async: bool,
+    ) -> Outcome:
+        start = self._async_thread.submit if is_async else start_thread
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+            return await asyncio.wait_for(asyncio.wrap_future(start(function, arguments, finish)), timeout_s)
         except TimeoutError:
-            if not tool.is_async or not await self._async_thread.is_alive():
-                self._warn_of_hanging(tool.name, timeout_s)
-            return Outcome(message=f"timed out after {timeout_s:g} s")
+            if not is_async or not await self._async_thread.is_alive():
+                self._warn_of_hanging(name, timeout_s)
+            return Outcome(message=f"timed out after {timeout_s:g} s", kind=TIMED_OUT)
 
     def _warn_of_hanging(self, name: str, timeout_s: int | float) -> None:
         if name in self._hung:
@@ -179,3 +219,7 @@ class ToolRunner:
             one_line(name),
             timeout_s,
         )
+
+
+def _unchanged(value: Any) -> Any:
+    return value

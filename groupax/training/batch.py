@@ -134,11 +134,11 @@ def _row_starts(lengths: Sequence[int], shape: Shape) -> list[int]:
 
 def _loss_inputs(rows: Sequence[Row], present: Sequence[str], shape: Shape) -> LossInputs:
     B, T = shape.rows
-    mask, advantages, rollout_logp = np.zeros((B, T), bool), np.zeros(B, np.float32), np.zeros((B, T), np.float32)
+    mask, (advantages, rollout_logp) = np.zeros((B, T), bool), np.zeros((2, B, T), np.float32)
     optional = {name: np.zeros((B, T), _OPTIONAL[name]) for name in present}
     for b, row in enumerate(rows):
         length = len(row.completion)
-        mask[b, :length], advantages[b], rollout_logp[b, :length] = row.mask, row.advantage, row.rollout_logp
+        mask[b, :length], advantages[b, :length], rollout_logp[b, :length] = row.mask, row.advantages, row.rollout_logp
         for name, values in optional.items():
             values[b, :length] = np.nan if (known := getattr(row, name)) is None else known
     return LossInputs(advantages=advantages, mask=mask, rollout_logp=rollout_logp, **optional)

@@ -35,3 +35,11 @@ def list_values(scalar: Any) -> np.ndarray:
     """Returns the values of a list scalar; empty for null."""
     values = scalar.values
     return np.zeros(0) if values is None else np.asarray(values.to_numpy(zero_copy_only=False))
+
+
+def has_mask(schema: Any) -> bool:
+    """Returns whether a rollout log marks the tokens that the model sampled; a log without it has no others."""
+    import pyarrow
+
+    kind = schema.field("mask").type if "mask" in schema.names else None
+    return kind is not None and pyarrow.types.is_list(kind) and pyarrow.types.is_boolean(kind.value_type)

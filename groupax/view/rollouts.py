@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from groupax.view.arrow import scalar_text
+from groupax.types import TRUNCATIONS
+from groupax.view.arrow import has_mask, list_values, scalar_text
 from groupax.view.runs import NotFoundError
 from groupax.view.texts import searched_text
 
@@ -30,8 +31,8 @@ class Step:
         rewards: [B] float64 by reward function, NaN where a function does not apply.
         total: [B] float64, weighted sum of the rewards that apply, NaN if none does.
         advantage: [B] float64, NaN if unknown.
-        truncated: [B] bool, whether the completion reached the token limit.
-        num_tokens: [B] int64.
+        truncated: [B] bool, whether a limit ended the completion.
+        num_tokens: [B] int64, number of sampled tokens.
     """
 
     table: pyarrow.Table
@@ -88,7 +89,7 @@ def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
         rewards=rewards,
         total=_weighted(list(rewards.values()), weights, table.num_rows),
         advantage=_floats(table, "advantage"),
-        truncated=np.array([reason == "length" for reason in reasons] or [False] * table.num_rows, bool),
+        truncated=np.array([reason in TRUNCATIONS for reason in reasons] or [False] * table.num_rows, bool),
         num_tokens=lengths,
     )
 
@@ -140,14 +141,22 @@ def _weighted(columns: Sequence[np.ndarray], weights: Sequence[float] | None, nu
 
 
 def _num_tokens(file: Any, schema: Any, table: Any) -> np.ndarray:
-    """Returns the length of every completion, from a streaming pass over its token ids."""
-    if "completion_ids" not in schema.names:
+    """Returns the number of sampled tokens of every completion, from a streaming pass over its mask or token ids."""
+    column = "mask" if has_mask(schema) else "completion_ids"
+    if column not in schema.names:
         return np.zeros(table.num_rows, np.int64)
-    lengths = [
-        np.asarray(batch.column(0).value_lengths().fill_null(0))
-        for batch in file.iter_batches(batch_size=256, columns=["completion_ids"], use_threads=False)
-    ]
+    count = _num_true if column == "mask" else _lengths
+    batches = file.iter_batches(batch_size=256, columns=[column], use_threads=False)
+    lengths = [count(batch.column(0)) for batch in batches]
     return np.concatenate(lengths).astype(np.int64) if lengths else np.zeros(0, np.int64)
+
+
+def _lengths(lists: Any) -> np.ndarray:
+    return np.asarray(lists.value_lengths().fill_null(0))
+
+
+def _num_true(lists: Any) -> np.ndarray:
+    return np.array([int(np.count_nonzero(list_values(each))) for each in lists], np.int64)
 
 
 def _floats(table: Any, name: str) -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from groupax.view.arrow import list_values
+from groupax.view.arrow import has_mask, list_values
 from groupax.view.runs import NotFoundError
 
 SHOWN_TOKENS = 1_500  # of a completion, until all its tokens are requested
@@ -35,7 +35,7 @@ def token_channels(path: Path) -> dict[str, dict[str, str]]:
 
 
 def token_values(path: Path, prompt_index: int, channel: str, sample: int | None = None) -> dict[int, dict[str, Any]]:
-    """Returns the ids and values of the tokens of a group, by sample index.
+    """Returns the ids and values of the tokens of a group, by sample index; the environment's tokens have no value.
 
     Args:
         path: Path of the step's rollout log.
@@ -54,6 +54,8 @@ def token_values(path: Path, prompt_index: int, channel: str, sample: int | None
     limit = None if sample is not None else SHOWN_TOKENS
     found: dict[int, dict[str, Any]] = {}
     with pyarrow.parquet.ParquetFile(path) as file:
+        masked = has_mask(file.schema_arrow)
+        columns += ["mask"] if masked else []
         for batch in file.iter_batches(batch_size=64, columns=columns, use_threads=False):
             rows = np.flatnonzero(np.asarray(batch.column("prompt_index")) == prompt_index)
             for row in rows.tolist():
@@ -65,6 +67,8 @@ def token_values(path: Path, prompt_index: int, channel: str, sample: int | None
                 if over:
                     with np.errstate(over="ignore"):
                         values = np.exp(values - _token_array(batch.column(over)[row], len(ids)))
+                if masked:
+                    values[_token_array(batch.column("mask")[row], len(ids)) == 0] = np.nan
                 found[sample_index] = {"ids": ids.tolist(), "values": np.round(values, 5).tolist()}
     return found
 

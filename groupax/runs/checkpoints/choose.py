@@ -11,7 +11,7 @@ from groupax.runs.checkpoints.fingerprint import Identity, describe, differences
 from groupax.runs.checkpoints.store import PREFIX, LocalStore, RemoteStore, Store, name_of
 from groupax.storage.buckets import RemoteFolder, is_remote
 
-FORMAT = 5  # of `state.json`
+FORMAT = 6  # of `state.json`
 # Required entries of a state of that format.
 ENTRIES = {"cursor", "devices", "identity", "learner", "log", "metrics_bytes", "model", "rollout", "versions"}
 

@@ -27,6 +27,7 @@ from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.choose import FORMAT
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.rollout_log import simple_column
+from groupax.runs.turns import messages_as_json, messages_from_json, turns_as_json, turns_from_json
 from groupax.training.buckets import Shape
 from groupax.training.learner import Learner
 from groupax.training.state import TrainState
@@ -36,6 +37,8 @@ PARAMS, OPTIMIZER, REFERENCE, ROLLOUT = "params", "optimizer", "reference", "rol
 POLICIES = "policies"
 SCORED = ("old_logp", "ref_logp")  # of the rows of minibatches; the rest of a row follows from its rollout
 BY_NAME = ("rewards", "extra")  # fields of a rollout that are mappings
+AS_JSON = {"turns": turns_as_json, "messages": messages_as_json}
+FROM_JSON = {"turns": turns_from_json, "messages": messages_from_json}
 
 
 def state_of(
@@ -169,7 +172,8 @@ def write_rollout(experience: Experience, folder: Path) -> None:
     columns: dict[str, list[Any]] = {"group": [i for i, group in enumerate(experience.groups) for _ in group]}
     for field in fields(Rollout):
         if field.name not in ("example", *BY_NAME):
-            columns[field.name] = [getattr(row, field.name) for row in rollouts]
+            stored = AS_JSON.get(field.name, _unchanged)
+            columns[field.name] = [stored(getattr(row, field.name)) for row in rollouts]
     for name in BY_NAME:
         keys = dict.fromkeys(key for row in rollouts for key in getattr(row, name))
         columns |= {f"{name}/{key}": [getattr(row, name).get(key) for row in rollouts] for key in keys}
@@ -207,6 +211,9 @@ def read_rollout(
     groups: list[list[Rollout]] = [[] for _ in range(1 + max(columns["group"]))]
     for index, group in enumerate(columns["group"]):
         own = {name: columns[name][index] for name in names}
+        own |= {name: read(own[name]) for name, read in FROM_JSON.items()}
+        if own["turn_advantages"] is not None:
+            own["turn_advantages"] = tuple(own["turn_advantages"].tolist())
         own |= {name: {key.partition("/")[2]: columns[key][index] for key in keys} for name, keys in mappings.items()}
         groups[group].append(Rollout(example=example_of(own["prompt_index"]), **own))
     scored = [{name: columns[name][index] for name in SCORED} for index in range(table.num_rows)]
@@ -251,6 +258,10 @@ def _shape(record: Mapping[str, Any]) -> Shape:
         return tuple(map(tuples, value)) if isinstance(value, list) else value
 
     return Shape(**{name: tuples(value) for name, value in record.items()})
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def _values(column: Any) -> list[Any]:

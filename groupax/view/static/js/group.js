@@ -111,7 +111,7 @@ export class Group {
     const part = high > low && row.total !== null ? (row.total - low) / (high - low) : null;
     const marks = [];
     if (row.finish_reason === "length") marks.push(el("span", { class: "badge warn" }, "truncated"));
-    else if (row.finish_reason && row.finish_reason !== "stop") marks.push(el("span", { class: "badge warn" }, visible(row.finish_reason)));
+    else if (row.finish_reason && !["stop", "done"].includes(row.finish_reason)) marks.push(el("span", { class: "badge warn" }, visible(row.finish_reason)));
     const extra = Object.entries(row.extra);
     const root = el("article", { class: "card", "aria-label": `Completion ${row.sample_index}, reward ${shown(row.total)}` },
       el("header", {},
