@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from groupax.settings.adapter import AdapterSettings
 from groupax.settings.checkpoints import CheckpointSettings
 from groupax.settings.compute import DecodingSettings, MeshSettings, UpdateSettings
-from groupax.settings.evaluation import EvaluationSettings
 from groupax.settings.episodes import EpisodeSettings
+from groupax.settings.evaluation import EvaluationSettings
 from groupax.settings.fields import as_given, as_read, check_range, check_text, check_type, nearest
 from groupax.settings.objective import AdvantageSettings, EntropySettings, LossSettings, MaskSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings

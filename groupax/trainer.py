@@ -110,7 +110,6 @@ class GRPOTrainer(Run):
                 self.progress,
                 PreemptionHandler(watch, processes.first_not_none if several else None) as stop,
                 self.reward_runner,
-                self.rules.runner or nullcontext(),
                 self.pipeline or nullcontext(),
             ):
                 self.engine.before_chunk = stop.check if several else None
@@ -255,7 +254,7 @@ class GRPOTrainer(Run):
         params = params or eval_params(self.args)
         step = self.cursor.step
         when = "after training" if step >= self.num_steps else f"at step {step}" if step else "before training"
-        with self.progress, self.rules.runner or nullcontext(), self.reward_runner as runner:
+        with self.progress, self.reward_runner as runner:
             self._introduce()
             runner.state = self.collector.trainer_state(self.cursor)
             inputs = self.tokenizer, runner, self.reward_weights

@@ -16,15 +16,13 @@ FinishReason = Literal[
     "max_turns",
     "max_tool_calls",
     "turn_length",
-    "context",
     "tool_result_too_long",
     "parse_error",
-    "timeout",
     "env_error",
 ]
 # The ends that a limit imposes, so that the model did not finish.
 TRUNCATIONS: frozenset[FinishReason] = frozenset(
-    ("length", "max_turns", "max_tool_calls", "turn_length", "context", "tool_result_too_long", "timeout")
+    ("length", "max_turns", "max_tool_calls", "turn_length", "tool_result_too_long")
 )
 Metrics = dict[str, float]
 _ALL_TOKENS: Any = None  # the default of a mask, which becomes an array
@@ -120,6 +118,7 @@ class Rollout:
         turns: The turns; by default one, of all tokens.
         messages: Messages after the prompt of a conversation of several turns; None where `text` is the only one.
         turn_advantages: Advantage of each turn; None for `advantage` at all of them.
+        environment_reward: Sum of what the environment gave for the turns and for the whole; None without any.
 
     Raises:
         ValueError: The lengths of the fields do not fit together.
@@ -142,6 +141,7 @@ class Rollout:
     turns: tuple[Turn, ...] = ()
     messages: tuple[Mapping[str, Any], ...] | None = None
     turn_advantages: tuple[float, ...] | None = None
+    environment_reward: float | None = None
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)

@@ -21,10 +21,10 @@ from groupax.engine.sampling import (
     uniforms,
 )
 from groupax.engine.stop_strings import find_stop, text_before_stop
+from groupax.episodes.play import play_episodes
 from groupax.models.decoder import logits
 from groupax.models.quantize import decoding_params
 from groupax.parallel.mesh import AXES
-from groupax.episodes.play import play_episodes
 from groupax.settings.sampling import sampling_kind
 
 from .conftest import TINY, rest_heavy

@@ -28,7 +28,7 @@ ROOMS = [
     ["models", "tools"],
     ["engine", "launch"],
     ["serve", "rewards", "training"],
-    ["metrics", "recipes", "view"],
+    ["metrics", "recipes", "view", "episodes"],
     ["rollouts"],
     ["evaluation"],
     ["runs"],

@@ -9,6 +9,7 @@ from groupax.engine.sequence import Sequence as Completion
 from groupax.settings.sampling import SamplingParams
 
 
+@runtime_checkable
 class SamplingSession(Protocol):
     """Sequences that are sampled together, to which others are added while they run."""
 

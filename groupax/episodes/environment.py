@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupax.terminal.printable import printable, short_repr
+from groupax.tools.threads import Outcome
 from groupax.tools.tool import Tool, tools_of
 from groupax.types import Prompt
 
@@ -135,6 +136,14 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
     return [*prompt[:-1], {**prompt[-1], "content": content + (observation if isinstance(content, str) else parts)}]
 
 
-def warn_of_failure(name: str, what: str, error: BaseException) -> None:
-    """Warns of an environment's failure, once for each kind of error."""
-    warnings.warn(f"environment {name!r} {what}: {type(error).__name__}: {printable(str(error))[:500]}", stacklevel=2)
+def checked(check: Callable[[], Any]) -> Outcome:
+    """Returns the result of a check of what an environment returned, or its error."""
+    try:
+        return Outcome(check())
+    except Exception as error:  # noqa: BLE001 - of a value of the user's
+        return Outcome(message=str(error), kind=type(error).__name__)
+
+
+def warn_of_failure(name: str, what: str, outcome: Outcome) -> None:
+    """Warns of an environment's failure."""
+    warnings.warn(f"environment {name!r} {what}: {printable(f'{outcome.kind}: {outcome.message}')[:500]}", stacklevel=2)

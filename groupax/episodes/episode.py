@@ -109,7 +109,7 @@ class Episode:
             policy_version: Version of the weights that sampled it.
         """
         assert self.finish_reason is not None, "finished"
-        is_conversation = self.kind.bridge is not None and not isinstance(self.example["prompt"], str)
+        is_conversation = self.kind.has_turns and not isinstance(self.example["prompt"], str)
         return Rollout(
             prompt_index=self.first.prompt_index,
             sample_index=self.first.sample_index,

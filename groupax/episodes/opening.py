@@ -1,22 +1,46 @@
 """The start of a group of episodes in an environment: one environment each, and one prompt for all of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from groupax.data.tokenizer import encode_prompts
 from groupax.episodes.environment import reset_arguments, warn_of_failure, with_observation
-from groupax.episodes.rules import Kind
+from groupax.episodes.rules import Kind, Rules
 from groupax.errors import RunError
+from groupax.settings.sampling import SamplingParams
 from groupax.terminal.printable import short_repr
+from groupax.tools.threads import Outcome
 from groupax.types import Prompt
 
-if TYPE_CHECKING:
-    from groupax.episodes.play import Table
-
 SEEDS = 1 << 31
+
+
+@runtime_checkable
+class Host(Protocol):
+    """Where groups are played: a `play.Table`."""
+
+    rules: Rules
+    tokenizer: Any
+    params: SamplingParams
+    step: int
+
+    def call(self, function: Callable[..., Any], arguments: dict[str, Any], then: Callable[[Outcome], None]) -> None:
+        """Calls a function of an environment in another thread, and `then` with the outcome in this one."""
+        ...
+
+    def start(
+        self,
+        first_prompt: int,
+        examples: Sequence[Mapping[str, Any]],
+        kind: Kind,
+        prompts: Sequence[np.ndarray],
+        instances: Sequence[Any] = (),
+    ) -> None:
+        """Samples the first turns of groups of one kind, each with the environments of its episodes."""
+        ...
 
 
 class Opening:
@@ -29,7 +53,7 @@ class Opening:
         kind: Kind of its episodes.
     """
 
-    def __init__(self, table: "Table", prompt_index: int, example: Mapping[str, Any], kind: Kind) -> None:
+    def __init__(self, table: Host, prompt_index: int, example: Mapping[str, Any], kind: Kind) -> None:
         assert kind.environment is not None, "of an environment"
         self._table, self._prompt_index, self._example = table, prompt_index, example
         self._kind, self._class = kind, kind.environment
@@ -43,34 +67,32 @@ class Opening:
             self._begin(index, self._table.rules.settings.environment_retries)
 
     def _begin(self, index: int, num_retries: int) -> None:
-        self._table.call(self._class.create, partial(self._reset, index, num_retries))
+        self._table.call(self._class.create, {}, partial(self._reset, index, num_retries))
 
-    def _reset(self, index: int, num_retries: int, instance: Any, error: BaseException | None) -> None:
-        if error is not None:
-            self._begin_again(index, num_retries, error)
+    def _reset(self, index: int, num_retries: int, created: Outcome) -> None:
+        if created.kind:
+            self._begin_again(index, num_retries, created)
             return
         row = {name: value for name, value in self._example.items() if name != "prompt"}
-        arguments = reset_arguments(instance.reset, row, self._seed)
-        self._table.call(partial(instance.reset, **arguments), partial(self._began, index, num_retries, instance))
+        arguments = reset_arguments(created.value.reset, row, self._seed)
+        self._table.call(created.value.reset, arguments, partial(self._began, index, num_retries, created.value))
 
-    def _began(
-        self, index: int, num_retries: int, instance: Any, observation: Any, error: BaseException | None
-    ) -> None:
-        if error is not None:
-            self._begin_again(index, num_retries, error)
+    def _began(self, index: int, num_retries: int, instance: Any, outcome: Outcome) -> None:
+        if outcome.kind:
+            self._begin_again(index, num_retries, outcome)
             return
-        self._started[index] = instance, observation
+        self._started[index] = instance, outcome.value
         if len(self._started) == self._table.params.n:
             self._start()
 
-    def _begin_again(self, index: int, num_retries: int, error: BaseException) -> None:
+    def _begin_again(self, index: int, num_retries: int, outcome: Outcome) -> None:
         if num_retries == 0:
             attempts = 1 + self._table.rules.settings.environment_retries
             raise RunError(
                 f"environment {self._class.name!r} failed to start, {attempts} times; the last error is "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        warn_of_failure(self._class.name, "could not start and is created again", error)
+                f"{outcome.kind}: {outcome.message}"
+            )
+        warn_of_failure(self._class.name, "could not start and is created again", outcome)
         self._begin(index, num_retries - 1)
 
     def _start(self) -> None:
@@ -99,4 +121,5 @@ class Opening:
 
     def _encode(self, prompt: Prompt) -> list[np.ndarray]:
         kwargs = {**self._table.rules.template_kwargs, **(self._example.get("chat_template_kwargs") or {})}
-        return encode_prompts(self._table.tokenizer, [prompt], [kwargs], tools=self._kind.schemas)
+        tools = [self._kind.schemas] if self._kind.tools else None
+        return encode_prompts(self._table.tokenizer, [prompt], [kwargs], tools=tools)

@@ -4,7 +4,7 @@ reset ──► prompt ──► turn is sampled ──► calls run, or act ─
                             └──────────────── no call, nothing to act: the end ────────────────────────┘
 
 Each episode advances by itself: some wait for tools while the turns of others are sampled. All of it happens in the
-thread that iterates; tools and environments run in those of the runner, which leave what is to be done next in a queue.
+thread that iterates; tools and environments run in those of the runner, which put the next steps into a queue.
 """
 
 import queue
@@ -19,14 +19,15 @@ import numpy as np
 from groupax.data.tokenizer import decode, special_token_ids
 from groupax.engine.sampler import Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
-from groupax.episodes.environment import as_messages, checked_reward, warn_of_failure
+from groupax.episodes.environment import as_messages, checked, checked_reward, warn_of_failure
 from groupax.episodes.episode import Episode
 from groupax.episodes.opening import Opening
 from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
-from groupax.tools.runner import ToolResult
-from groupax.tools.tool import Step
+from groupax.tools.runner import ToolResult, ToolRunner
+from groupax.tools.threads import Outcome
+from groupax.tools.tool import Step, match_calls
 from groupax.types import FinishReason, Rollout
 
 
@@ -64,8 +65,10 @@ def play_episodes(
         assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
         special = special_token_ids(tokenizer, params.stop)
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
-    with closing(sampler.session()) as session:
-        table = Table(sampler, session, tokenizer, rules, params, step, policy_version)
+    settings = rules.settings
+    runner = ToolRunner(settings.tool_workers, settings.tool_timeout_s, int(1000 * settings.max_result_kb))
+    with runner, closing(sampler.session()) as session:
+        table = Table(sampler, session, runner, tokenizer, rules, params, step, policy_version)
         table.open(examples, prompt_ids, first_prompt)
         yield from table.finished_groups()
 
@@ -77,23 +80,23 @@ class Table:
         self,
         sampler: Sampler,
         session: SamplingSession,
+        runner: ToolRunner,
         tokenizer: Any,
         rules: Rules,
         params: SamplingParams,
         step: int,
         policy_version: int,
     ) -> None:
-        self._sampler, self._session, self.tokenizer, self.rules = sampler, session, tokenizer, rules
+        self._sampler, self._session, self._runner = sampler, session, runner
+        self.tokenizer, self.rules = tokenizer, rules
         self.params, self.step, self._policy_version = params, step, policy_version
         self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sampled: dict[int, Episode] = {}  # by the identity of the sequence that is sampled
         self._to_submit: list[Completion] = []
         self._finished: dict[int, list[Episode]] = {}
-        self._num_unfinished = 0
+        self._num_unfinished = self._num_closing = 0
 
-    def open(
-        self, examples: Sequence[Mapping[str, Any]], prompt_ids: Sequence[np.ndarray], first_prompt: int
-    ) -> None:
+    def open(self, examples: Sequence[Mapping[str, Any]], prompt_ids: Sequence[np.ndarray], first_prompt: int) -> None:
         """Starts the groups of prompts."""
         examples = [examples[index] for index in range(len(prompt_ids))]
         kinds = [self.rules.kind_of(example) for example in examples]
@@ -106,7 +109,7 @@ class Table:
 
     def finished_groups(self) -> Iterator[list[Rollout]]:
         """Plays until all groups are finished, and yields each when it is."""
-        while self._num_unfinished:
+        while self._num_unfinished or self._num_closing:
             self._submit()
             self._do_what_is_due(waits=not self._session.busy)
             self._submit()
@@ -151,7 +154,7 @@ class Table:
     ) -> None:
         """Samples the first turns of groups of one kind, each with the environments of its episodes, if it has any."""
         params, limit = self.params, self.rules.settings.max_turn_tokens
-        if kind.bridge is not None and limit is not None:
+        if kind.has_turns and limit is not None:
             params = replace(params, max_tokens=min(params.max_tokens, limit))
         for number, sequence in enumerate(self._sampler.sequences(list(prompts), params, self.step, first_prompt)):
             example = examples[sequence.prompt_index - first_prompt]
@@ -165,7 +168,7 @@ class Table:
     def _end_turn(self, episode: Episode, sequence: Completion) -> None:
         kind, settings = episode.kind, self.rules.settings
         assert sequence.finish_reason is not None, "finished"
-        if kind.bridge is None:
+        if not kind.has_turns:
             episode.add_turn(sequence, ParsedTurn(sequence.text, "", ()))
             self._finish(episode, sequence.finish_reason)
             return
@@ -188,15 +191,13 @@ class Table:
             self._finish(episode, "stop")
 
     def _run_calls(self, episode: Episode, calls: tuple[ToolCall, ...]) -> None:
-        def bound(name: str) -> Any:
-            tool = episode.kind.tools.get(name)
-            of = episode.kind.environment
-            is_method = tool is not None and of is not None and name in of.tools
-            return replace(tool, function=partial(tool.function, episode.instance)) if tool and is_method else tool
-
-        assert self.rules.runner is not None, "there are tools"
-        self.rules.runner.start(
-            [(bound(call.name), call) for call in calls],
+        of = episode.kind.environment
+        own = of.tools if of is not None else {}
+        tools = {
+            name: tool.bind(episode.instance) if name in own else tool for name, tool in episode.kind.tools.items()
+        }
+        self._runner.start(
+            match_calls(tools, calls),
             lambda results: self._todo.put(partial(self._answer_calls, episode, calls, results)),
         )
 
@@ -205,26 +206,23 @@ class Table:
         self._continue(episode, messages, any(result.done for result in results))
 
     def _act(self, episode: Episode) -> None:
-        message = episode.messages[-1]
-        self.call(partial(episode.instance.act, dict(message)), partial(self._answer_act, episode))
+        message = dict(episode.messages[-1])
+        self.call(episode.instance.act, {"message": message}, partial(self._answer_act, episode))
 
-    def _answer_act(self, episode: Episode, answer: Any, error: BaseException | None) -> None:
-        try:
-            if error is not None:
-                raise error
-            step = answer if isinstance(answer, Step) else Step(answer, done=answer is None)
-            if step.reward is not None:
-                episode.add_reward(checked_reward(step.reward))
-            messages = as_messages(step.observation)
-        except Exception as failure:  # noqa: BLE001 - raised by the user's code
-            self._fail(episode, failure)
+    def _answer_act(self, episode: Episode, outcome: Outcome) -> None:
+        if not outcome.kind:
+            outcome = checked(partial(_answer_of, outcome.value))
+        if outcome.kind:
+            self._fail(episode, outcome)
             return
-        self._continue(episode, messages, step.done or not messages)
+        messages, reward, is_done = outcome.value
+        if reward is not None:
+            episode.add_reward(reward)
+        self._continue(episode, messages, is_done)
 
     def _continue(self, episode: Episode, messages: list[dict[str, Any]], is_done: bool) -> None:
-        """Goes on with the next turn, if there is one."""
-        settings, bridge = self.rules.settings, episode.kind.bridge
-        assert bridge is not None, "there may be further turns"
+        """Starts the next turn, if there is one."""
+        settings, bridge = self.rules.settings, episode.kind.bridge_of(episode.example["prompt"])
         if is_done or len(episode.turns) >= settings.max_turns:
             self._finish(episode, "done" if is_done else "max_turns")
             return
@@ -250,41 +248,48 @@ class Table:
         episode.finish_reason = reason
         of = episode.kind.environment
         if of is not None and "score" in of.methods:
-            self.call(episode.instance.score, partial(self._add_score, episode))
+            self.call(episode.instance.score, {}, partial(self._add_score, episode))
         else:
             self._close(episode)
 
-    def _add_score(self, episode: Episode, score: Any, error: BaseException | None) -> None:
-        try:
-            if error is not None:
-                raise error
-            if score is not None:
-                episode.add_reward(checked_reward(score))
-        except Exception as failure:  # noqa: BLE001 - raised by the user's code
-            self._fail(episode, failure)
+    def _add_score(self, episode: Episode, outcome: Outcome) -> None:
+        if not outcome.kind and outcome.value is not None:
+            outcome = checked(partial(checked_reward, outcome.value))
+        if outcome.kind:
+            self._fail(episode, outcome)
             return
+        if outcome.value is not None:
+            episode.add_reward(outcome.value)
         self._close(episode)
 
-    def _fail(self, episode: Episode, error: BaseException) -> None:
+    def _fail(self, episode: Episode, outcome: Outcome) -> None:
         """Ends an episode whose environment failed: it has no reward, and nothing is trained on it."""
         assert episode.kind.environment is not None, "it failed"
-        episode.finish_reason = "timeout" if isinstance(error, TimeoutError) else "env_error"
-        episode.reward = None
-        warn_of_failure(episode.kind.environment.name, "failed; its episode is left out", error)
+        episode.finish_reason, episode.reward = "env_error", None
+        warn_of_failure(episode.kind.environment.name, "failed; its episode is left out", outcome)
         self._close(episode)
 
     def _close(self, episode: Episode) -> None:
         of = episode.kind.environment
-        if of is not None and "close" in of.methods:
-            self.call(episode.instance.close, partial(_told_of_close, of.name))
         self._finished.setdefault(episode.first.prompt_index, []).append(episode)
+        if of is not None and "close" in of.methods:
+            self._num_closing += 1
+            self.call(episode.instance.close, {}, partial(self._closed, of.name))
 
-    def call(self, function: Callable[[], Any], then: Callable[[Any, BaseException | None], None]) -> None:
-        """Calls a function of an environment in another thread, and `then` with its result or its error in this one."""
-        assert self.rules.runner is not None, "there are environments"
-        self.rules.runner.call(function, lambda value, error: self._todo.put(partial(then, value, error)))
+    def _closed(self, name: str, outcome: Outcome) -> None:
+        self._num_closing -= 1
+        if outcome.kind:
+            warn_of_failure(name, "could not be closed", outcome)
+
+    def call(self, function: Callable[..., Any], arguments: dict[str, Any], then: Callable[[Outcome], None]) -> None:
+        """Calls a function of an environment in another thread, and `then` with the outcome in this one."""
+        name = getattr(function, "__qualname__", "environment")
+        self._runner.call(name, function, arguments, lambda outcome: self._todo.put(partial(then, outcome)))
 
 
-def _told_of_close(name: str, _: Any, error: BaseException | None) -> None:
-    if error is not None:
-        warn_of_failure(name, "could not be closed", error)
+def _answer_of(returned: Any) -> tuple[list[dict[str, Any]], float | None, bool]:
+    """Returns the messages, the reward and whether the episode ends, from what `act` of an environment returned."""
+    step = returned if isinstance(returned, Step) else Step(returned)
+    messages = as_messages(step.observation)
+    reward = None if step.reward is None else checked_reward(step.reward)
+    return messages, reward, bool(step.done) or not messages

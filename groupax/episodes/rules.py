@@ -1,16 +1,16 @@
 """The rules of a run's episodes: tools, environments, and how the model's turns are read and answered."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupax.data.bridge import Bridge
+from groupax.data.bridge import Bridge, TextBridge
 from groupax.episodes.environment import EnvironmentClass, environment_classes
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.fields import nearest
-from groupax.tools.formats import CallFormat, call_format
-from groupax.tools.runner import ToolRunner
+from groupax.tools.formats.choose import CallFormat, call_format
 from groupax.tools.tool import Tool, tools_from
+from groupax.types import Prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,14 +20,27 @@ class Kind:
     Attributes:
         environment: Its class; None without one.
         tools: Tools of the model by name; the environment's own functions take the environment first.
-        bridge: Tokens between two turns; None where every episode has one turn.
+        bridge: Makes the tokens between two turns of a conversation; None if the tokenizer has no chat template.
+        text_bridge: Makes those of prompts that are texts.
         calls: Reads the calls of a turn; None without tools.
     """
 
     environment: EnvironmentClass | None = None
     tools: Mapping[str, Tool] = field(default_factory=dict)
     bridge: Bridge | None = None
+    text_bridge: TextBridge | None = None
     calls: CallFormat | None = None
+
+    @property
+    def has_turns(self) -> bool:
+        """True if episodes may have several turns."""
+        return self.text_bridge is not None
+
+    def bridge_of(self, prompt: Prompt) -> Bridge | TextBridge:
+        """Returns what makes the tokens between two turns after this prompt."""
+        bridge = self.text_bridge if isinstance(prompt, str) else self.bridge
+        assert bridge is not None, "messages were encoded by a chat template"
+        return bridge
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
@@ -45,16 +58,30 @@ class Rules:
     Attributes:
         settings: Limits, and what becomes of faults.
         kinds: Kinds of episodes by the name of the environment, "" without one.
-        runner: Runs tools and environments; None where every episode has one turn.
         template_kwargs: Arguments of the chat template.
         max_prompt_tokens: Longest prompt with what an environment adds to it; None for no limit but the model's.
     """
 
     settings: EpisodeSettings = field(default_factory=EpisodeSettings)
     kinds: Mapping[str, Kind] = field(default_factory=lambda: {"": SINGLE_TURN})
-    runner: ToolRunner | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_prompt_tokens: int | None = None
+
+    @property
+    def has_turns(self) -> bool:
+        """True if episodes may have several turns."""
+        return any(kind.has_turns for kind in self.kinds.values())
+
+    @property
+    def has_environments(self) -> bool:
+        """True if episodes have environments."""
+        return any(kind.environment is not None for kind in self.kinds.values())
+
+    def schemas_of(self, examples: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]] | None:
+        """Returns the schemas of the tools of each dataset row; None without any tool."""
+        if not any(kind.tools for kind in self.kinds.values()):
+            return None
+        return [self.kind_of(examples[index]).schemas for index in range(len(examples))]
 
     def kind_of(self, example: Mapping[str, Any]) -> Kind:
         """Returns the kind of the episodes of a dataset row.
@@ -82,6 +109,7 @@ def make_rules(
     tools: Any = (),
     environments: Any = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    eos_ids: Sequence[int] = (),
 ) -> Rules:
     """Returns the rules of episodes with these tools and environments.
 
@@ -91,6 +119,7 @@ def make_rules(
         tools: Functions that every episode may call.
         environments: A class of environments, a function that creates one, or a dict of several by name.
         template_kwargs: Arguments of the chat template.
+        eos_ids: Tokens that end a turn.
 
     Raises:
         ValueError: A tool, an environment or the chat template cannot be used.
@@ -99,15 +128,19 @@ def make_rules(
     if not common and not classes:
         return Rules(settings)
     kwargs = template_kwargs or {}
-    kinds = {name: _kind(tokenizer, common, each, kwargs) for name, each in classes.items()}
-    kinds = kinds or {"": _kind(tokenizer, common, None, kwargs)}
-    runner = ToolRunner(settings.tool_workers, settings.tool_timeout_s, int(1000 * settings.max_result_kb))
-    return Rules(settings, kinds, runner, kwargs)
+
+    def kind(environment: EnvironmentClass | None) -> Kind:
+        tools = _tools_of(common, environment)
+        schemas = [tool.schema for tool in tools.values()]
+        bridge = Bridge(tokenizer, schemas, kwargs, eos_ids) if tools or tokenizer.chat_template else None
+        calls = call_format(tokenizer, kwargs) if tools else None
+        return Kind(environment, tools, bridge, TextBridge(tokenizer), calls)
+
+    return Rules(settings, {name: kind(each) for name, each in classes.items()} or {"": kind(None)}, kwargs)
 
 
-def _kind(
-    tokenizer: Any, common: Mapping[str, Tool], environment: EnvironmentClass | None, kwargs: Mapping[str, Any]
-) -> Kind:
+def _tools_of(common: Mapping[str, Tool], environment: EnvironmentClass | None) -> dict[str, Tool]:
+    """Returns the tools of episodes, those that all of them have and those of their environment."""
     own = environment.tools if environment is not None else {}
     both = sorted(common.keys() & own.keys())
     if environment is not None and both:
@@ -115,6 +148,4 @@ def _kind(
             f"environment {environment.name!r} has tools of the same name as those of the run: {', '.join(both)}; "
             "rename them"
         )
-    tools = {**common, **own}
-    bridge = Bridge(tokenizer, [tool.schema for tool in tools.values()], kwargs)
-    return Kind(environment, tools, bridge, call_format(tokenizer) if tools else None)
+    return {**common, **own}

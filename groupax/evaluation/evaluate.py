@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from groupax.data.prompts import PromptSet
+from groupax.episodes.play import play_episodes
+from groupax.episodes.rules import SINGLE_TURNS, Rules
 from groupax.evaluation.answers import ACCURACY_REWARDS
 from groupax.evaluation.items import Item, estimates, make_items
 from groupax.evaluation.sets import ONLY_SET
@@ -16,8 +18,6 @@ from groupax.metrics.estimates import Estimate
 from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
-from groupax.episodes.play import play_episodes
-from groupax.episodes.rules import SINGLE_TURNS, Rules
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
 from groupax.types import Metrics

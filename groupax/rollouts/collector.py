@@ -11,6 +11,9 @@ import numpy as np
 from groupax.config import GRPOConfig
 from groupax.data.order import visit_order
 from groupax.data.prompts import PromptSet
+from groupax.engine.sampler import PolicySampler, Sampler
+from groupax.episodes.play import play_episodes
+from groupax.episodes.rules import Rules
 from groupax.errors import RewardError, RunError, is_out_of_memory
 from groupax.events import Emit, PhaseStarted, counted
 from groupax.metrics.completions import (
@@ -22,13 +25,11 @@ from groupax.metrics.completions import (
     trl_zero_std_frac,
     with_logged,
 )
+from groupax.metrics.episodes import episode_metrics
 from groupax.objective.advantages import Advantages, find_advantage_estimator, group_advantages
 from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
-from groupax.engine.sampler import PolicySampler, Sampler
-from groupax.episodes.play import play_episodes
-from groupax.episodes.rules import Rules
 from groupax.rollouts.rows import row_of
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience, Group
@@ -204,7 +205,8 @@ class Collector:
         rows = [row for group in groups for row in group]
         names = [reward.name for reward in self.runner.rewards]
         advantages, args = self._advantages(groups), self.args
-        metrics = completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), advantages)
+        metrics = episode_metrics(rows) if self.rules.has_turns else {}
+        metrics |= completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), advantages)
         if args.metric_definitions == "trl":
             metrics |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
         if self.correctness_reward:

@@ -12,17 +12,17 @@ is sampled at a time; its rewards may take longer.
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from groupax.engine.engine import Engine
+from groupax.engine.sampler import Cancellable, Sampler, SamplingSession
 from groupax.engine.sequence import Sequence
 from groupax.models.specs import Params
 from groupax.parallel.fair_lock import FairLock
 from groupax.rollouts.collector import Collector
-from groupax.engine.sampler import Cancellable, Sampler, SamplingSession
 from groupax.rollouts.state import Cursor, Experience
 
 

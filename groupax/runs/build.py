@@ -15,6 +15,8 @@ from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
 from groupax.engine.plan import Demand
+from groupax.engine.sampler import PolicySampler
+from groupax.episodes.rules import Rules, make_rules
 from groupax.models.checkpoint import Model, load_model, reshard
 from groupax.models.lora import LoRAConfig, as_lora_config
 from groupax.models.specs import Params
@@ -25,11 +27,10 @@ from groupax.parallel import processes
 from groupax.parallel.mesh import make_mesh
 from groupax.parallel.peak import free_memory_bytes
 from groupax.rollouts.collector import sampling_params
-from groupax.engine.sampler import PolicySampler
-from groupax.episodes.rules import Rules, make_rules
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.settings import environment as env
 from groupax.settings.compute import mesh_sizes
+from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.objective import EntropySettings, ObjectiveSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.sampling import SamplingParams
@@ -150,7 +151,9 @@ def tokenizer_for(args: GRPOConfig, model: Model, given: Any) -> Any:
     return load_tokenizer(model.source, args.chat_template)
 
 
-def rules_for(args: GRPOConfig, tokenizer: Any, tools: Sequence[Any], environments: Any) -> Rules:
+def rules_for(
+    args: GRPOConfig, tokenizer: Any, eos_ids: Sequence[int], tools: Sequence[Any], environments: Any
+) -> Rules:
     """Returns the rules of the run's episodes.
 
     Raises:
@@ -160,7 +163,8 @@ def rules_for(args: GRPOConfig, tokenizer: Any, tools: Sequence[Any], environmen
         raise ValueError(
             f"tools and environments need a run of one process, and this one has {processes.num_processes()}"
         )
-    return make_rules(tokenizer, args.part(EpisodeSettings), tools, environments, args.chat_template_kwargs)
+    settings = args.part(EpisodeSettings)
+    return make_rules(tokenizer, settings, tools, environments, args.chat_template_kwargs, eos_ids)
 
 
 def prompts_for(
@@ -189,7 +193,8 @@ def prompts_for(
     name = "max_completion_length" if max_completion_length is None else "eval_max_completion_length"
     length = max_completion_length or args.max_completion_length
     limit = prompt_limit(model.config.max_positions, length, args.max_prompt_length, name)
-    prompts = encode_examples(examples, tokenizer, limit, args.prompt_overflow, args.chat_template_kwargs, dataset)
+    kwargs, schemas = args.chat_template_kwargs, rules.schemas_of(examples)
+    prompts = encode_examples(examples, tokenizer, limit, args.prompt_overflow, kwargs, dataset, schemas)
     largest = max((int(ids.max()) for ids in prompts.token_ids if len(ids)), default=0)
     if largest >= model.config.vocab_size:
         raise ValueError(

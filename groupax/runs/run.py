@@ -124,8 +124,9 @@ class Run:
         self.tokenizer = tokenizer_for(args, self._model, processing_class)
         self.eos_ids = eos_token_ids(self.tokenizer, self._model.generation_config, self._model.hf_config)
         source = describe_source(train_dataset, "train_dataset")
-        self.rules = rules_for(args, self.tokenizer, tools, environments)
+        self.rules = rules_for(args, self.tokenizer, self.eos_ids, tools, environments)
         self.prompts = prompts_for(args, self._model, self.tokenizer, train_examples, self.rules, dataset=source)
+        self.rules = replace(self.rules, max_prompt_tokens=self.prompts.max_length)
         self.eval_prompts = {name: self._encode_eval_prompts(name, each) for name, each in eval_examples.items()}
         self.emit(PhaseStarted("preparing the devices"))
         self.schedule = self.make_schedule()
@@ -206,7 +207,7 @@ class Run:
             self._model = replace(self._model, params=apply_adapter(adapter.frozen, adapter.trained), adapter=adapter)
         groups = (args.num_generations,) * self.schedule.prompts_per_rollout
         expected = Demand(groups, longest[0] - 1, longest[1])
-        if self.rules.runner is not None:  # later turns have prompts of their own, with the turns before them
+        if self.rules.has_turns:  # later turns have prompts of their own, with the turns before them
             expected = Demand((1,) * sum(groups), sum(longest) - 1, longest[1])
         self.engine = engine_for(args, self._model, self.learner.policy, self.eos_ids, self.tokenizer, expected)
         self.collector = Collector(
