@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from groupax.models.saving import save_adapter as save_adapter
     from groupax.models.saving import save_model as save_model
     from groupax.settings.sampling import SamplingParams as SamplingParams
+    from groupax.tools.tool import Step as Step
+    from groupax.tools.tool import tool as tool
     from groupax.trainer import GRPOTrainer as GRPOTrainer
     from groupax.trainer import TrainResult as TrainResult
 
@@ -29,12 +31,14 @@ _HOME = {
     "LoRAConfig": "groupax.models.lora",
     "Model": "groupax.models.checkpoint",
     "SamplingParams": "groupax.settings.sampling",
+    "Step": "groupax.tools.tool",
     "TrainResult": "groupax.trainer",
     "add_adapter": "groupax.models.checkpoint",
     "init_model": "groupax.models.checkpoint",
     "load_model": "groupax.models.checkpoint",
     "save_adapter": "groupax.models.saving",
     "save_model": "groupax.models.saving",
+    "tool": "groupax.tools.tool",
 }
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

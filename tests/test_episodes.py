@@ -1,6 +1,7 @@
 """Episodes: turns of a scripted model, answered by tools and environments; and those of a real one."""
 
 import asyncio
+import json
 import random
 import threading
 import time
@@ -8,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from groupax import GRPOConfig, GRPOTrainer, init_model
 from groupax.engine.engine import new_sequences
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
@@ -16,7 +18,8 @@ from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.tool import Step, tool
 
-from .chat_tokenizers import chat_tokenizer
+from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
+from .conftest import TINY
 
 TOKENIZER = chat_tokenizer()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -60,8 +63,6 @@ class Script:
 
 
 def call(name, **arguments):
-    import json
-
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -335,10 +336,8 @@ def test_an_environment_that_does_not_start_is_tried_again_and_then_stops_the_ru
         [[row, _]], _ = played(lambda *_: "bye", environments=Late)
     assert row.finish_reason == "done"
     attempts.clear()
-    with (
-        pytest.warns(UserWarning, match="not yet"),
-        pytest.raises(RunError, match=r"'Late' failed to start, 2 times.*not yet"),
-    ):
+    failure = r"'Late' failed to start, 2 times.*not yet"
+    with pytest.warns(UserWarning, match="not yet"), pytest.raises(RunError, match=failure):
         played(lambda *_: "bye", environments=Late, environment_retries=1, params=SamplingParams(n=1))
 
 
@@ -374,3 +373,50 @@ def test_two_hundred_turns_take_linear_time():
 
     seconds(10)
     assert seconds(200) < 4 * seconds(100)
+
+
+class Conversation:
+    """Repeats the length of what it hears, three times; likes the letter a."""
+
+    def reset(self, row, seed):
+        self.heard = 0
+        return f" {row['topic']} {seed % 7}"
+
+    def act(self, message):
+        self.heard += 1
+        return Step(f"{len(message['content'])}?", reward=message["content"].count("a") / 10, done=self.heard == 3)
+
+
+CHATTY = TINY | {"vocab_size": VOCAB_SIZE, "eos_token_id": END, "max_position_embeddings": 512}
+
+
+def train(folder, **settings):
+    """The metrics of three steps with conversations, and the trainer."""
+    args = GRPOConfig(
+        output_dir=str(folder),
+        prompts_per_step=2,
+        num_generations=4,
+        max_completion_length=128,
+        max_turn_tokens=40,
+        max_steps=3,
+        learning_rate=1e-2,
+        progress_bar="none",
+        **settings,
+    )
+    model = init_model(CHATTY, seed=0)
+    # most turns end by themselves
+    model.params["embed"] = model.params["embed"].at[END].multiply(3.0)
+    rows = [{"prompt": [{"role": "user", "content": "talk"}], "topic": topic} for topic in ("cats", "dogs")]
+    trainer = GRPOTrainer(model, None, args, rows, processing_class=chat_tokenizer(), environments=Conversation)
+    trainer.train()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], trainer
+
+
+def test_training_on_conversations_agrees_with_the_engine_and_repeats(tmp_path):
+    lines, _ = train(tmp_path / "one")
+    again, _ = train(tmp_path / "two")
+    assert [line["loss"] for line in lines] == [line["loss"] for line in again]
+    assert all(line["rollout/logp_diff_max"] < 1e-5 for line in lines)
+    assert lines[0]["episodes/turns"] > 1
+    assert lines[0]["rewards/Conversation/mean"] > 0
+    assert lines[0]["rewards/unscorable_frac"] == 0

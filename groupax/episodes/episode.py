@@ -27,7 +27,7 @@ class Episode:
             log-probs, 0 for those that it did not sample.
         turns: Turns so far.
         messages: Messages after the prompt.
-        reward: Sum of the rewards of the environment; None before there is one.
+        reward: Sum of the rewards of the environment; None without one, and if it failed or scores None.
         finish_reason: Reason of its end; None while it is played.
     """
 
@@ -42,7 +42,7 @@ class Episode:
         self.sampler_logps: list[float] = []
         self.turns: list[Turn] = []
         self.messages: list[dict[str, Any]] = []
-        self.reward: float | None = None
+        self.reward: float | None = None if instance is None else 0.0
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -98,8 +98,8 @@ class Episode:
     def _close_turn(self, calls: tuple[CallRecord, ...], reward: float | None) -> None:
         last = self.turns[-1]
         self.turns[-1] = Turn(last.start, last.end, last.text, last.calls + calls, last.reward + (reward or 0.0))
-        if reward is not None:
-            self.reward = (self.reward or 0.0) + reward
+        if reward is not None and self.reward is not None:
+            self.reward += reward
 
     def rollout(self, text: str, policy_version: int) -> Rollout:
         """Returns the finished episode.

@@ -20,7 +20,7 @@ SEEDS = 1 << 31
 
 @runtime_checkable
 class Host(Protocol):
-    """Where groups are played: a `play.Table`."""
+    """A `play.Table`, in which groups are played."""
 
     rules: Rules
     tokenizer: Any

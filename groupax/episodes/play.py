@@ -258,7 +258,9 @@ class Table:
         if outcome.kind:
             self._fail(episode, outcome)
             return
-        if outcome.value is not None:
+        if outcome.value is None:
+            episode.reward = None
+        else:
             episode.add_reward(outcome.value)
         self._close(episode)
 
