@@ -108,7 +108,7 @@ def test_groups_without_signal_are_replaced(tmp_path):
     trainer.train()
     for line, rows in zip(lines_of(tmp_path), trained, strict=True):
         assert len(rows) == 16
-        by_group = {group: [row.advantage for row in rows if row.group == group] for group in range(4)}
+        by_group = {group: [row.advantages[0] for row in rows if row.group == group] for group in range(4)}
         assert all(np.ptp(advantages) > 0 for advantages in by_group.values())
         assert line["filter/sampled_prompts"] > 4
         assert line["filter/rounds"] > 1
@@ -343,7 +343,7 @@ def test_masters_move_in_bfloat16_as_in_float32(tmp_path):
 def fixed_rows(trainer):
     with trainer.reward_runner:
         groups = trainer.collector.collect(trainer.cursor).groups
-    return [replace(trainer.collector._row(index, row)) for index, group in enumerate(groups) for row in group]
+    return [row for minibatch in trainer.collector.cut(groups) for row in minibatch]
 
 
 # -- bad steps
