@@ -8,6 +8,7 @@ import pytest
 
 from groupax import init_model, save_model
 
+from .chat_tokenizers import chat_tokenizer
 from .conftest import TINY, rest_heavy
 from .test_config_and_data import a_tokenizer
 from .test_trainer import a_trainer, lines_of
@@ -23,6 +24,7 @@ PAGES = [
     "rewards.md",
     "engine.md",
     "evaluation.md",
+    "episodes.md",
     "coming_from_trl.md",
     "coming_from_easydel.md",
 ]
@@ -30,8 +32,9 @@ PAGES = [
 
 @pytest.mark.parametrize("page", rest_heavy([*PAGES, "lora.md"], quick=len(PAGES)))
 def test_python_blocks_run(page, tmp_path):
-    tokenizer = a_tokenizer(eos_token="<eos>")
-    save_model(init_model({**TINY, "vocab_size": 13, "max_position_embeddings": 512}), tmp_path / "model", tokenizer)
+    tokenizer = chat_tokenizer() if page == "episodes.md" else a_tokenizer(eos_token="<eos>")
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048 if page == "episodes.md" else 512}
+    save_model(init_model({**TINY, **sizes}), tmp_path / "model", tokenizer)
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
     namespace = {"folder": tmp_path / "model"}
     for block in blocks:

@@ -11,6 +11,7 @@ import pytest
 
 from groupax.cli.summary import BeforeAfter, show, write_report
 from groupax.data.prompts import encode_examples
+from groupax.engine.engine import new_sequences
 from groupax.evaluation.answers import ACCURACY_REWARDS, math_answer, number_answer, tagged_answer
 from groupax.evaluation.evaluate import Evaluation, SetEvaluation, evaluate, find_correctness_reward
 from groupax.evaluation.items import Completion, Item, compare, estimates, item_values, read_items, votes, write_items
@@ -25,6 +26,7 @@ from groupax.settings.sampling import SamplingParams
 from groupax.trainer import TrainResult
 
 from .conftest import SHARED
+from .samplers import FinishedSession
 from .test_trainer import PROMPTS, a_trainer, count_a, lines_of
 
 
@@ -390,15 +392,6 @@ def test_evaluations_that_cannot_work_are_refused(tmp_path, settings, message):
 # -- GSM8K and MATH-500 with a scripted engine
 
 
-class Sampled:
-    """What an engine's sequence has."""
-
-    def __init__(self, prompt_index, sample_index, prompt, tokens):
-        self.prompt_index, self.sample_index, self.prompt = prompt_index, sample_index, prompt
-        self.tokens, self.finish_reason = tokens, "stop"
-        self.policy_logps = self.sampler_logps = [0.0] * len(tokens)
-
-
 class ScriptedEngine:
     """Returns given completions, in the order of the prompts."""
 
@@ -410,14 +403,14 @@ class ScriptedEngine:
     def sequences(self, prompts, params, step, first_prompt=0):
         encoded = self.tokenizer([text for group in self.completions for text in group], add_special_tokens=False)
         tokens = iter(encoded["input_ids"])
-        return [
-            Sampled(first_prompt + index, sample, prompt, next(tokens))
-            for index, prompt in enumerate(prompts)
-            for sample in range(params.n)
-        ]
+        sequences = new_sequences(prompts, params, (), step, first_prompt)
+        for sequence in sequences:
+            sequence.tokens, sequence.finish_reason = next(tokens), "stop"
+            sequence.policy_logps = sequence.sampler_logps = [0.0] * len(sequence.tokens)
+        return sequences
 
-    def stream(self, sequences):
-        return iter(sequences)
+    def session(self):
+        return FinishedSession()
 
 
 @pytest.fixture(scope="module")

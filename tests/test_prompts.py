@@ -28,6 +28,7 @@ from groupax.serve.requests import parse
 from groupax.settings.json_flags import read_mapping
 
 from .conftest import SHARED, TINY
+from .samplers import FinishedSession
 from .test_config_and_data import a_tokenizer
 from .test_trainer import a_trainer, lines_of
 
@@ -400,8 +401,8 @@ class Asked:
         self.params = params
         return []
 
-    def stream(self, sequences):
-        return iter(sequences)
+    def session(self):
+        return FinishedSession()
 
 
 def test_servers_are_asked_to_stop_at_tokens_that_their_texts_do_not_show():

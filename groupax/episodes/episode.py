@@ -122,7 +122,7 @@ class Episode:
             policy_version=policy_version,
             text=text,
             mask=np.asarray(self.mask, bool),
-            turns=tuple(self.turns),
+            turns=tuple(self.turns) if self.kind.has_turns else (),
             messages=tuple(self.messages) if is_conversation else None,
             environment_reward=self.reward,
         )

@@ -169,7 +169,7 @@ class Table:
         kind, settings = episode.kind, self.rules.settings
         assert sequence.finish_reason is not None, "finished"
         if not kind.has_turns:
-            episode.add_turn(sequence, ParsedTurn(sequence.text, "", ()))
+            episode.add_turn(sequence, ParsedTurn("", "", ()))
             self._finish(episode, sequence.finish_reason)
             return
         text = self.tokenizer.decode(sequence.tokens, skip_special_tokens=kind.calls is None)

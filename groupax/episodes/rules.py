@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupax.data.bridge import Bridge, TextBridge
+from groupax.data.examples import Examples
 from groupax.episodes.environment import EnvironmentClass, environment_classes
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.fields import nearest
@@ -77,7 +78,7 @@ class Rules:
         """True if episodes have environments."""
         return any(kind.environment is not None for kind in self.kinds.values())
 
-    def schemas_of(self, examples: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]] | None:
+    def schemas_of(self, examples: Examples) -> list[list[Mapping[str, Any]]] | None:
         """Returns the schemas of the tools of each dataset row; None without any tool."""
         if not any(kind.tools for kind in self.kinds.values()):
             return None
