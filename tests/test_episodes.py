@@ -11,6 +11,7 @@ import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, init_model
 from groupax.engine.engine import new_sequences
+from groupax.episodes.environment import with_observation
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.errors import RunError
@@ -420,3 +421,18 @@ def test_training_on_conversations_agrees_with_the_engine_and_repeats(tmp_path):
     assert lines[0]["episodes/turns"] > 1
     assert lines[0]["rewards/Conversation/mean"] > 0
     assert lines[0]["rewards/unscorable_frac"] == 0
+
+
+def test_what_an_environment_starts_with_is_added_to_the_last_message():
+    parts = [{"role": "user", "content": [{"type": "text", "text": "go"}]}]
+    assert with_observation(parts, "!") == [
+        {"role": "user", "content": [{"type": "text", "text": "go"}, {"type": "text", "text": "!"}]}
+    ]
+    assert with_observation(PROMPT, [{"role": "user", "content": "x"}]) == [*PROMPT, {"role": "user", "content": "x"}]
+    assert with_observation("go", "!") == "go!"
+    with pytest.raises(ValueError, match="return a text, or make the prompt a list"):
+        with_observation("go", [{"role": "user", "content": "x"}])
+    with pytest.raises(ValueError, match="must return a text, a list of messages, or None"):
+        with_observation(PROMPT, b"bytes")
+    with pytest.raises(ValueError, match=r"which is no environment of the run.*ech.*it has echo, other"):
+        make_rules(TOKENIZER, EpisodeSettings(), (), {"echo": Echo, "other": Echo}).kind_of({"environment": "ech"})

@@ -131,9 +131,9 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
         return prompt + observation
     if not isinstance(observation, str):
         return [*prompt, *as_messages(observation)]
-    content = prompt[-1].get("content") or ""
-    parts = [{"type": "text", "text": observation}]
-    return [*prompt[:-1], {**prompt[-1], "content": content + (observation if isinstance(content, str) else parts)}]
+    content: Any = prompt[-1].get("content") or ""
+    joined = content + observation if isinstance(content, str) else [*content, {"type": "text", "text": observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": joined}]
 
 
 def checked(check: Callable[[], Any]) -> Outcome:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.data.examples import Examples
 from groupax.data.tokenizer import decode, special_token_ids
 from groupax.engine.sampler import Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
@@ -34,7 +35,7 @@ from groupax.types import FinishReason, Rollout
 def play_episodes(
     sampler: Sampler,
     tokenizer: Any,
-    examples: Sequence[Mapping[str, Any]],
+    examples: Examples,
     prompt_ids: Sequence[np.ndarray],
     params: SamplingParams,
     step: int,
@@ -96,9 +97,9 @@ class Table:
         self._finished: dict[int, list[Episode]] = {}
         self._num_unfinished = self._num_closing = 0
 
-    def open(self, examples: Sequence[Mapping[str, Any]], prompt_ids: Sequence[np.ndarray], first_prompt: int) -> None:
+    def open(self, given: Examples, prompt_ids: Sequence[np.ndarray], first_prompt: int) -> None:
         """Starts the groups of prompts."""
-        examples = [examples[index] for index in range(len(prompt_ids))]
+        examples = [given[index] for index in range(len(prompt_ids))]
         kinds = [self.rules.kind_of(example) for example in examples]
         self._num_unfinished += len(examples)
         if all(kind.environment is None for kind in kinds):

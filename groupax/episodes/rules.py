@@ -92,11 +92,11 @@ class Rules:
         """
         if len(self.kinds) == 1:
             return next(iter(self.kinds.values()))
-        name = example.get("environment")
+        name = str(example.get("environment"))
         if name not in self.kinds:
             raise ValueError(
                 f"the dataset's column environment has {name!r}, which is no environment of the run"
-                f"{nearest(str(name), self.kinds)}; it has {', '.join(self.kinds)}"
+                f"{nearest(name, self.kinds)}; it has {', '.join(self.kinds)}"
             )
         return self.kinds[name]
 
