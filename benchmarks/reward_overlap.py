@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import QWEN_7M, parser
 
 from groupax import Engine, SamplingParams, init_model
+from groupax.episodes.play import play_episodes
 from groupax.rewards.resolve import resolve_rewards
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import score_groups
-from groupax.episodes.play import play_episodes
 from groupax.settings.rewards import RewardSettings
 
 GROUPS, GROUP, NEW_TOKENS, SLEEP_S = 8, 4, 512, 1.0

@@ -189,7 +189,7 @@ def test_tools_of_many_episodes_run_at_the_same_time_while_others_decode():
         Args:
             number: Any number.
         """
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
         return number
 
     def answer(text, sample, turn):
@@ -199,7 +199,7 @@ def test_tools_of_many_episodes_run_at_the_same_time_while_others_decode():
     groups, _ = played(answer, [slow], num_prompts=8, params=SamplingParams(n=4, max_tokens=4000))
     took_s = time.perf_counter() - began_s
     assert sum(len(turn.calls) for group in groups for row in group for turn in row.turns) == 96
-    assert took_s < 3 * 0.2 * 2.5, took_s
+    assert took_s < 6, took_s  # one after the other they take 48 s
 
 
 def test_the_order_in_which_tools_finish_does_not_show():
@@ -373,7 +373,8 @@ def test_two_hundred_turns_take_linear_time():
         return time.perf_counter() - began_s
 
     seconds(10)
-    assert seconds(200) < 4 * seconds(100)
+    # 8 times as many turns: quadratic time would be 64 times as much
+    assert seconds(200) < 24 * min(seconds(25) for _ in range(3))
 
 
 class Conversation:

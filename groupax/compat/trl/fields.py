@@ -198,7 +198,7 @@ _INERT_BY_REASON: dict[str, dict[str, Any]] = {
     },
     "groupax never runs code from a model's folder": {"trust_remote_code": False},
     "the optimizer has no settings besides the named fields": {"optim_args": None, "optim_target_modules": None},
-    "a completion is a single turn without tools or images": {
+    "groupax.compat.trl takes no tools or images; groupax.GRPOTrainer takes tools, with max_turns": {
         "max_tool_calling_iterations": None,
         "log_multimodal": True,
     },

@@ -186,7 +186,7 @@ def _check_unsupported(arguments: Mapping[str, Any]) -> None:
         if name not in UNSUPPORTED:
             raise TypeError(f"GRPOTrainer has no argument {name!r}{nearest(name, UNSUPPORTED)}")
         if value is not None:
-            raise ValueError(f"{name} is not supported by groupax: a completion is a single turn of the policy")
+            raise ValueError(f"groupax.compat.trl takes no {name}; groupax.GRPOTrainer has tools and environments")
 
 
 def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config: Any) -> _Policy:
