@@ -7,6 +7,7 @@ Each episode advances by itself: some wait for tools while the turns of others a
 thread that iterates; tools and environments run in those of the runner, which put the next steps into a queue.
 """
 
+import itertools
 import queue
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -30,6 +31,8 @@ from groupax.tools.runner import ToolResult, ToolRunner
 from groupax.tools.threads import Outcome
 from groupax.tools.tool import Step, match_calls
 from groupax.types import FinishReason, Rollout
+
+LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those of any rollout
 
 
 def play_episodes(
@@ -96,6 +99,7 @@ class Table:
         self._to_submit: list[Completion] = []
         self._finished: dict[int, list[Episode]] = {}
         self._num_unfinished = self._num_closing = 0
+        self._prompt_numbers = itertools.count(LATER_TURNS)
 
     def open(self, given: Examples, prompt_ids: Sequence[np.ndarray], first_prompt: int) -> None:
         """Starts the groups of prompts."""
@@ -238,7 +242,8 @@ class Table:
         episode.add_bridge(ids, messages)
         max_tokens = min(episode.num_left, settings.max_turn_tokens or episode.num_left)
         params = replace(self.params, n=1, max_tokens=max_tokens)
-        [sequence] = self._sampler.sequences([episode.stream], params, self.step, episode.first.prompt_index)
+        # a number of its own: sequences with the same one share the computation of a prompt
+        [sequence] = self._sampler.sequences([episode.stream], params, self.step, next(self._prompt_numbers))
         # its tokens have other positions than those of earlier turns, and therefore other random numbers
         sequence.sample_index, sequence.key = episode.first.sample_index, episode.first.key
         self._sample(episode, sequence)
