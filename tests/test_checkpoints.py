@@ -557,8 +557,8 @@ def test_out_of_memory_costs_nothing(earlier, tmp_path, where, monkeypatch):
     if where == "update":
         trainer.learner.update = update_until
     else:
-        decode = trainer.engine.updates
-        trainer.engine.updates = lambda each: no_memory() if trainer.cursor.step == 2 else decode(each)
+        session = trainer.engine.session
+        trainer.engine.session = lambda: no_memory() if trainer.cursor.step == 2 else session()
     advice = {"update": "set micro_batch_tokens", "rollout": "lower max_concurrent_rows"}[where]
     with pytest.raises(RunError, match=f"out of memory.*{advice}"):
         trainer.train()

@@ -10,7 +10,7 @@ thread that iterates; tools and environments run in those of the runner, which p
 import itertools
 import queue
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -69,12 +69,18 @@ def play_episodes(
         assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
         special = special_token_ids(tokenizer, params.stop)
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
-    settings = rules.settings
-    runner = ToolRunner(settings.tool_workers, settings.tool_timeout_s, int(1000 * settings.max_result_kb))
-    with runner, closing(sampler.session()) as session:
+    with _runner_of(rules) as runner, closing(sampler.session()) as session:
         table = Table(sampler, session, runner, tokenizer, rules, params, step, policy_version)
         table.open(examples, prompt_ids, first_prompt)
         yield from table.finished_groups()
+
+
+def _runner_of(rules: Rules) -> AbstractContextManager[ToolRunner | None]:
+    """Returns what runs tools and environments; nothing where every episode has one turn."""
+    settings = rules.settings
+    if not rules.has_turns:
+        return nullcontext()
+    return ToolRunner(settings.tool_workers, settings.tool_timeout_s, int(1000 * settings.max_result_kb))
 
 
 class Table:
@@ -84,7 +90,7 @@ class Table:
         self,
         sampler: Sampler,
         session: SamplingSession,
-        runner: ToolRunner,
+        runner: ToolRunner | None,
         tokenizer: Any,
         rules: Rules,
         params: SamplingParams,
@@ -201,6 +207,7 @@ class Table:
         tools = {
             name: tool.bind(episode.instance) if name in own else tool for name, tool in episode.kind.tools.items()
         }
+        assert self._runner is not None, "there are tools"
         self._runner.start(
             match_calls(tools, calls),
             lambda results: self._todo.put(partial(self._answer_calls, episode, calls, results)),
@@ -292,6 +299,7 @@ class Table:
     def call(self, function: Callable[..., Any], arguments: dict[str, Any], then: Callable[[Outcome], None]) -> None:
         """Calls a function of an environment in another thread, and `then` with the outcome in this one."""
         name = getattr(function, "__qualname__", "environment")
+        assert self._runner is not None, "there are environments"
         self._runner.call(name, function, arguments, lambda outcome: self._todo.put(partial(then, outcome)))
 
 
