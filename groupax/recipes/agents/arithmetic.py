@@ -1,0 +1,78 @@
+"""Arithmetic problems with numbers too large for the embedded model's head, such as `348*27+95`. Imports no jax."""
+
+import ast
+import itertools
+import operator
+import random
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+PROMPT = "What is {}?"
+HELD_OUT_FRAC = 0.1
+MAX_CHARACTERS = 200  # longest expression that is calculated
+SHAPES = ("{a}*{b}", "{a}*{b}+{c}", "{a}*{b}-{c}", "({a}+{c})*{b}")
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+
+def generate(num: int, seed: int, held_out: bool = False) -> list[dict[str, Any]]:
+    """Generates problems with their answers. No problem is in both splits.
+
+    Args:
+        num: Number of problems.
+        seed: Seed that determines the problems.
+        held_out: Whether to draw from the held-out split.
+
+    Returns:
+        Rows with the columns `prompt`, a conversation, and `answer`.
+
+    Example:
+        >>> generate(1, seed=0)
+        [{'prompt': [{'role': 'user', 'content': 'What is (826+592)*44?'}], 'answer': '62392'}]
+    """
+    return [row_of(expression) for expression in itertools.islice(expressions(seed, held_out), num)]
+
+
+def row_of(expression: str) -> dict[str, Any]:
+    """Returns the row of an expression."""
+    prompt = [{"role": "user", "content": PROMPT.format(expression)}]
+    return {"prompt": prompt, "answer": str(evaluate(expression))}
+
+
+def expressions(seed: int, held_out: bool = False) -> Iterator[str]:
+    """Yields the expressions of `generate`, without end."""
+    rng = random.Random(f"calculator {held_out} {seed}")
+    while True:
+        a, b, c = rng.randint(100, 999), rng.randint(12, 99), rng.randint(100, 999)
+        expression = rng.choice(SHAPES).format(a=a, b=b, c=c)
+        if (zlib.crc32(expression.encode()) < HELD_OUT_FRAC * 2**32) == held_out:
+            yield expression
+
+
+def evaluate(expression: str) -> int:
+    """Returns the value of an expression of whole numbers, `+`, `-`, `*` and parentheses.
+
+    Raises:
+        ValueError: It contains something else, or is too long.
+
+    Example:
+        >>> evaluate("348*27+95")
+        9491
+    """
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(number)) if not isinstance(number, bool):
+                return number
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+                return OPERATORS[type(op)](value(left), value(right))
+        raise ValueError("an expression must consist of whole numbers, +, -, * and parentheses")
+
+    if len(expression) > MAX_CHARACTERS:
+        raise ValueError(f"the expression has {len(expression)} characters, and at most {MAX_CHARACTERS} are calculated")
+    try:
+        return value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("that is not an arithmetic expression") from error
