@@ -20,7 +20,7 @@ class Episode:
         example: Dataset row with the prompt.
         kind: Its tools and environment.
         max_tokens: Most tokens after the prompt.
-        instance: The user's environment, if it has one.
+        instance: The user's environment, if it has one and this process makes its calls.
 
     Attributes:
         ids, mask, policy_logps, sampler_logps: Token ids after the prompt; which of them the model sampled; and their
@@ -42,7 +42,7 @@ class Episode:
         self.sampler_logps: list[float] = []
         self.turns: list[Turn] = []
         self.messages: list[dict[str, Any]] = []
-        self.reward: float | None = None if instance is None else 0.0
+        self.reward: float | None = None if kind.environment is None else 0.0
         self.finish_reason: FinishReason | None = None
 
     @property
