@@ -23,7 +23,7 @@ from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.calls import Calls, Method
 from groupax.episodes.environment import answer_of, checked_reward, warn_of_failure
 from groupax.episodes.episode import Episode
-from groupax.episodes.opening import Opening
+from groupax.episodes.opening import Opening, group_seed
 from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
@@ -196,19 +196,29 @@ class Table:
             self._finish(episode, "stop")
 
     def _run_calls(self, episode: Episode, calls: tuple[ToolCall, ...]) -> None:
-        def matched() -> Sequence[tuple[Tool | None, ToolCall]]:
-            of = episode.kind.environment
-            own = of.tools if of is not None else {}
-            tools = {
-                name: tool.bind(episode.instance) if name in own else tool for name, tool in episode.kind.tools.items()
-            }
-            return match_calls(tools, calls)
-
+        for call in calls:
+            tool = episode.kind.tools.get(call.name)
+            if tool is not None and tool.open is not None:
+                episode.tool_states.setdefault(tool.open, None)
         assert self.calls is not None, "there are tools"
-        self.calls.run(episode.first.prompt_index, matched, partial(self._answer_calls, episode, calls))
+        method = partial(self._matched, episode, calls)
+        self.calls.run(episode.first.prompt_index, method, partial(self._answer_calls, episode, calls))
+
+    def _matched(self, episode: Episode, calls: tuple[ToolCall, ...]) -> Sequence[tuple[Tool | None, ToolCall]]:
+        """Returns calls with the tools of this episode."""
+        for open_state, state in episode.tool_states.items():
+            if state is None:
+                seed = group_seed(self.params.seed, self.step, episode.first.prompt_index)
+                episode.tool_states[open_state] = open_state(seed)
+        return match_calls({name: _bound(episode, tool) for name, tool in episode.kind.tools.items()}, calls)
 
     def _answer_calls(self, episode: Episode, calls: tuple[ToolCall, ...], results: list[ToolResult]) -> None:
         messages = episode.add_results(calls, results)
+        failed = next((each for each in results if each.is_infrastructure), None)
+        if failed is not None:
+            name = calls[results.index(failed)].name
+            self._fail(episode, Outcome(message=failed.error, kind=f"tool {name}"))
+            return
         self._continue(episode, messages, any(result.done for result in results))
 
     def _act(self, episode: Episode) -> None:
@@ -271,18 +281,22 @@ class Table:
 
     def _fail(self, episode: Episode, outcome: Outcome) -> None:
         """Ends an episode whose environment failed: it has no reward, and nothing is trained on it."""
-        assert episode.kind.environment is not None, "it failed"
+        of = episode.kind.environment
         episode.finish_reason, episode.reward = "env_error", None
-        warn_of_failure(episode.kind.environment.name, "failed; its episode is left out", outcome)
+        warn_of_failure("tools" if of is None else of.name, "failed; its episode is left out", outcome)
         self._close(episode)
 
     def _close(self, episode: Episode) -> None:
         of = episode.kind.environment
         self._finished.setdefault(episode.first.prompt_index, []).append(episode)
+        closing: list[tuple[str, Method]] = [
+            ("tools", partial(_close_of_state, episode, open_state)) for open_state in episode.tool_states
+        ]
         if of is not None and "close" in of.methods:
+            closing.append((of.name, partial(_method_of, episode, "close", {})))
+        for name, method in closing:
             self._num_closing += 1
-            method = partial(_method_of, episode, "close", {})
-            self._call(episode, method, partial(self._closed, of.name), _nothing)
+            self._call(episode, method, partial(self._closed, name), _nothing)
 
     def _closed(self, name: str, outcome: Outcome) -> None:
         self._num_closing -= 1
@@ -302,6 +316,19 @@ class Table:
 
 def _method_of(episode: Episode, name: str, arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     return getattr(episode.instance, name), arguments
+
+
+def _close_of_state(episode: Episode, open_state: Callable[[int], Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    return episode.tool_states[open_state].close, {}
+
+
+def _bound(episode: Episode, tool: Tool) -> Tool:
+    """Returns the tool of this episode."""
+    of = episode.kind.environment
+    if of is not None and tool.name in of.tools:
+        return tool.bind(episode.instance)
+    state = None if tool.open is None else episode.tool_states.get(tool.open)
+    return tool if state is None else tool.bind(state)
 
 
 def _score_of(returned: Any) -> float | None:
