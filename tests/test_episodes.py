@@ -321,7 +321,8 @@ def test_an_environment_that_fails_leaves_its_episode_out():
 
     with pytest.warns(UserWarning, match="timed out after 0.1 s"):
         [[row, _]], _ = played(lambda *_: "hi", environments=Hanging, tool_timeout_s=0.1)
-    assert row.finish_reason == "env_error"
+    assert row.finish_reason == "timeout"
+    assert row.is_failure
 
 
 def test_an_environment_that_does_not_start_is_tried_again_and_then_stops_the_run():
