@@ -15,7 +15,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from groupax.terminal.printable import printable, short_repr
@@ -44,16 +44,22 @@ class EnvironmentClass:
 def environment_classes(given: Any) -> dict[str, EnvironmentClass]:
     """Returns the environments of a run by name, from a class or a function that creates one, or a dict of several.
 
+    Instead of a class it may also be an `EnvironmentClass`, as `groupax.openenv` returns.
+
     Raises:
         ValueError: One cannot be called without arguments, or has no method `reset`.
     """
     if given is None:
         return {}
+    if isinstance(given, EnvironmentClass):
+        return {given.name: given}
     named = given if isinstance(given, Mapping) else {getattr(given, "__name__", type(given).__name__): given}
     return {name: _environment_class(name, create) for name, create in named.items()}
 
 
 def _environment_class(name: str, create: Any) -> EnvironmentClass:
+    if isinstance(create, EnvironmentClass):
+        return replace(create, name=name)
     if not callable(create):
         raise ValueError(
             f"environment {name!r} is {create!r:.100}; give a class, or a function without arguments that returns an "

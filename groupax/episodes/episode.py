@@ -1,6 +1,6 @@
 """The record of an episode while it is played: a stream of tokens to which tokens are only ever appended."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class Episode:
             log-probs, 0 for those that it did not sample.
         turns: Turns so far.
         messages: Messages after the prompt.
+        tool_states: What tools have opened for this episode, by their `open`.
         reward: Sum of the rewards of the environment; None without one, and if it failed or scores None.
         finish_reason: Reason of its end; None while it is played.
     """
@@ -42,6 +43,7 @@ class Episode:
         self.sampler_logps: list[float] = []
         self.turns: list[Turn] = []
         self.messages: list[dict[str, Any]] = []
+        self.tool_states: dict[Callable[[int], Any], Any] = {}
         self.reward: float | None = None if instance is None else 0.0
         self.finish_reason: FinishReason | None = None
 

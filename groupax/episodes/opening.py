@@ -18,6 +18,11 @@ from groupax.types import Prompt
 SEEDS = 1 << 31
 
 
+def group_seed(seed: int, step: int, prompt_index: int) -> int:
+    """Returns the seed that the episodes of a group share."""
+    return int(np.random.SeedSequence([seed % (1 << 64), step, prompt_index]).generate_state(1)[0]) % SEEDS
+
+
 @runtime_checkable
 class Host(Protocol):
     """A `play.Table`, in which groups are played."""
@@ -57,8 +62,7 @@ class Opening:
         assert kind.environment is not None, "of an environment"
         self._table, self._prompt_index, self._example = table, prompt_index, example
         self._kind, self._class = kind, kind.environment
-        words = [table.params.seed % (1 << 64), table.step, prompt_index]
-        self._seed = int(np.random.SeedSequence(words).generate_state(1)[0]) % SEEDS
+        self._seed = group_seed(table.params.seed, table.step, prompt_index)
         self._started: dict[int, tuple[Any, Any]] = {}  # environments and their observations
 
     def begin(self) -> None:

@@ -23,13 +23,13 @@ from groupax.engine.sampler import Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.environment import as_messages, checked, checked_reward, warn_of_failure
 from groupax.episodes.episode import Episode
-from groupax.episodes.opening import Opening
+from groupax.episodes.opening import Opening, group_seed
 from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.runner import TIMED_OUT, ToolResult, ToolRunner
 from groupax.tools.threads import Outcome
-from groupax.tools.tool import Step, match_calls
+from groupax.tools.tool import Step, Tool, match_calls
 from groupax.types import FinishReason, Rollout
 
 LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those of any rollout
@@ -202,19 +202,32 @@ class Table:
             self._finish(episode, "stop")
 
     def _run_calls(self, episode: Episode, calls: tuple[ToolCall, ...]) -> None:
-        of = episode.kind.environment
-        own = of.tools if of is not None else {}
-        tools = {
-            name: tool.bind(episode.instance) if name in own else tool for name, tool in episode.kind.tools.items()
-        }
+        tools = {name: self._bound(episode, tool) for name, tool in episode.kind.tools.items()}
         assert self._runner is not None, "there are tools"
         self._runner.start(
             match_calls(tools, calls),
             lambda results: self._todo.put(partial(self._answer_calls, episode, calls, results)),
         )
 
+    def _bound(self, episode: Episode, tool: Tool) -> Tool:
+        """Returns the tool of this episode."""
+        of, open_state = episode.kind.environment, tool.open
+        if of is not None and tool.name in of.tools:
+            return tool.bind(episode.instance)
+        if open_state is None:
+            return tool
+        if open_state not in episode.tool_states:
+            seed = group_seed(self.params.seed, self.step, episode.first.prompt_index)
+            episode.tool_states[open_state] = open_state(seed)
+        return tool.bind(episode.tool_states[open_state])
+
     def _answer_calls(self, episode: Episode, calls: tuple[ToolCall, ...], results: list[ToolResult]) -> None:
         messages = episode.add_results(calls, results)
+        failed = next((each for each in results if each.is_infrastructure), None)
+        if failed is not None:
+            name = calls[results.index(failed)].name
+            self._fail(episode, Outcome(message=failed.error, kind=f"tool {name}"))
+            return
         self._continue(episode, messages, any(result.done for result in results))
 
     def _act(self, episode: Episode) -> None:
@@ -279,18 +292,21 @@ class Table:
 
     def _fail(self, episode: Episode, outcome: Outcome) -> None:
         """Ends an episode whose environment failed: it has no reward, and nothing is trained on it."""
-        assert episode.kind.environment is not None, "it failed"
+        of = episode.kind.environment
         episode.finish_reason = "timeout" if outcome.kind == TIMED_OUT else "env_error"
         episode.reward = None
-        warn_of_failure(episode.kind.environment.name, "failed; its episode is left out", outcome)
+        warn_of_failure("tools" if of is None else of.name, "failed; its episode is left out", outcome)
         self._close(episode)
 
     def _close(self, episode: Episode) -> None:
         of = episode.kind.environment
         self._finished.setdefault(episode.first.prompt_index, []).append(episode)
+        to_close = [(state.close, "tools") for state in episode.tool_states.values()]
         if of is not None and "close" in of.methods:
+            to_close.append((episode.instance.close, of.name))
+        for close, name in to_close:
             self._num_closing += 1
-            self.call(episode.instance.close, {}, partial(self._closed, of.name))
+            self.call(close, {}, partial(self._closed, name))
 
     def _closed(self, name: str, outcome: Outcome) -> None:
         self._num_closing -= 1

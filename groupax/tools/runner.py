@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from groupax.terminal.printable import one_line
@@ -158,7 +159,7 @@ class ToolRunner:
                 await asyncio.gather(*map(run, range(len(calls))))
             else:
                 for index in range(len(calls)):
-                    if any(result is not None and result.done for result in results):
+                    if any(result is not None and (result.done or result.is_infrastructure) for result in results):
                         results[index] = error_result(ENDED, 0.0, self.max_result_bytes)
                     else:
                         await run(index)
@@ -181,7 +182,8 @@ class ToolRunner:
             step = outcome.value
             return ToolResult(step.observation, seconds, reward=step.reward, done=step.done)
         kind = "" if outcome.kind == TIMED_OUT else outcome.kind
-        return error_result(outcome.message, seconds, self.max_result_bytes, kind)
+        result = error_result(outcome.message, seconds, self.max_result_bytes, kind)
+        return replace(result, is_infrastructure=outcome.is_infrastructure)
 
     async def _outcome(self, tool: Tool, arguments: dict[str, Any]) -> Outcome:
         """Returns what becomes of a call within its time limit."""
