@@ -27,7 +27,7 @@ from groupax.episodes.opening import Opening, group_seed
 from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
-from groupax.tools.runner import ToolResult, ToolRunner
+from groupax.tools.runner import TIMED_OUT, ToolResult, ToolRunner
 from groupax.tools.threads import Outcome
 from groupax.tools.tool import Tool, match_calls
 from groupax.types import FinishReason, Rollout
@@ -282,7 +282,8 @@ class Table:
     def _fail(self, episode: Episode, outcome: Outcome) -> None:
         """Ends an episode whose environment failed: it has no reward, and nothing is trained on it."""
         of = episode.kind.environment
-        episode.finish_reason, episode.reward = "env_error", None
+        episode.finish_reason = "timeout" if outcome.kind == TIMED_OUT else "env_error"
+        episode.reward = None
         warn_of_failure("tools" if of is None else of.name, "failed; its episode is left out", outcome)
         self._close(episode)
 
