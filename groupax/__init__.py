@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from groupax.config import GRPOConfig as GRPOConfig
     from groupax.engine.engine import Engine as Engine
+    from groupax.errors import InfrastructureError as InfrastructureError
     from groupax.models.checkpoint import Model as Model
     from groupax.models.checkpoint import add_adapter as add_adapter
     from groupax.models.checkpoint import init_model as init_model
@@ -28,6 +29,7 @@ _HOME = {
     "Engine": "groupax.engine.engine",
     "GRPOConfig": "groupax.config",
     "GRPOTrainer": "groupax.trainer",
+    "InfrastructureError": "groupax.errors",
     "LoRAConfig": "groupax.models.lora",
     "Model": "groupax.models.checkpoint",
     "SamplingParams": "groupax.settings.sampling",
