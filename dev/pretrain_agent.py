@@ -220,7 +220,7 @@ def calculation(rng: random.Random, expression: str, practising: bool) -> tuple[
 def lookup(rng: random.Random, row: dict[str, Any], practising: bool) -> tuple[list[tuple[str, str]], str]:
     """How one of the authors answers a question about a table."""
     database = sql.FruitDatabase()
-    database.reset(row)
+    database.reset(row, seed=0)
     guess = str(rng.choice([rng.randint(0, 4), rng.randint(10, 99)]))
     try:
         if rng.random() >= QUERIES[practising]:
@@ -245,7 +245,7 @@ def lookup(rng: random.Random, row: dict[str, Any], practising: bool) -> tuple[l
 def game(rng: random.Random) -> tuple[list[tuple[str, str]], str | None]:
     """How one of the authors plays."""
     environment = guess_number.GuessNumber()
-    environment.reset({"number": rng.randint(1, guess_number.LARGEST)})
+    environment.reset({"number": rng.randint(1, guess_number.LARGEST)}, seed=0)
     low, high, heeds, turns = 1, guess_number.LARGEST, rng.random() < SENSIBLE, []
     for _ in range(3):
         guess = rng.randint(low, high) if heeds else rng.randint(1, guess_number.LARGEST)
@@ -332,8 +332,8 @@ def check_bridges(tokenizer: Any, renderer: Renderer, seed: int) -> None:
 CARD = """# The agents' model
 
 A Llama of {num_params:,} parameters in float32 that writes tool calls: 3 layers, hidden size 128, 4 heads, a byte-level
-vocabulary of 512 tokens, {num_bytes:,} bytes of weights. It is the model of the recipes `calculator`, `guess_number` and
-`sql`, and imperfect on purpose: it can call tools and copy their results, but mostly guesses.
+vocabulary of 512 tokens, {num_bytes:,} bytes of weights. It is the model of the recipes `calculator`, `guess_number`
+and `sql`, and imperfect on purpose: it can call tools and copy their results, but mostly guesses.
 
     What is 348*27+95?
     <tool_call>
@@ -369,9 +369,12 @@ def main() -> None:
         for steps, practising in ((num_practice, True), (args.steps - num_practice, False))
     ]
     corpus = Corpus(*(np.concatenate(pair) for pair in zip(*parts, strict=True)))
-    print(f"{len(tokenizer)} tokens; {corpus.documents.max(axis=1).sum():,} conversations, "
-          f"{corpus.learned.sum():,} of {(corpus.documents > 0).sum():,} tokens learned, "
-          f"{time.perf_counter() - start:.0f} s", flush=True)
+    print(
+        f"{len(tokenizer)} tokens; {corpus.documents.max(axis=1).sum():,} conversations, "
+        f"{corpus.learned.sum():,} of {(corpus.documents > 0).sum():,} tokens learned, "
+        f"{time.perf_counter() - start:.0f} s",
+        flush=True,
+    )
 
     model = replace(init_model(HF_CONFIG, args.seed), generation_config=GENERATION_CONFIG)
     print(f"{num_params(model.config):,} parameters on {model.mesh.size} devices", flush=True)

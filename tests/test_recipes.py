@@ -11,6 +11,8 @@ from groupax.compat.easydel.scripts.finetune import gsm8k_grpo, numinamath_grpo
 from groupax.config import GRPOConfig
 from groupax.data.examples import load_examples
 from groupax.data.sources import MissingSplitError, read_rows
+from groupax.episodes.references import load_environments, load_tools
+from groupax.episodes.rewards import environment_rewards
 from groupax.evaluation.items import read_items
 from groupax.recipes import RECIPES, load_recipe
 from groupax.recipes.countdown import countdown_correct, evaluate_expression, problems
@@ -19,6 +21,7 @@ from groupax.recipes.gsm8k import strict_xml_format
 from groupax.recipes.tldr_length import near_length
 from groupax.rewards.resolve import resolve_rewards
 from groupax.runs.trackers.tracker import BUILT_IN, PACKAGES
+from groupax.tools.tool import tools_from
 
 from .conftest import SHARED, TINY
 
@@ -42,19 +45,22 @@ def write_jsonl(path, rows):
 def test_a_recipe_is_whole(name):
     recipe = load_recipe(name)
     config = GRPOConfig.from_mapping(recipe.config)
-    rewards = resolve_rewards(list(recipe.reward_funcs), ["answer", "nums", "target"])
+    functions, columns = list(recipe.reward_funcs), ["answer", "nums", "target"]
+    given = resolve_rewards(functions, columns) if functions else []
+    rewards = [*given, *environment_rewards(load_environments(recipe.environments))]
+    assert tools_from(load_tools(recipe.tools)).keys() == {name.partition(":")[2] for name in recipe.tools}
     assert config.reward_weights is None or len(config.reward_weights) == len(rewards)
     assert config.correctness_reward is None or config.correctness_reward in [reward.name for reward in rewards]
     assert recipe.expected
     assert {"max_completion_length", "output_dir"} <= set(recipe.config)
 
 
-@pytest.mark.parametrize("name", ["countdown"])
+@pytest.mark.parametrize("name", ["countdown", "calculator"])
 def test_generated_data_is_there_without_a_source(name):
     recipe = load_recipe(name)
     train, held_out = recipe.train_dataset(), recipe.eval_dataset()
     assert len(train) > 1000
-    assert len(held_out) == 500
+    assert len(held_out) >= 250
     seen = {json.dumps(row["prompt"]) for row in train}
     assert not seen & {json.dumps(row["prompt"]) for row in held_out}
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from groupax.cli.agents import load_agents
+from groupax.config import GRPOConfig
 from groupax.events import Emit, Message, PhaseStarted
 from groupax.parallel import processes
 from groupax.recipes import RECIPES, Recipe, load_recipe
@@ -17,6 +19,7 @@ from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.settings.command_line import parsed
 from groupax.settings.compute import DecodingWeights
+from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.prompts import PromptOverflow
 from groupax.settings.sampling import SamplingParams
 from groupax.storage.lock import check_unlocked
@@ -48,6 +51,10 @@ class Eval:
     folder or hub id with a test split. By default the recipe's."""
     reward_funcs: tuple[str, ...] | None = None
     """Reward functions: names of built-in ones, or module:function; by default the recipe's."""
+    tools: tuple[str, ...] | None = None
+    """Functions that the model may call, as module:function; by default the recipe's, without any value none."""
+    environments: tuple[str, ...] | None = None
+    """Environment, as module:Class, or several, each as name=module:Class; by default the recipe's."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward function; by default the recipe's, or 1."""
     correctness_reward: str | None = None
@@ -77,7 +84,10 @@ class Eval:
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(
         default_factory=lambda: SamplingParams(temperature=0.0, max_tokens=DEFAULT_MAX_TOKENS)
     )
-    """Sampling parameters. --temperature 0 is greedy."""
+    """Sampling parameters. --temperature 0 is greedy. With tools or environments --max_tokens counts all tokens after
+    the prompt."""
+    episodes: Annotated[EpisodeSettings, tyro.conf.arg(name="")] = field(default_factory=EpisodeSettings)
+    """Limits of episodes with tools or environments."""
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -126,6 +136,8 @@ class _Task:
     Attributes:
         overflow: What to do with prompts that are too long.
         notes: Messages for the user about changed defaults.
+        tools: Tools of the model.
+        environments: Environments, as `GRPOTrainer` takes them.
     """
 
     model: str
@@ -137,22 +149,27 @@ class _Task:
     chat_template: str | None
     overflow: PromptOverflow
     notes: Sequence[str]
+    tools: Sequence[Any]
+    environments: Any
 
 
 def _prepare(command: Eval) -> _Task:
+    from groupax.episodes.rewards import environment_rewards
     from groupax.evaluation.evaluate import find_correctness_reward
     from groupax.recipes.fit import fitting_length, fitting_template, max_positions_of
     from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
 
     recipe = load_recipe(command.recipe) if command.recipe else None
     model = command.model or (recipe and recipe.model)
-    functions = command.reward_funcs or (recipe and recipe.reward_funcs)
-    if model is None or functions is None:
+    functions = command.reward_funcs or (recipe.reward_funcs if recipe else ())
+    tools, environments = load_agents(command.tools, command.environments, recipe)
+    own_rewards = environment_rewards(environments)
+    if model is None or not (functions or own_rewards):
         name = "model" if model is None else "reward_funcs"
         raise ValueError(f"--{name} is missing; give it, or a --recipe that has it ({', '.join(RECIPES)})")
     datasets = _load_sets(command, recipe)
     columns = [name for name in next(iter(datasets.values()))[0] if name != "prompt"]
-    rewards = resolve_rewards(list(functions), columns)
+    rewards = [*(resolve_rewards(list(functions), columns) if functions else ()), *own_rewards]
     for name, rows in datasets.items():
         check_columns(rewards, columns, rows[0], f"dataset {name!r}")
     own = recipe.config if recipe and command.reward_funcs is None else {}
@@ -175,6 +192,8 @@ def _prepare(command: Eval) -> _Task:
         chat_template=template,
         overflow=command.prompt_overflow or (recipe.config.get("prompt_overflow") if recipe else None) or "error",
         notes=[*notes, *template_notes],
+        tools=tools,
+        environments=environments,
     )
 
 
@@ -193,16 +212,20 @@ def _load_engine(command: Eval, task: _Task) -> "Engine":
 
 def _evaluate_sets(command: Eval, task: _Task, engine: "Engine", emit: Emit) -> Results:
     from groupax.data.prompts import encode_examples, prompt_limit
+    from groupax.episodes.rules import make_rules
     from groupax.evaluation.evaluate import evaluate as evaluate_set
     from groupax.rewards.runner import RewardRunner
     from groupax.settings.rewards import RewardSettings
 
     tokenizer, kwargs = engine.tokenizer, command.chat_template_kwargs
     limit = prompt_limit(engine.config.max_positions, task.sampling.max_tokens, command.max_prompt_length, "max_tokens")
+    rules = make_rules(tokenizer, command.episodes, task.tools, task.environments, kwargs, engine.eos_ids)
+    rules = replace(rules, max_prompt_tokens=limit)
     results: dict[str, dict[str, SetEvaluation]] = {}
     with RewardRunner(task.rewards, RewardSettings()) as runner:
         for name, rows in task.datasets.items():
-            prompts = encode_examples(rows, tokenizer, limit, task.overflow, kwargs, f"dataset {name!r}")
+            schemas = rules.schemas_of(rows)
+            prompts = encode_examples(rows, tokenizer, limit, task.overflow, kwargs, f"dataset {name!r}", schemas)
             results[name] = {
                 way: evaluate_set(
                     engine,
@@ -214,6 +237,7 @@ def _evaluate_sets(command: Eval, task: _Task, engine: "Engine", emit: Emit) -> 
                     task.correctness_reward,
                     emit,
                     f"evaluating {name}, {way}",
+                    rules,
                 )
                 for way, params in _ways(task.sampling, command.greedy).items()
             }
@@ -251,7 +275,9 @@ def _eval_defaults(arguments: Sequence[str]) -> Eval:
         return Eval()
     config = load_recipe(known.recipe).config
     sampling = SamplingParams(temperature=0.0, max_tokens=config["max_completion_length"], stop=config.get("stop", ()))
-    return Eval(recipe=known.recipe, chat_template_kwargs=config.get("chat_template_kwargs", {}), sampling=sampling)
+    episodes = GRPOConfig.from_mapping(config).part(EpisodeSettings)
+    kwargs = config.get("chat_template_kwargs", {})
+    return Eval(recipe=known.recipe, chat_template_kwargs=kwargs, sampling=sampling, episodes=episodes)
 
 
 def _check(command: Eval) -> None:

@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from groupax.cli.agents import load_agents
 from groupax.events import PhaseStarted
 from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.rich import Rich
 from groupax.settings.command_line import parsed
 from groupax.settings.compute import DecodingWeights
+from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.terminal.printable import printable
 
 if TYPE_CHECKING:
-    pass
+    from groupax.engine.engine import Engine
+    from groupax.episodes.rules import Rules
+    from groupax.types import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +33,15 @@ class Generate:
     prompt: tuple[str, ...]
     """Prompts to complete."""
     chat: bool = False
-    """Format each prompt with the model's chat template."""
+    """Format each prompt with the model's chat template, as is always done with tools or environments."""
+    tools: tuple[str, ...] | None = None
+    """Functions that the model may call, as module:function; by default those of the recipe that --model names."""
+    environments: tuple[str, ...] | None = None
+    """Environment, as module:Class; by default that of the recipe that --model names."""
     chat_template: str | None = None
     """Chat template for a tokenizer without one: chatml, plain, or a file."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template with --chat, as JSON, e.g. '{"enable_thinking": false}'."""
+    """Arguments of the chat template, as JSON, e.g. '{"enable_thinking": false}'."""
     weights: DecodingWeights = "same"
     """Precision of the weights for decoding: as stored, or in fewer bits."""
     tp: int = 1
@@ -41,7 +49,9 @@ class Generate:
     kv_cache_gb: float | None = None
     """Memory for the KV cache on each device in GB; the default is 80 % of what is free."""
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(default_factory=SamplingParams)
-    """Sampling parameters."""
+    """Sampling parameters. With tools or environments --max_tokens counts all tokens after the prompt."""
+    episodes: Annotated[EpisodeSettings, tyro.conf.arg(name="")] = field(default_factory=EpisodeSettings)
+    """Limits of episodes with tools or environments."""
 
 
 def generate(arguments: Sequence[str]) -> None:
@@ -53,29 +63,45 @@ def generate(arguments: Sequence[str]) -> None:
     with Rich() if sys.stdout.isatty() else Progress() as progress:
         progress(PhaseStarted("loading libraries"))
 
-        from groupax.data.tokenizer import encode_prompts
         from groupax.engine.engine import Engine
+        from groupax.episodes.rules import make_rules
+        from groupax.episodes.shown import shown_episode
         from groupax.parallel.compilation import compilation
 
         progress.is_compiling = lambda: compilation().is_under_way
         progress(PhaseStarted("loading the model"))
-        name = load_recipe(command.model).model if command.model in RECIPES else command.model
+        recipe = load_recipe(command.model) if command.model in RECIPES else None
+        name = recipe.model if recipe else command.model
+        tools, environments = load_agents(command.tools, command.environments, recipe)
         kv_bytes = None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9)
         engine = Engine.load(
             name, chat_template=command.chat_template, weights=command.weights, tp=command.tp, kv_bytes=kv_bytes
         )
-        prompts = [[{"role": "user", "content": text}] if command.chat else text for text in command.prompt]
-        ids = encode_prompts(engine.tokenizer, prompts, [command.chat_template_kwargs] * len(prompts))
+        kwargs = command.chat_template_kwargs
+        rules = make_rules(engine.tokenizer, command.episodes, tools, environments, kwargs, engine.eos_ids)
         progress(PhaseStarted("generating"))
         compiled_before_s, started_s = compilation().seconds, time.perf_counter()
-        groups = engine.generate(ids, command.sampling)
+        groups = _sample(engine, command, rules)
         seconds, compile_s = time.perf_counter() - started_s, compilation().seconds - compiled_before_s
     for text, group in zip(command.prompt, groups, strict=True):
-        for sequence in group:
-            about = f"{len(sequence.tokens)} tokens, {sequence.finish_reason}"
-            print(f"--- {text!r} ({about})\n{printable(sequence.text)}")
-    num_tokens = sum(len(sequence.tokens) for group in groups for sequence in group)
+        for rollout in group:
+            about = f"{rollout.mask.sum()} tokens, {rollout.finish_reason}"
+            print(f"--- {text!r} ({about})\n{printable(shown_episode(rollout))}")
+    num_tokens = sum(int(rollout.mask.sum()) for group in groups for rollout in group)
     print(f"\n{throughput(num_tokens, seconds, compile_s)}")
+
+
+def _sample(engine: "Engine", command: Generate, rules: "Rules") -> list[list["Rollout"]]:
+    """Returns the completions of each prompt."""
+    from groupax.data.tokenizer import encode_prompts
+    from groupax.episodes.play import play_episodes
+
+    is_chat = command.chat or rules.has_turns
+    rows = [{"prompt": [{"role": "user", "content": text}] if is_chat else text} for text in command.prompt]
+    kwargs = [command.chat_template_kwargs] * len(rows)
+    ids = encode_prompts(engine.tokenizer, [row["prompt"] for row in rows], kwargs, tools=rules.schemas_of(rows))
+    groups = list(play_episodes(engine, engine.tokenizer, rows, ids, command.sampling, step=0, rules=rules))
+    return sorted(groups, key=lambda group: group[0].prompt_index)
 
 
 def throughput(num_tokens: int, seconds: float, compile_s: float) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from groupax import __version__
+from groupax.cli.agents import load_agents
 from groupax.cli.plan import plan
 from groupax.config import NAMES_ELSEWHERE, GRPOConfig, hint_for
 from groupax.events import Message, PhaseStarted
@@ -25,6 +26,9 @@ from groupax.settings.fields import nearest
 
 if TYPE_CHECKING:
     from groupax.trainer import GRPOTrainer
+
+
+LISTS = ("reward_funcs", "eval_dataset", "tools", "environments")  # options of the command that are lists of texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,13 @@ class Train:
     """Held-out prompts to evaluate before and after training: one or several sets, each SOURCE or NAME=SOURCE. With a
     recipe the default is the test split of its dataset."""
     reward_funcs: tuple[str, ...] | None = None
-    """Reward functions: names of built-in ones, or module:function."""
+    """Reward functions: names of built-in ones, or module:function. Environments have rewards of their own."""
+    tools: tuple[str, ...] | None = None
+    """Functions that the model may call, as module:function, or module:maker(option=1) for what a function returns.
+    With a recipe the default is its own; without any value there are none."""
+    environments: tuple[str, ...] | None = None
+    """Environment of the episodes, as module:Class or module:maker(option=1); of several, each as name=module:Class,
+    with the name in the dataset's column environment. The default is as for the tools."""
     args: Annotated[GRPOConfig, tyro.conf.arg(name="")] = field(default_factory=GRPOConfig)
     """Settings of the run."""
 
@@ -110,7 +120,7 @@ def resumed_command(run: str) -> Train:
             f"the run in {run} was started from Python; start that program again, which resumes it (resume='auto')"
         )
     args = GRPOConfig.from_mapping({**config, "output_dir": run, "resume": run})
-    lists = {name: tuple(command[name]) for name in ("reward_funcs", "eval_dataset") if command[name]}
+    lists = {name: tuple(command[name]) for name in LISTS if command.get(name) is not None}
     return Train(**{**command, **lists}, args=args)
 
 
@@ -134,13 +144,16 @@ def start(command: Train) -> None:
     """
     recipe = load_recipe(command.recipe) if command.recipe else None
     model: Any = command.model or (recipe and recipe.model)
-    rewards: Any = command.reward_funcs or (recipe and recipe.reward_funcs)
-    for name, value in (("model", model), ("dataset", command.dataset or recipe), ("reward_funcs", rewards)):
+    rewards: Any = command.reward_funcs or (recipe.reward_funcs if recipe else ())
+    tools, environments = load_agents(command.tools, command.environments, recipe)
+    required = {"model": model, "dataset": command.dataset or recipe, "reward_funcs": rewards or environments}
+    for name, value in required.items():
         if not value:
             raise ValueError(f"--{name} is missing; give it, or a --recipe that has it ({', '.join(RECIPES)})")
 
     with progress_named(command.args.progress_bar) as progress:
-        closing = _train(command, recipe, model, list(rewards), progress)
+        agents = {"tools": tools, "environments": environments}
+        closing = _train(command, recipe, model, list(rewards) or None, agents, progress)
     if command.args.progress_bar == "json":
         for text in closing:
             if isinstance(text, str):
@@ -151,7 +164,14 @@ def start(command: Train) -> None:
         show(closing)
 
 
-def _train(command: Train, recipe: Recipe | None, model: str, rewards: list[str], progress: Progress) -> list[Any]:
+def _train(
+    command: Train,
+    recipe: Recipe | None,
+    model: str,
+    rewards: list[str] | None,
+    agents: Mapping[str, Any],
+    progress: Progress,
+) -> list[Any]:
     """Returns what to show at the end (see `summary.show`), in the primary process."""
     args = command.args
     progress(Message(f"groupax {__version__}: the run is in {args.output_dir}"))
@@ -177,7 +197,7 @@ def _train(command: Train, recipe: Recipe | None, model: str, rewards: list[str]
         for note in (*notes, *template_notes):
             progress(Message(note))
     with before_training():
-        trainer = GRPOTrainer(model, list(rewards), args, dataset, sets, progress=progress)
+        trainer = GRPOTrainer(model, rewards, args, dataset, sets, progress=progress, **agents)
     trainer.run_folder.command = _recorded(command)
     with trainer.holding_folder():
         return _train_and_report(trainer, is_evaluated=sets is not None)
@@ -269,7 +289,7 @@ def overlaid(command: Train, file: Mapping[str, Any], path: str) -> Train:
 
 def _option(key: str, value: Any, path: str) -> Any:
     """Returns the value of one of the command's own options, as a flag would give it."""
-    is_list = key in ("reward_funcs", "eval_dataset")
+    is_list = key in LISTS
     if key == "eval_dataset" and isinstance(value, dict):
         value = [f"{name}={source}" for name, source in value.items()]
     if value is None or (isinstance(value, str) and not is_list):

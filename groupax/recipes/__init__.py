@@ -22,6 +22,8 @@ class Recipe:
     Attributes:
         model: Folder or hub id of the default model.
         reward_funcs: Names or references of the reward functions.
+        tools: References of the tools that the model may call.
+        environments: References of the environments.
         config: Settings of `GRPOConfig` that differ from its defaults.
         expected: Measured result of a run, or a note that there is none.
         train_dataset: Loads the training prompts from the recipe's own source, or from a file, a folder or a hub id.
@@ -31,6 +33,8 @@ class Recipe:
 
     model: str
     reward_funcs: Sequence[str]
+    tools: Sequence[str]
+    environments: Sequence[str]
     config: Mapping[str, Any]
     expected: str
     train_dataset: Callable[..., Examples]
@@ -45,6 +49,9 @@ RECIPES = {
     "numinamath": "groupax.recipes.numinamath",
     "countdown": "groupax.recipes.countdown",
     "tldr_length": "groupax.recipes.tldr_length",
+    "calculator": "groupax.recipes.agents.calculator",
+    "guess_number": "groupax.recipes.agents.guess_number",
+    "sql": "groupax.recipes.agents.sql",
 }
 
 
@@ -67,7 +74,7 @@ def make_recipe(
     """Creates the recipe of a module and the YAML file of the same name.
 
     The file has `model`, `reward_funcs`, `expected`, settings of `GRPOConfig`, and the source of the data: `dataset`, a
-    hub id, and `subset`, its configuration.
+    hub id, and `subset`, its configuration. It may have `tools` and `environments`.
 
     Args:
         module_file: `__file__` of the module.
@@ -78,6 +85,7 @@ def make_recipe(
 
     settings = yaml.safe_load(Path(module_file).with_suffix(".yaml").read_text(encoding="utf-8"))
     model, rewards, expected = (settings.pop(name) for name in ("model", "reward_funcs", "expected"))
+    tools, environments = (settings.pop(name, ()) for name in ("tools", "environments"))
     dataset, subset = settings.pop("dataset", None), settings.pop("subset", None)
 
     def read(source: str, splits: Sequence[str], name: str) -> Examples:
@@ -105,7 +113,17 @@ def make_recipe(
 
     model = str(Path(module_file).parent / model) if model.startswith("./") else model
     config = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-    return Recipe(model, tuple(rewards), config, expected.strip(), train_dataset, eval_dataset, examples)
+    return Recipe(
+        model,
+        tuple(rewards),
+        tuple(tools),
+        tuple(environments),
+        config,
+        expected.strip(),
+        train_dataset,
+        eval_dataset,
+        examples,
+    )
 
 
 def _is_one_set(source: Path) -> bool:

@@ -71,7 +71,9 @@ def evaluate(expression: str) -> int:
         raise ValueError("an expression must consist of whole numbers, +, -, * and parentheses")
 
     if len(expression) > MAX_CHARACTERS:
-        raise ValueError(f"the expression has {len(expression)} characters, and at most {MAX_CHARACTERS} are calculated")
+        raise ValueError(
+            f"the expression has {len(expression)} characters, and at most {MAX_CHARACTERS} are calculated"
+        )
     try:
         return value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:

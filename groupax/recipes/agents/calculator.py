@@ -1,7 +1,7 @@
 """The calculator recipe: a small model inside the package learns to use a calculator. Imports no jax.
 
-The model was pretrained on conversations of mixed quality (see `model/README.md`): it can call the calculator, but mostly
-guesses. Rows of another source have the columns `prompt`, a question or a conversation, and `answer`.
+The model was pretrained on conversations of mixed quality (see `model/README.md`): it can call the calculator, but
+mostly guesses. Rows of another source have the columns `prompt`, a question or a conversation, and `answer`.
 """
 
 from collections.abc import Sequence

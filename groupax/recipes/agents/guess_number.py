@@ -1,8 +1,8 @@
-"""The guess_number recipe: a game of three turns, in which a small model learns to halve the interval. Imports no jax.
+"""The guess_number recipe: a small model learns to halve the interval in a game of three turns. Imports no jax.
 
-The environment thinks of a number from 1 to 7 and says after each guess whether it is higher or lower. Three guesses are
-enough for a player who always guesses the middle; guesses at random find it in 37 % of the games. Rows of another source
-have the column `number`.
+The environment thinks of a number from 1 to 7 and says after each guess whether it is higher or lower. Three guesses
+are enough for a player who always guesses the middle; guesses at random find it in 37 % of the games. Rows of another
+source have the column `number`.
 """
 
 import random
@@ -22,9 +22,9 @@ PROMPT = f"Guess my number from 1 to {LARGEST}."
 class GuessNumber:
     """A game: the model guesses a number, and reads whether it is higher or lower."""
 
-    def reset(self, row: Mapping[str, Any]) -> None:
-        """Thinks of the row's number."""
-        self.number = row["number"]
+    def reset(self, row: Mapping[str, Any], seed: int) -> None:
+        """Thinks of the row's number, or of one that depends on the seed if the row has none."""
+        self.number = row.get("number") or 1 + seed % LARGEST
 
     def act(self, message: Mapping[str, Any]) -> Step:
         """Answers a guess."""

@@ -37,10 +37,10 @@ QUESTIONS = (
 class FruitDatabase:
     """An environment with a database that the model may query, and a question that it is to answer."""
 
-    def reset(self, row: Mapping[str, Any]) -> None:
-        """Fills the table and runs the row's own query."""
-        self._database = connect(fruits(row["seed"]))
-        self._gold = self._query(row["query"])
+    def reset(self, row: Mapping[str, Any], seed: int) -> None:
+        """Fills the table and runs the row's own query, if it has one."""
+        self._database = connect(fruits(row.get("seed", seed)))
+        self._gold = self._query(row["query"]) if "query" in row else None
 
     @tool(timeout_s=5)
     def query(self, sql: str) -> str:
@@ -85,7 +85,9 @@ def fruits(seed: int) -> list[tuple[str, str, int]]:
     rng = random.Random(seed)
     colours = [*COLOURS, *rng.choices(COLOURS, k=TABLE_ROWS - len(COLOURS))]
     rng.shuffle(colours)
-    return [(name, colour, rng.randint(10, 99)) for name, colour in zip(rng.sample(NAMES, TABLE_ROWS), colours, strict=True)]
+    return [
+        (name, colour, rng.randint(10, 99)) for name, colour in zip(rng.sample(NAMES, TABLE_ROWS), colours, strict=True)
+    ]
 
 
 def problems(num: int, seed: int) -> list[dict[str, Any]]:

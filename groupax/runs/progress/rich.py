@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupax.data.tokenizer import last_text
+from groupax.episodes.shown import shown_episode
 from groupax.events import PhaseStarted
 from groupax.runs.progress.display import SHOWN, Progress, TimeLeft, clock, fact_lines, short_number
 from groupax.terminal.printable import one_line, printable
@@ -202,7 +203,7 @@ def sample_panel(group: Sequence[Rollout], limit: int = SAMPLE_CHARACTERS) -> An
     picked = dict.fromkeys([0, len(ordered) // 2, len(ordered) - 1])
     for row in (ordered[index] for index in picked):
         rewards = ["-" if value is None else f"{value:.2f}" for value in row.rewards.values()]
-        table.add_row(f"{row.advantage:+.2f}", *rewards, Text(one_line(row.text, limit)))
+        table.add_row(f"{row.advantage:+.2f}", *rewards, Text(one_line(shown_episode(row), limit)))
     return table
 
 
