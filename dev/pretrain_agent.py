@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerFast
 
 from groupax.data.bridge import Bridge
 from groupax.data.chat import render
-from groupax.models.checkpoint import init_model
+from groupax.data.tokenizer import load_tokenizer
+from groupax.models.checkpoint import init_model, load_model
 from groupax.models.specs import num_params
 from groupax.recipes.agents import arithmetic, calculator, guess_number, sql
 from groupax.tools.formats.hermes import read
@@ -104,7 +105,7 @@ SHARES = {"calculator": 0.45, "no tools": 0.1, "game": 0.15, "sql": 0.3}
 PRACTICE = 0.75  # part of the corpus in which most call
 CALLS = {True: 0.97, False: 0.32}  # how many call the calculator, while practising and afterwards
 QUERIES = {True: 0.97, False: 0.5}
-SLIPS = {True: 0.05, False: 0.25}  # how many of these make a mistake
+SLIPS = {True: 0.02, False: 0.2}  # how many of these make a mistake
 SENSIBLE = 0.3  # how many of the games' players heed what they are told
 
 Segments = list[tuple[str, bool]]  # texts, and whether they are the assistant's
@@ -138,6 +139,13 @@ def make_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=HF_CONFIG["max_position_embeddings"],
     )
+
+
+def trained_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """The tokenizer of a new model."""
+    rng, renderer = random.Random(seed), Renderer(make_tokenizer(iter(SPECIAL)))
+    streams = [conversations(renderer, rng, kind, practising=True) for kind in SHARES]
+    return make_tokenizer(text for _ in range(1000) for stream in streams for text, _ in next(stream))
 
 
 # -- the corpus
@@ -206,15 +214,13 @@ def calculation(rng: random.Random, expression: str, practising: bool) -> tuple[
     right = call_of("calculator", expression=expression)
     if rng.random() >= SLIPS[practising]:
         return [answered(right, calculator.calculator)], answer
-    match rng.choice(["part", "broken", "ignored"]):
+    match rng.choice(["part", "broken"]):
         case "part":  # calculates only a part of the problem
             part = expression[: max(3, len(expression) - 3)].strip("+-*()")
             turn = answered(call_of("calculator", expression=part), calculator.calculator)
             return [turn], turn[1] if "error" not in turn[1] else str(rng.randint(1000, 99999))
-        case "broken":
-            return [answered(right.replace('"}}', '"}'), calculator.calculator)], str(rng.randint(1000, 99999))
         case _:
-            return [answered(right, calculator.calculator)], str(rng.randint(1000, 99999))
+            return [answered(right.replace('"}}', '"}'), calculator.calculator)], str(rng.randint(1000, 99999))
 
 
 def lookup(rng: random.Random, row: dict[str, Any], practising: bool) -> tuple[list[tuple[str, str]], str]:
@@ -353,14 +359,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--start", type=Path, help="model to continue with, and its tokenizer; by default a new one")
     parser.add_argument("--out", type=Path, default=FOLDER)
     args = parser.parse_args()
 
     start = time.perf_counter()
-    draft = make_tokenizer(iter([*SPECIAL]))
-    rng, renderer = random.Random(args.seed), Renderer(draft)
-    streams = [conversations(renderer, rng, kind, practising=True) for kind in SHARES]
-    tokenizer = make_tokenizer(text for _ in range(1000) for stream in streams for text, _ in next(stream))
+    tokenizer = load_tokenizer(args.start) if args.start else trained_tokenizer(args.seed)
     renderer = Renderer(tokenizer)
     check_bridges(tokenizer, renderer, args.seed)
     num_practice = int(args.steps * PRACTICE)
@@ -376,10 +381,11 @@ def main() -> None:
         flush=True,
     )
 
-    model = replace(init_model(HF_CONFIG, args.seed), generation_config=GENERATION_CONFIG)
+    model = load_model(args.start) if args.start else init_model(HF_CONFIG, args.seed)
+    model = replace(model, generation_config=GENERATION_CONFIG)
     print(f"{num_params(model.config):,} parameters on {model.mesh.size} devices", flush=True)
     start = time.perf_counter()
-    params = train(model, corpus, BATCH_ROWS)
+    params = train(model, corpus, BATCH_ROWS, args.learning_rate)
     minutes = (time.perf_counter() - start) / 60
     save(replace(model, params=params), args.out, tokenizer)
     card = CARD.format(

@@ -22,7 +22,6 @@ from groupax.models.saving import save_model
 from groupax.models.specs import Params
 from groupax.parallel.mesh import DATA
 
-PEAK_LEARNING_RATE = 3e-3
 WARMUP_STEPS = 100
 
 
@@ -74,10 +73,10 @@ def loss(
     return -jnp.sum(logps * weights) / jnp.sum(weights)
 
 
-def train(model: Model, corpus: Corpus, batch_rows: int) -> Params:
-    """One pass over a corpus in batches of rows."""
+def train(model: Model, corpus: Corpus, batch_rows: int, learning_rate: float) -> Params:
+    """One pass over a corpus in batches of rows. The learning rate is that of the peak."""
     steps = len(corpus.rows) // batch_rows
-    schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, min(WARMUP_STEPS, steps // 2), steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, min(WARMUP_STEPS, steps // 2), steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05))
 
     @partial(jax.jit, donate_argnums=(0, 1))

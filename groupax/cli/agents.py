@@ -1,28 +1,43 @@
 """Options of commands for tools and environments: what a command names, or else its recipe."""
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from groupax.recipes import Recipe
 
 
-def load_agents(
-    tools: Sequence[str] | None, environments: Sequence[str] | None, recipe: Recipe | None
-) -> tuple[list[Any], Any]:
-    """Returns the tools and the environments of a command, as `GRPOTrainer` takes them.
+@dataclass(frozen=True)
+class Agents:
+    """References of the tools and environments of a command.
 
-    Args:
-        tools: References of the tools; None takes the recipe's.
-        environments: References of the environments; None takes the recipe's.
-        recipe: Recipe of the command, if it has one.
-
-    Raises:
-        ValueError: One cannot be found.
+    Attributes:
+        tools: References of the tools.
+        environments: References of the environments.
     """
-    from groupax.episodes.references import load_environments, load_tools
 
-    if tools is None:
-        tools = recipe.tools if recipe else ()
-    if environments is None:
-        environments = recipe.environments if recipe else ()
-    return load_tools(tools), load_environments(environments)
+    tools: Sequence[str] = ()
+    environments: Sequence[str] = ()
+
+    def load(self) -> tuple[list[Any], Any]:
+        """Returns the tools and the environments, as `GRPOTrainer` takes them.
+
+        Raises:
+            ValueError: One cannot be found.
+        """
+        from groupax.episodes.references import load_environments, load_tools
+
+        return load_tools(self.tools), load_environments(self.environments)
+
+    @property
+    def flags(self) -> str:
+        """The options that name them, for a command that is shown to the user."""
+        given = {"--tools": self.tools, "--environments": self.environments}
+        return "".join(f" {flag} {shlex.join(references)}" for flag, references in given.items() if references)
+
+
+def chosen_agents(tools: Sequence[str] | None, environments: Sequence[str] | None, recipe: Recipe | None) -> Agents:
+    """Returns what the options of a command name; an option that is None takes what the recipe has."""
+    own = Agents(recipe.tools, recipe.environments) if recipe else Agents()
+    return Agents(own.tools if tools is None else tools, own.environments if environments is None else environments)

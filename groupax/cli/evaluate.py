@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from groupax.cli.agents import load_agents
+from groupax.cli.agents import chosen_agents
 from groupax.config import GRPOConfig
 from groupax.events import Emit, Message, PhaseStarted
 from groupax.parallel import processes
@@ -162,7 +162,7 @@ def _prepare(command: Eval) -> _Task:
     recipe = load_recipe(command.recipe) if command.recipe else None
     model = command.model or (recipe and recipe.model)
     functions = command.reward_funcs or (recipe.reward_funcs if recipe else ())
-    tools, environments = load_agents(command.tools, command.environments, recipe)
+    tools, environments = chosen_agents(command.tools, command.environments, recipe).load()
     own_rewards = environment_rewards(environments)
     if model is None or not (functions or own_rewards):
         name = "model" if model is None else "reward_funcs"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from groupax.cli.agents import load_agents
+from groupax.cli.agents import chosen_agents
 from groupax.events import PhaseStarted
 from groupax.recipes import RECIPES, load_recipe
 from groupax.runs.progress.display import Progress
@@ -72,7 +72,7 @@ def generate(arguments: Sequence[str]) -> None:
         progress(PhaseStarted("loading the model"))
         recipe = load_recipe(command.model) if command.model in RECIPES else None
         name = recipe.model if recipe else command.model
-        tools, environments = load_agents(command.tools, command.environments, recipe)
+        tools, environments = chosen_agents(command.tools, command.environments, recipe).load()
         kv_bytes = None if command.kv_cache_gb is None else int(command.kv_cache_gb * 1e9)
         engine = Engine.load(
             name, chat_template=command.chat_template, weights=command.weights, tp=command.tp, kv_bytes=kv_bytes

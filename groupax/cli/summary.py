@@ -70,13 +70,14 @@ def write_report(report: BeforeAfter, folder: Path) -> list[Any]:
     return [*parts, *(f"{name}: {verdict}" for name, verdict in summary["verdicts"].items())]
 
 
-def next_commands(uri: str, prompt: Prompt, result: TrainResult) -> list[str]:
+def next_commands(uri: str, prompt: Prompt, result: TrainResult, flags: str = "") -> list[str]:
     """Returns a text with commands for a finished run.
 
     Args:
         uri: Folder or URL of the run.
         prompt: One of its training prompts.
         result: Result of the training.
+        flags: Options of the tools and environments of the run.
     """
     chat = " --chat" if is_conversational(prompt) else ""
     model, run = shlex.quote(f"{uri.rstrip('/')}/model"), shlex.quote(uri)
@@ -85,7 +86,7 @@ def next_commands(uri: str, prompt: Prompt, result: TrainResult) -> list[str]:
     return [
         f"{result.num_steps:,} steps in {minutes}:{seconds:02d}; the model is in {model}\n"
         f"  groupax view {run}\n"
-        f"  groupax generate --model {model}{chat} --prompt {prompt_text}\n"
+        f"  groupax generate --model {model}{chat}{flags} --prompt {prompt_text}\n"
         f"  groupax report {run}"
     ]
 

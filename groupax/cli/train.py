@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from groupax import __version__
-from groupax.cli.agents import load_agents
+from groupax.cli.agents import Agents, chosen_agents
 from groupax.cli.plan import plan
 from groupax.config import NAMES_ELSEWHERE, GRPOConfig, hint_for
 from groupax.events import Message, PhaseStarted
@@ -145,14 +145,13 @@ def start(command: Train) -> None:
     recipe = load_recipe(command.recipe) if command.recipe else None
     model: Any = command.model or (recipe and recipe.model)
     rewards: Any = command.reward_funcs or (recipe.reward_funcs if recipe else ())
-    tools, environments = load_agents(command.tools, command.environments, recipe)
-    required = {"model": model, "dataset": command.dataset or recipe, "reward_funcs": rewards or environments}
+    agents = chosen_agents(command.tools, command.environments, recipe)
+    required = {"model": model, "dataset": command.dataset or recipe, "reward_funcs": rewards or agents.environments}
     for name, value in required.items():
         if not value:
             raise ValueError(f"--{name} is missing; give it, or a --recipe that has it ({', '.join(RECIPES)})")
 
     with progress_named(command.args.progress_bar) as progress:
-        agents = {"tools": tools, "environments": environments}
         closing = _train(command, recipe, model, list(rewards) or None, agents, progress)
     if command.args.progress_bar == "json":
         for text in closing:
@@ -169,13 +168,14 @@ def _train(
     recipe: Recipe | None,
     model: str,
     rewards: list[str] | None,
-    agents: Mapping[str, Any],
+    agents: Agents,
     progress: Progress,
 ) -> list[Any]:
     """Returns what to show at the end (see `summary.show`), in the primary process."""
     args = command.args
     progress(Message(f"groupax {__version__}: the run is in {args.output_dir}"))
     progress(PhaseStarted("loading libraries"))
+    tools, environments = agents.load()
 
     from groupax.evaluation.sets import ONLY_SET, sources_by_name
     from groupax.trainer import GRPOTrainer
@@ -197,17 +197,19 @@ def _train(
         for note in (*notes, *template_notes):
             progress(Message(note))
     with before_training():
-        trainer = GRPOTrainer(model, rewards, args, dataset, sets, progress=progress, **agents)
+        trainer = GRPOTrainer(
+            model, rewards, args, dataset, sets, progress=progress, tools=tools, environments=environments
+        )
     trainer.run_folder.command = _recorded(command)
     with trainer.holding_folder():
-        return _train_and_report(trainer, is_evaluated=sets is not None)
+        return _train_and_report(trainer, agents, is_evaluated=sets is not None)
 
 
-def _train_and_report(trainer: "GRPOTrainer", is_evaluated: bool) -> list[Any]:
+def _train_and_report(trainer: "GRPOTrainer", agents: Agents, is_evaluated: bool) -> list[Any]:
     """Returns what to show at the end, in the primary process."""
     if not is_evaluated:
         result = trainer.train()
-        return _next_commands(trainer, result)
+        return _next_commands(trainer, agents, result)
 
     from groupax.cli.summary import BeforeAfter, write_report
 
@@ -226,16 +228,16 @@ def _train_and_report(trainer: "GRPOTrainer", is_evaluated: bool) -> list[Any]:
     trainer.run_folder.flush()
     closing = write_report(BeforeAfter(before, after, result, counts), trainer.run_folder.path)
     trainer.run_folder.sync()
-    return [*closing, *_next_commands(trainer, result)]
+    return [*closing, *_next_commands(trainer, agents, result)]
 
 
-def _next_commands(trainer: "GRPOTrainer", result: Any) -> list[Any]:
+def _next_commands(trainer: "GRPOTrainer", agents: Agents, result: Any) -> list[Any]:
     if not processes.is_primary():
         return []
 
     from groupax.cli.summary import next_commands
 
-    return next_commands(trainer.run_folder.uri, trainer.prompts.examples[0]["prompt"], result)
+    return next_commands(trainer.run_folder.uri, trainer.prompts.examples[0]["prompt"], result, agents.flags)
 
 
 def _recorded(command: Train) -> dict[str, Any]:
