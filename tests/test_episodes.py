@@ -392,23 +392,23 @@ class Conversation:
 CHATTY = TINY | {"vocab_size": VOCAB_SIZE, "eos_token_id": END, "max_position_embeddings": 512}
 
 
-def train(folder, **settings):
+def train(folder, reward_funcs=None, **settings):
     """The metrics of three steps with conversations, and the trainer."""
-    args = GRPOConfig(
-        output_dir=str(folder),
-        prompts_per_step=2,
-        num_generations=4,
-        max_completion_length=128,
-        max_turn_tokens=40,
-        max_steps=3,
-        learning_rate=1e-2,
-        progress_bar="none",
-        stop=tuple("abcdefghijklmnop"),  # a turn has 15 tokens in the mean
-        **settings,
-    )
+    given = {
+        "prompts_per_step": 2,
+        "num_generations": 4,
+        "max_completion_length": 128,
+        "max_turn_tokens": 40,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "progress_bar": "none",
+        "stop": tuple("abcdefghijklmnop"),  # a turn has 15 tokens in the mean
+    }
+    args = GRPOConfig(output_dir=str(folder), **{**given, **settings})
     model = init_model(CHATTY, seed=0)
     rows = [{"prompt": [{"role": "user", "content": "talk"}], "topic": topic} for topic in ("cats", "dogs")]
-    trainer = GRPOTrainer(model, None, args, rows, processing_class=chat_tokenizer(), environments=Conversation)
+    processing = {"processing_class": chat_tokenizer(), "environments": Conversation}
+    trainer = GRPOTrainer(model, reward_funcs, args, rows, **processing)
     trainer.train()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], trainer
 

@@ -9,7 +9,7 @@ from groupax.types import Rollout
 
 
 def environment_rewards(environments: Any) -> list[Reward]:
-    """Returns a reward for each environment, named after it, which applies to the episodes of that environment.
+    """Returns a reward for each environment, named after it: those of the turns of that environment's episodes.
 
     Args:
         environments: Environments as `GRPOTrainer` takes them.
@@ -19,9 +19,11 @@ def environment_rewards(environments: Any) -> list[Reward]:
 
 
 def _reward_of(name: str, is_only: bool) -> Reward:
-    def rewards(rollouts: Sequence[Rollout]) -> list[float | None]:
+    def rewards(rollouts: Sequence[Rollout]) -> list[list[float] | None]:
         return [
-            rollout.environment_reward if is_only or rollout.example.get("environment") == name else None
+            [turn.reward for turn in rollout.turns]
+            if rollout.environment_reward is not None and (is_only or rollout.example.get("environment") == name)
+            else None
             for rollout in rollouts
         ]
 
