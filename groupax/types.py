@@ -18,12 +18,15 @@ FinishReason = Literal[
     "turn_length",
     "tool_result_too_long",
     "parse_error",
+    "timeout",
     "env_error",
 ]
 # The ends that a limit imposes, so that the model did not finish.
 TRUNCATIONS: frozenset[FinishReason] = frozenset(
     ("length", "max_turns", "max_tool_calls", "turn_length", "tool_result_too_long")
 )
+# The ends through no fault of the model, whose episodes are left out of comparisons and of the loss.
+FAILURES: frozenset[FinishReason] = frozenset(("timeout", "env_error"))
 Metrics = dict[str, float]
 _ALL_TOKENS: Any = None  # the default of a mask, which becomes an array
 
@@ -160,6 +163,11 @@ class Rollout:
     def is_truncated(self) -> bool:
         """True if a limit ended the completion."""
         return self.finish_reason in TRUNCATIONS
+
+    @property
+    def is_failure(self) -> bool:
+        """True if a failure ended the episode, through no fault of the model."""
+        return self.finish_reason in FAILURES
 
     @property
     def prompt(self) -> Prompt:

@@ -321,7 +321,8 @@ def test_an_environment_that_fails_leaves_its_episode_out():
 
     with pytest.warns(UserWarning, match="timed out after 0.1 s"):
         [[row, _]], _ = played(lambda *_: "hi", environments=Hanging, tool_timeout_s=0.1)
-    assert row.finish_reason == "env_error"
+    assert row.finish_reason == "timeout"
+    assert row.is_failure
 
 
 def test_a_tool_without_its_infrastructure_leaves_the_episode_out_of_the_comparison():
