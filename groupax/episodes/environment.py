@@ -15,12 +15,13 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from groupax.parallel import processes
 from groupax.terminal.printable import printable, short_repr
 from groupax.tools.threads import Outcome
-from groupax.tools.tool import Tool, tools_of
+from groupax.tools.tool import Step, Tool, tools_of
 from groupax.types import Prompt
 
 
@@ -44,16 +45,22 @@ class EnvironmentClass:
 def environment_classes(given: Any) -> dict[str, EnvironmentClass]:
     """Returns the environments of a run by name, from a class or a function that creates one, or a dict of several.
 
+    Instead of a class it may also be an `EnvironmentClass`, as `groupax.openenv` returns.
+
     Raises:
         ValueError: One cannot be called without arguments, or has no method `reset`.
     """
     if given is None:
         return {}
+    if isinstance(given, EnvironmentClass):
+        return {given.name: given}
     named = given if isinstance(given, Mapping) else {getattr(given, "__name__", type(given).__name__): given}
     return {name: _environment_class(name, create) for name, create in named.items()}
 
 
 def _environment_class(name: str, create: Any) -> EnvironmentClass:
+    if isinstance(create, EnvironmentClass):
+        return replace(create, name=name)
     if not callable(create):
         raise ValueError(
             f"environment {name!r} is {create!r:.100}; give a class, or a function without arguments that returns an "
@@ -136,14 +143,20 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
     return [*prompt[:-1], {**prompt[-1], "content": joined}]
 
 
-def checked(check: Callable[[], Any]) -> Outcome:
-    """Returns the result of a check of what an environment returned, or its error."""
-    try:
-        return Outcome(check())
-    except Exception as error:  # noqa: BLE001 - of a value of the user's
-        return Outcome(message=str(error), kind=type(error).__name__)
+def answer_of(returned: Any) -> tuple[list[dict[str, Any]], float | None, bool]:
+    """Returns the messages, the reward and whether the episode ends, from what `act` of an environment returned.
+
+    Raises:
+        ValueError: It is neither a text, messages nor a `Step` of them, or the reward is no finite number.
+    """
+    step = returned if isinstance(returned, Step) else Step(returned)
+    messages = as_messages(step.observation)
+    reward = None if step.reward is None else checked_reward(step.reward)
+    return messages, reward, bool(step.done) or not messages
 
 
 def warn_of_failure(name: str, what: str, outcome: Outcome) -> None:
-    """Warns of an environment's failure."""
+    """Warns of an environment's failure; of several processes, one does."""
+    if not processes.is_primary():
+        return
     warnings.warn(f"environment {name!r} {what}: {printable(f'{outcome.kind}: {outcome.message}')[:500]}", stacklevel=2)
