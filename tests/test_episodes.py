@@ -146,6 +146,26 @@ def test_limits_end_an_episode_with_their_own_reasons():
     assert all(len(row.completion_ids) <= 150 for row in group)
 
 
+def test_a_turn_that_is_cut_off_runs_none_of_its_calls():
+    ran = []
+
+    def note() -> str:
+        """Notes that it ran."""
+        ran.append(1)
+        return "ran"
+
+    complete = call("note")
+    size = len(TOKENIZER.encode(complete)) + 4
+    for settings, params, end in (
+        ({"max_turn_tokens": size}, PARAMS, "turn_length"),
+        ({}, SamplingParams(n=2, max_tokens=size), "length"),
+    ):
+        [group], _ = played(lambda *_: f"{complete} and so on and on", [note], params=params, **settings)
+        assert [row.finish_reason for row in group] == [end] * 2
+        assert all(complete in TOKENIZER.decode(row.completion_ids) for row in group)
+    assert not ran
+
+
 def test_a_malformed_call_is_told_or_ends_the_episode():
     def answer(text, sample, turn):
         return "<tool_call>\n{broken\n</tool_call>" if turn == 0 else "sorry"
