@@ -3,10 +3,10 @@
     question ──► in the record? ──► yes: its answer
                                 └─► no: the call is made ──► a line is appended ──► the episode continues
 
-A resumed run samples an unfinished rollout again, and its turns are the same. A call of a tool without state is answered
-from the record if it is the same call after the same tokens. What has a state, an environment or a tool that opens
-something for each episode, lost it with the process: if its episode had ended, all of it is answered from the record,
-and nothing is created; otherwise the episode begins with a new state, and those calls are made again.
+A resumed run samples an unfinished rollout again, and its turns are the same. A call of a tool without state is
+answered from the record if it is the same call after the same tokens. An environment, or what a tool opens for each
+episode, lost its state with the process: if the episode had ended, all of it is answered from the record, and nothing
+is created; otherwise it begins with a new state, and those calls are made again.
 
 Each answer is one line that is written at once, so that it survives the process. Lines that were cut off are skipped.
 """
@@ -27,6 +27,7 @@ from groupax.tools.results import ToolResult
 from groupax.tools.threads import Outcome
 
 FOLDER = "calls"  # of a run folder
+NOT_WRITTEN = ("create", "close")  # whose answers nobody needs again
 LEFT = "LeftRecord"  # kind of an outcome: the episode is not the recorded one, and must begin again
 
 Answer = Outcome | ToolResult
@@ -100,7 +101,7 @@ class Record:
             is_ended, entry = question.episode in self._ended, self._entries.get(question.place)
             if question.has_state and not is_ended:
                 return None
-            if question.what in ("create", "close"):
+            if question.what in NOT_WRITTEN:
                 return Outcome()
             if entry is not None and entry.content == question.content:
                 return entry.answer
@@ -108,6 +109,8 @@ class Record:
 
     def add(self, question: Question, answer: Answer) -> None:
         """Adds the answer to a question that was asked just now."""
+        if question.what in NOT_WRITTEN:
+            return
         with self._lock:
             self._entries[question.place] = _Entry(question.content, answer, question.has_state)
             self._write(question.episode, {**vars(question), "answer": vars(answer)})

@@ -41,12 +41,15 @@ class ToolRunner:
         timeout_s: Time limit of a call in seconds, unless its tool has its own. A thread that exceeds it is abandoned,
             since Python cannot end it; another one takes its place.
         max_result_bytes: Longest result in UTF-8, to which it is cut in the middle.
+        hung: Names of functions that were warned of since they hang; updated.
 
     Raises:
         ValueError: An argument is out of range.
     """
 
-    def __init__(self, num_workers: int, timeout_s: int | float, max_result_bytes: int) -> None:
+    def __init__(
+        self, num_workers: int, timeout_s: int | float, max_result_bytes: int, hung: set[str] | None = None
+    ) -> None:
         for name, value, low in (
             ("num_workers", num_workers, 1),
             ("max_result_bytes", max_result_bytes, MIN_RESULT_BYTES),
@@ -62,7 +65,7 @@ class ToolRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
         self._is_closed = False
-        self._hung: set[str] = set()
+        self._hung: set[str] = set() if hung is None else hung
 
     def __enter__(self) -> "ToolRunner":
         return self
