@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from groupax.parallel import processes
 from groupax.terminal.printable import printable, short_repr
 from groupax.tools.threads import Outcome
-from groupax.tools.tool import Tool, tools_of
+from groupax.tools.tool import Step, Tool, tools_of
 from groupax.types import Prompt
 
 
@@ -171,14 +172,20 @@ def _are_parts(observation: Any) -> bool:
     return is_list and all(isinstance(each, Mapping) and "type" in each and "role" not in each for each in observation)
 
 
-def checked(check: Callable[[], Any]) -> Outcome:
-    """Returns the result of a check of what an environment returned, or its error."""
-    try:
-        return Outcome(check())
-    except Exception as error:  # noqa: BLE001 - of a value of the user's
-        return Outcome(message=str(error), kind=type(error).__name__)
+def answer_of(returned: Any) -> tuple[list[dict[str, Any]], float | None, bool]:
+    """Returns the messages, the reward and whether the episode ends, from what `act` of an environment returned.
+
+    Raises:
+        ValueError: It is neither a text, messages nor a `Step` of them, or the reward is no finite number.
+    """
+    step = returned if isinstance(returned, Step) else Step(returned)
+    messages = as_messages(step.observation)
+    reward = None if step.reward is None else checked_reward(step.reward)
+    return messages, reward, bool(step.done) or not messages
 
 
 def warn_of_failure(name: str, what: str, outcome: Outcome) -> None:
-    """Warns of an environment's failure."""
+    """Warns of an environment's failure; of several processes, one does."""
+    if not processes.is_primary():
+        return
     warnings.warn(f"environment {name!r} {what}: {printable(f'{outcome.kind}: {outcome.message}')[:500]}", stacklevel=2)

@@ -20,14 +20,15 @@ class Episode:
         example: Dataset row with the prompt.
         kind: Its tools and environment.
         max_tokens: Most tokens after the prompt.
-        instance: The user's environment, if it has one.
+        instance: The user's environment, if it has one and this process makes its calls.
 
     Attributes:
         ids, mask, policy_logps, sampler_logps: Token ids after the prompt; which of them the model sampled; and their
             log-probs, 0 for those that it did not sample.
         turns: Turns so far.
         messages: Messages after the prompt.
-        tool_states: What tools have opened for this episode, by their `open`.
+        tool_states: What tools that were called have opened for this episode, by their `open`; None in processes that
+            do not make its calls.
         reward: Sum of the rewards of the environment; None without one, and if it failed or scores None.
         finish_reason: Reason of its end; None while it is played.
     """
@@ -44,7 +45,7 @@ class Episode:
         self.turns: list[Turn] = []
         self.messages: list[dict[str, Any]] = []
         self.tool_states: dict[Callable[[int], Any], Any] = {}
-        self.reward: float | None = None if instance is None else 0.0
+        self.reward: float | None = None if kind.environment is None else 0.0
         self.finish_reason: FinishReason | None = None
 
     @property

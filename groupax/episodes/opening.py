@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from groupax.data.tokenizer import encode_prompts
+from groupax.episodes.calls import Calls, Method
 from groupax.episodes.environment import warn_of_failure, with_observation
 from groupax.episodes.rules import Kind, Rules
 from groupax.errors import RunError
@@ -31,10 +32,7 @@ class Host(Protocol):
     tokenizer: Any
     params: SamplingParams
     step: int
-
-    def call(self, function: Callable[..., Any], arguments: dict[str, Any], then: Callable[[Outcome], None]) -> None:
-        """Calls a function of an environment in another thread, and `then` with the outcome in this one."""
-        ...
+    calls: Calls | None
 
     def start(
         self,
@@ -57,6 +55,16 @@ class Host(Protocol):
     ) -> None:
         """Samples the first turns of one group, whose episodes have different prompts."""
         ...
+
+
+class Seat:
+    """The place of an environment, which only the process has that makes its calls."""
+
+    instance: Any = None
+
+    def take(self, instance: Any) -> None:
+        """Keeps a new environment."""
+        self.instance = instance
 
 
 class Opening:
@@ -83,24 +91,34 @@ class Opening:
             self._begin(index, self._table.rules.settings.environment_retries)
 
     def _begin(self, index: int, num_retries: int) -> None:
+        seat = Seat()
         arguments = {"place": self._place + index} if self._class.takes_place else {}
-        self._table.call(self._class.create, arguments, partial(self._reset, index, num_retries))
+        self._call(lambda: (self._class.create, arguments), partial(self._reset, index, num_retries, seat), seat.take)
 
-    def _reset(self, index: int, num_retries: int, created: Outcome) -> None:
+    def _reset(self, index: int, num_retries: int, seat: "Seat", created: Outcome) -> None:
         if created.kind:
             self._begin_again(index, num_retries, created)
             return
-        reset = self._class.method(created.value, "reset")
-        arguments = self._class.arguments(reset, self._example, self._seed)
-        self._table.call(reset, arguments, partial(self._began, index, num_retries, created.value))
 
-    def _began(self, index: int, num_retries: int, instance: Any, outcome: Outcome) -> None:
+        def reset() -> tuple[Callable[..., Any], dict[str, Any]]:
+            method = self._class.method(seat.instance, "reset")
+            return method, self._class.arguments(method, self._example, self._seed)
+
+        self._call(reset, partial(self._began, index, num_retries, seat))
+
+    def _began(self, index: int, num_retries: int, seat: "Seat", outcome: Outcome) -> None:
         if outcome.kind:
             self._begin_again(index, num_retries, outcome)
             return
-        self._started[index] = instance, outcome.value
+        self._started[index] = seat.instance, outcome.value
         if len(self._started) == self._table.params.n:
             self._start()
+
+    def _call(
+        self, method: Method, then: Callable[[Outcome], None], finish: Callable[[Any], Any] | None = None
+    ) -> None:
+        assert self._table.calls is not None, "there are environments"
+        self._table.calls.call(self._prompt_index, method, then, finish)
 
     def _begin_again(self, index: int, num_retries: int, outcome: Outcome) -> None:
         if num_retries == 0:

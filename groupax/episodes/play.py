@@ -8,7 +8,6 @@ thread that iterates; tools and environments run in those of the runner, which p
 """
 
 import itertools
-import queue
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -22,7 +21,8 @@ from groupax.data.examples import Examples
 from groupax.data.tokenizer import decode, special_token_ids
 from groupax.engine.sampler import Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
-from groupax.episodes.environment import as_messages, checked, checked_reward, warn_of_failure
+from groupax.episodes.calls import Calls, Method
+from groupax.episodes.environment import answer_of, checked_reward, warn_of_failure
 from groupax.episodes.episode import Episode
 from groupax.episodes.opening import Opening, group_seed
 from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
@@ -31,7 +31,7 @@ from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.runner import TIMED_OUT, ToolResult, ToolRunner
 from groupax.tools.threads import Outcome
-from groupax.tools.tool import Step, Tool, match_calls
+from groupax.tools.tool import Tool, match_calls
 from groupax.types import FinishReason, Rollout
 
 LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those of any rollout
@@ -99,10 +99,10 @@ class Table:
         step: int,
         policy_version: int,
     ) -> None:
-        self._sampler, self._session, self._runner = sampler, session, runner
+        self._sampler, self._session = sampler, session
+        self.calls = None if runner is None else Calls(runner)
         self.tokenizer, self.rules = tokenizer, rules
         self.params, self.step, self._policy_version = params, step, policy_version
-        self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sampled: dict[int, Episode] = {}  # by the identity of the sequence that is sampled
         self._to_submit: list[Completion] = []
         self._finished: dict[int, list[Episode]] = {}
@@ -127,7 +127,8 @@ class Table:
         """Plays until all groups are finished, and yields each when it is."""
         while self._num_unfinished or self._num_closing:
             self._submit()
-            self._do_what_is_due(waits=not self._session.busy)
+            if self.calls is not None:
+                self.calls.deliver(waits=not self._session.busy and not self._finished_any)
             self._submit()
             if self._session.busy:
                 for sequence, _ in self._session.step():
@@ -141,13 +142,6 @@ class Table:
         if self._to_submit:
             sequences, self._to_submit = self._to_submit, []
             self._session.submit(sequences)
-
-    def _do_what_is_due(self, waits: bool) -> None:
-        """Does what the threads of tools and environments have left to do; waits for the first if nothing else runs."""
-        waits = waits and not self._finished_any
-        while waits or not self._todo.empty():
-            self._todo.get()()
-            waits = False
 
     @property
     def _finished_any(self) -> bool:
@@ -236,24 +230,21 @@ class Table:
             self._finish(episode, "stop")
 
     def _run_calls(self, episode: Episode, calls: tuple[ToolCall, ...]) -> None:
-        tools = {name: self._bound(episode, tool) for name, tool in episode.kind.tools.items()}
-        assert self._runner is not None, "there are tools"
-        self._runner.start(
-            match_calls(tools, calls),
-            lambda results: self._todo.put(partial(self._answer_calls, episode, calls, results)),
-        )
+        for call in calls:
+            tool = episode.kind.tools.get(call.name)
+            if tool is not None and tool.open is not None:
+                episode.tool_states.setdefault(tool.open, None)
+        assert self.calls is not None, "there are tools"
+        method = partial(self._matched, episode, calls)
+        self.calls.run(episode.first.prompt_index, method, partial(self._answer_calls, episode, calls))
 
-    def _bound(self, episode: Episode, tool: Tool) -> Tool:
-        """Returns the tool of this episode."""
-        of, open_state = episode.kind.environment, tool.open
-        if of is not None and tool.name in of.tools:
-            return tool.bind(episode.instance)
-        if open_state is None:
-            return tool
-        if open_state not in episode.tool_states:
-            seed = group_seed(self.params.seed, self.step, episode.first.prompt_index)
-            episode.tool_states[open_state] = open_state(seed)
-        return tool.bind(episode.tool_states[open_state])
+    def _matched(self, episode: Episode, calls: tuple[ToolCall, ...]) -> Sequence[tuple[Tool | None, ToolCall]]:
+        """Returns calls with the tools of this episode."""
+        for open_state, state in episode.tool_states.items():
+            if state is None:
+                seed = group_seed(self.params.seed, self.step, episode.first.prompt_index)
+                episode.tool_states[open_state] = open_state(seed)
+        return match_calls({name: _bound(episode, tool) for name, tool in episode.kind.tools.items()}, calls)
 
     def _answer_calls(self, episode: Episode, calls: tuple[ToolCall, ...], results: list[ToolResult]) -> None:
         messages = episode.add_results(calls, results)
@@ -266,13 +257,10 @@ class Table:
 
     def _act(self, episode: Episode) -> None:
         message = dict(episode.messages[-1])
-        assert episode.kind.environment is not None, "it acts"
-        act = episode.kind.environment.method(episode.instance, "act")
-        self.call(act, {"message": message}, partial(self._answer_act, episode))
+        method = partial(_method_of, episode, "act", {"message": message})
+        self._call(episode, method, partial(self._answer_act, episode), answer_of)
 
     def _answer_act(self, episode: Episode, outcome: Outcome) -> None:
-        if not outcome.kind:
-            outcome = checked(partial(_answer_of, outcome.value))
         if outcome.kind:
             self._fail(episode, outcome)
             return
@@ -304,13 +292,12 @@ class Table:
         episode.finish_reason = reason
         of = episode.kind.environment
         if of is not None and "score" in of.methods:
-            self.call(of.method(episode.instance, "score"), {}, partial(self._add_score, episode))
+            method = partial(_method_of, episode, "score", {})
+            self._call(episode, method, partial(self._add_score, episode), _score_of)
         else:
             self._close(episode)
 
     def _add_score(self, episode: Episode, outcome: Outcome) -> None:
-        if not outcome.kind and outcome.value is not None:
-            outcome = checked(partial(checked_reward, outcome.value))
         if outcome.kind:
             self._fail(episode, outcome)
             return
@@ -331,23 +318,29 @@ class Table:
     def _close(self, episode: Episode) -> None:
         of = episode.kind.environment
         self._finished.setdefault(episode.first.prompt_index, []).append(episode)
-        to_close = [(state.close, "tools") for state in episode.tool_states.values()]
+        closing: list[tuple[str, Method]] = [
+            ("tools", partial(_close_of_state, episode, open_state)) for open_state in episode.tool_states
+        ]
         if of is not None and "close" in of.methods:
-            to_close.append((of.method(episode.instance, "close"), of.name))
-        for close, name in to_close:
+            closing.append((of.name, partial(_method_of, episode, "close", {})))
+        for name, method in closing:
             self._num_closing += 1
-            self.call(close, {}, partial(self._closed, name))
+            self._call(episode, method, partial(self._closed, name), _nothing)
 
     def _closed(self, name: str, outcome: Outcome) -> None:
         self._num_closing -= 1
         if outcome.kind:
             warn_of_failure(name, "could not be closed", outcome)
 
-    def call(self, function: Callable[..., Any], arguments: dict[str, Any], then: Callable[[Outcome], None]) -> None:
-        """Calls a function of an environment in another thread, and `then` with the outcome in this one."""
-        name = getattr(function, "__qualname__", "environment")
-        assert self._runner is not None, "there are environments"
-        self._runner.call(name, function, arguments, lambda outcome: self._todo.put(partial(then, outcome)))
+    def _call(
+        self,
+        episode: Episode,
+        method: Method,
+        then: Callable[[Outcome], None],
+        finish: Callable[[Any], Any],
+    ) -> None:
+        assert self.calls is not None, "there are environments"
+        self.calls.call(episode.first.prompt_index, method, then, finish)
 
 
 def _exceeds_calls(settings: EpisodeSettings, episode: Episode, num_calls: int) -> bool:
@@ -358,9 +351,27 @@ def _exceeds_calls(settings: EpisodeSettings, episode: Episode, num_calls: int) 
     return is_one_more or (calls is not None and episode.num_calls + num_calls > calls)
 
 
-def _answer_of(returned: Any) -> tuple[list[dict[str, Any]], float | None, bool]:
-    """Returns the messages, the reward and whether the episode ends, from what `act` of an environment returned."""
-    step = returned if isinstance(returned, Step) else Step(returned)
-    messages = as_messages(step.observation)
-    reward = None if step.reward is None else checked_reward(step.reward)
-    return messages, reward, bool(step.done) or not messages
+def _method_of(episode: Episode, name: str, arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    assert episode.kind.environment is not None, "it has methods"
+    return episode.kind.environment.method(episode.instance, name), arguments
+
+
+def _close_of_state(episode: Episode, open_state: Callable[[int], Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    return episode.tool_states[open_state].close, {}
+
+
+def _bound(episode: Episode, tool: Tool) -> Tool:
+    """Returns the tool of this episode."""
+    of = episode.kind.environment
+    if of is not None and tool.name in of.tools:
+        return tool.bind(episode.instance)
+    state = None if tool.open is None else episode.tool_states.get(tool.open)
+    return tool if state is None else tool.bind(state)
+
+
+def _score_of(returned: Any) -> float | None:
+    return None if returned is None else checked_reward(returned)
+
+
+def _nothing(returned: Any) -> None:
+    """Drops what a method returns, since nobody asks for it."""

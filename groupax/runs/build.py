@@ -157,12 +157,8 @@ def rules_for(
     """Returns the rules of the run's episodes.
 
     Raises:
-        ValueError: a tool, an environment or the chat template cannot be used, or the run has several processes.
+        ValueError: a tool, an environment or the chat template cannot be used.
     """
-    if (tools or environments) and processes.num_processes() > 1:
-        raise ValueError(
-            f"tools and environments need a run of one process, and this one has {processes.num_processes()}"
-        )
     settings = args.part(EpisodeSettings)
     return make_rules(tokenizer, settings, tools, environments, args.chat_template_kwargs, eos_ids)
 

@@ -116,8 +116,8 @@ class Run:
         lora = lora_for(args, peft_config)
         train_examples, eval_examples = self._load_data(train_dataset, eval_dataset)
         own = environment_rewards(environments)
-        # environments stay in this process
-        more = (ENVIRONMENTS,) if environments is not None and not args.reward_workers else ()
+        is_one_process = not args.reward_workers and processes.num_processes() == 1  # environments stay in theirs
+        more = (ENVIRONMENTS,) if environments is not None and is_one_process else ()
         self._load_rewards(reward_funcs, reward_processing_classes, train_examples, eval_examples, own, more)
         self._open_folder()
         self.emit(PhaseStarted("loading the model"))

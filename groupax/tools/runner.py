@@ -86,7 +86,12 @@ class ToolRunner:
         self._start(self._run(list(calls), on_done))
 
     def call(
-        self, name: str, function: Callable[..., Any], arguments: dict[str, Any], on_done: Callable[[Outcome], None]
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        on_done: Callable[[Outcome], None],
+        finish: Callable[[Any], Any] | None = None,
     ) -> None:
         """Starts a call of any function, whose value or error is not changed into a text.
 
@@ -95,17 +100,19 @@ class ToolRunner:
             function: A function, or a coroutine function.
             arguments: Its arguments by name.
             on_done: Called once, in a thread of the runner, with the value or the error.
+            finish: Converts what the function returns; an error of it is one of the call.
 
         Raises:
             RuntimeError: The runner is closed.
         """
+        convert = finish or _unchanged
 
         async def run() -> None:
             outcome = Outcome(message=CLOSED, kind="RuntimeError")
             with contextlib.suppress(asyncio.CancelledError):
                 async with self._slots:
                     is_async = inspect.iscoroutinefunction(function)
-                    outcome = await self._within(self.timeout_s, name, function, arguments, _unchanged, is_async)
+                    outcome = await self._within(self.timeout_s, name, function, arguments, convert, is_async)
             on_done(outcome)
 
         self._start(run())
