@@ -56,7 +56,9 @@ def test_an_environment_may_have_other_names_and_start_differently_within_a_grou
     rollouts = [row for group in groups for row in group]
     assert [row.environment.place for row in rollouts] == [0, 1, 2, 3]  # whichever started first
     assert [row.environment_reward for row in rollouts] == [1.0, 2.0, 1.0, 2.0]
-    assert [row.prompt[-1]["content"] for row in groups[0]] == [f"go You enter the red room {n}." for n in (0, 1)]
+    assert [row.example["prompt"][-1]["content"] for row in groups[0]] == [
+        f"go You enter the red room {n}." for n in (0, 1)
+    ]
     assert not np.array_equal(groups[0][0].prompt_ids, groups[0][1].prompt_ids)
     for row in rollouts:  # each continued its own prompt
         assert [message["role"] for message in row.messages or ()] == ["assistant", "tool", "assistant"]
@@ -86,7 +88,12 @@ def test_turns_with_calls_may_be_limited():
 
 
 def test_observations_may_be_parts():
+    def content(prompt, observation):
+        [message] = with_observation(prompt, observation)
+        assert isinstance(message, dict)
+        return message["content"]
+
     part = {"type": "text", "text": "b"}
     prompt = [{"role": "user", "content": "a"}]
-    assert with_observation(prompt, [part])[0]["content"] == [{"type": "text", "text": "a"}, part]
-    assert with_observation(with_observation(prompt, [part]), "c")[0]["content"][-1] == {"type": "text", "text": "c"}
+    assert content(prompt, [part]) == [{"type": "text", "text": "a"}, part]
+    assert content(with_observation(prompt, [part]), "c")[-1] == {"type": "text", "text": "c"}
