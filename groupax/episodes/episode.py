@@ -32,7 +32,7 @@ class Episode:
     Attributes:
         mask, policy_logps, sampler_logps: Which of the tokens after the prompt the model sampled; and their log-probs,
             0 for those that it did not sample.
-        num_calls: Number of tool calls that were run.
+        num_calls, num_tool_turns: Number of tool calls that were run, and of turns with any.
         turns: Turns so far.
         messages: Messages after the prompt.
         tool_states: What tools that were called have opened for this episode, by their `open`; None in processes that
@@ -52,7 +52,8 @@ class Episode:
         num_retries: int = 0,
     ) -> None:
         self.first, self.example, self.kind, self.seat = first, example, kind, seat
-        self.max_tokens, self.num_retries, self.num_calls = max_tokens, num_retries, 0
+        self.max_tokens, self.num_retries = max_tokens, num_retries
+        self.num_calls = self.num_tool_turns = 0
         self._tokens = np.array(first.prompt, np.int32)  # with room for more
         self._digest = hashlib.blake2b(self._tokens.tobytes(), digest_size=8)
         self.mask: list[bool] = []
@@ -92,7 +93,8 @@ class Episode:
 
     def method(self, name: str, arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
         """Returns a method of the environment with its arguments."""
-        return getattr(self.instance, name), arguments
+        assert self.kind.environment is not None, "it has methods"
+        return self.kind.environment.method(self.instance, name), arguments
 
     def matched(self, calls: Sequence[ToolCall], seed: int) -> Sequence[tuple[Tool | None, ToolCall]]:
         """Returns calls with the tools of this episode, which open what they need.
@@ -187,6 +189,7 @@ class Episode:
     def _close_turn(self, calls: tuple[CallRecord, ...], reward: float | None) -> None:
         last = self.turns[-1]
         self.num_calls += len(calls)
+        self.num_tool_turns += bool(calls)
         self.turns[-1] = Turn(last.start, last.end, last.text, last.calls + calls, last.reward + (reward or 0.0))
         if reward is not None and self.reward is not None:
             self.reward += reward
@@ -215,6 +218,7 @@ class Episode:
             turns=tuple(self.turns) if self.kind.has_turns else (),
             messages=tuple(self.messages) if is_conversation else None,
             environment_reward=self.reward,
+            environment=self.instance,
         )
 
 

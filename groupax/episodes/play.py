@@ -8,6 +8,7 @@ thread that iterates; tools and environments run in those of the runner, which p
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
@@ -21,11 +22,13 @@ from groupax.data.tokenizer import decode, special_token_ids
 from groupax.engine.sampler import Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.calls import Calls, Method
+from groupax.episodes.closing import Closing
 from groupax.episodes.environment import EnvironmentClass, Seat, answer_of, warn_of_failure
-from groupax.episodes.episode import Episode, do_nothing
+from groupax.episodes.episode import Episode
 from groupax.episodes.opening import Opening, group_seed
-from groupax.episodes.record import LEFT, Question, Record
+from groupax.episodes.record import LEFT, Record
 from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
+from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.results import checked_reward
@@ -108,9 +111,10 @@ class Table:
         self._sampled: dict[int, Episode] = {}  # by the identity of the sequence that is sampled
         self._to_submit: list[Completion] = []
         self._finished: dict[int, list[Episode]] = {}
-        self._num_unfinished = self._num_closing = 0
+        self._num_unfinished = 0
         self._prompt_numbers = itertools.count(LATER_TURNS)
         self._openings: dict[int, Opening] = {}  # by the indices of their prompts
+        self.closing = Closing(calls, rules.warned)
         self.taken: dict[int, Any] = {}  # environments in use, by identity
 
     def open(self, given: Examples, prompt_ids: Sequence[np.ndarray], first_prompt: int) -> None:
@@ -121,13 +125,17 @@ class Table:
         if all(kind.environment is None for kind in kinds):
             self.start(first_prompt, examples, kinds[0] if kinds else SINGLE_TURN, prompt_ids)
             return
+        places: Counter[str] = Counter()  # by the name of the environment
         for index, (example, kind) in enumerate(zip(examples, kinds, strict=True), first_prompt):
-            self._openings[index] = Opening(self, index, example, kind)
-            self._openings[index].begin()
+            name = kind.environment.name if kind.environment is not None else ""
+            self._openings[index] = Opening(self, index, example, kind, places[name])
+            places[name] += self.params.n
+        for opening in list(self._openings.values()):
+            opening.begin()
 
     def finished_groups(self) -> Iterator[list[Rollout]]:
         """Plays until all groups are finished, and yields each when it is."""
-        while self._num_unfinished or self._num_closing:
+        while self._num_unfinished or self.closing.num_begun:
             self._submit()
             if self.calls is not None:
                 self.calls.deliver(waits=not self._session.busy and not self._finished_any)
@@ -167,21 +175,60 @@ class Table:
         failures: Mapping[int, Outcome] | None = None,
     ) -> None:
         """Samples the first turns of groups of one kind, each with the environments of its episodes, if it has any."""
-        params, limit = self.params, self.rules.settings.max_turn_tokens
-        if kind.has_turns and limit is not None:
-            params = replace(params, max_tokens=min(params.max_tokens, limit))
-        for number, sequence in enumerate(self._sampler.sequences(list(prompts), params, self.step, first_prompt)):
-            example = examples[sequence.prompt_index - first_prompt]
-            seat, retries = seats[number] if seats else None, self.rules.settings.environment_retries
-            episode = Episode(sequence, example, kind, self.params.max_tokens, seat, retries)
-            episode.failure = (failures or {}).get(sequence.sample_index)
-            self._sample(episode, sequence)
+        params = self._first_params(kind)
+        for number, first in enumerate(self._sampler.sequences(list(prompts), params, self.step, first_prompt)):
+            seat = seats[number] if seats else None
+            example = examples[first.prompt_index - first_prompt]
+            self._sample(self._new_episode(first, example, kind, seat, failures or {}), first)
+
+    def start_apart(
+        self,
+        prompt_index: int,
+        examples: Sequence[Mapping[str, Any]],
+        kind: Kind,
+        prompts: Sequence[np.ndarray],
+        seats: Sequence[Seat | None],
+        failures: Mapping[int, Outcome],
+    ) -> None:
+        """Samples the first turns of one group, whose episodes have different prompts."""
+        params = self._first_params(kind)
+        group = self._sampler.sequences([prompts[0]], params, self.step, prompt_index)
+        for first, example, prompt, seat in zip(group, examples, prompts, seats, strict=True):
+            first.prompt = prompt
+            self._sample_alone(self._new_episode(first, example, kind, seat, failures), params.max_tokens)
+
+    def _new_episode(
+        self,
+        first: Completion,
+        example: Mapping[str, Any],
+        kind: Kind,
+        seat: Seat | None,
+        failures: Mapping[int, Outcome],
+    ) -> Episode:
+        episode = Episode(first, example, kind, self.params.max_tokens, seat, self.rules.settings.environment_retries)
+        episode.failure = failures.get(first.sample_index)
+        return episode
 
     def play_again(self, old: Episode, seat: Seat | None, num_retries: int) -> None:
         """Plays an episode from its start, with a new environment."""
-        new = {"tokens": [], "policy_logps": [], "sampler_logps": [], "alternatives": [], "versions": [], "text": ""}
-        first = replace(old.first, **new, finish_reason=None, request=0)
-        self._sample(Episode(first, old.example, old.kind, old.max_tokens, seat, num_retries), first)
+        new = Episode(old.first, old.example, old.kind, old.max_tokens, seat, num_retries)
+        self._sample_alone(new, self._first_params(old.kind).max_tokens)
+
+    def _first_params(self, kind: Kind) -> SamplingParams:
+        """Returns the sampling parameters of the first turns of a group."""
+        limit = self.rules.settings.max_turn_tokens
+        if not kind.has_turns or limit is None:
+            return self.params
+        return replace(self.params, max_tokens=min(self.params.max_tokens, limit))
+
+    def _sample_alone(self, episode: Episode, max_tokens: int) -> None:
+        """Samples the next turn of an episode whose prompt is its own."""
+        params = replace(self.params, n=1, max_tokens=max_tokens)
+        # a number of its own: sequences with the same one share the computation of a prompt
+        [sequence] = self._sampler.sequences([episode.stream], params, self.step, next(self._prompt_numbers))
+        # its tokens have other positions than those of earlier turns, and therefore other random numbers
+        sequence.sample_index, sequence.key = episode.first.sample_index, episode.first.key
+        self._sample(episode, sequence)
 
     def _sample(self, episode: Episode, sequence: Completion) -> None:
         self._sampled[id(sequence)] = episode
@@ -196,14 +243,14 @@ class Table:
             return
         text = self.tokenizer.decode(sequence.tokens, skip_special_tokens=kind.calls is None)
         parsed = ParsedTurn(text, "", ()) if kind.calls is None else kind.calls.parse(text)
-        num_calls = episode.num_calls + len(parsed.calls)
+        exceeds = _exceeds_calls(settings, episode, len(parsed.calls))
         episode.add_turn(sequence, parsed)
         if episode.failure is not None:
             self.drop(episode, episode.failure)
         elif sequence.finish_reason != "stop":
             cut_short = sequence.finish_reason == "length" and episode.num_left > 0
             self._finish(episode, "turn_length" if cut_short else sequence.finish_reason)
-        elif settings.max_tool_calls is not None and num_calls > settings.max_tool_calls:
+        elif exceeds:
             self._finish(episode, "max_tool_calls")
         elif settings.malformed_calls == "end" and any(call.fault for call in parsed.calls):
             self._finish(episode, "parse_error")
@@ -264,13 +311,7 @@ class Table:
             self._finish(episode, "tool_result_too_long")
             return
         episode.add_bridge(ids, messages)
-        max_tokens = min(episode.num_left, settings.max_turn_tokens or episode.num_left)
-        params = replace(self.params, n=1, max_tokens=max_tokens)
-        # a number of its own: sequences with the same one share the computation of a prompt
-        [sequence] = self._sampler.sequences([episode.stream], params, self.step, next(self._prompt_numbers))
-        # its tokens have other positions than those of earlier turns, and therefore other random numbers
-        sequence.sample_index, sequence.key = episode.first.sample_index, episode.first.key
-        self._sample(episode, sequence)
+        self._sample_alone(episode, min(episode.num_left, settings.max_turn_tokens or episode.num_left))
 
     # -- ends ------------------------------------------------------------------------------------------------------
 
@@ -301,7 +342,7 @@ class Table:
             return
         if not has_left:
             warn_of_failure(self.rules.warned, _name_of(of), "failed; its episode begins again", outcome)
-        self._dismiss_all(episode)
+        self.closing.close_all(episode)
         assert self.calls is not None, "it failed"
         self.calls.begin_again(episode.index)
         num_retries = episode.num_retries - (not has_left)
@@ -322,30 +363,7 @@ class Table:
         self._finished.setdefault(episode.first.prompt_index, []).append(episode)
         if self.calls is not None:
             self.calls.end(episode.index)
-        self._dismiss_all(episode)
-
-    def _dismiss_all(self, episode: Episode) -> None:
-        """Closes what an episode has opened."""
-        for open_state in episode.tool_states:
-            self._num_closing += 1
-            method = partial(episode.close_of_state, open_state)
-            self._call(episode, "close", method, partial(self._closed, "tools"), _nothing)
-        if episode.kind.environment is not None and episode.seat is not None:
-            self.dismiss(episode.index, episode.kind.environment, episode.seat)
-
-    def dismiss(self, episode: tuple[int, int], of: EnvironmentClass, seat: Seat) -> None:
-        """Closes an environment."""
-        if "close" not in of.methods:
-            seat.leave()
-            return
-        self._num_closing += 1
-        assert self.calls is not None, "there are environments"
-        self.calls.call(Question(episode, 0, "close"), partial(_close_of_seat, seat), partial(self._closed, of.name))
-
-    def _closed(self, name: str, outcome: Outcome) -> None:
-        self._num_closing -= 1
-        if outcome.kind:
-            warn_of_failure(self.rules.warned, name, "could not be closed", outcome)
+        self.closing.close_all(episode)
 
     def _call(
         self,
@@ -359,9 +377,11 @@ class Table:
         self.calls.call(episode.question(what), method, then, finish)
 
 
-def _close_of_seat(seat: Seat) -> tuple[Callable[..., Any], dict[str, Any]]:
-    instance = seat.leave()
-    return do_nothing if instance is None else instance.close, {}
+def _exceeds_calls(settings: EpisodeSettings, episode: Episode, num_calls: int) -> bool:
+    """Returns whether the calls of a new turn are more than an episode may have."""
+    calls, turns = settings.max_tool_calls, settings.max_tool_turns
+    is_one_more = num_calls > 0 and turns is not None and episode.num_tool_turns >= turns
+    return is_one_more or (calls is not None and episode.num_calls + num_calls > calls)
 
 
 def _name_of(of: EnvironmentClass | None) -> str:
@@ -370,7 +390,3 @@ def _name_of(of: EnvironmentClass | None) -> str:
 
 def _score_of(returned: Any) -> float | None:
     return None if returned is None else checked_reward(returned)
-
-
-def _nothing(returned: Any) -> None:
-    """Drops what a method returns, since nobody asks for it."""

@@ -82,9 +82,12 @@ class Record:
         folder: Folder of the files; None keeps the answers in memory only, for episodes that begin again.
         name: Name of the rollout in them.
         process: Index of this process, which has a file of its own.
+        keeps_environments: Whether rewards need the environments themselves, which are therefore created again.
     """
 
-    def __init__(self, folder: Path | None = None, name: str = "", process: int = 0) -> None:
+    def __init__(
+        self, folder: Path | None = None, name: str = "", process: int = 0, keeps_environments: bool = False
+    ) -> None:
         self._lock = threading.Lock()
         self._entries: dict[tuple[Any, ...], _Entry] = {}
         self._ended: set[tuple[int, int]] = set()  # episodes that ended in an earlier process
@@ -94,6 +97,8 @@ class Record:
         if folder is not None:
             for line in sorted(_lines(folder, name), key=lambda line: line["at"]):
                 self._read(line)
+        if keeps_environments:
+            self._ended.clear()
 
     def answer(self, question: Question) -> Answer | None:
         """Returns the recorded answer; None if the call must be made."""
