@@ -35,7 +35,7 @@ Answer = Outcome | ToolResult
 
 @dataclass(frozen=True)
 class Question:
-    """What an episode asks a tool or its environment.
+    """A call of a tool, or of a method of an environment, by an episode.
 
     Attributes:
         episode: Indices of its prompt and of its sample.
@@ -59,12 +59,12 @@ class Question:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Its place in the rollout."""
+        """Place of the call in the rollout."""
         return (*self.episode, self.turn, self.what, self.index)
 
     @property
     def content(self) -> list[str]:
-        """What must agree for an answer to be used again."""
+        """Everything else that must agree for an answer to be used again."""
         return [self.stream, self.name, json.dumps(dict(self.arguments), default=repr)]
 
 
