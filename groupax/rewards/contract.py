@@ -15,6 +15,7 @@ from groupax.types import Rollout, TrainerState
 
 BATCH_ARGS = ("prompts", "completions", "completion_ids", "completion_mask", "turns", "batch")
 SINGLE_ARGS = ("prompt", "completion", "completion_ids", "completion_mask", "turns")
+ENVIRONMENTS = "environments"  # of functions in this process, for completions that have environments
 EXTRA_ARGS = ("trainer_state", "log_extra", "log_metric")
 
 
@@ -50,6 +51,11 @@ class Reward:
     is_async: bool = False
     on_device: bool = False
     columns: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def takes_environments(self) -> bool:
+        """True if the function may use the environments of episodes."""
+        return not self.on_device and (self.takes is None or ENVIRONMENTS in self.takes)
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,8 @@ def arguments_for(
     arguments |= {"completion_mask": [row.mask.tolist() for row in rollouts]}
     arguments |= {"turns": [row.turns for row in rollouts]}
     arguments |= {"trainer_state": state, **loggers}
+    if any(row.environment is not None for row in rollouts):
+        arguments |= {ENVIRONMENTS: [row.environment for row in rollouts]}
     if reward.takes is None:
         return arguments
     return {name: value for name, value in arguments.items() if name in reward.takes}

@@ -79,6 +79,7 @@ def _with_scores(group: Sequence[Rollout], names: Sequence[str], scores: Sequenc
             rewards=rewards_by_name(names, matrix[index]),
             turns=_with_rewards(row, {name: values[index] for name, values in by_turn.items()}),
             advantage=0.0,
+            environment=None,
             extra={column: values[index] for column, values in extra.items() if index < len(values)},
         )
         for index, row in enumerate(group)
