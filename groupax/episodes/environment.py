@@ -4,11 +4,12 @@ An environment is an object for one episode. All of its methods may be coroutine
 
     reset(row, seed)       starts the episode; returns what the model is to see, as a text or messages, or None
     act(message)           answers a message without tool calls, as a text, messages or a `Step`; None ends the episode
-    score()                returns a number, added to the rewards of the steps, when the episode has ended
+    score(message)         returns a number, added to the rewards of the steps, when the episode has ended
     close()                frees what it holds
     any method with @tool  is a tool of the model
 
-`row` is the dataset's row without its prompt, and `seed` a number that the episodes of a group share.
+`row` is the dataset's row without its prompt, and `seed` a number that the episodes of a group share. The `message` of
+`score`, which it need not take, is the last one of the model, or None if `act` has answered it.
 """
 
 import inspect
@@ -34,12 +35,15 @@ class EnvironmentClass:
         create: Returns a new environment.
         tools: Its tools by name, whose functions take the environment first.
         methods: Its methods of the contract that exist.
+        answers_calls: Whether `act` also answers the turns with calls, all of which can be read. The functions of the
+            tools are then only called in turns where one of the calls cannot be.
     """
 
     name: str
     create: Callable[[], Any]
     tools: Mapping[str, Tool]
     methods: frozenset[str]
+    answers_calls: bool = False
 
 
 def environment_classes(given: Any) -> dict[str, EnvironmentClass]:
@@ -102,6 +106,19 @@ def checked_reward(reward: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"the reward is {short_repr(reward)}; an environment must give finite numbers")
     return number
+
+
+def score_arguments(score: Callable[..., Any], message: Mapping[str, Any], is_answered: bool) -> dict[str, Any]:
+    """Returns the arguments of a method `score`.
+
+    Args:
+        score: The method.
+        message: Last message of the model.
+        is_answered: Whether `act` has answered it.
+    """
+    if "message" not in inspect.signature(score).parameters:
+        return {}
+    return {"message": None if is_answered else dict(message)}
 
 
 def as_messages(observation: Any) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ class Episode:
         ids, mask, policy_logps, sampler_logps: Token ids after the prompt; which of them the model sampled; and their
             log-probs, 0 for those that it did not sample.
         turns: Turns so far.
+        num_acted: Number of the last turn that the environment's `act` has answered, from 1.
         messages: Messages after the prompt.
         tool_states: What tools that were called have opened for this episode, by their `open`; None in processes that
             do not make its calls.
@@ -44,6 +45,7 @@ class Episode:
         self.sampler_logps: list[float] = []
         self.turns: list[Turn] = []
         self.messages: list[dict[str, Any]] = []
+        self.num_acted = 0
         self.tool_states: dict[Callable[[int], Any], Any] = {}
         self.reward: float | None = None if kind.environment is None else 0.0
         self.finish_reason: FinishReason | None = None
@@ -86,6 +88,22 @@ class Episode:
             {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": result.text}
             for call_id, call, result in zip(ids, calls, results, strict=True)
         ]
+
+    def add_answers(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Records the results of the last turn's calls that its environment has given as messages."""
+        results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
+        calls = [call for call in self.messages[-1].get("tool_calls", ()) if call["id"] in results]
+        records = tuple(
+            CallRecord(
+                call["function"]["name"],
+                call["function"]["arguments"],
+                str(results[call["id"]].get("content") or ""),
+                0.0,
+            )
+            for call in calls
+        )
+        if records:
+            self._close_turn(records, None)
 
     def add_reward(self, reward: float | None) -> None:
         """Adds a reward of the environment to the last turn."""

@@ -21,7 +21,7 @@ from groupax.data.tokenizer import decode, special_token_ids
 from groupax.engine.sampler import Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.calls import Calls, Method
-from groupax.episodes.environment import answer_of, checked_reward, warn_of_failure
+from groupax.episodes.environment import answer_of, checked_reward, score_arguments, warn_of_failure
 from groupax.episodes.episode import Episode
 from groupax.episodes.opening import Opening, group_seed
 from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
@@ -188,7 +188,7 @@ class Table:
             self._finish(episode, "max_tool_calls")
         elif settings.malformed_calls == "end" and any(call.fault for call in parsed.calls):
             self._finish(episode, "parse_error")
-        elif parsed.calls:
+        elif parsed.calls and not _answers_calls(kind, parsed.calls):
             self._run_calls(episode, parsed.calls)
         elif kind.environment is not None and "act" in kind.environment.methods:
             self._act(episode)
@@ -223,6 +223,7 @@ class Table:
 
     def _act(self, episode: Episode) -> None:
         message = dict(episode.messages[-1])
+        episode.num_acted = len(episode.turns)
         method = partial(_method_of, episode, "act", {"message": message})
         self._call(episode, method, partial(self._answer_act, episode), answer_of)
 
@@ -231,6 +232,7 @@ class Table:
             self._fail(episode, outcome)
             return
         messages, reward, is_done = outcome.value
+        episode.add_answers(messages)
         if reward is not None:
             episode.add_reward(reward)
         self._continue(episode, messages, is_done)
@@ -264,8 +266,7 @@ class Table:
         episode.finish_reason = reason
         of = episode.kind.environment
         if of is not None and "score" in of.methods:
-            method = partial(_method_of, episode, "score", {})
-            self._call(episode, method, partial(self._add_score, episode), _score_of)
+            self._call(episode, partial(_score_method, episode), partial(self._add_score, episode), _score_of)
         else:
             self._close(episode)
 
@@ -317,6 +318,17 @@ class Table:
 
 def _method_of(episode: Episode, name: str, arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     return getattr(episode.instance, name), arguments
+
+
+def _score_method(episode: Episode) -> tuple[Callable[..., Any], dict[str, Any]]:
+    is_answered = episode.num_acted == len(episode.turns)
+    return _method_of(episode, "score", score_arguments(episode.instance.score, episode.messages[-1], is_answered))
+
+
+def _answers_calls(kind: Kind, calls: Sequence[ToolCall]) -> bool:
+    """Returns whether the environment answers these calls itself."""
+    of = kind.environment
+    return of is not None and of.answers_calls and not any(call.fault for call in calls)
 
 
 def _close_of_state(episode: Episode, open_state: Callable[[int], Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
