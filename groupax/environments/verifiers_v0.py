@@ -1,8 +1,8 @@
 """Environments of the library verifiers (https://github.com/PrimeIntellect-ai/verifiers). Imports no jax.
 
 An environment of verifiers plays a rollout by itself and asks a client for the model's turns. An episode is such a
-rollout, whose client passes the questions on to groupax (see `verifiers_v0_session`): setup, tools, stop conditions, and
-rewards are the environment's own code.
+rollout, whose client passes the questions on to groupax (see `verifiers_v0_session`): setup, tools, stop conditions
+and rewards are the environment's own code.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def verifiers(environment: Any, *, name: str = "verifiers", **arguments: Any) ->
     rows = {split: _rows(given, split) for split, given in inputs.items()}
     return VerifiersEnvironment(
         name=name,
-        create=partial(VerifiersSession, loaded, inputs, frozenset(tools)),
+        create=partial(VerifiersSession, loaded, partial(_input_of, inputs), frozenset(tools)),
         tools=tools,
         methods=frozenset({"reset", "act", "score", "close"}),
         answers_calls=True,
@@ -131,6 +131,14 @@ def _inputs(loaded: Any, split: str) -> Any:
     if source is None:
         return None
     return loaded.get_dataset() if split == "train" else loaded.get_eval_dataset()
+
+
+def _input_of(inputs: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the input of a rollout for a row of `dataset` or `eval_dataset`."""
+    if ROW not in row:
+        raise ValueError(f"the dataset has no column {ROW}; give .dataset of the environment as train_dataset")
+    split, _, index = str(row[ROW]).partition("/")
+    return dict(inputs[split][int(index)])
 
 
 def _rows(inputs: Any, split: str) -> list[dict[str, Any]]:

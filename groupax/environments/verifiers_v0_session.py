@@ -7,14 +7,13 @@ environment.rollout ──get_response(messages)──► reset, or act, returns
 import asyncio
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verifiers.clients.client import Client
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, ToolCall
 
-from groupax.environments.verifiers_v0 import ROW
 from groupax.errors import InfrastructureError
 from groupax.terminal.printable import printable
 from groupax.tools.tool import Step
@@ -60,12 +59,14 @@ class VerifiersSession:
 
     Args:
         environment: The environment, which all episodes share.
-        inputs: Inputs of rollouts by split.
+        input_of: Returns the input of a rollout for a row of the dataset.
         tools: Names of the tools that the model knows.
     """
 
-    def __init__(self, environment: Any, inputs: Mapping[str, Any], tools: frozenset[str]) -> None:
-        self._environment, self._inputs, self._tools = environment, inputs, tools
+    def __init__(
+        self, environment: Any, input_of: Callable[[Mapping[str, Any]], dict[str, Any]], tools: frozenset[str]
+    ) -> None:
+        self._environment, self._input_of, self._tools = environment, input_of, tools
         self._policy = Policy()
         self._rollout: asyncio.Task[Any] | None = None
         self._known: list[Any] = []  # messages that groupax has
@@ -73,8 +74,7 @@ class VerifiersSession:
 
     async def reset(self, row: Mapping[str, Any]) -> Any:
         """Begins the rollout and returns messages that it adds to the row's prompt."""
-        split, _, index = str(row[ROW]).partition("/")
-        given = dict(self._inputs[split][int(index)])
+        given = self._input_of(row)
         rollout = self._environment.rollout(given, self._policy, MODEL, {})
         self._rollout = asyncio.ensure_future(rollout)
         asked = await self._next()
