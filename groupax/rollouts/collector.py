@@ -1,8 +1,9 @@
 """Experience: groups of completions with rewards, advantages and log-probs, for updates to train on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from groupax.data.order import visit_order
 from groupax.data.prompts import PromptSet
 from groupax.engine.sampler import PolicySampler, Sampler
 from groupax.episodes.play import play_episodes
+from groupax.episodes.record import Record
 from groupax.episodes.rules import Rules
 from groupax.errors import RewardError, RunError, is_out_of_memory
 from groupax.events import Emit, PhaseStarted, counted
@@ -27,15 +29,17 @@ from groupax.metrics.completions import (
 )
 from groupax.metrics.episodes import episode_metrics
 from groupax.objective.advantages import Advantages, find_advantage_estimator, group_advantages
-from groupax.rewards.contract import reward_matrix
+from groupax.objective.returns import return_advantages
+from groupax.parallel import processes
+from groupax.rewards.contract import reward_matrix, turn_reward_matrices
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
-from groupax.rollouts.rows import row_of
+from groupax.rollouts.rows import masked_ends, row_of
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Learner
-from groupax.types import Metrics, Row, TrainerState
+from groupax.types import Metrics, Rollout, Row, TrainerState
 
 
 class Collector:
@@ -54,6 +58,7 @@ class Collector:
         num_steps: Number of optimizer steps of the run.
         rules: Tools and environments of episodes.
         emit: Receives the phases of sampling and scoring.
+        records: Returns the folder where what tools and environments answer is recorded; None for nowhere.
     """
 
     def __init__(
@@ -70,11 +75,12 @@ class Collector:
         num_steps: int,
         rules: Rules,
         emit: Emit,
+        records: Callable[[], Path | None],
     ) -> None:
         self.args, self.schedule, self.prompts, self.tokenizer = args, schedule, prompts, tokenizer
         self.engine, self.learner, self.runner = engine, learner, runner
         self.reward_weights, self.correctness_reward, self.num_steps = reward_weights, correctness_reward, num_steps
-        self.rules, self.emit = rules, emit
+        self.rules, self.emit, self.records = rules, emit, records
 
     def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
         """Returns a rollout by the learner's policy, ready for updates (see `sample` and `scored`).
@@ -115,7 +121,7 @@ class Collector:
                 (kept if has_signal else flat).append(group)
         num_filled, num_sampled = wanted - len(kept), len(kept) + len(flat)
         trained, dropped = kept + flat[:num_filled], flat[num_filled:]
-        groups = _with_advantages(trained, self._advantages(trained).values) + dropped
+        groups = _with_advantages(trained, self._advantages(trained)) + dropped
         self._stop_if_a_reward_never_works(rounds, cursor)
         rows = [row for group in groups for row in group]
         num_new = sum(row.num_sampled_tokens for row in rows)
@@ -166,6 +172,12 @@ class Collector:
         args = self.args
         visited = self.visited(cursor.num_prompts + first, count)
         self.runner.state = self.trainer_state(cursor)
+        record = Record(
+            self.records(),
+            f"rollout_{cursor.num_rollouts:06d}",
+            processes.process_index(),
+            keeps_environments=any(each.takes_environments for each in self.runner.rewards),
+        )
         groups = play_episodes(
             engine,
             self.tokenizer,
@@ -176,9 +188,10 @@ class Collector:
             policy_version=policy_version,
             first_prompt=first,
             rules=self.rules,
+            record=record,
         )
         try:
-            with closing(groups):  # on an error too, which keeps them: servers would go on
+            with closing(record), closing(groups):  # on an error too, which keeps them: servers would go on
                 return score_groups(counted(groups, self.emit, "sampling", count, "scoring"), self.runner)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
@@ -206,7 +219,9 @@ class Collector:
         names = [reward.name for reward in self.runner.rewards]
         advantages, args = self._advantages(groups), self.args
         metrics = episode_metrics(rows) if self.rules.has_turns else {}
-        metrics |= completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), advantages)
+        # what failed by no fault of the model counts nowhere else
+        counted = [row for row in rows if not row.is_failure]
+        metrics |= completion_metrics(counted) | reward_metrics(names, reward_matrix(names, counted), advantages)
         if args.metric_definitions == "trl":
             metrics |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
         if self.correctness_reward:
@@ -215,20 +230,23 @@ class Collector:
         return metrics
 
     def _advantages(self, groups: Sequence[Group]) -> Advantages:
-        rows = [row for group in groups for row in group]
-        return group_advantages(
-            reward_matrix([reward.name for reward in self.runner.rewards], rows),
-            self.reward_weights,
-            self.args.num_generations,
-            self.args.scale_rewards,
-            self.args.multi_objective_aggregation,
-            find_advantage_estimator(self.args.advantage_estimator),
-        )
+        rows, args = [row for group in groups for row in group], self.args
+        names = [reward.name for reward in self.runner.rewards]
+        given = self.reward_weights, args.num_generations, args.scale_rewards
+        if args.turn_credit == "returns":
+            return return_advantages(turn_reward_matrices(names, rows), *given, args.turn_discount)
+        estimator = find_advantage_estimator(args.advantage_estimator)
+        return group_advantages(reward_matrix(names, rows), *given, args.multi_objective_aggregation, estimator)
 
     def cut(self, groups: Sequence[Group]) -> list[list[Row]]:
         """Cuts a rollout into minibatches."""
-        settings = self.args.mask_truncated_completions, self.args.rollout_correction != "none"
-        rows = [row_of(rollout, index, *settings) for index, group in enumerate(groups) for rollout in group]
+        settings = masked_ends(self.args), self.args.rollout_correction != "none"
+        numbers: dict[tuple[int, bytes], int] = {}  # rows of one number share the computation of their prompt
+        rows = []
+        for index, group in enumerate(groups):
+            for rollout in group:
+                number = numbers.setdefault((index, rollout.prompt_ids.tobytes()), len(numbers))
+                rows.append(row_of(rollout, number, *settings))
         return [rows[start : start + self.schedule.rows] for start in range(0, len(rows), self.schedule.rows)]
 
     def _scored(self, minibatches: list[list[Row]], num_wanted: int) -> list[list[Row]]:
@@ -265,9 +283,11 @@ def _with(rows: Sequence[Row], name: str, values: Sequence[np.ndarray]) -> list[
     return [replace(row, **{name: value}) for row, value in zip(rows, values, strict=True)]
 
 
-def _with_advantages(groups: Sequence[Group], advantages: np.ndarray) -> list[Group]:
-    by_group = advantages.reshape(len(groups), -1)
-    return [
-        [replace(row, advantage=float(value)) for row, value in zip(group, values, strict=True)]
-        for group, values in zip(groups, by_group, strict=True)
-    ]
+def _with_advantages(groups: Sequence[Group], advantages: Advantages) -> list[Group]:
+    values, turns = iter(advantages.values.tolist()), iter(advantages.turns or ())
+
+    def with_its_own(row: Rollout) -> Rollout:
+        own = None if advantages.turns is None else tuple(next(turns).tolist())
+        return replace(row, advantage=next(values), turn_advantages=own)
+
+    return [[with_its_own(row) for row in group] for group in groups]

@@ -16,6 +16,7 @@ from groupax.data.prompts import PromptSet
 from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import eos_token_ids
 from groupax.engine.plan import Demand
+from groupax.episodes.record import FOLDER as RECORDS
 from groupax.episodes.rewards import environment_rewards
 from groupax.evaluation.evaluate import find_correctness_reward
 from groupax.evaluation.sets import named_sets
@@ -39,7 +40,7 @@ from groupax.parallel.compilation import compilation
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.parallel.runtime import configure_jax
 from groupax.parallel.transfer import to_host_on_primary
-from groupax.rewards.contract import Reward
+from groupax.rewards.contract import ENVIRONMENTS, Reward
 from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
 from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.collector import Collector
@@ -72,6 +73,7 @@ from groupax.runs.model_card import license_of, read_card, run_card
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
+from groupax.storage.buckets import is_remote
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
 from groupax.training.learner import Learner
@@ -116,7 +118,9 @@ class Run:
         lora = lora_for(args, peft_config)
         train_examples, eval_examples = self._load_data(train_dataset, eval_dataset)
         own = environment_rewards(environments)
-        self._load_rewards(reward_funcs, reward_processing_classes, train_examples, eval_examples, own)
+        is_one_process = not args.reward_workers and processes.num_processes() == 1  # environments stay in theirs
+        more = (ENVIRONMENTS,) if environments is not None and is_one_process else ()
+        self._load_rewards(reward_funcs, reward_processing_classes, train_examples, eval_examples, own, more)
         self._open_folder()
         self.emit(PhaseStarted("loading the model"))
         self._load_model(model, lora)
@@ -165,9 +169,10 @@ class Run:
         train_examples: Examples,
         eval_examples: Mapping[str, Examples],
         own: Sequence[Reward],
+        more: Sequence[str],
     ) -> None:
         args, columns = self.args, [name for name in train_examples[0] if name != "prompt"]
-        given = [] if functions is None and own else resolve_rewards(functions, columns, tokenizers)
+        given = [] if functions is None and own else resolve_rewards(functions, [*columns, *more], tokenizers)
         clashes = {reward.name for reward in given} & {reward.name for reward in own}
         if clashes:
             raise ValueError(f"a reward function and an environment are both named {', '.join(clashes)}; rename one")
@@ -223,8 +228,15 @@ class Run:
             self.num_steps,
             self.rules,
             ignore if args.max_staleness else self.emit,  # asynchronous rollouts are sampled in other threads
+            self._records,
         )
         self.pipeline = Pipeline(self.collector, args.max_staleness, self.num_steps) if args.max_staleness else None
+
+    def _records(self) -> Path | None:
+        """Returns the folder where calls of tools are recorded; a bucket would only have them when it is too late."""
+        if is_remote(self.args.output_dir) or not self.rules.has_turns:
+            return None
+        return self.run_folder.records if processes.is_primary() else Path(self.args.output_dir).expanduser() / RECORDS
 
     # -- its start and end ---------------------------------------------------------------------------------------
 
