@@ -21,7 +21,7 @@ from groupax.types import Rollout
 
 CALCULATOR = "groupax.recipes.agents.calculator:calculator"
 GAME = "groupax.recipes.agents.guess_number:GuessNumber"
-SMALL = ["--prompts_per_step", "2", "--num_generations", "2", "--max_steps", "1", "--progress_bar", "plain"]
+SMALL = ["--prompts_per_step", "2", "--num_generations", "2", "--max_steps", "1", "--progress_bar", "none"]
 
 
 def write_jsonl(path, rows):
@@ -151,11 +151,12 @@ def adders():
 @pytest.mark.parametrize(
     ("load", "references", "message"),
     [
-        (load_tools, ["calculator"], "write it as 'module:calculator'"),
+        (load_tools, ["calculator"], "must be written as 'module:name'"),
         (load_tools, ["groupax.recipes.agents.calculator:calculater"], "did you mean calculator"),
         (load_tools, ["groupax.recipes.agents.calculators:calculator"], "no module"),
         (load_tools, ["tests.test_agents:adder(number=3)"], "cannot be called"),
         (load_tools, ["tests.test_agents:adder(amount=three)"], "numbers or quoted texts"),
+        (load_environments, ["openev(url='ws://127.0.0.1:1')"], "did you mean openenv"),
         (load_environments, [GAME, f"game={GAME}"], "different names"),
         (load_environments, [f"game={GAME}", f"game={GAME}"], "different names"),
         (load_environments, ["groupax.recipes.agents.sql:FruitDatabse"], "did you mean FruitDatabase"),

@@ -1,9 +1,17 @@
 """Tools and environments that settings name as "module:attribute". Imports no jax."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from groupax.settings.fields import nearest
 from groupax.settings.references import import_attribute, parse_call
+
+# Names that need no module: functions that make environments, or a tool.
+ENVIRONMENTS = {
+    "openenv": "groupax.environments.openenv:openenv",
+    "verifiers": "groupax.environments.verifiers_v0:verifiers",
+}
+TOOLS: dict[str, str] = {}
 
 
 def load_tools(references: Sequence[str]) -> list[Any]:
@@ -16,7 +24,7 @@ def load_tools(references: Sequence[str]) -> list[Any]:
     Raises:
         ValueError: One cannot be found, or the options do not fit.
     """
-    found = [_load("tool", reference) for reference in references]
+    found = [_load("tool", reference, TOOLS) for reference in references]
     return [each for made in found for each in (made if isinstance(made, list | tuple) else [made])]
 
 
@@ -24,8 +32,8 @@ def load_environments(references: Sequence[str]) -> Any:
     """Returns the environments with these references, as `GRPOTrainer` takes them; None without any.
 
     Args:
-        references: "module:Class" or "module:maker(option=1)"; of several, each with the name that the dataset's column
-            `environment` has for it: "name=module:Class".
+        references: "module:Class", "module:maker(option=1)" or "openenv(url='ws://...')"; of several, each with the name
+            that the dataset's column `environment` has for it: "name=module:Class".
 
     Raises:
         ValueError: One cannot be found, the options do not fit, or several have no names.
@@ -34,14 +42,14 @@ def load_environments(references: Sequence[str]) -> Any:
         return None
     named = [_named(reference) for reference in references]
     if len(named) == 1 and not named[0][0]:
-        return _load("environment", named[0][1])
+        return _load("environment", named[0][1], ENVIRONMENTS)
     names = [name for name, _ in named]
     if not all(names) or len(set(names)) < len(names):
         raise ValueError(
             f"several environments need different names, as in name=module:Class, got {', '.join(references)}; the "
             "dataset's column environment names one of them"
         )
-    return {name: _load("environment", reference) for name, reference in named}
+    return {name: _load("environment", reference, ENVIRONMENTS) for name, reference in named}
 
 
 def _named(reference: str) -> tuple[str, str]:
@@ -50,13 +58,14 @@ def _named(reference: str) -> tuple[str, str]:
     return (name, rest) if equals and name.isidentifier() else ("", reference)
 
 
-def _load(what: str, reference: str) -> Any:
+def _load(what: str, reference: str, known: Mapping[str, str]) -> Any:
     name, options, words = parse_call(what, reference)
-    if ":" not in name:
-        raise ValueError(f"{what} {reference!r} is no reference; write it as 'module:{name or 'name'}'")
+    if ":" not in name and name not in known:
+        own = f" or one of {', '.join(known)}" if known else ""
+        raise ValueError(f"{what} {reference!r} must be written as 'module:name'{own}{nearest(name, known)}")
     if words:
         raise ValueError(f"{what} {reference!r}: {' and '.join(words.values())} must be numbers or quoted texts")
-    found = import_attribute(what, name)
+    found = import_attribute(what, known.get(name, name))
     if "(" not in reference:
         return found
     try:
