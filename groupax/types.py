@@ -122,6 +122,7 @@ class Rollout:
         messages: Messages after the prompt of a conversation of several turns; None where `text` is the only one.
         turn_advantages: Advantage of each turn; None for `advantage` at all of them.
         environment_reward: Sum of what the environment gave for the turns and for the whole; None without any.
+        environment: The environment itself, until the episode is scored; None without one.
 
     Raises:
         ValueError: The lengths of the fields do not fit together.
@@ -145,6 +146,7 @@ class Rollout:
     messages: tuple[Mapping[str, Any], ...] | None = None
     turn_advantages: tuple[float, ...] | None = None
     environment_reward: float | None = None
+    environment: Any = None
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)

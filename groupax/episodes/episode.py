@@ -128,6 +128,7 @@ class Episode:
             turns=tuple(self.turns) if self.kind.has_turns else (),
             messages=tuple(self.messages) if is_conversation else None,
             environment_reward=self.reward,
+            environment=self.instance,
         )
 
 

@@ -8,6 +8,7 @@ thread that iterates; tools and environments run in those of the runner, which p
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
@@ -25,6 +26,7 @@ from groupax.episodes.environment import answer_of, checked_reward, warn_of_fail
 from groupax.episodes.episode import Episode
 from groupax.episodes.opening import Opening, group_seed
 from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
+from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.runner import TIMED_OUT, ToolResult, ToolRunner
@@ -115,8 +117,11 @@ class Table:
         if all(kind.environment is None for kind in kinds):
             self.start(first_prompt, examples, kinds[0] if kinds else SINGLE_TURN, prompt_ids)
             return
+        places: Counter[str] = Counter()  # by the name of the environment
         for index, (example, kind) in enumerate(zip(examples, kinds, strict=True), first_prompt):
-            Opening(self, index, example, kind).begin()
+            name = kind.environment.name if kind.environment is not None else ""
+            Opening(self, index, example, kind, places[name]).begin()
+            places[name] += self.params.n
 
     def finished_groups(self) -> Iterator[list[Rollout]]:
         """Plays until all groups are finished, and yields each when it is."""
@@ -158,13 +163,42 @@ class Table:
         instances: Sequence[Any] = (),
     ) -> None:
         """Samples the first turns of groups of one kind, each with the environments of its episodes, if it has any."""
-        params, limit = self.params, self.rules.settings.max_turn_tokens
-        if kind.has_turns and limit is not None:
-            params = replace(params, max_tokens=min(params.max_tokens, limit))
+        params = self._first_params(kind)
         for number, sequence in enumerate(self._sampler.sequences(list(prompts), params, self.step, first_prompt)):
             example = examples[sequence.prompt_index - first_prompt]
             instance = instances[number] if instances else None
             self._sample(Episode(sequence, example, kind, self.params.max_tokens, instance), sequence)
+
+    def start_apart(
+        self,
+        prompt_index: int,
+        examples: Sequence[Mapping[str, Any]],
+        kind: Kind,
+        prompts: Sequence[np.ndarray],
+        instances: Sequence[Any],
+    ) -> None:
+        """Samples the first turns of one group, whose episodes have different prompts."""
+        params = self._first_params(kind)
+        group = self._sampler.sequences([prompts[0]], params, self.step, prompt_index)
+        for first, example, prompt, instance in zip(group, examples, prompts, instances, strict=True):
+            first.prompt = prompt
+            self._sample_alone(Episode(first, example, kind, self.params.max_tokens, instance), params.max_tokens)
+
+    def _first_params(self, kind: Kind) -> SamplingParams:
+        """Returns the sampling parameters of the first turns of a group."""
+        limit = self.rules.settings.max_turn_tokens
+        if not kind.has_turns or limit is None:
+            return self.params
+        return replace(self.params, max_tokens=min(self.params.max_tokens, limit))
+
+    def _sample_alone(self, episode: Episode, max_tokens: int) -> None:
+        """Samples the next turn of an episode whose prompt is its own."""
+        params = replace(self.params, n=1, max_tokens=max_tokens)
+        # a number of its own: sequences with the same one share the computation of a prompt
+        [sequence] = self._sampler.sequences([episode.stream], params, self.step, next(self._prompt_numbers))
+        # its tokens have other positions than those of earlier turns, and therefore other random numbers
+        sequence.sample_index, sequence.key = episode.first.sample_index, episode.first.key
+        self._sample(episode, sequence)
 
     def _sample(self, episode: Episode, sequence: Completion) -> None:
         self._sampled[id(sequence)] = episode
@@ -179,12 +213,12 @@ class Table:
             return
         text = self.tokenizer.decode(sequence.tokens, skip_special_tokens=kind.calls is None)
         parsed = ParsedTurn(text, "", ()) if kind.calls is None else kind.calls.parse(text)
-        num_calls = episode.num_calls + len(parsed.calls)
+        exceeds = _exceeds_calls(settings, episode, len(parsed.calls))
         episode.add_turn(sequence, parsed)
         if sequence.finish_reason != "stop":
             cut_short = sequence.finish_reason == "length" and episode.num_left > 0
             self._finish(episode, "turn_length" if cut_short else sequence.finish_reason)
-        elif settings.max_tool_calls is not None and num_calls > settings.max_tool_calls:
+        elif exceeds:
             self._finish(episode, "max_tool_calls")
         elif settings.malformed_calls == "end" and any(call.fault for call in parsed.calls):
             self._finish(episode, "parse_error")
@@ -250,13 +284,7 @@ class Table:
             self._finish(episode, "tool_result_too_long")
             return
         episode.add_bridge(ids, messages)
-        max_tokens = min(episode.num_left, settings.max_turn_tokens or episode.num_left)
-        params = replace(self.params, n=1, max_tokens=max_tokens)
-        # a number of its own: sequences with the same one share the computation of a prompt
-        [sequence] = self._sampler.sequences([episode.stream], params, self.step, next(self._prompt_numbers))
-        # its tokens have other positions than those of earlier turns, and therefore other random numbers
-        sequence.sample_index, sequence.key = episode.first.sample_index, episode.first.key
-        self._sample(episode, sequence)
+        self._sample_alone(episode, min(episode.num_left, settings.max_turn_tokens or episode.num_left))
 
     # -- ends ------------------------------------------------------------------------------------------------------
 
@@ -315,8 +343,17 @@ class Table:
         self.calls.call(episode.first.prompt_index, method, then, finish)
 
 
+def _exceeds_calls(settings: EpisodeSettings, episode: Episode, num_calls: int) -> bool:
+    """Returns whether the calls of a new turn are more than an episode may have."""
+    num_turns = sum(bool(turn.calls) for turn in episode.turns)
+    calls, turns = settings.max_tool_calls, settings.max_tool_turns
+    is_one_more = num_calls > 0 and turns is not None and num_turns >= turns
+    return is_one_more or (calls is not None and episode.num_calls + num_calls > calls)
+
+
 def _method_of(episode: Episode, name: str, arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    return getattr(episode.instance, name), arguments
+    assert episode.kind.environment is not None, "it has methods"
+    return episode.kind.environment.method(episode.instance, name), arguments
 
 
 def _close_of_state(episode: Episode, open_state: Callable[[int], Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -77,6 +77,7 @@ def _with_scores(group: Sequence[Rollout], names: Sequence[str], scores: Sequenc
             row,
             rewards=rewards_by_name(names, matrix[index]),
             advantage=0.0,
+            environment=None,
             extra={column: values[index] for column, values in extra.items() if index < len(values)},
         )
         for index, row in enumerate(group)

@@ -116,16 +116,16 @@ def tools_from(functions: Iterable[Any]) -> dict[str, Tool]:
     return tools
 
 
-def tools_of(environment_class: type, public: bool = False) -> dict[str, Tool]:
+def tools_of(environment_class: type, public: bool = False, reserved: Sequence[str] = RESERVED) -> dict[str, Tool]:
     """Returns the tools of an environment's class, those of its base classes first. See `Tool.bind`.
 
     Args:
         environment_class: A class. It is not instantiated, and its properties are not evaluated.
-        public: Whether all public methods are tools, instead of only those marked with `tool`; `reset`, `get_reward`,
-            `score`, `close` and `act` never are.
+        public: Whether all public methods are tools, instead of only those marked with `tool`.
+        reserved: Methods that never are.
 
     Raises:
-        ValueError: A method lacks a part of its description, or one of the five is marked.
+        ValueError: A method lacks a part of its description, or one that is reserved is marked.
     """
     tools = {}
     lineage = [each for each in environment_class.__mro__ if each is not object]
@@ -135,11 +135,11 @@ def tools_of(environment_class: type, public: bool = False) -> dict[str, Tool]:
             continue
         marks = (getattr(_function(vars(each).get(name)), MARK, None) for each in lineage)
         options = next(filter(None, marks), None)
-        if options is not None and name in RESERVED:
+        if options is not None and name in reserved:
             raise ValueError(
                 f"{environment_class.__name__}.{name} is called by the training loop and cannot be a tool; remove @tool"
             )
-        if options is not None or (public and not name.startswith("_") and name not in RESERVED):
+        if options is not None or (public and not name.startswith("_") and name not in reserved):
             is_bound = not isinstance(method, staticmethod)
             tools[name] = _made(_function(method), name, options or _Options(), is_bound)
     return tools
