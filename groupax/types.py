@@ -162,6 +162,11 @@ class Rollout:
         return int(self.mask.sum())
 
     @property
+    def has_turns(self) -> bool:
+        """True for an episode with several turns or calls of tools, False for a plain completion."""
+        return len(self.turns) > 1 or bool(self.turns[0].calls) or self.messages is not None
+
+    @property
     def is_truncated(self) -> bool:
         """True if a limit ended the completion."""
         return self.finish_reason in TRUNCATIONS

@@ -20,8 +20,13 @@ def episode_of(step: Step, row: int) -> list[dict[str, Any]] | None:
     """
     if any(name not in step.table.column_names for name in COLUMNS):
         return None
-    turns, messages = (_records(step.text(name, row)[0]) for name in COLUMNS)
-    return None if not turns else list(_parts(turns, messages))
+    return parts_of(*(_parsed(step.text(name, row)[0]) for name in COLUMNS))
+
+
+def parts_of(turns: Any, messages: Any) -> list[dict[str, Any]] | None:
+    """Returns the parts of an episode (see `episode_of`) from its turns and messages as JSON has them."""
+    own = _mappings(turns)
+    return list(_parts(own, _mappings(messages))) if own else None
 
 
 def full_result(step: Step, row: int, turn: int, call: int | None) -> str:
@@ -30,7 +35,7 @@ def full_result(step: Step, row: int, turn: int, call: int | None) -> str:
     Raises:
         NotFoundError: The episode has no such turn or call.
     """
-    turns = _records(step.text("turns", row)[0]) if "turns" in step.table.column_names else []
+    turns = _mappings(_parsed(step.text("turns", row)[0])) if "turns" in step.table.column_names else []
     found = turns[turn] if turn < len(turns) else None
     if found is not None and call is not None:
         calls = _mappings(found.get("calls"))
@@ -85,12 +90,12 @@ def _text(value: Any) -> str:
     return "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _records(text: str) -> list[Mapping[str, Any]]:
-    """Returns the records of a JSON list; none if it is damaged."""
+def _parsed(text: str) -> Any:
+    """Returns what a JSON text stands for; None if it is damaged."""
     try:
-        return _mappings(json.loads(text)) if text else []
+        return json.loads(text) if text else None
     except (ValueError, RecursionError):
-        return []
+        return None
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:

@@ -4,7 +4,7 @@ import { el, plural, shown, visible } from "./dom.js";
 import { folding } from "./folding.js";
 
 const SHOWN_PARTS = 80; // until the others are asked for
-const FOLDED_RESULT = 600; // number of characters shown until expanded
+const FOLDED_RESULT = 400; // number of characters shown until expanded
 
 // Why an episode ended: in words, and whether it ended as it should.
 const ENDS = {
@@ -31,8 +31,8 @@ export function endBadge(reason, hasTurns) {
 
 /** The chat, and the elements in which a turn's tokens can replace its text, by number of the turn. */
 export class Chat {
-  /** `askFor(turn, call)` gives the full text of a turn or of a call's result. */
-  constructor(parts, askFor) {
+  /** `askFor(turn, call)` gives the full text of a turn or of a call's result; without it they stay cut. */
+  constructor(parts, askFor = null) {
     this.askFor = askFor;
     this.texts = new Map();
     this.list = el("ol", { class: "chat" }, parts.slice(0, SHOWN_PARTS).map((part) => this.part(part)));
@@ -47,7 +47,7 @@ export class Chat {
 
   part(part) {
     if (part.role !== "assistant") {
-      return el("li", { class: "said by-others" }, el("b", {}, visible(part.role)), folding(part.text, { size: part.cut }));
+      return el("li", { class: "said by-others" }, el("b", {}, visible(part.role)), this.folding(part, {}));
     }
     const text = el("div", { class: "turn-text" }, this.words(part));
     this.texts.set(part.turn, { part, text });
@@ -57,10 +57,16 @@ export class Chat {
       part.calls.map((call, number) => this.call(call, part.turn, number)));
   }
 
+  /** A text, which says how long it is where all of it cannot be asked for. */
+  folding({ text, cut }, { whole = null, limit }) {
+    if (whole && this.askFor) return folding(text, { size: cut, whole, limit });
+    return folding(cut ? `${text}… (${cut.toLocaleString("en")} characters)` : text, { limit });
+  }
+
   words(part) {
     return [
       part.reasoning && el("details", { class: "reasoning" }, el("summary", {}, "Reasoning"), el("pre", { class: "text" }, visible(part.reasoning))),
-      (part.text || !part.calls.length) && folding(part.text, { size: part.cut, whole: () => this.askFor(part.turn) }),
+      (part.text || !part.calls.length) && this.folding(part, { whole: () => this.askFor(part.turn) }),
     ];
   }
 
@@ -71,6 +77,6 @@ export class Chat {
         call.is_error && el("span", { class: "badge warn" }, "error"),
         el("span", { class: "facts" }, `${shown(milliseconds, milliseconds < 10 ? 2 : 3)} ms`)),
       el("pre", { class: "text arguments", title: "Arguments" }, visible(call.arguments)),
-      el("div", { class: "result" }, folding(call.text, { size: call.cut, limit: FOLDED_RESULT, whole: () => this.askFor(turn, number) })));
+      el("div", { class: "result" }, this.folding(call, { limit: FOLDED_RESULT, whole: () => this.askFor(turn, number) })));
   }
 }

@@ -2,6 +2,7 @@
 
 import { ask } from "./api.js";
 import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { Chat, endBadge } from "./episode.js";
 import { RunChoice } from "./runs.js";
 import { go, oneRun } from "./state.js";
 

@@ -2,7 +2,7 @@
 
 import { el, visible } from "./dom.js";
 
-const FOLDED = 4000; // number of characters shown until expanded
+export const FOLDED = 4000; // number of characters shown until expanded
 
 /**
  * A text, folded if it is long.

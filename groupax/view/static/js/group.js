@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { el, failure, fill, plural, select, shown, visible } from "./dom.js";
 import { Chat, endBadge } from "./episode.js";
-import { folding } from "./folding.js";
+import { FOLDED, folding } from "./folding.js";
 import { address } from "./state.js";
 import { shadedTokens, shadingLegend, tokenReading } from "./tokens.js";
 
