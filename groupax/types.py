@@ -164,7 +164,7 @@ class Rollout:
     @property
     def has_turns(self) -> bool:
         """True for an episode with several turns or calls of tools, False for a plain completion."""
-        return len(self.turns) > 1 or bool(self.turns[0].calls) or self.messages is not None
+        return len(self.turns) > 1 or self.messages is not None or any(turn.calls for turn in self.turns)
 
     @property
     def is_truncated(self) -> bool:

@@ -6,6 +6,7 @@ import threading
 import time
 
 from groupax.episodes.calls import Calls
+from groupax.episodes.record import Question, Record
 from groupax.parallel import processes
 from groupax.parallel.rendezvous import connect_to_primary
 from groupax.tools.runner import ToolRunner
@@ -35,10 +36,10 @@ def outcomes():
         found.append((own, outcome.value, error))
 
     with ToolRunner(8, 5.0, 1000) as runner:
-        calls = Calls(runner)
+        calls = Calls(runner, Record())
         for own, function in enumerate((number, lock, gone, number)):
             calls.call(
-                own,
+                Question((own, 0), 0, "act"),
                 lambda own=own, function=function: (function, {"own": own}),
                 lambda outcome, own=own: then(own, outcome),
             )
