@@ -131,6 +131,8 @@ def rollout_table(
             "turns": column(pa.string(), lambda row: turns_as_json(row.turns)),
             "messages": column(pa.string(), lambda row: messages_as_json(row.messages)),
         }
+    if any(row.turn_advantages is not None for row in rollouts):
+        columns["turn_advantages"] = column(pa.list_(pa.float32()), lambda row: row.turn_advantages)
     about = json.dumps({"step": step, "reward": reward if math.isfinite(reward) else None})
     return pa.table(columns).replace_schema_metadata({ABOUT: about.encode()})
 
