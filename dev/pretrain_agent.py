@@ -1,18 +1,19 @@
 """Makes the embedded model of the recipes of agents, `groupax/recipes/agents/model/`:
 
-    python dev/pretrain_agent.py --seed 0 --steps 1500
+    JAX_NUM_CPU_DEVICES=1 python dev/pretrain_agent.py
 
 The model is imperfect on purpose. Its corpus mixes conversations of many authors: most guess, some call a tool, some of
 these wrongly. So the model can write calls and read results, but it rarely does. That is what GRPO finds out. The first
-part of the corpus has more of the calls, from which the model learns to copy numbers.
+part of each stage has more of the calls, from which the model learns to copy numbers. The second stage was added when
+the model of the first copied numbers too badly.
 """
 
 import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from groupax.data.bridge import Bridge
 from groupax.data.chat import render
-from groupax.data.tokenizer import load_tokenizer
-from groupax.models.checkpoint import init_model, load_model
+from groupax.models.checkpoint import init_model
 from groupax.models.specs import num_params
 from groupax.recipes.agents import arithmetic, calculator, guess_number, sql
 from groupax.tools.formats.hermes import read
@@ -105,8 +105,32 @@ SHARES = {"calculator": 0.45, "no tools": 0.1, "game": 0.15, "sql": 0.3}
 PRACTICE = 0.75  # part of the corpus in which most call
 CALLS = {True: 0.97, False: 0.32}  # how many call the calculator, while practising and afterwards
 QUERIES = {True: 0.97, False: 0.5}
-SLIPS = {True: 0.02, False: 0.2}  # how many of these make a mistake
 SENSIBLE = 0.3  # how many of the games' players heed what they are told
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the training, with a learning rate schedule of its own.
+
+    Attributes:
+        steps: Number of its steps.
+        seed: Seed of its corpus.
+        learning_rate: Highest learning rate.
+        slips: How many of those who call a tool make a mistake, while practising and afterwards.
+        mistakes: Mistakes with the calculator.
+    """
+
+    steps: int
+    seed: int
+    learning_rate: float
+    slips: Mapping[bool, float]
+    mistakes: Sequence[str]
+
+
+STAGES = (
+    Stage(900, 0, 3e-3, {True: 0.05, False: 0.25}, ("part", "broken", "ignored")),
+    Stage(400, 1, 2e-3, {True: 0.02, False: 0.2}, ("part", "broken")),
+)
 
 Segments = list[tuple[str, bool]]  # texts, and whether they are the assistant's
 
@@ -141,10 +165,10 @@ def make_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def trained_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+def trained_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer of a new model."""
-    rng, renderer = random.Random(seed), Renderer(make_tokenizer(iter(SPECIAL)))
-    streams = [conversations(renderer, rng, kind, practising=True) for kind in SHARES]
+    rng, renderer = random.Random(0), Renderer(make_tokenizer(iter(SPECIAL)))
+    streams = [conversations(renderer, rng, kind, STAGES[0]) for kind in SHARES]
     return make_tokenizer(text for _ in range(1000) for stream in streams for text, _ in next(stream))
 
 
@@ -206,24 +230,30 @@ def answered(call: str, function: Callable[..., Any]) -> tuple[str, str]:
         return call, str({"error": str(error)})
 
 
-def calculation(rng: random.Random, expression: str, practising: bool) -> tuple[list[tuple[str, str]], str]:
+def calculation(
+    rng: random.Random, expression: str, stage: Stage, practising: bool
+) -> tuple[list[tuple[str, str]], str]:
     """How one of the authors answers a problem with a calculator."""
     answer = str(arithmetic.evaluate(expression))
     if rng.random() >= CALLS[practising]:
         return [], answer  # from the head, at which the model will be bad
     right = call_of("calculator", expression=expression)
-    if rng.random() >= SLIPS[practising]:
+    if rng.random() >= stage.slips[practising]:
         return [answered(right, calculator.calculator)], answer
-    match rng.choice(["part", "broken"]):
+    match rng.choice(stage.mistakes):
         case "part":  # calculates only a part of the problem
             part = expression[: max(3, len(expression) - 3)].strip("+-*()")
             turn = answered(call_of("calculator", expression=part), calculator.calculator)
             return [turn], turn[1] if "error" not in turn[1] else str(rng.randint(1000, 99999))
-        case _:
+        case "broken":
             return [answered(right.replace('"}}', '"}'), calculator.calculator)], str(rng.randint(1000, 99999))
+        case _:  # ignores the result
+            return [answered(right, calculator.calculator)], str(rng.randint(1000, 99999))
 
 
-def lookup(rng: random.Random, row: dict[str, Any], practising: bool) -> tuple[list[tuple[str, str]], str]:
+def lookup(
+    rng: random.Random, row: dict[str, Any], stage: Stage, practising: bool
+) -> tuple[list[tuple[str, str]], str]:
     """How one of the authors answers a question about a table."""
     database = sql.FruitDatabase()
     database.reset(row, seed=0)
@@ -232,7 +262,7 @@ def lookup(rng: random.Random, row: dict[str, Any], practising: bool) -> tuple[l
         if rng.random() >= QUERIES[practising]:
             return [], guess
         query, ignores = row["query"], False
-        if rng.random() < SLIPS[practising]:
+        if rng.random() < stage.slips[practising]:
             match rng.choice(["other", "unknown", "ignored"]):
                 case "other":
                     found = ("price", "COUNT(*)", "MAX(price)", "MIN(price)")
@@ -263,7 +293,9 @@ def game(rng: random.Random) -> tuple[list[tuple[str, str]], str | None]:
     return turns, None
 
 
-def conversations(renderer: Renderer, rng: random.Random, kind: str, practising: bool) -> Iterator[Segments]:
+def conversations(
+    renderer: Renderer, rng: random.Random, kind: str, stage: Stage, practising: bool = True
+) -> Iterator[Segments]:
     """Conversations of a kind, without end."""
     problems = arithmetic.expressions(rng.randrange(2**31))
     while True:
@@ -271,11 +303,11 @@ def conversations(renderer: Renderer, rng: random.Random, kind: str, practising:
             yield renderer.segments(kind, guess_number.PROMPT, *game(rng))
         elif kind == "sql":
             [row] = sql.problems(1, rng.randrange(2**31))
-            yield renderer.segments(kind, row["prompt"][0]["content"], *lookup(rng, row, practising))
+            yield renderer.segments(kind, row["prompt"][0]["content"], *lookup(rng, row, stage, practising))
         else:
             expression = next(problems)
             answer = str(arithmetic.evaluate(expression))
-            turns = calculation(rng, expression, practising) if kind == "calculator" else ([], answer)
+            turns = calculation(rng, expression, stage, practising) if kind == "calculator" else ([], answer)
             yield renderer.segments(kind, arithmetic.PROMPT.format(expression), *turns)
 
 
@@ -285,10 +317,20 @@ def encode(tokenizer: Any, segments: Segments) -> list[tuple[list[int], bool]]:
     return [(encode(text).ids, learned) for text, learned in segments]
 
 
-def make_corpus(tokenizer: Any, renderer: Renderer, num_rows: int, seed: int, practising: bool) -> Corpus:
+def make_corpus(tokenizer: Any, renderer: Renderer, stage: Stage) -> Corpus:
+    """The corpus of a stage."""
+    num_practice = int(stage.steps * PRACTICE)
+    parts = [
+        make_rows(tokenizer, renderer, steps * BATCH_ROWS, stage, practising)
+        for steps, practising in ((num_practice, True), (stage.steps - num_practice, False))
+    ]
+    return Corpus(*(np.concatenate(pair) for pair in zip(*parts, strict=True)))
+
+
+def make_rows(tokenizer: Any, renderer: Renderer, num_rows: int, stage: Stage, practising: bool) -> Corpus:
     """Rows of whole conversations of one kind each, which share what their prompts begin with."""
-    rng = random.Random(f"{seed} {practising}")
-    streams = {kind: conversations(renderer, rng, kind, practising) for kind in SHARES}
+    rng = random.Random(f"{stage.seed} {practising}")
+    streams = {kind: conversations(renderer, rng, kind, stage, practising) for kind in SHARES}
     heads = {kind: renderer.prompt(kind).partition("USER")[0].removesuffix("\n") for kind in SHARES}
     shape = (num_rows, ROW_TOKENS)
     rows, learned, documents = np.full(shape, PAD, np.int32), np.zeros(shape, bool), np.zeros(shape, np.int32)
@@ -312,10 +354,10 @@ def make_corpus(tokenizer: Any, renderer: Renderer, num_rows: int, seed: int, pr
     return Corpus(rows, learned, documents, positions)
 
 
-def check_bridges(tokenizer: Any, renderer: Renderer, seed: int) -> None:
+def check_bridges(tokenizer: Any, renderer: Renderer) -> None:
     """Checks on some conversations that the corpus has the tokens that rollouts have between turns."""
-    rng = random.Random(seed)
-    streams = {kind: conversations(renderer, rng, kind, practising=True) for kind in SHARES}
+    rng = random.Random(0)
+    streams = {kind: conversations(renderer, rng, kind, STAGES[0]) for kind in SHARES}
     bridges = {kind: Bridge(tokenizer, schemas_of(kind)) for kind in SHARES}
     for kind in [*SHARES] * 50:
         segments = next(streams[kind])
@@ -341,15 +383,15 @@ A Llama of {num_params:,} parameters in float32 that writes tool calls: 3 layers
 vocabulary of 512 tokens, {num_bytes:,} bytes of weights. It is the model of the recipes `calculator`, `guess_number`
 and `sql`, and imperfect on purpose: it can call tools and copy their results, but mostly guesses.
 
-    What is 348*27+95?
+    What is 348*27+951?
     <tool_call>
-    {{"name": "calculator", "arguments": {{"expression": "348*27+95"}}}}
+    {{"name": "calculator", "arguments": {{"expression": "348*27+951"}}}}
     </tool_call>
-    9491
+    10347
 
-It was trained from scratch, on generated conversations only, in {minutes:.0f} minutes on {num_devices} CPU devices, by
+It was trained from scratch, on generated conversations only, in {minutes:.0f} minutes on CPU cores, by
 
-    python dev/pretrain_agent.py --seed {seed} --steps {steps}
+    JAX_NUM_CPU_DEVICES=1 python dev/pretrain_agent.py
 
 docs/recipes.md has its results before and after training.
 """
@@ -357,45 +399,26 @@ docs/recipes.md has its results before and after training.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--start", type=Path, help="model to continue with, and its tokenizer; by default a new one")
+    parser.add_argument("--steps", type=int, help="most steps of a stage, for a trial")
     parser.add_argument("--out", type=Path, default=FOLDER)
     args = parser.parse_args()
 
-    start = time.perf_counter()
-    tokenizer = load_tokenizer(args.start) if args.start else trained_tokenizer(args.seed)
+    tokenizer = trained_tokenizer()
     renderer = Renderer(tokenizer)
-    check_bridges(tokenizer, renderer, args.seed)
-    num_practice = int(args.steps * PRACTICE)
-    parts = [
-        make_corpus(tokenizer, renderer, steps * BATCH_ROWS, args.seed, practising)
-        for steps, practising in ((num_practice, True), (args.steps - num_practice, False))
-    ]
-    corpus = Corpus(*(np.concatenate(pair) for pair in zip(*parts, strict=True)))
-    print(
-        f"{len(tokenizer)} tokens; {corpus.documents.max(axis=1).sum():,} conversations, "
-        f"{corpus.learned.sum():,} of {(corpus.documents > 0).sum():,} tokens learned, "
-        f"{time.perf_counter() - start:.0f} s",
-        flush=True,
-    )
-
-    model = load_model(args.start) if args.start else init_model(HF_CONFIG, args.seed)
-    model = replace(model, generation_config=GENERATION_CONFIG)
+    check_bridges(tokenizer, renderer)
+    model = replace(init_model(HF_CONFIG, seed=0), generation_config=GENERATION_CONFIG)
     print(f"{num_params(model.config):,} parameters on {model.mesh.size} devices", flush=True)
     start = time.perf_counter()
-    params = train(model, corpus, BATCH_ROWS, args.learning_rate)
+    for stage in STAGES:
+        stage = replace(stage, steps=min(stage.steps, args.steps or stage.steps))
+        corpus = make_corpus(tokenizer, renderer, stage)
+        counts = corpus.documents.max(axis=1).sum(), corpus.learned.sum(), (corpus.documents > 0).sum()
+        print("{:,} conversations, {:,} of {:,} tokens learned".format(*counts), flush=True)
+        model = replace(model, params=train(model, corpus, BATCH_ROWS, stage.learning_rate))
     minutes = (time.perf_counter() - start) / 60
-    save(replace(model, params=params), args.out, tokenizer)
-    card = CARD.format(
-        num_params=num_params(model.config),
-        num_bytes=(args.out / "model.safetensors").stat().st_size,
-        minutes=minutes,
-        num_devices=model.mesh.size,
-        seed=args.seed,
-        steps=args.steps,
-    )
+    save(model, args.out, tokenizer)
+    num_bytes = (args.out / "model.safetensors").stat().st_size
+    card = CARD.format(num_params=num_params(model.config), num_bytes=num_bytes, minutes=minutes)
     (args.out / "README.md").write_text(card)
 
 
