@@ -22,12 +22,11 @@ def is_right(completions, answer):
     return [float(messages[-1]["content"] == gold) for messages, gold in zip(completions, answer, strict=True)]
 
 
-rows = generate(
-    4096, seed=1
-)  # [{"prompt": [{"role": "user", "content": "What is 348*27+95?"}], "answer": "9491"}, ...]
+# [{"prompt": [{"role": "user", "content": "What is 348*27+951?"}], "answer": "10347"}, ...]
+rows = generate(4096, seed=1)
 args = GRPOConfig(
     output_dir="runs/calculator_example",
-    max_steps=60,
+    max_steps=50,
     prompts_per_step=16,
     max_completion_length=128,
     learning_rate=2e-4,

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -254,3 +255,14 @@ def test_the_calculator_is_trained_evaluated_and_generated_with(tmp_path, capsys
     out = capsys.readouterr().out
     assert "-> calculator {expression: '123*45'}" in out
     assert "<- 5535" in out
+
+
+@pytest.mark.heavy
+def test_the_example_of_a_calculator_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = (Path(__file__).parents[1] / "examples" / "calculator.py").read_text()
+    shorter = source.replace("max_steps=50", "max_steps=1").replace("prompts_per_step=16", "prompts_per_step=2")
+    assert "max_steps=50" not in shorter
+    exec(compile(shorter, "calculator.py", "exec"), {"__name__": "__main__"})
+    [metrics] = map(json.loads, (tmp_path / "runs/calculator_example/metrics.jsonl").read_text().splitlines())
+    assert metrics["tools/call_frequency"] >= 0

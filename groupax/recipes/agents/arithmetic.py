@@ -1,4 +1,4 @@
-"""Arithmetic problems with numbers too large for the embedded model's head, such as `348*27+95`. Imports no jax."""
+"""Arithmetic problems with numbers too large for the embedded model's head, such as `348*27+951`. Imports no jax."""
 
 import ast
 import itertools
@@ -11,12 +11,13 @@ from typing import Any
 PROMPT = "What is {}?"
 HELD_OUT_FRAC = 0.1
 MAX_CHARACTERS = 200  # longest expression that is calculated
+NUM_DIGITS = 5  # of the answers; the embedded model copies shorter and longer numbers badly
 SHAPES = ("{a}*{b}", "{a}*{b}+{c}", "{a}*{b}-{c}", "({a}+{c})*{b}")
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
 def generate(num: int, seed: int, held_out: bool = False) -> list[dict[str, Any]]:
-    """Generates problems with their answers. No problem is in both splits.
+    """Generates problems with their answers, of five digits. No problem is in both splits.
 
     Args:
         num: Number of problems.
@@ -28,19 +29,18 @@ def generate(num: int, seed: int, held_out: bool = False) -> list[dict[str, Any]
 
     Example:
         >>> generate(1, seed=0)
-        [{'prompt': [{'role': 'user', 'content': 'What is (826+592)*44?'}], 'answer': '62392'}]
+        [{'prompt': [{'role': 'user', 'content': 'What is 379*42-555?'}], 'answer': '15363'}]
     """
-    return [row_of(expression) for expression in itertools.islice(expressions(seed, held_out), num)]
-
-
-def row_of(expression: str) -> dict[str, Any]:
-    """Returns the row of an expression."""
-    prompt = [{"role": "user", "content": PROMPT.format(expression)}]
-    return {"prompt": prompt, "answer": str(evaluate(expression))}
+    drawn = ((expression, str(evaluate(expression))) for expression in expressions(seed, held_out))
+    fitting = ((expression, answer) for expression, answer in drawn if len(answer) == NUM_DIGITS)
+    return [
+        {"prompt": [{"role": "user", "content": PROMPT.format(expression)}], "answer": answer}
+        for expression, answer in itertools.islice(fitting, num)
+    ]
 
 
 def expressions(seed: int, held_out: bool = False) -> Iterator[str]:
-    """Yields the expressions of `generate`, without end."""
+    """Yields expressions with answers of any length, without end."""
     rng = random.Random(f"calculator {held_out} {seed}")
     while True:
         a, b, c = rng.randint(100, 999), rng.randint(12, 99), rng.randint(100, 999)
