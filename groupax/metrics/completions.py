@@ -139,7 +139,7 @@ def is_measured(name: str) -> bool:
     """Returns whether a metric depends on measurements of the machine, so that it differs between identical runs."""
     return (
         name.startswith(("time/", "memory/", "health/", "compile/"))
-        or name in ("step_time", "mfu")
+        or name in ("step_time", "mfu", "tools/seconds")
         or name.endswith("_per_s")
     )
 
