@@ -76,7 +76,10 @@ def main(order: dict[str, Any]) -> None:
 def run(code: str, namespace: dict[str, Any]) -> None:
     """Runs a program and prints the value of its last statement if that is an expression."""
     tree = ast.parse(code, NAME)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1] if tree.body else None
+    last = last if isinstance(last, ast.Expr) else None
+    if last is not None:
+        tree.body.pop()
     exec(compile(tree, NAME, "exec", dont_inherit=True), namespace)
     if last is not None:
         value = eval(compile(ast.Expression(last.value), NAME, "eval", dont_inherit=True), namespace)
