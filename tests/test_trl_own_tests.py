@@ -25,7 +25,8 @@ NAMED = (
     "test_train_with_environment_owned_data",
     "test_train_with_malformed_tool_calls",
 )
-NUM_TESTS = len(NAMED) + 1  # one of them with two kinds of tools
+DISPATCH = ("test_generate_prefers_rollout_func", "test_generate_rollout_func_raises_when_required_keys_are_missing")
+NUM_TESTS = len(NAMED) + 1 + len(DISPATCH)  # one of them with two kinds of tools
 
 
 @pytest.mark.parity
@@ -67,6 +68,7 @@ def test_trls_own_tests_of_tools_and_environments_pass(tmp_path):
         "--tb=short",
     ]
     nodes = [f"trl_tests/test_grpo_trainer.py::TestGRPOTrainer::{name}" for name in NAMED]
+    nodes += [f"trl_tests/test_grpo_trainer.py::TestGRPORolloutDispatch::{name}" for name in DISPATCH]
     done = subprocess.run(
         [*command, *nodes], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )

@@ -11,6 +11,7 @@ import torch
 
 from groupax.compat import hf
 from groupax.compat.trl import GRPOTrainer
+from groupax.compat.trl.rollout_func import call_rollout_func
 
 LATER_ROWS = 2  # of each generation after the first one in these tests
 
@@ -64,6 +65,16 @@ class ReplacedSession:
         self.pending = []
 
 
+class Unless:
+    """An attribute that is computed unless the instance has one of its own."""
+
+    def __init__(self, compute):
+        self.compute = compute
+
+    def __get__(self, instance, owner=None):
+        return self.compute(instance)
+
+
 def model(trainer):
     """The policy, as the same object at each access, as in TRL."""
     kept = trainer.__dict__.setdefault("_kept_model", hf.CausalLM(trainer.native.model))
@@ -78,6 +89,11 @@ def train(trainer, *arguments, **named):
     return trained(trainer, *arguments, **named)
 
 
+def generate(trainer, prompts):
+    output = call_rollout_func(trainer.rollout_func, prompts, trainer)
+    return output.prompt_ids, output.completion_ids, output.env_mask
+
+
 def lacking(name):
     """What the tests import from TRL and the installed version lacks: whether a package is there."""
     if not name.startswith("is_"):
@@ -88,7 +104,10 @@ def lacking(name):
 importlib.import_module("trl.import_utils").__getattr__ = lacking
 trained = GRPOTrainer.train
 GRPOTrainer.train = train
-GRPOTrainer.model = property(model)
+GRPOTrainer.model = Unless(model)
+GRPOTrainer.processing_class = Unless(GRPOTrainer.processing_class.fget)
+GRPOTrainer.tools = Unless(GRPOTrainer.tools.fget)
+GRPOTrainer._generate = generate
 GRPOTrainer._env_tools = property(lambda self: self._agents.functions_of)
 GRPOTrainer._environment_pool = property(
     lambda self: {name: self._agents.pool.instances(name) for name in self._agents.names}

@@ -22,6 +22,7 @@ from groupax.data.tokenizer import decode, special_token_ids
 from groupax.engine.sampler import Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.calls import Calls, Method
+from groupax.episodes.custom import RolloutRequest, custom_rollouts
 from groupax.episodes.environment import answer_of, checked_reward, warn_of_failure
 from groupax.episodes.episode import Episode
 from groupax.episodes.opening import Opening, group_seed
@@ -65,12 +66,18 @@ def play_episodes(
         rules: Tools and environments.
 
     Raises:
-        RunError: An environment failed to start, or started differently for the episodes of a group.
+        RunError: An environment failed to start, or started differently for the episodes of a group; or what the rules'
+            own function has sampled cannot be used.
     """
     if params.stop:
         assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
         special = special_token_ids(tokenizer, params.stop)
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
+    if rules.rollout_func is not None:
+        rows = [examples[index] for index in range(len(prompt_ids))]
+        request = RolloutRequest(sampler, tokenizer, rows, params, step, rules.template_kwargs)
+        yield from custom_rollouts(rules.rollout_func, request, first_prompt, policy_version)
+        return
     with _runner_of(rules) as runner, closing(sampler.session()) as session:
         table = Table(sampler, session, runner, tokenizer, rules, params, step, policy_version)
         table.open(examples, prompt_ids, first_prompt)

@@ -16,6 +16,7 @@ from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
 from groupax.compat.trl.optimizer import torch_optimizer_settings
+from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
@@ -75,6 +76,10 @@ class GRPOTrainer:
         peft_config: Settings of a LoRA adapter.
         tools: Functions that the model may call.
         environment_factory: Function that creates an environment, or several by the name in the column `environment`.
+        rollout_func: Function that samples a whole batch, from the prompt of each completion and this trainer.
+
+    Attributes:
+        rollout_request: What `rollout_func` is to sample, while it runs; else None.
 
     Raises:
         ValueError: An argument or a setting is not supported by groupax.
@@ -95,6 +100,7 @@ class GRPOTrainer:
         peft_config: Any = None,
         tools: Sequence[Any] | None = None,
         environment_factory: Any = None,
+        rollout_func: Any = None,
     ) -> None:
         self.args = args = args or GRPOConfig(f"{Path(str(getattr(model, 'name', model))).name}-GRPO")
         policy = _policy(model, args, quantization_config, peft_config)
@@ -107,6 +113,7 @@ class GRPOTrainer:
         num_prompts = args.schedule(num_devices).prompts_per_rollout
         train_dataset, has_prompts = agents.rows(train_dataset, args.given.get("max_steps", -1), num_prompts)
         examples = load_examples(train_dataset)
+        self.rollout_func, self.rollout_request = rollout_func, None
         self._unknown_environments = agents.unknown(examples)
         if self._unknown_environments:
             warn(f"{self._unknown_environment()}; `train` will refuse to run")
@@ -137,6 +144,7 @@ class GRPOTrainer:
             self._listeners,
             tools=agents.tools,
             environments=agents.environments(has_prompts),
+            rollout_func=self._rollout_function(rewards, examples),
         )
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
         args.warn_about_mesh(self.native.model)
@@ -216,6 +224,11 @@ class GRPOTrainer:
             self.push_to_hub()
         metrics = {"train_runtime": result.train_seconds, **result.metrics}
         return TrainOutput(result.num_steps, sum(losses) / max(len(losses), 1), metrics)
+
+    def _rollout_function(self, rewards: Sequence[Any], examples: Any) -> Any:
+        if self.rollout_func is None:
+            return None
+        return as_rollout_function(self.rollout_func, self, expected_columns(rewards, list(examples[0])))
 
     def _unknown_environment(self) -> str:
         name, known = self._unknown_environments[0], self._agents.names
