@@ -123,8 +123,8 @@ class Scripted(Script):
 
 
 def test_environments_that_start_differently_have_their_own_prompts():
-    agents = Agents(None, Counter)
     Counter.made = 0
+    agents = Agents(None, Counter)
     [group], _ = played(lambda *_: "ok", environments=agents.environments(has_prompts=False))
     contents = [row.example["prompt"][-1]["content"] for row in group]
     assert contents[0] != contents[1]

@@ -5,19 +5,20 @@ import json
 import random
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, init_model
 from groupax.engine.engine import new_sequences
-from groupax.episodes.environment import with_observation
+from groupax.episodes.environment import EnvironmentClass, with_observation
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.errors import InfrastructureError, RunError
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
-from groupax.tools.tool import Step, Tool, tool, tools_of
+from groupax.tools.tool import Step, Tool, tool, tools_from, tools_of
 
 from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 from .conftest import TINY
@@ -294,6 +295,41 @@ def test_an_environment_acts_on_messages_without_calls():
     assert "<|im_start|>user\nhello 1!<|im_end|>" in script.prompts[-1]
 
 
+class Operator:
+    """Answers calls itself, and scores the length of a message that it has not answered."""
+
+    def reset(self):
+        return None
+
+    def act(self, message):
+        calls = message.get("tool_calls", [])
+        if not calls:
+            return Step(None, done=True)
+        return [{"role": "tool", "tool_call_id": call["id"], "content": str(call["function"])} for call in calls]
+
+    def score(self, message):
+        return 0.0 if message is None else float(len(message["content"]))
+
+
+def test_an_environment_may_answer_calls_itself_and_score_a_message_that_was_cut_off():
+    def answer(text, sample, turn):
+        if sample:
+            return "x" * 300
+        return [call("add", a=1, b=2), call("add", a=1, b=2) + "<tool_call>\n{oops\n</tool_call>", "end"][turn]
+
+    tools = {"add": replace(tools_from([add])["add"], takes_owner=True, function=lambda owner, **_: "not called")}
+    methods = frozenset({"reset", "act", "score"})
+    operator = EnvironmentClass("operator", Operator, tools, methods, answers_calls=True)
+    [[row, cut]], _ = played(answer, environments=operator, max_turn_tokens=200)
+    assert [[(record.result, bool(record.error)) for record in turn.calls] for turn in row.turns] == [
+        [("{'name': 'add', 'arguments': {'a': 1, 'b': 2}}", False)],
+        [("not called", False), (row.turns[1].calls[1].result, True)],
+        [],
+    ]
+    assert (row.finish_reason, row.environment_reward) == ("done", 0.0)
+    assert (cut.finish_reason, cut.environment_reward) == ("turn_length", len(cut.turns[0].text))
+
+
 def test_an_environment_that_fails_leaves_its_episode_out():
     class Broken(Echo):
         def act(self, message):
@@ -392,7 +428,7 @@ def test_an_environment_that_does_not_start_is_tried_again_and_then_stops_the_ru
         [[row, _]], _ = played(lambda *_: "bye", environments=Late)
     assert row.finish_reason == "done"
     attempts.clear()
-    failure = r"'Late' failed to start, 2 times.*not yet"
+    failure = r"'Late' failed to start for all 1 episodes of a prompt, 2 times each.*not yet"
     with pytest.warns(UserWarning, match="not yet"), pytest.raises(RunError, match=failure):
         played(lambda *_: "bye", environments=Late, environment_retries=1, params=SamplingParams(n=1))
 
