@@ -103,12 +103,16 @@ def lacking(name):
 
 importlib.import_module("trl.import_utils").__getattr__ = lacking
 trained = GRPOTrainer.train
-GRPOTrainer.train = train
-GRPOTrainer.model = Unless(model)
-GRPOTrainer.processing_class = Unless(GRPOTrainer.processing_class.fget)
-GRPOTrainer.tools = Unless(GRPOTrainer.tools.fget)
-GRPOTrainer._generate = generate
-GRPOTrainer._env_tools = property(lambda self: self._agents.functions_of)
-GRPOTrainer._environment_pool = property(
-    lambda self: {name: self._agents.pool.instances(name) for name in self._agents.names}
-)
+OWN = {
+    "train": train,
+    "model": Unless(model),
+    "processing_class": Unless(GRPOTrainer.processing_class.fget),
+    "tools": Unless(GRPOTrainer.tools.fget),
+    "_generate": generate,
+    "_env_tools": property(lambda self: self._agents.functions_of),
+    "_environment_pool": property(
+        lambda self: {name: self._agents.pool.instances(name) for name in self._agents.names}
+    ),
+}
+for name, value in OWN.items():
+    setattr(GRPOTrainer, name, value)

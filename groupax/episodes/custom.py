@@ -100,7 +100,7 @@ class RolloutFunction:
         vocab_size: Number of tokens of the model, which the run sets.
     """
 
-    function: Callable[[RolloutRequest], Sequence[Trajectory]]
+    function: Callable[..., Sequence[Trajectory]]
     columns: Sequence[str] = ()
     eos_ids: Sequence[int] = ()
     max_tokens: int = 1 << 31
@@ -113,11 +113,14 @@ def as_rollout_function(given: Any) -> RolloutFunction | None:
     Raises:
         ValueError: It cannot be called.
     """
-    if given is None or isinstance(given, RolloutFunction):
+    if given is None:
+        return None
+    if isinstance(given, RolloutFunction):
         return given
     if not callable(given):
         raise ValueError(f"rollout_func must be a function of a RolloutRequest, got {short_repr(given)}")
-    return RolloutFunction(given)
+    function: Callable[..., Any] = given
+    return RolloutFunction(function)
 
 
 def custom_rollouts(
