@@ -147,6 +147,26 @@ def test_limits_end_an_episode_with_their_own_reasons():
     assert all(len(row.completion_ids) <= 150 for row in group)
 
 
+def test_a_turn_that_is_cut_off_runs_none_of_its_calls():
+    ran = []
+
+    def note() -> str:
+        """Notes that it ran."""
+        ran.append(1)
+        return "ran"
+
+    complete = call("note")
+    size = len(TOKENIZER.encode(complete)) + 4
+    for settings, params, end in (
+        ({"max_turn_tokens": size}, PARAMS, "turn_length"),
+        ({}, SamplingParams(n=2, max_tokens=size), "length"),
+    ):
+        [group], _ = played(lambda *_: f"{complete} and so on and on", [note], params=params, **settings)
+        assert [row.finish_reason for row in group] == [end] * 2
+        assert all(complete in TOKENIZER.decode(row.completion_ids) for row in group)
+    assert not ran
+
+
 def test_a_malformed_call_is_told_or_ends_the_episode():
     def answer(text, sample, turn):
         return "<tool_call>\n{broken\n</tool_call>" if turn == 0 else "sorry"
@@ -483,23 +503,23 @@ class Conversation:
 CHATTY = TINY | {"vocab_size": VOCAB_SIZE, "eos_token_id": END, "max_position_embeddings": 512}
 
 
-def train(folder, **settings):
+def train(folder, reward_funcs=None, **settings):
     """The metrics of three steps with conversations, and the trainer."""
-    args = GRPOConfig(
-        output_dir=str(folder),
-        prompts_per_step=2,
-        num_generations=4,
-        max_completion_length=128,
-        max_turn_tokens=40,
-        max_steps=3,
-        learning_rate=1e-2,
-        progress_bar="none",
-        stop=tuple("abcdefghijklmnop"),  # a turn has 15 tokens in the mean
-        **settings,
-    )
+    given = {
+        "prompts_per_step": 2,
+        "num_generations": 4,
+        "max_completion_length": 128,
+        "max_turn_tokens": 40,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "progress_bar": "none",
+        "stop": tuple("abcdefghijklmnop"),  # a turn has 15 tokens in the mean
+    }
+    args = GRPOConfig(output_dir=str(folder), **{**given, **settings})
     model = init_model(CHATTY, seed=0)
     rows = [{"prompt": [{"role": "user", "content": "talk"}], "topic": topic} for topic in ("cats", "dogs")]
-    trainer = GRPOTrainer(model, None, args, rows, processing_class=chat_tokenizer(), environments=Conversation)
+    processing = {"processing_class": chat_tokenizer(), "environments": Conversation}
+    trainer = GRPOTrainer(model, reward_funcs, args, rows, **processing)
     trainer.train()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], trainer
 
