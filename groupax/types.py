@@ -153,6 +153,11 @@ class Rollout:
         return int(self.mask.sum())
 
     @property
+    def has_turns(self) -> bool:
+        """True for an episode with several turns or calls of tools, False for a plain completion."""
+        return len(self.turns) > 1 or self.messages is not None or any(turn.calls for turn in self.turns)
+
+    @property
     def is_truncated(self) -> bool:
         """True if a limit ended the completion."""
         return self.finish_reason in TRUNCATIONS
