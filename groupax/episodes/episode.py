@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.engine.prefix_cache import Place
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.rules import Kind
 from groupax.tools.calls import ParsedTurn, ToolCall
@@ -21,6 +22,7 @@ class Episode:
         kind: Its tools and environment.
         max_tokens: Most tokens after the prompt.
         instance: The user's environment, if it has one.
+        place: Place for its keys and values between two turns, if the sampler has any.
 
     Attributes:
         ids, mask, policy_logps, sampler_logps: Token ids after the prompt; which of them the model sampled; and their
@@ -32,10 +34,16 @@ class Episode:
     """
 
     def __init__(
-        self, first: Completion, example: Mapping[str, Any], kind: Kind, max_tokens: int, instance: Any = None
+        self,
+        first: Completion,
+        example: Mapping[str, Any],
+        kind: Kind,
+        max_tokens: int,
+        instance: Any = None,
+        place: Place | None = None,
     ) -> None:
         self.first, self.example, self.kind, self.instance = first, example, kind, instance
-        self.max_tokens = max_tokens
+        self.max_tokens, self.place = max_tokens, place
         self.ids: list[int] = []
         self.mask: list[bool] = []
         self.policy_logps: list[float] = []

@@ -19,7 +19,8 @@ import numpy as np
 
 from groupax.data.examples import Examples
 from groupax.data.tokenizer import decode, special_token_ids
-from groupax.engine.sampler import Sampler, SamplingSession
+from groupax.engine.prefix_cache import Place
+from groupax.engine.sampler import Sampler, SamplingSession, StoringSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.environment import as_messages, checked, checked_reward, warn_of_failure
 from groupax.episodes.episode import Episode
@@ -106,12 +107,15 @@ class Table:
         self._finished: dict[int, list[Episode]] = {}
         self._num_unfinished = self._num_closing = 0
         self._prompt_numbers = itertools.count(LATER_TURNS)
+        self._places: list[Place] = []  # for episodes that have not started
 
     def open(self, given: Examples, prompt_ids: Sequence[np.ndarray], first_prompt: int) -> None:
         """Starts the groups of prompts."""
         examples = [given[index] for index in range(len(prompt_ids))]
         kinds = [self.rules.kind_of(example) for example in examples]
         self._num_unfinished += len(examples)
+        if self.rules.has_turns and isinstance(self._session, StoringSession):
+            self._places += self._session.places(len(examples) * self.params.n)
         if all(kind.environment is None for kind in kinds):
             self.start(first_prompt, examples, kinds[0] if kinds else SINGLE_TURN, prompt_ids)
             return
@@ -170,9 +174,11 @@ class Table:
         for number, sequence in enumerate(self._sampler.sequences(list(prompts), params, self.step, first_prompt)):
             example = examples[sequence.prompt_index - first_prompt]
             instance = instances[number] if instances else None
-            self._sample(Episode(sequence, example, kind, self.params.max_tokens, instance), sequence)
+            place = self._places.pop() if self._places and kind.has_turns else None
+            self._sample(Episode(sequence, example, kind, self.params.max_tokens, instance, place), sequence)
 
     def _sample(self, episode: Episode, sequence: Completion) -> None:
+        sequence.place = episode.place
         self._sampled[id(sequence)] = episode
         self._to_submit.append(sequence)
 
@@ -286,6 +292,7 @@ class Table:
 
     def _close(self, episode: Episode) -> None:
         of = episode.kind.environment
+        episode.place = episode.first.place = None
         self._finished.setdefault(episode.first.prompt_index, []).append(episode)
         if of is not None and "close" in of.methods:
             self._num_closing += 1
