@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from groupax.config import GRPOConfig as GRPOConfig
     from groupax.engine.engine import Engine as Engine
+    from groupax.environments.openenv import openenv as openenv
+    from groupax.errors import InfrastructureError as InfrastructureError
     from groupax.models.checkpoint import Model as Model
     from groupax.models.checkpoint import add_adapter as add_adapter
     from groupax.models.checkpoint import init_model as init_model
@@ -28,6 +30,7 @@ _HOME = {
     "Engine": "groupax.engine.engine",
     "GRPOConfig": "groupax.config",
     "GRPOTrainer": "groupax.trainer",
+    "InfrastructureError": "groupax.errors",
     "LoRAConfig": "groupax.models.lora",
     "Model": "groupax.models.checkpoint",
     "SamplingParams": "groupax.settings.sampling",
@@ -36,6 +39,7 @@ _HOME = {
     "add_adapter": "groupax.models.checkpoint",
     "init_model": "groupax.models.checkpoint",
     "load_model": "groupax.models.checkpoint",
+    "openenv": "groupax.environments.openenv",
     "save_adapter": "groupax.models.saving",
     "save_model": "groupax.models.saving",
     "tool": "groupax.tools.tool",

@@ -5,6 +5,14 @@ class RunError(RuntimeError):
     """An error that ends a run; the message says why and what to do."""
 
 
+class InfrastructureError(RuntimeError):
+    """A tool or an environment cannot answer, through no fault of the model's.
+
+    Tools and environments may raise it. The episode is then left out of its group's comparison and of the loss, where
+    any other exception of a tool becomes a result that the model reads.
+    """
+
+
 class DivergedError(RunError):
     """Too many consecutive updates were not finite."""
 

@@ -18,12 +18,15 @@ FinishReason = Literal[
     "turn_length",
     "tool_result_too_long",
     "parse_error",
+    "timeout",
     "env_error",
 ]
 # The ends that a limit imposes, so that the model did not finish.
 TRUNCATIONS: frozenset[FinishReason] = frozenset(
     ("length", "max_turns", "max_tool_calls", "turn_length", "tool_result_too_long")
 )
+# The ends through no fault of the model, whose episodes are left out of comparisons and of the loss.
+FAILURES: frozenset[FinishReason] = frozenset(("timeout", "env_error"))
 Metrics = dict[str, float]
 _ALL_TOKENS: Any = None  # the default of a mask, which becomes an array
 
@@ -119,6 +122,7 @@ class Rollout:
         messages: Messages after the prompt of a conversation of several turns; None where `text` is the only one.
         turn_advantages: Advantage of each turn; None for `advantage` at all of them.
         environment_reward: Sum of what the environment gave for the turns and for the whole; None without any.
+        environment: The environment itself, until the episode is scored; None without one.
 
     Raises:
         ValueError: The lengths of the fields do not fit together.
@@ -142,6 +146,7 @@ class Rollout:
     messages: tuple[Mapping[str, Any], ...] | None = None
     turn_advantages: tuple[float, ...] | None = None
     environment_reward: float | None = None
+    environment: Any = None
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
@@ -160,6 +165,11 @@ class Rollout:
     def is_truncated(self) -> bool:
         """True if a limit ended the completion."""
         return self.finish_reason in TRUNCATIONS
+
+    @property
+    def is_failure(self) -> bool:
+        """True if a failure ended the episode, through no fault of the model."""
+        return self.finish_reason in FAILURES
 
     @property
     def prompt(self) -> Prompt:

@@ -14,10 +14,10 @@ from groupax.engine.engine import new_sequences
 from groupax.episodes.environment import with_observation
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
-from groupax.errors import RunError
+from groupax.errors import InfrastructureError, RunError
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
-from groupax.tools.tool import Step, tool
+from groupax.tools.tool import Step, Tool, tool, tools_of
 
 from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 from .conftest import TINY
@@ -321,7 +321,62 @@ def test_an_environment_that_fails_leaves_its_episode_out():
 
     with pytest.warns(UserWarning, match="timed out after 0.1 s"):
         [[row, _]], _ = played(lambda *_: "hi", environments=Hanging, tool_timeout_s=0.1)
-    assert row.finish_reason == "env_error"
+    assert row.finish_reason == "timeout"
+    assert row.is_failure
+
+
+def test_a_tool_without_its_infrastructure_leaves_the_episode_out_of_the_comparison():
+    def lookup(word: str) -> str:
+        """Looks a word up.
+
+        Args:
+            word: Any word.
+        """
+        if word == "lost":
+            raise InfrastructureError("no connection")
+        return word
+
+    def answer(text, sample, turn):
+        return call("lookup", word="found" if sample else "lost") if turn == 0 else "so"
+
+    with pytest.warns(UserWarning, match="tool lookup: InfrastructureError: no connection"):
+        [[row, other]], _ = played(answer, [lookup])
+    assert (row.finish_reason, other.finish_reason) == ("env_error", "stop")
+    assert row.turns[0].calls[0].error == "InfrastructureError: no connection"
+
+
+def test_a_tool_may_keep_a_state_for_each_episode_that_calls_it():
+    made = []
+
+    class Counter:
+        def __init__(self, seed):
+            self.seed, self.count, self.is_closed = seed, 0, False
+            made.append(self)
+
+        def next(self, by: int) -> str:
+            """Counts.
+
+            Args:
+                by: The difference.
+            """
+            self.count += by
+            return str(self.count)
+
+        def close(self):
+            self.is_closed = True
+
+    schema = tools_of(Counter, public=True)["next"].schema
+    count = Tool("next", Counter.next, schema, takes_owner=True, open=Counter)
+
+    def answer(text, sample, turn):
+        return call("next", by=sample + 1) if turn < 3 and sample < 2 else "end"
+
+    [group, _], _ = played(answer, [count], num_prompts=2, params=SamplingParams(n=3, max_tokens=2000))
+    results = [[record.result for turn in row.turns for record in turn.calls] for row in group]
+    assert results == [["1", "2", "3"], ["2", "4", "6"], []]
+    assert len(made) == 4
+    assert all(each.is_closed for each in made)
+    assert len({each.seed for each in made}) == 2  # one for each group
 
 
 def test_an_environment_that_does_not_start_is_tried_again_and_then_stops_the_run():

@@ -66,11 +66,15 @@ def render_all(
     add_generation_prompt: bool = True,
     template_kwargs: Sequence[Mapping[str, Any]] | None = None,
     tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+    may_be_empty: bool = False,
 ) -> list[str]:
-    """Renders several conversations, each with its own name, template arguments and tools (see `render`)."""
+    """Renders several conversations, each with its own name, template arguments and tools (see `render`).
+
+    With `may_be_empty` a conversation needs no text.
+    """
     if not conversations:
         return []
-    checked = [check_messages(*item) for item in zip(conversations, names, strict=True)]
+    checked = [check_messages(*item, may_be_empty) for item in zip(conversations, names, strict=True)]
     if not tokenizer.chat_template:
         raise ValueError(
             f"{names[0]} is a list of messages, but the tokenizer has no chat template (a base model?); set "

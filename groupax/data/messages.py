@@ -8,7 +8,7 @@ from groupax.settings.template_kwargs import check_json
 from groupax.terminal.printable import short_repr
 
 
-def check_messages(messages: Any, name: str) -> list[dict[str, Any]]:
+def check_messages(messages: Any, name: str, may_be_empty: bool = False) -> list[dict[str, Any]]:
     """Checks the messages of a conversation and returns them without null fields, with which tables fill their rows.
 
     Arguments of tool calls that are given as the text of a JSON object are returned as that object.
@@ -16,6 +16,7 @@ def check_messages(messages: Any, name: str) -> list[dict[str, Any]]:
     Args:
         messages: Messages with a role and content, or with tool calls.
         name: Name of the conversation in an error.
+        may_be_empty: Whether no message needs to have any text.
 
     Raises:
         ValueError: These are not messages of text.
@@ -30,7 +31,7 @@ def check_messages(messages: Any, name: str) -> list[dict[str, Any]]:
         _check_message(message, f"{name}: message {number} of {len(messages)}")
         for number, message in enumerate(messages, 1)
     ]
-    if not any("".join(message_texts(message)).strip() for message in checked):
+    if not may_be_empty and not any("".join(message_texts(message)).strip() for message in checked):
         raise ValueError(f"{name} is empty: no message has any text: {short_repr(messages)}")
     return checked
 

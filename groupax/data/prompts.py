@@ -42,6 +42,7 @@ def encode_examples(
     template_kwargs: Mapping[str, Any] | None = None,
     name: str = "",
     tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+    may_be_empty: bool = False,
 ) -> PromptSet:
     """Tokenizes all prompts and applies the policy for those longer than `max_length` tokens.
 
@@ -57,13 +58,14 @@ def encode_examples(
         template_kwargs: Arguments for the chat template.
         name: Name of the dataset in an error.
         tools: Tools of each row, as schemas in OpenAI's format.
+        may_be_empty: Whether a conversation needs no text, e.g. since an environment adds to it.
 
     Raises:
         ValueError: A prompt is too long and the policy is "error", none is left after dropping, one is empty, or one
             cannot be encoded (see `encode_prompts`).
     """
     label = f"{name}: prompt" if name else "prompt"
-    token_ids = _encode(examples, tokenizer, max_length, template_kwargs or {}, name, tools)
+    token_ids = _encode(examples, tokenizer, max_length, template_kwargs or {}, name, tools, may_be_empty)
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(f"{label} {index} is empty and the tokenizer adds no token; the model needs at least one")
@@ -102,13 +104,14 @@ def _encode(
     template_kwargs: Mapping[str, Any],
     name: str,
     tools: Sequence[Sequence[Mapping[str, Any]]] | None,
+    may_be_empty: bool,
 ) -> list[np.ndarray]:
     label = f"{name}: prompt" if name else "prompt"
     is_table = hasattr(examples, "column_names")
     prompts = list(examples["prompt"]) if is_table else [examples[index]["prompt"] for index in range(len(examples))]
     if "prompt_ids" not in examples[0]:
         arguments = _template_kwargs(examples, prompts, template_kwargs, label)
-        return encode_prompts(tokenizer, prompts, arguments, max_length, label, tools)
+        return encode_prompts(tokenizer, prompts, arguments, max_length, label, tools, may_be_empty)
     if template_kwargs:
         raise ValueError(
             f"{name or 'the dataset'} has a column prompt_ids, which chat_template_kwargs cannot change; leave one of "

@@ -168,6 +168,7 @@ def encode_prompts(
     max_tokens: int | None = None,
     name: str = "prompt",
     tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+    may_be_empty: bool = False,
 ) -> list[np.ndarray]:
     """Returns the token ids of each prompt: a string is encoded directly, messages are rendered by the chat template.
 
@@ -179,6 +180,7 @@ def encode_prompts(
             may be encoded instead. None encodes everything.
         name: Name of a prompt in an error, before its index.
         tools: Tools of each prompt, as schemas in OpenAI's format.
+        may_be_empty: Whether a conversation needs no text, e.g. since an environment adds to it.
 
     Raises:
         ValueError: A prompt is neither a string nor a list of messages of text, has template arguments that no template
@@ -193,7 +195,14 @@ def encode_prompts(
     names, chosen_kwargs = [f"{name} {index}" for index in chosen], [arguments[index] for index in chosen]
     chosen_tools = [tools[index] for index in chosen]
     rendered_texts = iter(
-        render_all(tokenizer, conversations, names, template_kwargs=chosen_kwargs, tools=chosen_tools)
+        render_all(
+            tokenizer,
+            conversations,
+            names,
+            template_kwargs=chosen_kwargs,
+            tools=chosen_tools,
+            may_be_empty=may_be_empty,
+        )
     )
     texts = [
         next(rendered_texts) if flag else _checked_text(prompt, given, own, f"{name} {index}")

@@ -1,6 +1,6 @@
 """The record of an episode while it is played: a stream of tokens to which tokens are only ever appended."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ class Episode:
         example: Dataset row with the prompt.
         kind: Its tools and environment.
         max_tokens: Most tokens after the prompt.
-        instance: The user's environment, if it has one.
+        instance: The user's environment, if it has one and this process makes its calls.
         place: Place for its keys and values between two turns, if the sampler has any.
 
     Attributes:
@@ -29,6 +29,8 @@ class Episode:
             log-probs, 0 for those that it did not sample.
         turns: Turns so far.
         messages: Messages after the prompt.
+        tool_states: What tools that were called have opened for this episode, by their `open`; None in processes that
+            do not make its calls.
         reward: Sum of the rewards of the environment; None without one, and if it failed or scores None.
         finish_reason: Reason of its end; None while it is played.
     """
@@ -50,7 +52,8 @@ class Episode:
         self.sampler_logps: list[float] = []
         self.turns: list[Turn] = []
         self.messages: list[dict[str, Any]] = []
-        self.reward: float | None = None if instance is None else 0.0
+        self.tool_states: dict[Callable[[int], Any], Any] = {}
+        self.reward: float | None = None if kind.environment is None else 0.0
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -133,6 +136,7 @@ class Episode:
             turns=tuple(self.turns) if self.kind.has_turns else (),
             messages=tuple(self.messages) if is_conversation else None,
             environment_reward=self.reward,
+            environment=self.instance,
         )
 
 

@@ -7,7 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from groupax.data.tokenizer import encode_prompts
-from groupax.episodes.environment import reset_arguments, warn_of_failure, with_observation
+from groupax.episodes.calls import Calls, Method
+from groupax.episodes.environment import warn_of_failure, with_observation
 from groupax.episodes.rules import Kind, Rules
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
@@ -18,6 +19,11 @@ from groupax.types import Prompt
 SEEDS = 1 << 31
 
 
+def group_seed(seed: int, step: int, prompt_index: int) -> int:
+    """Returns the seed that the episodes of a group share."""
+    return int(np.random.SeedSequence([seed % (1 << 64), step, prompt_index]).generate_state(1)[0]) % SEEDS
+
+
 @runtime_checkable
 class Host(Protocol):
     """A `play.Table`, in which groups are played."""
@@ -26,10 +32,7 @@ class Host(Protocol):
     tokenizer: Any
     params: SamplingParams
     step: int
-
-    def call(self, function: Callable[..., Any], arguments: dict[str, Any], then: Callable[[Outcome], None]) -> None:
-        """Calls a function of an environment in another thread, and `then` with the outcome in this one."""
-        ...
+    calls: Calls | None
 
     def start(
         self,
@@ -42,6 +45,27 @@ class Host(Protocol):
         """Samples the first turns of groups of one kind, each with the environments of its episodes."""
         ...
 
+    def start_apart(
+        self,
+        prompt_index: int,
+        examples: Sequence[Mapping[str, Any]],
+        kind: Kind,
+        prompts: Sequence[np.ndarray],
+        instances: Sequence[Any],
+    ) -> None:
+        """Samples the first turns of one group, whose episodes have different prompts."""
+        ...
+
+
+class Seat:
+    """The place of an environment, which only the process has that makes its calls."""
+
+    instance: Any = None
+
+    def take(self, instance: Any) -> None:
+        """Keeps a new environment."""
+        self.instance = instance
+
 
 class Opening:
     """A group whose environments are being created and reset.
@@ -51,14 +75,14 @@ class Opening:
         prompt_index: Index of its prompt.
         example: Dataset row with the prompt.
         kind: Kind of its episodes.
+        place: Number of its first episode among those of this kind.
     """
 
-    def __init__(self, table: Host, prompt_index: int, example: Mapping[str, Any], kind: Kind) -> None:
+    def __init__(self, table: Host, prompt_index: int, example: Mapping[str, Any], kind: Kind, place: int) -> None:
         assert kind.environment is not None, "of an environment"
         self._table, self._prompt_index, self._example = table, prompt_index, example
-        self._kind, self._class = kind, kind.environment
-        words = [table.params.seed % (1 << 64), table.step, prompt_index]
-        self._seed = int(np.random.SeedSequence(words).generate_state(1)[0]) % SEEDS
+        self._kind, self._class, self._place = kind, kind.environment, place
+        self._seed = group_seed(table.params.seed, table.step, prompt_index)
         self._started: dict[int, tuple[Any, Any]] = {}  # environments and their observations
 
     def begin(self) -> None:
@@ -67,23 +91,34 @@ class Opening:
             self._begin(index, self._table.rules.settings.environment_retries)
 
     def _begin(self, index: int, num_retries: int) -> None:
-        self._table.call(self._class.create, {}, partial(self._reset, index, num_retries))
+        seat = Seat()
+        arguments = {"place": self._place + index} if self._class.takes_place else {}
+        self._call(lambda: (self._class.create, arguments), partial(self._reset, index, num_retries, seat), seat.take)
 
-    def _reset(self, index: int, num_retries: int, created: Outcome) -> None:
+    def _reset(self, index: int, num_retries: int, seat: "Seat", created: Outcome) -> None:
         if created.kind:
             self._begin_again(index, num_retries, created)
             return
-        row = {name: value for name, value in self._example.items() if name != "prompt"}
-        arguments = reset_arguments(created.value.reset, row, self._seed)
-        self._table.call(created.value.reset, arguments, partial(self._began, index, num_retries, created.value))
 
-    def _began(self, index: int, num_retries: int, instance: Any, outcome: Outcome) -> None:
+        def reset() -> tuple[Callable[..., Any], dict[str, Any]]:
+            method = self._class.method(seat.instance, "reset")
+            return method, self._class.arguments(method, self._example, self._seed)
+
+        self._call(reset, partial(self._began, index, num_retries, seat))
+
+    def _began(self, index: int, num_retries: int, seat: "Seat", outcome: Outcome) -> None:
         if outcome.kind:
             self._begin_again(index, num_retries, outcome)
             return
-        self._started[index] = instance, outcome.value
+        self._started[index] = seat.instance, outcome.value
         if len(self._started) == self._table.params.n:
             self._start()
+
+    def _call(
+        self, method: Method, then: Callable[[Outcome], None], finish: Callable[[Any], Any] | None = None
+    ) -> None:
+        assert self._table.calls is not None, "there are environments"
+        self._table.calls.call(self._prompt_index, method, then, finish)
 
     def _begin_again(self, index: int, num_retries: int, outcome: Outcome) -> None:
         if num_retries == 0:
@@ -99,14 +134,27 @@ class Opening:
         instances, observations = zip(*(self._started[index] for index in sorted(self._started)), strict=True)
         first = observations[0]
         different = next((each for each in observations if each != first), first)
-        name = self._class.name
-        if different != first:
+        if different == first:
+            example, ids = self._prompt_of(first)
+            self._table.start(self._prompt_index, [example], self._kind, [ids], instances)
+            return
+        if self._class.starts_alike:
             raise RunError(
-                f"environment {name!r} started differently for the episodes of a group, whose rewards are compared: "
-                f"{short_repr(first)} and {short_repr(different)}; let reset depend on its row and seed alone"
+                f"environment {self._class.name!r} started differently for the episodes of a group, whose rewards are "
+                f"compared: {short_repr(first)} and {short_repr(different)}; let reset depend on its row and seed alone"
             )
+        examples, prompts = zip(*map(self._prompt_of, observations), strict=True)
+        self._table.start_apart(self._prompt_index, examples, self._kind, prompts, instances)
+
+    def _prompt_of(self, observation: Any) -> tuple[dict[str, Any], np.ndarray]:
+        """Returns the row with the prompt to which an observation was added, and that prompt's token ids.
+
+        Raises:
+            RunError: It cannot be encoded, or is too long.
+        """
+        name = self._class.name
         try:
-            prompt = with_observation(self._example["prompt"], first)
+            prompt = with_observation(self._example["prompt"], observation)
             [ids] = self._encode(prompt)
         except ValueError as error:
             raise RunError(f"environment {name!r}: {error}") from error
@@ -116,10 +164,9 @@ class Opening:
                 f"environment {name!r}: the prompt has {len(ids)} tokens with what reset returned, and {limit} are "
                 "allowed by max_prompt_length, or by what max_completion_length leaves of the model's positions"
             )
-        example = {**self._example, "prompt": prompt}
-        self._table.start(self._prompt_index, [example], self._kind, [ids], instances)
+        return {**self._example, "prompt": prompt}, ids
 
     def _encode(self, prompt: Prompt) -> list[np.ndarray]:
         kwargs = {**self._table.rules.template_kwargs, **(self._example.get("chat_template_kwargs") or {})}
         tools = [self._kind.schemas] if self._kind.tools else None
-        return encode_prompts(self._table.tokenizer, [prompt], [kwargs], tools=tools)
+        return encode_prompts(self._table.tokenizer, [prompt], [kwargs], tools=tools, may_be_empty=True)

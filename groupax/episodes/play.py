@@ -8,7 +8,7 @@ thread that iterates; tools and environments run in those of the runner, which p
 """
 
 import itertools
-import queue
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
@@ -22,15 +22,17 @@ from groupax.data.tokenizer import decode, special_token_ids
 from groupax.engine.prefix_cache import Place
 from groupax.engine.sampler import Sampler, SamplingSession, StoringSession
 from groupax.engine.sequence import Sequence as Completion
-from groupax.episodes.environment import as_messages, checked, checked_reward, warn_of_failure
+from groupax.episodes.calls import Calls, Method
+from groupax.episodes.environment import answer_of, checked_reward, warn_of_failure
 from groupax.episodes.episode import Episode
-from groupax.episodes.opening import Opening
+from groupax.episodes.opening import Opening, group_seed
 from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
+from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
-from groupax.tools.runner import ToolResult, ToolRunner
+from groupax.tools.runner import TIMED_OUT, ToolResult, ToolRunner
 from groupax.tools.threads import Outcome
-from groupax.tools.tool import Step, match_calls
+from groupax.tools.tool import Tool, match_calls
 from groupax.types import FinishReason, Rollout
 
 LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those of any rollout
@@ -98,10 +100,10 @@ class Table:
         step: int,
         policy_version: int,
     ) -> None:
-        self._sampler, self._session, self._runner = sampler, session, runner
+        self._sampler, self._session = sampler, session
+        self.calls = None if runner is None else Calls(runner)
         self.tokenizer, self.rules = tokenizer, rules
         self.params, self.step, self._policy_version = params, step, policy_version
-        self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sampled: dict[int, Episode] = {}  # by the identity of the sequence that is sampled
         self._to_submit: list[Completion] = []
         self._finished: dict[int, list[Episode]] = {}
@@ -119,14 +121,18 @@ class Table:
         if all(kind.environment is None for kind in kinds):
             self.start(first_prompt, examples, kinds[0] if kinds else SINGLE_TURN, prompt_ids)
             return
+        places: Counter[str] = Counter()  # by the name of the environment
         for index, (example, kind) in enumerate(zip(examples, kinds, strict=True), first_prompt):
-            Opening(self, index, example, kind).begin()
+            name = kind.environment.name if kind.environment is not None else ""
+            Opening(self, index, example, kind, places[name]).begin()
+            places[name] += self.params.n
 
     def finished_groups(self) -> Iterator[list[Rollout]]:
         """Plays until all groups are finished, and yields each when it is."""
         while self._num_unfinished or self._num_closing:
             self._submit()
-            self._do_what_is_due(waits=not self._session.busy)
+            if self.calls is not None:
+                self.calls.deliver(waits=not self._session.busy and not self._finished_any)
             self._submit()
             if self._session.busy:
                 for sequence, _ in self._session.step():
@@ -140,13 +146,6 @@ class Table:
         if self._to_submit:
             sequences, self._to_submit = self._to_submit, []
             self._session.submit(sequences)
-
-    def _do_what_is_due(self, waits: bool) -> None:
-        """Does what the threads of tools and environments have left to do; waits for the first if nothing else runs."""
-        waits = waits and not self._finished_any
-        while waits or not self._todo.empty():
-            self._todo.get()()
-            waits = False
 
     @property
     def _finished_any(self) -> bool:
@@ -168,14 +167,43 @@ class Table:
         instances: Sequence[Any] = (),
     ) -> None:
         """Samples the first turns of groups of one kind, each with the environments of its episodes, if it has any."""
-        params, limit = self.params, self.rules.settings.max_turn_tokens
-        if kind.has_turns and limit is not None:
-            params = replace(params, max_tokens=min(params.max_tokens, limit))
+        params = self._first_params(kind)
         for number, sequence in enumerate(self._sampler.sequences(list(prompts), params, self.step, first_prompt)):
             example = examples[sequence.prompt_index - first_prompt]
             instance = instances[number] if instances else None
             place = self._places.pop() if self._places and kind.has_turns else None
             self._sample(Episode(sequence, example, kind, self.params.max_tokens, instance, place), sequence)
+
+    def start_apart(
+        self,
+        prompt_index: int,
+        examples: Sequence[Mapping[str, Any]],
+        kind: Kind,
+        prompts: Sequence[np.ndarray],
+        instances: Sequence[Any],
+    ) -> None:
+        """Samples the first turns of one group, whose episodes have different prompts."""
+        params = self._first_params(kind)
+        group = self._sampler.sequences([prompts[0]], params, self.step, prompt_index)
+        for first, example, prompt, instance in zip(group, examples, prompts, instances, strict=True):
+            first.prompt = prompt
+            self._sample_alone(Episode(first, example, kind, self.params.max_tokens, instance), params.max_tokens)
+
+    def _first_params(self, kind: Kind) -> SamplingParams:
+        """Returns the sampling parameters of the first turns of a group."""
+        limit = self.rules.settings.max_turn_tokens
+        if not kind.has_turns or limit is None:
+            return self.params
+        return replace(self.params, max_tokens=min(self.params.max_tokens, limit))
+
+    def _sample_alone(self, episode: Episode, max_tokens: int) -> None:
+        """Samples the next turn of an episode whose prompt is its own."""
+        params = replace(self.params, n=1, max_tokens=max_tokens)
+        # a number of its own: sequences with the same one share the computation of a prompt
+        [sequence] = self._sampler.sequences([episode.stream], params, self.step, next(self._prompt_numbers))
+        # its tokens have other positions than those of earlier turns, and therefore other random numbers
+        sequence.sample_index, sequence.key = episode.first.sample_index, episode.first.key
+        self._sample(episode, sequence)
 
     def _sample(self, episode: Episode, sequence: Completion) -> None:
         sequence.place = episode.place
@@ -191,12 +219,12 @@ class Table:
             return
         text = self.tokenizer.decode(sequence.tokens, skip_special_tokens=kind.calls is None)
         parsed = ParsedTurn(text, "", ()) if kind.calls is None else kind.calls.parse(text)
-        num_calls = episode.num_calls + len(parsed.calls)
+        exceeds = _exceeds_calls(settings, episode, len(parsed.calls))
         episode.add_turn(sequence, parsed)
         if sequence.finish_reason != "stop":
             cut_short = sequence.finish_reason == "length" and episode.num_left > 0
             self._finish(episode, "turn_length" if cut_short else sequence.finish_reason)
-        elif settings.max_tool_calls is not None and num_calls > settings.max_tool_calls:
+        elif exceeds:
             self._finish(episode, "max_tool_calls")
         elif settings.malformed_calls == "end" and any(call.fault for call in parsed.calls):
             self._finish(episode, "parse_error")
@@ -208,28 +236,37 @@ class Table:
             self._finish(episode, "stop")
 
     def _run_calls(self, episode: Episode, calls: tuple[ToolCall, ...]) -> None:
-        of = episode.kind.environment
-        own = of.tools if of is not None else {}
-        tools = {
-            name: tool.bind(episode.instance) if name in own else tool for name, tool in episode.kind.tools.items()
-        }
-        assert self._runner is not None, "there are tools"
-        self._runner.start(
-            match_calls(tools, calls),
-            lambda results: self._todo.put(partial(self._answer_calls, episode, calls, results)),
-        )
+        for call in calls:
+            tool = episode.kind.tools.get(call.name)
+            if tool is not None and tool.open is not None:
+                episode.tool_states.setdefault(tool.open, None)
+        assert self.calls is not None, "there are tools"
+        method = partial(self._matched, episode, calls)
+        self.calls.run(episode.first.prompt_index, method, partial(self._answer_calls, episode, calls))
+
+    def _matched(self, episode: Episode, calls: tuple[ToolCall, ...]) -> Sequence[tuple[Tool | None, ToolCall]]:
+        """Returns calls with the tools of this episode."""
+        for open_state, state in episode.tool_states.items():
+            if state is None:
+                seed = group_seed(self.params.seed, self.step, episode.first.prompt_index)
+                episode.tool_states[open_state] = open_state(seed)
+        return match_calls({name: _bound(episode, tool) for name, tool in episode.kind.tools.items()}, calls)
 
     def _answer_calls(self, episode: Episode, calls: tuple[ToolCall, ...], results: list[ToolResult]) -> None:
         messages = episode.add_results(calls, results)
+        failed = next((each for each in results if each.is_infrastructure), None)
+        if failed is not None:
+            name = calls[results.index(failed)].name
+            self._fail(episode, Outcome(message=failed.error, kind=f"tool {name}"))
+            return
         self._continue(episode, messages, any(result.done for result in results))
 
     def _act(self, episode: Episode) -> None:
         message = dict(episode.messages[-1])
-        self.call(episode.instance.act, {"message": message}, partial(self._answer_act, episode))
+        method = partial(_method_of, episode, "act", {"message": message})
+        self._call(episode, method, partial(self._answer_act, episode), answer_of)
 
     def _answer_act(self, episode: Episode, outcome: Outcome) -> None:
-        if not outcome.kind:
-            outcome = checked(partial(_answer_of, outcome.value))
         if outcome.kind:
             self._fail(episode, outcome)
             return
@@ -253,13 +290,7 @@ class Table:
             self._finish(episode, "tool_result_too_long")
             return
         episode.add_bridge(ids, messages)
-        max_tokens = min(episode.num_left, settings.max_turn_tokens or episode.num_left)
-        params = replace(self.params, n=1, max_tokens=max_tokens)
-        # a number of its own: sequences with the same one share the computation of a prompt
-        [sequence] = self._sampler.sequences([episode.stream], params, self.step, next(self._prompt_numbers))
-        # its tokens have other positions than those of earlier turns, and therefore other random numbers
-        sequence.sample_index, sequence.key = episode.first.sample_index, episode.first.key
-        self._sample(episode, sequence)
+        self._sample_alone(episode, min(episode.num_left, settings.max_turn_tokens or episode.num_left))
 
     # -- ends ------------------------------------------------------------------------------------------------------
 
@@ -267,13 +298,12 @@ class Table:
         episode.finish_reason = reason
         of = episode.kind.environment
         if of is not None and "score" in of.methods:
-            self.call(episode.instance.score, {}, partial(self._add_score, episode))
+            method = partial(_method_of, episode, "score", {})
+            self._call(episode, method, partial(self._add_score, episode), _score_of)
         else:
             self._close(episode)
 
     def _add_score(self, episode: Episode, outcome: Outcome) -> None:
-        if not outcome.kind and outcome.value is not None:
-            outcome = checked(partial(checked_reward, outcome.value))
         if outcome.kind:
             self._fail(episode, outcome)
             return
@@ -285,34 +315,70 @@ class Table:
 
     def _fail(self, episode: Episode, outcome: Outcome) -> None:
         """Ends an episode whose environment failed: it has no reward, and nothing is trained on it."""
-        assert episode.kind.environment is not None, "it failed"
-        episode.finish_reason, episode.reward = "env_error", None
-        warn_of_failure(episode.kind.environment.name, "failed; its episode is left out", outcome)
+        of = episode.kind.environment
+        episode.finish_reason = "timeout" if outcome.kind == TIMED_OUT else "env_error"
+        episode.reward = None
+        warn_of_failure("tools" if of is None else of.name, "failed; its episode is left out", outcome)
         self._close(episode)
 
     def _close(self, episode: Episode) -> None:
         of = episode.kind.environment
         episode.place = episode.first.place = None
         self._finished.setdefault(episode.first.prompt_index, []).append(episode)
+        closing: list[tuple[str, Method]] = [
+            ("tools", partial(_close_of_state, episode, open_state)) for open_state in episode.tool_states
+        ]
         if of is not None and "close" in of.methods:
+            closing.append((of.name, partial(_method_of, episode, "close", {})))
+        for name, method in closing:
             self._num_closing += 1
-            self.call(episode.instance.close, {}, partial(self._closed, of.name))
+            self._call(episode, method, partial(self._closed, name), _nothing)
 
     def _closed(self, name: str, outcome: Outcome) -> None:
         self._num_closing -= 1
         if outcome.kind:
             warn_of_failure(name, "could not be closed", outcome)
 
-    def call(self, function: Callable[..., Any], arguments: dict[str, Any], then: Callable[[Outcome], None]) -> None:
-        """Calls a function of an environment in another thread, and `then` with the outcome in this one."""
-        name = getattr(function, "__qualname__", "environment")
-        assert self._runner is not None, "there are environments"
-        self._runner.call(name, function, arguments, lambda outcome: self._todo.put(partial(then, outcome)))
+    def _call(
+        self,
+        episode: Episode,
+        method: Method,
+        then: Callable[[Outcome], None],
+        finish: Callable[[Any], Any],
+    ) -> None:
+        assert self.calls is not None, "there are environments"
+        self.calls.call(episode.first.prompt_index, method, then, finish)
 
 
-def _answer_of(returned: Any) -> tuple[list[dict[str, Any]], float | None, bool]:
-    """Returns the messages, the reward and whether the episode ends, from what `act` of an environment returned."""
-    step = returned if isinstance(returned, Step) else Step(returned)
-    messages = as_messages(step.observation)
-    reward = None if step.reward is None else checked_reward(step.reward)
-    return messages, reward, bool(step.done) or not messages
+def _exceeds_calls(settings: EpisodeSettings, episode: Episode, num_calls: int) -> bool:
+    """Returns whether the calls of a new turn are more than an episode may have."""
+    num_turns = sum(bool(turn.calls) for turn in episode.turns)
+    calls, turns = settings.max_tool_calls, settings.max_tool_turns
+    is_one_more = num_calls > 0 and turns is not None and num_turns >= turns
+    return is_one_more or (calls is not None and episode.num_calls + num_calls > calls)
+
+
+def _method_of(episode: Episode, name: str, arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    assert episode.kind.environment is not None, "it has methods"
+    return episode.kind.environment.method(episode.instance, name), arguments
+
+
+def _close_of_state(episode: Episode, open_state: Callable[[int], Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    return episode.tool_states[open_state].close, {}
+
+
+def _bound(episode: Episode, tool: Tool) -> Tool:
+    """Returns the tool of this episode."""
+    of = episode.kind.environment
+    if of is not None and tool.name in of.tools:
+        return tool.bind(episode.instance)
+    state = None if tool.open is None else episode.tool_states.get(tool.open)
+    return tool if state is None else tool.bind(state)
+
+
+def _score_of(returned: Any) -> float | None:
+    return None if returned is None else checked_reward(returned)
+
+
+def _nothing(returned: Any) -> None:
+    """Drops what a method returns, since nobody asks for it."""

@@ -9,19 +9,27 @@ from groupax.types import Rollout
 
 
 def environment_rewards(environments: Any) -> list[Reward]:
-    """Returns a reward for each environment, named after it, which applies to the episodes of that environment.
+    """Returns the rewards that environments give, named after them; each applies to the episodes of its environment.
 
     Args:
         environments: Environments as `GRPOTrainer` takes them.
     """
-    names = list(environment_classes(environments))
-    return [_reward_of(name, is_only=len(names) == 1) for name in names]
+    classes = environment_classes(environments)
+    owners: dict[str, set[str]] = {}  # environments by the name of their reward
+    for name, each in classes.items():
+        if each.reward_name is not None:
+            owners.setdefault(each.reward_name or name, set()).add(name)
+    return [_reward_of(name, None if len(classes) == 1 else own) for name, own in owners.items()]
 
 
-def _reward_of(name: str, is_only: bool) -> Reward:
+def _reward_of(name: str, environments: set[str] | None) -> Reward:
+    """Returns the reward of several environments by name; None for that of the only one."""
+
     def rewards(rollouts: Sequence[Rollout]) -> list[float | None]:
         return [
-            rollout.environment_reward if is_only or rollout.example.get("environment") == name else None
+            rollout.environment_reward
+            if environments is None or rollout.example.get("environment") in environments
+            else None
             for rollout in rollouts
         ]
 

@@ -15,6 +15,7 @@ from groupax.types import Rollout, TrainerState
 
 BATCH_ARGS = ("prompts", "completions", "completion_ids", "completion_mask", "batch")
 SINGLE_ARGS = ("prompt", "completion", "completion_ids", "completion_mask")
+ENVIRONMENTS = "environments"  # of functions in this process, for completions that have environments
 EXTRA_ARGS = ("trainer_state", "log_extra", "log_metric")
 
 
@@ -91,6 +92,8 @@ def arguments_for(
     arguments |= {"completion_ids": [row.completion_ids.tolist() for row in rollouts]}
     arguments |= {"completion_mask": [row.mask.tolist() for row in rollouts]}
     arguments |= {"trainer_state": state, **loggers}
+    if any(row.environment is not None for row in rollouts):
+        arguments |= {ENVIRONMENTS: [row.environment for row in rollouts]}
     if reward.takes is None:
         return arguments
     return {name: value for name, value in arguments.items() if name in reward.takes}

@@ -70,13 +70,14 @@ def score_groups(sampled: Iterable[list[Rollout]], runner: RewardRunner) -> Scor
 def _with_scores(group: Sequence[Rollout], names: Sequence[str], scores: Sequence[Scores]) -> list[Rollout]:
     matrix = np.stack([score.values for score in scores], axis=1)  # (G, K)
     # an episode whose environment failed is not compared with the others
-    matrix[[row.finish_reason == "env_error" for row in group]] = np.nan
+    matrix[[row.is_failure for row in group]] = np.nan
     extra = {column: values for score in scores for column, values in score.extra.items()}
     return [
         replace(
             row,
             rewards=rewards_by_name(names, matrix[index]),
             advantage=0.0,
+            environment=None,
             extra={column: values[index] for column, values in extra.items() if index < len(values)},
         )
         for index, row in enumerate(group)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from groupax.rewards.calls import CallLog, call_async, call_in_worker, call_sync, start_event_loop, start_thread
-from groupax.rewards.contract import Reward, Scores, arguments_for, checked_values
+from groupax.rewards.contract import ENVIRONMENTS, Reward, Scores, arguments_for, checked_values
 from groupax.rewards.main_thread import MainThread, NeedsMainThreadError, call_noticing, signal_requests_noticed
 from groupax.rewards.workers import start_workers
 from groupax.settings.rewards import RewardSettings
@@ -99,6 +99,8 @@ class Supervisor:
                 deadline.reschedule(asyncio.get_running_loop().time() + self.settings.reward_timeout_s)
 
         arguments = arguments_for(reward, rollouts, state, {"log_extra": None, "log_metric": None})
+        if self._workers is not None and not reward.is_async:  # environments stay in this process
+            arguments.pop(ENVIRONMENTS, None)
         call = reward.function, arguments, len(rollouts) if reward.per_completion else None
         if reward.is_async:
             start_clock()

@@ -228,7 +228,12 @@ class Collector:
     def cut(self, groups: Sequence[Group]) -> list[list[Row]]:
         """Cuts a rollout into minibatches."""
         settings = self.args.mask_truncated_completions, self.args.rollout_correction != "none"
-        rows = [row_of(rollout, index, *settings) for index, group in enumerate(groups) for rollout in group]
+        numbers: dict[tuple[int, bytes], int] = {}  # rows of one number share the computation of their prompt
+        rows = []
+        for index, group in enumerate(groups):
+            for rollout in group:
+                number = numbers.setdefault((index, rollout.prompt_ids.tobytes()), len(numbers))
+                rows.append(row_of(rollout, number, *settings))
         return [rows[start : start + self.schedule.rows] for start in range(0, len(rows), self.schedule.rows)]
 
     def _scored(self, minibatches: list[list[Row]], num_wanted: int) -> list[list[Row]]:

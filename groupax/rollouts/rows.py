@@ -14,7 +14,7 @@ def row_of(rollout: Rollout, group: int, mask_truncated: bool, with_sampler_logp
         mask_truncated: Whether the tokens of a completion that a limit ended do not count.
         with_sampler_logps: Whether the row needs the log-probs of the distribution that was drawn from.
     """
-    counts = rollout.finish_reason != "env_error" and not (mask_truncated and rollout.is_truncated)
+    counts = not rollout.is_failure and not (mask_truncated and rollout.is_truncated)
     return Row(
         group=group,
         prompt=rollout.prompt_ids,

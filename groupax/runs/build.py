@@ -157,12 +157,8 @@ def rules_for(
     """Returns the rules of the run's episodes.
 
     Raises:
-        ValueError: a tool, an environment or the chat template cannot be used, or the run has several processes.
+        ValueError: a tool, an environment or the chat template cannot be used.
     """
-    if (tools or environments) and processes.num_processes() > 1:
-        raise ValueError(
-            f"tools and environments need a run of one process, and this one has {processes.num_processes()}"
-        )
     settings = args.part(EpisodeSettings)
     return make_rules(tokenizer, settings, tools, environments, args.chat_template_kwargs, eos_ids)
 
@@ -194,7 +190,8 @@ def prompts_for(
     length = max_completion_length or args.max_completion_length
     limit = prompt_limit(model.config.max_positions, length, args.max_prompt_length, name)
     kwargs, schemas = args.chat_template_kwargs, rules.schemas_of(examples)
-    prompts = encode_examples(examples, tokenizer, limit, args.prompt_overflow, kwargs, dataset, schemas)
+    given = examples, tokenizer, limit, args.prompt_overflow, kwargs, dataset, schemas
+    prompts = encode_examples(*given, may_be_empty=rules.has_environments)
     largest = max((int(ids.max()) for ids in prompts.token_ids if len(ids)), default=0)
     if largest >= model.config.vocab_size:
         raise ValueError(

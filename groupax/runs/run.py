@@ -39,7 +39,7 @@ from groupax.parallel.compilation import compilation
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.parallel.runtime import configure_jax
 from groupax.parallel.transfer import to_host_on_primary
-from groupax.rewards.contract import Reward
+from groupax.rewards.contract import ENVIRONMENTS, Reward
 from groupax.rewards.resolve import check_columns, resolve_rewards, resolve_weights
 from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.collector import Collector
@@ -116,7 +116,9 @@ class Run:
         lora = lora_for(args, peft_config)
         train_examples, eval_examples = self._load_data(train_dataset, eval_dataset)
         own = environment_rewards(environments)
-        self._load_rewards(reward_funcs, reward_processing_classes, train_examples, eval_examples, own)
+        is_one_process = not args.reward_workers and processes.num_processes() == 1  # environments stay in theirs
+        more = (ENVIRONMENTS,) if environments is not None and is_one_process else ()
+        self._load_rewards(reward_funcs, reward_processing_classes, train_examples, eval_examples, own, more)
         self._open_folder()
         self.emit(PhaseStarted("loading the model"))
         self._load_model(model, lora)
@@ -165,9 +167,10 @@ class Run:
         train_examples: Examples,
         eval_examples: Mapping[str, Examples],
         own: Sequence[Reward],
+        more: Sequence[str],
     ) -> None:
         args, columns = self.args, [name for name in train_examples[0] if name != "prompt"]
-        given = [] if functions is None and own else resolve_rewards(functions, columns, tokenizers)
+        given = [] if functions is None and own else resolve_rewards(functions, [*columns, *more], tokenizers)
         clashes = {reward.name for reward in given} & {reward.name for reward in own}
         if clashes:
             raise ValueError(f"a reward function and an environment are both named {', '.join(clashes)}; rename one")

@@ -14,6 +14,9 @@ class EpisodeSettings:
     """Most turns that the model samples in an episode. The calls of the last one are still run."""
     max_tool_calls: int | None = ranged(None, 10**6, low=1)
     """Most tool calls of an episode; a turn that exceeds them ends it, and its calls are not run. None for no limit."""
+    max_tool_turns: int | None = ranged(None, 10**6)
+    """Most turns of an episode whose calls are run; a further turn with calls ends it, and they are not run. None for
+    no limit."""
     max_turn_tokens: int | None = ranged(None, 10**9, low=1)
     """Most tokens of a turn; one that is cut off ends the episode, and its calls are not run. None leaves a turn all
     that is left of max_completion_length."""

@@ -23,6 +23,7 @@ class ToolResult:
         error: Reason why there is no result; empty if there is one.
         reward: Reward of a `Step`.
         done: Whether a `Step` ends the episode.
+        is_infrastructure: Whether an `InfrastructureError` is the reason, so that the episode cannot continue.
     """
 
     text: str
@@ -30,6 +31,7 @@ class ToolResult:
     error: str = ""
     reward: float | None = None
     done: bool = False
+    is_infrastructure: bool = False
 
 
 def as_step(returned: Any, max_bytes: int) -> Step:

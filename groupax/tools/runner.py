@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from groupax.terminal.printable import one_line
@@ -85,7 +86,12 @@ class ToolRunner:
         self._start(self._run(list(calls), on_done))
 
     def call(
-        self, name: str, function: Callable[..., Any], arguments: dict[str, Any], on_done: Callable[[Outcome], None]
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        on_done: Callable[[Outcome], None],
+        finish: Callable[[Any], Any] | None = None,
     ) -> None:
         """Starts a call of any function, whose value or error is not changed into a text.
 
@@ -94,17 +100,19 @@ class ToolRunner:
             function: A function, or a coroutine function.
             arguments: Its arguments by name.
             on_done: Called once, in a thread of the runner, with the value or the error.
+            finish: Converts what the function returns; an error of it is one of the call.
 
         Raises:
             RuntimeError: The runner is closed.
         """
+        convert = finish or _unchanged
 
         async def run() -> None:
             outcome = Outcome(message=CLOSED, kind="RuntimeError")
             with contextlib.suppress(asyncio.CancelledError):
                 async with self._slots:
                     is_async = inspect.iscoroutinefunction(function)
-                    outcome = await self._within(self.timeout_s, name, function, arguments, _unchanged, is_async)
+                    outcome = await self._within(self.timeout_s, name, function, arguments, convert, is_async)
             on_done(outcome)
 
         self._start(run())
@@ -158,7 +166,7 @@ class ToolRunner:
                 await asyncio.gather(*map(run, range(len(calls))))
             else:
                 for index in range(len(calls)):
-                    if any(result is not None and result.done for result in results):
+                    if any(result is not None and (result.done or result.is_infrastructure) for result in results):
                         results[index] = error_result(ENDED, 0.0, self.max_result_bytes)
                     else:
                         await run(index)
@@ -181,7 +189,8 @@ class ToolRunner:
             step = outcome.value
             return ToolResult(step.observation, seconds, reward=step.reward, done=step.done)
         kind = "" if outcome.kind == TIMED_OUT else outcome.kind
-        return error_result(outcome.message, seconds, self.max_result_bytes, kind)
+        result = error_result(outcome.message, seconds, self.max_result_bytes, kind)
+        return replace(result, is_infrastructure=outcome.is_infrastructure)
 
     async def _outcome(self, tool: Tool, arguments: dict[str, Any]) -> Outcome:
         """Returns what becomes of a call within its time limit."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from groupax.errors import InfrastructureError
 from groupax.tools.results import message_of
 
 GRACE_S = 1.0  # in which the event loop of tools must answer
@@ -22,11 +23,13 @@ class Outcome:
         value: The finished value; None if there is an error.
         message: Message of the error.
         kind: Class of the exception.
+        is_infrastructure: Whether it is an `InfrastructureError`.
     """
 
     value: Any = None
     message: str = ""
     kind: str = ""
+    is_infrastructure: bool = False
 
 
 Function = Callable[..., Any]
@@ -130,4 +133,5 @@ def _answer(future: "concurrent.futures.Future[None]") -> None:
 
 
 def _failure(error: BaseException) -> Outcome:
-    return Outcome(message=message_of(error), kind=type(error).__name__)
+    is_infrastructure = isinstance(error, InfrastructureError)
+    return Outcome(message=message_of(error), kind=type(error).__name__, is_infrastructure=is_infrastructure)

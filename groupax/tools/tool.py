@@ -47,6 +47,9 @@ class Tool:
         is_async: Whether the function is a coroutine function.
         parallel: Whether it may run at the same time as other calls of its turn.
         timeout_s: Time limit of a call in seconds; None for the runner's.
+        takes_owner: Whether the function takes its environment first, or what `open` has returned.
+        open: Creates what the function takes first, from a seed, for each episode that calls the tool. Tools with the
+            same `open` share it. Its method `close()` is called when the episode has ended.
 
     Raises:
         ValueError: The name is empty or not the schema's, or the time limit is not positive.
@@ -58,6 +61,8 @@ class Tool:
     is_async: bool = False
     parallel: bool = False
     timeout_s: int | float | None = None
+    takes_owner: bool = False
+    open: Callable[[int], Any] | None = None
 
     def __post_init__(self) -> None:
         function = self.schema.get("function")
@@ -66,9 +71,10 @@ class Tool:
             raise ValueError(f"the tool {self.name!r} needs a schema of the same name, got {short_repr(self.schema)}")
         _check_timeout(self.name, self.timeout_s)
 
-    def bind(self, environment: Any) -> "Tool":
-        """Returns the tool of one environment, for a tool of `tools_of` its class."""
-        return replace(self, function=getattr(environment, self.name))
+    def bind(self, owner: Any) -> "Tool":
+        """Returns the tool of one environment, or of what `open` has returned for an episode."""
+        function = functools.partial(self.function, owner) if self.takes_owner else getattr(owner, self.name)
+        return replace(self, function=function)
 
 
 def tool(
@@ -110,16 +116,16 @@ def tools_from(functions: Iterable[Any]) -> dict[str, Tool]:
     return tools
 
 
-def tools_of(environment_class: type, public: bool = False) -> dict[str, Tool]:
+def tools_of(environment_class: type, public: bool = False, reserved: Sequence[str] = RESERVED) -> dict[str, Tool]:
     """Returns the tools of an environment's class, those of its base classes first. See `Tool.bind`.
 
     Args:
         environment_class: A class. It is not instantiated, and its properties are not evaluated.
-        public: Whether all public methods are tools, instead of only those marked with `tool`; `reset`, `get_reward`,
-            `score`, `close` and `act` never are.
+        public: Whether all public methods are tools, instead of only those marked with `tool`.
+        reserved: Methods that never are.
 
     Raises:
-        ValueError: A method lacks a part of its description, or one of the five is marked.
+        ValueError: A method lacks a part of its description, or one that is reserved is marked.
     """
     tools = {}
     lineage = [each for each in environment_class.__mro__ if each is not object]
@@ -129,11 +135,11 @@ def tools_of(environment_class: type, public: bool = False) -> dict[str, Tool]:
             continue
         marks = (getattr(_function(vars(each).get(name)), MARK, None) for each in lineage)
         options = next(filter(None, marks), None)
-        if options is not None and name in RESERVED:
+        if options is not None and name in reserved:
             raise ValueError(
                 f"{environment_class.__name__}.{name} is called by the training loop and cannot be a tool; remove @tool"
             )
-        if options is not None or (public and not name.startswith("_") and name not in RESERVED):
+        if options is not None or (public and not name.startswith("_") and name not in reserved):
             is_bound = not isinstance(method, staticmethod)
             tools[name] = _made(_function(method), name, options or _Options(), is_bound)
     return tools

@@ -1,0 +1,124 @@
+"""The calls of tools and environments in a rollout, whose outcomes all processes of the run learn in the same order.
+
+    make ──► a thread or event loop of the process that the episode belongs to ──► queue ──► deliver ──► then
+                                                                          other processes ──┘
+
+Every process plays all episodes, since all of them decode together, but only one makes the calls of an episode: it
+alone has the environment. What a call returns is sent to the others. With a single process nothing is exchanged.
+"""
+
+import contextlib
+import itertools
+import pickle
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from groupax.parallel import processes
+from groupax.tools.calls import ToolCall
+from groupax.tools.runner import ToolRunner
+from groupax.tools.threads import Outcome
+from groupax.tools.tool import Tool
+
+POLL_S = 0.01  # in which a process that waits for its own calls looks for those of others
+
+Method = Callable[[], tuple[Callable[..., Any], dict[str, Any]]]  # looked up where the call is made
+Matched = Callable[[], Sequence[tuple[Tool | None, ToolCall]]]
+
+
+class Calls:
+    """The calls of a rollout that have begun. `deliver` must be called at the same points in all processes.
+
+    Args:
+        runner: Runs the calls of this process.
+    """
+
+    def __init__(self, runner: ToolRunner) -> None:
+        self._runner = runner
+        self._numbers = itertools.count()
+        self._then: dict[int, Callable[[Any], None]] = {}  # of all calls that have begun, by number
+        self._own: set[int] = set()  # numbers of the calls that this process makes
+        self._done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+
+    def call(
+        self,
+        owner: int,
+        method: Method,
+        then: Callable[[Outcome], None],
+        finish: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Calls a function in another thread of the process that owns the episode.
+
+        Args:
+            owner: Index of the episode's group; the processes take turns with the groups.
+            method: Returns the function and its arguments; used only where the call is made.
+            then: Called by `deliver`, in all processes, with the value or the error.
+            finish: Converts what the function returns, where the call is made; an error of it is one of the call.
+        """
+        number = self._begin(owner, then)
+        if number in self._own:
+            try:
+                function, arguments = method()
+            except Exception as error:  # noqa: BLE001 - the environment is the user's
+                self._done.put((number, Outcome(message=str(error), kind=type(error).__name__)))
+                return
+            name = getattr(function, "__qualname__", "environment")
+            self._runner.call(name, function, arguments, lambda outcome: self._done.put((number, outcome)), finish)
+
+    def run(self, owner: int, matched: Matched, then: Callable[[list[Any]], None]) -> None:
+        """Runs the tool calls of a turn in the process that owns the episode.
+
+        Args:
+            owner: Index of the episode's group.
+            matched: Returns the calls with their tools; used only where they are run.
+            then: Called by `deliver`, in all processes, with the results.
+        """
+        number = self._begin(owner, then)
+        if number in self._own:
+            self._runner.start(matched(), lambda results: self._done.put((number, results)))
+
+    def deliver(self, waits: bool) -> None:
+        """Continues the episodes whose calls have ended.
+
+        Args:
+            waits: Whether to wait for the first such call.
+        """
+        arrived: list[tuple[int, Any]] | None = None
+        while self._then and (arrived is None or (waits and not arrived)):
+            arrived = self._arrived(waits)
+            for number, value in arrived:
+                self._own.discard(number)
+                self._then.pop(number)(value)
+
+    def _begin(self, owner: int, then: Callable[[Any], None]) -> int:
+        number = next(self._numbers)
+        self._then[number] = then
+        if owner % processes.num_processes() == processes.process_index():
+            self._own.add(number)
+        return number
+
+    def _arrived(self, waits: bool) -> list[tuple[int, Any]]:
+        """Returns the numbers and values of calls that have ended, the same in all processes."""
+        is_alone = processes.num_processes() == 1
+        ended: list[tuple[int, Any]] = []
+        with contextlib.suppress(queue.Empty):
+            if waits and self._own:
+                ended.append(self._done.get(timeout=None if is_alone else POLL_S))
+            while True:
+                ended.append(self._done.get_nowait())
+        if is_alone:
+            return ended
+        shares = processes.all_gather_object([(number, _sent(value)) for number, value in ended])
+        arrived = [(number, pickle.loads(data)) for share in shares for number, data in share]
+        return sorted(arrived, key=lambda each: each[0])
+
+
+def _sent(value: Any) -> bytes:
+    """Returns a value as bytes for all processes; an error in its place if it cannot be sent."""
+    try:
+        data = pickle.dumps(value)
+        pickle.loads(data)
+    except Exception as error:  # noqa: BLE001 - of a class of the user's
+        message = f"what it returned cannot be sent to the other processes: {type(error).__name__}: {error}"
+        return pickle.dumps(Outcome(message=message, kind="TypeError"))
+    return data

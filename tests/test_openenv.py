@@ -1,0 +1,203 @@
+"""Environments of OpenEnv servers: the package's own where it is installed, and a small one that speaks as they do."""
+
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from groupax import GRPOConfig, GRPOTrainer, InfrastructureError, init_model, openenv
+from groupax.errors import RunError
+from groupax.settings.sampling import SamplingParams
+
+from .chat_tokenizers import chat_tokenizer
+from .openenv_small import SmallServer
+from .test_episodes import CHATTY, PROMPT, call, played
+
+OWN = importlib.util.find_spec("openenv") is not None
+TWO = SamplingParams(n=2, max_tokens=2000)
+
+
+@contextmanager
+def own_server(kind):
+    """A server of the package's own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("openenv_server.py")
+    process = subprocess.Popen([sys.executable, str(script), kind, str(port)], stderr=subprocess.DEVNULL)
+    url, opener = f"http://127.0.0.1:{port}", urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        for _ in range(240):
+            time.sleep(0.25)
+            try:
+                opener.open(url + "/health", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None, "it has ended"
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def small_server(kind):
+    with SmallServer(kind) as server:
+        yield server.url
+
+
+SERVERS = [
+    small_server,
+    pytest.param(own_server, marks=[pytest.mark.heavy, pytest.mark.skipif(not OWN, reason="openenv is not installed")]),
+]
+
+
+def texts(row):
+    return [message["content"] for message in row.completion]
+
+
+@pytest.mark.parametrize("served", SERVERS)
+def test_an_environment_answers_texts_with_rewards(served):
+    def answer(text, sample, turn):
+        return "aeiou" if sample else "no"
+
+    with served("words") as url:
+        environment = openenv(url, name="words", reset_columns=["topic"])
+        [group], _ = played(answer, environments=environment, params=TWO, example={"topic": "cats"})
+        last = openenv(url, rewards="last")
+        [[_, row]], _ = played(answer, environments=last, params=TWO)
+        assert row.environment_reward == 0.1
+    assert [row.finish_reason for row in group] == ["done", "done"]
+    assert group[0].example["prompt"][-1]["content"] in [f"go Say {letter} (cats)." for letter in "aeiou"]
+    assert [row.environment_reward for row in group] == [0.0, pytest.approx(0.3)]
+    assert [turn.reward for turn in group[1].turns] == [0.1] * 3
+    assert texts(group[0])[1].startswith("Again, ")
+
+
+@pytest.mark.parametrize("served", SERVERS)
+def test_tools_of_an_environment_are_tools_of_the_model(served):
+    def answer(text, sample, turn):
+        calls = [call("multiply", a=6, b=7), call("fail", reason="why"), call("multiply", a="x", b=1)]
+        return calls[turn] if turn < 3 else "done"
+
+    with served("tools") as url:
+        environment = openenv(url)
+        assert list(environment.tools) == ["fail", "multiply"]
+        [[row, _]], script = played(answer, environments=environment, params=TWO)
+    assert '"name": "multiply", "description": "Multiplies two integers."' in script.prompts[0]
+    assert row.finish_reason == "stop"
+    assert row.environment_reward == 0.5
+    product, failure, mistake = [record for turn in row.turns for record in turn.calls]
+    assert (product.result, product.error) == ("42", "")
+    assert "Error calling tool 'fail': why" in failure.result
+    assert failure.error.startswith("ToolError")
+    assert "must be an integer" in mistake.error
+
+
+def test_actions_and_observations_may_be_mapped():
+    def action(text):
+        if not text.isdigit():
+            raise ValueError(f"{text!r} is no number")
+        return {"text": "a" * int(text)} if int(text) else {}
+
+    def answer(text, sample, turn):
+        return ["some", "0", "4", "1", "1"][turn]
+
+    with SmallServer("words") as server:
+        environment = openenv(server.url, action=action, observation=lambda seen: f"<{seen['text']}>")
+        [[row]], _ = played(answer, environments=environment, params=SamplingParams(n=1, max_tokens=2000))
+    assert row.finish_reason == "done"
+    assert "'some' is no number" in texts(row)[1]
+    assert "Field required" in texts(row)[3]
+    assert texts(row)[5].startswith("<Again")
+    assert [message["type"] for message in server.messages] == ["reset", "step", "step", "step", "step", "close"]
+
+
+def test_a_failure_of_the_server_leaves_the_episode_out():
+    fates = {
+        "crash": "EXECUTION_ERROR.*crashed",
+        "nan": "no finite number",
+        "odd": "not answer as OpenEnv",
+        "hang": "not answered within 0.2 s",
+        "leave": "ended the session",
+    }
+    with SmallServer("words") as server:
+        environment = openenv(server.url, message_timeout_s=0.2)
+        for word, match in fates.items():
+            with pytest.warns(UserWarning, match=match):
+                [[row, other]], _ = played(
+                    lambda text, sample, turn, word=word: "fine" if sample else word, environments=environment
+                )
+            assert (row.finish_reason, row.environment_reward) == ("env_error", None)
+            assert (other.finish_reason, other.environment_reward is None) == ("done", False)
+        deadline_s = time.monotonic() + 5
+        while server.num_sessions and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert server.num_sessions == 0
+
+
+def test_too_few_sessions_are_waited_for_and_then_reported():
+    with SmallServer("words", max_sessions=1) as server:
+        environment = openenv(server.url, connect_timeout_s=0.3)
+        match = r"has 1 sessions, all of them in use; .* larger max_concurrent_envs"
+        with pytest.warns(UserWarning, match="in use"), pytest.raises(RunError, match=match):
+            played(lambda *_: "x", environments=environment, environment_retries=1)
+
+
+def test_mistakes_are_found_at_the_start():
+    with pytest.raises(ValueError, match=r"takes an address such as .*, got 'example.org'"):
+        openenv("example.org")
+    with pytest.raises(ValueError, match="positive message_timeout_s, got 0"):
+        openenv("ws://127.0.0.1:1", message_timeout_s=0)
+    with pytest.raises(InfrastructureError, match=r"127\.0\.0\.1:1/schema cannot be read"):
+        openenv("ws://127.0.0.1:1")
+    with SmallServer("moves") as server:
+        with pytest.raises(ValueError, match=r"has no tools, and its actions have the fields .*x.*; give action="):
+            openenv(server.url)
+        missing = openenv(server.url, action=json.loads, reset_columns=["level"])
+        with pytest.raises(RunError, match="no column level"):
+            played(lambda *_: "x", environments=missing, environment_retries=0, params=SamplingParams(n=2))
+
+
+@pytest.mark.heavy
+def test_training_on_an_openenv_server(tmp_path):
+    with (own_server if OWN else small_server)("words") as url:
+        args = GRPOConfig(
+            output_dir=str(tmp_path),
+            prompts_per_step=2,
+            num_generations=8,
+            max_completion_length=128,
+            max_turn_tokens=24,
+            max_steps=5,
+            learning_rate=1e-2,
+            progress_bar="none",
+            stop=tuple("bcdfghjklmnp"),
+        )
+        trainer = GRPOTrainer(
+            init_model(CHATTY, seed=0),
+            None,
+            args,
+            [{"prompt": PROMPT, "topic": topic} for topic in ("cats", "dogs", "owls", "bees")],
+            processing_class=chat_tokenizer(),
+            environments=openenv(url, reset_columns=["topic"]),
+        )
+        trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        print(
+            {
+                name: line[name]
+                for name in ("step", "reward", "loss", "rollout/logp_diff_max", "step_seconds")
+                if name in line
+            }
+        )
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line["rollout/logp_diff_max"] < 1e-5 and line.get("stop/env_error", 0) == 0 for line in lines)
+    assert any(line["reward"] > 0 for line in lines)
