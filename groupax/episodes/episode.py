@@ -22,7 +22,6 @@ class Episode:
         kind: Its tools and environment.
         max_tokens: Most tokens after the prompt.
         instance: The user's environment, if it has one and this process makes its calls.
-        place: Place for its keys and values between two turns, if the sampler has any.
 
     Attributes:
         ids, mask, policy_logps, sampler_logps: Token ids after the prompt; which of them the model sampled; and their
@@ -33,19 +32,14 @@ class Episode:
             do not make its calls.
         reward: Sum of the rewards of the environment; None without one, and if it failed or scores None.
         finish_reason: Reason of its end; None while it is played.
+        place: Place for its keys and values between two turns, if the sampler has any.
     """
 
     def __init__(
-        self,
-        first: Completion,
-        example: Mapping[str, Any],
-        kind: Kind,
-        max_tokens: int,
-        instance: Any = None,
-        place: Place | None = None,
+        self, first: Completion, example: Mapping[str, Any], kind: Kind, max_tokens: int, instance: Any = None
     ) -> None:
         self.first, self.example, self.kind, self.instance = first, example, kind, instance
-        self.max_tokens, self.place = max_tokens, place
+        self.max_tokens = max_tokens
         self.ids: list[int] = []
         self.mask: list[bool] = []
         self.policy_logps: list[float] = []
@@ -55,6 +49,7 @@ class Episode:
         self.tool_states: dict[Callable[[int], Any], Any] = {}
         self.reward: float | None = None if kind.environment is None else 0.0
         self.finish_reason: FinishReason | None = None
+        self.place: Place | None = None
 
     @property
     def stream(self) -> np.ndarray:

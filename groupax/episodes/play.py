@@ -171,8 +171,7 @@ class Table:
         for number, sequence in enumerate(self._sampler.sequences(list(prompts), params, self.step, first_prompt)):
             example = examples[sequence.prompt_index - first_prompt]
             instance = instances[number] if instances else None
-            place = self._places.pop() if self._places and kind.has_turns else None
-            self._sample(Episode(sequence, example, kind, self.params.max_tokens, instance, place), sequence)
+            self._sample(Episode(sequence, example, kind, self.params.max_tokens, instance), sequence)
 
     def start_apart(
         self,
@@ -206,6 +205,8 @@ class Table:
         self._sample(episode, sequence)
 
     def _sample(self, episode: Episode, sequence: Completion) -> None:
+        if episode.place is None and self._places:
+            episode.place = self._places.pop()
         sequence.place = episode.place
         self._sampled[id(sequence)] = episode
         self._to_submit.append(sequence)
