@@ -2,10 +2,10 @@
 
     python benchmarks/episodes.py [--json] [--tool_s 0.25] [--turns 4]
 
-64 rollouts, 8 of each of 8 prompts, with 4 turns each; every turn ends with a call of a tool that sleeps for 0.25 s. The
-model has random weights and 2 layers; the text of the call is one token of its tokenizer, with a bias for which turns
+64 rollouts, 8 of each of 8 prompts, with 4 turns each; every turn ends with a call of a tool that sleeps for 0.25 s.
+The model has random weights and 2 layers; the text of a call is one token of its tokenizer, with a bias for which turns
 have 32 tokens in the mean. The critical path is the longest chain of tools, 4 x 0.25 s, and the time in which the same
-run samples the same tokens with a tool that returns at once. TRL: its own loop over tool calls
+tokens are sampled with a tool that returns at once. TRL: its own loop over tool calls
 (`GRPOTrainer._tool_call_loop`), whose tokens cost no time at all, since they are given to it.
 """
 

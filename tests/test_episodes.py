@@ -392,7 +392,7 @@ def test_an_environment_that_does_not_start_is_tried_again_and_then_stops_the_ru
         [[row, _]], _ = played(lambda *_: "bye", environments=Late)
     assert row.finish_reason == "done"
     attempts.clear()
-    failure = r"'Late' failed to start, 2 times.*not yet"
+    failure = r"'Late' failed to start for all 1 episodes of a prompt, 2 times each.*not yet"
     with pytest.warns(UserWarning, match="not yet"), pytest.raises(RunError, match=failure):
         played(lambda *_: "bye", environments=Late, environment_retries=1, params=SamplingParams(n=1))
 

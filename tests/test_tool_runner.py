@@ -90,15 +90,20 @@ def test_a_step_has_a_reward_and_may_end_the_episode(runner):
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (Step(reward=float("nan")), "must be a finite number or None, got nan"),
+        (Step(reward=float("nan")), "must be a finite number of at most 1e+30, or None, got nan"),
+        (Step(reward=1e300), "got 1e+300"),
+        (Step(reward=10**400), "must be a finite number"),
+        (Step(reward=b"1"), "got b'1'"),
+        (Step(reward=object()), "got <object"),
         (Step(reward=float("inf")), "got inf"),
         (Step(reward="1"), "got '1'"),
         (Step(reward=1j), "got 1j"),
         (Step(done="no"), "must be True or False, got 'no'"),
     ],
 )
-def test_steps_that_lie_are_errors(runner, step, message):
+def test_steps_that_lie_are_failures(runner, step, message):
     [result] = run(runner, call(returns(step)))
+    assert result.is_infrastructure
     assert message in result.error
     assert message in result.text.replace('"', "'") or "error" in result.text
     assert result.reward is None

@@ -14,9 +14,11 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from groupax.episodes.record import LEFT, Question, Record
 from groupax.parallel import processes
 from groupax.tools.calls import ToolCall
-from groupax.tools.runner import ToolRunner
+from groupax.tools.results import ToolResult, message_of
+from groupax.tools.runner import CLOSED, ToolRunner
 from groupax.tools.threads import Outcome
 from groupax.tools.tool import Tool
 
@@ -31,10 +33,11 @@ class Calls:
 
     Args:
         runner: Runs the calls of this process.
+        record: Has the answers of calls that are not made again.
     """
 
-    def __init__(self, runner: ToolRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: ToolRunner, record: Record) -> None:
+        self._runner, self.record = runner, record
         self._numbers = itertools.count()
         self._then: dict[int, Callable[[Any], None]] = {}  # of all calls that have begun, by number
         self._own: set[int] = set()  # numbers of the calls that this process makes
@@ -42,40 +45,85 @@ class Calls:
 
     def call(
         self,
-        owner: int,
+        question: Question,
         method: Method,
         then: Callable[[Outcome], None],
         finish: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Calls a function in another thread of the process that owns the episode.
+        """Calls a function in another thread of the process that owns the episode, if the answer is not recorded.
 
         Args:
-            owner: Index of the episode's group; the processes take turns with the groups.
+            question: What is asked; the processes take turns with the groups of episodes.
             method: Returns the function and its arguments; used only where the call is made.
             then: Called by `deliver`, in all processes, with the value or the error.
             finish: Converts what the function returns, where the call is made; an error of it is one of the call.
         """
-        number = self._begin(owner, then)
-        if number in self._own:
-            try:
-                function, arguments = method()
-            except Exception as error:  # noqa: BLE001 - the environment is the user's
-                self._done.put((number, Outcome(message=str(error), kind=type(error).__name__)))
-                return
-            name = getattr(function, "__qualname__", "environment")
-            self._runner.call(name, function, arguments, lambda outcome: self._done.put((number, outcome)), finish)
+        number = self._begin(question, then)
+        if number not in self._own:
+            return
 
-    def run(self, owner: int, matched: Matched, then: Callable[[list[Any]], None]) -> None:
-        """Runs the tool calls of a turn in the process that owns the episode.
+        def end(outcome: Outcome) -> None:
+            if outcome.message != CLOSED:
+                self.record.add(question, outcome)
+            self._done.put((number, outcome))
+
+        known = self.record.answer(question)
+        if known is not None:
+            self._done.put((number, known))
+            return
+        try:
+            function, arguments = method()
+        except Exception as error:  # noqa: BLE001 - the environment is the user's
+            end(Outcome(message=str(error), kind=type(error).__name__))
+            return
+        self._runner.call(getattr(function, "__qualname__", "environment"), function, arguments, end, finish)
+
+    def run(self, questions: Sequence[Question], matched: Matched, then: Callable[[list[ToolResult]], None]) -> None:
+        """Runs the tool calls of a turn in the process that owns the episode, but those whose results are recorded.
 
         Args:
-            owner: Index of the episode's group.
+            questions: The calls, at least one.
             matched: Returns the calls with their tools; used only where they are run.
             then: Called by `deliver`, in all processes, with the results.
         """
-        number = self._begin(owner, then)
-        if number in self._own:
-            self._runner.start(matched(), lambda results: self._done.put((number, results)))
+        number = self._begin(questions[0], then)
+        if number not in self._own:
+            return
+        answers = [self.record.answer(question) for question in questions]
+        known = [answer if isinstance(answer, ToolResult) else None for answer in answers]
+        added: set[int] = set()
+
+        def add(index: int, result: ToolResult) -> None:
+            if known[index] is None and index not in added and result.error != CLOSED:
+                added.add(index)
+                self.record.add(questions[index], result)
+
+        def end(results: list[ToolResult]) -> None:
+            for index, result in enumerate(results):  # those of calls that were not made too
+                add(index, result)
+            self._done.put((number, results))
+
+        if any(isinstance(answer, Outcome) for answer in answers):
+            self._done.put((number, [_failed(LEFT)] * len(questions)))
+        elif all(answer is not None for answer in answers):
+            self._done.put((number, known))
+        else:
+            try:
+                calls = matched()
+            except Exception as error:  # noqa: BLE001 - a tool failed to open what it needs
+                end([_failed(f"{type(error).__name__}: {message_of(error)}")] * len(questions))
+                return
+            self._runner.start(calls, end, known, add)
+
+    def begin_again(self, episode: tuple[int, int]) -> None:
+        """Drops the answers to an episode that depend on its state, and is played again from its start."""
+        if self._is_own(episode):
+            self.record.begin_again(episode)
+
+    def end(self, episode: tuple[int, int]) -> None:
+        """Records that an episode has ended."""
+        if self._is_own(episode):
+            self.record.end(episode)
 
     def deliver(self, waits: bool) -> None:
         """Continues the episodes whose calls have ended.
@@ -90,12 +138,15 @@ class Calls:
                 self._own.discard(number)
                 self._then.pop(number)(value)
 
-    def _begin(self, owner: int, then: Callable[[Any], None]) -> int:
+    def _begin(self, question: Question, then: Callable[[Any], None]) -> int:
         number = next(self._numbers)
         self._then[number] = then
-        if owner % processes.num_processes() == processes.process_index():
+        if self._is_own(question.episode):
             self._own.add(number)
         return number
+
+    def _is_own(self, episode: tuple[int, int]) -> bool:
+        return episode[0] % processes.num_processes() == processes.process_index()
 
     def _arrived(self, waits: bool) -> list[tuple[int, Any]]:
         """Returns the numbers and values of calls that have ended, the same in all processes."""
@@ -111,6 +162,10 @@ class Calls:
         shares = processes.all_gather_object([(number, _sent(value)) for number, value in ended])
         arrived = [(number, pickle.loads(data)) for share in shares for number, data in share]
         return sorted(arrived, key=lambda each: each[0])
+
+
+def _failed(reason: str) -> ToolResult:
+    return ToolResult("", 0.0, reason, is_infrastructure=True)
 
 
 def _sent(value: Any) -> bytes:

@@ -12,16 +12,17 @@ An environment is an object for one episode. All of its methods may be coroutine
 """
 
 import inspect
-import math
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupax.parallel import processes
-from groupax.terminal.printable import printable, short_repr
+from groupax.terminal.printable import one_line, short_repr
+from groupax.tools.results import checked_step, cut_middle
 from groupax.tools.threads import Outcome
-from groupax.tools.tool import Step, Tool, tools_of
+from groupax.tools.tool import Tool, tools_of
 from groupax.types import Prompt
 
 
@@ -57,6 +58,36 @@ class EnvironmentClass:
     def method(self, instance: Any, name: str) -> Callable[..., Any]:
         """Returns a method of the contract, of an environment of this class."""
         return getattr(instance, self.renamed.get(name, name))
+
+
+class Seat:
+    """The place of an environment, which only the process has that makes its calls.
+
+    Args:
+        taken: Environments of the rollout that are in use, by identity; updated.
+
+    Attributes:
+        instance: The environment; None in other processes, and while all of its answers are in the record.
+    """
+
+    def __init__(self, taken: dict[int, Any]) -> None:
+        self.instance: Any = None
+        self._taken = taken
+
+    def take(self, instance: Any) -> None:
+        """Keeps a new environment.
+
+        Raises:
+            ValueError: It is None, or an environment that another episode uses.
+        """
+        if instance is None or id(instance) in self._taken:
+            what = "None" if instance is None else "an environment that another episode uses"
+            raise ValueError(f"the function that creates environments returned {what}; let it return a new one")
+        self._taken[id(instance)] = self.instance = instance
+
+    def leave(self) -> Any:
+        """Returns the environment, which is not in use any more."""
+        return self._taken.pop(id(self.instance), None)
 
 
 def environment_classes(given: Any) -> dict[str, EnvironmentClass]:
@@ -107,19 +138,17 @@ def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int
     return {name: value for name, value in {"row": row, "seed": seed}.items() if takes_any or name in parameters}
 
 
-def checked_reward(reward: Any) -> float:
-    """Returns a reward of an environment as a number.
+def plain_observation(observation: Any) -> Any:
+    """Returns a copy of what `reset` of an environment returned, which the environment cannot change any more.
 
     Raises:
-        ValueError: It is no finite number.
+        ValueError: It is neither a text, a list nor None, or the list has a value that is no JSON.
     """
-    try:
-        number = math.nan if isinstance(reward, (str, bytes)) else float(reward)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"the reward is {short_repr(reward)}; an environment must give finite numbers")
-    return number
+    if observation is None or isinstance(observation, str):
+        return observation
+    if isinstance(observation, list):
+        return _copied(observation)
+    raise ValueError(_not_shown(observation))
 
 
 def as_messages(observation: Any) -> list[dict[str, Any]]:
@@ -133,10 +162,8 @@ def as_messages(observation: Any) -> list[dict[str, Any]]:
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     if isinstance(observation, list) and all(isinstance(each, Mapping) and "role" in each for each in observation):
-        return [dict(each) for each in observation]
-    raise ValueError(
-        f"the environment returned {short_repr(observation)}; it must return a text, a list of messages, or None"
-    )
+        return _copied([dict(each) for each in observation])
+    raise ValueError(_not_shown(observation))
 
 
 def with_observation(prompt: Prompt, observation: Any) -> Prompt:
@@ -172,20 +199,50 @@ def _are_parts(observation: Any) -> bool:
     return is_list and all(isinstance(each, Mapping) and "type" in each and "role" not in each for each in observation)
 
 
-def answer_of(returned: Any) -> tuple[list[dict[str, Any]], float | None, bool]:
+def answer_of(max_bytes: int, returned: Any) -> tuple[list[dict[str, Any]], float | None, bool]:
     """Returns the messages, the reward and whether the episode ends, from what `act` of an environment returned.
 
+    Args:
+        max_bytes: Longest text in UTF-8, to which texts are cut in the middle.
+        returned: What it returned.
+
     Raises:
-        ValueError: It is neither a text, messages nor a `Step` of them, or the reward is no finite number.
+        InfrastructureError: The reward is not a finite number, or `done` is not a bool.
+        ValueError: It is neither a text, messages nor a `Step` of them, or a message is the assistant's.
     """
-    step = returned if isinstance(returned, Step) else Step(returned)
+    step = checked_step(returned)
     messages = as_messages(step.observation)
-    reward = None if step.reward is None else checked_reward(step.reward)
-    return messages, reward, bool(step.done) or not messages
+    for message in messages:
+        if message["role"] == "assistant":
+            raise ValueError("act returned a message of the assistant, which only the model writes; use another role")
+        if isinstance(message.get("content"), str):
+            message["content"] = cut_middle(message["content"], max_bytes)
+    return messages, step.reward, step.done or not messages
 
 
-def warn_of_failure(name: str, what: str, outcome: Outcome) -> None:
-    """Warns of an environment's failure; of several processes, one does."""
-    if not processes.is_primary():
+def _copied(messages: list[Any]) -> Any:
+    try:
+        return json.loads(json.dumps(messages))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the environment returned messages that cannot be written as JSON: {error}") from error
+
+
+def _not_shown(observation: Any) -> str:
+    return f"the environment returned {short_repr(observation)}; it must return a text, a list of messages, or None"
+
+
+def warn_of_failure(warned: set[tuple[str, ...]], name: str, what: str, outcome: Outcome) -> None:
+    """Warns of an environment's failure, once of each kind; of several processes, one does.
+
+    Args:
+        warned: Kinds of failures that were warned of; updated.
+        name: Name of the environment.
+        what: What failed, and what becomes of it.
+        outcome: The failure.
+    """
+    kind = (name, what, outcome.kind)
+    if kind in warned or not processes.is_primary():
         return
-    warnings.warn(f"environment {name!r} {what}: {printable(f'{outcome.kind}: {outcome.message}')[:500]}", stacklevel=2)
+    warned.add(kind)
+    why = one_line(f"{outcome.kind}: {outcome.message}", 500)
+    warnings.warn(f"environment {name!r} {what}: {why}. Further failures of this kind are only counted", stacklevel=2)

@@ -1,15 +1,21 @@
 """The record of an episode while it is played: a stream of tokens to which tokens are only ever appended."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from groupax.engine.prefix_cache import Place
 from groupax.engine.sequence import Sequence as Completion
+from groupax.episodes.environment import Seat
+from groupax.episodes.record import Question
 from groupax.episodes.rules import Kind
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.runner import ToolResult
+from groupax.tools.threads import Outcome
+from groupax.tools.tool import Tool, match_calls
 from groupax.types import CallRecord, FinishReason, Rollout, Turn
 
 
@@ -21,26 +27,37 @@ class Episode:
         example: Dataset row with the prompt.
         kind: Its tools and environment.
         max_tokens: Most tokens after the prompt.
-        instance: The user's environment, if it has one and this process makes its calls.
+        seat: Place of the user's environment; None without one.
+        num_retries: Number of times that it may begin again if its environment fails.
 
     Attributes:
-        ids, mask, policy_logps, sampler_logps: Token ids after the prompt; which of them the model sampled; and their
-            log-probs, 0 for those that it did not sample.
+        mask, policy_logps, sampler_logps: Which of the tokens after the prompt the model sampled; and their log-probs,
+            0 for those that it did not sample.
+        num_calls, num_tool_turns: Number of tool calls that were run, and of turns with any.
         turns: Turns so far.
         messages: Messages after the prompt.
         tool_states: What tools that were called have opened for this episode, by their `open`; None in processes that
             do not make its calls.
         reward: Sum of the rewards of the environment; None without one, and if it failed or scores None.
+        failure: Error of its environment, which could not start.
         finish_reason: Reason of its end; None while it is played.
         place: Place for its keys and values between two turns, if the sampler has any.
     """
 
     def __init__(
-        self, first: Completion, example: Mapping[str, Any], kind: Kind, max_tokens: int, instance: Any = None
+        self,
+        first: Completion,
+        example: Mapping[str, Any],
+        kind: Kind,
+        max_tokens: int,
+        seat: Seat | None = None,
+        num_retries: int = 0,
     ) -> None:
-        self.first, self.example, self.kind, self.instance = first, example, kind, instance
-        self.max_tokens = max_tokens
-        self.ids: list[int] = []
+        self.first, self.example, self.kind, self.seat = first, example, kind, seat
+        self.max_tokens, self.num_retries = max_tokens, num_retries
+        self.num_calls = self.num_tool_turns = 0
+        self._tokens = np.array(first.prompt, np.int32)  # with room for more
+        self._digest = hashlib.blake2b(self._tokens.tobytes(), digest_size=8)
         self.mask: list[bool] = []
         self.policy_logps: list[float] = []
         self.sampler_logps: list[float] = []
@@ -48,32 +65,93 @@ class Episode:
         self.messages: list[dict[str, Any]] = []
         self.tool_states: dict[Callable[[int], Any], Any] = {}
         self.reward: float | None = None if kind.environment is None else 0.0
+        self.failure: Outcome | None = None
         self.finish_reason: FinishReason | None = None
         self.place: Place | None = None
 
     @property
     def stream(self) -> np.ndarray:
         """Token ids of the prompt and of everything after it."""
-        return np.concatenate([self.first.prompt, np.asarray(self.ids, np.int32)])
+        return self._tokens[: len(self.first.prompt) + len(self.mask)]
+
+    @property
+    def instance(self) -> Any:
+        """The user's environment; None in processes that do not make its calls."""
+        return None if self.seat is None else self.seat.instance
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Token ids after the prompt."""
+        return self.stream[len(self.first.prompt) :]
+
+    @property
+    def index(self) -> tuple[int, int]:
+        """Indices of its prompt and of its sample."""
+        return self.first.prompt_index, self.first.sample_index
 
     @property
     def num_left(self) -> int:
         """Number of tokens that may follow."""
-        return self.max_tokens - len(self.ids)
+        return self.max_tokens - len(self.mask)
 
-    @property
-    def num_calls(self) -> int:
-        """Number of tool calls that were run."""
-        return sum(len(turn.calls) for turn in self.turns)
+    def method(self, name: str, arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Returns a method of the environment with its arguments."""
+        assert self.kind.environment is not None, "it has methods"
+        return self.kind.environment.method(self.instance, name), arguments
+
+    def matched(self, calls: Sequence[ToolCall], seed: int) -> Sequence[tuple[Tool | None, ToolCall]]:
+        """Returns calls with the tools of this episode, which open what they need.
+
+        Args:
+            calls: Calls of a turn.
+            seed: Seed for what is opened.
+        """
+        for open_state, state in self.tool_states.items():
+            if state is None:
+                self.tool_states[open_state] = open_state(seed)
+        return match_calls({name: self._bound(tool) for name, tool in self.kind.tools.items()}, calls)
+
+    def _bound(self, tool: Tool) -> Tool:
+        if self.kind.environment is not None and tool.name in self.kind.environment.tools:
+            return tool if self.instance is None else tool.bind(self.instance)
+        state = None if tool.open is None else self.tool_states.get(tool.open)
+        return tool if state is None else tool.bind(state)
+
+    def close_of_state(self, open_state: Callable[[int], Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Returns the method that closes what tools have opened."""
+        state = self.tool_states[open_state]
+        return do_nothing if state is None else state.close, {}
+
+    def question(self, what: str) -> Question:
+        """Returns what is asked of its environment now."""
+        return Question(self.index, len(self.turns), what, stream=self._digest.hexdigest())
+
+    def questions(self, calls: Sequence[ToolCall]) -> list[Question]:
+        """Returns the calls of its last turn as questions, and prepares for what their tools open."""
+        for call in calls:
+            tool = self.kind.tools.get(call.name)
+            if tool is not None and tool.open is not None:
+                self.tool_states.setdefault(tool.open, None)
+        asked, tools = self.question("call"), self.kind.tools
+        own = self.kind.environment.tools if self.kind.environment is not None else {}
+        return [
+            replace(
+                asked,
+                has_state=call.name in own or (call.name in tools and tools[call.name].open is not None),
+                index=index,
+                name=call.name,
+                arguments=call.arguments,
+            )
+            for index, call in enumerate(calls)
+        ]
 
     def add_turn(self, sampled: Completion, parsed: ParsedTurn) -> None:
         """Appends the tokens of a sampled turn."""
-        start = len(self.ids)
-        self.ids += sampled.tokens
-        self.mask += [True] * len(sampled.tokens)
+        start = len(self.mask)
+        self._append(np.asarray(sampled.tokens, np.int32), is_sampled=True)
         self.policy_logps += sampled.policy_logps
         self.sampler_logps += sampled.sampler_logps
-        self.turns.append(Turn(start, len(self.ids), parsed.content))
+        self.turns.append(Turn(start, len(self.mask), parsed.content))
         self.messages.append(_message(parsed, self.num_calls))
 
     def add_results(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[dict[str, Any]]:
@@ -96,13 +174,25 @@ class Episode:
 
     def add_bridge(self, ids: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> None:
         """Appends what stands before the next turn."""
-        self.ids += ids.tolist()
-        for values, value in ((self.mask, False), (self.policy_logps, 0.0), (self.sampler_logps, 0.0)):
-            values += [value] * len(ids)
+        self._append(np.asarray(ids, np.int32), is_sampled=False)
+        self.policy_logps += [0.0] * len(ids)
+        self.sampler_logps += [0.0] * len(ids)
         self.messages += [dict(message) for message in messages]
+
+    def _append(self, ids: np.ndarray, is_sampled: bool) -> None:
+        end = len(self.stream)
+        if end + len(ids) > len(self._tokens):  # doubled, so that a token is copied a few times in all
+            room = np.zeros(2 * (end + len(ids)), np.int32)
+            room[:end] = self.stream
+            self._tokens = room
+        self._tokens[end : end + len(ids)] = ids
+        self._digest.update(ids.tobytes())
+        self.mask += [is_sampled] * len(ids)
 
     def _close_turn(self, calls: tuple[CallRecord, ...], reward: float | None) -> None:
         last = self.turns[-1]
+        self.num_calls += len(calls)
+        self.num_tool_turns += bool(calls)
         self.turns[-1] = Turn(last.start, last.end, last.text, last.calls + calls, last.reward + (reward or 0.0))
         if reward is not None and self.reward is not None:
             self.reward += reward
@@ -121,7 +211,7 @@ class Episode:
             sample_index=self.first.sample_index,
             example=self.example,
             prompt_ids=self.first.prompt,
-            completion_ids=np.asarray(self.ids, np.int32),
+            completion_ids=self.ids.copy(),
             policy_logps=np.asarray(self.policy_logps, np.float32),
             sampler_logps=np.asarray(self.sampler_logps, np.float32),
             finish_reason=self.finish_reason,
@@ -156,3 +246,7 @@ def _message(parsed: ParsedTurn, num_calls: int) -> dict[str, Any]:
             for number, call in enumerate(parsed.calls, num_calls)
         ]
     return message
+
+
+def do_nothing() -> None:
+    """Closes what was not opened."""

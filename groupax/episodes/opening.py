@@ -1,5 +1,6 @@
 """The start of a group of episodes in an environment: one environment each, and one prompt for all of them."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -8,7 +9,15 @@ import numpy as np
 
 from groupax.data.tokenizer import encode_prompts
 from groupax.episodes.calls import Calls, Method
-from groupax.episodes.environment import warn_of_failure, with_observation
+from groupax.episodes.closing import Closing
+from groupax.episodes.environment import (
+    Seat,
+    plain_observation,
+    warn_of_failure,
+    with_observation,
+)
+from groupax.episodes.episode import Episode
+from groupax.episodes.record import Question
 from groupax.episodes.rules import Kind, Rules
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
@@ -33,6 +42,8 @@ class Host(Protocol):
     params: SamplingParams
     step: int
     calls: Calls | None
+    taken: dict[int, Any]
+    closing: Closing
 
     def start(
         self,
@@ -40,7 +51,8 @@ class Host(Protocol):
         examples: Sequence[Mapping[str, Any]],
         kind: Kind,
         prompts: Sequence[np.ndarray],
-        instances: Sequence[Any] = (),
+        seats: Sequence[Seat | None] = (),
+        failures: Mapping[int, Outcome] | None = None,
     ) -> None:
         """Samples the first turns of groups of one kind, each with the environments of its episodes."""
         ...
@@ -51,20 +63,19 @@ class Host(Protocol):
         examples: Sequence[Mapping[str, Any]],
         kind: Kind,
         prompts: Sequence[np.ndarray],
-        instances: Sequence[Any],
+        seats: Sequence[Seat | None],
+        failures: Mapping[int, Outcome],
     ) -> None:
         """Samples the first turns of one group, whose episodes have different prompts."""
         ...
 
+    def play_again(self, old: Episode, seat: Seat | None, num_retries: int) -> None:
+        """Plays an episode from its start, with a new environment."""
+        ...
 
-class Seat:
-    """The place of an environment, which only the process has that makes its calls."""
-
-    instance: Any = None
-
-    def take(self, instance: Any) -> None:
-        """Keeps a new environment."""
-        self.instance = instance
+    def drop(self, episode: Episode, outcome: Outcome) -> None:
+        """Ends an episode whose environment failed."""
+        ...
 
 
 class Opening:
@@ -83,68 +94,110 @@ class Opening:
         self._table, self._prompt_index, self._example = table, prompt_index, example
         self._kind, self._class, self._place = kind, kind.environment, place
         self._seed = group_seed(table.params.seed, table.step, prompt_index)
-        self._started: dict[int, tuple[Any, Any]] = {}  # environments and their observations
+        self._started: dict[int, tuple[Seat, Any]] = {}  # with the observations
+        self._failed: dict[int, Outcome] = {}
+        self._old: dict[int, Episode] = {}  # episodes that are played again
+        self._observations: list[Any] = []
 
     def begin(self) -> None:
         """Starts all environments of the group at the same time."""
         for index in range(self._table.params.n):
             self._begin(index, self._table.rules.settings.environment_retries)
 
-    def _begin(self, index: int, num_retries: int) -> None:
-        seat = Seat()
-        arguments = {"place": self._place + index} if self._class.takes_place else {}
-        self._call(lambda: (self._class.create, arguments), partial(self._reset, index, num_retries, seat), seat.take)
+    def begin_again(self, episode: Episode, num_retries: int) -> None:
+        """Starts a new environment for an episode of the group, which is then played from its start."""
+        index = episode.first.sample_index
+        self._old[index] = episode
+        self._begin(index, num_retries)
 
-    def _reset(self, index: int, num_retries: int, seat: "Seat", created: Outcome) -> None:
+    def _begin(self, index: int, num_retries: int) -> None:
+        seat = Seat(self._table.taken)
+        then = partial(self._reset, index, num_retries, seat)
+        arguments = {"place": self._place + index} if self._class.takes_place else {}
+        self._call(index, "create", lambda: (self._class.create, arguments), then, seat.take)
+
+    def _reset(self, index: int, num_retries: int, seat: Seat, created: Outcome) -> None:
         if created.kind:
-            self._begin_again(index, num_retries, created)
+            self._fail(index, num_retries, created)
             return
 
         def reset() -> tuple[Callable[..., Any], dict[str, Any]]:
             method = self._class.method(seat.instance, "reset")
-            return method, self._class.arguments(method, self._example, self._seed)
+            # environments may change what they are given
+            return method, self._class.arguments(method, copy.deepcopy(dict(self._example)), self._seed)
 
-        self._call(reset, partial(self._began, index, num_retries, seat))
+        self._call(index, "reset", reset, partial(self._began, index, num_retries, seat), plain_observation)
 
-    def _began(self, index: int, num_retries: int, seat: "Seat", outcome: Outcome) -> None:
+    def _began(self, index: int, num_retries: int, seat: Seat, outcome: Outcome) -> None:
         if outcome.kind:
-            self._begin_again(index, num_retries, outcome)
-            return
-        self._started[index] = seat.instance, outcome.value
-        if len(self._started) == self._table.params.n:
-            self._start()
+            self._table.closing.close((self._prompt_index, index), self._class, seat)
+            self._fail(index, num_retries, outcome)
+        elif index not in self._old:
+            self._started[index] = seat, outcome.value
+            self._start_if_all_are_there()
+        elif outcome.value == self._observations[index]:
+            self._table.play_again(self._old.pop(index), seat, num_retries)
+        else:
+            self._table.closing.close((self._prompt_index, index), self._class, seat)
+            self._give_up(index, Outcome(message="it started differently than before", kind="ValueError"))
 
     def _call(
-        self, method: Method, then: Callable[[Outcome], None], finish: Callable[[Any], Any] | None = None
+        self,
+        index: int,
+        what: str,
+        method: Method,
+        then: Callable[[Outcome], None],
+        finish: Callable[[Any], Any],
     ) -> None:
         assert self._table.calls is not None, "there are environments"
-        self._table.calls.call(self._prompt_index, method, then, finish)
+        self._table.calls.call(Question((self._prompt_index, index), 0, what), method, then, finish)
 
-    def _begin_again(self, index: int, num_retries: int, outcome: Outcome) -> None:
+    def _fail(self, index: int, num_retries: int, outcome: Outcome) -> None:
+        """Creates an environment again, or gives its episode up."""
         if num_retries == 0:
-            attempts = 1 + self._table.rules.settings.environment_retries
-            raise RunError(
-                f"environment {self._class.name!r} failed to start, {attempts} times; the last error is "
-                f"{outcome.kind}: {outcome.message}"
-            )
-        warn_of_failure(self._class.name, "could not start and is created again", outcome)
+            self._give_up(index, outcome)
+            return
+        warned = self._table.rules.warned
+        warn_of_failure(warned, self._class.name, "could not start and is created again", outcome)
         self._begin(index, num_retries - 1)
 
+    def _give_up(self, index: int, outcome: Outcome) -> None:
+        if index in self._old:
+            self._table.drop(self._old.pop(index), outcome)
+        else:
+            self._failed[index] = outcome
+            self._start_if_all_are_there()
+
+    def _start_if_all_are_there(self) -> None:
+        n = self._table.params.n
+        if len(self._started) + len(self._failed) < n:
+            return
+        if not self._started:
+            attempts, outcome = 1 + self._table.rules.settings.environment_retries, self._failed[0]
+            raise RunError(
+                f"environment {self._class.name!r} failed to start for all {n} episodes of a prompt, {attempts} times "
+                f"each; the last error is {outcome.kind}: {outcome.message}"
+            )
+        self._start()
+
     def _start(self) -> None:
-        instances, observations = zip(*(self._started[index] for index in sorted(self._started)), strict=True)
-        first = observations[0]
-        different = next((each for each in observations if each != first), first)
+        n, [(_, first), *_] = self._table.params.n, self._started.values()
+        # an episode whose environment failed has the prompt of another one, and ends after its first turn
+        found = [self._started.get(index, (None, first)) for index in range(n)]
+        seats, self._observations = [seat for seat, _ in found], [observation for _, observation in found]
+        different = next((each for each in self._observations if each != first), first)
+        self._started.clear()
         if different == first:
             example, ids = self._prompt_of(first)
-            self._table.start(self._prompt_index, [example], self._kind, [ids], instances)
+            self._table.start(self._prompt_index, [example], self._kind, [ids], seats, self._failed)
             return
         if self._class.starts_alike:
             raise RunError(
                 f"environment {self._class.name!r} started differently for the episodes of a group, whose rewards are "
                 f"compared: {short_repr(first)} and {short_repr(different)}; let reset depend on its row and seed alone"
             )
-        examples, prompts = zip(*map(self._prompt_of, observations), strict=True)
-        self._table.start_apart(self._prompt_index, examples, self._kind, prompts, instances)
+        examples, prompts = zip(*map(self._prompt_of, self._observations), strict=True)
+        self._table.start_apart(self._prompt_index, examples, self._kind, prompts, seats, self._failed)
 
     def _prompt_of(self, observation: Any) -> tuple[dict[str, Any], np.ndarray]:
         """Returns the row with the prompt to which an observation was added, and that prompt's token ids.

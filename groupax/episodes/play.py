@@ -23,16 +23,18 @@ from groupax.engine.prefix_cache import Place
 from groupax.engine.sampler import Sampler, SamplingSession, StoringSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.calls import Calls, Method
-from groupax.episodes.environment import answer_of, checked_reward, warn_of_failure
+from groupax.episodes.closing import Closing
+from groupax.episodes.environment import EnvironmentClass, Seat, answer_of, warn_of_failure
 from groupax.episodes.episode import Episode
 from groupax.episodes.opening import Opening, group_seed
+from groupax.episodes.record import LEFT, Record
 from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
+from groupax.tools.results import checked_reward
 from groupax.tools.runner import TIMED_OUT, ToolResult, ToolRunner
 from groupax.tools.threads import Outcome
-from groupax.tools.tool import Tool, match_calls
 from groupax.types import FinishReason, Rollout
 
 LATER_TURNS = 1 << 30  # first index of the prompts of later turns, above those of any rollout
@@ -48,6 +50,7 @@ def play_episodes(
     policy_version: int = 0,
     first_prompt: int = 0,
     rules: Rules = SINGLE_TURNS,
+    record: Record | None = None,
 ) -> Generator[list[Rollout], None, None]:
     """Yields the group of each prompt as soon as its last episode has ended.
 
@@ -64,16 +67,18 @@ def play_episodes(
         policy_version: Version of the weights, which is recorded in each rollout.
         first_prompt: Index of the first of these prompts in its rollout.
         rules: Tools and environments.
+        record: Answers of tools and environments from before the run was resumed, to which new ones are added.
 
     Raises:
-        RunError: An environment failed to start, or started differently for the episodes of a group.
+        RunError: All environments of a group failed to start, or started differently for the episodes of a group.
     """
     if params.stop:
         assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
         special = special_token_ids(tokenizer, params.stop)
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
     with _runner_of(rules) as runner, closing(sampler.session()) as session:
-        table = Table(sampler, session, runner, tokenizer, rules, params, step, policy_version)
+        calls = None if runner is None else Calls(runner, record or Record())
+        table = Table(sampler, session, calls, tokenizer, rules, params, step, policy_version)
         table.open(examples, prompt_ids, first_prompt)
         yield from table.finished_groups()
 
@@ -83,7 +88,7 @@ def _runner_of(rules: Rules) -> AbstractContextManager[ToolRunner | None]:
     settings = rules.settings
     if not rules.has_turns:
         return nullcontext()
-    return ToolRunner(settings.tool_workers, settings.tool_timeout_s, int(1000 * settings.max_result_kb))
+    return ToolRunner(settings.tool_workers, settings.tool_timeout_s, rules.max_result_bytes, rules.hung)
 
 
 class Table:
@@ -93,7 +98,7 @@ class Table:
         self,
         sampler: Sampler,
         session: SamplingSession,
-        runner: ToolRunner | None,
+        calls: Calls | None,
         tokenizer: Any,
         rules: Rules,
         params: SamplingParams,
@@ -101,15 +106,18 @@ class Table:
         policy_version: int,
     ) -> None:
         self._sampler, self._session = sampler, session
-        self.calls = None if runner is None else Calls(runner)
+        self.calls = calls
         self.tokenizer, self.rules = tokenizer, rules
         self.params, self.step, self._policy_version = params, step, policy_version
         self._sampled: dict[int, Episode] = {}  # by the identity of the sequence that is sampled
         self._to_submit: list[Completion] = []
         self._finished: dict[int, list[Episode]] = {}
-        self._num_unfinished = self._num_closing = 0
+        self._num_unfinished = 0
         self._prompt_numbers = itertools.count(LATER_TURNS)
-        self._places: list[Place] = []  # for episodes that have not started
+        self._places: Iterator[Place] = iter(())  # for episodes that have not started
+        self._openings: dict[int, Opening] = {}  # by the indices of their prompts
+        self.closing = Closing(calls, rules.warned)
+        self.taken: dict[int, Any] = {}  # environments in use, by identity
 
     def open(self, given: Examples, prompt_ids: Sequence[np.ndarray], first_prompt: int) -> None:
         """Starts the groups of prompts."""
@@ -117,19 +125,21 @@ class Table:
         kinds = [self.rules.kind_of(example) for example in examples]
         self._num_unfinished += len(examples)
         if self.rules.has_turns and isinstance(self._session, StoringSession):
-            self._places += self._session.places(len(examples) * self.params.n)
+            self._places = iter(self._session.places(len(examples) * self.params.n))
         if all(kind.environment is None for kind in kinds):
             self.start(first_prompt, examples, kinds[0] if kinds else SINGLE_TURN, prompt_ids)
             return
         places: Counter[str] = Counter()  # by the name of the environment
         for index, (example, kind) in enumerate(zip(examples, kinds, strict=True), first_prompt):
             name = kind.environment.name if kind.environment is not None else ""
-            Opening(self, index, example, kind, places[name]).begin()
+            self._openings[index] = Opening(self, index, example, kind, places[name])
             places[name] += self.params.n
+        for opening in list(self._openings.values()):
+            opening.begin()
 
     def finished_groups(self) -> Iterator[list[Rollout]]:
         """Plays until all groups are finished, and yields each when it is."""
-        while self._num_unfinished or self._num_closing:
+        while self._num_unfinished or self.closing.num_begun:
             self._submit()
             if self.calls is not None:
                 self.calls.deliver(waits=not self._session.busy and not self._finished_any)
@@ -140,6 +150,7 @@ class Table:
                         self._end_turn(self._sampled.pop(id(sequence)), sequence)
             for index in [index for index, group in self._finished.items() if len(group) == self.params.n]:
                 self._num_unfinished -= 1
+                self._openings.pop(index, None)
                 yield self._rollouts(self._finished.pop(index))
 
     def _submit(self) -> None:
@@ -153,7 +164,7 @@ class Table:
 
     def _rollouts(self, group: list[Episode]) -> list[Rollout]:
         group = sorted(group, key=lambda episode: episode.first.sample_index)
-        texts = decode(self.tokenizer, [episode.ids for episode in group])
+        texts = decode(self.tokenizer, [episode.ids.tolist() for episode in group])
         return [episode.rollout(text, self._policy_version) for episode, text in zip(group, texts, strict=True)]
 
     # -- turns -----------------------------------------------------------------------------------------------------
@@ -164,14 +175,15 @@ class Table:
         examples: Sequence[Mapping[str, Any]],
         kind: Kind,
         prompts: Sequence[np.ndarray],
-        instances: Sequence[Any] = (),
+        seats: Sequence[Seat | None] = (),
+        failures: Mapping[int, Outcome] | None = None,
     ) -> None:
         """Samples the first turns of groups of one kind, each with the environments of its episodes, if it has any."""
         params = self._first_params(kind)
-        for number, sequence in enumerate(self._sampler.sequences(list(prompts), params, self.step, first_prompt)):
-            example = examples[sequence.prompt_index - first_prompt]
-            instance = instances[number] if instances else None
-            self._sample(Episode(sequence, example, kind, self.params.max_tokens, instance), sequence)
+        for number, first in enumerate(self._sampler.sequences(list(prompts), params, self.step, first_prompt)):
+            seat = seats[number] if seats else None
+            example = examples[first.prompt_index - first_prompt]
+            self._sample(self._new_episode(first, example, kind, seat, failures or {}), first)
 
     def start_apart(
         self,
@@ -179,14 +191,33 @@ class Table:
         examples: Sequence[Mapping[str, Any]],
         kind: Kind,
         prompts: Sequence[np.ndarray],
-        instances: Sequence[Any],
+        seats: Sequence[Seat | None],
+        failures: Mapping[int, Outcome],
     ) -> None:
         """Samples the first turns of one group, whose episodes have different prompts."""
         params = self._first_params(kind)
         group = self._sampler.sequences([prompts[0]], params, self.step, prompt_index)
-        for first, example, prompt, instance in zip(group, examples, prompts, instances, strict=True):
+        for first, example, prompt, seat in zip(group, examples, prompts, seats, strict=True):
             first.prompt = prompt
-            self._sample_alone(Episode(first, example, kind, self.params.max_tokens, instance), params.max_tokens)
+            self._sample_alone(self._new_episode(first, example, kind, seat, failures), params.max_tokens)
+
+    def _new_episode(
+        self,
+        first: Completion,
+        example: Mapping[str, Any],
+        kind: Kind,
+        seat: Seat | None,
+        failures: Mapping[int, Outcome],
+    ) -> Episode:
+        episode = Episode(first, example, kind, self.params.max_tokens, seat, self.rules.settings.environment_retries)
+        episode.failure = failures.get(first.sample_index)
+        return episode
+
+    def play_again(self, old: Episode, seat: Seat | None, num_retries: int) -> None:
+        """Plays an episode from its start, with a new environment."""
+        new = Episode(old.first, old.example, old.kind, old.max_tokens, seat, num_retries)
+        new.place = None if old.place is None else Place(old.place.max_tokens)  # the same memory, empty
+        self._sample_alone(new, self._first_params(old.kind).max_tokens)
 
     def _first_params(self, kind: Kind) -> SamplingParams:
         """Returns the sampling parameters of the first turns of a group."""
@@ -205,9 +236,7 @@ class Table:
         self._sample(episode, sequence)
 
     def _sample(self, episode: Episode, sequence: Completion) -> None:
-        if episode.place is None and self._places:
-            episode.place = self._places.pop()
-        sequence.place = episode.place
+        sequence.place = episode.place = episode.place or next(self._places, None)
         self._sampled[id(sequence)] = episode
         self._to_submit.append(sequence)
 
@@ -222,7 +251,9 @@ class Table:
         parsed = ParsedTurn(text, "", ()) if kind.calls is None else kind.calls.parse(text)
         exceeds = _exceeds_calls(settings, episode, len(parsed.calls))
         episode.add_turn(sequence, parsed)
-        if sequence.finish_reason != "stop":
+        if episode.failure is not None:
+            self.drop(episode, episode.failure)
+        elif sequence.finish_reason != "stop":
             cut_short = sequence.finish_reason == "length" and episode.num_left > 0
             self._finish(episode, "turn_length" if cut_short else sequence.finish_reason)
         elif exceeds:
@@ -237,35 +268,26 @@ class Table:
             self._finish(episode, "stop")
 
     def _run_calls(self, episode: Episode, calls: tuple[ToolCall, ...]) -> None:
-        for call in calls:
-            tool = episode.kind.tools.get(call.name)
-            if tool is not None and tool.open is not None:
-                episode.tool_states.setdefault(tool.open, None)
         assert self.calls is not None, "there are tools"
-        method = partial(self._matched, episode, calls)
-        self.calls.run(episode.first.prompt_index, method, partial(self._answer_calls, episode, calls))
-
-    def _matched(self, episode: Episode, calls: tuple[ToolCall, ...]) -> Sequence[tuple[Tool | None, ToolCall]]:
-        """Returns calls with the tools of this episode."""
-        for open_state, state in episode.tool_states.items():
-            if state is None:
-                seed = group_seed(self.params.seed, self.step, episode.first.prompt_index)
-                episode.tool_states[open_state] = open_state(seed)
-        return match_calls({name: _bound(episode, tool) for name, tool in episode.kind.tools.items()}, calls)
+        seed = group_seed(self.params.seed, self.step, episode.first.prompt_index)
+        method = partial(episode.matched, calls, seed)
+        self.calls.run(episode.questions(calls), method, partial(self._answer_calls, episode, calls))
 
     def _answer_calls(self, episode: Episode, calls: tuple[ToolCall, ...], results: list[ToolResult]) -> None:
         messages = episode.add_results(calls, results)
         failed = next((each for each in results if each.is_infrastructure), None)
         if failed is not None:
-            name = calls[results.index(failed)].name
-            self._fail(episode, Outcome(message=failed.error, kind=f"tool {name}"))
+            kind = LEFT if failed.error == LEFT else f"tool {calls[results.index(failed)].name}"
+            self._fail(episode, Outcome(message=failed.error, kind=kind))
             return
         self._continue(episode, messages, any(result.done for result in results))
 
     def _act(self, episode: Episode) -> None:
         message = dict(episode.messages[-1])
-        method = partial(_method_of, episode, "act", {"message": message})
-        self._call(episode, method, partial(self._answer_act, episode), answer_of)
+        method = partial(episode.method, "act", {"message": message})
+        self._call(
+            episode, "act", method, partial(self._answer_act, episode), partial(answer_of, self.rules.max_result_bytes)
+        )
 
     def _answer_act(self, episode: Episode, outcome: Outcome) -> None:
         if outcome.kind:
@@ -282,11 +304,15 @@ class Table:
         if is_done or len(episode.turns) >= settings.max_turns:
             self._finish(episode, "done" if is_done else "max_turns")
             return
-        ids = bridge.ids(episode.stream, episode.messages[-1], messages)
-        if len(ids) >= episode.num_left and settings.overlong_results == "error":
-            error = f"the result has more tokens than are left ({episode.num_left})"
-            messages = [{**message, "content": str({"error": error})} for message in messages]
+        try:
             ids = bridge.ids(episode.stream, episode.messages[-1], messages)
+            if len(ids) >= episode.num_left and settings.overlong_results == "error":
+                error = f"the result has more tokens than are left ({episode.num_left})"
+                messages = [{**message, "content": str({"error": error})} for message in messages]
+                ids = bridge.ids(episode.stream, episode.messages[-1], messages)
+        except ValueError as error:  # of a message that the environment has made up
+            self._fail(episode, Outcome(message=str(error), kind="ValueError"))
+            return
         if len(ids) >= episode.num_left:
             self._finish(episode, "tool_result_too_long")
             return
@@ -299,8 +325,8 @@ class Table:
         episode.finish_reason = reason
         of = episode.kind.environment
         if of is not None and "score" in of.methods:
-            method = partial(_method_of, episode, "score", {})
-            self._call(episode, method, partial(self._add_score, episode), _score_of)
+            method = partial(episode.method, "score", {})
+            self._call(episode, "score", method, partial(self._add_score, episode), _score_of)
         else:
             self._close(episode)
 
@@ -315,71 +341,59 @@ class Table:
         self._close(episode)
 
     def _fail(self, episode: Episode, outcome: Outcome) -> None:
+        """Plays an episode again whose environment failed, or which has left its record; or drops it in the end."""
+        of, has_left = episode.kind.environment, outcome.kind == LEFT
+        if not has_left and episode.num_retries == 0:
+            self.drop(episode, outcome)
+            return
+        if not has_left:
+            warn_of_failure(self.rules.warned, _name_of(of), "failed; its episode begins again", outcome)
+        self.closing.close_all(episode)
+        assert self.calls is not None, "it failed"
+        self.calls.begin_again(episode.index)
+        num_retries = episode.num_retries - (not has_left)
+        if of is not None:
+            self._openings[episode.first.prompt_index].begin_again(episode, num_retries)
+        else:
+            self.play_again(episode, None, num_retries)
+
+    def drop(self, episode: Episode, outcome: Outcome) -> None:
         """Ends an episode whose environment failed: it has no reward, and nothing is trained on it."""
-        of = episode.kind.environment
         episode.finish_reason = "timeout" if outcome.kind == TIMED_OUT else "env_error"
         episode.reward = None
-        warn_of_failure("tools" if of is None else of.name, "failed; its episode is left out", outcome)
+        what = "failed; its episode is left out"
+        warn_of_failure(self.rules.warned, _name_of(episode.kind.environment), what, outcome)
         self._close(episode)
 
     def _close(self, episode: Episode) -> None:
-        of = episode.kind.environment
         episode.place = episode.first.place = None
         self._finished.setdefault(episode.first.prompt_index, []).append(episode)
-        closing: list[tuple[str, Method]] = [
-            ("tools", partial(_close_of_state, episode, open_state)) for open_state in episode.tool_states
-        ]
-        if of is not None and "close" in of.methods:
-            closing.append((of.name, partial(_method_of, episode, "close", {})))
-        for name, method in closing:
-            self._num_closing += 1
-            self._call(episode, method, partial(self._closed, name), _nothing)
-
-    def _closed(self, name: str, outcome: Outcome) -> None:
-        self._num_closing -= 1
-        if outcome.kind:
-            warn_of_failure(name, "could not be closed", outcome)
+        if self.calls is not None:
+            self.calls.end(episode.index)
+        self.closing.close_all(episode)
 
     def _call(
         self,
         episode: Episode,
+        what: str,
         method: Method,
         then: Callable[[Outcome], None],
         finish: Callable[[Any], Any],
     ) -> None:
         assert self.calls is not None, "there are environments"
-        self.calls.call(episode.first.prompt_index, method, then, finish)
+        self.calls.call(episode.question(what), method, then, finish)
 
 
 def _exceeds_calls(settings: EpisodeSettings, episode: Episode, num_calls: int) -> bool:
     """Returns whether the calls of a new turn are more than an episode may have."""
-    num_turns = sum(bool(turn.calls) for turn in episode.turns)
     calls, turns = settings.max_tool_calls, settings.max_tool_turns
-    is_one_more = num_calls > 0 and turns is not None and num_turns >= turns
+    is_one_more = num_calls > 0 and turns is not None and episode.num_tool_turns >= turns
     return is_one_more or (calls is not None and episode.num_calls + num_calls > calls)
 
 
-def _method_of(episode: Episode, name: str, arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    assert episode.kind.environment is not None, "it has methods"
-    return episode.kind.environment.method(episode.instance, name), arguments
-
-
-def _close_of_state(episode: Episode, open_state: Callable[[int], Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    return episode.tool_states[open_state].close, {}
-
-
-def _bound(episode: Episode, tool: Tool) -> Tool:
-    """Returns the tool of this episode."""
-    of = episode.kind.environment
-    if of is not None and tool.name in of.tools:
-        return tool.bind(episode.instance)
-    state = None if tool.open is None else episode.tool_states.get(tool.open)
-    return tool if state is None else tool.bind(state)
+def _name_of(of: EnvironmentClass | None) -> str:
+    return "tools" if of is None else of.name
 
 
 def _score_of(returned: Any) -> float | None:
     return None if returned is None else checked_reward(returned)
-
-
-def _nothing(returned: Any) -> None:
-    """Drops what a method returns, since nobody asks for it."""

@@ -61,12 +61,21 @@ class Rules:
         kinds: Kinds of episodes by the name of the environment, "" without one.
         template_kwargs: Arguments of the chat template.
         max_prompt_tokens: Longest prompt with what an environment adds to it; None for no limit but the model's.
+        warned: Kinds of failures that were warned of.
+        hung: Names of functions that were warned of since they hang.
     """
 
     settings: EpisodeSettings = field(default_factory=EpisodeSettings)
     kinds: Mapping[str, Kind] = field(default_factory=lambda: {"": SINGLE_TURN})
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_prompt_tokens: int | None = None
+    warned: set[tuple[str, ...]] = field(default_factory=set)
+    hung: set[str] = field(default_factory=set)
+
+    @property
+    def max_result_bytes(self) -> int:
+        """Longest text of a tool or an environment in UTF-8."""
+        return int(1000 * self.settings.max_result_kb)
 
     @property
     def has_turns(self) -> bool:

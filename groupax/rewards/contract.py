@@ -52,6 +52,11 @@ class Reward:
     on_device: bool = False
     columns: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def takes_environments(self) -> bool:
+        """True if the function may use the environments of episodes."""
+        return not self.on_device and (self.takes is None or ENVIRONMENTS in self.takes)
+
 
 @dataclass(frozen=True)
 class Scores:

@@ -1,8 +1,9 @@
 """Experience: groups of completions with rewards, advantages and log-probs, for updates to train on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from groupax.data.order import visit_order
 from groupax.data.prompts import PromptSet
 from groupax.engine.sampler import PolicySampler, Sampler
 from groupax.episodes.play import play_episodes
+from groupax.episodes.record import Record
 from groupax.episodes.rules import Rules
 from groupax.errors import RewardError, RunError, is_out_of_memory
 from groupax.events import Emit, PhaseStarted, counted
@@ -27,6 +29,7 @@ from groupax.metrics.completions import (
 )
 from groupax.metrics.episodes import episode_metrics
 from groupax.objective.advantages import Advantages, find_advantage_estimator, group_advantages
+from groupax.parallel import processes
 from groupax.rewards.contract import reward_matrix
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
@@ -54,6 +57,7 @@ class Collector:
         num_steps: Number of optimizer steps of the run.
         rules: Tools and environments of episodes.
         emit: Receives the phases of sampling and scoring.
+        records: Returns the folder where what tools and environments answer is recorded; None for nowhere.
     """
 
     def __init__(
@@ -70,11 +74,12 @@ class Collector:
         num_steps: int,
         rules: Rules,
         emit: Emit,
+        records: Callable[[], Path | None],
     ) -> None:
         self.args, self.schedule, self.prompts, self.tokenizer = args, schedule, prompts, tokenizer
         self.engine, self.learner, self.runner = engine, learner, runner
         self.reward_weights, self.correctness_reward, self.num_steps = reward_weights, correctness_reward, num_steps
-        self.rules, self.emit = rules, emit
+        self.rules, self.emit, self.records = rules, emit, records
 
     def collect(self, cursor: Cursor, num_wanted: int = 1) -> Experience:
         """Returns a rollout by the learner's policy, ready for updates (see `sample` and `scored`).
@@ -166,6 +171,12 @@ class Collector:
         args = self.args
         visited = self.visited(cursor.num_prompts + first, count)
         self.runner.state = self.trainer_state(cursor)
+        record = Record(
+            self.records(),
+            f"rollout_{cursor.num_rollouts:06d}",
+            processes.process_index(),
+            keeps_environments=any(each.takes_environments for each in self.runner.rewards),
+        )
         groups = play_episodes(
             engine,
             self.tokenizer,
@@ -176,9 +187,10 @@ class Collector:
             policy_version=policy_version,
             first_prompt=first,
             rules=self.rules,
+            record=record,
         )
         try:
-            with closing(groups):  # on an error too, which keeps them: servers would go on
+            with closing(record), closing(groups):  # on an error too, which keeps them: servers would go on
                 return score_groups(counted(groups, self.emit, "sampling", count, "scoring"), self.runner)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupax.episodes.record import FOLDER as RECORDS
 from groupax.evaluation.items import Item, write_items
 from groupax.events import Emit, Message, TokenScores, ignore
 from groupax.metrics.completions import json_numbers
@@ -140,6 +141,8 @@ class RunFolder:
                 self.resume(config, b"", 0)
                 return
             self._move_aside()
+        elif afresh or not identity or not self._is_repeated(identity):
+            shutil.rmtree(self.records, ignore_errors=True)  # of another run, killed before its first step
         self.id, self._diagnostics, self._processes = secrets.token_hex(4), [], []
         self._identities = {"identity": identity} if identity else {}
         self._prepare(config, b"", step=0)
@@ -160,6 +163,11 @@ class RunFolder:
         if self.remote and (tracked := self._earlier(TRACKED)):
             (self.path / TRACKED).write_bytes(tracked)
         self._prepare(config, metrics, step)
+
+    @property
+    def records(self) -> Path:
+        """The folder with the answers of tools in unfinished rollouts (see `groupax.episodes.record`)."""
+        return self.path / RECORDS
 
     def metrics(self, num_bytes: int) -> bytes:
         """Returns the first bytes of `metrics.jsonl` as an earlier process left it."""

@@ -16,6 +16,7 @@ from groupax.data.prompts import PromptSet
 from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import eos_token_ids
 from groupax.engine.plan import Demand
+from groupax.episodes.record import FOLDER as RECORDS
 from groupax.episodes.rewards import environment_rewards
 from groupax.evaluation.evaluate import find_correctness_reward
 from groupax.evaluation.sets import named_sets
@@ -72,6 +73,7 @@ from groupax.runs.model_card import license_of, read_card, run_card
 from groupax.runs.progress.display import Progress
 from groupax.runs.progress.named import primary_only, progress_named
 from groupax.runs.trackers.tracker import check_trackers
+from groupax.storage.buckets import is_remote
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import ForeignFilesError, check_destination, replace_card
 from groupax.training.learner import Learner
@@ -228,8 +230,15 @@ class Run:
             self.num_steps,
             self.rules,
             ignore if args.max_staleness else self.emit,  # asynchronous rollouts are sampled in other threads
+            self._records,
         )
         self.pipeline = Pipeline(self.collector, args.max_staleness, self.num_steps) if args.max_staleness else None
+
+    def _records(self) -> Path | None:
+        """Returns the folder where calls of tools are recorded; a bucket would only have them when it is too late."""
+        if is_remote(self.args.output_dir) or not self.rules.has_turns:
+            return None
+        return self.run_folder.records if processes.is_primary() else Path(self.args.output_dir).expanduser() / RECORDS
 
     # -- its start and end ---------------------------------------------------------------------------------------
 

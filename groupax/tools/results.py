@@ -2,15 +2,17 @@
 
 import json
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from groupax.errors import InfrastructureError
+from groupax.terminal.printable import short_repr
 from groupax.tools.tool import Step
 
 MIN_RESULT_BYTES = 64  # room for the note in a text that was cut
+MAX_REWARD = 1e30  # whose square and the sums of it are finite
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,40 @@ def as_step(returned: Any, max_bytes: int) -> Step:
         max_bytes: Longest text in UTF-8, to which it is cut in the middle.
 
     Raises:
-        ValueError: The reward is not a finite number, or `done` is not a bool.
+        InfrastructureError: The reward is not a finite number, or `done` is not a bool.
+    """
+    step = checked_step(returned)
+    return Step(cut_middle(_as_text(step.observation), max_bytes), step.reward, step.done)
+
+
+def checked_step(returned: Any) -> Step:
+    """Returns what a tool or an environment has returned as a step with a checked reward and `done`.
+
+    Raises:
+        InfrastructureError: The reward is not a finite number, or `done` is not a bool.
     """
     step = returned if isinstance(returned, Step) else Step(returned)
-    if step.reward is not None and not (isinstance(step.reward, numbers.Real) and math.isfinite(step.reward)):
-        raise ValueError(f"the reward of a Step must be a finite number or None, got {step.reward!r:.80}")
     if not isinstance(step.done, bool | np.bool_):
-        raise ValueError(f"done of a Step must be True or False, got {step.done!r:.80}")
-    reward = None if step.reward is None else float(step.reward)
-    return Step(cut_middle(_as_text(step.observation), max_bytes), reward, bool(step.done))
+        raise InfrastructureError(f"done of a Step must be True or False, got {short_repr(step.done)}")
+    reward = None if step.reward is None else checked_reward(step.reward)
+    return Step(step.observation, reward, bool(step.done))
+
+
+def checked_reward(reward: Any) -> float:
+    """Returns a reward of a tool or an environment as a number.
+
+    Raises:
+        InfrastructureError: It is not a finite number of at most `MAX_REWARD`.
+    """
+    try:
+        number = math.nan if isinstance(reward, str | bytes | bytearray) else float(reward)
+    except Exception:  # noqa: BLE001 - of a value of the user's
+        number = math.nan
+    if not abs(number) <= MAX_REWARD:
+        raise InfrastructureError(
+            f"a reward must be a finite number of at most {MAX_REWARD:g}, or None, got {short_repr(reward)}"
+        )
+    return number
 
 
 def error_result(message: str, seconds: float, max_bytes: int, kind: str = "") -> ToolResult:

@@ -41,12 +41,15 @@ class ToolRunner:
         timeout_s: Time limit of a call in seconds, unless its tool has its own. A thread that exceeds it is abandoned,
             since Python cannot end it; another one takes its place.
         max_result_bytes: Longest result in UTF-8, to which it is cut in the middle.
+        hung: Names of functions that were warned of since they hang; updated.
 
     Raises:
         ValueError: An argument is out of range.
     """
 
-    def __init__(self, num_workers: int, timeout_s: int | float, max_result_bytes: int) -> None:
+    def __init__(
+        self, num_workers: int, timeout_s: int | float, max_result_bytes: int, hung: set[str] | None = None
+    ) -> None:
         for name, value, low in (
             ("num_workers", num_workers, 1),
             ("max_result_bytes", max_result_bytes, MIN_RESULT_BYTES),
@@ -62,7 +65,7 @@ class ToolRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
         self._is_closed = False
-        self._hung: set[str] = set()
+        self._hung: set[str] = set() if hung is None else hung
 
     def __enter__(self) -> "ToolRunner":
         return self
@@ -70,7 +73,13 @@ class ToolRunner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, calls: Calls, on_done: Callable[[list[ToolResult]], None]) -> None:
+    def start(
+        self,
+        calls: Calls,
+        on_done: Callable[[list[ToolResult]], None],
+        known: Sequence[ToolResult | None] = (),
+        on_result: Callable[[int, ToolResult], None] | None = None,
+    ) -> None:
         """Starts calls and returns at once. Nothing that a tool does raises here.
 
         The calls run in their order, or at the same time if all of their tools are `parallel`. In order, none is made
@@ -79,11 +88,13 @@ class ToolRunner:
         Args:
             calls: Calls with their tools; None if there is no such tool.
             on_done: Called once, in a thread of the runner, with the results in the order of the calls.
+            known: Results of calls that are not to be made; None for the others.
+            on_result: Called with the index and the result of each call that was made, as soon as it has ended.
 
         Raises:
             RuntimeError: The runner is closed.
         """
-        self._start(self._run(list(calls), on_done))
+        self._start(self._run(list(calls), on_done, known, on_result))
 
     def call(
         self,
@@ -154,19 +165,27 @@ class ToolRunner:
         self._control.stop()
 
     async def _run(
-        self, calls: list[tuple[Tool | None, ToolCall]], on_done: Callable[[list[ToolResult]], None]
+        self,
+        calls: list[tuple[Tool | None, ToolCall]],
+        on_done: Callable[[list[ToolResult]], None],
+        known: Sequence[ToolResult | None],
+        on_result: Callable[[int, ToolResult], None] | None,
     ) -> None:
-        results: list[ToolResult | None] = [None] * len(calls)
+        results = [*known] or [None] * len(calls)
 
         async def run(index: int) -> None:
-            results[index] = await self._call(*calls[index])
+            if results[index] is None:
+                result = results[index] = await self._call(*calls[index])
+                if on_result is not None:
+                    on_result(index, result)
 
         with contextlib.suppress(asyncio.CancelledError):
             if all(tool is None or tool.parallel for tool, _ in calls):
                 await asyncio.gather(*map(run, range(len(calls))))
             else:
                 for index in range(len(calls)):
-                    if any(result is not None and (result.done or result.is_infrastructure) for result in results):
+                    before = [result for result in results[:index] if result is not None]
+                    if any(result.done or result.is_infrastructure for result in before):
                         results[index] = error_result(ENDED, 0.0, self.max_result_bytes)
                     else:
                         await run(index)
@@ -212,7 +231,11 @@ class ToolRunner:
     ) -> Outcome:
         start = self._async_thread.submit if is_async else start_thread
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(start(function, arguments, finish)), timeout_s)
+            begun = start(function, arguments, finish)
+        except RuntimeError as error:  # the system gives no more threads, after many calls that hang
+            return Outcome(message=str(error), kind="RuntimeError", is_infrastructure=True)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(begun), timeout_s)
         except TimeoutError:
             if not is_async or not await self._async_thread.is_alive():
                 self._warn_of_hanging(name, timeout_s)

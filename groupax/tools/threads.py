@@ -50,11 +50,7 @@ def start_thread(
 
     def run() -> None:
         try:
-            returned = function(**arguments)
-            if inspect.iscoroutine(returned):
-                returned.close()
-                raise TypeError("the function returns a coroutine; define it by async def")
-            outcome = Outcome(finish(returned))
+            outcome = Outcome(finish(_value(function(**arguments))))
         except BaseException as error:  # noqa: BLE001 - becomes the result of the call
             outcome = _failure(error)
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # its time is over
@@ -119,7 +115,7 @@ def start_loop(name: str) -> asyncio.AbstractEventLoop:
 
 async def _await(function: Function, arguments: Mapping[str, Any], finish: Finish) -> Outcome:
     try:
-        return Outcome(finish(await function(**arguments)))
+        return Outcome(finish(_value(await function(**arguments))))
     except BaseException as error:  # SystemExit, for one, would stop the event loop
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -130,6 +126,20 @@ async def _await(function: Function, arguments: Mapping[str, Any], finish: Finis
 def _answer(future: "concurrent.futures.Future[None]") -> None:
     with contextlib.suppress(concurrent.futures.InvalidStateError):  # too late
         future.set_result(None)
+
+
+def _value(returned: Any) -> Any:
+    """Returns what a function has returned.
+
+    Raises:
+        TypeError: It is something that would still have to be run.
+    """
+    if inspect.iscoroutine(returned):
+        returned.close()
+        raise TypeError("the function returns a coroutine; define it by async def")
+    if inspect.isgenerator(returned) or inspect.isasyncgen(returned):
+        raise TypeError("the function is a generator; let it return its result instead of yielding")
+    return returned
 
 
 def _failure(error: BaseException) -> Outcome:

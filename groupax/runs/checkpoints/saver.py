@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from groupax.config import GRPOConfig
+from groupax.episodes.record import remove_records
 from groupax.errors import PreemptedError, RunError
 from groupax.events import Emit, Message
 from groupax.models.checkpoint import Model
@@ -135,7 +137,8 @@ class RunSaver:
                 write_rollout(experience, folder)
 
         text = json.dumps(state)  # before the log changes
-        self.writer.save(Snapshot(cursor.step, text, begin_with_metrics, write_more))
+        published = partial(remove_records, self.folder.records, cursor.num_rollouts)
+        self.writer.save(Snapshot(cursor.step, text, begin_with_metrics, write_more, published))
 
     def save_and_wait(self, cursor: Cursor, experience: Experience | None) -> bool:
         """Writes a checkpoint of the current state, and returns whether there is one."""

@@ -33,12 +33,14 @@ class Snapshot:
         state: Text of `state.json`.
         start_writing: Starts to write the arrays into a folder, and returns a function that waits for them.
         write_more: Writes the other files into the folder.
+        published: Called in the thread when the checkpoint is complete.
     """
 
     step: int
     state: str
     start_writing: Callable[[Path], Callable[[], None]]
     write_more: Callable[[Path], None]
+    published: Callable[[], None]
 
 
 class CheckpointWriter:
@@ -119,6 +121,7 @@ class CheckpointWriter:
             self.before()
             self.store.publish(snapshot.step)
             self.last_step = self._published = snapshot.step
+            snapshot.published()
             self._delete_surplus()
         except Exception as error:  # noqa: BLE001 - it is reported, and the run continues
             self._failed(snapshot.step, error, folder)
