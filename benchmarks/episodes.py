@@ -104,8 +104,8 @@ def of_groupax(repeats: int, tool_s: float, turns: int) -> list[dict[str, Any]]:
     model = init_model({**QWEN_7M, **small, "vocab_size": len(tokenizer)}, seed=0)
     results = []
     for name, num_bytes in (("keys and values stored", 1 << 30), ("computed again", 0)):
-        settings = {"chunk_steps": TURN_STEPS, "prefix_bytes": num_bytes}
-        engine = Engine(model.config, model.params, model.mesh, (), tokenizer=tokenizer, **settings)
+        given = model.config, model.params, model.mesh, ()
+        engine = Engine(*given, chunk_steps=TURN_STEPS, tokenizer=tokenizer, prefix_bytes=num_bytes)
         for seconds in (tool_s, 0.0, tool_s, 0.0):  # compiles for what the two meet
             played(engine, seconds, turns)
         runs = [(played(engine, tool_s, turns), played(engine, 0.0, turns)) for _ in range(repeats)]
