@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from groupax.config import GRPOConfig as GRPOConfig
     from groupax.engine.engine import Engine as Engine
     from groupax.environments.openenv import openenv as openenv
+    from groupax.environments.verifiers_v0 import verifiers as verifiers
     from groupax.errors import InfrastructureError as InfrastructureError
     from groupax.models.checkpoint import Model as Model
     from groupax.models.checkpoint import add_adapter as add_adapter
@@ -43,6 +44,7 @@ _HOME = {
     "save_adapter": "groupax.models.saving",
     "save_model": "groupax.models.saving",
     "tool": "groupax.tools.tool",
+    "verifiers": "groupax.environments.verifiers_v0",
 }
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -5,19 +5,20 @@ import json
 import random
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, init_model
 from groupax.engine.engine import new_sequences
-from groupax.episodes.environment import with_observation
+from groupax.episodes.environment import EnvironmentClass, with_observation
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.errors import InfrastructureError, RunError
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
-from groupax.tools.tool import Step, Tool, tool, tools_of
+from groupax.tools.tool import Step, Tool, tool, tools_from, tools_of
 
 from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 from .conftest import TINY
@@ -144,6 +145,26 @@ def test_limits_end_an_episode_with_their_own_reasons():
     [group], _ = played(forever, [add], params=SamplingParams(n=2, max_tokens=150), max_turns=100)
     assert {row.finish_reason for row in group} <= {"length", "tool_result_too_long"}
     assert all(len(row.completion_ids) <= 150 for row in group)
+
+
+def test_a_turn_that_is_cut_off_runs_none_of_its_calls():
+    ran = []
+
+    def note() -> str:
+        """Notes that it ran."""
+        ran.append(1)
+        return "ran"
+
+    complete = call("note")
+    size = len(TOKENIZER.encode(complete)) + 4
+    for settings, params, end in (
+        ({"max_turn_tokens": size}, PARAMS, "turn_length"),
+        ({}, SamplingParams(n=2, max_tokens=size), "length"),
+    ):
+        [group], _ = played(lambda *_: f"{complete} and so on and on", [note], params=params, **settings)
+        assert [row.finish_reason for row in group] == [end] * 2
+        assert all(complete in TOKENIZER.decode(row.completion_ids) for row in group)
+    assert not ran
 
 
 def test_a_malformed_call_is_told_or_ends_the_episode():
@@ -292,6 +313,41 @@ def test_an_environment_acts_on_messages_without_calls():
     assert row.finish_reason == "done"
     assert row.environment_reward == 2.0
     assert "<|im_start|>user\nhello 1!<|im_end|>" in script.prompts[-1]
+
+
+class Operator:
+    """Answers calls itself, and scores the length of a message that it has not answered."""
+
+    def reset(self):
+        return None
+
+    def act(self, message):
+        calls = message.get("tool_calls", [])
+        if not calls:
+            return Step(None, done=True)
+        return [{"role": "tool", "tool_call_id": call["id"], "content": str(call["function"])} for call in calls]
+
+    def score(self, message):
+        return 0.0 if message is None else float(len(message["content"]))
+
+
+def test_an_environment_may_answer_calls_itself_and_score_a_message_that_was_cut_off():
+    def answer(text, sample, turn):
+        if sample:
+            return "x" * 300
+        return [call("add", a=1, b=2), call("add", a=1, b=2) + "<tool_call>\n{oops\n</tool_call>", "end"][turn]
+
+    tools = {"add": replace(tools_from([add])["add"], takes_owner=True, function=lambda owner, **_: "not called")}
+    methods = frozenset({"reset", "act", "score"})
+    operator = EnvironmentClass("operator", Operator, tools, methods, answers_calls=True)
+    [[row, cut]], _ = played(answer, environments=operator, max_turn_tokens=200)
+    assert [[(record.result, bool(record.error)) for record in turn.calls] for turn in row.turns] == [
+        [("{'name': 'add', 'arguments': {'a': 1, 'b': 2}}", False)],
+        [("not called", False), (row.turns[1].calls[1].result, True)],
+        [],
+    ]
+    assert (row.finish_reason, row.environment_reward) == ("done", 0.0)
+    assert (cut.finish_reason, cut.environment_reward) == ("turn_length", len(cut.turns[0].text))
 
 
 def test_an_environment_that_fails_leaves_its_episode_out():
@@ -447,23 +503,23 @@ class Conversation:
 CHATTY = TINY | {"vocab_size": VOCAB_SIZE, "eos_token_id": END, "max_position_embeddings": 512}
 
 
-def train(folder, **settings):
+def train(folder, reward_funcs=None, **settings):
     """The metrics of three steps with conversations, and the trainer."""
-    args = GRPOConfig(
-        output_dir=str(folder),
-        prompts_per_step=2,
-        num_generations=4,
-        max_completion_length=128,
-        max_turn_tokens=40,
-        max_steps=3,
-        learning_rate=1e-2,
-        progress_bar="none",
-        stop=tuple("abcdefghijklmnop"),  # a turn has 15 tokens in the mean
-        **settings,
-    )
+    given = {
+        "prompts_per_step": 2,
+        "num_generations": 4,
+        "max_completion_length": 128,
+        "max_turn_tokens": 40,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "progress_bar": "none",
+        "stop": tuple("abcdefghijklmnop"),  # a turn has 15 tokens in the mean
+    }
+    args = GRPOConfig(output_dir=str(folder), **{**given, **settings})
     model = init_model(CHATTY, seed=0)
     rows = [{"prompt": [{"role": "user", "content": "talk"}], "topic": topic} for topic in ("cats", "dogs")]
-    trainer = GRPOTrainer(model, None, args, rows, processing_class=chat_tokenizer(), environments=Conversation)
+    processing = {"processing_class": chat_tokenizer(), "environments": Conversation}
+    trainer = GRPOTrainer(model, reward_funcs, args, rows, **processing)
     trainer.train()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], trainer
 

@@ -241,7 +241,7 @@ class Table:
         self._to_submit.append(sequence)
 
     def _end_turn(self, episode: Episode, sequence: Completion) -> None:
-        kind, settings = episode.kind, self.rules.settings
+        kind, settings, of = episode.kind, self.rules.settings, episode.kind.environment
         assert sequence.finish_reason is not None, "finished"
         if not kind.has_turns:
             episode.add_turn(sequence, ParsedTurn("", "", ()))
@@ -260,9 +260,9 @@ class Table:
             self._finish(episode, "max_tool_calls")
         elif settings.malformed_calls == "end" and any(call.fault for call in parsed.calls):
             self._finish(episode, "parse_error")
-        elif parsed.calls:
+        elif parsed.calls and not (of is not None and of.answers(parsed.calls)):
             self._run_calls(episode, parsed.calls)
-        elif kind.environment is not None and "act" in kind.environment.methods:
+        elif of is not None and "act" in of.methods:
             self._act(episode)
         else:
             self._finish(episode, "stop")
@@ -284,6 +284,7 @@ class Table:
 
     def _act(self, episode: Episode) -> None:
         message = dict(episode.messages[-1])
+        episode.num_acted = len(episode.turns)
         method = partial(episode.method, "act", {"message": message})
         self._call(
             episode, "act", method, partial(self._answer_act, episode), partial(answer_of, self.rules.max_result_bytes)
@@ -294,6 +295,7 @@ class Table:
             self._fail(episode, outcome)
             return
         messages, reward, is_done = outcome.value
+        episode.add_answers(messages)
         if reward is not None:
             episode.add_reward(reward)
         self._continue(episode, messages, is_done)
@@ -325,8 +327,7 @@ class Table:
         episode.finish_reason = reason
         of = episode.kind.environment
         if of is not None and "score" in of.methods:
-            method = partial(episode.method, "score", {})
-            self._call(episode, "score", method, partial(self._add_score, episode), _score_of)
+            self._call(episode, "score", episode.score_method, partial(self._add_score, episode), _score_of)
         else:
             self._close(episode)
 

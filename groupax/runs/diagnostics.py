@@ -188,6 +188,14 @@ def _rewards(recent: Steps) -> dict[str, str]:
 def _lengths(recent: Steps) -> dict[str, str]:
     if not all(metrics["completions/clipped_ratio"] == 1.0 for metrics in recent):
         return {}
+    ends = {name.removeprefix("stop/"): share for name, share in recent[-1].items() if name.startswith("stop/")}
+    if ends:
+        shares = ", ".join(f"{end} {share:.0%}" for end, share in ends.items() if share > 0)
+        return {
+            "all_truncated": f"for {PATIENCE_STEPS} steps a limit ended every episode ({shares}); raise max_turns, "
+            "max_tool_calls, max_turn_tokens or max_completion_length, whichever it was, or check that the model ends "
+            "its turns (chat template, end-of-sequence token)"
+        }
     return {
         "all_truncated": f"for {PATIENCE_STEPS} steps no completion ended with a stop token: all reached "
         f"max_completion_length ({recent[-1]['completions/max_length']:.0f} tokens); raise it, "

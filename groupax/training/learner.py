@@ -214,7 +214,8 @@ class Learner:
         return Update(metrics, bool(applied), logps, entropies, distributions)
 
     def _denominators(self, rows: Sequence[Row], num_tokens: int) -> Denominators:
-        num_rows = sum(self.settings.masked_rows_in_denominator or bool(row.mask.any()) for row in rows)
+        all_count = self.settings.masked_rows_in_denominator
+        num_rows = sum(bool(row.mask.any()) or (all_count and not row.is_failure) for row in rows)
         return Denominators(jnp.float32(max(num_rows, 1)), jnp.float32(max(num_tokens, 1)))
 
     def _accumulate(
