@@ -503,7 +503,7 @@ class Conversation:
 CHATTY = TINY | {"vocab_size": VOCAB_SIZE, "eos_token_id": END, "max_position_embeddings": 512}
 
 
-def train(folder, reward_funcs=None, **settings):
+def train(folder, reward_funcs=None, environments=Conversation, **settings):
     """The metrics of three steps with conversations, and the trainer."""
     given = {
         "prompts_per_step": 2,
@@ -518,7 +518,7 @@ def train(folder, reward_funcs=None, **settings):
     args = GRPOConfig(output_dir=str(folder), **{**given, **settings})
     model = init_model(CHATTY, seed=0)
     rows = [{"prompt": [{"role": "user", "content": "talk"}], "topic": topic} for topic in ("cats", "dogs")]
-    processing = {"processing_class": chat_tokenizer(), "environments": Conversation}
+    processing = {"processing_class": chat_tokenizer(), "environments": environments}
     trainer = GRPOTrainer(model, reward_funcs, args, rows, **processing)
     trainer.train()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], trainer

@@ -23,6 +23,7 @@ from groupax.engine.sampler import Sampler, SamplingSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.calls import Calls, Method
 from groupax.episodes.closing import Closing
+from groupax.episodes.custom import RolloutRequest, custom_rollouts
 from groupax.episodes.environment import EnvironmentClass, Seat, answer_of, warn_of_failure
 from groupax.episodes.episode import Episode
 from groupax.episodes.opening import Opening, group_seed
@@ -69,12 +70,18 @@ def play_episodes(
         record: Answers of tools and environments from before the run was resumed, to which new ones are added.
 
     Raises:
-        RunError: All environments of a group failed to start, or started differently for the episodes of a group.
+        RunError: All environments of a group failed to start, or started differently for the episodes of a group; or
+            what the rules' own function has sampled cannot be used.
     """
     if params.stop:
         assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
         special = special_token_ids(tokenizer, params.stop)
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
+    if rules.rollout_func is not None:
+        rows = [examples[index] for index in range(len(prompt_ids))]
+        request = RolloutRequest(sampler, tokenizer, rows, params, step, rules.template_kwargs)
+        yield from custom_rollouts(rules.rollout_func, request, first_prompt, policy_version)
+        return
     with _runner_of(rules) as runner, closing(sampler.session()) as session:
         calls = None if runner is None else Calls(runner, record or Record())
         table = Table(sampler, session, calls, tokenizer, rules, params, step, policy_version)

@@ -6,6 +6,7 @@ from typing import Any
 
 from groupax.data.bridge import Bridge, TextBridge
 from groupax.data.examples import Examples
+from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.environment import EnvironmentClass, environment_classes
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.fields import nearest
@@ -62,6 +63,7 @@ class Rules:
         kinds: Kinds of episodes by the name of the environment, "" without one.
         template_kwargs: Arguments of the chat template.
         max_prompt_tokens: Longest prompt with what an environment adds to it; None for no limit but the model's.
+        rollout_func: Function of the user's that samples rollouts in the place of all this; None without one.
         warned: Kinds of failures that were warned of.
         hung: Names of functions that were warned of since they hang.
     """
@@ -70,6 +72,7 @@ class Rules:
     kinds: Mapping[str, Kind] = field(default_factory=lambda: {"": SINGLE_TURN})
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_prompt_tokens: int | None = None
+    rollout_func: RolloutFunction | None = None
     warned: set[tuple[str, ...]] = field(default_factory=set)
     hung: set[str] = field(default_factory=set)
 
