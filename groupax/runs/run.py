@@ -402,6 +402,7 @@ class Run:
             self.estimates,
             bool(getattr(self.tokenizer, "chat_template", None)),
             license_of(read_card(self._model.source)),
+            self.rules.names,
         )
 
     def print_trainable_parameters(self) -> None:
@@ -420,7 +421,8 @@ class Run:
     def _facts(self) -> dict[str, str]:
         data = self.prompts, self.eval_prompts, self.rewards
         chosen = self.learner.execution.checkpointing
-        return run_facts(self.args, self._model, *data, self.num_steps, self.schedule.rows_per_step, chosen)
+        counts = self.num_steps, self.schedule.rows_per_step
+        return run_facts(self.args, self._model, *data, *counts, chosen, self.rules.names)
 
     def _report_setup(self, log: RunLog) -> None:
         """Reports what the user should know before the first step."""
