@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from groupax.config import GRPOConfig as GRPOConfig
     from groupax.engine.engine import Engine as Engine
     from groupax.environments.openenv import openenv as openenv
+    from groupax.environments.python_tool import python_tool as python_tool
     from groupax.environments.verifiers_v0 import verifiers as verifiers
     from groupax.episodes.custom import RolloutFunction as RolloutFunction
     from groupax.episodes.custom import RolloutRequest as RolloutRequest
@@ -47,6 +48,7 @@ _HOME = {
     "init_model": "groupax.models.checkpoint",
     "load_model": "groupax.models.checkpoint",
     "openenv": "groupax.environments.openenv",
+    "python_tool": "groupax.environments.python_tool",
     "save_adapter": "groupax.models.saving",
     "save_model": "groupax.models.saving",
     "tool": "groupax.tools.tool",

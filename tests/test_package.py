@@ -46,6 +46,7 @@ WITHOUT_JAX = [
     "groupax.tools.formats.choose",
     "groupax.tools.runner",
     "groupax.environments.openenv",
+    "groupax.environments.python_tool",
     "groupax.environments.verifiers_v0",
     "groupax.data.files",
     "groupax.settings.fields",
