@@ -32,7 +32,8 @@ NAMED = (
     "test_train_with_malformed_tool_calls",
 )
 DISPATCH = ("test_generate_prefers_rollout_func", "test_generate_rollout_func_raises_when_required_keys_are_missing")
-NUM_TESTS = len(NAMED) + 1 + len(DISPATCH)  # one of them with two kinds of tools
+NUM_TESTS = len(NAMED) + 2 + len(DISPATCH)  # one of them with three lists of tools
+LISTS_OF_TOOLS = "[[multiply_tool], [async_multiply_tool]"  # to which the list of both is added
 
 
 @pytest.mark.parity
@@ -51,9 +52,11 @@ def test_trls_own_tests_of_tools_and_environments_pass(tmp_path):
         "from trl import GRPOConfig, GRPOTrainer", "from groupax.compat.trl import GRPOConfig, GRPOTrainer"
     )
     assert swapped != tests
+    assert LISTS_OF_TOOLS in swapped
+    swapped = swapped.replace(LISTS_OF_TOOLS, f"{LISTS_OF_TOOLS}, [multiply_tool, async_multiply_tool]")
     (package / "test_grpo_trainer.py").write_text(swapped)
     cache = tmp_path / "hub"
-    subprocess.run([sys.executable, THEIRS / "make_models.py", cache], check=True, capture_output=True, timeout=300)
+    subprocess.run([sys.executable, THEIRS / "make_models.py", cache], check=True, capture_output=True, timeout=900)
     environment = {
         **os.environ,
         "HF_HUB_CACHE": str(cache),
@@ -76,7 +79,7 @@ def test_trls_own_tests_of_tools_and_environments_pass(tmp_path):
     nodes = [f"trl_tests/test_grpo_trainer.py::TestGRPOTrainer::{name}" for name in NAMED]
     nodes += [f"trl_tests/test_grpo_trainer.py::TestGRPORolloutDispatch::{name}" for name in DISPATCH]
     done = subprocess.run(
-        [*command, *nodes], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        [*command, *nodes], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
     )
     assert f"{NUM_TESTS} passed" in done.stdout, done.stdout[-4000:] + done.stderr[-1000:]
 
