@@ -3,8 +3,10 @@
 Arguments: a folder with a tokenizer, a folder for the model, which it makes, and one for the run.
 """
 
+import importlib
 import json
 import sys
+from typing import Any
 
 TURNS = [
     ['<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call><|im_end|>', "It is 12.<|im_end|>"],
@@ -53,7 +55,7 @@ def make_model(tokenizer, folder):
 
     tokens = AutoTokenizer.from_pretrained(tokenizer)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32, **heads}
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32, **heads}
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokens), eos_token_id=tokens.eos_token_id, **sizes))
     for weight in model.parameters():
@@ -65,12 +67,12 @@ def make_model(tokenizer, folder):
 
 def main(tokenizer, model, folder):
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
 
+    trl: Any = importlib.import_module("trl")
     make_model(tokenizer, model)
-    args = GRPOConfig(folder, use_cpu=True, bf16=False, gradient_checkpointing=False, **SETTINGS)
+    args = trl.GRPOConfig(folder, use_cpu=True, bf16=False, gradient_checkpointing=False, **SETTINGS)
     args.model_init_kwargs = {"dtype": "float32"}
-    trainer = GRPOTrainer(model, reward, args, Dataset.from_list(ROWS * 4), tools=[multiply])
+    trainer = trl.GRPOTrainer(model, reward, args, Dataset.from_list(ROWS * 4), tools=[multiply])
     encode = trainer.processing_class.encode
     turns, seen = [0] * len(TURNS), []
 
