@@ -5,6 +5,7 @@ import json
 import random
 import threading
 import time
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,7 @@ from groupax.tools.tool import Step, Tool, tool, tools_from, tools_of
 
 from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 from .conftest import TINY
+from .samplers import TurnsSampler
 
 TOKENIZER = chat_tokenizer()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -473,19 +475,46 @@ def test_environments_that_cannot_be_used_are_refused():
             make_rules(TOKENIZER, EpisodeSettings(), (), {"x": bad})
 
 
-def test_two_hundred_turns_take_linear_time():
-    def seconds(turns):
-        def answer(text, sample, turn):
-            return call("add", a=1, b=1) if turn < turns else "done"
+def long_episode(num_turns):
+    """An episode of so many turns with a result of 200 characters each; its processor time."""
 
-        began_s = time.perf_counter()
-        [[row]], _ = played(answer, [add], params=SamplingParams(n=1, max_tokens=10**6), max_turns=1000)
-        assert len(row.turns) == turns + 1
-        return time.perf_counter() - began_s
+    def read(page: int) -> str:
+        """Reads a page.
 
-    seconds(10)
-    # 8 times as many turns: quadratic time would be 64 times as much
-    assert seconds(200) < 24 * min(seconds(25) for _ in range(3))
+        Args:
+            page: Its number.
+        """
+        return "x" * 200
+
+    rules = make_rules(TOKENIZER, EpisodeSettings(max_turns=1000), [read])
+    sampler = TurnsSampler(call("read", page=1), num_turns, TOKENIZER, END)
+    ids = np.asarray(TOKENIZER.encode("<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"), np.int32)
+    params = SamplingParams(n=1, max_tokens=10**7)
+    began_s = time.process_time()
+    [[row]] = play_episodes(sampler, TOKENIZER, [{"prompt": PROMPT}], [ids], params, 0, rules=rules)
+    seconds = time.process_time() - began_s
+    assert len(row.turns) == num_turns + 1
+    assert len(row.completion_ids) > 200 * num_turns
+    return seconds
+
+
+def memory_of_long_episode(num_turns):
+    """The most memory that such an episode takes."""
+    tracemalloc.start()
+    long_episode(num_turns)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return most
+
+
+@pytest.mark.heavy
+def test_two_hundred_turns_take_linear_time_and_memory():
+    long_episode(5)
+    few_s, more_s, most_s = (min(long_episode(num_turns) for _ in range(3)) for num_turns in (50, 100, 200))
+    assert more_s < 2.4 * few_s  # twice, and what the machine does besides
+    assert most_s < 2.4 * more_s
+    few, more = map(memory_of_long_episode, (50, 100))
+    assert more < 2.1 * few
 
 
 class Conversation:
@@ -503,7 +532,7 @@ class Conversation:
 CHATTY = TINY | {"vocab_size": VOCAB_SIZE, "eos_token_id": END, "max_position_embeddings": 512}
 
 
-def train(folder, reward_funcs=None, **settings):
+def train(folder, reward_funcs=None, environments=Conversation, **settings):
     """The metrics of three steps with conversations, and the trainer."""
     given = {
         "prompts_per_step": 2,
@@ -518,7 +547,7 @@ def train(folder, reward_funcs=None, **settings):
     args = GRPOConfig(output_dir=str(folder), **{**given, **settings})
     model = init_model(CHATTY, seed=0)
     rows = [{"prompt": [{"role": "user", "content": "talk"}], "topic": topic} for topic in ("cats", "dogs")]
-    processing = {"processing_class": chat_tokenizer(), "environments": Conversation}
+    processing = {"processing_class": chat_tokenizer(), "environments": environments}
     trainer = GRPOTrainer(model, reward_funcs, args, rows, **processing)
     trainer.train()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], trainer

@@ -23,9 +23,10 @@ from groupax.rewards.scoring import score_groups
 from groupax.rollouts.rows import row_of
 from groupax.settings.objective import ObjectiveSettings
 from groupax.settings.rewards import RewardSettings
+from groupax.training.batch import denominators
 from groupax.types import FAILURES, Rollout, Turn
 
-from .test_episodes import train
+from .test_episodes import Conversation, train
 from .test_turns import an_episode, one_turn
 
 # A game of one or two turns: at first the model ends it, or goes to one of two places, where it has two choices. Each
@@ -288,6 +289,14 @@ def test_failures_count_in_no_metric_but_their_own():
     assert completion_metrics([]).keys() == completion_metrics(others).keys()
 
 
+def test_a_failed_row_is_no_row_of_the_denominators():
+    ends = ["done", "max_turns", "env_error", "timeout"]
+    rows = [row_of(an_episode(finish_reason=end), 0, ("max_turns",), with_sampler_logps=False) for end in ends]
+    counts = [denominators(rows, with_masked_rows) for with_masked_rows in (False, True)]
+    assert [(int(each.num_rows), int(each.num_tokens)) for each in counts] == [(1, 7), (2, 7)]
+    assert (int(denominators(rows[2:], True).num_rows), int(denominators(rows[2:], True).num_tokens)) == (1, 1)
+
+
 # -- rewards per turn
 
 
@@ -389,3 +398,40 @@ def test_training_by_returns_gives_each_turn_its_own_advantage(tmp_path):
     sampled = [sum(row["mask"]) for row in rows]
     assert lines[0]["loss_tokens"] == sum(n for n, is_masked in zip(sampled[:8], masked, strict=False) if not is_masked)
     assert sum(value for name, value in lines[0].items() if name.startswith("stop/")) == pytest.approx(1)
+
+
+class Flaky(Conversation):
+    """A conversation that breaks off: always about dogs, and where the first answer is short about cats."""
+
+    def reset(self, row, seed):
+        self.topic = row["topic"]
+        return super().reset(row, seed)
+
+    def act(self, message):
+        if self.topic == "dogs" or len(message["content"]) < 6:
+            raise OSError("gone")
+        return super().act(message)
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore:environment 'Flaky'")
+def test_a_run_goes_on_without_the_episodes_whose_environments_fail(tmp_path):
+    settings = {"filter_zero_variance": True, "filter_budget": 3.0, "max_steps": 2, "masked_rows_in_denominator": True}
+    lines, _ = train(tmp_path / "run", environments=Flaky, loss_type="grpo", **settings)
+    rows = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step_000001.parquet").to_pylist()
+    failed = np.array([row["finish_reason"] == "env_error" for row in rows])
+    rewards = np.array([row["rewards/Flaky"] for row in rows], float)
+    assert np.isnan(rewards).tolist() == failed.tolist()
+    assert 0 < failed[:4].sum() < 3  # of a group whose others are compared
+    known, first = rewards[~failed], rewards[:4][~failed[:4]]
+    line, lengths = lines[0], [sum(row["mask"]) for row in rows]
+    assert line["stop/env_error"] == pytest.approx(failed.mean())
+    assert line["filter/sampled_prompts"] > 2  # in place of groups that have failed
+    assert [line["reward"], line["reward_std"]] == pytest.approx([known.mean(), known.std(ddof=1)])
+    assert line["rewards/unscorable_frac"] == 0
+    assert line["completions/mean_length"] == pytest.approx(np.array(lengths)[~failed].mean())
+    assert line["loss_tokens"] == np.array(lengths[:8])[~failed[:8]].sum()
+    expected = np.zeros(4)
+    expected[~failed[:4]] = (first - first.mean()) / (first.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose([row["advantage"] for row in rows[:4]], expected, rtol=1e-5)
+    assert all(np.isfinite(line["loss"]) for line in lines)

@@ -69,6 +69,10 @@ class EnvironmentClass:
         return getattr(instance, self.renamed.get(name, name))
 
 
+class NotNewError(ValueError):
+    """A function that creates environments did not create one."""
+
+
 class Seat:
     """The place of an environment, which only the process has that makes its calls.
 
@@ -87,11 +91,11 @@ class Seat:
         """Keeps a new environment.
 
         Raises:
-            ValueError: It is None, or an environment that another episode uses.
+            NotNewError: It is None, or an environment that another episode uses.
         """
         if instance is None or id(instance) in self._taken:
             what = "None" if instance is None else "an environment that another episode uses"
-            raise ValueError(f"the function that creates environments returned {what}; let it return a new one")
+            raise NotNewError(f"the function that creates environments returned {what}; let it return a new one")
         self._taken[id(instance)] = self.instance = instance
 
     def leave(self) -> Any:
