@@ -1,6 +1,7 @@
 """Episodes in `groupax view`: turns, calls with their results, and what a browser shows of them."""
 
 import functools
+import io
 import json
 import re
 from dataclasses import replace
@@ -13,12 +14,15 @@ import pyarrow.parquet
 
 import groupax.view
 from groupax import Step, tool
+from groupax.episodes.rules import make_rules
 from groupax.evaluation.items import make_items, read_items
 from groupax.runs.folder import RunFolder
+from groupax.runs.progress.rich import sample_panel
+from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.types import FinishReason
 
-from .test_episodes import TOKENIZER, call, played
+from .test_episodes import TOKENIZER, add, call, played
 from .test_view import HOSTILE, ask, serving
 
 
@@ -146,3 +150,20 @@ def test_damaged_turns_are_plain_completions(tmp_path):
             row = ask(port, "group", run="run", step=1, prompt=0)["rows"][0]
             assert row["text"]
             assert not row["episode"] or all("role" in part for part in row["episode"])
+
+
+def test_the_terminal_shows_calls_without_obeying_them():
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(sample_panel(episodes(), 2000))
+    shown = console.export_text()
+    assert "look_up(text='result ') = result result" in shown
+    assert "(done)" in shown.replace("\n", "")
+    assert not {"\x1b", "\x00", "\u202e"} & set(shown)
+
+
+def test_a_run_names_its_tools_and_environments():
+    rules = make_rules(TOKENIZER, EpisodeSettings(), [add], {"shop": Shop, "b\x1b": Shop})
+    assert rules.names == {"tools": "add, look_up", "environments": "shop, b␛"}
+    assert make_rules(TOKENIZER, EpisodeSettings()).names == {}

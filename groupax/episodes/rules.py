@@ -10,6 +10,7 @@ from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.environment import EnvironmentClass, environment_classes
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.fields import nearest
+from groupax.terminal.printable import one_line
 from groupax.tools.formats.choose import CallFormat, call_format
 from groupax.tools.tool import Tool, tools_from
 from groupax.types import Prompt
@@ -89,6 +90,14 @@ class Rules:
     def has_environments(self) -> bool:
         """True if episodes have environments."""
         return any(kind.environment is not None for kind in self.kinds.values())
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of the tools and environments, for readers; nothing without any."""
+        tools = dict.fromkeys(name for kind in self.kinds.values() for name in kind.tools)
+        environments = [kind.environment.name for kind in self.kinds.values() if kind.environment is not None]
+        named = {"tools": list(tools), "environments": environments}
+        return {label: one_line(", ".join(names)) for label, names in named.items() if names}
 
     def schemas_of(self, examples: Examples) -> list[list[Mapping[str, Any]]] | None:
         """Returns the schemas of the tools of each dataset row; None without any tool."""

@@ -219,7 +219,9 @@ class Run:
         expected = Demand(groups, longest[0] - 1, longest[1])
         if self.rules.has_turns:  # later turns have prompts of their own, with the turns before them
             expected = Demand((1,) * sum(groups), sum(longest) - 1, longest[1])
-        self.engine = engine_for(args, self._model, self.learner.policy, self.eos_ids, self.tokenizer, expected)
+        has_turns = self.rules.has_turns
+        policy = self.learner.policy
+        self.engine = engine_for(args, self._model, policy, self.eos_ids, self.tokenizer, expected, has_turns)
         self.collector = Collector(
             args,
             self.schedule,
@@ -400,6 +402,7 @@ class Run:
             self.estimates,
             bool(getattr(self.tokenizer, "chat_template", None)),
             license_of(read_card(self._model.source)),
+            self.rules.names,
         )
 
     def print_trainable_parameters(self) -> None:
@@ -418,7 +421,8 @@ class Run:
     def _facts(self) -> dict[str, str]:
         data = self.prompts, self.eval_prompts, self.rewards
         chosen = self.learner.execution.checkpointing
-        return run_facts(self.args, self._model, *data, self.num_steps, self.schedule.rows_per_step, chosen)
+        counts = self.num_steps, self.schedule.rows_per_step
+        return run_facts(self.args, self._model, *data, *counts, chosen, self.rules.names)
 
     def _report_setup(self, log: RunLog) -> None:
         """Reports what the user should know before the first step."""
