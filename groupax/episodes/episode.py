@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.engine.prefix_cache import Place
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.environment import Seat, score_arguments
 from groupax.episodes.record import Question
@@ -41,6 +42,7 @@ class Episode:
         reward: Sum of the rewards of the environment; None without one, and if it failed or scores None.
         failure: Error of its environment, which could not start.
         finish_reason: Reason of its end; None while it is played.
+        place: Place for its keys and values between two turns, if the sampler has any.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Episode:
         self.reward: float | None = None if kind.environment is None else 0.0
         self.failure: Outcome | None = None
         self.finish_reason: FinishReason | None = None
+        self.place: Place | None = None
 
     @property
     def stream(self) -> np.ndarray:

@@ -19,7 +19,8 @@ import numpy as np
 
 from groupax.data.examples import Examples
 from groupax.data.tokenizer import decode, special_token_ids
-from groupax.engine.sampler import Sampler, SamplingSession
+from groupax.engine.prefix_cache import Place
+from groupax.engine.sampler import Sampler, SamplingSession, StoringSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.calls import Calls, Method
 from groupax.episodes.closing import Closing
@@ -120,6 +121,7 @@ class Table:
         self._finished: dict[int, list[Episode]] = {}
         self._num_unfinished = 0
         self._prompt_numbers = itertools.count(LATER_TURNS)
+        self._places: Iterator[Place] = iter(())  # for episodes that have not started
         self._openings: dict[int, Opening] = {}  # by the indices of their prompts
         self.closing = Closing(calls, rules.warned)
         self.taken: dict[int, Any] = {}  # environments in use, by identity
@@ -129,6 +131,8 @@ class Table:
         examples = [given[index] for index in range(len(prompt_ids))]
         kinds = [self.rules.kind_of(example) for example in examples]
         self._num_unfinished += len(examples)
+        if self.rules.has_turns and isinstance(self._session, StoringSession):
+            self._places = iter(self._session.places(len(examples) * self.params.n))
         if all(kind.environment is None for kind in kinds):
             self.start(first_prompt, examples, kinds[0] if kinds else SINGLE_TURN, prompt_ids)
             return
@@ -219,6 +223,7 @@ class Table:
     def play_again(self, old: Episode, seat: Seat | None, num_retries: int) -> None:
         """Plays an episode from its start, with a new environment."""
         new = Episode(old.first, old.example, old.kind, old.max_tokens, seat, num_retries)
+        new.place = None if old.place is None else Place(old.place.max_tokens)  # the same memory, empty
         self._sample_alone(new, self._first_params(old.kind).max_tokens)
 
     def _first_params(self, kind: Kind) -> SamplingParams:
@@ -238,6 +243,7 @@ class Table:
         self._sample(episode, sequence)
 
     def _sample(self, episode: Episode, sequence: Completion) -> None:
+        sequence.place = episode.place = episode.place or next(self._places, None)
         self._sampled[id(sequence)] = episode
         self._to_submit.append(sequence)
 
@@ -368,6 +374,7 @@ class Table:
         self._close(episode)
 
     def _close(self, episode: Episode) -> None:
+        episode.place = episode.first.place = None
         self._finished.setdefault(episode.first.prompt_index, []).append(episode)
         if self.calls is not None:
             self.calls.end(episode.index)

@@ -14,7 +14,7 @@ from groupax.data.examples import Examples
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
-from groupax.engine.plan import Demand
+from groupax.engine.plan import CHUNK_STEPS, TURN_STEPS, Demand
 from groupax.engine.sampler import PolicySampler
 from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.rules import Rules, make_rules
@@ -238,11 +238,13 @@ def engine_for(
     eos_ids: tuple[int, ...],
     tokenizer: Any = None,
     expected: Demand | None = None,
+    has_turns: bool = False,
 ) -> Engine:
     """Returns the engine of this process with the weights `params`.
 
     It receives the tokenizer if there are stop strings, which it searches in the decoded text, and what the largest
-    rollout needs, if that is known, so that all rollouts are decoded by the same programs.
+    rollout needs, if that is known, so that all rollouts are decoded by the same programs. Where episodes have several
+    turns, chunks are short, since tools are called only after a chunk.
     """
     return Engine(
         model.config,
@@ -256,6 +258,8 @@ def engine_for(
         weights=args.decoding_weights,
         tp=args.decoding_tp,
         expected=expected,
+        chunk_steps=TURN_STEPS if has_turns else CHUNK_STEPS,
+        prefix_bytes=int(args.prefix_cache_gb * 1e9) if has_turns else 0,
     )
 
 

@@ -219,7 +219,9 @@ class Run:
         expected = Demand(groups, longest[0] - 1, longest[1])
         if self.rules.has_turns:  # later turns have prompts of their own, with the turns before them
             expected = Demand((1,) * sum(groups), sum(longest) - 1, longest[1])
-        self.engine = engine_for(args, self._model, self.learner.policy, self.eos_ids, self.tokenizer, expected)
+        has_turns = self.rules.has_turns
+        policy = self.learner.policy
+        self.engine = engine_for(args, self._model, policy, self.eos_ids, self.tokenizer, expected, has_turns)
         self.collector = Collector(
             args,
             self.schedule,
