@@ -136,6 +136,8 @@ def test_references_name_tools_and_environments():
 
 
 def test_a_reference_with_options_is_called():
+    [python] = load_tools(["python_tool(sandbox='none')"])
+    assert python.name == "python"
     [made] = load_tools(["tests.test_agents:adder(amount=3)"])
     assert made(4) == 7
     assert [each(1) for each in load_tools(["tests.test_agents:adders()"])] == [2, 3]

@@ -6,12 +6,15 @@ from typing import Any
 from groupax.settings.fields import nearest
 from groupax.settings.references import import_attribute, parse_call
 
-# Names that need no module: functions that make environments, or a tool.
+# Functions that make environments or tools, whose names need no module.
 ENVIRONMENTS = {
     "openenv": "groupax.environments.openenv:openenv",
     "verifiers": "groupax.environments.verifiers_v0:verifiers",
 }
-TOOLS: dict[str, str] = {}
+TOOLS = {
+    "python_tool": "groupax.environments.python_tool:python_tool",
+    "mcp": "groupax.environments.mcp_tools:mcp",
+}
 
 
 def load_tools(references: Sequence[str]) -> list[Any]:
