@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from groupax.config import GRPOConfig as GRPOConfig
     from groupax.engine.engine import Engine as Engine
+    from groupax.environments.mcp_tools import mcp as mcp
     from groupax.environments.openenv import openenv as openenv
     from groupax.environments.python_tool import python_tool as python_tool
     from groupax.environments.verifiers_v0 import verifiers as verifiers
@@ -47,6 +48,7 @@ _HOME = {
     "add_adapter": "groupax.models.checkpoint",
     "init_model": "groupax.models.checkpoint",
     "load_model": "groupax.models.checkpoint",
+    "mcp": "groupax.environments.mcp_tools",
     "openenv": "groupax.environments.openenv",
     "python_tool": "groupax.environments.python_tool",
     "save_adapter": "groupax.models.saving",

@@ -45,6 +45,7 @@ WITHOUT_JAX = [
     "groupax.data.chat",
     "groupax.tools.formats.choose",
     "groupax.tools.runner",
+    "groupax.environments.mcp_tools",
     "groupax.environments.openenv",
     "groupax.environments.python_tool",
     "groupax.environments.verifiers_v0",

@@ -30,6 +30,7 @@ from groupax.episodes.episode import Episode
 from groupax.episodes.opening import Opening, group_seed
 from groupax.episodes.record import LEFT, Record
 from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
+from groupax.errors import RunError
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
@@ -284,6 +285,8 @@ class Table:
         messages = episode.add_results(calls, results)
         failed = next((each for each in results if each.is_infrastructure), None)
         if failed is not None:
+            if failed.error.startswith(f"{RunError.__name__}: "):
+                raise RunError(failed.error.partition(": ")[2])
             kind = LEFT if failed.error == LEFT else f"tool {calls[results.index(failed)].name}"
             self._fail(episode, Outcome(message=failed.error, kind=kind))
             return

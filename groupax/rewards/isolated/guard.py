@@ -1,6 +1,7 @@
 """The trusted process of an interpreter's sandbox: it starts the interpreter and ends with it.
 
-An interpreter with too many files is ended too. It has the standard streams of this process, and with them the connection to the trainer.
+An interpreter with too many files is ended too. It has the standard streams of this process, and with them the
+connection to the trainer.
 """
 
 from __future__ import annotations
