@@ -3,12 +3,16 @@
 import functools
 import io
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+import groupax.view
 from groupax import Step, tool
 from groupax.episodes.rules import make_rules
 from groupax.evaluation.items import make_items, read_items
@@ -16,6 +20,7 @@ from groupax.runs.folder import RunFolder
 from groupax.runs.progress.rich import sample_panel
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
+from groupax.types import FinishReason
 
 from .test_episodes import TOKENIZER, add, call, played
 from .test_view import HOSTILE, ask, serving
@@ -55,7 +60,9 @@ def episodes():
 
     [group], _ = played(answer, environments=Shop, params=SamplingParams(n=2, max_tokens=20_000))
     scored = {"rewards": {"Shop": group[0].environment_reward}, "advantage": 0.0}
-    return [replace(row, **scored) for row in group]
+    turns = [replace(turn, rewards={"Shop": turn.reward, HOSTILE: 0.25}) for turn in group[0].turns]
+    given = {"turns": tuple(turns), "turn_advantages": (0.5, -0.5, 0.0, 1.5, 2.0)}
+    return [replace(group[0], **scored, **given), replace(group[1], **scored)]
 
 
 def write_episodes(folder):
@@ -80,6 +87,8 @@ def test_an_episode_is_a_chat_with_its_calls(tmp_path):
         assert [part["role"] for part in chat] == ["assistant"] * 4 + ["user", "assistant"]
         assert [part.get("turn") for part in chat] == [0, 1, 2, 3, None, 4]
         assert [part["reward"] for part in chat if "reward" in part] == [1.0, 0.0, 0.0, -0.25, 0.5]
+        assert all(part["rewards"] == {"Shop": part["reward"], HOSTILE: 0.25} for part in chat if "rewards" in part)
+        assert [part["advantage"] for part in chat if "advantage" in part] == [0.5, -0.5, 0.0, 1.5, 2.0]
         hostile, long = chat[0]["calls"]
         assert (hostile["name"], json.loads(hostile["arguments"])) == ("look_up", {"text": HOSTILE})
         assert (hostile["text"], hostile["cut"], hostile["is_error"]) == (HOSTILE, 0, False)
@@ -105,13 +114,26 @@ def test_an_episode_is_a_chat_with_its_calls(tmp_path):
             None
         }
         evaluated = ask(port, "items", run="run", name="step_000001.eval")["items"][0]["completions"][0]["episode"]
-        assert untimed(evaluated) == untimed(chat)
+        assert untimed(evaluated) == untimed([{**part, "advantage": None} for part in chat])
     read_back = read_items(run.path / "evaluations" / "step_000001.eval.jsonl")[0].completions[0]
     assert read_back.turns[0]["calls"][1]["result"] == "result " * 600
 
 
+def test_the_page_has_words_for_every_end():
+    source = (Path(groupax.view.__file__).parent / "static" / "js" / "episode.js").read_text()
+    words = source[source.index("const ENDS") : source.index("};")]
+    assert set(re.findall(r"^  (\w+):", words, re.MULTILINE)) == set(get_args(FinishReason))
+
+
 def untimed(chat):
-    return [{**part, "calls": [{**each, "seconds": 0} for each in part.get("calls", ())]} for part in chat]
+    return [
+        {
+            **part,
+            "advantage": part.get("advantage"),
+            "calls": [{**each, "seconds": 0} for each in part.get("calls", ())],
+        }
+        for part in chat
+    ]
 
 
 def test_damaged_turns_are_plain_completions(tmp_path):

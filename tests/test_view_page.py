@@ -393,9 +393,12 @@ def test_an_episode_is_a_chat_in_which_nothing_is_markup(browser, tmp_path):
         card = ".card:first-child"
         until(lambda: len(page.all(f"{card} .call")) == 5 and not page.all(f"{card} .tok"))
         assert page.texts(f"{card} .chat > li > b") == [
-            *("assistant · turn 1 +1", "assistant · turn 2", "assistant · turn 3", "assistant · turn 4 -0.25"),
-            *("user", "assistant · turn 5 +0.5"),
+            *("assistant · turn 1 +1.25 advantage 0.5", "assistant · turn 2 +0.25 advantage -0.5"),
+            *("assistant · turn 3 +0.25 advantage 0", "assistant · turn 4 0 advantage 1.5"),
+            *("user", "assistant · turn 5 +0.75 advantage 2"),
         ]
+        title = page.run(f"return document.querySelector('{card} .turn-reward').title")
+        assert title == f"Reward of this turn\nShop 1\n{SHOWN_HOSTILE} 0.25"
         calls = page.texts(f"{card} .call header")
         assert "look_up" in calls[0]
         assert " ms" in calls[0]

@@ -10,6 +10,7 @@ from groupax.view.runs import NotFoundError
 TURN_CHARACTERS = 8_000  # of a text of the model or the environment, until the full text is requested
 RESULT_CHARACTERS = 4_000
 COLUMNS = ("turns", "messages")
+ADVANTAGES = "turn_advantages"
 
 
 def episode_of(step: Step, row: int) -> list[dict[str, Any]] | None:
@@ -20,12 +21,22 @@ def episode_of(step: Step, row: int) -> list[dict[str, Any]] | None:
     """
     if any(name not in step.table.column_names for name in COLUMNS):
         return None
-    return parts_of(*(_parsed(step.text(name, row)[0]) for name in COLUMNS))
+    advantages = step.table.column(ADVANTAGES)[row].as_py() if ADVANTAGES in step.table.column_names else None
+    turns, messages = (_parsed(step.text(name, row)[0]) for name in COLUMNS)
+    return parts_of(turns, messages, advantages)
 
 
-def parts_of(turns: Any, messages: Any) -> list[dict[str, Any]] | None:
-    """Returns the parts of an episode (see `episode_of`) from its turns and messages as JSON has them."""
+def parts_of(turns: Any, messages: Any, advantages: Any = None) -> list[dict[str, Any]] | None:
+    """Returns the parts of an episode (see `episode_of`) from its turns and messages as JSON has them.
+
+    Args:
+        turns: Its turns.
+        messages: Its messages.
+        advantages: Advantage of each turn, where turns have their own.
+    """
     own = _mappings(turns)
+    if isinstance(advantages, list) and len(advantages) == len(own):
+        own = [{**turn, "advantage": advantage} for turn, advantage in zip(own, advantages, strict=True)]
     return list(_parts(own, _mappings(messages))) if own else None
 
 
@@ -67,6 +78,8 @@ def _turn(number: int | None, turn: Mapping[str, Any], message: Mapping[str, Any
         "start": _integer(turn.get("start")),
         "end": _integer(turn.get("end")),
         "reward": _number(turn.get("reward")),
+        "rewards": _numbers(turn.get("rewards")),
+        "advantage": _number(turn["advantage"]) if "advantage" in turn else None,
         "calls": [
             {
                 "name": str(call.get("name")),
@@ -104,6 +117,10 @@ def _mappings(value: Any) -> list[Mapping[str, Any]]:
 
 def _integer(value: Any) -> int:
     return value if isinstance(value, int) else 0
+
+
+def _numbers(value: Any) -> dict[str, float]:
+    return {str(name): _number(each) for name, each in value.items()} if isinstance(value, Mapping) else {}
 
 
 def _number(value: Any) -> float:

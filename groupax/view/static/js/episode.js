@@ -15,7 +15,6 @@ const ENDS = {
   max_turns: ["no more turns", false],
   max_tool_calls: ["too many calls", false],
   turn_length: ["turn cut off", false],
-  context: ["no room in the context", false],
   tool_result_too_long: ["result too long", false],
   parse_error: ["unreadable call", false],
   timeout: ["timed out: left out", false],
@@ -52,9 +51,18 @@ export class Chat {
     const text = el("div", { class: "turn-text" }, this.words(part));
     this.texts.set(part.turn, { part, text });
     return el("li", { class: "said" },
-      el("b", {}, `assistant · turn ${part.turn + 1}`, part.reward !== 0 && el("span", { class: part.reward < 0 ? "turn-reward down" : "turn-reward up", title: "Reward of this turn" }, ` ${part.reward > 0 ? "+" : ""}${shown(part.reward, 3)}`)),
+      el("b", {}, `assistant · turn ${part.turn + 1}`, this.reward(part), part.advantage !== null && el("span", { class: "facts" }, ` advantage ${shown(part.advantage, 3)}`)),
       text,
       part.calls.map((call, number) => this.call(call, part.turn, number)));
+  }
+
+  /** The reward of a turn, by reward function in its tooltip; the environment's where no function has rewards per turn. */
+  reward(part) {
+    const rewards = Object.entries(part.rewards);
+    const total = rewards.length ? rewards.reduce((sum, [, value]) => sum + value, 0) : part.reward;
+    if (total === 0 && rewards.every(([, value]) => value === 0)) return null;
+    const names = rewards.map(([name, value]) => `${visible(name)} ${shown(value, 3)}`);
+    return el("span", { class: total < 0 ? "turn-reward down" : "turn-reward up", title: ["Reward of this turn", ...names].join("\n") }, ` ${total > 0 ? "+" : ""}${shown(total, 3)}`);
   }
 
   /** A text, which says how long it is where all of it cannot be asked for. */
