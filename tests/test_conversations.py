@@ -106,7 +106,8 @@ class Conversation:
 def rows_of_episodes(model, num_prompts, prefix_bytes, max_slots=256):
     """Episodes of a random model, as rows of the trainer, and the number of tokens that were not computed again."""
     tokenizer = chat_tokenizer()
-    [end] = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert isinstance(end, int)
     settings = {"chunk_steps": 8, "tokenizer": tokenizer, "prefix_bytes": prefix_bytes, "max_slots": max_slots}
     engine = Engine(model.config, model.params, model.mesh, (end,), **settings)
     rules = make_rules(tokenizer, EpisodeSettings(max_turn_tokens=60), (), Conversation)
