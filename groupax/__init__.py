@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from groupax.config import GRPOConfig as GRPOConfig
     from groupax.engine.engine import Engine as Engine
+    from groupax.environments.mcp_tools import mcp as mcp
     from groupax.environments.openenv import openenv as openenv
+    from groupax.environments.python_tool import python_tool as python_tool
+    from groupax.environments.verifiers_v0 import verifiers as verifiers
+    from groupax.episodes.custom import RolloutFunction as RolloutFunction
+    from groupax.episodes.custom import RolloutRequest as RolloutRequest
+    from groupax.episodes.custom import Trajectory as Trajectory
     from groupax.errors import InfrastructureError as InfrastructureError
     from groupax.models.checkpoint import Model as Model
     from groupax.models.checkpoint import add_adapter as add_adapter
@@ -33,16 +39,22 @@ _HOME = {
     "InfrastructureError": "groupax.errors",
     "LoRAConfig": "groupax.models.lora",
     "Model": "groupax.models.checkpoint",
+    "RolloutFunction": "groupax.episodes.custom",
+    "RolloutRequest": "groupax.episodes.custom",
     "SamplingParams": "groupax.settings.sampling",
     "Step": "groupax.tools.tool",
+    "Trajectory": "groupax.episodes.custom",
     "TrainResult": "groupax.trainer",
     "add_adapter": "groupax.models.checkpoint",
     "init_model": "groupax.models.checkpoint",
     "load_model": "groupax.models.checkpoint",
+    "mcp": "groupax.environments.mcp_tools",
     "openenv": "groupax.environments.openenv",
+    "python_tool": "groupax.environments.python_tool",
     "save_adapter": "groupax.models.saving",
     "save_model": "groupax.models.saving",
     "tool": "groupax.tools.tool",
+    "verifiers": "groupax.environments.verifiers_v0",
 }
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -135,6 +135,12 @@ class GRPOConfig(
                 f"max_staleness {self.max_staleness} trains on completions of an earlier policy, and nothing corrects "
                 "for it; set rollout_correction, e.g. to 'token_truncate'"
             )
+        if self.turn_credit == "returns" and self.importance_sampling_level == "sequence":
+            raise ValueError(
+                "with importance_sampling_level 'sequence' every token learns from the mean advantage of its "
+                "completion, which undoes turn_credit 'returns'; set importance_sampling_level to 'sequence_token', "
+                "which has the same ratios, or to 'token'"
+            )
         if self.max_staleness and self.decoding_tp > 1:
             raise ValueError(
                 f"decoding_tp {self.decoding_tp} and max_staleness {self.max_staleness} exclude each other: the "

@@ -73,6 +73,9 @@ class GRPOTrainer(Run):
         tools: Functions that the model may call (see docs/episodes.md). Their docstrings and type hints describe them.
         environments: A class of environments, of which every episode gets one, or a function that creates one; or a
             dict of several by the name in the dataset's column `environment`.
+        rollout_func: A function that samples rollouts itself, in the place of turns, tools and environments: it takes a
+            `RolloutRequest` and returns a `Trajectory` for each rollout (see docs/episodes.md). A `RolloutFunction`
+            also names the columns that it adds for reward functions.
 
     Raises:
         ValueError: an argument or a setting would fail later.

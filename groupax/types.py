@@ -2,31 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 Prompt = str | list[dict[str, Any]]  # text, or the messages of a conversation
-FinishReason = Literal[
-    "stop",
-    "length",
-    "abort",
-    "done",
-    "max_turns",
-    "max_tool_calls",
-    "turn_length",
-    "tool_result_too_long",
-    "parse_error",
-    "timeout",
-    "env_error",
-]
 # The ends that a limit imposes, so that the model did not finish.
-TRUNCATIONS: frozenset[FinishReason] = frozenset(
-    ("length", "max_turns", "max_tool_calls", "turn_length", "tool_result_too_long")
-)
+Truncation = Literal["length", "turn_length", "max_turns", "max_tool_calls", "tool_result_too_long"]
 # The ends through no fault of the model, whose episodes are left out of comparisons and of the loss.
-FAILURES: frozenset[FinishReason] = frozenset(("timeout", "env_error"))
+Failure = Literal["timeout", "env_error"]
+EpisodeEnd = Literal["stop", "done", Truncation, "parse_error", Failure]
+FinishReason = Literal[EpisodeEnd, "abort"]
+TRUNCATIONS: frozenset[FinishReason] = frozenset(get_args(Truncation))
+FAILURES: frozenset[FinishReason] = frozenset(get_args(Failure))
 Metrics = dict[str, float]
 _ALL_TOKENS: Any = None  # the default of a mask, which becomes an array
 
@@ -85,6 +74,7 @@ class Turn:
         text: Decoded text without special tokens.
         calls: Calls of tools that followed from it, in their order.
         reward: Reward that the environment gave for it.
+        rewards: Rewards for it by name, of the reward functions that gave one for each turn; empty before scoring.
     """
 
     start: int
@@ -92,6 +82,7 @@ class Turn:
     text: str
     calls: tuple[CallRecord, ...] = ()
     reward: float = 0.0
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +105,8 @@ class Rollout:
             of the episode gives the others.
         policy_version: Number of optimizer steps that the sampling weights had seen.
         text: Decoded completion, including its stop string, without special tokens.
-        rewards: Reward of each reward function, None where it does not apply; empty before scoring.
-        advantage: Advantage of the episode; NaN before scoring.
+        rewards: Reward of each reward function for the whole, None where it does not apply; empty before scoring.
+        advantage: Advantage of the episode, or of its first turn where turns have their own; NaN before scoring.
         extra: Values that reward functions logged in addition to rewards.
         mask: Tokens that the model sampled; all of them by default.
         turns: The turns; by default one, of all tokens.
@@ -160,6 +151,11 @@ class Rollout:
     def num_sampled_tokens(self) -> int:
         """The number of tokens that the model sampled."""
         return int(self.mask.sum())
+
+    @property
+    def has_turns(self) -> bool:
+        """True for an episode with several turns or calls of tools, False for a plain completion."""
+        return len(self.turns) > 1 or self.messages is not None or any(turn.calls for turn in self.turns)
 
     @property
     def is_truncated(self) -> bool:
@@ -232,6 +228,7 @@ class Row:
         ref_logp, sampler_logp, policy_mask: Further values per token as in `objective.LossInputs`; None in all rows of
             a step or in none.
         policy_version: Number of optimizer steps that the sampling policy had seen.
+        is_failure: Whether it counts nowhere, as if it had never been, not even in the number of rows.
     """
 
     group: int
@@ -245,3 +242,4 @@ class Row:
     sampler_logp: Float[np.ndarray, "T"] | None = None
     policy_mask: Bool[np.ndarray, "T"] | None = None
     policy_version: int = 0
+    is_failure: bool = False

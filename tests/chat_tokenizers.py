@@ -19,13 +19,14 @@ TEMPLATE = (
 )
 
 
-def chat_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokens are bytes, and the marks of messages; a turn ends with <|im_end|>."""
+def chat_tokenizer(*texts: str) -> PreTrainedTokenizerFast:
+    """Tokens are bytes, the marks of messages, and `texts`, such as whole calls; a turn ends with <|im_end|>."""
     vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_tokens(list(texts))
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",

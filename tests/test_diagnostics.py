@@ -71,6 +71,16 @@ def test_a_healthy_history_has_no_diagnostic():
         ({"frac_reward_zero_std": 1.0}, "rewards_equal", "check the reward function"),
         ({"filter/filled_up_frac": 0.6}, "filter_budget", "too easy or too hard"),
         ({"completions_clipped_ratio": 1.0}, "all_truncated", r"max_completion_length \(128 tokens\); raise it"),
+        (
+            {"completions_clipped_ratio": 1.0, "stop/max_turns": 0.75, "stop/length": 0.25, "stop/done": 0.0},
+            "all_truncated",
+            r"ended every episode \(max_turns 75%, length 25%\); raise max_turns",
+        ),
+        (
+            {"stop/env_error": 0.05, "stop/timeout": 0.25},
+            "environment_failures",
+            "more than 20% of the episodes.*5% failed and those of 25% took longer than tool_timeout_s",
+        ),
         ({"kl": 1.5}, "kl_runaway", "now 1.5.*lower learning_rate, raise beta"),
         ({"rollout_logp_diff_mean": 0.06}, "logp_drift", "by 0.06 on average.*set rollout_correction"),
         ({"learning_rate": 0.0}, "learning_rate_zero", "learning_rate_end"),

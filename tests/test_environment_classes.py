@@ -69,7 +69,7 @@ def test_functions_receive_the_environments_and_rewards_have_their_names():
     [group], _ = played(acts, environments=ROOM, example={"colour": "red"})
     [reward] = environment_rewards(ROOM)
     assert reward.name == "Room"
-    assert reward.function(group) == [1.0, 2.0]
+    assert reward.function(group) == [[0.0, 1.0], [0.0, 2.0]]  # of the turns
     given = arguments_for(Reward("calls", print, frozenset(("environments",))), group, TrainerState(), {})
     assert [each.calls for each in given["environments"]] == [[1], [2]]
 

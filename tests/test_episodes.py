@@ -5,22 +5,25 @@ import json
 import random
 import threading
 import time
+import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, init_model
 from groupax.engine.engine import new_sequences
-from groupax.episodes.environment import with_observation
+from groupax.episodes.environment import EnvironmentClass, with_observation
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
 from groupax.errors import InfrastructureError, RunError
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
-from groupax.tools.tool import Step, Tool, tool, tools_of
+from groupax.tools.tool import Step, Tool, tool, tools_from, tools_of
 
 from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 from .conftest import TINY
+from .samplers import TurnsSampler
 
 TOKENIZER = chat_tokenizer()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -144,6 +147,26 @@ def test_limits_end_an_episode_with_their_own_reasons():
     [group], _ = played(forever, [add], params=SamplingParams(n=2, max_tokens=150), max_turns=100)
     assert {row.finish_reason for row in group} <= {"length", "tool_result_too_long"}
     assert all(len(row.completion_ids) <= 150 for row in group)
+
+
+def test_a_turn_that_is_cut_off_runs_none_of_its_calls():
+    ran = []
+
+    def note() -> str:
+        """Notes that it ran."""
+        ran.append(1)
+        return "ran"
+
+    complete = call("note")
+    size = len(TOKENIZER.encode(complete)) + 4
+    for settings, params, end in (
+        ({"max_turn_tokens": size}, PARAMS, "turn_length"),
+        ({}, SamplingParams(n=2, max_tokens=size), "length"),
+    ):
+        [group], _ = played(lambda *_: f"{complete} and so on and on", [note], params=params, **settings)
+        assert [row.finish_reason for row in group] == [end] * 2
+        assert all(complete in TOKENIZER.decode(row.completion_ids) for row in group)
+    assert not ran
 
 
 def test_a_malformed_call_is_told_or_ends_the_episode():
@@ -294,6 +317,41 @@ def test_an_environment_acts_on_messages_without_calls():
     assert "<|im_start|>user\nhello 1!<|im_end|>" in script.prompts[-1]
 
 
+class Operator:
+    """Answers calls itself, and scores the length of a message that it has not answered."""
+
+    def reset(self):
+        return None
+
+    def act(self, message):
+        calls = message.get("tool_calls", [])
+        if not calls:
+            return Step(None, done=True)
+        return [{"role": "tool", "tool_call_id": call["id"], "content": str(call["function"])} for call in calls]
+
+    def score(self, message):
+        return 0.0 if message is None else float(len(message["content"]))
+
+
+def test_an_environment_may_answer_calls_itself_and_score_a_message_that_was_cut_off():
+    def answer(text, sample, turn):
+        if sample:
+            return "x" * 300
+        return [call("add", a=1, b=2), call("add", a=1, b=2) + "<tool_call>\n{oops\n</tool_call>", "end"][turn]
+
+    tools = {"add": replace(tools_from([add])["add"], takes_owner=True, function=lambda owner, **_: "not called")}
+    methods = frozenset({"reset", "act", "score"})
+    operator = EnvironmentClass("operator", Operator, tools, methods, answers_calls=True)
+    [[row, cut]], _ = played(answer, environments=operator, max_turn_tokens=200)
+    assert [[(record.result, bool(record.error)) for record in turn.calls] for turn in row.turns] == [
+        [("{'name': 'add', 'arguments': {'a': 1, 'b': 2}}", False)],
+        [("not called", False), (row.turns[1].calls[1].result, True)],
+        [],
+    ]
+    assert (row.finish_reason, row.environment_reward) == ("done", 0.0)
+    assert (cut.finish_reason, cut.environment_reward) == ("turn_length", len(cut.turns[0].text))
+
+
 def test_an_environment_that_fails_leaves_its_episode_out():
     class Broken(Echo):
         def act(self, message):
@@ -417,19 +475,46 @@ def test_environments_that_cannot_be_used_are_refused():
             make_rules(TOKENIZER, EpisodeSettings(), (), {"x": bad})
 
 
-def test_two_hundred_turns_take_linear_time():
-    def seconds(turns):
-        def answer(text, sample, turn):
-            return call("add", a=1, b=1) if turn < turns else "done"
+def long_episode(num_turns):
+    """An episode of so many turns with a result of 200 characters each; its processor time."""
 
-        began_s = time.perf_counter()
-        [[row]], _ = played(answer, [add], params=SamplingParams(n=1, max_tokens=10**6), max_turns=1000)
-        assert len(row.turns) == turns + 1
-        return time.perf_counter() - began_s
+    def read(page: int) -> str:
+        """Reads a page.
 
-    seconds(10)
-    # 8 times as many turns: quadratic time would be 64 times as much
-    assert seconds(200) < 24 * min(seconds(25) for _ in range(3))
+        Args:
+            page: Its number.
+        """
+        return "x" * 200
+
+    rules = make_rules(TOKENIZER, EpisodeSettings(max_turns=1000), [read])
+    sampler = TurnsSampler(call("read", page=1), num_turns, TOKENIZER, END)
+    ids = np.asarray(TOKENIZER.encode("<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"), np.int32)
+    params = SamplingParams(n=1, max_tokens=10**7)
+    began_s = time.process_time()
+    [[row]] = play_episodes(sampler, TOKENIZER, [{"prompt": PROMPT}], [ids], params, 0, rules=rules)
+    seconds = time.process_time() - began_s
+    assert len(row.turns) == num_turns + 1
+    assert len(row.completion_ids) > 200 * num_turns
+    return seconds
+
+
+def memory_of_long_episode(num_turns):
+    """The most memory that such an episode takes."""
+    tracemalloc.start()
+    long_episode(num_turns)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return most
+
+
+@pytest.mark.heavy
+def test_two_hundred_turns_take_linear_time_and_memory():
+    long_episode(5)
+    few_s, more_s, most_s = (min(long_episode(num_turns) for _ in range(3)) for num_turns in (50, 100, 200))
+    assert more_s < 2.4 * few_s  # twice, and what the machine does besides
+    assert most_s < 2.4 * more_s
+    few, more = map(memory_of_long_episode, (50, 100))
+    assert more < 2.1 * few
 
 
 class Conversation:
@@ -447,23 +532,23 @@ class Conversation:
 CHATTY = TINY | {"vocab_size": VOCAB_SIZE, "eos_token_id": END, "max_position_embeddings": 512}
 
 
-def train(folder, **settings):
+def train(folder, reward_funcs=None, environments=Conversation, **settings):
     """The metrics of three steps with conversations, and the trainer."""
-    args = GRPOConfig(
-        output_dir=str(folder),
-        prompts_per_step=2,
-        num_generations=4,
-        max_completion_length=128,
-        max_turn_tokens=40,
-        max_steps=3,
-        learning_rate=1e-2,
-        progress_bar="none",
-        stop=tuple("abcdefghijklmnop"),  # a turn has 15 tokens in the mean
-        **settings,
-    )
+    given = {
+        "prompts_per_step": 2,
+        "num_generations": 4,
+        "max_completion_length": 128,
+        "max_turn_tokens": 40,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "progress_bar": "none",
+        "stop": tuple("abcdefghijklmnop"),  # a turn has 15 tokens in the mean
+    }
+    args = GRPOConfig(output_dir=str(folder), **{**given, **settings})
     model = init_model(CHATTY, seed=0)
     rows = [{"prompt": [{"role": "user", "content": "talk"}], "topic": topic} for topic in ("cats", "dogs")]
-    trainer = GRPOTrainer(model, None, args, rows, processing_class=chat_tokenizer(), environments=Conversation)
+    processing = {"processing_class": chat_tokenizer(), "environments": environments}
+    trainer = GRPOTrainer(model, reward_funcs, args, rows, **processing)
     trainer.train()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], trainer
 

@@ -783,7 +783,8 @@ EVIL = 'x`</code>\n---\nlicense: evil\n| <script>alert(1)</script> | \x1b[2J\u20
 
 def test_names_in_a_card_are_neither_markup_nor_metadata():
     args = replace(GRPOConfig(), seed=1)
-    card = run_card(args, EVIL, None, EVIL, [EVIL], 1, {"reward": 1.0})
+    card = run_card(args, EVIL, None, EVIL, [EVIL], 1, {"reward": 1.0}, of_episodes={"tools": EVIL})
+    assert "| `tools` | `x" in card
     assert "license" not in yaml.safe_load(card.split("---\n")[1])
     assert "base_model" not in card.split("---\n")[1]
     assert "\x1b" not in card

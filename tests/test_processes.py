@@ -23,13 +23,16 @@ from groupax.parallel.processes import _bind_address, _distributed_arguments, _r
 from groupax.parallel.rendezvous import accept_peers, connect_to_primary, listen_for_peers
 from groupax.parallel.sockets import own_address
 
+from .calls_run import outcomes
 from .conftest import TINY
+from .episodes_run import save_start
 from .test_config_and_data import a_tokenizer
 from .test_remote_rollouts import serving
 from .test_server import KEY
 
 VARIABLES = ("GROUPAX_COORDINATOR", "GROUPAX_NUM_PROCESSES", "GROUPAX_PROCESS_ID")
-PROGRAM = str(Path(__file__).with_name("processes_run.py"))
+PROGRAM = (str(Path(__file__).with_name("processes_run.py")),)
+EPISODES = "-m", "tests.episodes_run"
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +44,10 @@ def place(tmp_path_factory):
     return folder
 
 
-def begun(folder, number, devices, settings, *fault):
+def begun(folder, number, devices, settings, *fault, program=PROGRAM):
     """That many processes on loopback, with so many devices each."""
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-W", "ignore", PROGRAM, str(folder), str(devices), json.dumps(settings)]
+    command = [sys.executable, "-W", "ignore", *program, str(folder), str(devices), json.dumps(settings)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder.parent / "cache")}
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     processes = []
@@ -56,15 +59,16 @@ def begun(folder, number, devices, settings, *fault):
                     [*command, *fault],
                     stdout=subprocess.DEVNULL,
                     stderr=err,
+                    cwd=Path(__file__).parents[1],
                     env={**environment, **dict(zip(VARIABLES, values, strict=False))},
                 )
             )
     return processes
 
 
-def run(folder, number, devices, settings, *fault):
+def run(folder, number, devices, settings, *fault, program=PROGRAM):
     """The processes' exit statuses and what they said on standard error."""
-    processes = begun(folder, number, devices, settings, *fault)
+    processes = begun(folder, number, devices, settings, *fault, program=program)
     try:
         statuses = [process.wait(timeout=1200) for process in processes]
     finally:
@@ -230,6 +234,23 @@ def test_all_are_told_what_ended_one(monkeypatch, end, told):
     assert others[0].returncode == 1
 
 
+def test_each_of_two_processes_makes_its_calls_and_both_learn_the_outcomes(monkeypatch):
+    listener, address = listen_for_peers("127.0.0.1")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.calls_run", pickle.dumps(address).hex()]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    peers = accept_peers(listener, address[2], 2)
+    monkeypatch.setattr("groupax.parallel.processes._peers", peers)
+    found = outcomes()
+    peers.leave()
+    assert other.communicate()[0].strip() == repr(found)
+    assert sorted(found) == [
+        (0, 0, ""),
+        (1, None, "TypeError: what it returned cannot be sent to the other processes: TypeError"),
+        (2, None, "OSError: gone"),
+        (3, 3, ""),
+    ]
+
+
 def test_silent_and_foreign_connections_hold_up_no_start():
     listener, address = listen_for_peers("127.0.0.1")
     hosts, port, secret = address
@@ -320,6 +341,35 @@ def test_weights_shared_to_decode_with_in_a_process_and_over_two(place, one_proc
     assert assert_same_run(one_process, folder) == {0, 1}
 
 
+@pytest.mark.heavy
+def test_two_processes_play_the_episodes_of_one(tmp_path):
+    """Each with the tools and environments of its share, and both with all that came of them."""
+    save_start(tmp_path / "model")
+    for name, number in (("one", 1), ("two", 2)):
+        statuses, errors = run(
+            tmp_path / name, number, 2 // number, {"max_steps": 1, "eval_steps": 1}, program=EPISODES
+        )
+        assert statuses == [0] * number, errors
+    (rows, lines, final), (rows_too, lines_too, final_too) = (told(tmp_path / name) for name in ("one", "two"))
+    names = ("completion_ids", "mask", "messages", "finish_reason", "rewards/calls", "rewards/Game")
+    assert [[row[name] for name in names] for row in rows] == [[row[name] for name in names] for row in rows_too]
+    assert {"done", "env_error"} < {row["finish_reason"] for row in rows}
+    assert {row["extra/scored_by"] for row in rows_too} == {0, 1}
+    for row, row_too in zip(rows, rows_too, strict=True):
+        timeless = [[untimed(turn) for turn in json.loads(each["turns"])] for each in (row, row_too)]
+        assert timeless[0] == timeless[1]
+    for a, b in zip(lines, lines_too, strict=True):
+        for name in ("reward", "grad_norm", "tools/call_frequency", "stop/env_error", "eval_stop/done"):
+            assert b.get(name, 0.0) == pytest.approx(a.get(name, 0.0), rel=1e-4, abs=1e-6)
+    assert {"stop/env_error", "eval_tools/failure_frequency"} < set().union(*lines_too)
+    for name, array in final.items():
+        np.testing.assert_allclose(final_too[name], array, atol=1e-6, rtol=0, err_msg=name)
+
+
+def untimed(turn):
+    return {**turn, "calls": [{**call, "seconds": 0.0} for call in turn["calls"]]}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_process_stops_the_other_and_all_go_on(place, one_process, killed):
@@ -396,3 +446,17 @@ def test_several_processes_that_sample_on_a_server_are_one_run(place, monkeypatc
             statuses, errors = run(folder, number, 4 // number, {"rollout_servers": address, **settings})
             assert statuses == [0] * number, errors
     assert assert_same_run(*folders) == {0, 1}
+
+
+@pytest.mark.long
+def test_two_processes_that_play_on_a_server_are_one_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("GROUPAX_API_KEY", KEY)
+    with serving(save_start(tmp_path / "model")) as (address, _):
+        for name, number in (("one", 1), ("two", 2)):
+            settings = {"rollout_servers": address}
+            statuses, errors = run(tmp_path / name, number, 2 // number, settings, program=EPISODES)
+            assert statuses == [0] * number, errors
+    (rows, _, final), (rows_too, _, final_too) = (told(tmp_path / name) for name in ("one", "two"))
+    assert [row["messages"] for row in rows] == [row["messages"] for row in rows_too]
+    for name, array in final.items():
+        np.testing.assert_allclose(final_too[name], array, atol=1e-6, rtol=0, err_msg=name)

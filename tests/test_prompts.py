@@ -1,6 +1,7 @@
 """Prompts: conversations and chat templates, long texts, and stop texts of completions."""
 
 import copy
+import json
 import os
 import signal
 import time
@@ -27,6 +28,7 @@ from groupax.serve.errors import ApiError
 from groupax.serve.requests import parse
 from groupax.settings.json_flags import read_mapping
 
+from .chat_tokenizers import chat_tokenizer
 from .conftest import SHARED, TINY
 from .samplers import FinishedSession
 from .test_config_and_data import a_tokenizer
@@ -459,3 +461,21 @@ def test_tokenizers_are_left_as_they_were_given(qwen):
     given = copy.copy(qwen)
     render(given, user("a"), "p", template_kwargs={"enable_thinking": False})
     assert given.chat_template == qwen.chat_template
+
+
+def test_a_column_of_tools_is_described_to_the_model():
+    tokenizer = chat_tokenizer()
+    schema = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+    padded = {**schema, "function": {**schema["function"], "return": None}}  # as tables have it
+    rows = [{"prompt": user("a"), "tools": each} for each in ([padded], json.dumps([schema]), None)]
+    first, second, none = encode_examples(rows, tokenizer, 1000, "error").token_ids
+    assert first.tolist() == second.tolist()
+    text = tokenizer.apply_chat_template(user("a"), tools=[schema], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(first) == text
+    assert "Tools:" not in tokenizer.decode(none)
+    for bad in ("hammer", "[7]", 7, [["add"]]):
+        with pytest.raises(ValueError, match="prompt 0: the column tools must have a list of schemas"):
+            encode_examples([{"prompt": user("a"), "tools": bad}], tokenizer, 1000, "error")
+    for own in ({"tools": [[schema]] * 3}, {"may_be_empty": True}):
+        with pytest.raises(ValueError, match="the dataset has a column tools.*the run has tools or environments"):
+            encode_examples(rows, tokenizer, 1000, "error", **own)

@@ -13,6 +13,7 @@ from groupax.episodes.play import play_episodes
 from groupax.episodes.record import LEFT, Question, Record, remove_records
 from groupax.episodes.rules import make_rules
 from groupax.errors import InfrastructureError
+from groupax.runs.folder import RunFolder
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.results import ToolResult
@@ -297,6 +298,21 @@ def test_records_of_rollouts_in_a_checkpoint_are_removed(tmp_path):
     remove_records(tmp_path / "calls", 13)
     assert not (tmp_path / "calls").exists()
     remove_records(tmp_path / "calls", 14)
+
+
+@pytest.mark.parametrize(
+    ("identity", "afresh", "remain"), [("same", False, True), ("other", False, False), ("same", True, False)]
+)
+def test_a_run_that_was_killed_in_its_first_step_keeps_its_records(tmp_path, identity, afresh, remain):
+    folder = RunFolder(tmp_path / "run")
+    folder.start({}, "same", afresh=False)
+    folder.write_process({})
+    record = Record(folder.records, "rollout_000000")
+    record.add(question(), ToolResult("one", 0.5))
+    record.close()
+    again = RunFolder(tmp_path / "run")
+    again.start({}, identity, afresh=afresh)
+    assert again.records.exists() == remain
 
 
 def test_every_line_of_a_record_can_be_read_by_people(tmp_path):

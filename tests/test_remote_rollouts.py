@@ -24,6 +24,7 @@ from groupax.runs.build import sampler_for
 from groupax.serve.client import RemoteSampler
 from groupax.serve.vllm_sglang import WeightsFolder
 
+from . import episodes_run
 from .conftest import TINY
 from .slurm_stand_ins import run_job
 from .test_config_and_data import a_tokenizer
@@ -104,6 +105,21 @@ def assert_no_difference(folder, address, tmp_path, **settings):
 )
 def test_training_with_a_server_is_training_without(tmp_path, folder, address, settings):
     assert_no_difference(folder, address, tmp_path, **settings)
+
+
+@pytest.mark.filterwarnings("ignore:environment 'Game' failed")
+def test_episodes_with_a_server_are_those_without(tmp_path):
+    """Their turns are sampled there; tools and environments run here."""
+    model = episodes_run.save_start(tmp_path / "model")
+    with serving(model) as (address, _):
+        for name, servers in (("here", ()), ("there", address)):
+            episodes_run.make_trainer(model, tmp_path / name / "run", rollout_servers=servers).train()
+    assert rollouts(tmp_path / "here") == rollouts(tmp_path / "there")
+    lines, lines_there = (lines_of(tmp_path / name) for name in ("here", "there"))
+    for line, there in zip(lines, lines_there, strict=True):
+        assert there["tools/call_frequency"] == line["tools/call_frequency"] > 0
+        assert there["reward"] == line["reward"]
+        assert there["rollout/logp_diff_max"] < 1e-5
 
 
 @pytest.mark.long

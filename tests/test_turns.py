@@ -4,6 +4,7 @@ import itertools
 import json
 from dataclasses import fields, replace
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +21,14 @@ from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.rewards.lengths import cosine_length, soft_overlong
 from groupax.rewards.text import completion_text
-from groupax.rollouts.rows import row_of
+from groupax.rollouts.rows import masked_ends, row_of
 from groupax.rollouts.state import Experience
 from groupax.runs.checkpoints.record import read_rollout, write_rollout
 from groupax.runs.folder import RunFolder
-from groupax.settings.objective import ObjectiveSettings
+from groupax.settings.objective import MaskSettings, ObjectiveSettings
 from groupax.training.batch import pack
 from groupax.training.step import all_reduce, micro_step, shard_batch, zero_grads
-from groupax.types import TRUNCATIONS, CallRecord, Rollout, Row, Turn
+from groupax.types import FAILURES, TRUNCATIONS, CallRecord, EpisodeEnd, Rollout, Row, Turn
 from groupax.view.rollouts import read_step
 from groupax.view.token_values import token_values
 
@@ -45,7 +46,10 @@ def an_episode(sample_index=0, spans=((0, 3), (5, 6), (9, 12)), num_tokens=13, *
     for start, end in spans:
         mask[start:end] = True
     logps = np.where(mask, -1.0 - np.arange(num_tokens) / 8, 0.0).astype(np.float32)
-    turns = tuple(Turn(start, end, f"turn {start}", (CALL,) * (start > 0), start / 10) for start, end in spans)
+    turns = tuple(
+        Turn(start, end, f"turn {start}", (CALL,) * (start > 0), start / 10, {"right": start / 7})
+        for start, end in spans
+    )
     given = {
         "prompt_index": 0,
         "sample_index": sample_index,
@@ -104,22 +108,28 @@ def test_turns_that_do_not_fit_the_tokens_are_refused(changes, message):
 
 
 def test_a_row_has_the_advantage_of_each_turn_or_of_the_episode():
-    row = row_of(an_episode(), 7, mask_truncated=True, with_sampler_logps=True)
+    row = row_of(an_episode(), 7, TRUNCATIONS, with_sampler_logps=True)
     a, b, c = np.float32(0.1 + 0.2), -1, 2
     assert row.advantages.tolist() == [a, a, a, 0, 0, b, 0, 0, 0, c, c, c, 0]
     assert (row.group, row.policy_version) == (7, 3)
-    whole = row_of(an_episode(turn_advantages=None), 7, mask_truncated=True, with_sampler_logps=False)
+    whole = row_of(an_episode(turn_advantages=None), 7, TRUNCATIONS, with_sampler_logps=False)
     assert whole.advantages.tolist() == [np.float32(0.7) if sampled else 0 for sampled in whole.mask]
     assert whole.sampler_logp is None
 
 
 def test_every_end_by_a_limit_is_a_truncation():
-    for reason in ("stop", "done", "parse_error"):
-        row = row_of(an_episode(finish_reason=reason), 0, mask_truncated=True, with_sampler_logps=False)
-        np.testing.assert_array_equal(row.mask, an_episode().mask)
-    for reason in TRUNCATIONS:
-        assert not row_of(an_episode(finish_reason=reason), 0, mask_truncated=True, with_sampler_logps=False).mask.any()
-        assert row_of(an_episode(finish_reason=reason), 0, mask_truncated=False, with_sampler_logps=False).mask.any()
+    def counts(reason, setting):
+        ends = masked_ends(MaskSettings(mask_truncated_completions=setting))
+        row = row_of(an_episode(finish_reason=reason), 0, ends, with_sampler_logps=False)
+        assert row.is_failure == (reason in FAILURES)
+        assert not row.mask.any() or (row.mask == an_episode().mask).all()
+        return bool(row.mask.any())
+
+    for reason in get_args(EpisodeEnd):
+        lost = reason in FAILURES
+        assert counts(reason, False) == (not lost)
+        assert counts(reason, True) == (not lost and reason not in TRUNCATIONS)
+        assert counts(reason, ("max_turns", "parse_error")) == (not lost and reason not in ("max_turns", "parse_error"))
 
 
 # -- loss and gradient

@@ -21,6 +21,7 @@ from groupax.runs.folder import RunFolder
 from .conftest import TINY
 from .test_config_and_data import a_tokenizer
 from .test_view import HOSTILE, LONG, a_rollout, serving, write_run
+from .test_view_episodes import write_episodes
 
 # One worker for all of them: the run that goes on, its server and the browser are shared.
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.xdist_group("page")]
@@ -377,6 +378,65 @@ def test_hostile_content_is_shown_as_text(page):
         until(lambda css=css: SHOWN_HOSTILE in page.text(f"main {css}"))
         assert not page.all("main script, main img, aside img, aside script")
     until(lambda: HOSTILE_NAME in page.text("aside"))
+
+
+def test_an_episode_is_a_chat_in_which_nothing_is_markup(browser, tmp_path):
+    from selenium.webdriver.common.keys import Keys
+
+    write_episodes(tmp_path / "run")
+    with serving(tmp_path / "run") as port:
+        page = a_reader(browser, f"http://127.0.0.1:{port}")
+        page.open("rollouts?run=run&step=1&prompt=0")
+        until(lambda: page.all(".card .chat"))
+        page.choose("channel", "")
+        page.choose("order", "sampled")
+        card = ".card:first-child"
+        until(lambda: len(page.all(f"{card} .call")) == 5 and not page.all(f"{card} .tok"))
+        assert page.texts(f"{card} .chat > li > b") == [
+            *("assistant · turn 1 +1.25 advantage 0.5", "assistant · turn 2 +0.25 advantage -0.5"),
+            *("assistant · turn 3 +0.25 advantage 0", "assistant · turn 4 0 advantage 1.5"),
+            *("user", "assistant · turn 5 +0.75 advantage 2"),
+        ]
+        title = page.run(f"return document.querySelector('{card} .turn-reward').title")
+        assert title == f"Reward of this turn\nShop 1\n{SHOWN_HOSTILE} 0.25"
+        calls = page.texts(f"{card} .call header")
+        assert "look_up" in calls[0]
+        assert " ms" in calls[0]
+        assert [("error" in told) for told in calls] == [False, False, True, True, False]
+        assert page.texts(f"{card} .call-name")[3] == SHOWN_HOSTILE
+        assert page.text(f"{card} .call .result .text") == SHOWN_HOSTILE
+        assert SHOWN_HOSTILE in page.text(f"{card} .by-others")
+        assert "<script>alert(1)</script>" in page.text(f"{card} .arguments")
+        assert "the environment ended it" in page.text(f"{card} header")
+        long = f"{card} .call:nth-of-type(2) .result"
+        length = f"return document.querySelector('{long} .text').textContent.length"
+        assert page.run(length) == 400
+        assert page.text(f"{long} button") == "Show all (4,200 characters)"
+        page.click(f"{long} button")
+        until(lambda: page.run(length) == 4200)
+        assert page.run(NAMELESS) == []
+        assert not page.all("main script, main img")
+        page.choose("channel", "policy_logps")  # now by tokens; what the model read is another kind, and folded
+        until(lambda: page.all(f"{card} .turn-text .tok"))
+        assert not page.all(f"{card} .turn-text > pre .outside")
+        page.keys(f"{card} .between summary", Keys.ENTER)
+        page.run("arguments[0].dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))", page.all(".outside")[0])
+        assert page.text(".token-reading").endswith("not sampled by the model")
+        assert len(page.all(f"{card} .call")) == 5
+        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+        browser.set_window_size(390, 800)  # a phone
+        until(lambda: page.run("return innerWidth") < 500)
+        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+        browser.set_window_size(1400, 1000)
+        page.open("evaluations?run=run")
+        until(lambda: page.all(".item summary"))
+        page.click(".item summary")
+        until(lambda: len(page.all(".item .call")) == 10)
+        assert not page.all("main script, main img")
+        page.open("curves")
+        until(lambda: page.all('[data-title="Ends of episodes"]'))
+        assert page.errors() == []
+        browser.get("about:blank")
 
 
 class OtherOrigin(http.server.BaseHTTPRequestHandler):

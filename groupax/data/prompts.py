@@ -8,6 +8,7 @@ import numpy as np
 
 from groupax.data.examples import Examples
 from groupax.data.tokenizer import SPARE_TOKENS, encode_prompts, is_conversational
+from groupax.data.tools_column import tools_of_rows
 from groupax.settings.prompts import PromptOverflow
 from groupax.settings.template_kwargs import check_template_kwargs
 
@@ -48,7 +49,7 @@ def encode_examples(
 
     A column `prompt_ids` has the tokens of the prompts, with their tools if they have any, if they are not those that
     the tokenizer returns. A column `chat_template_kwargs` has arguments for the chat template, which take precedence
-    over `template_kwargs`.
+    over `template_kwargs`. A column `tools` has schemas for it, if the run has no tools.
 
     Args:
         examples: Rows with a column `prompt`.
@@ -57,7 +58,7 @@ def encode_examples(
         overflow: Policy for longer prompts.
         template_kwargs: Arguments for the chat template.
         name: Name of the dataset in an error.
-        tools: Tools of each row, as schemas in OpenAI's format.
+        tools: The run's tools for each row, as schemas in OpenAI's format.
         may_be_empty: Whether a conversation needs no text, e.g. since an environment adds to it.
 
     Raises:
@@ -65,7 +66,8 @@ def encode_examples(
             cannot be encoded (see `encode_prompts`).
     """
     label = f"{name}: prompt" if name else "prompt"
-    token_ids = _encode(examples, tokenizer, max_length, template_kwargs or {}, name, tools, may_be_empty)
+    shown_tools = tools_of_rows(examples, tools, may_be_empty, label)
+    token_ids = _encode(examples, tokenizer, max_length, template_kwargs or {}, name, shown_tools, may_be_empty)
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(f"{label} {index} is empty and the tokenizer adds no token; the model needs at least one")

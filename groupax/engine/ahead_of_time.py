@@ -17,7 +17,7 @@ from groupax.engine.cache_ops import (
     move_slots,
     move_starts,
     moves,
-    read_slot,
+    read_slots,
     release,
     widen,
     widen_slots,
@@ -38,7 +38,7 @@ PROGRAMS: tuple[Any, ...] = (
     move,
     move_slots,
     move_starts,
-    read_slot,
+    read_slots,
     release,
     widen,
     widen_slots,
@@ -112,7 +112,7 @@ class Tracer:
                 yield self.decode_chunk(shape, sampling)
                 yield release.trace(slots, self._rows(shape.num_slots, dtype=bool))
                 if self.has_prefixes:
-                    yield read_slot.trace(cache, 0, 0)
+                    yield read_slots.trace(cache, self._rows(1), self._rows(1), mesh=self.mesh)
             case Admit(shape):
                 yield self.admit(shape)
                 if self.has_prefixes:

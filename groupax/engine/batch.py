@@ -8,6 +8,8 @@ accordingly.
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
@@ -15,12 +17,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from groupax.engine.cache import ROWS, Cache, cache_maker, pspec_of
-from groupax.engine.cache_ops import move_slots, read_slot, release, resize, widen_slots
+from groupax.engine.cache_ops import move_slots, read_slots, release, resize, widen_slots
 from groupax.engine.core import EngineCore
 from groupax.engine.decode import Chunk, decode_chunk
 from groupax.engine.plan import CacheShape, Demand, Plan, admission_prompts, power_of_two
 from groupax.engine.prefill import Known, admit
-from groupax.engine.prefix_cache import prefix_of
+from groupax.engine.prefix_cache import Place, prefix_of
 from groupax.engine.scheduler import Admission, Scheduler
 from groupax.engine.sequence import Sequence
 from groupax.engine.slots import fill, slot_table, to_slots
@@ -150,18 +152,47 @@ class Batch:
 
     def store_prefixes(self) -> None:
         """Stores the keys and values of the sequences that have just finished, if prefixes are kept."""
-        prefixes = self.core.prefixes
+        scheduler, prefixes = self.scheduler, self.core.prefixes
         if not prefixes.max_bytes:
             return
-        for slot, sequence in enumerate(self.scheduler.slots):
-            if sequence is None or sequence.finish_reason is None or not sequence.tokens:
-                continue
-            generation, start = self._starts[sequence]
-            if generation != prefixes.generation:
-                continue  # some of it was computed by other weights
-            stored = to_host(read_slot(self.cache, slot, slot // self.scheduler.share))
-            first = (self.column - (self.num_steps - start)) % self.cache.num_columns
-            prefixes.add(prefix_of(stored, first, sequence.prompt, sequence.tokens))
+        finished: list[list[int]] = [[] for _ in range(scheduler.num_shards)]
+        for slot, sequence in enumerate(scheduler.slots):
+            if sequence is not None and self._is_to_be_stored(sequence):
+                finished[slot // scheduler.slots_per_shard].append(slot)
+        for slots in zip_longest(*finished):  # one of each shard at a time
+            stored = self._read(slots)
+            for shard, slot in enumerate(slots):
+                if slot is not None:
+                    of_slot = {name: [x[shard] for x in layers] for name, layers in stored.items()}
+                    self._store(scheduler.slots[slot], of_slot)
+
+    def _is_to_be_stored(self, sequence: Sequence) -> bool:
+        if sequence.finish_reason is None or not sequence.tokens:
+            return False
+        # of another generation some was computed by other weights
+        has_room = sequence.place is None or sequence.place.max_tokens > 0
+        return has_room and self._starts[sequence][0] == self.core.prefixes.generation
+
+    def _read(self, slots: tuple[int | None, ...]) -> dict[str, Any]:
+        """Returns the keys and values of one slot of each shard, or of its first one, and those of its prompt."""
+        scheduler = self.scheduler
+        firsts = np.arange(scheduler.num_shards) * scheduler.slots_per_shard
+        rows = np.array(
+            [0 if slot is None else slot - first for slot, first in zip(slots, firsts, strict=True)], np.int32
+        )
+        read = read_slots(self.cache, self._on_rows(rows), self._on_rows(rows // scheduler.share), mesh=self.mesh)
+        return to_host(read)
+
+    def _store(self, sequence: Sequence | None, stored: dict[str, Any]) -> None:
+        """Stores keys and values that were read from the slot of a sequence."""
+        assert sequence is not None, "it has a slot"
+        generation, start = self._starts[sequence]
+        first = (self.column - (self.num_steps - start)) % self.cache.num_columns
+        prefix = prefix_of(stored, first, sequence.prompt, sequence.tokens)
+        if sequence.place is None:
+            self.core.prefixes.add(prefix)
+        else:
+            sequence.place.put(prefix, generation)
 
     def free_finished(self) -> None:
         """Frees the slots of finished sequences."""
@@ -266,8 +297,11 @@ class Batch:
             source[prompt_slot] = index
         admitted = self._idle_slots()
         is_new = np.zeros(len(admitted), bool)
+        places: list[Place | None] = [None] * len(prompts)
+        row_of = {prompt_slot: self._row_of(prompt_slot, index) for prompt_slot, index in admission.prompt_slots}
         for slot, sequence in admission.slots:
             is_new[slot] = True
+            places[row_of[slot // self.scheduler.share]] = sequence.place
             self._starts[sequence] = self.core.prefixes.generation, self.num_steps
             fill(admitted[slot], sequence)
         self.cache, self.slots = admit(
@@ -280,14 +314,19 @@ class Batch:
             self._on_rows(source),
             self._on_rows(is_new),
             to_slots(admitted, self._on_rows),
-            self._known(prompts, starts),
+            self._known(prompts, starts, places),
             config=self.core.config,
             mesh=self.mesh,
         )
 
-    def _known(self, prompts: np.ndarray, starts: np.ndarray) -> Known | None:
+    def _row_of(self, prompt_slot: int, index: int) -> int:
+        """Returns the row, among those of all shards, of a prompt slot's new prompt."""
+        shard = prompt_slot * self.scheduler.share // self.scheduler.slots_per_shard
+        return shard * self._max_prompts() + index
+
+    def _known(self, prompts: np.ndarray, starts: np.ndarray, places: list[Place | None]) -> Known | None:
         """Returns the stored keys and values of these left-padded prompts, [P, S]; None if there are none."""
-        gathered = self.core.prefixes.gather(prompts, starts)
+        gathered = self.core.prefixes.gather(prompts, starts, places)
         if gathered is None:
             return None
         lengths, k, v = gathered

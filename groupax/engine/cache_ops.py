@@ -124,12 +124,25 @@ def widen_slots(slots: Slots, *, num_stop_ids: int, num_biased: int) -> Slots:
     return replace(slots, stop_ids=wide(slots.stop_ids, num_stop_ids, -1), settings=settings)
 
 
-@jax.jit
-def read_slot(cache: Cache, slot: Int[Array, ""], prompt_slot: Int[Array, ""]) -> dict[str, Any]:
-    """Returns the keys and values of one slot and of its prompt, per layer."""
-    rows = {"k": (cache.k, slot), "v": (cache.v, slot)}
-    rows |= {"prompt_k": (cache.prompt_k, prompt_slot), "prompt_v": (cache.prompt_v, prompt_slot)}
-    return {name: [x[row] for x in layers] for name, (layers, row) in rows.items()}
+@partial(jax.jit, static_argnames="mesh")
+def read_slots(cache: Cache, rows: Int[Array, "D"], prompt_slots: Int[Array, "D"], *, mesh: Mesh) -> dict[str, Any]:
+    """Returns the keys and values of a slot of each shard, and of their prompts, per layer.
+
+    Args:
+        cache: The cache.
+        rows: Index on its device of the slot of each shard.
+        prompt_slots: Likewise of the prompts.
+        mesh: Devices of the cache.
+    """
+    given = {"k": (cache.k, rows), "v": (cache.v, rows)}
+    given |= {"prompt_k": (cache.prompt_k, prompt_slots), "prompt_v": (cache.prompt_v, prompt_slots)}
+
+    def local(given: dict[str, tuple[list[Array], Array]]) -> dict[str, list[Array]]:
+        return {name: [x[rows] for x in layers] for name, (layers, rows) in given.items()}
+
+    in_specs = jax.tree.map(pspec_of, given)
+    out_specs = {name: [pspec_of(x) for x in layers] for name, (layers, _) in given.items()}
+    return jax.shard_map(local, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(given)
 
 
 @partial(jax.jit, donate_argnames=("slots",))

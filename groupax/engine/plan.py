@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 CHUNK_STEPS = 32  # tokens decoded between two visits to the host
+TURN_STEPS = 8  # the same where tools wait for the end of a turn
 MAX_SHARE = 16  # slots that share a prompt slot
 # The smallest sizes of the cache and of a prefill, in columns; larger ones are buckets above them.
 CACHE_COLUMNS = 128

@@ -91,17 +91,27 @@ def admit(
 def _stored(
     cache: Cache, prompts: Array, starts: Array, source: Array, keys: list[Array], values: list[Array]
 ) -> Cache:
-    """Returns the cache with the prompts in the prompt slots that receive them."""
+    """Returns the cache with the prompts in the prompt slots that receive them; the others are not even read."""
+    receiving = jnp.argsort(source < 0)  # those that receive a prompt come first
 
-    def put(old: Array, new: Array) -> Array:
-        return jnp.where(_like(source >= 0, old), new[source], old)
+    def place(index: Array, stored: list[Array]) -> list[Array]:
+        slot = receiving[index]
 
+        def put(old: Array, new: Array) -> Array:
+            row = lax.dynamic_slice_in_dim(new, source[slot], 1)
+            return lax.dynamic_update_slice_in_dim(old, row, slot, axis=0)
+
+        return [put(*pair) for pair in zip(stored, given, strict=True)]
+
+    given = [prompts, starts, *keys, *values]
+    stored = [cache.prompt_tokens, cache.prompt_starts, *cache.prompt_k, *cache.prompt_v]
+    tokens, starts, *stored = lax.fori_loop(0, jnp.sum(source >= 0), place, stored)
     return replace(
         cache,
-        prompt_tokens=put(cache.prompt_tokens, prompts),
-        prompt_starts=put(cache.prompt_starts, starts),
-        prompt_k=[put(old, new) for old, new in zip(cache.prompt_k, keys, strict=True)],
-        prompt_v=[put(old, new) for old, new in zip(cache.prompt_v, values, strict=True)],
+        prompt_tokens=tokens,
+        prompt_starts=starts,
+        prompt_k=stored[: len(keys)],
+        prompt_v=stored[len(keys) :],
     )
 
 

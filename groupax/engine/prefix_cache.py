@@ -1,11 +1,12 @@
 """Keys and values of finished sequences, on the host, for prompts that continue them. Imports no jax.
 
 A conversation's next turn begins with everything said so far, whose keys and values are looked up instead of computed
-again. They belong to one set of weights; code that changes the weights must clear the cache.
+again: in the place that belongs to the conversation, if it has one, otherwise among the most recently used ones. They
+belong to one set of weights; code that changes the weights must clear the cache.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,47 @@ class Prefix:
         """Memory of the keys and values."""
         return sum(array.nbytes for array in (*self.k, *self.v))
 
+    def first(self, num_tokens: int) -> "Prefix":
+        """Returns the prefix of the first tokens, in memory of its own."""
+        if num_tokens >= len(self.tokens):
+            return self
+        k, v = [x[..., :num_tokens].copy() for x in self.k], [x[:, :num_tokens].copy() for x in self.v]
+        return Prefix(self.tokens[:num_tokens], k, v)
+
+
+@dataclass(eq=False)
+class Place:
+    """A place for the keys and values of one conversation, which no other one uses.
+
+    What is stored depends on the conversation alone, so that its results do not depend on what runs at the same time.
+
+    Attributes:
+        max_tokens: Maximum number of tokens, the first ones of the conversation; those after them are computed again.
+        prefix: The tokens with their keys and values; None for none.
+        generation: Weights that they were computed with (see `PrefixCache.generation`).
+    """
+
+    max_tokens: int
+    prefix: Prefix | None = None
+    generation: int = 0
+
+    def put(self, prefix: Prefix, generation: int) -> None:
+        """Stores the first tokens of a prefix in place of what is stored."""
+        self.prefix, self.generation = prefix.first(self.max_tokens), generation
+
+    def find(self, tokens: np.ndarray, generation: int) -> tuple[int, Prefix | None]:
+        """Returns the number of tokens that `tokens` begin with and that are stored here, with the prefix."""
+        if self.prefix is None or self.generation != generation:
+            return 0, None
+        length = _common_length(tokens, self.prefix.tokens)
+        return length, self.prefix if length else None
+
 
 def prefix_of(stored: Mapping[str, Any], first: int, prompt: np.ndarray, tokens: list[int]) -> Prefix:
     """Returns the prefix of a prompt and its completion.
 
     Args:
-        stored: Result of `cache_ops.read_slot`, on the host.
+        stored: What `cache_ops.read_slots` returns for its slot, on the host.
         first: The slot's first column in the ring.
         prompt: Token ids of the prompt.
         tokens: Sampled tokens, of which the last was not fed.
@@ -80,15 +116,24 @@ class PrefixCache:
         return longest, self._prefixes[best]
 
     def gather(
-        self, prompts: np.ndarray, starts: np.ndarray
+        self, prompts: np.ndarray, starts: np.ndarray, places: Sequence[Place | None] = ()
     ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]] | None:
         """Looks up left-padded prompts, [P, S], that begin at `starts`.
+
+        Args:
+            prompts: The prompts.
+            starts: Their first columns.
+            places: Place of each prompt, in which alone it is looked up; None for no place.
 
         Returns:
             The number of stored tokens of each, and per layer keys [P, K, H, S] and values [P, K, S, H]; None if none
             are stored.
         """
-        found = [self.find(row[start:]) for row, start in zip(prompts, starts, strict=True)]
+        places = places or [None] * len(prompts)
+        found = [
+            place.find(row[start:], self.generation) if place else self.find(row[start:])
+            for row, start, place in zip(prompts, starts, places, strict=True)
+        ]
         some = next((prefix for _, prefix in found if prefix), None)
         if some is None:
             return None

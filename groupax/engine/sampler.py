@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from groupax.engine.prefix_cache import Place
 from groupax.engine.sequence import Sequence as Completion
 from groupax.settings.sampling import SamplingParams
 
@@ -28,6 +29,15 @@ class SamplingSession(Protocol):
 
     def close(self) -> None:
         """Drops everything that waits or runs."""
+        ...
+
+
+@runtime_checkable
+class StoringSession(SamplingSession, Protocol):
+    """A session that stores keys and values of conversations between their turns."""
+
+    def places(self, number: int) -> list[Place]:
+        """Returns places for the keys and values of as many conversations."""
         ...
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from groupax.engine.plan import Demand
+from groupax.engine.prefix_cache import Place
 from groupax.settings.sampling import SamplingParams
 from groupax.types import FinishReason
 
@@ -29,6 +31,7 @@ class Sequence:
         text: The text that the tokens add to the prompt's, without special tokens and without the stop string; empty
             until the sequence is finished, and if the engine has no tokenizer.
         request: Index of its request within a session; each request numbers its prompts from 0.
+        place: Place for the keys and values of the conversation that it is a turn of (see `Session.places`).
     """
 
     prompt_index: int
@@ -45,6 +48,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     text: str = ""
     request: int = 0
+    place: Place | None = None
 
     @property
     def group(self) -> tuple[int, int]:
@@ -68,10 +72,12 @@ def demand_of(sequences: Iterable[Sequence], unread: int = 0) -> Demand:
         sequences: The sequences, at least one.
         unread: Number of columns that may be written after a sequence has finished and before it is read.
     """
-    sizes: dict[tuple[int, int], int] = {}
+    sizes: dict[Any, int] = {}
     longest_prompt = longest_completion = 0
     for sequence in sequences:
-        sizes[sequence.group] = sizes.get(sequence.group, 0) + 1
+        # turns of conversations do not share a prompt slot: what follows the first ones differs
+        shares = sequence.group if sequence.place is None else id(sequence)
+        sizes[shares] = sizes.get(shares, 0) + 1
         longest_prompt = max(longest_prompt, len(sequence.prompt))
         longest_completion = max(longest_completion, sequence.params.max_tokens)
     return Demand(tuple(sizes.values()), longest_prompt - 1, longest_completion + unread)

@@ -9,11 +9,15 @@ from groupax.data.tokenizer import context_tokens, decode_after
 from groupax.engine.ahead_of_time import Program
 from groupax.engine.batch import Batch
 from groupax.engine.core import EngineCore
+from groupax.engine.prefix_cache import Place
 from groupax.engine.prepared import PreparedBatch, first_programs, server_demand, usual_programs
 from groupax.engine.programs import Programs
 from groupax.engine.sequence import Sequence
 from groupax.engine.stop_strings import exempt_length, find_stop, text_before_stop
 from groupax.settings.sampling import sampling_kind
+
+# The patience of sessions with conversations, whose next turns are soon to come.
+CONVERSATION_PATIENCE = 64
 
 
 class Session:
@@ -82,6 +86,12 @@ class Session:
         """Returns the programs that requests of usual sizes lack (see `prepared.usual_programs`)."""
         assert self.programs is not None, "for a session that compiles while it decodes"
         return self.programs.missing(usual_programs(self.engine, self._plan, clients, num_tokens))
+
+    def places(self, number: int) -> list[Place]:
+        """Returns places for the keys and values of as many conversations, among which `prefix_bytes` are divided."""
+        self.patience = max(self.patience, CONVERSATION_PATIENCE)
+        tokens = self.engine.prefixes.max_bytes // (self.engine.bytes_per_token * self.engine.mesh.shape["tp"])
+        return [Place(tokens // number) for _ in range(number)]
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Adds a request: unstarted sequences, which start with the next step if there is room.

@@ -4,22 +4,24 @@ An environment is an object for one episode. All of its methods may be coroutine
 
     reset(row, seed)       starts the episode; returns what the model is to see, as a text or messages, or None
     act(message)           answers a message without tool calls, as a text, messages or a `Step`; None ends the episode
-    score()                returns a number, added to the rewards of the steps, when the episode has ended
+    score(message)         returns a number, added to the rewards of the steps, when the episode has ended
     close()                frees what it holds
     any method with @tool  is a tool of the model
 
-`row` is the dataset's row without its prompt, and `seed` a number that the episodes of a group share.
+`row` is the dataset's row without its prompt, and `seed` a number that the episodes of a group share. The `message` of
+`score`, which it need not take, is the last one of the model, or None if `act` has answered it.
 """
 
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupax.parallel import processes
 from groupax.terminal.printable import one_line, short_repr
+from groupax.tools.calls import ToolCall
 from groupax.tools.results import checked_step, cut_middle
 from groupax.tools.threads import Outcome
 from groupax.tools.tool import Tool, tools_of
@@ -35,6 +37,8 @@ class EnvironmentClass:
         create: Returns a new environment.
         tools: Its tools by name, whose functions take the environment first.
         methods: Its methods of the contract that exist.
+        answers_calls: Whether `act` also answers the turns with calls, all of which can be read. The functions of the
+            tools are then only called in turns where one of the calls cannot be.
         renamed: Names that such methods have in the class, where they differ.
         arguments: Returns the arguments of a method that starts an episode, from it, the dataset's row, and the seed.
         takes_place: Whether `create` takes `place`, the number of the episode among those of this class that are played
@@ -47,6 +51,7 @@ class EnvironmentClass:
     create: Callable[..., Any]
     tools: Mapping[str, Tool]
     methods: frozenset[str]
+    answers_calls: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     arguments: Callable[[Callable[..., Any], Mapping[str, Any], int], dict[str, Any]] = field(
         default_factory=lambda: reset_arguments
@@ -55,9 +60,17 @@ class EnvironmentClass:
     reward_name: str | None = ""
     starts_alike: bool = True
 
+    def answers(self, calls: Sequence[ToolCall]) -> bool:
+        """Returns whether `act` answers a turn with these calls."""
+        return self.answers_calls and not any(call.fault for call in calls)
+
     def method(self, instance: Any, name: str) -> Callable[..., Any]:
         """Returns a method of the contract, of an environment of this class."""
         return getattr(instance, self.renamed.get(name, name))
+
+
+class NotNewError(ValueError):
+    """A function that creates environments did not create one."""
 
 
 class Seat:
@@ -78,11 +91,11 @@ class Seat:
         """Keeps a new environment.
 
         Raises:
-            ValueError: It is None, or an environment that another episode uses.
+            NotNewError: It is None, or an environment that another episode uses.
         """
         if instance is None or id(instance) in self._taken:
             what = "None" if instance is None else "an environment that another episode uses"
-            raise ValueError(f"the function that creates environments returned {what}; let it return a new one")
+            raise NotNewError(f"the function that creates environments returned {what}; let it return a new one")
         self._taken[id(instance)] = self.instance = instance
 
     def leave(self) -> Any:
@@ -149,6 +162,19 @@ def plain_observation(observation: Any) -> Any:
     if isinstance(observation, list):
         return _copied(observation)
     raise ValueError(_not_shown(observation))
+
+
+def score_arguments(score: Callable[..., Any], message: Mapping[str, Any], is_answered: bool) -> dict[str, Any]:
+    """Returns the arguments of a method `score`.
+
+    Args:
+        score: The method.
+        message: Last message of the model.
+        is_answered: Whether `act` has answered it.
+    """
+    if "message" not in inspect.signature(score).parameters:
+        return {}
+    return {"message": None if is_answered else dict(message)}
 
 
 def as_messages(observation: Any) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from groupax.engine.prefix_cache import Place
 from groupax.engine.sequence import Sequence as Completion
-from groupax.episodes.environment import Seat
+from groupax.episodes.environment import Seat, score_arguments
 from groupax.episodes.record import Question
 from groupax.episodes.rules import Kind
 from groupax.tools.calls import ParsedTurn, ToolCall
@@ -34,12 +35,14 @@ class Episode:
             0 for those that it did not sample.
         num_calls, num_tool_turns: Number of tool calls that were run, and of turns with any.
         turns: Turns so far.
+        num_acted: Number of the last turn that the environment's `act` has answered, from 1.
         messages: Messages after the prompt.
         tool_states: What tools that were called have opened for this episode, by their `open`; None in processes that
             do not make its calls.
         reward: Sum of the rewards of the environment; None without one, and if it failed or scores None.
         failure: Error of its environment, which could not start.
         finish_reason: Reason of its end; None while it is played.
+        place: Place for its keys and values between two turns, if the sampler has any.
     """
 
     def __init__(
@@ -61,10 +64,12 @@ class Episode:
         self.sampler_logps: list[float] = []
         self.turns: list[Turn] = []
         self.messages: list[dict[str, Any]] = []
+        self.num_acted = 0
         self.tool_states: dict[Callable[[int], Any], Any] = {}
         self.reward: float | None = None if kind.environment is None else 0.0
         self.failure: Outcome | None = None
         self.finish_reason: FinishReason | None = None
+        self.place: Place | None = None
 
     @property
     def stream(self) -> np.ndarray:
@@ -95,6 +100,11 @@ class Episode:
         """Returns a method of the environment with its arguments."""
         assert self.kind.environment is not None, "it has methods"
         return self.kind.environment.method(self.instance, name), arguments
+
+    def score_method(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Returns the environment's method `score` with its arguments."""
+        score, _ = self.method("score", {})
+        return score, score_arguments(score, self.messages[-1], self.num_acted == len(self.turns))
 
     def matched(self, calls: Sequence[ToolCall], seed: int) -> Sequence[tuple[Tool | None, ToolCall]]:
         """Returns calls with the tools of this episode, which open what they need.
@@ -164,6 +174,22 @@ class Episode:
             {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": result.text}
             for call_id, call, result in zip(ids, calls, results, strict=True)
         ]
+
+    def add_answers(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Records the results of the last turn's calls that its environment has given as messages."""
+        results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
+        calls = [call for call in self.messages[-1].get("tool_calls", ()) if call["id"] in results]
+        records = tuple(
+            CallRecord(
+                call["function"]["name"],
+                call["function"]["arguments"],
+                str(results[call["id"]].get("content") or ""),
+                0.0,
+            )
+            for call in calls
+        )
+        if records:
+            self._close_turn(records, None)
 
     def add_reward(self, reward: float | None) -> None:
         """Adds a reward of the environment to the last turn."""

@@ -11,6 +11,7 @@ from groupax.data.tokenizer import encode_prompts
 from groupax.episodes.calls import Calls, Method
 from groupax.episodes.closing import Closing
 from groupax.episodes.environment import (
+    NotNewError,
     Seat,
     plain_observation,
     warn_of_failure,
@@ -117,6 +118,8 @@ class Opening:
         self._call(index, "create", lambda: (self._class.create, arguments), then, seat.take)
 
     def _reset(self, index: int, num_retries: int, seat: Seat, created: Outcome) -> None:
+        if created.kind == NotNewError.__name__:
+            raise RunError(f"environment {self._class.name!r}: {created.message}")
         if created.kind:
             self._fail(index, num_retries, created)
             return

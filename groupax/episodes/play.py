@@ -19,15 +19,18 @@ import numpy as np
 
 from groupax.data.examples import Examples
 from groupax.data.tokenizer import decode, special_token_ids
-from groupax.engine.sampler import Sampler, SamplingSession
+from groupax.engine.prefix_cache import Place
+from groupax.engine.sampler import Sampler, SamplingSession, StoringSession
 from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.calls import Calls, Method
 from groupax.episodes.closing import Closing
+from groupax.episodes.custom import RolloutRequest, custom_rollouts
 from groupax.episodes.environment import EnvironmentClass, Seat, answer_of, warn_of_failure
 from groupax.episodes.episode import Episode
 from groupax.episodes.opening import Opening, group_seed
 from groupax.episodes.record import LEFT, Record
 from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
+from groupax.errors import RunError
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
@@ -69,12 +72,18 @@ def play_episodes(
         record: Answers of tools and environments from before the run was resumed, to which new ones are added.
 
     Raises:
-        RunError: All environments of a group failed to start, or started differently for the episodes of a group.
+        RunError: All environments of a group failed to start, or started differently for the episodes of a group; or
+            what the rules' own function has sampled cannot be used.
     """
     if params.stop:
         assert not isinstance(params.stop_token_ids, int), "made a tuple of one when it was set"
         special = special_token_ids(tokenizer, params.stop)
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
+    if rules.rollout_func is not None:
+        rows = [examples[index] for index in range(len(prompt_ids))]
+        request = RolloutRequest(sampler, tokenizer, rows, params, step, rules.template_kwargs)
+        yield from custom_rollouts(rules.rollout_func, request, first_prompt, policy_version)
+        return
     with _runner_of(rules) as runner, closing(sampler.session()) as session:
         calls = None if runner is None else Calls(runner, record or Record())
         table = Table(sampler, session, calls, tokenizer, rules, params, step, policy_version)
@@ -113,6 +122,7 @@ class Table:
         self._finished: dict[int, list[Episode]] = {}
         self._num_unfinished = 0
         self._prompt_numbers = itertools.count(LATER_TURNS)
+        self._places: Iterator[Place] = iter(())  # for episodes that have not started
         self._openings: dict[int, Opening] = {}  # by the indices of their prompts
         self.closing = Closing(calls, rules.warned)
         self.taken: dict[int, Any] = {}  # environments in use, by identity
@@ -122,6 +132,8 @@ class Table:
         examples = [given[index] for index in range(len(prompt_ids))]
         kinds = [self.rules.kind_of(example) for example in examples]
         self._num_unfinished += len(examples)
+        if self.rules.has_turns and isinstance(self._session, StoringSession):
+            self._places = iter(self._session.places(len(examples) * self.params.n))
         if all(kind.environment is None for kind in kinds):
             self.start(first_prompt, examples, kinds[0] if kinds else SINGLE_TURN, prompt_ids)
             return
@@ -212,6 +224,7 @@ class Table:
     def play_again(self, old: Episode, seat: Seat | None, num_retries: int) -> None:
         """Plays an episode from its start, with a new environment."""
         new = Episode(old.first, old.example, old.kind, old.max_tokens, seat, num_retries)
+        new.place = None if old.place is None else Place(old.place.max_tokens)  # the same memory, empty
         self._sample_alone(new, self._first_params(old.kind).max_tokens)
 
     def _first_params(self, kind: Kind) -> SamplingParams:
@@ -231,11 +244,12 @@ class Table:
         self._sample(episode, sequence)
 
     def _sample(self, episode: Episode, sequence: Completion) -> None:
+        sequence.place = episode.place = episode.place or next(self._places, None)
         self._sampled[id(sequence)] = episode
         self._to_submit.append(sequence)
 
     def _end_turn(self, episode: Episode, sequence: Completion) -> None:
-        kind, settings = episode.kind, self.rules.settings
+        kind, settings, of = episode.kind, self.rules.settings, episode.kind.environment
         assert sequence.finish_reason is not None, "finished"
         if not kind.has_turns:
             episode.add_turn(sequence, ParsedTurn("", "", ()))
@@ -254,9 +268,9 @@ class Table:
             self._finish(episode, "max_tool_calls")
         elif settings.malformed_calls == "end" and any(call.fault for call in parsed.calls):
             self._finish(episode, "parse_error")
-        elif parsed.calls:
+        elif parsed.calls and not (of is not None and of.answers(parsed.calls)):
             self._run_calls(episode, parsed.calls)
-        elif kind.environment is not None and "act" in kind.environment.methods:
+        elif of is not None and "act" in of.methods:
             self._act(episode)
         else:
             self._finish(episode, "stop")
@@ -271,6 +285,8 @@ class Table:
         messages = episode.add_results(calls, results)
         failed = next((each for each in results if each.is_infrastructure), None)
         if failed is not None:
+            if failed.error.startswith(f"{RunError.__name__}: "):
+                raise RunError(failed.error.partition(": ")[2])
             kind = LEFT if failed.error == LEFT else f"tool {calls[results.index(failed)].name}"
             self._fail(episode, Outcome(message=failed.error, kind=kind))
             return
@@ -278,6 +294,7 @@ class Table:
 
     def _act(self, episode: Episode) -> None:
         message = dict(episode.messages[-1])
+        episode.num_acted = len(episode.turns)
         method = partial(episode.method, "act", {"message": message})
         self._call(
             episode, "act", method, partial(self._answer_act, episode), partial(answer_of, self.rules.max_result_bytes)
@@ -288,6 +305,7 @@ class Table:
             self._fail(episode, outcome)
             return
         messages, reward, is_done = outcome.value
+        episode.add_answers(messages)
         if reward is not None:
             episode.add_reward(reward)
         self._continue(episode, messages, is_done)
@@ -319,8 +337,7 @@ class Table:
         episode.finish_reason = reason
         of = episode.kind.environment
         if of is not None and "score" in of.methods:
-            method = partial(episode.method, "score", {})
-            self._call(episode, "score", method, partial(self._add_score, episode), _score_of)
+            self._call(episode, "score", episode.score_method, partial(self._add_score, episode), _score_of)
         else:
             self._close(episode)
 
@@ -360,6 +377,7 @@ class Table:
         self._close(episode)
 
     def _close(self, episode: Episode) -> None:
+        episode.place = episode.first.place = None
         self._finished.setdefault(episode.first.prompt_index, []).append(episode)
         if self.calls is not None:
             self.calls.end(episode.index)

@@ -9,7 +9,7 @@ from groupax.types import Rollout
 
 
 def environment_rewards(environments: Any) -> list[Reward]:
-    """Returns the rewards that environments give, named after them; each applies to the episodes of its environment.
+    """Returns the rewards that environments give for turns, named after them; each applies to episodes of its own.
 
     Args:
         environments: Environments as `GRPOTrainer` takes them.
@@ -25,10 +25,11 @@ def environment_rewards(environments: Any) -> list[Reward]:
 def _reward_of(name: str, environments: set[str] | None) -> Reward:
     """Returns the reward of several environments by name; None for that of the only one."""
 
-    def rewards(rollouts: Sequence[Rollout]) -> list[float | None]:
+    def rewards(rollouts: Sequence[Rollout]) -> list[list[float] | None]:
         return [
-            rollout.environment_reward
-            if environments is None or rollout.example.get("environment") in environments
+            [turn.reward for turn in rollout.turns]
+            if rollout.environment_reward is not None
+            and (environments is None or rollout.example.get("environment") in environments)
             else None
             for rollout in rollouts
         ]

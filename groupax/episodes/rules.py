@@ -6,9 +6,11 @@ from typing import Any
 
 from groupax.data.bridge import Bridge, TextBridge
 from groupax.data.examples import Examples
+from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.environment import EnvironmentClass, environment_classes
 from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.fields import nearest
+from groupax.terminal.printable import one_line
 from groupax.tools.formats.choose import CallFormat, call_format
 from groupax.tools.tool import Tool, tools_from
 from groupax.types import Prompt
@@ -61,6 +63,7 @@ class Rules:
         kinds: Kinds of episodes by the name of the environment, "" without one.
         template_kwargs: Arguments of the chat template.
         max_prompt_tokens: Longest prompt with what an environment adds to it; None for no limit but the model's.
+        rollout_func: Function of the user's that samples rollouts in the place of all this; None without one.
         warned: Kinds of failures that were warned of.
         hung: Names of functions that were warned of since they hang.
     """
@@ -69,6 +72,7 @@ class Rules:
     kinds: Mapping[str, Kind] = field(default_factory=lambda: {"": SINGLE_TURN})
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_prompt_tokens: int | None = None
+    rollout_func: RolloutFunction | None = None
     warned: set[tuple[str, ...]] = field(default_factory=set)
     hung: set[str] = field(default_factory=set)
 
@@ -86,6 +90,14 @@ class Rules:
     def has_environments(self) -> bool:
         """True if episodes have environments."""
         return any(kind.environment is not None for kind in self.kinds.values())
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of the tools and environments, for readers; nothing without any."""
+        tools = dict.fromkeys(name for kind in self.kinds.values() for name in kind.tools)
+        environments = [kind.environment.name for kind in self.kinds.values() if kind.environment is not None]
+        named = {"tools": list(tools), "environments": environments}
+        return {label: one_line(", ".join(names)) for label, names in named.items() if names}
 
     def schemas_of(self, examples: Examples) -> list[list[Mapping[str, Any]]] | None:
         """Returns the schemas of the tools of each dataset row; None without any tool."""

@@ -15,6 +15,7 @@ from groupax.evaluation.items import Item, estimates, make_items
 from groupax.evaluation.sets import ONLY_SET
 from groupax.events import Emit, counted, ignore
 from groupax.metrics.completions import completion_metrics, logged_metrics, with_logged
+from groupax.metrics.episodes import episode_metrics
 from groupax.metrics.estimates import Estimate
 from groupax.rewards.contract import Reward
 from groupax.rewards.runner import RewardRunner
@@ -31,7 +32,8 @@ class SetEvaluation:
     Attributes:
         items: Each prompt with its completions, in the order of the set.
         estimates: pass@k, maj@k, the reward and each reward function, with 95 % intervals.
-        metrics: The estimates and their intervals, lengths, truncation, failures and omitted prompts, as plain numbers.
+        metrics: The estimates and their intervals, lengths, truncation, ends and calls of episodes, failures and
+            omitted prompts, as plain numbers.
         params: Sampling parameters.
         correctness_reward: Reward whose 1 means that a completion is correct.
         errors: First error of each reward that failed.
@@ -102,12 +104,17 @@ def evaluate(
     names = [reward.name for reward in runner.rewards]
     items = make_items(scored.groups, names, weights, correctness_reward)
     found = estimates(items)
-    metrics = _metrics(found, scored, names) | {
-        "prompts": float(len(items)),
-        "prompts_dropped": float(prompts.num_dropped),
-        "prompts_truncated": float(prompts.num_truncated),
-        "prompts_unscorable": float(sum(not item.is_scorable for item in items)) if correctness_reward else 0.0,
-    }
+    of_episodes = episode_metrics([row for group in scored.groups for row in group]) if rules.has_turns else {}
+    metrics = (
+        _metrics(found, scored, names)
+        | of_episodes
+        | {
+            "prompts": float(len(items)),
+            "prompts_dropped": float(prompts.num_dropped),
+            "prompts_truncated": float(prompts.num_truncated),
+            "prompts_unscorable": float(sum(not item.is_scorable for item in items)) if correctness_reward else 0.0,
+        }
+    )
     return SetEvaluation(
         items, found, with_logged(metrics, logged_metrics([scored])), params, correctness_reward, scored.errors
     )

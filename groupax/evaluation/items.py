@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from groupax.episodes.as_json import messages_as_json, turns_as_json
 from groupax.evaluation.answers import ACCURACY_REWARDS, ANSWERS
 from groupax.evaluation.paired import PairedDifference, paired_difference
 from groupax.metrics.estimates import Estimate, majority_at_k, mean_share, mean_value, pass_at_k, powers_up_to
@@ -28,6 +29,8 @@ class Completion:
         reward: Weighted sum of the rewards; None if none applies.
         solved: Whether it is correct; None if that is unknown.
         answer: Answer that it votes for; None if it gives no answer, or votes are not counted.
+        turns: Turns of an episode with their calls, as in the rollout log; None for a plain completion.
+        messages: Messages of an episode after the prompt of a conversation.
     """
 
     text: str
@@ -37,6 +40,8 @@ class Completion:
     reward: float | None
     solved: bool | None = None
     answer: str | None = None
+    turns: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,8 @@ def _completion(
         reward=float(sum(known)) if known else None,
         solved=None if verdict is None else verdict == 1.0,
         answer=answer_of(rollout.text) if answer_of else None,
+        turns=json.loads(turns_as_json(rollout.turns)) if rollout.has_turns else None,
+        messages=json.loads(messages_as_json(rollout.messages) or "null"),
     )
 
 

@@ -17,6 +17,8 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
     `rollout/sampler_gap_mean` is the mean by which truncated sampling (top-p and so on) raised the sampled log-probs.
     """
+    if not rollouts:
+        return dict.fromkeys(_COMPLETION_METRICS, float("nan"))
     lengths = np.array([row.num_sampled_tokens for row in rollouts])
     stopped = np.array([not row.is_truncated for row in rollouts])
     metrics = {f"completions/{kind}_length": float(f(lengths)) for kind, f in _SUMMARIES.items()}
@@ -30,6 +32,11 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 _SUMMARIES = {"mean": np.mean, "min": np.min, "max": np.max}
+_COMPLETION_METRICS = (
+    *(f"completions/{kind}{which}_length" for kind in _SUMMARIES for which in ("", "_terminated")),
+    "completions/clipped_ratio",
+    "rollout/sampler_gap_mean",
+)
 
 
 def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Advantages) -> Metrics:
@@ -53,7 +60,7 @@ def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Advant
         "reward_std": float(scorable.std(ddof=1)) if scorable.size > 1 else 0.0,
         "reward_group_std": float(advantages.group_std.mean()),
         "frac_reward_zero_std": float(advantages.zero_std.mean()),
-        "rewards/unscorable_frac": 1.0 - scorable.size / len(rewards),
+        "rewards/unscorable_frac": 1.0 - scorable.size / max(len(rewards), 1),
     }
 
 
@@ -139,7 +146,7 @@ def is_measured(name: str) -> bool:
     """Returns whether a metric depends on measurements of the machine, so that it differs between identical runs."""
     return (
         name.startswith(("time/", "memory/", "health/", "compile/"))
-        or name in ("step_time", "mfu")
+        or name in ("step_time", "mfu", "tools/seconds")
         or name.endswith("_per_s")
     )
 

@@ -23,14 +23,16 @@ class Advantages:
     Attributes:
         values: advantage of each completion.
         rewards: weighted sum of each completion's rewards; NaN where no function applied.
-        zero_std: whether all rows of a group have equal rewards, so that it teaches nothing.
+        zero_std: whether all rows of a group have equal rewards, or returns of turns, so that it teaches nothing.
         group_std: standard deviation (ddof 1) of each group's weighted rewards.
+        turns: advantages of the turns of each completion, where they differ (see `returns`); None for `values`.
     """
 
     values: Float[np.ndarray, "B"]
     rewards: Float[np.ndarray, "B"]
     zero_std: Bool[np.ndarray, "P"]
     group_std: Float[np.ndarray, "P"]
+    turns: tuple[Float[np.ndarray, "_"], ...] | None = None
 
 
 def group_advantages(

@@ -13,8 +13,8 @@ import numpy as np
 from groupax.terminal.printable import printable
 from groupax.types import Rollout, TrainerState
 
-BATCH_ARGS = ("prompts", "completions", "completion_ids", "completion_mask", "batch")
-SINGLE_ARGS = ("prompt", "completion", "completion_ids", "completion_mask")
+BATCH_ARGS = ("prompts", "completions", "completion_ids", "completion_mask", "turns", "batch")
+SINGLE_ARGS = ("prompt", "completion", "completion_ids", "completion_mask", "turns")
 ENVIRONMENTS = "environments"  # of functions in this process, for completions that have environments
 EXTRA_ARGS = ("trainer_state", "log_extra", "log_metric")
 
@@ -64,6 +64,7 @@ class Scores:
 
     Attributes:
         values: Reward of each completion, [B] float64; NaN where the function does not apply or failed.
+        by_turn: Rewards of each completion's turns, whose sum is its reward; None where there is one for the whole.
         num_failures: Number of completions without a reward because of a fault.
         error: Description of the first fault; empty if there is none.
         extra: Columns for the rollout log, with one value per completion (`log_extra`).
@@ -71,6 +72,7 @@ class Scores:
     """
 
     values: np.ndarray
+    by_turn: Sequence[tuple[float, ...] | None]
     num_failures: int = 0
     error: str = ""
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -96,6 +98,7 @@ def arguments_for(
         arguments |= {"prompts": prompts, "completions": completions, "batch": batch}
     arguments |= {"completion_ids": [row.completion_ids.tolist() for row in rollouts]}
     arguments |= {"completion_mask": [row.mask.tolist() for row in rollouts]}
+    arguments |= {"turns": [row.turns for row in rollouts]}
     arguments |= {"trainer_state": state, **loggers}
     if any(row.environment is not None for row in rollouts):
         arguments |= {ENVIRONMENTS: [row.environment for row in rollouts]}
@@ -112,8 +115,15 @@ def split_per_completion(arguments: Mapping[str, Any], num_completions: int) -> 
     ]
 
 
-def checked_values(name: str, returned: Any, rollouts: Sequence[Rollout]) -> tuple[np.ndarray, list[str]]:
-    """Returns a function's rewards, [B] float64 with NaN for None and for unusable values, and errors about the latter.
+def no_scores(rollouts: Sequence[Rollout], error: str) -> Scores:
+    """Returns the scores of a call that failed."""
+    return Scores(np.full(len(rollouts), np.nan), [None] * len(rollouts), len(rollouts), error)
+
+
+def checked_scores(name: str, returned: Any, rollouts: Sequence[Rollout]) -> Scores:
+    """Returns the rewards that a function returned, one number per completion, or a list of one per turn.
+
+    None, and unusable values, which are counted as failures, become NaN.
 
     Raises:
         ValueError: It returned something else than a list with one value per completion.
@@ -130,17 +140,30 @@ def checked_values(name: str, returned: Any, rollouts: Sequence[Rollout]) -> tup
             "one per completion, in their order"
         )
     rewards = np.full(len(values), np.nan)
+    by_turn: list[tuple[float, ...] | None] = [None] * len(values)
     faults = []
-    for index, value in enumerate(values):
+    for index, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
         if value is None:
             continue
-        rewards[index] = _number(value)
-        if np.isnan(rewards[index]):
+        numbers, num_turns = tuple(map(_number, value)) if _is_list(value) else (_number(value),), len(rollout.turns)
+        where = f"completion {index} ({rollout.text[:80]!r})"
+        if _is_list(value) and len(numbers) != num_turns:
             faults.append(
-                f"reward function {name!r} returned {_shown(value)} for completion {index} "
-                f"({rollouts[index].text[:80]!r}); return a finite number, or None where the function does not apply"
+                f"reward function {name!r} returned a list of {len(numbers)} for {where}, which has {num_turns} turns; "
+                "return one number for each turn, or one number for the whole"
             )
-    return rewards, faults
+        elif not math.isfinite(sum(numbers)):
+            faults.append(
+                f"reward function {name!r} returned {_shown(value)} for {where}; return a finite number, or None where "
+                "the function does not apply"
+            )
+        else:
+            rewards[index], by_turn[index] = sum(numbers), numbers if _is_list(value) else None
+    return Scores(rewards, by_turn, len(faults), "\n".join(faults[:1]))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 1
 
 
 def _number(value: Any) -> float:
@@ -168,3 +191,24 @@ def reward_matrix(names: Sequence[str], rollouts: Sequence[Rollout]) -> np.ndarr
     """Returns the rewards of scored completions, [B, K] float64 with NaN where a function does not apply."""
     values = [[row.rewards[name] for name in names] for row in rollouts]
     return np.array([[math.nan if value is None else value for value in row] for row in values], np.float64)
+
+
+def turn_reward_matrices(names: Sequence[str], rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+    """Returns the rewards of the turns of scored completions, [turns, K] float64 each.
+
+    One reward for the whole belongs to the last turn. A function that does not apply has NaN in all turns.
+    """
+    return [_turn_rewards(names, rollout) for rollout in rollouts]
+
+
+def _turn_rewards(names: Sequence[str], rollout: Rollout) -> np.ndarray:
+    matrix = np.zeros((len(rollout.turns), len(names)))
+    for column, name in zip(matrix.T, names, strict=True):
+        whole = rollout.rewards[name]
+        if whole is None:
+            column[:] = np.nan
+        elif name in rollout.turns[0].rewards:
+            column[:] = [turn.rewards[name] for turn in rollout.turns]
+        else:
+            column[-1] = whole
+    return matrix

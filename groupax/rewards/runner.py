@@ -18,7 +18,7 @@ from typing import Any
 from groupax.errors import RewardError
 from groupax.parallel import processes
 from groupax.rewards.builtin import check_setup
-from groupax.rewards.contract import Reward, Scores, checked_values
+from groupax.rewards.contract import Reward, Scores, checked_scores
 from groupax.rewards.main_thread import MainThread
 from groupax.rewards.supervisor import Supervisor
 from groupax.rewards.workers import check_sendable
@@ -164,8 +164,7 @@ class RewardRunner:
             if reward.on_device and rollouts:
                 with self.device_lock:
                     returned = reward.function(rollouts)
-                values, faults = checked_values(reward.name, returned, rollouts)
-                scores[reward.name] = _split(Scores(values, len(faults), "\n".join(faults[:1])), groups)
+                scores[reward.name] = _split(checked_scores(reward.name, returned, rollouts), groups)
         return scores
 
     def _raise_failures(self, by_group: Sequence[Sequence[Scores]]) -> None:
@@ -185,6 +184,7 @@ def _split(scores: Scores, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:
         replace(
             scores,
             values=scores.values[start:end],
+            by_turn=scores.by_turn[start:end],
             num_failures=scores.num_failures if start == 0 else 0,
             error=scores.error if start == 0 else "",
             extra={name: values[start:end] for name, values in scores.extra.items()},

@@ -117,13 +117,10 @@ def _check_bubblewrap(_executable: str) -> None:
         raise RunError(f"bubblewrap cannot set up the sandbox of code_tests here: {errors or 'it printed no message'}")
 
 
-def _order(limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
-    """Returns the settings of both processes."""
+def limits_order(limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
+    """Returns the part of a process's order that `isolated.start.apply_limits` applies."""
     is_root, is_isolated = os.geteuid() == 0, sandbox == "bwrap"
-    python = [_python() if is_isolated else sys.executable, "-I", "-S"]
     return {
-        "modules": _modules("test_process"),
-        "solution_modules": _modules("solution_process"),
         "user": next(_USERS) if is_isolated and is_root else 0,
         "cpu_seconds": max(1, round(limits.seconds)),
         "memory_bytes": limits.memory_bytes,
@@ -132,10 +129,35 @@ def _order(limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
         # without a sandbox, other threads of this user would count
         "num_processes": limits.num_processes + (0 if is_root else _num_tasks()) if is_isolated else 0,
         "paths": _packages(sys.base_prefix if is_isolated else sys.prefix),
-        "command": [*_bubblewrap(_bwrap(), ("--bind", "/tmp", "/tmp"), is_inner=True), *python]
-        if is_isolated
-        else python,
-        "filter": _filter() if is_isolated else b"",
+    }
+
+
+def inner_command(python: Sequence[str], environment: Sequence[tuple[str, str]] = ()) -> list[str]:
+    """Returns the command of an untrusted process, for a process that is in a sandbox.
+
+    Args:
+        python: Command of the interpreter.
+        environment: Variables of its environment.
+    """
+    *command, end = _bubblewrap(_bwrap(), ("--bind", "/tmp", "/tmp"), is_inner=True)
+    return [*command, *(word for name, value in environment for word in ("--setenv", name, value)), end, *python]
+
+
+def outer_command(limits: Limits) -> list[str]:
+    """Returns the command that starts a trusted process in a sandbox."""
+    tmp = ("--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp")
+    return [*_bubblewrap(_bwrap(), tmp, is_inner=False), isolated_python(), "-I", "-S"]
+
+
+def _order(limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
+    """Returns the settings of both processes."""
+    is_isolated = sandbox == "bwrap"
+    python = [isolated_python() if is_isolated else sys.executable, "-I", "-S"]
+    return limits_order(limits, sandbox) | {
+        "modules": compiled_modules("start", "wire", "stand_in", "peer", "test_process"),
+        "solution_modules": compiled_modules("start", "wire", "stand_in", "peer", "solution_process"),
+        "command": inner_command(python) if is_isolated else python,
+        "filter": call_filter() if is_isolated else b"",
         "filter_descriptor": FILTER_DESCRIPTOR,
         "is_watched": is_isolated,
         "shows_errors": False,
@@ -149,13 +171,11 @@ def _run(order: dict[str, Any], limits: Limits, sandbox: Sandbox) -> tuple[bytes
     """
     with contextlib.ExitStack() as stack:
         folder = "/"
-        command = [_python(), "-I", "-S"]
         if sandbox == "none":
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            command[0] = sys.executable
+            command = [sys.executable, "-I", "-S"]
         else:
-            tmp = ("--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp")
-            command = [*_bubblewrap(_bwrap(), tmp, is_inner=False), *command]
+            command = outer_command(limits)
         # files, not pipes, so that the limit on file sizes also limits the output
         out = stack.enter_context(tempfile.TemporaryFile())
         err = stack.enter_context(tempfile.TemporaryFile()) if order["shows_errors"] else None
@@ -224,15 +244,15 @@ def _packages(prefix: str) -> list[str]:
 
 
 @cache
-def _filter() -> bytes:
+def call_filter() -> bytes:
+    """Returns the filter of system calls of untrusted processes on this machine."""
     return filter_program(platform.machine())
 
 
 @cache
-def _modules(main: str) -> list[tuple[str, Any]]:
-    """Returns the compiled modules of a process in the order of their imports; the last one has its `main`."""
+def compiled_modules(*names: str) -> list[tuple[str, Any]]:
+    """Returns compiled modules of `isolated` in the order of their imports; the last one has the process's `main`."""
     folder, package = Path(__file__).parent / "isolated", "groupax.rewards.isolated"
-    names = ("start", "wire", "stand_in", "peer", main)
     return [
         (f"{package}.{name}", compile((folder / f"{name}.py").read_text(), f"{name}.py", "exec", dont_inherit=True))
         for name in names
@@ -240,7 +260,7 @@ def _modules(main: str) -> list[tuple[str, Any]]:
 
 
 @cache
-def _python() -> str:
+def isolated_python() -> str:
     """Returns the interpreter outside of any virtual environment, as the sandbox has only its folder."""
     return str(Path(sys.executable).resolve())
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from groupax.rewards.contract import Scores, rewards_by_name
 from groupax.rewards.runner import RewardRunner
-from groupax.types import Rollout
+from groupax.types import Rollout, Turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,14 +71,27 @@ def _with_scores(group: Sequence[Rollout], names: Sequence[str], scores: Sequenc
     matrix = np.stack([score.values for score in scores], axis=1)  # (G, K)
     # an episode whose environment failed is not compared with the others
     matrix[[row.is_failure for row in group]] = np.nan
+    by_turn = {name: score.by_turn for name, score in zip(names, scores, strict=True)}
     extra = {column: values for score in scores for column, values in score.extra.items()}
     return [
         replace(
             row,
             rewards=rewards_by_name(names, matrix[index]),
+            turns=_with_rewards(row, {name: values[index] for name, values in by_turn.items()}),
             advantage=0.0,
             environment=None,
             extra={column: values[index] for column, values in extra.items() if index < len(values)},
         )
         for index, row in enumerate(group)
     ]
+
+
+def _with_rewards(row: Rollout, by_turn: Mapping[str, tuple[float, ...] | None]) -> tuple[Turn, ...]:
+    """Returns the turns with the rewards of the functions that gave one for each of them."""
+    known = {name: values for name, values in by_turn.items() if values is not None}
+    if not known or row.is_failure:
+        return row.turns
+    return tuple(
+        replace(turn, rewards={name: values[index] for name, values in known.items()})
+        for index, turn in enumerate(row.turns)
+    )

@@ -13,12 +13,11 @@ import concurrent.futures
 import contextlib
 import functools
 import traceback
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from groupax.rewards.calls import CallLog, call_async, call_in_worker, call_sync, start_event_loop, start_thread
-from groupax.rewards.contract import ENVIRONMENTS, Reward, Scores, arguments_for, checked_values
+from groupax.rewards.contract import ENVIRONMENTS, Reward, Scores, arguments_for, checked_scores, no_scores
 from groupax.rewards.main_thread import MainThread, NeedsMainThreadError, call_noticing, signal_requests_noticed
 from groupax.rewards.workers import start_workers
 from groupax.settings.rewards import RewardSettings
@@ -87,7 +86,7 @@ class Supervisor:
                             f"{settings.reward_timeout_s} on {len(rollouts)} completions"
                         )
                         await self._replace_blocked_loop(reward.name)
-        return _no_scores(rollouts, error)
+        return no_scores(rollouts, error)
 
     async def _call(
         self, reward: Reward, rollouts: list[Rollout], state: TrainerState, deadline: asyncio.Timeout
@@ -135,12 +134,8 @@ class Supervisor:
 
 def _scores(reward: Reward, rollouts: list[Rollout], returned: Any, log: CallLog) -> Scores:
     try:
-        values, faults = checked_values(reward.name, returned, rollouts)
+        scores = checked_scores(reward.name, returned, rollouts)
     except Exception as error:  # noqa: BLE001 - the values are user code too; a retry would return the same
         text = str(error) if isinstance(error, ValueError) else traceback.format_exc().rstrip()
-        return _no_scores(rollouts, printable(text))
-    return Scores(values, len(faults), "\n".join(faults[:1]), log.extra, log.metrics)
-
-
-def _no_scores(rollouts: list[Rollout], error: str) -> Scores:
-    return Scores(np.full(len(rollouts), np.nan), len(rollouts), error)
+        return no_scores(rollouts, printable(text))
+    return replace(scores, extra=log.extra, metrics=log.metrics)

@@ -29,16 +29,17 @@ from groupax.metrics.completions import (
 )
 from groupax.metrics.episodes import episode_metrics
 from groupax.objective.advantages import Advantages, find_advantage_estimator, group_advantages
+from groupax.objective.returns import return_advantages
 from groupax.parallel import processes
-from groupax.rewards.contract import reward_matrix
+from groupax.rewards.contract import reward_matrix, turn_reward_matrices
 from groupax.rewards.runner import RewardRunner
 from groupax.rewards.scoring import Scored, score_groups
-from groupax.rollouts.rows import row_of
+from groupax.rollouts.rows import masked_ends, row_of
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience, Group
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Learner
-from groupax.types import Metrics, Row, TrainerState
+from groupax.types import Metrics, Rollout, Row, TrainerState
 
 
 class Collector:
@@ -120,7 +121,7 @@ class Collector:
                 (kept if has_signal else flat).append(group)
         num_filled, num_sampled = wanted - len(kept), len(kept) + len(flat)
         trained, dropped = kept + flat[:num_filled], flat[num_filled:]
-        groups = _with_advantages(trained, self._advantages(trained).values) + dropped
+        groups = _with_advantages(trained, self._advantages(trained)) + dropped
         self._stop_if_a_reward_never_works(rounds, cursor)
         rows = [row for group in groups for row in group]
         num_new = sum(row.num_sampled_tokens for row in rows)
@@ -218,7 +219,9 @@ class Collector:
         names = [reward.name for reward in self.runner.rewards]
         advantages, args = self._advantages(groups), self.args
         metrics = episode_metrics(rows) if self.rules.has_turns else {}
-        metrics |= completion_metrics(rows) | reward_metrics(names, reward_matrix(names, rows), advantages)
+        # what failed by no fault of the model counts nowhere else
+        counted = [row for row in rows if not row.is_failure]
+        metrics |= completion_metrics(counted) | reward_metrics(names, reward_matrix(names, counted), advantages)
         if args.metric_definitions == "trl":
             metrics |= trl_zero_std_frac(advantages, args.scale_rewards, args.multi_objective_aggregation)
         if self.correctness_reward:
@@ -227,19 +230,17 @@ class Collector:
         return metrics
 
     def _advantages(self, groups: Sequence[Group]) -> Advantages:
-        rows = [row for group in groups for row in group]
-        return group_advantages(
-            reward_matrix([reward.name for reward in self.runner.rewards], rows),
-            self.reward_weights,
-            self.args.num_generations,
-            self.args.scale_rewards,
-            self.args.multi_objective_aggregation,
-            find_advantage_estimator(self.args.advantage_estimator),
-        )
+        rows, args = [row for group in groups for row in group], self.args
+        names = [reward.name for reward in self.runner.rewards]
+        given = self.reward_weights, args.num_generations, args.scale_rewards
+        if args.turn_credit == "returns":
+            return return_advantages(turn_reward_matrices(names, rows), *given, args.turn_discount)
+        estimator = find_advantage_estimator(args.advantage_estimator)
+        return group_advantages(reward_matrix(names, rows), *given, args.multi_objective_aggregation, estimator)
 
     def cut(self, groups: Sequence[Group]) -> list[list[Row]]:
         """Cuts a rollout into minibatches."""
-        settings = self.args.mask_truncated_completions, self.args.rollout_correction != "none"
+        settings = masked_ends(self.args), self.args.rollout_correction != "none"
         numbers: dict[tuple[int, bytes], int] = {}  # rows of one number share the computation of their prompt
         rows = []
         for index, group in enumerate(groups):
@@ -282,9 +283,11 @@ def _with(rows: Sequence[Row], name: str, values: Sequence[np.ndarray]) -> list[
     return [replace(row, **{name: value}) for row, value in zip(rows, values, strict=True)]
 
 
-def _with_advantages(groups: Sequence[Group], advantages: np.ndarray) -> list[Group]:
-    by_group = advantages.reshape(len(groups), -1)
-    return [
-        [replace(row, advantage=float(value)) for row, value in zip(group, values, strict=True)]
-        for group, values in zip(groups, by_group, strict=True)
-    ]
+def _with_advantages(groups: Sequence[Group], advantages: Advantages) -> list[Group]:
+    values, turns = iter(advantages.values.tolist()), iter(advantages.turns or ())
+
+    def with_its_own(row: Rollout) -> Rollout:
+        own = None if advantages.turns is None else tuple(next(turns).tolist())
+        return replace(row, advantage=next(values), turn_advantages=own)
+
+    return [[with_its_own(row) for row in group] for group in groups]

@@ -1,20 +1,29 @@
 """Turns completions into rows to train on. Imports no jax."""
 
+from collections.abc import Collection
+
 import numpy as np
 
-from groupax.types import Rollout, Row
+from groupax.settings.objective import MaskSettings
+from groupax.types import TRUNCATIONS, FinishReason, Rollout, Row
 
 
-def row_of(rollout: Rollout, group: int, mask_truncated: bool, with_sampler_logps: bool) -> Row:
+def masked_ends(settings: MaskSettings) -> Collection[FinishReason]:
+    """Returns the ends of completions that do not count in the loss."""
+    ends = settings.mask_truncated_completions
+    return (TRUNCATIONS if ends else ()) if isinstance(ends, bool) else ends
+
+
+def row_of(rollout: Rollout, group: int, masked_ends: Collection[FinishReason], with_sampler_logps: bool) -> Row:
     """Returns a scored completion as a row, without the log-probs that the trainer computes.
 
     Args:
         rollout: The completion.
         group: Number that the rows of its prompt share.
-        mask_truncated: Whether the tokens of a completion that a limit ended do not count.
+        masked_ends: Ends of completions whose tokens do not count.
         with_sampler_logps: Whether the row needs the log-probs of the distribution that was drawn from.
     """
-    counts = not rollout.is_failure and not (mask_truncated and rollout.is_truncated)
+    counts = not rollout.is_failure and rollout.finish_reason not in masked_ends
     return Row(
         group=group,
         prompt=rollout.prompt_ids,
@@ -24,6 +33,7 @@ def row_of(rollout: Rollout, group: int, mask_truncated: bool, with_sampler_logp
         rollout_logp=rollout.policy_logps,
         policy_version=rollout.policy_version,
         sampler_logp=rollout.sampler_logps if with_sampler_logps else None,
+        is_failure=rollout.is_failure,
     )
 
 

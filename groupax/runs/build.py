@@ -14,8 +14,9 @@ from groupax.data.examples import Examples
 from groupax.data.prompts import PromptSet, encode_examples, prompt_limit
 from groupax.data.tokenizer import load_tokenizer, prepare_tokenizer
 from groupax.engine.engine import Engine
-from groupax.engine.plan import Demand
+from groupax.engine.plan import CHUNK_STEPS, TURN_STEPS, Demand
 from groupax.engine.sampler import PolicySampler
+from groupax.episodes.custom import RolloutFunction
 from groupax.episodes.rules import Rules, make_rules
 from groupax.models.checkpoint import Model, load_model, reshard
 from groupax.models.lora import LoRAConfig, as_lora_config
@@ -152,14 +153,31 @@ def tokenizer_for(args: GRPOConfig, model: Model, given: Any) -> Any:
 
 
 def rules_for(
-    args: GRPOConfig, tokenizer: Any, eos_ids: Sequence[int], tools: Sequence[Any], environments: Any
+    args: GRPOConfig,
+    model: Model,
+    tokenizer: Any,
+    eos_ids: Sequence[int],
+    tools: Sequence[Any],
+    environments: Any,
+    rollout_func: RolloutFunction | None,
 ) -> Rules:
     """Returns the rules of the run's episodes.
 
     Raises:
-        ValueError: a tool, an environment or the chat template cannot be used.
+        ValueError: a tool, an environment or the chat template cannot be used, or the run cannot sample by a function.
     """
     settings = args.part(EpisodeSettings)
+    if rollout_func is not None:
+        if tools or environments is not None:
+            raise ValueError("rollout_func samples whole rollouts, so tools and environments have no effect; drop one")
+        if args.max_staleness or processes.num_processes() > 1:
+            raise ValueError(
+                f"rollout_func needs a run of one process with max_staleness 0, and there are "
+                f"{processes.num_processes()} processes with max_staleness {args.max_staleness}"
+            )
+        limits = {"max_tokens": model.config.max_positions, "vocab_size": model.config.vocab_size}
+        function = replace(rollout_func, eos_ids=tuple(eos_ids), **limits)
+        return Rules(settings, template_kwargs=args.chat_template_kwargs, rollout_func=function)
     return make_rules(tokenizer, settings, tools, environments, args.chat_template_kwargs, eos_ids)
 
 
@@ -220,11 +238,13 @@ def engine_for(
     eos_ids: tuple[int, ...],
     tokenizer: Any = None,
     expected: Demand | None = None,
+    has_turns: bool = False,
 ) -> Engine:
     """Returns the engine of this process with the weights `params`.
 
     It receives the tokenizer if there are stop strings, which it searches in the decoded text, and what the largest
-    rollout needs, if that is known, so that all rollouts are decoded by the same programs.
+    rollout needs, if that is known, so that all rollouts are decoded by the same programs. Where episodes have several
+    turns, chunks are short, since tools are called only after a chunk.
     """
     return Engine(
         model.config,
@@ -238,6 +258,8 @@ def engine_for(
         weights=args.decoding_weights,
         tp=args.decoding_tp,
         expected=expected,
+        chunk_steps=TURN_STEPS if has_turns else CHUNK_STEPS,
+        prefix_bytes=int(args.prefix_cache_gb * 1e9) if has_turns else 0,
     )
 
 

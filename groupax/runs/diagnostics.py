@@ -19,6 +19,7 @@ PADDING_WASTE = 0.6  # of the tokens that are computed
 SLOW_REWARD, SLOW_REWARD_S = 0.3, 0.1  # of the steps' time, and seconds per step
 REWARD_CHANGE = 0.5  # standard deviations of a reward
 LONGER, MORE_CLIPPED = 1.5, 0.25  # times the length at the start, and share of completions
+FAILED = 0.2  # of the episodes
 
 Steps = Sequence[Mapping[str, float]]
 
@@ -145,7 +146,7 @@ def step_diagnostics(history: Sequence[Mapping[str, float]], logp_limit: float =
         )
     if len(recent) < PATIENCE_STEPS:
         return found
-    for diagnose in (_rewards, _lengths, _policy, _efficiency):
+    for diagnose in (_rewards, _lengths, _failures, _policy, _efficiency):
         found |= diagnose(recent)
     found |= _logp_drift(recent, logp_limit)
     if len(history) >= 2 * START_STEPS:
@@ -188,10 +189,29 @@ def _rewards(recent: Steps) -> dict[str, str]:
 def _lengths(recent: Steps) -> dict[str, str]:
     if not all(metrics["completions/clipped_ratio"] == 1.0 for metrics in recent):
         return {}
+    ends = {name.removeprefix("stop/"): share for name, share in recent[-1].items() if name.startswith("stop/")}
+    if ends:
+        shares = ", ".join(f"{end} {share:.0%}" for end, share in ends.items() if share > 0)
+        return {
+            "all_truncated": f"for {PATIENCE_STEPS} steps a limit ended every episode ({shares}); raise max_turns, "
+            "max_tool_calls, max_turn_tokens or max_completion_length, whichever it was, or check that the model ends "
+            "its turns (chat template, end-of-sequence token)"
+        }
     return {
         "all_truncated": f"for {PATIENCE_STEPS} steps no completion ended with a stop token: all reached "
         f"max_completion_length ({recent[-1]['completions/max_length']:.0f} tokens); raise it, "
         "or check that the model ends its answers (chat template, end-of-sequence token)"
+    }
+
+
+def _failures(recent: Steps) -> dict[str, str]:
+    failed, timed_out = (_values(recent, f"stop/{end}") for end in ("env_error", "timeout"))
+    if min(map(sum, zip(failed, timed_out, strict=True))) <= FAILED:
+        return {}
+    return {
+        "environment_failures": f"for {PATIENCE_STEPS} steps more than {FAILED:.0%} of the episodes were left out: in "
+        f"the last one the environments of {failed[-1]:.0%} failed and those of {timed_out[-1]:.0%} took longer than "
+        "tool_timeout_s; the warnings have their errors"
     }
 
 

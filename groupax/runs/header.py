@@ -19,6 +19,7 @@ def run_facts(
     num_steps: int,
     rows_per_step: int,
     checkpointing: Checkpointing,
+    of_episodes: Mapping[str, str],
 ) -> dict[str, str]:
     """Returns facts about the run by label.
 
@@ -31,6 +32,7 @@ def run_facts(
         num_steps: Number of optimizer steps.
         rows_per_step: Completions of an optimizer step.
         checkpointing: What the backward pass recomputes.
+        of_episodes: The names of tools and environments by label (see `episodes.rules.Rules.names`).
     """
     held_out = "".join(f", {len(each):,} held out ({name})" for name, each in eval_prompts.items())
     return {
@@ -39,6 +41,7 @@ def run_facts(
         "devices": _devices(model),
         "prompts": f"{len(prompts):,}{held_out}",
         "rewards": ", ".join(reward.name for reward in rewards),
+        **of_episodes,
         "steps": f"{num_steps:,}, each on {rows_per_step:,} completions, {args.num_generations} per prompt",
         **_recomputation(args.gradient_checkpointing, checkpointing),
     }

@@ -75,6 +75,7 @@ def run_card(
     estimates: Mapping[int, Mapping[str, Mapping[str, Any]]] | None = None,
     is_chat: bool = False,
     license_id: str | None = None,
+    of_episodes: Mapping[str, str] | None = None,
 ) -> str:
     """Returns the card of a model that a run has trained.
 
@@ -89,10 +90,12 @@ def run_card(
         estimates: Means over held-out prompts, by the step after which they were measured, the set and the metric.
         is_chat: Whether the tokenizer has a chat template.
         license_id: License of the starting model.
+        of_episodes: The names of tools and environments by label.
     """
     kind = "A fine-tune of" if adapter is None else "A LoRA adapter for"
     settings = args.to_dict()
     rows = [("prompts", shown_name(dataset)), ("rewards", ", ".join(rewards)), ("optimizer steps", str(num_steps))]
+    rows[2:2] = (of_episodes or {}).items()
     rows += [(name, str(settings[name])) for name in _SETTINGS]
     rows += [(f"adapter: {name}", str(value)) for name, value in (adapter or {}).items()]
     rows += [

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from groupax.episodes.as_json import messages_as_json, turns_as_json
 from groupax.events import TokenScores
-from groupax.runs.turns import messages_as_json, turns_as_json
 from groupax.types import Prompt, Rollout
 
 KEPT_FRAC = 0.8  # of the budget, when files have to go
@@ -125,12 +125,14 @@ def rollout_table(
         "trainer_logps": _lists([each and each.logps for each in trained], np.float32),
         "entropies": _lists([each and each.entropies for each in trained], np.float32),
     }
-    if any(len(row.turns) > 1 or not row.mask.all() for row in rollouts):
+    if any(row.has_turns for row in rollouts):
         columns |= {
             "mask": _lists([row.mask for row in rollouts], bool),
             "turns": column(pa.string(), lambda row: turns_as_json(row.turns)),
             "messages": column(pa.string(), lambda row: messages_as_json(row.messages)),
         }
+    if any(row.turn_advantages is not None for row in rollouts):
+        columns["turn_advantages"] = column(pa.list_(pa.float32()), lambda row: row.turn_advantages)
     about = json.dumps({"step": step, "reward": reward if math.isfinite(reward) else None})
     return pa.table(columns).replace_schema_metadata({ABOUT: about.encode()})
 

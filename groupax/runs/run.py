@@ -16,6 +16,7 @@ from groupax.data.prompts import PromptSet
 from groupax.data.sources import EVAL_SPLITS
 from groupax.data.tokenizer import eos_token_ids
 from groupax.engine.plan import Demand
+from groupax.episodes.custom import as_rollout_function
 from groupax.episodes.record import FOLDER as RECORDS
 from groupax.episodes.rewards import environment_rewards
 from groupax.evaluation.evaluate import find_correctness_reward
@@ -101,6 +102,7 @@ class Run:
         progress: Progress | None = None,
         tools: Sequence[Any] = (),
         environments: Any = None,
+        rollout_func: Any = None,
     ) -> None:
         self.args = args = args or GRPOConfig()
         configure_jax()
@@ -120,6 +122,8 @@ class Run:
         own = environment_rewards(environments)
         is_one_process = not args.reward_workers and processes.num_processes() == 1  # environments stay in theirs
         more = (ENVIRONMENTS,) if environments is not None and is_one_process else ()
+        own_sampling = as_rollout_function(rollout_func)
+        more += () if own_sampling is None else tuple(own_sampling.columns)
         self._load_rewards(reward_funcs, reward_processing_classes, train_examples, eval_examples, own, more)
         self._open_folder()
         self.emit(PhaseStarted("loading the model"))
@@ -128,7 +132,8 @@ class Run:
         self.tokenizer = tokenizer_for(args, self._model, processing_class)
         self.eos_ids = eos_token_ids(self.tokenizer, self._model.generation_config, self._model.hf_config)
         source = describe_source(train_dataset, "train_dataset")
-        self.rules = rules_for(args, self.tokenizer, self.eos_ids, tools, environments)
+        parts = tools, environments, own_sampling
+        self.rules = rules_for(args, self._model, self.tokenizer, self.eos_ids, *parts)
         self.prompts = prompts_for(args, self._model, self.tokenizer, train_examples, self.rules, dataset=source)
         self.rules = replace(self.rules, max_prompt_tokens=self.prompts.max_length)
         self.eval_prompts = {name: self._encode_eval_prompts(name, each) for name, each in eval_examples.items()}
@@ -214,7 +219,9 @@ class Run:
         expected = Demand(groups, longest[0] - 1, longest[1])
         if self.rules.has_turns:  # later turns have prompts of their own, with the turns before them
             expected = Demand((1,) * sum(groups), sum(longest) - 1, longest[1])
-        self.engine = engine_for(args, self._model, self.learner.policy, self.eos_ids, self.tokenizer, expected)
+        has_turns = self.rules.has_turns
+        policy = self.learner.policy
+        self.engine = engine_for(args, self._model, policy, self.eos_ids, self.tokenizer, expected, has_turns)
         self.collector = Collector(
             args,
             self.schedule,
@@ -395,6 +402,7 @@ class Run:
             self.estimates,
             bool(getattr(self.tokenizer, "chat_template", None)),
             license_of(read_card(self._model.source)),
+            self.rules.names,
         )
 
     def print_trainable_parameters(self) -> None:
@@ -413,7 +421,8 @@ class Run:
     def _facts(self) -> dict[str, str]:
         data = self.prompts, self.eval_prompts, self.rewards
         chosen = self.learner.execution.checkpointing
-        return run_facts(self.args, self._model, *data, self.num_steps, self.schedule.rows_per_step, chosen)
+        counts = self.num_steps, self.schedule.rows_per_step
+        return run_facts(self.args, self._model, *data, *counts, chosen, self.rules.names)
 
     def _report_setup(self, log: RunLog) -> None:
         """Reports what the user should know before the first step."""

@@ -1,7 +1,8 @@
 """Remote sampling in a run of several processes: only the primary process sends requests."""
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from groupax.engine.sequence import Sequence as Completion
 from groupax.models.specs import Params
 from groupax.parallel import processes
 from groupax.parallel.transfer import to_host_on_primary
-from groupax.serve.client import RemoteSampler
+from groupax.serve.client import RemoteSampler, RemoteSession
 from groupax.settings.sampling import SamplingParams
 
 UPDATED_FIELDS = ("tokens", "policy_logps", "sampler_logps", "versions", "text", "finish_reason")
@@ -47,13 +48,7 @@ class BroadcastSampler:
             if processes.is_primary():
                 self._sampler.params = copies
             self._sent = self.params
-        return BroadcastSession(self.sample)
-
-    def sample(self, sequences: list[Completion]) -> list[tuple[int, list[Any]]]:
-        """Samples, and returns the index and the new values of each sequence, in the order in which they finish."""
-        indices = {id(sequence): index for index, sequence in enumerate(sequences)}
-        finished = self._sampler.stream(sequences)
-        return [(indices[id(sequence)], [getattr(sequence, name) for name in UPDATED_FIELDS]) for sequence in finished]
+        return BroadcastSession(self._sampler.session() if processes.is_primary() else None)
 
     def _copied(self, params: Params) -> Params:
         """Returns the weights in host memory of the primary process; arrays that were copied before are reused."""
@@ -74,37 +69,53 @@ class BroadcastSampler:
 
 
 class BroadcastSession:
-    """Sequences that the primary process samples, all that wait in each step: a `engine.sampler.SamplingSession`.
+    """Sequences that the primary process samples: a `engine.sampler.SamplingSession`.
 
     Args:
-        sample: Samples sequences in the primary process (see `BroadcastSampler.sample`).
+        session: Samples on the servers; None in the other processes.
     """
 
-    def __init__(self, sample: Callable[[list[Completion]], list[tuple[int, list[Any]]]]) -> None:
-        self._sample = sample
-        self._pending: list[Completion] = []
+    def __init__(self, session: RemoteSession | None) -> None:
+        self._session = session
+        self._numbers = itertools.count()
+        self._under_way: dict[int, Completion] = {}  # by number, which the processes give alike
 
     @property
     def busy(self) -> bool:
-        """True while any sequence waits."""
-        return bool(self._pending)
+        """True while any sequence waits or runs."""
+        return bool(self._under_way)
 
     def submit(self, sequences: Iterable[Completion]) -> None:
         """Adds unstarted sequences."""
-        self._pending += sequences
+        given = list(sequences)
+        for sequence in given:
+            self._under_way[next(self._numbers)] = sequence
+        if self._session is not None:
+            self._session.submit(given)
 
     def step(self) -> Iterator[tuple[Completion, int]]:
-        """Runs all sequences to their ends and yields them with their numbers of tokens.
+        """Waits a moment for a request to end; yields its sequences with their numbers of tokens.
 
         Raises:
-            RunError: see `RemoteSampler.stream`; raised in all processes.
+            RunError: see `RemoteSession.step`; raised in all processes.
         """
-        sequences, self._pending = self._pending, []
-        for index, values in processes.run_on_primary(lambda: self._sample(sequences)):
+        for number, values in processes.run_on_primary(self._finished):
+            sequence = self._under_way.pop(number)
             for name, value in zip(UPDATED_FIELDS, values, strict=True):
-                setattr(sequences[index], name, value)
-            yield sequences[index], len(sequences[index].tokens)
+                setattr(sequence, name, value)
+            yield sequence, len(sequence.tokens)
 
     def close(self) -> None:
-        """Drops what waits."""
-        self._pending.clear()
+        """Cancels what is under way."""
+        self._under_way.clear()
+        if self._session is not None:
+            self._session.close()
+
+    def _finished(self) -> list[tuple[int, list[Any]]]:
+        """Returns the numbers and the new values of sequences that have finished, in the primary process."""
+        assert self._session is not None, "of the primary process"
+        numbers = {id(sequence): number for number, sequence in self._under_way.items()}
+        return [
+            (numbers[id(sequence)], [getattr(sequence, name) for name in UPDATED_FIELDS])
+            for sequence, _ in self._session.step()
+        ]

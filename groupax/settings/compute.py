@@ -75,6 +75,9 @@ class DecodingSettings:
     """Completions that are decoded at the same time, at most."""
     kv_cache_gb: float | None = ranged(None, 1e6, low=1e-6, resume="free")
     """Memory for the KV cache on each device in GB; None takes 80 % of what is free. Completions beyond it wait."""
+    prefix_cache_gb: float = ranged(4.0, 1e6, resume="free")
+    """Host memory in GB for the keys and values of episodes with tools or environments, between two turns; divided
+    evenly among the episodes of a rollout. What does not fit is computed again."""
     kv_cache_dtype: Literal["same", "float32", "bfloat16", "float8"] = "same"
     """Dtype of the KV cache; "same" takes that of the decoding weights, and float32 on CPU. "float8" (e4m3) is for
     TPUs and for NVIDIA GPUs of compute capability 8.9 or more."""

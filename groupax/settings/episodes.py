@@ -32,4 +32,5 @@ class EpisodeSettings:
     tool_workers: int = ranged(64, 10**4, low=1, resume="free")
     """Tool calls that run at the same time."""
     environment_retries: int = ranged(2, 10**3, resume="free")
-    """Attempts to create and reset an environment again after it failed, before the run stops with its error."""
+    """Number of times that an episode begins again, with a new environment, after its environment failed. Then it is
+    left out of its group's comparison and of the loss."""

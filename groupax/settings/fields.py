@@ -165,7 +165,9 @@ def as_read(value: Any, kind: Any) -> Any:
         except ValueError:
             return value
     origins = [get_origin(each) for each in kinds]
-    is_one = not isinstance(value, (list, tuple)) and value is not None
+    is_one = (
+        not isinstance(value, (list, tuple)) and value is not None and not (bool in kinds and isinstance(value, bool))
+    )
     return (value,) if tuple in origins and is_one and str not in kinds else value
 
 
@@ -198,11 +200,9 @@ def is_open(kind: Any) -> bool:
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    """Returns the words that a literal, or each entry of a list of literals, may be."""
-    if is_open(kind):
-        return tuple(word for each in _kinds(kind) if get_origin(each) is Literal for word in get_args(each))
-    inner = get_args(kind)[0] if get_origin(kind) is tuple else kind
-    return get_args(inner) if get_origin(inner) is Literal else ()
+    """Returns the words that a literal, or each entry of a list of literals, may be, of all types of a union."""
+    inner = (get_args(each)[0] if get_origin(each) is tuple else each for each in _kinds(kind))
+    return tuple(word for each in inner if get_origin(each) is Literal for word in get_args(each))
 
 
 def _unknown(value: Any, kind: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from groupax.settings.fields import like, ranged, setting, shown
 from groupax.settings.prompts import PromptSettings
 from groupax.settings.sampling import RolloutSamplingSettings
+from groupax.types import Truncation
 
 ClippedLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]  # which `epsilon` and `delta` clip
 LossType = Literal[ClippedLossType, "cispo", "sapo", "vespo"]
@@ -19,6 +20,8 @@ KLEstimator = Literal["k2", "k3"]
 AdvantageEstimator = Literal["grpo"]
 MetricDefinitions = Literal["groupax", "trl"]
 ScaleRewards = Literal["group", "batch", "none"]
+TurnCredit = Literal["episode", "returns"]
+MaskableEnd = Literal[Truncation, "parse_error"]
 MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 RolloutCorrection = Literal[
     "none",
@@ -160,9 +163,14 @@ class AdvantageSettings:
     """Normalize the sum of several rewards, or normalize each of them before the sum (GDPO)."""
     reward_weights: tuple[float, ...] | None = ranged(None, 1e6, low=-1e6)
     """One weight per reward function; None gives each the weight 1."""
+    turn_credit: TurnCredit = "episode"
+    """Advantages of the turns of an episode: "episode" gives all of them that of the episode, "returns" compares the
+    rewards from each turn on with those of the group's other episodes from that turn on. See docs/episodes.md."""
+    turn_discount: float = ranged(1.0, 1)
+    """Factor of a reward for each turn that it comes later, for turn_credit "returns"."""
 
     def check(self) -> None:
-        """Raises a ValueError for a normalization that the estimator does not use."""
+        """Raises a ValueError for settings that the estimator or the credit of turns does not use."""
         for name in ("scale_rewards", "multi_objective_aggregation"):
             default = AdvantageSettings.__dataclass_fields__[name].default
             if self.advantage_estimator != "grpo" and getattr(self, name) != default:
@@ -175,14 +183,30 @@ class AdvantageSettings:
                 f"multi_objective_aggregation 'normalize_then_sum' normalizes by group and batch itself; leave "
                 f"scale_rewards at 'group', got {self.scale_rewards!r}"
             )
+        if self.turn_credit == "returns":
+            for name, needed in (
+                ("advantage_estimator", "grpo"),
+                ("multi_objective_aggregation", "sum_then_normalize"),
+            ):
+                if getattr(self, name) != needed:
+                    raise ValueError(
+                        f"turn_credit 'returns' computes the advantages of turns itself, by scale_rewards; set {name} "
+                        f"to {needed!r}, got {shown(getattr(self, name))}, or turn_credit to 'episode'"
+                    )
+        elif self.turn_discount != 1:
+            raise ValueError(
+                f"turn_discount {self.turn_discount} is for turn_credit 'returns', and it is {self.turn_credit!r}; "
+                "leave turn_discount at 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskSettings:
     """Completions and tokens that are trained on."""
 
-    mask_truncated_completions: bool = False
-    """Mask completions that were truncated at max_completion_length in the loss."""
+    mask_truncated_completions: bool | tuple[MaskableEnd, ...] = False
+    """Mask completions in the loss that a limit ended, such as max_completion_length or max_turns; or only those with
+    the listed ends. They still count in their group's mean."""
     masked_rows_in_denominator: bool = False
     """Divide the losses of grpo, sapo, dr_grpo and luspo by all rows, including those that mask_truncated_completions
     masks, as TRL does. By default they are divided by the other rows, so that masking does not weaken the step."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from groupax.errors import InfrastructureError
+from groupax.errors import InfrastructureError, RunError
 from groupax.tools.results import message_of
 
 GRACE_S = 1.0  # in which the event loop of tools must answer
@@ -23,7 +23,7 @@ class Outcome:
         value: The finished value; None if there is an error.
         message: Message of the error.
         kind: Class of the exception.
-        is_infrastructure: Whether it is an `InfrastructureError`.
+        is_infrastructure: Whether it is an `InfrastructureError`, or a `RunError`, which ends the run.
     """
 
     value: Any = None
@@ -143,5 +143,5 @@ def _value(returned: Any) -> Any:
 
 
 def _failure(error: BaseException) -> Outcome:
-    is_infrastructure = isinstance(error, InfrastructureError)
+    is_infrastructure = isinstance(error, (InfrastructureError, RunError))
     return Outcome(message=message_of(error), kind=type(error).__name__, is_infrastructure=is_infrastructure)

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, UInt32
 
 from groupax.models.execution import FusedAttention
 from groupax.models.fused_attention import MIN_QUERIES
 from groupax.models.grouped import RaggedBatch
+from groupax.objective.aggregation import Denominators
 from groupax.objective.objective import LossInputs
 from groupax.parallel.pytree import pytree
 from groupax.parallel.transfer import to_host
@@ -222,3 +224,15 @@ def unpack(packed: Sequence[Packed], values: Sequence[Any], rows: Sequence[Row])
             if index >= 0:
                 result[index] = value[: len(rows[index].completion)]
     return result
+
+
+def denominators(rows: Sequence[Row], with_masked_rows: bool) -> Denominators:
+    """Returns the number of rows and of loss tokens of a step; rows of failed environments are no rows.
+
+    Args:
+        rows: rows of the step.
+        with_masked_rows: whether other rows without a loss token count too.
+    """
+    num_rows = sum(bool(row.mask.any()) or (with_masked_rows and not row.is_failure) for row in rows)
+    num_tokens = sum(int(row.mask.sum()) for row in rows)
+    return Denominators(jnp.float32(max(num_rows, 1)), jnp.float32(max(num_tokens, 1)))

@@ -32,7 +32,7 @@ from groupax.settings.fields import like
 from groupax.settings.objective import EntropySettings, MaskSettings, ObjectiveSettings, ReferenceSettings
 from groupax.settings.optimizer import LearningRateSettings, OptimizerSettings
 from groupax.settings.run import RunSettings
-from groupax.training.batch import Packed, attention_cost_with, pack, unpack
+from groupax.training.batch import Packed, attention_cost_with, denominators, pack, unpack
 from groupax.training.buckets import Shape
 from groupax.training.memory import UpdateMemory, compute_dtype, explain_out_of_memory
 from groupax.training.offload import offload_state
@@ -197,7 +197,8 @@ class Learner:
         coef = applied_coef(self.entropy, self.settings.entropy)
         learning_rate = float(np.asarray(self.schedule(self.num_updates)))
         packed = self._pack(rows)
-        accumulator, scored = self._accumulate(packed, self._denominators(rows, num_tokens), coef)
+        counts = denominators(rows, self.settings.masked_rows_in_denominator)
+        accumulator, scored = self._accumulate(packed, counts, coef)
         loss, sums, grad_norm, applied, before = self._apply(accumulator)
         metrics = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": learning_rate}
         metrics |= mean_metrics(sums, num_tokens)
@@ -212,10 +213,6 @@ class Learner:
         metrics |= efficiency_metrics(packed, rows, seconds, self.config, self.mesh, self.dtype)
         logps, entropies = (unpack(packed, values, rows) for values in zip(*scored, strict=True))
         return Update(metrics, bool(applied), logps, entropies, distributions)
-
-    def _denominators(self, rows: Sequence[Row], num_tokens: int) -> Denominators:
-        num_rows = sum(self.settings.masked_rows_in_denominator or bool(row.mask.any()) for row in rows)
-        return Denominators(jnp.float32(max(num_rows, 1)), jnp.float32(max(num_tokens, 1)))
 
     def _accumulate(
         self, packed: Sequence[Packed], counts: Denominators, entropy_coef: float

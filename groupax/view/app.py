@@ -167,10 +167,14 @@ class Page:
         return {"rows": rows, "fault": texts.fault}
 
     def text(self, request: Request) -> Any:
-        """Returns the full text of the completion `sample`, or of the prompt if there is no `sample`."""
+        """Returns the full text of the completion `sample`, or of the prompt if there is no `sample`.
+
+        With `turn` it is the text of that turn of the completion, with `call` too the result of that call of the turn.
+        """
         step = self._step(self._run(request), _integer(request, "step"))
-        sample = _integer(request, "sample") if "sample" in request.query_params else None
-        return {"text": groups.full_text(step, _integer(request, "prompt"), sample)}
+        names = ("sample", "turn", "call")
+        which = (_integer(request, name) if name in request.query_params else None for name in names)
+        return {"text": groups.full_text(step, _integer(request, "prompt"), *which)}
 
     def search(self, request: Request) -> Any:
         """Returns rollouts that contain the text `q`, searching backwards from step `before` for a limited time."""

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from groupax.view.episodes import parts_of
 from groupax.view.texts import SHOWN_CHARACTERS, shown_prompt
 
 PAGE_ITEMS = 25
@@ -56,6 +57,7 @@ def _item(record: dict[str, Any]) -> dict[str, Any]:
             "finish_reason": each.get("finish_reason"),
             "rewards": dict(each.get("rewards") or {}),
             "solved": each.get("solved"),
+            "episode": parts_of(each.get("turns"), each.get("messages")),
         }
         for each in record["completions"]
     ]

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from groupax.view.arrow import value_as_text
+from groupax.view.episodes import episode_of, full_result
 from groupax.view.rollouts import Step
 from groupax.view.runs import NotFoundError
 from groupax.view.texts import PREVIEW_CHARACTERS, SHOWN_CHARACTERS, messages, prompt_key, shown_prompt, truncate
@@ -96,6 +97,7 @@ def _row(step: Step, row: int) -> dict[str, Any]:
         "total": step.total[row],
         "advantage": step.advantage[row],
         "rewards": {name: column[row] for name, column in step.rewards.items()},
+        "episode": episode_of(step, row),
         "finish_reason": step.table.column("finish_reason")[row].as_py() if "finish_reason" in names else None,
         "extra": {
             name.removeprefix(EXTRA): truncate(value_as_text(step.table.column(name)[row]))
@@ -105,12 +107,25 @@ def _row(step: Step, row: int) -> dict[str, Any]:
     }
 
 
-def full_text(step: Step, prompt_index: int, sample_index: int | None) -> str:
-    """Returns the full text of a completion, or of the prompt if `sample_index` is None."""
+def full_text(
+    step: Step, prompt_index: int, sample_index: int | None, turn: int | None = None, call: int | None = None
+) -> str:
+    """Returns the full text of a completion, or of the prompt if `sample_index` is None.
+
+    Args:
+        step: The step.
+        prompt_index: Index of the prompt.
+        sample_index: Index of the completion in its group.
+        turn: Turn of the completion whose text to return instead.
+        call: Call of the turn whose result to return instead.
+
+    Raises:
+        NotFoundError: There is no such text.
+    """
     rows = step.rows_of(prompt_index)
     if sample_index is None:
         return step.text("prompt", int(rows[0]))[0]
     for row in rows:
         if step.table.column("sample_index")[int(row)].as_py() == sample_index:
-            return step.text("completion", int(row))[0]
+            return step.text("completion", int(row))[0] if turn is None else full_result(step, int(row), turn, call)
     raise NotFoundError(f"prompt {prompt_index} has no sample {sample_index}; it has {len(rows)}")

@@ -18,6 +18,7 @@ from groupax.view.texts import searched_text
 
 CACHE_BYTES = 64 * 2**20
 NEEDED = ("prompt", "completion", "prompt_index", "sample_index")
+PER_TURN = ("turn_advantages",)  # lists that are short enough to be read
 REWARD = "rewards/"
 
 
@@ -75,7 +76,7 @@ def read_step(path: Path, weights: Sequence[float] | None = None) -> Step:
             missing = [name for name in NEEDED if name not in schema.names]
             if missing:
                 raise ValueError(f"{path.name} is not a rollout log: it has no column {', '.join(missing)}")
-            flat = [item.name for item in schema if not pyarrow.types.is_nested(item.type)]
+            flat = [item.name for item in schema if not pyarrow.types.is_nested(item.type) or item.name in PER_TURN]
             table = file.read(columns=flat, use_threads=False)
             lengths = _num_tokens(file, schema, table)
     except (OSError, pyarrow.ArrowException) as error:

@@ -35,7 +35,10 @@ def token_channels(path: Path) -> dict[str, dict[str, str]]:
 
 
 def token_values(path: Path, prompt_index: int, channel: str, sample: int | None = None) -> dict[int, dict[str, Any]]:
-    """Returns the ids and values of the tokens of a group, by sample index; the environment's tokens have no value.
+    """Returns the ids and values of the tokens of a group, by sample index.
+
+    `length` is the number of all tokens. The environment's have no value; where there are any, `sampled` tells which
+    tokens the model sampled.
 
     Args:
         path: Path of the step's rollout log.
@@ -62,14 +65,18 @@ def token_values(path: Path, prompt_index: int, channel: str, sample: int | None
                 sample_index = batch.column("sample_index")[row].as_py()
                 if sample is not None and sample_index != sample:
                     continue
-                ids = list_values(batch.column("completion_ids")[row])[:limit].astype(int)
+                all_ids = list_values(batch.column("completion_ids")[row])
+                ids, num_ids = all_ids[:limit].astype(int), len(all_ids)
                 values = _token_array(batch.column(column)[row], len(ids))
                 if over:
                     with np.errstate(over="ignore"):
                         values = np.exp(values - _token_array(batch.column(over)[row], len(ids)))
+                found[sample_index] = {"ids": ids.tolist(), "length": num_ids}
                 if masked:
-                    values[_token_array(batch.column("mask")[row], len(ids)) == 0] = np.nan
-                found[sample_index] = {"ids": ids.tolist(), "values": np.round(values, 5).tolist()}
+                    sampled = _token_array(batch.column("mask")[row], len(ids)) != 0
+                    values[~sampled] = np.nan
+                    found[sample_index]["sampled"] = sampled.tolist()
+                found[sample_index]["values"] = np.round(values, 5).tolist()
     return found
 
 

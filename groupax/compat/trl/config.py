@@ -83,6 +83,14 @@ NAMES = {
     "rollout_correction_min": "vllm_importance_sampling_clip_min",
     "rollout_correction_max": "vllm_importance_sampling_clip_max",
     "decoding_tp": "vllm_tensor_parallel_size",
+    "max_tool_turns": "max_tool_calling_iterations",
+}
+# TRL ends an episode at a malformed call and at a result that does not fit, and has no other limits than tokens.
+EPISODES: dict[str, Any] = {
+    "malformed_calls": "end",
+    "overlong_results": "end",
+    "max_turns": 10**5,
+    "tool_timeout_s": 600.0,
 }
 # Settings that count completions or micro-batches; checked before they are multiplied.
 COUNTS = (
@@ -206,6 +214,8 @@ class GRPOConfig(ForeignConfig):
             if isinstance(self.reward_weights, Sequence)
             else self.reward_weights,
             "max_grad_norm": self.max_grad_norm or 0.0,
+            **EPISODES,
+            "max_tool_turns": self.max_tool_calling_iterations,
             **self._compute(),
             **self._reporting(),
             **optimizer_settings(self),

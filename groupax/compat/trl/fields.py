@@ -28,6 +28,7 @@ MEANINGFUL: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "generation_kwargs": None,
     "chat_template_kwargs": None,
+    "max_tool_calling_iterations": None,
     "use_vllm": False,
     "vllm_mode": "colocate",
     "vllm_server_base_url": None,
@@ -198,10 +199,7 @@ _INERT_BY_REASON: dict[str, dict[str, Any]] = {
     },
     "groupax never runs code from a model's folder": {"trust_remote_code": False},
     "the optimizer has no settings besides the named fields": {"optim_args": None, "optim_target_modules": None},
-    "groupax.compat.trl takes no tools or images; groupax.GRPOTrainer takes tools, with max_turns": {
-        "max_tool_calling_iterations": None,
-        "log_multimodal": True,
-    },
+    "there are no images, since there is no vision tower": {"log_multimodal": True},
     "trackio reads these from its own environment variables, e.g. TRACKIO_SPACE_ID": {
         "trackio_space_id": None,
         "trackio_bucket_id": None,

@@ -1,5 +1,7 @@
 """The processes inside the sandbox of `code_tests`: one for the tests, one for the solution.
 
+The interpreter of `python_tool` runs where the solution does, and `guard` in the place of the tests.
+
     trainer --order--> test process --requests--> solution process
             <--token--              <--replies---
 

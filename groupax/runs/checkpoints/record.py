@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import optax
 
+from groupax.episodes.as_json import messages_as_json, messages_from_json, turns_as_json, turns_from_json
 from groupax.models.checkpoint import Model
 from groupax.objective.entropy import EntropyState
 from groupax.parallel.processes import num_processes
@@ -27,7 +28,6 @@ from groupax.runs.checkpoints import arrays
 from groupax.runs.checkpoints.choose import FORMAT
 from groupax.runs.checkpoints.fingerprint import Identity, devices_of, versions
 from groupax.runs.rollout_log import simple_column
-from groupax.runs.turns import messages_as_json, messages_from_json, turns_as_json, turns_from_json
 from groupax.training.buckets import Shape
 from groupax.training.learner import Learner
 from groupax.training.state import TrainState

@@ -11,10 +11,11 @@ from typing import Any
 from groupax.data.tokenizer import last_text
 from groupax.events import PhaseStarted
 from groupax.runs.progress.display import SHOWN, Progress, TimeLeft, clock, fact_lines, short_number
-from groupax.terminal.printable import one_line, printable
-from groupax.types import Metrics, Rollout
+from groupax.terminal.printable import one_line, printable, short_repr
+from groupax.types import CallRecord, Metrics, Rollout
 
 SAMPLE_CHARACTERS = 300  # of a completion, on a wide terminal
+RESULT_CHARACTERS = 60  # of a call's result
 SAMPLE_INTERVAL_S = 5.0  # on a terminal; a log receives a sample four times less often
 LINE_INTERVAL_S = 2.0  # between two lines of a log about steps
 SLOW_PHASE_S = 2.0  # before a log has a line about a phase of the start or the end
@@ -202,8 +203,23 @@ def sample_panel(group: Sequence[Rollout], limit: int = SAMPLE_CHARACTERS) -> An
     picked = dict.fromkeys([0, len(ordered) // 2, len(ordered) - 1])
     for row in (ordered[index] for index in picked):
         rewards = ["-" if value is None else f"{value:.2f}" for value in row.rewards.values()]
-        table.add_row(f"{row.advantage:+.2f}", *rewards, Text(one_line(row.text, limit)))
+        table.add_row(f"{row.advantage:+.2f}", *rewards, Text(one_line(sample_text(row), limit)))
     return table
+
+
+def sample_text(rollout: Rollout) -> str:
+    """Returns a completion's text; of an episode what the model said in its turns, its calls, and why it ended."""
+    if not rollout.has_turns:
+        return rollout.text
+    lines = []
+    for turn in rollout.turns:
+        calls = [f"{call.name}({_arguments(call)}) = {call.result[:RESULT_CHARACTERS]}" for call in turn.calls]
+        lines += [line for line in (turn.text, *calls) if line]
+    return "\n".join([*lines, f"({rollout.finish_reason})"])
+
+
+def _arguments(call: CallRecord) -> str:
+    return ", ".join(f"{name}={short_repr(value)}" for name, value in call.arguments.items())
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -28,6 +28,14 @@ const SECTIONS = [
     ["Length", ["completions/mean_length"], "Mean, in tokens."],
     ["Truncated completions", ["completions/clipped_ratio"]],
   ]],
+  ["Episodes", [
+    ["Ends of episodes", /^stop\//, "Fraction of the episodes that ended so."],
+    ["Turns", ["episodes/turns"], "Mean number of turns of an episode."],
+    ["Calls", ["tools/call_frequency"], "Mean number of tool calls of an episode."],
+    ["Failed calls", ["tools/failure_frequency"], "Fraction of the tool calls."],
+    ["Seconds per call", ["tools/seconds"]],
+    ["Held-out ends of episodes", /^eval_(.*_)?stop\//],
+  ]],
   ["Speed", [
     ["Seconds per step", ["step_time"]],
     ["Rollout tokens per second", ["rollout/tokens_per_s"]],

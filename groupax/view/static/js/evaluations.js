@@ -2,6 +2,7 @@
 
 import { ask } from "./api.js";
 import { debounced, el, empty, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { Chat, endBadge } from "./episode.js";
 import { RunChoice } from "./runs.js";
 import { go, oneRun } from "./state.js";
 
@@ -85,8 +86,8 @@ export class Evaluations {
       el("dl", { class: "columns" }, Object.entries(item.columns).map(([name, value]) => [el("dt", {}, visible(name)), el("dd", {}, visible(value.slice(0, 2000)))])),
       item.completions.map((each) => el("article", { class: "card" },
         el("header", {}, el("span", { class: "total" }, each.solved === null ? "" : each.solved ? "right" : "wrong"), el("span", { class: "facts" }, [...Object.entries(each.rewards).map(([name, value]) => `${visible(name)} ${shown(value)}`), `${shown(each.num_tokens)} tokens`].join(" · ")),
-          each.finish_reason && !["stop", "done"].includes(each.finish_reason) && el("span", { class: "badge warn" }, each.finish_reason === "length" ? "truncated" : visible(each.finish_reason))),
-        el("pre", { class: "text" }, visible(each.text)))));
+          endBadge(each.finish_reason, each.episode !== null)),
+        each.episode ? new Chat(each.episode).root : el("pre", { class: "text" }, visible(each.text)))));
   }
 
   key(event) {

@@ -2,6 +2,8 @@
 
 import { ask } from "./api.js";
 import { el, failure, fill, plural, select, shown, visible } from "./dom.js";
+import { Chat, endBadge } from "./episode.js";
+import { FOLDED, folding } from "./folding.js";
 import { address } from "./state.js";
 import { shadedTokens, shadingLegend, tokenReading } from "./tokens.js";
 
@@ -11,7 +13,6 @@ const ORDERS = {
   longest: ["longest first", (a, b) => b.num_tokens - a.num_tokens],
   sampled: ["as sampled", (a, b) => a.sample_index - b.sample_index],
 };
-const FOLDED = 4000; // number of characters shown until expanded
 
 export class Group {
   constructor(root) {
@@ -86,32 +87,17 @@ export class Group {
     return this.folding(group.prompt, group.is_cut, group);
   }
 
-  /** A text of which the beginning is shown until all of it is asked for. */
+  /** The full text is asked for of a text that the server has cut; its button tells the size of others too. */
   folding(text, isCut, more) {
-    const shownText = text.length > FOLDED ? text.slice(0, FOLDED) : text;
-    const body = el("pre", { class: "text" }, visible(shownText));
-    if (shownText.length === text.length && !isCut) return body;
-    const size = more.num_bytes ? ` (${(more.num_bytes / 1000).toLocaleString("en", { maximumFractionDigits: 0 })} kB)` : "";
-    const button = el("button", { type: "button", class: "show-all", on: { click: async () => {
-      button.disabled = true;
-      try {
-        const whole = isCut ? (await ask("text", { ...this.where, sample: more.sample_index })).text : text;
-        body.textContent = visible(whole);
-        button.remove();
-      } catch (error) {
-        button.disabled = false;
-        button.textContent = error.message;
-      }
-    } } }, `Show all${size}`);
-    return el("div", {}, body, button);
+    const whole = isCut ? async () => (await ask("text", { ...this.where, sample: more.sample_index })).text : async () => text;
+    return folding(text, { size: isCut || text.length > FOLDED ? more.num_bytes : 0, whole, unit: "kB" });
   }
 
   card(row, rank, [low, high]) {
-    const body = el("div", { class: "completion" }, this.folding(row.text, row.is_cut, row));
+    const chat = row.episode && new Chat(row.episode, async (turn, call) =>
+      (await ask("text", { ...this.where, sample: row.sample_index, turn, call })).text);
+    const body = el("div", { class: "completion" }, chat ? chat.root : this.folding(row.text, row.is_cut, row));
     const part = high > low && row.total !== null ? (row.total - low) / (high - low) : null;
-    const marks = [];
-    if (row.finish_reason === "length") marks.push(el("span", { class: "badge warn" }, "truncated"));
-    else if (row.finish_reason && !["stop", "done"].includes(row.finish_reason)) marks.push(el("span", { class: "badge warn" }, visible(row.finish_reason)));
     const extra = Object.entries(row.extra);
     const root = el("article", { class: "card", "aria-label": `Completion ${row.sample_index}, reward ${shown(row.total)}` },
       el("header", {},
@@ -119,7 +105,7 @@ export class Group {
         el("span", { class: `total ${part === null ? "" : part > 0.5 ? "high" : "low"}` }, shown(row.total)),
         el("span", { class: "advantage", title: "Advantage" }, row.advantage === null ? "" : `A ${row.advantage > 0 ? "+" : ""}${shown(row.advantage, 3)}`),
         el("span", { class: "facts" }, plural(row.num_tokens, "token"), ` · #${row.sample_index}`),
-        marks),
+        endBadge(row.finish_reason, Boolean(chat))),
       el("dl", { class: "rewards" }, Object.entries(row.rewards).map(([name, value]) => {
         const bar = el("i", { class: value !== null && value < 0 ? "bar below" : "bar" });
         bar.style.setProperty("--part", String(Math.min(Math.abs(value ?? 0), 1)));
@@ -129,7 +115,7 @@ export class Group {
       extra.length > 0 && el("details", { class: "extra" }, el("summary", {}, plural(extra.length, "further column")),
         el("dl", {}, extra.map(([name, value]) => [el("dt", {}, visible(name)), el("dd", {}, visible(value))]))),
     );
-    return { root, body, row };
+    return { root, body, row, chat };
   }
 
   async shade() {
@@ -153,17 +139,40 @@ export class Group {
     const card = this.cards.get(sample);
     if (!card || !row.ids.length) return;
     this.tokens.set(sample, row);
-    const rest = card.row.num_tokens - row.ids.length;
+    const rest = card.row.length - row.ids.length;
     const more = rest > 0 && el("button", { type: "button", class: "show-all", on: { click: async () => {
       more.disabled = true;
       const found = await ask("tokens", { ...this.where, channel: this.channel, sample });
       this.shadeCard(sample, found.rows[sample], kind, found.fault);
     } } }, `Show all (${plural(rest, "more token")})`);
-    const text = el("pre", {
+    if (card.chat && !fault) {
+      card.chat.onMore = () => this.shadeCard(sample, row, kind, fault);
+      this.shadeTurns(card, sample, row, kind);
+      card.more?.remove();
+      card.more = more;
+      if (more) card.body.append(more);
+      return;
+    }
+    fill(card.body, fault && (card.chat?.root ?? this.folding(card.row.text, card.row.is_cut, card.row)), this.tokenText(sample, row, kind, 0, row.ids.length), more);
+  }
+
+  /** Tokens take the place of the texts of turns; those between two turns are not the model's, and folded. */
+  shadeTurns(card, sample, row, kind) {
+    let before = 0;
+    for (const { part, text } of card.chat.texts.values()) {
+      const others = Math.min(part.start, row.ids.length) - before;
+      fill(text,
+        others > 0 && el("details", { class: "between" }, el("summary", {}, `${plural(others, "token")} that the model read`), this.tokenText(sample, row, kind, before, part.start)),
+        this.tokenText(sample, row, kind, part.start, part.end));
+      before = part.end;
+    }
+  }
+
+  tokenText(sample, row, kind, start, end) {
+    return el("pre", {
       class: "text", data: { sample: String(sample) }, tabindex: "0", role: "group",
       "aria-label": `Tokens of completion ${sample}; arrow keys read them`, on: { keydown: (event) => this.walk(event, sample) },
-    }, shadedTokens(row, kind));
-    fill(card.body, fault && this.folding(card.row.text, card.row.is_cut, card.row), text, more);
+    }, shadedTokens(row, kind, start, end));
   }
 
   readToken(event) {
@@ -188,9 +197,10 @@ export class Group {
     const at = tokens.findIndex((token) => token.classList.contains("at"));
     const next = Math.min(Math.max(at + moves[event.key], 0), tokens.length - 1);
     tokens[at]?.classList.remove("at");
+    if (next < 0) return;
     tokens[next].classList.add("at");
     tokens[next].scrollIntoView({ block: "nearest" });
-    this.tellToken(sample, next);
+    this.tellToken(sample, Number(tokens[next].dataset.token));
   }
 }
 

@@ -11,11 +11,13 @@ const KINDS = {
   value: { name: "value", scale: (value, most) => value / (most || 1), ends: ["0", "greatest"], ramp: "cool" },
 };
 
-/** Returns the tokens of a completion as text with a background per token. */
-export function shadedTokens(row, kind) {
+/** Returns the tokens of a completion from `start` to `end` as text with a background per token. */
+export function shadedTokens(row, kind, start, end) {
   const { scale, ramp } = KINDS[kind];
   const most = Math.max(...row.values.filter((value) => value !== null).map(Math.abs), 0);
-  const spans = row.texts.map((text, index) => {
+  const spans = row.texts.slice(start, end).map((text, offset) => {
+    const index = start + offset;
+    if (row.sampled && !row.sampled[index]) return el("span", { class: "tok outside", data: { token: String(index) } }, visible(text) || "·");
     const value = row.values[index];
     const part = value === null ? 0 : Math.max(-1, Math.min(1, scale(value, most)));
     const level = Math.round(Math.abs(part) * LEVELS);
@@ -29,6 +31,7 @@ export function shadedTokens(row, kind) {
 export function tokenReading(row, index, channel, kind) {
   const value = row.values[index];
   const parts = [`“${visible(row.texts[index])}”`, `id ${row.ids[index]}`, `${channel} ${shown(value)}`];
+  if (row.sampled && !row.sampled[index]) parts[2] = "not sampled by the model";
   if (kind === "logp" && value !== null) parts.push(`p ${shown(Math.exp(value), 3)}`);
   return `token ${index + 1}: ${parts.join(" · ")}`;
 }

@@ -1,0 +1,296 @@
+"""TRL's tools and environments, as groupax's own. Imports no jax.
+
+An environment of TRL has `reset(**columns)`, whose text is added to the prompt, public methods, which are tools of the
+model, and perhaps `get_reward()`. Its instances are created once and reset for every episode.
+"""
+
+import functools
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupax.data.messages import join_text_parts
+from groupax.episodes.environment import EnvironmentClass
+from groupax.tools.tool import Step, Tool, tools_from, tools_of
+
+RESERVED = ("reset", "get_reward")  # methods that are no tools
+PLACEHOLDER = [{"role": "user", "content": ""}]  # prompt of an environment that brings its own
+NO_REWARD = (
+    "No reward source provided: give reward_funcs, or an environment_factory whose environments have a method "
+    "get_reward()"
+)
+
+
+class Pool:
+    """Environments that are created once and used again, by name and by the place of their episode.
+
+    Args:
+        factories: Functions that create environments, by name.
+
+    Raises:
+        ValueError: An environment has no method `reset`.
+    """
+
+    def __init__(self, factories: Mapping[str, Callable[[], Any]]) -> None:
+        self._factories = factories
+        self._lock = threading.Lock()
+        self._instances: dict[str, dict[int, Any]] = {name: {0: create()} for name, create in factories.items()}
+        for name in factories:
+            if not callable(getattr(self.first(name), "reset", None)):
+                raise ValueError(f"environment {type(self.first(name)).__name__!r} has no method reset; write one")
+
+    def first(self, name: str) -> Any:
+        """Returns the environment that was created first."""
+        return self._instances[name][0]
+
+    def take(self, name: str, place: int) -> Any:
+        """Returns the environment of a place, which is created if it is new."""
+        with self._lock:
+            known = self._instances[name].get(place)
+        if known is None:
+            known = self._factories[name]()  # outside of the lock, since it may take long
+            with self._lock:
+                self._instances[name][place] = known
+        return known
+
+    def instances(self, name: str) -> list[Any]:
+        """Returns all environments of that name in the order of their places."""
+        with self._lock:
+            return [self._instances[name][place] for place in sorted(self._instances[name])]
+
+    def of(self, names: Iterable[str], num_generations: int) -> list[Any]:
+        """Returns the environments of a rollout's completions, from the name of each prompt's environment."""
+        places: Counter[str] = Counter()
+        found = []
+        for name in names:
+            instances = self.instances(name)
+            found += instances[places[name] : places[name] + num_generations]
+            places[name] += num_generations
+        return found
+
+
+@dataclass(frozen=True)
+class TextTool(Tool):
+    """A tool whose results become texts as in TRL, once it is bound to its environment."""
+
+    def bind(self, owner: Any) -> Tool:
+        """Returns the tool of one environment."""
+        bound = super().bind(owner)
+        return replace(bound, function=_returning_text(bound.function))
+
+
+class Agents:
+    """The tools and environments that a trainer of TRL is given.
+
+    Args:
+        tools: Functions that every episode may call.
+        environment_factory: Function that creates an environment, or several by the name in the column `environment`.
+
+    Attributes:
+        functions: All functions that the model may call; methods are those of the environments that were made first.
+        names: Names of the environments.
+        functions_of: Such functions by the name of the environment, which is None if there is only one.
+        is_routed: Whether the column `environment` chooses the environment.
+        pool: The environments; None without any.
+
+    Raises:
+        ValueError: An environment has no method `reset`.
+    """
+
+    def __init__(self, tools: Sequence[Callable[..., Any]] | None, environment_factory: Any) -> None:
+        self._tools = list(tools or ())
+        self.is_routed = isinstance(environment_factory, Mapping)
+        self.pool: Pool | None = None
+        self.functions = list(self._tools)
+        self.functions_of: dict[str | None, list[Callable[..., Any]]] = {}
+        self.names: list[str] = []
+        if environment_factory is None:
+            return
+        if not self.is_routed:
+            only = getattr(environment_factory, "__name__", type(environment_factory).__name__)
+            environment_factory = {only: environment_factory}
+        self.pool = Pool(dict(environment_factory))
+        self.names = list(environment_factory)
+        for name in self.names:
+            instance = self.pool.first(name)
+            methods = [getattr(instance, tool) for tool in _tools_of(type(instance))]
+            self.functions_of[name if self.is_routed else None] = [*self._tools, *methods]
+            self.functions += [method for method in methods if method not in self.functions]
+
+    @property
+    def tools(self) -> list[Tool]:
+        """The tools that are not methods of environments, as groupax takes them."""
+        return [
+            replace(tool, function=_returning_text(tool.function), parallel=tool.parallel or tool.is_async)
+            for tool in tools_from(self._tools).values()
+        ]
+
+    @property
+    def reward_classes(self) -> list[type]:
+        """The classes of environments that give a reward, each once."""
+        classes = [] if self.pool is None else [type(self.pool.first(name)) for name in self.names]
+        return [each for each in dict.fromkeys(classes) if callable(getattr(each, "get_reward", None))]
+
+    def environments(self, has_prompts: bool) -> Any:
+        """Returns the environments as groupax takes them; None without any.
+
+        Args:
+            has_prompts: Whether the dataset has a column `prompt`, which `reset` then receives too.
+        """
+        if self.pool is None:
+            return None
+        dropped = {*(() if has_prompts else ("prompt",)), *(("environment",) if self.is_routed else ())}
+        classes = {name: _as_class(name, self.pool, dropped) for name in self.names}
+        return classes if self.is_routed else classes[self.names[0]]
+
+    def rows(self, dataset: Any, max_steps: int, num_prompts: int) -> tuple[Any, bool]:
+        """Returns the dataset with a column `prompt`, and whether it had one.
+
+        Args:
+            dataset: The training dataset; None if the environment brings the prompts.
+            max_steps: Number of optimizer steps, if it is set.
+            num_prompts: Number of prompts of a rollout.
+
+        Raises:
+            ValueError: There is no dataset, and no single environment with a number of steps.
+        """
+        if dataset is not None:
+            return (dataset, True) if self.pool is None else with_prompts(dataset)
+        if self.pool is None:
+            raise ValueError("`train_dataset` is required unless an `environment_factory` is given")
+        if self.is_routed:
+            raise ValueError(
+                "a dict of environments requires a `train_dataset` with a column `environment`, which names the "
+                "environment of each row; give one, or a single environment_factory"
+            )
+        if max_steps <= 0:
+            raise ValueError("without a `train_dataset` nothing but `max_steps` says how long to train; set it")
+        return [{"prompt": PLACEHOLDER}] * num_prompts, False
+
+    def unknown(self, dataset: Any) -> list[str]:
+        """Returns the values of the column `environment` that name no environment."""
+        if self.pool is None or not self.is_routed:
+            return []
+        names = dataset["environment"] if "environment" in getattr(dataset, "column_names", ()) else None
+        if names is None:
+            names = [row.get("environment") for row in dataset]
+        return sorted({str(name) for name in names} - set(self.names))
+
+    def name_of(self, row: Mapping[str, Any]) -> str:
+        """Returns the name of a row's environment."""
+        return str(row.get("environment")) if self.is_routed else self.names[0]
+
+    def routed_to_first(self, dataset: Any) -> list[dict[str, Any]]:
+        """Returns rows in which the first environment stands for unknown ones."""
+        first = self.names[0]
+        names = [row.get("environment") for row in dataset]
+        return [
+            {**row, "environment": name if name in self.names else first}
+            for row, name in zip(dataset, names, strict=True)
+        ]
+
+    def eval_rows(self, dataset: Any) -> Any:
+        """Returns evaluation sets, one or several by name, with a column `prompt`."""
+        if self.pool is None or dataset is None:
+            return dataset
+        if isinstance(dataset, Mapping):
+            return {name: with_prompts(each)[0] for name, each in dataset.items()}
+        return with_prompts(dataset)[0]
+
+
+def with_prompts(dataset: Any) -> tuple[Any, bool]:
+    """Returns rows with the column `prompt`, which is empty if they have none, and whether they had one."""
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None and "prompt" not in columns:
+        return dataset.add_column("prompt", [PLACEHOLDER] * len(dataset)), False
+    if columns is None and isinstance(dataset, list) and dataset and "prompt" not in dataset[0]:
+        return [{"prompt": PLACEHOLDER, **row} for row in dataset], False
+    return dataset, True
+
+
+def owned_reward(environment_class: type) -> Callable[..., Any]:
+    """Returns the reward that environments of a class give, as a reward function of `environments`."""
+
+    def get_reward(environments: Sequence[Any], **_: Any) -> list[Any]:
+        return [each.get_reward() if type(each) is environment_class else None for each in environments]
+
+    async def get_reward_async(environments: Sequence[Any], **_: Any) -> list[Any]:
+        return [await each.get_reward() if type(each) is environment_class else None for each in environments]
+
+    is_async = inspect.iscoroutinefunction(getattr(environment_class, "get_reward", None))
+    function = get_reward_async if is_async else get_reward
+    function.__name__ = environment_class.__name__
+    return function
+
+
+def _tools_of(environment_class: type) -> dict[str, TextTool]:
+    """Returns the public methods of a class as tools, sorted by name as in TRL."""
+    tools = tools_of(environment_class, public=True, reserved=RESERVED)
+    functions = [name for name in sorted(tools) if inspect.isfunction(getattr(environment_class, name))]
+    return {name: TextTool(**vars(tools[name])) for name in functions}
+
+
+def _as_class(name: str, pool: Pool, dropped: set[str]) -> EnvironmentClass:
+    """Returns an environment of TRL as one of groupax.
+
+    Args:
+        name: Its name.
+        pool: Environments that were created.
+        dropped: Columns that `reset` does not receive.
+    """
+    cls = type(pool.first(name))
+    gives_reward = callable(getattr(cls, "get_reward", None))
+
+    def arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        del seed
+        columns = {column: value for column, value in row.items() if column not in dropped}
+        parameters = inspect.signature(reset).parameters.values()
+        if any(each.kind is each.VAR_KEYWORD for each in parameters):
+            return columns
+        return {each.name: columns[each.name] for each in parameters if each.name in columns}
+
+    return EnvironmentClass(
+        name,
+        functools.partial(pool.take, name),
+        _tools_of(cls),
+        frozenset(("reset", "score") if gives_reward else ("reset",)),
+        renamed={"score": "get_reward"},
+        arguments=arguments,
+        takes_place=True,
+        reward_name=cls.__name__ if gives_reward else None,
+        starts_alike=False,
+    )
+
+
+def _returning_text(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose results are texts as TRL writes them."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def call_async(**arguments: Any) -> Any:
+            return _text_of(await function(**arguments))
+
+        return call_async
+
+    @functools.wraps(function)
+    def call(**arguments: Any) -> Any:
+        return _text_of(function(**arguments))
+
+    return call
+
+
+def _text_of(result: Any) -> Any:
+    """Returns the text of a tool's result; a `Step` remains one.
+
+    Raises:
+        ValueError: It has parts that are no texts, which the model cannot read.
+    """
+    if isinstance(result, Step):
+        return result
+    is_content = isinstance(result, list) and bool(result)
+    if is_content and all(isinstance(part, Mapping) and "type" in part for part in result):
+        return join_text_parts(result, "the result")
+    return str(result)

@@ -1,0 +1,166 @@
+"""TRL's `rollout_func`, a function that samples a whole batch itself. Imports no jax."""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupax.compat.trl.generation import GENERATION
+from groupax.data.tokenizer import is_conversational
+from groupax.episodes.custom import RolloutFunction, RolloutRequest, Trajectory
+from groupax.rewards.contract import BATCH_ARGS, EXTRA_ARGS, SINGLE_ARGS
+from groupax.settings.fields import nearest
+from groupax.settings.sampling import SamplingParams
+from groupax.types import Prompt
+
+REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output of a `rollout_func`; lists have one entry per completion.
+
+    Attributes:
+        prompt_ids, completion_ids, logprobs: Token ids, and the log-prob of each token of the completion.
+        env_mask: 1 for each token that the model sampled, else 0; None if all were.
+        columns: Further values for reward functions, as lists or one value for all completions.
+    """
+
+    prompt_ids: Sequence[Sequence[int]]
+    completion_ids: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[Any]]
+    env_mask: Sequence[Sequence[int]] | None
+    columns: Mapping[str, Any]
+
+
+def call_rollout_func(rollout_func: Callable[..., Any], prompts: Sequence[Prompt], trainer: Any) -> Output:
+    """Calls TRL's `rollout_func`.
+
+    Args:
+        rollout_func: The function.
+        prompts: Prompt of each completion.
+        trainer: The trainer that the function receives.
+
+    Raises:
+        ValueError: What it returns lacks one of the required keys.
+    """
+    output = rollout_func(prompts, trainer)
+    missing = [key for key in REQUIRED if not isinstance(output, Mapping) or key not in output]
+    if missing:
+        raise ValueError(f"rollout_func must return keys {missing} in its output dict")
+    rest = {key: value for key, value in output.items() if key not in (*REQUIRED, "env_mask")}
+    return Output(output["prompt_ids"], output["completion_ids"], output["logprobs"], output.get("env_mask"), rest)
+
+
+def as_rollout_function(rollout_func: Callable[..., Any], trainer: Any, columns: Sequence[str]) -> RolloutFunction:
+    """Returns TRL's `rollout_func` as groupax takes it.
+
+    Args:
+        rollout_func: The function.
+        trainer: The trainer that it receives, whose `rollout_request` is what it is to sample, while it runs.
+        columns: Columns that reward functions expect of it.
+    """
+
+    def sample(request: RolloutRequest) -> list[Trajectory]:
+        prompts = [copy.deepcopy(row["prompt"]) for row in request.examples for _ in range(request.params.n)]
+        trainer.rollout_request = request
+        try:
+            return _trajectories(call_rollout_func(rollout_func, prompts, trainer))
+        finally:
+            trainer.rollout_request = None
+
+    return RolloutFunction(sample, columns)
+
+
+def expected_columns(rewards: Sequence[Any], known: Sequence[str]) -> list[str]:
+    """Returns the arguments that reward functions need and that are no columns of the dataset."""
+    supplied = {*BATCH_ARGS, *SINGLE_ARGS, *EXTRA_ARGS, *known}
+    needed = [
+        each.name
+        for reward in rewards
+        if callable(reward)
+        for each in inspect.signature(reward).parameters.values()
+        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    return [name for name in dict.fromkeys(needed) if name not in supplied]
+
+
+def generate_rollout_completions(
+    trainer: Any,
+    prompts: Sequence[Prompt],
+    *,
+    generation_overrides: Mapping[str, Any] | None = None,
+    as_chat: bool | None = None,
+) -> list[dict[str, Any]]:
+    """Samples a completion of each prompt with the policy, within a `rollout_func`.
+
+    Args:
+        trainer: The trainer that `rollout_func` has received.
+        prompts: Texts, which are encoded as they are, or conversations, which the chat template renders.
+        generation_overrides: Sampling parameters that differ from those of the run, by TRL's names.
+        as_chat: Whether prompts are conversations; None to find out.
+
+    Returns:
+        For each prompt its `prompt_ids`, `completion_ids`, `logprobs` and `text`.
+
+    Raises:
+        ValueError: No `rollout_func` runs, or a parameter is unknown.
+    """
+    request = trainer.rollout_request
+    if request is None:
+        raise ValueError("generate_rollout_completions samples for a rollout_func while it runs, and none does")
+    if as_chat is not None and any(is_conversational(prompt) != as_chat for prompt in prompts):
+        raise ValueError(f"as_chat is {as_chat}, so every prompt must be a {'list of messages' if as_chat else 'text'}")
+    ids = request.encode(list(prompts))
+    completions = request.generate(ids, _overridden(request.params, generation_overrides or {}))
+    return [
+        {
+            "prompt_ids": prompt.tolist(),
+            "completion_ids": list(completion.tokens),
+            "logprobs": list(completion.policy_logps),
+            "text": request.tokenizer.decode(completion.tokens, skip_special_tokens=True),
+        }
+        for prompt, completion in zip(ids, completions, strict=True)
+    ]
+
+
+def _overridden(params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    names = {**GENERATION, "max_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
+    unknown = next((name for name in given if name not in (*names, "n")), None)
+    if unknown is not None:
+        raise ValueError(
+            f"generation_overrides has {unknown!r}{nearest(unknown, names)}; choose from {', '.join(names)}"
+        )
+    if given.get("n", 1) != 1:
+        raise ValueError(f"generation_overrides has n={given['n']}; give a prompt several times instead")
+    own = {names[name]: value for name, value in given.items() if name != "n" and value is not None}
+    return replace(params, **own)
+
+
+def _trajectories(output: Output) -> list[Trajectory]:
+    count = len(output.completion_ids)
+    masks = [None] * count if output.env_mask is None else output.env_mask
+    alternatives = output.columns.get("logprob_token_ids")
+    rows = zip(output.prompt_ids, output.completion_ids, output.logprobs, masks, strict=True)
+    return [
+        Trajectory(
+            prompt_ids,
+            completion_ids,
+            _sampled_logprobs(logprobs, completion_ids, None if alternatives is None else alternatives[index]),
+            mask,
+            {name: values[index] if isinstance(values, list) else values for name, values in output.columns.items()},
+        )
+        for index, (prompt_ids, completion_ids, logprobs, mask) in enumerate(rows)
+    ]
+
+
+def _sampled_logprobs(logprobs: Sequence[Any], ids: Sequence[int], alternatives: Any) -> list[float]:
+    """Returns the log-prob of each sampled token; servers may return those of several alternatives."""
+    if not any(isinstance(each, (list, tuple)) for each in logprobs):
+        return list(logprobs)
+    found = []
+    for position, values in enumerate(logprobs):
+        own = 0 if alternatives is None else list(alternatives[position]).index(ids[position])
+        found.append(values[own] if isinstance(values, (list, tuple)) else values)
+    return found

@@ -1,0 +1,54 @@
+"""Calls that two processes make in turns: python -m tests.calls_run ADDRESS is the second one."""
+
+import pickle
+import sys
+import threading
+import time
+
+from groupax.episodes.calls import Calls
+from groupax.episodes.record import Question, Record
+from groupax.parallel import processes
+from groupax.parallel.rendezvous import connect_to_primary
+from groupax.tools.runner import ToolRunner
+
+
+def number(own):
+    assert own % 2 == processes.process_index()
+    time.sleep((4 - own) / 100)
+    return own
+
+
+def lock(own):
+    assert own == processes.process_index() == 1
+    return threading.Lock()
+
+
+def gone(own):
+    raise OSError("gone")
+
+
+def outcomes():
+    """The numbers of calls with their values or errors, in the order in which they are delivered."""
+    found = []
+
+    def then(own, outcome):
+        error = f"{outcome.kind}: {outcome.message}".split(": cannot")[0] if outcome.kind else ""
+        found.append((own, outcome.value, error))
+
+    with ToolRunner(8, 5.0, 1000) as runner:
+        calls = Calls(runner, Record())
+        for own, function in enumerate((number, lock, gone, number)):
+            calls.call(
+                Question((own, 0), 0, "act"),
+                lambda own=own, function=function: (function, {"own": own}),
+                lambda outcome, own=own: then(own, outcome),
+            )
+        while len(found) < 4:
+            calls.deliver(waits=True)
+    return found
+
+
+if __name__ == "__main__":
+    processes._peers = connect_to_primary(1, 2, pickle.loads(bytes.fromhex(sys.argv[1])))
+    print(outcomes())
+    processes._peers.leave()

@@ -1,0 +1,117 @@
+"""Tools of MCP servers, over standard streams and HTTP."""
+
+import importlib.util
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from groupax import InfrastructureError, mcp
+from groupax.errors import RunError
+from groupax.settings.sampling import SamplingParams
+
+from .test_episodes import call, played
+
+if importlib.util.find_spec("mcp") is None:
+    pytest.skip("mcp is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.heavy
+SCRIPT = Path(__file__).with_name("mcp_server.py")
+STDIO = f"stdio:{sys.executable} {SCRIPT} stdio"
+TWO = SamplingParams(n=2, max_tokens=4000)
+
+
+def results(row):
+    return [(record.result, record.error) for turn in row.turns for record in turn.calls]
+
+
+def answer(text, sample, turn):
+    calls = [call("multiply", a=6, b=7), call("fail", reason="why"), call("multiply", a="x", b=1)]
+    return calls[turn] if turn < 3 else "done"
+
+
+def check(rows):
+    for row in rows:
+        product, failure, mistake = results(row)
+        assert product == ("42", "")
+        assert "Error executing tool fail" in failure[0]
+        assert failure[1].startswith("ToolError")
+        assert "must be an integer" in mistake[1]
+        assert row.finish_reason == "stop"
+
+
+def test_tools_of_a_server_that_is_started():
+    tools = mcp(STDIO)
+    assert [tool.name for tool in tools] == ["count", "fail", "multiply"]
+    [group], script = played(answer, tools, params=TWO)
+    assert '"name": "multiply", "description": "Multiplies two integers."' in script.prompts[0]
+    check(group)
+    assert [tool.name for tool in mcp(STDIO, only=["fail"])] == ["fail"]
+
+
+def test_tools_of_a_server_with_a_url():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(SCRIPT), str(port)])
+    try:
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        tools = mcp(f"http://127.0.0.1:{port}/mcp")
+        [group], _ = played(answer, tools, params=TWO)
+        check(group)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_episode_may_have_a_session_of_its_own():
+    def count(text, sample, turn):
+        return call("count") if turn < 2 else "done"
+
+    [group], _ = played(count, mcp(STDIO, stateful=True), params=TWO)
+    assert [[result for result, _ in results(row)] for row in group] == [["1", "2"], ["1", "2"]]
+    [group], _ = played(count, mcp(STDIO), params=TWO)
+    assert sorted(result for row in group for result, _ in results(row)) == ["1", "2", "3", "4"]
+
+
+def test_a_server_that_ends_leaves_the_episode_out_and_one_that_hangs_is_a_timeout():
+    def die(text, sample, turn):
+        return call("fail", reason="die" if sample else "hang") if turn == 0 else "so"
+
+    tools = mcp(STDIO, stateful=True, timeout_s=2)
+    with pytest.warns(UserWarning, match="tool fail: InfrastructureError"):
+        [[hung, dead]], _ = played(die, tools, params=TWO)
+    assert dead.finish_reason == "env_error"
+    assert hung.finish_reason == "stop"
+    assert "timed out after 2 s" in results(hung)[0][0]
+
+
+def test_tools_that_change_end_the_run(tmp_path):
+    added = tmp_path / "added"
+    tools = mcp(f"{STDIO} {added}")
+    added.touch()
+    with pytest.raises(RunError, match="describes other tools than at the start of the run: added changed"):
+        played(answer, tools, params=TWO)
+
+
+def test_mistakes_are_found_at_the_start():
+    with pytest.raises(ValueError, match="takes 'stdio:command arguments' or"):
+        mcp("python server.py")
+    with pytest.raises(ValueError, match="cannot be read: No closing quotation"):
+        mcp("stdio:'")
+    with pytest.raises(ValueError, match="positive timeout_s, got 0"):
+        mcp(STDIO, timeout_s=0)
+    with pytest.raises(ValueError, match="has no tool add; it has count, fail, multiply"):
+        mcp(STDIO, only=["add"])
+    with pytest.raises(InfrastructureError, match=r"cannot be reached"):
+        mcp("stdio:/no/such/program", retries=0)
+    with pytest.raises(InfrastructureError, match=r"cannot be reached"):
+        mcp("http://127.0.0.1:1/mcp", retries=0)
