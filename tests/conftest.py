@@ -26,9 +26,32 @@ def one_at_a_time(function):
 # (python/cpython#106905). The hook below parses whatever is imported, also what trackers' and rewards' threads import.
 ast.parse = one_at_a_time(ast.parse)
 
+from pathlib import Path
+
+from beartype import BeartypeConf
+from beartype.claw import beartype_packages
 from jaxtyping import install_import_hook
 
-install_import_hook("groupax", "beartype.beartype")
+PACKAGE = Path(__file__).parents[1] / "groupax"
+
+
+OUT_OF_REACH = "cli", "serve", "view"  # beartype's hook takes no asynchronous __call__, and no imports for types alone
+
+
+def rooms():
+    """The rooms and modules of the package for jaxtyping, and those for beartype."""
+    found = {True: [], False: []}
+    for path in sorted(PACKAGE.glob("[!_]*")):
+        modules = [path] if path.suffix == ".py" else [*path.rglob("*.py")]
+        has_shapes = any("jaxtyping" in module.read_text() for module in modules)
+        found[has_shapes or path.stem in OUT_OF_REACH].append(f"groupax.{path.stem}")
+    return found[True], found[False]
+
+
+# jaxtyping compares the shapes of all arguments of a call, for which it takes ten times as long as beartype for types.
+with_arrays, others = rooms()
+install_import_hook(with_arrays, "beartype.beartype")
+beartype_packages(others, conf=BeartypeConf(claw_is_pep526=False))
 
 import jax
 
@@ -37,8 +60,6 @@ if "JAX_NUM_CPU_DEVICES" not in os.environ:
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-from pathlib import Path
 
 import pytest
 

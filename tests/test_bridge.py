@@ -162,6 +162,7 @@ def test_streams_are_only_appended_to_and_results_stay_texts(template):
         stream = following[-200:]
 
 
+@pytest.mark.heavy
 def test_a_megabyte_with_a_hundred_thousand_look_alikes_is_one_result():
     tokenizer = byte_tokenizer()
     bridge = Bridge(tokenizer, [LOOKUP])

@@ -32,6 +32,7 @@ def test_a_place_has_the_first_tokens_of_one_conversation_and_one_set_of_weights
     place = Place(10)
     place.put(prefix(30), 1)
     assert place.find(np.arange(20), 1)[0] == 10
+    assert place.prefix is not None
     assert place.prefix.num_bytes == prefix(10).num_bytes
     assert place.find(np.array([0, 1, 7]), 1)[0] == 2
     assert place.find(np.arange(20), 2) == (0, None)
@@ -106,11 +107,12 @@ def rows_of_episodes(model, num_prompts, prefix_bytes, max_slots=256):
     """Episodes of a random model, as rows of the trainer, and the number of tokens that were not computed again."""
     tokenizer = chat_tokenizer()
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert isinstance(end, int)
     settings = {"chunk_steps": 8, "tokenizer": tokenizer, "prefix_bytes": prefix_bytes, "max_slots": max_slots}
     engine = Engine(model.config, model.params, model.mesh, (end,), **settings)
     rules = make_rules(tokenizer, EpisodeSettings(max_turn_tokens=60), (), Conversation)
     prompt = [{"role": "user", "content": "talk"}]
-    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    text = str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
     ids = np.asarray(tokenizer.encode(text), np.int32)
     # a turn has 15 tokens in the mean
     params = SamplingParams(n=4, max_tokens=300, stop=tuple("abcdefghijklmnop"), seed=2)

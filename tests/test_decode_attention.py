@@ -122,14 +122,13 @@ def test_a_kernel_reads_a_cache_of_another_dtype(dtype, kv_dtype):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "model_type",
-    rest_heavy(
-        [
-            {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
-            {"model_type": "gemma2", "head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 9},
-        ]
-    ),
+    [
+        {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+        {"model_type": "gemma2", "head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 9},
+    ],
     ids=lambda each: each["model_type"],
 )
 def test_decoding_with_the_kernel_agrees_with_the_plain_form_and_the_trainer(model_type, monkeypatch):

@@ -42,7 +42,7 @@ def trained(model, folder, **settings):
     ids=str,
 )
 def test_episodes_are_trained_on_with(model, tmp_path, settings):
-    lines, trainer = trained(model, tmp_path / "run", **settings)
+    lines, _ = trained(model, tmp_path / "run", **settings)
     assert len(lines) == 2
     for line in lines:
         assert line["tools/call_frequency"] > 0

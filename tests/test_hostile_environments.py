@@ -59,7 +59,7 @@ def one_is_bad(text, sample, turn):
 
 def play(environment, answer, num=2, example=None, **settings):
     """A group of episodes, and the warnings."""
-    settings = {"tool_timeout_s": 0.5, "environment_retries": 1, **settings}
+    settings = {"tool_timeout_s": 1.0, "environment_retries": 1, **settings}
     params = SamplingParams(n=num, max_tokens=2000)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -83,7 +83,7 @@ def what_each_does(reactions, as_call, **settings):
 
 
 def hangs():
-    time.sleep(3)  # in C, without Python's lock
+    time.sleep(8)  # in C, without Python's lock
 
 
 def recurses():
@@ -151,10 +151,9 @@ BAD_ANSWERS = [
 
 
 def test_environments_that_fail_are_left_out_and_told_once():
-    rows, told = what_each_does(BAD_ANSWERS, as_call=False)
-    assert [row.finish_reason for row in rows] == ["timeout"] * 2 + ["env_error"] * (len(BAD_ANSWERS) - 2) + [
-        "done"
-    ] * 2
+    rows, told = what_each_does(BAD_ANSWERS, as_call=False, tool_timeout_s=1.5)
+    reasons = ["timeout"] * 2 + ["env_error"] * (len(BAD_ANSWERS) - 2) + ["done"] * 2
+    assert [row.finish_reason for row in rows] == reasons
     assert [row.environment_reward for row in rows] == [None] * len(BAD_ANSWERS) + [1.75] * 2
     assert all(row.is_failure for row in rows[:-2])
     again = sorted(each.partition(": ")[2] for each in told if "begins again" in each)
@@ -215,13 +214,13 @@ def test_scores_that_fail_leave_their_episodes_out():
         async def score(self):
             reaction = scores[int(self.said)]
             if reaction is hangs:
-                await asyncio.sleep(3)
+                await asyncio.sleep(8)
             return reaction()
 
-    rows, told = play(Scored, lambda text, sample, turn: str(sample), len(scores))
+    rows, told = play(Scored, lambda text, sample, turn: str(sample), len(scores), environment_retries=0)
     assert [row.finish_reason for row in rows] == ["timeout"] + ["env_error"] * 3 + ["done"] * 2
     assert [row.environment_reward for row in rows] == [None] * 5 + [2.0]
-    assert len(told) == 6
+    assert len(told) == 3
 
 
 @pytest.mark.parametrize("method", ["__init__", "reset"])

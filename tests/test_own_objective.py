@@ -119,6 +119,7 @@ def trained(tmp_path, **settings):
     return jax.device_get(trainer.learner.state.params), lines_of(tmp_path)
 
 
+@pytest.mark.heavy
 def test_a_loss_equal_to_a_built_in_trains_to_the_same_bits(tmp_path, own):
     weights, lines = trained(tmp_path / "built_in", loss_type="dapo")
     references = {

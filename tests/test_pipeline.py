@@ -163,6 +163,7 @@ def test_killed_at_random_moments_it_goes_on_exactly(tmp_path):
 # -- what goes wrong in a thread
 
 
+@pytest.mark.heavy
 def test_what_goes_wrong_in_a_thread_ends_the_run(tmp_path):
     def fails(completion_ids, trainer_state):
         if trainer_state.step == 2:

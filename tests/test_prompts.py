@@ -477,5 +477,5 @@ def test_a_column_of_tools_is_described_to_the_model():
         with pytest.raises(ValueError, match="prompt 0: the column tools must have a list of schemas"):
             encode_examples([{"prompt": user("a"), "tools": bad}], tokenizer, 1000, "error")
     for own in ({"tools": [[schema]] * 3}, {"may_be_empty": True}):
-        with pytest.raises(ValueError, match="the dataset has a column tools.*the run has tools or environments"):
+        with pytest.raises(ValueError, match=r"the dataset has a column tools.*the run has tools or environments"):
             encode_examples(rows, tokenizer, 1000, "error", **own)

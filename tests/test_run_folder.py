@@ -222,6 +222,7 @@ def test_what_becomes_of_the_folder_costs_nothing_that_is_in_memory(tmp_path, ca
         give_to_another.lock.release()
 
 
+@pytest.mark.heavy
 def test_a_folder_in_which_nothing_can_be_written_is_given_up_at_the_end(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(saver, "REPAIR_S", 0.0)
     monkeypatch.setattr(saver, "RETRY_END_S", 0.01)

@@ -322,6 +322,7 @@ def test_wandb_without_a_key_asks_for_none(tmp_path, monkeypatch):
         wandb.teardown()
 
 
+@pytest.mark.heavy
 def test_the_tracker_and_the_listener_of_the_document(tmp_path, monkeypatch):
     text = (Path(__file__).parents[1] / "docs" / "monitoring.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

@@ -349,6 +349,7 @@ def fixed_rows(trainer):
 # -- bad steps
 
 
+@pytest.mark.heavy
 def test_what_a_diverged_run_in_a_bucket_leaves_is_named_where_it_is(tmp_path):
     place = f"memory://diverged/{tmp_path.name}"
     trainer = a_trainer(tmp_path, output_dir=place, max_bad_steps=1, save_steps=0)
@@ -694,6 +695,7 @@ def test_a_run_whose_steps_cross_rollouts_is_resumed_exactly(tmp_path, step):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.heavy
 def test_a_run_is_not_resumed_with_another_schedule(tmp_path):
     a_trainer(tmp_path, kind=across(2, 2, 4, 4, 1), max_steps=1, do_last_save=True).train()
     other = a_trainer(tmp_path, kind=across(2, 1, 2, 4, 1), max_steps=1, resume=str(tmp_path / "run"))

@@ -22,7 +22,7 @@ from typing import Any
 from groupax.parallel import processes
 from groupax.terminal.printable import one_line, short_repr
 from groupax.tools.calls import ToolCall
-from groupax.tools.results import checked_step, cut_middle
+from groupax.tools.results import checked_reward, checked_step, cut_middle
 from groupax.tools.threads import Outcome
 from groupax.tools.tool import Tool, tools_of
 from groupax.types import Prompt
@@ -244,6 +244,15 @@ def answer_of(max_bytes: int, returned: Any) -> tuple[list[dict[str, Any]], floa
         if isinstance(message.get("content"), str):
             message["content"] = cut_middle(message["content"], max_bytes)
     return messages, step.reward, step.done or not messages
+
+
+def score_of(returned: Any) -> float | None:
+    """Returns what `score` of an environment returned as a number.
+
+    Raises:
+        InfrastructureError: It is neither a finite number nor None.
+    """
+    return None if returned is None else checked_reward(returned)
 
 
 def _copied(messages: list[Any]) -> Any:

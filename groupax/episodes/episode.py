@@ -12,6 +12,7 @@ from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.environment import Seat, score_arguments
 from groupax.episodes.record import Question
 from groupax.episodes.rules import Kind
+from groupax.settings.episodes import EpisodeSettings
 from groupax.tools.calls import ParsedTurn, ToolCall
 from groupax.tools.runner import ToolResult
 from groupax.tools.threads import Outcome
@@ -128,6 +129,12 @@ class Episode:
         """Returns the method that closes what tools have opened."""
         state = self.tool_states[open_state]
         return do_nothing if state is None else state.close, {}
+
+    def exceeds_calls(self, settings: EpisodeSettings, num_calls: int) -> bool:
+        """Returns whether the calls of a new turn are more than an episode may have."""
+        calls, turns = settings.max_tool_calls, settings.max_tool_turns
+        is_one_more = num_calls > 0 and turns is not None and self.num_tool_turns >= turns
+        return is_one_more or (calls is not None and self.num_calls + num_calls > calls)
 
     def question(self, what: str) -> Question:
         """Returns what is asked of its environment now."""

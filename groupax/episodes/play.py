@@ -25,16 +25,14 @@ from groupax.engine.sequence import Sequence as Completion
 from groupax.episodes.calls import Calls, Method
 from groupax.episodes.closing import Closing
 from groupax.episodes.custom import RolloutRequest, custom_rollouts
-from groupax.episodes.environment import EnvironmentClass, Seat, answer_of, warn_of_failure
+from groupax.episodes.environment import EnvironmentClass, Seat, answer_of, score_of, warn_of_failure
 from groupax.episodes.episode import Episode
 from groupax.episodes.opening import Opening, group_seed
 from groupax.episodes.record import LEFT, Record
 from groupax.episodes.rules import SINGLE_TURN, SINGLE_TURNS, Kind, Rules
 from groupax.errors import RunError
-from groupax.settings.episodes import EpisodeSettings
 from groupax.settings.sampling import SamplingParams
 from groupax.tools.calls import ParsedTurn, ToolCall
-from groupax.tools.results import checked_reward
 from groupax.tools.runner import TIMED_OUT, ToolResult, ToolRunner
 from groupax.tools.threads import Outcome
 from groupax.types import FinishReason, Rollout
@@ -257,7 +255,7 @@ class Table:
             return
         text = self.tokenizer.decode(sequence.tokens, skip_special_tokens=kind.calls is None)
         parsed = ParsedTurn(text, "", ()) if kind.calls is None else kind.calls.parse(text)
-        exceeds = _exceeds_calls(settings, episode, len(parsed.calls))
+        exceeds = episode.exceeds_calls(settings, len(parsed.calls))
         episode.add_turn(sequence, parsed)
         if episode.failure is not None:
             self.drop(episode, episode.failure)
@@ -337,7 +335,7 @@ class Table:
         episode.finish_reason = reason
         of = episode.kind.environment
         if of is not None and "score" in of.methods:
-            self._call(episode, "score", episode.score_method, partial(self._add_score, episode), _score_of)
+            self._call(episode, "score", episode.score_method, partial(self._add_score, episode), score_of)
         else:
             self._close(episode)
 
@@ -395,16 +393,5 @@ class Table:
         self.calls.call(episode.question(what), method, then, finish)
 
 
-def _exceeds_calls(settings: EpisodeSettings, episode: Episode, num_calls: int) -> bool:
-    """Returns whether the calls of a new turn are more than an episode may have."""
-    calls, turns = settings.max_tool_calls, settings.max_tool_turns
-    is_one_more = num_calls > 0 and turns is not None and episode.num_tool_turns >= turns
-    return is_one_more or (calls is not None and episode.num_calls + num_calls > calls)
-
-
 def _name_of(of: EnvironmentClass | None) -> str:
     return "tools" if of is None else of.name
-
-
-def _score_of(returned: Any) -> float | None:
-    return None if returned is None else checked_reward(returned)

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from groupax.data.prompts import PromptSet
+from groupax.engine.sampler import Sampler
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import SINGLE_TURNS, Rules
 from groupax.evaluation.answers import ACCURACY_REWARDS
@@ -22,9 +23,6 @@ from groupax.rewards.scoring import Scored, score_groups
 from groupax.settings.fields import nearest
 from groupax.settings.sampling import SamplingParams
 from groupax.types import Metrics
-
-if TYPE_CHECKING:
-    from groupax.engine.engine import Engine
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +71,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: "Engine",
+    engine: Sampler,
     tokenizer: Any,
     runner: RewardRunner,
     weights: np.ndarray,
