@@ -17,7 +17,6 @@ from groupax.events import TokenScores
 from groupax.metrics.completions import completion_metrics
 from groupax.models.decoder import logits
 from groupax.models.execution import DIRECT
-from groupax.objective.aggregation import Denominators
 from groupax.parallel.mesh import num_data_shards
 from groupax.rewards.lengths import cosine_length, soft_overlong
 from groupax.rewards.text import completion_text
@@ -26,7 +25,7 @@ from groupax.rollouts.state import Experience
 from groupax.runs.checkpoints.record import read_rollout, write_rollout
 from groupax.runs.folder import RunFolder
 from groupax.settings.objective import MaskSettings, ObjectiveSettings
-from groupax.training.batch import pack
+from groupax.training.batch import denominators, pack
 from groupax.training.step import all_reduce, micro_step, shard_batch, zero_grads
 from groupax.types import FAILURES, TRUNCATIONS, CallRecord, EpisodeEnd, Rollout, Row, Turn
 from groupax.view.rollouts import read_step
@@ -200,8 +199,7 @@ def reference(settings, rows, model):
 
 def packed_gradient(settings, rows, model, budget, share_prefix="auto"):
     """The same from the trainer's micro-batches, with their sums for metrics."""
-    num_rows, num_tokens = sum(row.mask.any() for row in rows), sum(row.mask.sum() for row in rows)
-    counts = Denominators(jnp.float32(num_rows), jnp.float32(num_tokens))
+    counts = denominators(rows, with_masked_rows=False)
     static = {"config": model.config, "settings": settings, "mesh": model.mesh}
     totals = zero_grads(model.params, **static)
     for part in pack(rows, num_data_shards(model.mesh), budget, share_prefix=share_prefix)[0]:
@@ -256,6 +254,24 @@ def test_what_the_environment_wrote_last_and_its_values_change_no_gradient(model
     before, after = (packed_gradient(settings, given, model, 4096) for given in (rows, others))
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.heavy
+def test_rows_without_any_token_change_nothing_and_may_be_alone(model):
+    settings = ObjectiveSettings(loss_type="grpo", beta=0.1)
+    rows, none = ragged_rows(np.random.default_rng(2)), np.zeros(0, np.float32)
+    empty = [
+        Row(row.group, row.prompt, np.zeros(0, np.int64), none > 0, none, none, old_logp=none, ref_logp=none)
+        for row in (rows[0], rows[3])
+    ]
+    before, after = (packed_gradient(settings, given, model, 48) for given in (rows, [*empty, *rows]))
+    assert after[0] == pytest.approx(before[0], abs=1e-6)
+    loss, grads, _ = packed_gradient(settings, empty, model, 48)
+    assert loss == 0
+    assert not any(np.asarray(grad).any() for grad in jax.tree.leaves(grads))
+    assert not any(
+        np.asarray(grad).any() for grad in jax.tree.leaves(packed_gradient(settings, empty[:1], model, 48)[1])
+    )
 
 
 # -- metrics, rewards and logs

@@ -163,7 +163,7 @@ def make_bucket(
         attention_cost: cost of attention.
     """
     same_size = [shape for shape in known if shape.tokens == num_tokens]
-    slack, share = _slack(all_groups), min(1.0, num_tokens / load(all_groups))
+    slack, share = _slack(all_groups), min(1.0, num_tokens / max(load(all_groups), 1))
     num_groups = max(*(len(shard) for shard in shards), _expected_count(len(all_groups), share, slack))
     # the tokens of rows vary more than their number
     num_row_tokens = round((1 + 1.5 * slack) * max(sum(_lengths(shard)) for shard in shards))
@@ -185,7 +185,7 @@ def make_bucket(
         extra = attention_cost.num_scores(wider_tiles, S) - attention_cost.num_scores(tiles, S)
         if SCORE_COST * extra <= max_extra:
             tiles = wider_tiles
-    row_tokens = min(num_tokens, -(-num_row_tokens // ROW_TOKENS) * ROW_TOKENS)
+    row_tokens = min(num_tokens, -(-max(num_row_tokens, 1) // ROW_TOKENS) * ROW_TOKENS)
     return Shape(num_tokens, row_tokens, prompts=(P, S), tiles=tiles)
 
 
