@@ -240,10 +240,10 @@ def test_the_calculator_is_trained_evaluated_and_generated_with(tmp_path, capsys
     )
     result = json.loads((evaluation / "result.json").read_text())
     trained = json.loads((run / "result.json").read_text())
-    assert result["sets"]["eval"]["greedy"]["estimates"]["pass@1"]["value"] == pytest.approx(
-        trained["after"]["pass@1"]["value"]
+    assert result["sets"]["rows"]["greedy"]["estimates"]["pass@1"]["value"] == pytest.approx(
+        trained["sets"]["eval"]["after"]["pass@1"]["value"]
     )
-    assert len(read_items(evaluation / "eval.greedy.jsonl")) == 6
+    assert len(read_items(evaluation / "rows.greedy.jsonl")) == 6
     capsys.readouterr()
     prompt = ["--prompt", "What is 123*45?", "--temperature", "1", "--n", "8", "--max_tokens", "64", "--seed", "1"]
     assert main(["generate", "--model", model, "--tools", CALCULATOR, *prompt]) == 0
@@ -261,3 +261,18 @@ def test_the_example_of_a_calculator_runs(tmp_path, monkeypatch):
     exec(compile(shorter, "calculator.py", "exec"), {"__name__": "__main__"})
     [metrics] = map(json.loads, (tmp_path / "runs/calculator_example/metrics.jsonl").read_text().splitlines())
     assert metrics["tools/call_frequency"] >= 0
+
+
+@pytest.mark.long
+def test_the_model_learns_to_use_the_calculator(tmp_path):
+    rows = [
+        {"prompt": row["prompt"][0]["content"], "answer": row["answer"]} for row in arithmetic.generate(400, seed=1)
+    ]
+    dataset = write_jsonl(tmp_path / "rows.jsonl", rows)
+    run = tmp_path / "run"
+    flags = ["--output_dir", str(run), "--max_steps", "20", "--progress_bar", "none"]
+    assert main(["train", "--recipe", "calculator", "--dataset", dataset, *flags]) == 0
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rewards = [metrics["reward"] for metrics in logged if "reward" in metrics]
+    assert rewards[0] <= 0.3
+    assert np.mean(rewards[-3:]) >= 0.7
