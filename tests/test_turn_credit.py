@@ -243,7 +243,7 @@ EPISODES = [(1, 2.5), (0.5,), (0, 0, 1.5), (2, 1), (0, 3), (1.25,)]  # rewards p
         {"credit": "returns", "scale": "batch"},
         {"credit": "returns", "scale": "none", "discount": 0.9},
     ],
-    ids=str,
+    ids=lambda changes: str({name: getattr(value, "__name__", value) for name, value in changes.items()}),
 )
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_an_episode_that_is_left_out_leaves_the_others_as_if_it_had_never_been(settings):
