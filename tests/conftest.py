@@ -35,7 +35,8 @@ from jaxtyping import install_import_hook
 PACKAGE = Path(__file__).parents[1] / "groupax"
 
 
-OUT_OF_REACH = "cli", "serve", "view"  # beartype's hook takes no asynchronous __call__, and no imports for types alone
+# beartype's hook takes no asynchronous __call__, no imports for types alone, and checks what wrappers have of the wrapped
+OUT_OF_REACH = "cli", "compat", "serve", "view"
 
 
 def rooms():
