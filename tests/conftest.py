@@ -35,7 +35,7 @@ from jaxtyping import install_import_hook
 PACKAGE = Path(__file__).parents[1] / "groupax"
 
 
-# beartype's hook takes no asynchronous __call__, no imports for types alone, and checks what wrappers have of the wrapped
+# Beartype's hook takes no asynchronous __call__ and no imports for types alone, and checks wrappers by what they wrap.
 OUT_OF_REACH = "cli", "compat", "serve", "view"
 
 

@@ -35,8 +35,8 @@ def load_environments(references: Sequence[str]) -> Any:
     """Returns the environments with these references, as `GRPOTrainer` takes them; None without any.
 
     Args:
-        references: "module:Class", "module:maker(option=1)" or "openenv(url='ws://...')"; of several, each with the name
-            that the dataset's column `environment` has for it: "name=module:Class".
+        references: "module:Class", "module:maker(option=1)" or "openenv(url='ws://...')"; of several, each with the
+            name that the dataset's column `environment` has for it: "name=module:Class".
 
     Raises:
         ValueError: One cannot be found, the options do not fit, or several have no names.
