@@ -485,6 +485,7 @@ def remount(place, mode):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.heavy
 def test_the_end_of_a_run_waits_for_room(small_disk, caplog, monkeypatch):
     monkeypatch.setattr(saver, "RETRY_END_S", 0.01)
     monkeypatch.setattr(saver.time, "sleep", lambda _: (small_disk / "filler").unlink())

@@ -341,7 +341,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("settings", CHANGES, ids=str)
+@pytest.mark.parametrize("settings", rest_heavy(CHANGES, quick=3), ids=str)
 def test_changed_logits_are_the_definitions(settings):
     row = np.random.default_rng(5).normal(scale=2.0, size=V).astype(np.float32)
     seen = {"prompt": (7, 8, 8), "generated": (9, 7, 9, 20), "stop_ids": (20, 41)}
@@ -349,7 +349,7 @@ def test_changed_logits_are_the_definitions(settings):
     np.testing.assert_allclose(out, changed_by_numpy(row, **seen, **settings), rtol=1e-6)
 
 
-@pytest.mark.parametrize("settings", CHANGES, ids=str)
+@pytest.mark.parametrize("settings", rest_heavy(CHANGES, quick=3), ids=str)
 def test_draws_follow_the_changed_distribution_and_the_policy_does_not_change(settings):
     num_draws = 20_000
     row = np.random.default_rng(6).normal(scale=2.0, size=V).astype(np.float32)

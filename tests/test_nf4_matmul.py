@@ -13,6 +13,8 @@ import pytest
 from groupax.models.nf4 import dequantize_nf4, quantize_nf4
 from groupax.models.nf4_matmul import MAX_ROWS, can_multiply, nf4_matmul_nt
 
+from .conftest import rest_heavy
+
 # Outputs and inputs: one block, a part of a tile, several scales of scales, blocks that do not fill the last step.
 MATRICES = [(32, 64), (17, 128), (100, 192), (160, 832)]
 
@@ -27,7 +29,7 @@ def some_rows(num_rows, num_inputs, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_rows", [1, 16, 130])
+@pytest.mark.parametrize("num_rows", rest_heavy([16, 1, 130]))
 @pytest.mark.parametrize("shape", MATRICES, ids=str)
 def test_the_kernel_multiplies_by_the_dequantized_matrix(shape, num_rows, dtype):
     weight, x = a_matrix(shape), some_rows(num_rows, shape[1], dtype)

@@ -246,7 +246,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("loss_type", get_args(LossType))
-@pytest.mark.parametrize("make", [a_batch, episodes])
+@pytest.mark.parametrize("make", rest_heavy([a_batch, episodes]))
 def test_loss_is_the_formula(make, loss_type, case):
     settings = ObjectiveSettings(loss_type=loss_type, max_completion_length=16, **case)
     batch = make()
@@ -269,7 +269,7 @@ def test_zero_metrics_have_the_names_of_the_full_ones(loss_type, case):
     assert jax.tree.structure(metrics) == jax.tree.structure(zero_metrics(settings))
 
 
-@pytest.mark.parametrize("importance_sampling_level", get_args(ImportanceSamplingLevel))
+@pytest.mark.parametrize("importance_sampling_level", rest_heavy(get_args(ImportanceSamplingLevel)))
 @pytest.mark.parametrize("loss_type", rest_heavy(get_args(LossType)))
 @pytest.mark.parametrize("cuts", rest_heavy([[1, 2, 4], [3], [1, 2, 3, 4, 5]]))
 def test_splitting_a_step_changes_neither_loss_nor_gradient(loss_type, importance_sampling_level, cuts):
@@ -316,7 +316,7 @@ def test_on_policy_gradient_is_reinforce_with_the_group_baseline(loss_type, impo
     np.testing.assert_allclose(grad, -batch["advantages"] * weights[:, None] * mask, atol=1e-7)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", rest_heavy(CASES, quick=6), ids=str)
 @pytest.mark.parametrize("loss_type", get_args(LossType))
 def test_tokens_of_the_environment_have_no_gradient_and_no_effect(loss_type, case):
     settings = ObjectiveSettings(loss_type=loss_type, max_completion_length=16, **case)
@@ -463,15 +463,18 @@ def test_a_fixed_bonus_stays():
 
 @pytest.mark.parametrize(
     ("estimator", "corrected", "off_policy", "exact"),
-    [
-        ("k2", False, False, True),
-        ("k3", True, False, True),
-        ("k3", True, True, True),
-        ("k2", True, False, True),
-        ("k2", True, True, True),
-        ("k3", False, False, False),
-        ("k2", False, True, False),
-    ],
+    rest_heavy(
+        [
+            ("k2", False, False, True),
+            ("k3", True, True, True),
+            ("k3", False, False, False),
+            ("k3", True, False, True),
+            ("k2", True, False, True),
+            ("k2", True, True, True),
+            ("k2", False, True, False),
+        ],
+        quick=3,
+    ),
 )
 def test_expected_kl_gradient_over_a_small_policy(estimator, corrected, off_policy, exact):
     rng = np.random.default_rng(0)

@@ -18,6 +18,8 @@ from groupax.settings.optimizer import (
 )
 from groupax.training.optimizer import OPTIMIZERS, make_optimizer, make_schedule
 
+from .conftest import rest_heavy
+
 RATE = 0.1
 
 
@@ -60,7 +62,7 @@ def test_every_optimizer_goes_downhill(name):
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("name", get_args(OptimizerName))
+@pytest.mark.parametrize("name", rest_heavy(get_args(OptimizerName), quick=2))
 @pytest.mark.parametrize("scope", get_args(WeightDecayScope))
 def test_decay_is_decoupled_and_spares_norms_unless_told(name, scope):
     """With a zero gradient all that is left of a step is the decay."""

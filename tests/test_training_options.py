@@ -412,6 +412,7 @@ def test_an_infinite_logprob_leaves_the_weights_finite(tmp_path, name, value):
     assert all(np.isfinite(x).all() for x in leaves(trainer))
 
 
+@pytest.mark.heavy
 def test_a_reward_that_is_not_a_number_is_no_reward(tmp_path, caplog):
     def nan_in_the_second_step(completion_ids, trainer_state):
         values = count_a(completion_ids)

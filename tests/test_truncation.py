@@ -8,6 +8,8 @@ import pytest
 import groupax.engine.truncation as truncation
 from groupax.engine.truncation import Truncation, block_width, largest, reduce_blocks, truncation_threshold
 
+from .conftest import rest_heavy
+
 WORDS = 12_000  # in 150 blocks, more than those of the candidates
 RNG = np.random.default_rng(0)
 ROWS = {
@@ -51,7 +53,7 @@ def kept_by_threshold(rows, top_k, top_p):
     return np.asarray(Truncation(threshold, jnp.zeros(len(rows))).weights(rows) > 0)
 
 
-@pytest.mark.parametrize("top_k", [0, 1, 5, 64, 65, 1000, 2 * WORDS])
+@pytest.mark.parametrize("top_k", rest_heavy([0, 65, 2 * WORDS, 1, 5, 64, 1000], quick=3))
 @pytest.mark.usefixtures("platform")
 def test_top_k_keeps_what_a_sort_keeps(top_k):
     rows = scaled_rows()
@@ -61,7 +63,10 @@ def test_top_k_keeps_what_a_sort_keeps(top_k):
         np.testing.assert_array_equal(ours, kept_by_sorting(row, top_k, 1.0) & possible, err_msg=name)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.1), (0, 0.5), (0, 0.95), (0, 0.999), (50, 0.8), (3000, 0.9)])
+TOP_P = [(0, 0.1), (50, 0.8), (0, 0.999), (0, 0.5), (0, 0.95), (3000, 0.9)]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), rest_heavy(TOP_P, quick=3))
 @pytest.mark.usefixtures("platform")
 def test_top_p_keeps_the_mass_that_a_sort_keeps(top_k, top_p):
     rows = scaled_rows()
