@@ -1,6 +1,6 @@
 """The strictest set-up: annotated shapes are checked, dtypes and ranks do not promote, warnings are errors."""
 
-import ast
+import builtins
 import functools
 import os
 import threading
@@ -23,8 +23,8 @@ def one_at_a_time(function):
 
 
 # Until 3.11.8 Python counts how deep syntax trees are for all threads together and fails when it comes out wrong
-# (python/cpython#106905). The hook below parses whatever is imported, also what trackers' and rewards' threads import.
-ast.parse = one_at_a_time(ast.parse)
+# (python/cpython#106905). The hooks below parse whatever is imported, also what trackers' and rewards' threads import.
+builtins.compile = one_at_a_time(compile)
 
 from pathlib import Path
 
