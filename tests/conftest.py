@@ -2,6 +2,7 @@
 
 import builtins
 import functools
+import gc
 import os
 import threading
 
@@ -11,19 +12,26 @@ os.environ["WANDB_MODE"] = "offline"
 
 
 def one_at_a_time(function):
-    """The function, called by one thread at a time."""
+    """The function, called by one thread at a time, and not by what the collection of garbage calls."""
     lock = threading.RLock()
 
     @functools.wraps(function)
     def alone(*args, **kwargs):
         with lock:
-            return function(*args, **kwargs)
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if collects:
+                    gc.enable()
 
     return alone
 
 
 # Until 3.11.8 Python counts how deep syntax trees are for all threads together and fails when it comes out wrong
-# (python/cpython#106905). The hooks below parse whatever is imported, also what trackers' and rewards' threads import.
+# (python/cpython#106905). The hooks below parse whatever is imported, also what trackers' and rewards' threads import,
+# and so do tracebacks, such as that of a task which is collected while its exception was never retrieved.
 builtins.compile = one_at_a_time(compile)
 
 from pathlib import Path

@@ -592,6 +592,7 @@ def test_an_update_that_failed_half_way_is_not_saved(tmp_path, monkeypatch):
     assert_same_end(resumed, whole)
 
 
+@pytest.mark.heavy
 def test_after_updates_that_are_not_finite_a_run_goes_on_behind_them(tmp_path, caplog):
     trainer = a_trainer(tmp_path, max_steps=5, max_bad_steps=2)
     update = trainer.learner.update

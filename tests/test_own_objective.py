@@ -104,6 +104,7 @@ def test_options_reach_the_metrics(own):
     assert loss != find_loss("my_objective:GMPO(epsilon=0.2)")
 
 
+@pytest.mark.heavy
 def test_an_own_loss_split_over_micro_batches_is_the_same(own):
     settings = ObjectiveSettings(loss_type="my_objective:GMPO")
     batch = given_for(settings, a_batch())

@@ -370,6 +370,7 @@ def test_what_functions_log_lands_in_metrics_and_rollouts(tmp_path):
     assert all(row["extra/num_a"] == row["completion_ids"].count(3) for row in rows)
 
 
+@pytest.mark.heavy
 def test_an_interrupt_saves_the_run(tmp_path, caplog):
     calls = []
 

@@ -61,6 +61,7 @@ def content_of(folder):
 # -- one run at a time
 
 
+@pytest.mark.heavy
 def test_a_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path):
     run = tmp_path / "run"
     trainer = a_trainer(tmp_path, max_steps=1)  # before the other one begins
@@ -315,6 +316,7 @@ def test_five_kills_before_the_first_checkpoint_leave_one_folder(tmp_path):
     assert not list((tmp_path / "killed").glob("run.*"))
 
 
+@pytest.mark.heavy
 def test_stopping_before_the_first_step_says_that_nothing_was_saved(tmp_path, caplog):
     sent = []
 

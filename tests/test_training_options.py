@@ -360,6 +360,7 @@ def test_what_a_diverged_run_in_a_bucket_leaves_is_named_where_it_is(tmp_path):
     assert {"model", "bad_steps"} <= set(RemoteFolder(place).folders(""))
 
 
+@pytest.mark.heavy
 def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):
     import pyarrow.parquet
 
@@ -390,6 +391,7 @@ def test_bad_updates_are_skipped_kept_and_end_the_run(tmp_path, caplog):
     assert "the update was skipped, its batch is in" in caplog.text
 
 
+@pytest.mark.heavy
 def test_the_learning_rate_waits_for_skipped_updates(tmp_path):
     trainer = a_trainer(tmp_path, lr_scheduler_type="linear", max_steps=4)
     rows = fixed_rows(trainer)
