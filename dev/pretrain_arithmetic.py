@@ -9,30 +9,25 @@ mostly right, but it rarely does. That is what GRPO finds out.
 
 import argparse
 import itertools
-import json
 import random
 import re
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Int, Key
+from pretraining import Corpus, attend, save, train
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from groupax.models.attention import attend_masked
 from groupax.models.checkpoint import Model, init_model, load_model
 from groupax.models.config import AttentionConfig, ModelConfig
 from groupax.models.decoder import forward, head_weights
-from groupax.models.logprobs import token_logprobs
-from groupax.models.saving import save_model
 from groupax.models.specs import Params, num_params
 from groupax.parallel.mesh import DATA
 from groupax.recipes.arithmetic.problems import PROMPT, expressions, generate, solve, worked_solution, worked_steps
@@ -68,7 +63,6 @@ GENERATION_CONFIG = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": P
 BATCH_ROWS = 64
 ROW_TOKENS = 64
 PEAK_LEARNING_RATE = 3e-3
-WARMUP_STEPS = 100
 
 # Expressions with parentheses are reasoned through this often, the others that often.
 THINKS = {True: 0.62, False: 0.10}
@@ -78,11 +72,6 @@ SLIPS = 0.02
 
 NUM_EVALUATED = 500
 MAX_COMPLETION = 64
-
-
-def attend(attn: AttentionConfig, q: Array, k: Array, v: Array, visible: Array) -> Array:
-    """Attention over the visible keys, [B, S, K, H]."""
-    return attend_masked(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), visible, attn)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -130,10 +119,8 @@ def slip(rng: random.Random, solution: str, answer: str) -> str:
     return solution.replace(f"={answer}</think><answer>{answer}<", f"={wrong}</think><answer>{wrong}<")
 
 
-def make_corpus(
-    tokenizer: PreTrainedTokenizerFast, num_rows: int, seed: int
-) -> tuple[Int[np.ndarray, "R T"], Bool[np.ndarray, "R T"]]:
-    """Documents one after the other, cut into rows; and which tokens are to be learned: completions and their ends."""
+def make_corpus(tokenizer: PreTrainedTokenizerFast, num_rows: int, seed: int) -> Corpus:
+    """Documents one after the other, cut into rows, of which completions and their ends are to be learned."""
     rng = random.Random(seed)
     problems = expressions(seed)
     rows: list[int] = []
@@ -149,50 +136,9 @@ def make_corpus(
             num_given = len(prompt) + 1  # a character is a token, and <bos>
             learned += [False] * num_given + [True] * (len(tokens) - num_given)
     shape = (num_rows, ROW_TOKENS)
-    return np.resize(np.array(rows, np.int32), shape), np.resize(np.array(learned), shape)
-
-
-def loss(config: ModelConfig, params: Params, rows: Int[Array, "B T"], learned: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """Mean of -log p over the learned tokens. Documents in a row do not see each other."""
-    B, T = rows.shape[0], rows.shape[1] - 1
-    tokens = rows[:, :-1]
-    document = jnp.cumsum(rows == BOS, axis=1)
-    causal = jnp.tril(jnp.ones((1, T, T), bool))
-    visible = causal & (document[:, :-1, None] == document[:, None, :-1])
-
-    def attend_in_document(attn: AttentionConfig, kept: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        q, k, v = (x.reshape(B, T, *x.shape[1:]) for x in (q, k, v))
-        return attend(attn, q, k, v, visible).reshape(B * T, *q.shape[2:]), kept
-
-    hidden = forward(config, params, tokens.reshape(-1), jnp.tile(jnp.arange(T), B), attend_in_document).hidden
-    logps, _ = token_logprobs(hidden, head_weights(params), rows[:, 1:].reshape(-1), 1.0)
-    # A row may begin inside a document, whose prompt is then not to be seen.
-    weights = (learned & (document > 0))[:, 1:].reshape(-1)
-    return -jnp.sum(logps * weights) / jnp.sum(weights)
-
-
-def train(model: Model, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> Params:
-    """One pass over a corpus of `steps` batches."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, WARMUP_STEPS, steps)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05))
-
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def update(params: Any, state: Any, rows: Array, learned: Array) -> tuple[Any, Any, Array]:
-        value, gradient = jax.value_and_grad(partial(loss, model.config))(params, rows, learned)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    corpus = make_corpus(tokenizer, steps * BATCH_ROWS, seed)
-    batches = [part.reshape(steps, BATCH_ROWS, ROW_TOKENS) for part in corpus]
-    params, state = model.params, optimizer.init(model.params)
-    spread = NamedSharding(model.mesh, PartitionSpec(DATA))
-    start = time.perf_counter()
-    for step, batch in enumerate(zip(*batches, strict=True), start=1):
-        params, state, value = update(params, state, *jax.device_put(batch, spread))
-        value.block_until_ready()  # XLA's CPU collectives can deadlock with several steps in flight
-        if step % 100 == 0:
-            print(f"step {step:5d}  loss {value:.4f}  {time.perf_counter() - start:.0f} s", flush=True)
-    return params
+    ids = np.resize(np.array(rows, np.int32), shape)
+    positions = np.broadcast_to(np.arange(ROW_TOKENS, dtype=np.int32), shape)
+    return Corpus(ids, np.resize(np.array(learned), shape), np.cumsum(ids == BOS, axis=1, dtype=np.int32), positions)
 
 
 @partial(jax.jit, static_argnames=("config", "temperature"))
@@ -263,15 +209,6 @@ def evaluate(
     }
 
 
-def save(model: Model, folder: Path) -> None:
-    """Write the model and its tokenizer."""
-    save_model(model, folder, make_tokenizer())
-    # transformers 5 writes a class that transformers 4 does not have; both know this one.
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-
-
 CARD = """# The arithmetic model
 
 A Llama of {num_params:,} parameters in float32 that solves problems such as `8*(2+5)-17=`: 4 layers, hidden size 128,
@@ -313,9 +250,10 @@ def main() -> None:
     model = replace(init_model(HF_CONFIG, args.seed), generation_config=GENERATION_CONFIG)
     print(f"{num_params(model.config):,} parameters on {model.mesh.size} devices")
     start = time.perf_counter()
-    params = train(model, make_tokenizer(), args.steps, args.seed)
+    corpus = make_corpus(make_tokenizer(), args.steps * BATCH_ROWS, args.seed)
+    params = train(model, corpus, BATCH_ROWS, PEAK_LEARNING_RATE)
     minutes = (time.perf_counter() - start) / 60
-    save(replace(model, params=params), args.out)
+    save(replace(model, params=params), args.out, make_tokenizer())
 
     model, tokenizer = load_model(args.out), AutoTokenizer.from_pretrained(args.out)
     figures = table(

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from groupax import GRPOConfig, GRPOTrainer, init_model
-from groupax.engine.engine import new_sequences
 from groupax.episodes.environment import EnvironmentClass, with_observation
 from groupax.episodes.play import play_episodes
 from groupax.episodes.rules import make_rules
@@ -23,7 +22,7 @@ from groupax.tools.tool import Step, Tool, tool, tools_from, tools_of
 
 from .chat_tokenizers import VOCAB_SIZE, chat_tokenizer
 from .conftest import TINY
-from .samplers import TurnsSampler
+from .samplers import TurnsSampler, WrittenTurns
 
 TOKENIZER = chat_tokenizer()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -31,39 +30,18 @@ PARAMS = SamplingParams(n=2, max_tokens=2000)
 PROMPT = [{"role": "user", "content": "go"}]
 
 
-class Script:
+class Script(WrittenTurns):
     """A sampler whose turns are written in advance: `answer(prompt text, sample index, turn)` returns each text."""
 
     def __init__(self, answer):
-        self.answer, self.prompts, self.pending = answer, [], []
+        super().__init__(END)
+        self.answer, self.prompts = answer, []
 
-    def sequences(self, prompts, params, step=0, first_prompt=0):
-        return new_sequences(prompts, params, (END,), step, first_prompt)
-
-    def session(self):
-        self.pending = []
-        return self
-
-    @property
-    def busy(self):
-        return bool(self.pending)
-
-    def submit(self, sequences):
-        self.pending += sequences
-
-    def step(self):
-        pending, self.pending = self.pending, []
-        for sequence in pending:
-            text = TOKENIZER.decode(sequence.prompt)
-            self.prompts.append(text)
-            ids = TOKENIZER.encode(self.answer(text, sequence.sample_index, text.count("<|im_start|>assistant") - 1))
-            ids = [*ids, END][: sequence.params.max_tokens]
-            sequence.tokens, sequence.finish_reason = ids, "stop" if ids[-1] == END else "length"
-            sequence.policy_logps = sequence.sampler_logps = [-1.0] * len(ids)
-            yield sequence, len(ids)
-
-    def close(self):
-        self.pending = []
+    def turn(self, sequence):
+        text = TOKENIZER.decode(sequence.prompt)
+        self.prompts.append(text)
+        written = self.answer(text, sequence.sample_index, text.count("<|im_start|>assistant") - 1)
+        return [*TOKENIZER.encode(written), END]
 
 
 def call(name, **arguments):
@@ -530,6 +508,28 @@ class Conversation:
 
 
 CHATTY = TINY | {"vocab_size": VOCAB_SIZE, "eos_token_id": END, "max_position_embeddings": 512}
+
+
+def check_five_steps(folder, rows, environments):
+    """Trains five steps in others' environments, in which every episode must count and engine and trainer agree."""
+    args = GRPOConfig(
+        output_dir=str(folder),
+        prompts_per_step=2,
+        num_generations=8,
+        max_completion_length=128,
+        max_turn_tokens=24,
+        max_steps=5,
+        learning_rate=1e-2,
+        progress_bar="none",
+        stop=tuple("bcdfghjklmnp"),
+    )
+    tokenizer = chat_tokenizer()
+    model = init_model(CHATTY, seed=0)
+    GRPOTrainer(model, None, args, rows, processing_class=tokenizer, environments=environments).train()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line["rollout/logp_diff_max"] < 1e-5 and line["stop/env_error"] == 0 for line in lines)
+    assert any(line["reward"] > 0 for line in lines)
 
 
 def train(folder, reward_funcs=None, environments=Conversation, **settings):

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from groupax import GRPOConfig, GRPOTrainer, InfrastructureError, init_model, openenv
+from groupax import InfrastructureError, openenv
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
 
-from .chat_tokenizers import chat_tokenizer
 from .openenv_small import SmallServer
-from .test_episodes import CHATTY, PROMPT, call, played
+from .test_episodes import PROMPT, call, check_five_steps, played
 
 OWN = importlib.util.find_spec("openenv") is not None
 TWO = SamplingParams(n=2, max_tokens=2000)
@@ -170,35 +169,5 @@ def test_mistakes_are_found_at_the_start():
 @pytest.mark.heavy
 def test_training_on_an_openenv_server(tmp_path):
     with (own_server if OWN else small_server)("words") as url:
-        args = GRPOConfig(
-            output_dir=str(tmp_path),
-            prompts_per_step=2,
-            num_generations=8,
-            max_completion_length=128,
-            max_turn_tokens=24,
-            max_steps=5,
-            learning_rate=1e-2,
-            progress_bar="none",
-            stop=tuple("bcdfghjklmnp"),
-        )
-        trainer = GRPOTrainer(
-            init_model(CHATTY, seed=0),
-            None,
-            args,
-            [{"prompt": PROMPT, "topic": topic} for topic in ("cats", "dogs", "owls", "bees")],
-            processing_class=chat_tokenizer(),
-            environments=openenv(url, reset_columns=["topic"]),
-        )
-        trainer.train()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        print(
-            {
-                name: line[name]
-                for name in ("step", "reward", "loss", "rollout/logp_diff_max", "step_seconds")
-                if name in line
-            }
-        )
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert all(line["rollout/logp_diff_max"] < 1e-5 and line.get("stop/env_error", 0) == 0 for line in lines)
-    assert any(line["reward"] > 0 for line in lines)
+        rows = [{"prompt": PROMPT, "topic": topic} for topic in ("cats", "dogs", "owls", "bees")]
+        check_five_steps(tmp_path, rows, openenv(url, reset_columns=["topic"]))

@@ -1,19 +1,16 @@
 """Environments of the library verifiers, which is an extra and not small: the tests skip where it is not installed."""
 
 import importlib.util
-import json
 import sys
 import types
 
 import pytest
 
-from groupax import GRPOConfig, GRPOTrainer, init_model
 from groupax import verifiers as load
 from groupax.errors import RunError
 from groupax.settings.sampling import SamplingParams
 
-from .chat_tokenizers import chat_tokenizer
-from .test_episodes import CHATTY, call, played
+from .test_episodes import call, check_five_steps, played
 
 if importlib.util.find_spec("verifiers") is None or importlib.util.find_spec("verifiers.envs") is None:
     pytest.skip("verifiers<0.4 is not installed", allow_module_level=True)
@@ -161,29 +158,4 @@ def test_training_on_a_verifiers_environment(tmp_path, monkeypatch):
     module.load_environment = lambda max_turns=-1: talk(max_turns=max_turns)
     monkeypatch.setitem(sys.modules, "talkative", module)
     environment = load("talkative", name="talk", max_turns=2)
-    args = GRPOConfig(
-        output_dir=str(tmp_path),
-        prompts_per_step=2,
-        num_generations=8,
-        max_completion_length=128,
-        max_turn_tokens=24,
-        max_steps=5,
-        learning_rate=1e-2,
-        progress_bar="none",
-        stop=tuple("bcdfghjklmnp"),
-    )
-    trainer = GRPOTrainer(
-        init_model(CHATTY, seed=0),
-        None,
-        args,
-        environment.dataset,
-        processing_class=chat_tokenizer(),
-        environments=environment,
-    )
-    trainer.train()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        print({name: line[name] for name in ("step", "reward", "loss", "rollout/logp_diff_max") if name in line})
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert all(line["rollout/logp_diff_max"] < 1e-5 and line.get("stop/env_error", 0) == 0 for line in lines)
-    assert any(line["reward"] > 0 for line in lines)
+    check_five_steps(tmp_path, environment.dataset, environment)

@@ -25,7 +25,8 @@ class Session:
 
         submit ──► waits ──► step ──► step ──► ... each yields the sequences that have grown
 
-    A sequence comes out as if it ran alone, whenever others join or leave. Between two steps requests may be added,
+    A sequence comes out as if it ran alone, whenever others join or leave, up to the rounding of its log-probs, which
+    depends on the columns of the cache that it has. Between two steps requests may be added,
     sequences cancelled (`Sequence.cancel`) and the engine's weights changed; all of that in the thread that steps.
     While nothing runs, no memory is held for keys and values.
 

@@ -5,7 +5,6 @@ environment.rollout ──get_response(messages)──► reset, or act, returns
 """
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -132,8 +131,7 @@ class VerifiersSession:
         """Ends a rollout that was not scored."""
         if self._rollout is not None and not self._rollout.done():
             self._rollout.cancel()
-            with contextlib.suppress(BaseException):
-                await self._rollout
+            await asyncio.gather(self._rollout, return_exceptions=True)
 
     async def _next(self) -> list[Any] | None:
         """Returns the messages after which the environment asks for a turn; None if the rollout has ended."""
