@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("names", nargs="*", help="parts of the names of the scripts to run; all by default")
     parser.add_argument("--library", default="groupax.compat.trl", help="what to import in the place of trl")
+    parser.add_argument("--worlds", type=Path, help="folder that keeps the models for the next time")
     parser.add_argument("--verbose", action="store_true", help="print what the scripts write")
     given = parser.parse_args()
     print("| script | result | saved in | largest change of a weight | s |\n|---|---|---|---|---|")
@@ -105,7 +106,7 @@ def main() -> None:
 
 def _print_rows(cases: Sequence[Case], folder: Path, given: argparse.Namespace) -> None:
     for number, case in enumerate(cases):
-        world = folder / case.turns
+        world = (given.worlds or folder).absolute() / case.turns
         if not world.exists():
             trl_scripts.make_world(world, case.turns)
         shutil.copytree(world, folder / str(number), symlinks=True)

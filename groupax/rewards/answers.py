@@ -14,12 +14,12 @@ def verified(completion: str, solution: str) -> tuple[float | None, str, str]:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    gold = parse(solution, parsing_timeout=None)
+    gold = parse(solution, parsing_timeout=0)
     if not gold:
         return None, "[unparseable]", "[skipped]"
     how = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
-    found = parse(completion, extraction_config=[how], extraction_mode="first_match", parsing_timeout=None)
+    found = parse(completion, extraction_config=[how], extraction_mode="first_match", parsing_timeout=0)
     is_right = verify(gold, found, timeout_seconds=None)
     return float(is_right), str(gold), str(found) if found else "[unparseable]"
