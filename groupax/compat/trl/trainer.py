@@ -11,10 +11,11 @@ import numpy as np
 
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
-from groupax.compat.fields import parse_mapping, warn
+from groupax.compat.fields import warn
 from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
+from groupax.compat.trl.model_kwargs import resolve_model
 from groupax.compat.trl.optimizer import torch_optimizer_settings
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.data.chat import unknown_template_kwargs
@@ -111,7 +112,7 @@ class GRPOTrainer:
         if not rewards and not agents.reward_classes:
             raise ValueError(NO_REWARD)
         num_prompts = args.schedule(num_devices).prompts_per_rollout
-        train_dataset, has_prompts = agents.rows(train_dataset, args.given.get("max_steps", -1), num_prompts)
+        train_dataset, has_prompts = agents.rows(train_dataset, args.max_steps, num_prompts)
         examples = load_examples(train_dataset)
         self.rollout_func, self.rollout_request = rollout_func, None
         self._unknown_environments = agents.unknown(examples)
@@ -269,16 +270,7 @@ def num_accelerators() -> int:
 
 
 def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config: Any) -> _Policy:
-    more = dict(parse_mapping(args.model_init_kwargs, "model_init_kwargs"))
-    if quantization_config is not None and "quantization_config" in more:
-        raise ValueError("quantization_config is given twice: to the trainer and in model_init_kwargs")
-    quantization_config = quantization_config or more.pop("quantization_config", None)
-    more.pop("attn_implementation", None)  # read by `GRPOConfig.to_native`
-    for name, value in more.items():
-        if name not in (*hf.INERT, "dtype", "torch_dtype"):
-            raise ValueError(f"model_init_kwargs has {name!r}{nearest(name, [*hf.INERT, 'dtype'])}")
-        why = hf.INERT.get(name, "master weights are float32, and bf16 chooses the dtype of the computation")
-        warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {why}")
+    model, quantization_config = resolve_model(model, args, quantization_config)
     weights = hf.base_weights(quantization_config)
     given = hf.as_model(model)
     adapter = getattr(given, "adapter", None)
