@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +15,12 @@ from groupax.compat.fields import warn
 from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
-from groupax.compat.trl.model_kwargs import resolve_model
 from groupax.compat.trl.optimizer import torch_optimizer_settings
+from groupax.compat.trl.policy import TrainedModel, adapter_settings, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
-from groupax.models.lora import as_lora_config
 from groupax.parallel.runtime import configure_jax
 from groupax.settings.fields import nearest
 from groupax.storage.folders import resolve_folder
@@ -51,20 +50,11 @@ class TrainOutput(NamedTuple):
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class _Policy:
-    """The model to train, its adapter config, and the quantization of its base weights."""
-
-    model: Any
-    peft_config: Any
-    weights: Any
-
-
 class GRPOTrainer:
     """TRL's trainer, implemented with the native trainer in its attribute `native`.
 
     Args:
-        model: Folder, hub id, model of groupax or of `compat.hf`, or PyTorch model.
+        model: Folder, hub id, or a model object: one of PyTorch or of `compat.hf` is trained in place.
         reward_funcs: One or several reward functions or reward models.
         args: Settings.
         train_dataset: Prompts to train on.
@@ -104,7 +94,7 @@ class GRPOTrainer:
         rollout_func: Any = None,
     ) -> None:
         self.args = args = args or GRPOConfig(f"{Path(str(getattr(model, 'name', model))).name}-GRPO")
-        policy = _policy(model, args, quantization_config, peft_config)
+        policy = policy_of(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
         self._agents = agents = Agents(tools, environment_factory)
         rewards = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
@@ -122,7 +112,7 @@ class GRPOTrainer:
         settings = args.to_native(num_devices, len(examples))
         settings = replace(settings, **torch_optimizer_settings(optimizers))
         if policy.weights != "same":
-            settings = replace(settings, base_weights=policy.weights, **_adapter(policy.peft_config))
+            settings = replace(settings, base_weights=policy.weights, **adapter_settings(policy.peft_config))
             policy = replace(policy, peft_config=None)
         arguments = _template_kwargs(settings.chat_template_kwargs, processing_class, policy.model)
         settings = replace(settings, chat_template_kwargs=arguments)
@@ -148,6 +138,7 @@ class GRPOTrainer:
             rollout_func=self._rollout_function(rewards, examples),
         )
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
+        self._trained = TrainedModel(policy.owner, self.native)
         args.warn_about_mesh(self.native.model)
         self.state.max_steps = self.native.num_steps
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -190,9 +181,9 @@ class GRPOTrainer:
         return self.native.tokenizer
 
     @property
-    def model(self) -> hf.CausalLM:
-        """The current policy."""
-        return hf.CausalLM(self.native.model)
+    def model(self) -> Any:
+        """The policy: the given model object, which is trained in place, or a `compat.hf` model of a given name."""
+        return self._trained.model
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback."""
@@ -216,10 +207,11 @@ class GRPOTrainer:
         trainer, args = self.native, self.args
         resume = resume_from_checkpoint or args.resume_from_checkpoint
         trainer.args = replace(trainer.args, resume="auto" if resume is True else str(resume) if resume else "never")
-        more = {"model": None, "processing_class": trainer.tokenizer, "train_dataloader": None}
+        more = {"model": self.model, "processing_class": trainer.tokenizer, "train_dataloader": None}
         steps = trainer.schedule.num_steps(len(trainer.prompts), 1, -1)
-        self._listeners[:] = [CallbackListener(self.callbacks, args, steps, self.state, more)]
+        self._listeners[:] = [self._trained, CallbackListener(self.callbacks, args, steps, self.state, more)]
         result = trainer.train()
+        self._trained.report_cost(result.train_seconds)
         losses = [line["loss"] for line in self.state.log_history if "loss" in line]
         if args.push_to_hub:
             self.push_to_hub()
@@ -267,41 +259,6 @@ def num_accelerators() -> int:
     """Returns the device count that `per_device_train_batch_size` refers to; a process on CPU counts as one device."""
     configure_jax()
     return jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
-
-
-def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config: Any) -> _Policy:
-    model, quantization_config = resolve_model(model, args, quantization_config)
-    weights = hf.base_weights(quantization_config)
-    given = hf.as_model(model)
-    adapter = getattr(given, "adapter", None)
-    if adapter is not None and peft_config is not None:
-        if as_lora_config(peft_config) != adapter.config:
-            raise ValueError("the model already has an adapter, and peft_config describes another one; pass only one")
-        warn("peft_config describes the adapter that the model already has, which will be trained; leave it out")
-        peft_config = None
-    if weights != "same" and not isinstance(given, (str, Path)):
-        warn("quantization_config changes nothing: the model is already loaded")
-        weights = "same"
-    return _Policy(given, peft_config, weights)
-
-
-def _adapter(peft_config: Any) -> dict[str, Any]:
-    """Returns an adapter config as native settings, which a base that is quantized while loading needs."""
-    if peft_config is None:
-        return {}
-    lora = as_lora_config(peft_config)
-    names = lora.target_modules
-    if isinstance(names, str) and names != "all-linear":
-        raise ValueError("target_modules as a regular expression needs a loaded model; name the modules")
-    return {
-        "lora_r": lora.r,
-        "lora_alpha": float(lora.lora_alpha),
-        "lora_dropout": float(lora.lora_dropout),
-        "lora_target_modules": (names,) if isinstance(names, str) else tuple(names),
-        "lora_bias": lora.bias,
-        "use_rslora": lora.use_rslora,
-        "lora_modules_to_save": tuple(lora.modules_to_save),
-    }
 
 
 def _reward(reward: Any) -> Any:
