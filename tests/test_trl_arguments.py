@@ -184,18 +184,19 @@ def test_parsers_of_trl_and_transformers_fill_the_config(source):
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")
-def test_dataclasses_of_scripts_have_the_fields_and_defaults_of_trl():
+def test_dataclasses_have_the_fields_of_trl_in_order_with_their_defaults():
     theirs = pytest.importorskip("trl")
     from trl.scripts.utils import DatasetConfig
 
     from groupax.compat.trl import scripts
 
     for own, other in (
+        (trl.GRPOConfig, theirs.GRPOConfig),
         (trl.ScriptArguments, theirs.ScriptArguments),
         (trl.ModelConfig, theirs.ModelConfig),
         (trl.DatasetMixtureConfig, theirs.DatasetMixtureConfig),
         (scripts.DatasetConfig, DatasetConfig),
     ):
-        assert [(f.name, f.default) for f in dataclasses.fields(own)] == [
-            (f.name, f.default) for f in dataclasses.fields(other)
-        ]
+        known = {field.name: (field.default, field.default_factory) for field in dataclasses.fields(other)}
+        in_order = {f.name: (f.default, f.default_factory) for f in dataclasses.fields(own) if f.name in known}
+        assert list(in_order.items()) == list(known.items())
