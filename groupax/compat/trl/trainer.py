@@ -102,7 +102,7 @@ class GRPOTrainer:
         if not rewards and not agents.reward_classes:
             raise ValueError(NO_REWARD)
         num_prompts = args.schedule(num_devices).prompts_per_rollout
-        train_dataset, has_prompts = agents.rows(train_dataset, args.given.get("max_steps", -1), num_prompts)
+        train_dataset, has_prompts = agents.rows(train_dataset, args.max_steps, num_prompts)
         examples = load_examples(train_dataset)
         self.rollout_func, self.rollout_request = rollout_func, None
         self._unknown_environments = agents.unknown(examples)
