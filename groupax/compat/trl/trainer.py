@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,20 +10,20 @@ import jax
 
 from groupax.compat import hf
 from groupax.compat.callbacks import CallbackListener, State
-from groupax.compat.fields import parse_mapping, warn
+from groupax.compat.fields import warn
 from groupax.compat.trl.advice import warn_about_losses, warn_about_rewards
 from groupax.compat.trl.attributes import Attributes, LastRollout
 from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
 from groupax.compat.trl.optimizer import torch_optimizer_settings
+from groupax.compat.trl.policy import TrainedModel, adapter_settings, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import Streams, evaluation_rows
 from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
 from groupax.evaluation.sets import ONLY_SET
-from groupax.models.lora import as_lora_config
 from groupax.parallel.runtime import configure_jax
 from groupax.settings.fields import nearest
 from groupax.storage.folders import resolve_folder
@@ -38,20 +38,11 @@ class TrainOutput(NamedTuple):
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class _Policy:
-    """The model to train, its adapter config, and the quantization of its base weights."""
-
-    model: Any
-    peft_config: Any
-    weights: Any
-
-
 class GRPOTrainer(Attributes):
     """TRL's trainer, implemented with the native trainer in its attribute `native`.
 
     Args:
-        model: Folder, hub id, model of groupax or of `compat.hf`, or PyTorch model.
+        model: Folder, hub id, or a model object: one of PyTorch or of `compat.hf` is trained in place.
         reward_funcs: One or several reward functions or reward models.
         args: Settings.
         train_dataset: Prompts to train on.
@@ -92,7 +83,7 @@ class GRPOTrainer(Attributes):
     ) -> None:
         self.args = args = args or GRPOConfig(f"{Path(str(getattr(model, 'name', model))).name}-GRPO")
         warn_about_losses(args)
-        policy = _policy(model, args, quantization_config, peft_config)
+        policy = policy_of(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
         self._agents = agents = Agents(tools, environment_factory)
         rewards = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
@@ -114,7 +105,7 @@ class GRPOTrainer(Attributes):
         settings = args.to_native(num_devices, len(examples))
         settings = replace(settings, **streams.settings, **torch_optimizer_settings(optimizers))
         if policy.weights != "same":
-            settings = replace(settings, base_weights=policy.weights, **_adapter(policy.peft_config))
+            settings = replace(settings, base_weights=policy.weights, **adapter_settings(policy.peft_config))
             policy = replace(policy, peft_config=None)
         arguments = _template_kwargs(settings.chat_template_kwargs, processing_class, policy.model)
         settings = replace(settings, chat_template_kwargs=arguments)
@@ -142,6 +133,7 @@ class GRPOTrainer(Attributes):
             rollout_func=self._rollout_function(rewards, examples),
         )
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
+        self._trained = TrainedModel(policy.owner, self.native)
         args.warn_about_mesh(self.native.model)
         self.state.max_steps = self.native.num_steps
         if self.train_dataset is None:
@@ -165,9 +157,9 @@ class GRPOTrainer(Attributes):
         return pool.of(names, trainer.args.num_generations)
 
     @property
-    def model(self) -> hf.CausalLM:
-        """The current policy."""
-        return hf.CausalLM(self.native.model)
+    def model(self) -> Any:
+        """The policy: the given model object, which is trained in place, or a `compat.hf` model of a given name."""
+        return self._trained.model
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback."""
@@ -194,10 +186,11 @@ class GRPOTrainer(Attributes):
         resume = resume_from_checkpoint or args.resume_from_checkpoint
         trainer.args = replace(trainer.args, resume="auto" if resume is True else str(resume) if resume else "never")
         listener = self._callback_listener()
-        self._listeners[:] = [self._last_rollout, warn_about_rewards, listener]
-        if args.eval_on_start:
+        self._listeners[:] = [self._trained, self._last_rollout, warn_about_rewards, listener]
+        if args.eval_on_start and not resume:
             self.evaluate()
         result = trainer.train()
+        self._trained.report_cost(result.train_seconds)
         if args.push_to_hub:
             self.push_to_hub()
         return TrainOutput(result.num_steps, listener.summary["train_loss"], {**result.metrics, **listener.summary})
@@ -206,7 +199,7 @@ class GRPOTrainer(Attributes):
         """Returns the listener that calls the callbacks and keeps the state."""
         if self._listener is None:
             trainer = self.native
-            more = {"model": None, "processing_class": trainer.tokenizer, "train_dataloader": None}
+            more = {"model": self.model, "processing_class": trainer.tokenizer, "train_dataloader": None}
             steps = trainer.schedule.num_steps(len(trainer.prompts), 1, -1)
             inputs = self.callbacks, self.args, steps, self.state, more, trainer.schedule.rows_per_step
             self._listener = CallbackListener(*inputs)
@@ -275,50 +268,6 @@ def num_accelerators() -> int:
     """Returns the device count that `per_device_train_batch_size` refers to; a process on CPU counts as one device."""
     configure_jax()
     return jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
-
-
-def _policy(model: Any, args: GRPOConfig, quantization_config: Any, peft_config: Any) -> _Policy:
-    more = dict(parse_mapping(args.model_init_kwargs, "model_init_kwargs"))
-    if quantization_config is not None and "quantization_config" in more:
-        raise ValueError("quantization_config is given twice: to the trainer and in model_init_kwargs")
-    quantization_config = quantization_config or more.pop("quantization_config", None)
-    more.pop("attn_implementation", None)  # read by `GRPOConfig.to_native`
-    for name, value in more.items():
-        if name not in (*hf.INERT, "dtype", "torch_dtype"):
-            raise ValueError(f"model_init_kwargs has {name!r}{nearest(name, [*hf.INERT, 'dtype'])}")
-        why = hf.INERT.get(name, "master weights are float32, and bf16 chooses the dtype of the computation")
-        warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {why}")
-    weights = hf.base_weights(quantization_config)
-    given = hf.as_model(model)
-    adapter = getattr(given, "adapter", None)
-    if adapter is not None and peft_config is not None:
-        if as_lora_config(peft_config) != adapter.config:
-            raise ValueError("the model already has an adapter, and peft_config describes another one; pass only one")
-        warn("peft_config describes the adapter that the model already has, which will be trained; leave it out")
-        peft_config = None
-    if weights != "same" and not isinstance(given, (str, Path)):
-        warn("quantization_config changes nothing: the model is already loaded")
-        weights = "same"
-    return _Policy(given, peft_config, weights)
-
-
-def _adapter(peft_config: Any) -> dict[str, Any]:
-    """Returns an adapter config as native settings, which a base that is quantized while loading needs."""
-    if peft_config is None:
-        return {}
-    lora = as_lora_config(peft_config)
-    names = lora.target_modules
-    if isinstance(names, str) and names != "all-linear":
-        raise ValueError("target_modules as a regular expression needs a loaded model; name the modules")
-    return {
-        "lora_r": lora.r,
-        "lora_alpha": float(lora.lora_alpha),
-        "lora_dropout": float(lora.lora_dropout),
-        "lora_target_modules": (names,) if isinstance(names, str) else tuple(names),
-        "lora_bias": lora.bias,
-        "use_rslora": lora.use_rslora,
-        "lora_modules_to_save": tuple(lora.modules_to_save),
-    }
 
 
 def _one_per_reward(tokenizers: Any, num_rewards: int) -> list[Any]:
