@@ -5,7 +5,9 @@ from groupax.compat.trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArgum
 
 from typing import TYPE_CHECKING, Any
 
+from groupax.compat.trl.absent import refusal
 from groupax.compat.trl.config import GRPOConfig as GRPOConfig
+from groupax.compat.trl.display import RichProgressCallback as RichProgressCallback
 from groupax.compat.trl.model_config import ModelConfig as ModelConfig
 from groupax.compat.trl.model_config import get_kbit_device_map as get_kbit_device_map
 from groupax.compat.trl.model_config import get_peft_config as get_peft_config
@@ -26,4 +28,4 @@ def __getattr__(name: str) -> Any:
         from groupax.compat.trl.parser import TrlParser
 
         return TrlParser
-    raise AttributeError(f"groupax.compat.trl has no {name!r}")
+    raise refusal(name)
