@@ -53,7 +53,7 @@ TOOL = {
 MATH = (
     "<think>\nSo.\n</think>\n$\\boxed{4}$",
     "<think>\nSo.\n</think>\n$\\boxed{5}$",
-    "$\\boxed{4}$",
+    "#### 4",
     "I do not know.",
 )
 NUM_ROWS = 80
