@@ -32,7 +32,7 @@ ROOMS = [
     ["rollouts", "environments"],
     ["evaluation"],
     ["runs"],
-    ["trainer", "planning"],
+    ["trainer", "sft", "planning"],
     ["__init__"],
     ["cli"],
     ["compat"],
