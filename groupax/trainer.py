@@ -9,6 +9,7 @@ log, save   events to every sink, checkpoints                                   
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from groupax.evaluation.evaluate import Evaluation, evaluate
 from groupax.events import PhaseStarted, StepStarted, TokenScores
@@ -157,8 +158,11 @@ class GRPOTrainer(RolloutRun):
         staleness = step - 1 - sum(row.policy_version for row in rows) / len(rows)
         log.step(step, update.metrics | {"rollout/staleness": staleness}, scores, update.distributions)
         self.last_metrics = log.last
+        self._stop_if_nothing_is_scored(log)
+
+    def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
         names = [reward.name for reward in self.rewards]
-        stop_if_nothing_is_scored(log, step, self.num_steps, self.schedule.updates_per_rollout, names)
+        stop_if_nothing_is_scored(log, self.cursor.step, self.num_steps, self.schedule.updates_per_rollout, names)
 
     @contextmanager
     def _shapes_kept(self) -> Iterator[None]:
@@ -172,14 +176,19 @@ class GRPOTrainer(RolloutRun):
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
-    def evaluate(self, params: SamplingParams | None = None) -> Evaluation:
+    def evaluate(self, params: SamplingParams | None = None, eval_dataset: Any = None) -> Evaluation:
         """Samples completions of all prompts of the `eval_dataset`s with the current policy, and scores them.
 
         Args:
             params: Sampling parameters; None takes the settings `eval_...`.
+            eval_dataset: Prompts to evaluate on instead of the trainer's, in any form that it takes.
+
+        Raises:
+            ValueError: There are no prompts, or they lack a column that a reward function takes.
         """
-        if not self.eval_prompts:
-            raise ValueError("there is no eval_dataset to evaluate on; give one to GRPOTrainer")
+        sets = self.eval_prompts if eval_dataset is None else self.encode_eval_sets(eval_dataset)
+        if not sets:
+            raise ValueError("there is no eval_dataset to evaluate on; give one to GRPOTrainer or to evaluate")
         if self.pipeline is not None:
             self.pipeline.settle()
         self.engine.params = self.learner.policy
@@ -201,9 +210,10 @@ class GRPOTrainer(RolloutRun):
                     f"evaluating {when}: {name}",
                     self.rules,
                 )
-                for name, prompts in self.eval_prompts.items()
+                for name, prompts in sets.items()
             }
         if self.pipeline is None:
             self.engine.release()
-        self.estimates[self.cursor.step] = {name: each.estimates for name, each in of_sets.items()}
+        if eval_dataset is None:  # the model's card compares the same sets before and after
+            self.estimates[self.cursor.step] = {name: each.estimates for name, each in of_sets.items()}
         return Evaluation(of_sets)

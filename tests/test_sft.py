@@ -81,7 +81,11 @@ def encoded(rows, tokenizer, **settings):
 
 
 def learned_texts(examples, tokenizer):
-    return [tokenizer.decode(example.ids[example.learned]).replace(" ", "") for sequence in examples.sequences for example in sequence]
+    return [
+        tokenizer.decode(example.ids[example.learned]).replace(" ", "")
+        for sequence in examples.sequences
+        for example in sequence
+    ]
 
 
 # -- examples

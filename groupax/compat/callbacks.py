@@ -1,13 +1,21 @@
 """An adapter that calls transformers' callbacks on run events. Imports no jax."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from groupax.compat.fields import warn
 from groupax.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepEnded, StepStarted
+from groupax.metrics.completions import window_mean
 from groupax.types import Metrics
 
+# Metrics of a step that the last line of a log, which is about the whole run, has not.
+OF_ONE_STEP = ("loss", "grad_norm", "learning_rate")
 NEVER_CALLED = ("on_epoch_begin", "on_epoch_end", "on_substep_end", "on_optimizer_step", "on_pre_optimizer_step")
 
 
@@ -27,6 +35,11 @@ class State:
     best_model_checkpoint: str | None = None
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
+
+    def save_to_json(self, path: str | os.PathLike[str]) -> None:
+        """Writes all fields to a file, in the format of transformers' `trainer_state.json`."""
+        text = json.dumps(_without_nan(asdict(self)), indent=2, sort_keys=True)
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 
 @dataclass
@@ -49,14 +62,28 @@ class CallbackListener:
         steps_per_epoch: Number of optimizer steps in an epoch, from which `state.epoch` is computed.
         state: Progress of the run, which the listener keeps up to date.
         more: Further keyword arguments of every callback method.
+        rows_per_step: Number of completions of an optimizer step.
+
+    Attributes:
+        summary: Metrics of the whole run, once it has ended.
     """
 
     def __init__(
-        self, callbacks: Sequence[Any], args: Any, steps_per_epoch: int, state: State, more: dict[str, Any]
+        self,
+        callbacks: Sequence[Any],
+        args: Any,
+        steps_per_epoch: int,
+        state: State,
+        more: dict[str, Any],
+        rows_per_step: int = 1,
     ) -> None:
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         self.args, self.steps_per_epoch, self.state, self.more = args, steps_per_epoch, state, more
-        self.control, self.warned = Control(), False
+        self.control, self.warned, self.rows_per_step = Control(), False, rows_per_step
+        self.losses: list[float] = []
+        self.started_s = time.perf_counter()
+        self.window: list[Metrics] = []  # of the steps since the last line
+        self.summary: Metrics = {}
         for callback in self.callbacks:
             self._warn_never_called(callback)
             self._call(callback, "on_init_end")
@@ -65,21 +92,24 @@ class CallbackListener:
         """Calls the callbacks' methods for a run event; returns whether the run should stop."""
         match event:
             case RunStarted(step=step):
+                self.control, self.losses, self.window = Control(), [], []
+                self.started_s = time.perf_counter()
                 self._call_all("on_train_begin", step)
             case StepStarted(step=step):
                 self._call_all("on_step_begin", step)
-            case StepEnded(step=step, logged=logged):
+            case StepEnded(step=step, metrics=metrics, logged=logged):
+                self.losses.append(metrics["loss"])
+                self.window.append(metrics)
                 self._call_all("on_step_end", step)
-                if logged is not None:
+                if logged is not None and step % max(1, self.state.logging_steps) == 0:  # `_close` logs what is left
+                    self.window.clear()
                     self._log(step, logged)
-                    self._call_all("on_log", step, logs=dict(logged))
             case Evaluated(step=step, metrics=metrics):
-                self._log(step, metrics)
-                self._call_all("on_evaluate", step, metrics=dict(metrics))
-                self._remember_best(step, metrics)
+                self.evaluated(step, metrics)
             case CheckpointSaved(step=step):
                 self._call_all("on_save", step)
             case RunEnded(step=step):
+                self._close(step)
                 self._call_all("on_train_end", step)
             case _:
                 pass
@@ -91,13 +121,34 @@ class CallbackListener:
             )
         return self.control.should_training_stop or self.control.should_epoch_stop
 
+    def evaluated(self, step: int, metrics: Metrics) -> None:
+        """Logs an evaluation and calls the callbacks."""
+        self._log(step, metrics)
+        self._call_all("on_evaluate", step, metrics=dict(metrics))
+        self._remember_best(step, metrics)
+
     def _call_all(self, method: str, step: int, **more: Any) -> None:
         self.state.global_step, self.state.epoch = step, step / self.steps_per_epoch
         for callback in self.callbacks:
             self._call(callback, method, more)
 
     def _log(self, step: int, metrics: Metrics) -> None:
-        self.state.log_history.append({"step": step, "epoch": step / self.steps_per_epoch, **metrics})
+        logs = {"epoch": step / self.steps_per_epoch, **metrics}
+        self.state.log_history.append({"step": step, **logs})
+        self._call_all("on_log", step, logs=logs)
+
+    def _close(self, step: int) -> None:
+        """Logs the line about the whole run, with the metrics of steps since the last line, as transformers does."""
+        seconds, num_steps = time.perf_counter() - self.started_s, len(self.losses)
+        rest = window_mean(self.window, "trl") if self.window else {}
+        self.summary = {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(num_steps * self.rows_per_step / seconds, 3),
+            "train_steps_per_second": round(num_steps / seconds, 3),
+            "train_loss": sum(self.losses) / max(num_steps, 1),
+            **{name: value for name, value in rest.items() if name not in OF_ONE_STEP},
+        }
+        self._log(step, self.summary)
 
     def _remember_best(self, step: int, metrics: Metrics) -> None:
         # Runs after the callbacks, which compare an evaluation with the best one before it.
@@ -122,3 +173,12 @@ class CallbackListener:
                 f"{type(callback).__name__}'s {', '.join(own)} will not be called: groupax has events for steps, "
                 "logs, evaluations, checkpoints, and the start and end of a run"
             )
+
+
+def _without_nan(value: Any) -> Any:
+    """Returns plain data with null, which JSON has, in the place of NaN and infinities."""
+    if isinstance(value, Mapping):
+        return {name: _without_nan(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

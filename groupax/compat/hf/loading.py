@@ -1,12 +1,12 @@
 """Loading models and adapters with the arguments of transformers and PEFT."""
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from groupax.compat.hf.model import CausalLM
 from groupax.compat.hf.settings import base_weights, warn_inert
+from groupax.compat.hf.torch_models import is_torch_model, read_torch_model
 from groupax.models.checkpoint import Model, add_adapter, load_adapter, load_model
 from groupax.models.lora import as_lora_config
 from groupax.storage.folders import resolve_folder
@@ -64,9 +64,7 @@ def prepare_model_for_kbit_training(model: CausalLM, **inert: Any) -> CausalLM:
 
 
 def as_model(model: Any) -> str | Path | Model:
-    """Returns a model as the native trainer accepts it.
-
-    A PyTorch model is written to a temporary folder and loaded from there.
+    """Returns a model as the native trainer accepts it; of a PyTorch model, the weights that it has now.
 
     Args:
         model: Folder, hub id, model of groupax or of `compat.hf`, or PyTorch model.
@@ -78,19 +76,9 @@ def as_model(model: Any) -> str | Path | Model:
         return model.model
     if isinstance(model, (str, Path, Model)):
         return model
-    if not hasattr(model, "save_pretrained") or not hasattr(model, "state_dict"):
+    if not is_torch_model(model):
         raise ValueError(f"model must be a folder, a hub id or a model, got {type(model).__name__}")
-    is_peft = hasattr(model, "peft_config")
-    base = model.get_base_model() if is_peft else model
-    name = base.config.name_or_path
-    quantized = getattr(base.config, "quantization_config", None)
-    weights = base_weights(quantized) if is_peft else "same"
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        if not is_peft:
-            base.config.save_pretrained(folder)
-        loaded = load_model(folder, base=name if is_peft else None, weights=weights)
-    return replace(loaded, source=resolve_folder(name) if name else None, name=name or None)
+    return read_torch_model(model)
 
 
 def _dtype(dtype: Any) -> Any:

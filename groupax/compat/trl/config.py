@@ -228,6 +228,12 @@ class GRPOConfig(ForeignConfig):
                 f"top_entropy_quantile={self.top_entropy_quantile} masks the policy loss; the entropy bonus is a mean "
                 "over all loss tokens, where TRL takes it over the kept ones"
             )
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            warn(
+                f"loss_type 'cispo' without epsilon_high caps ratios at epsilon = {self.epsilon}, as TRL does, which "
+                "scales the loss of on-policy tokens by that; set epsilon_high, e.g. to 5.0"
+            )
+            settings["epsilon_high"] = self.epsilon
         every = self.schedule(num_devices).num_steps(num_prompts, 1, -1) if num_prompts else 1
         settings["eval_steps"] = interval_steps(
             self.eval_strategy, self.eval_steps or self._logging_steps(), every, "eval_strategy"
