@@ -195,7 +195,7 @@ def _scored(trainer, rows):
 
 def test_the_losses_of_the_setting_are_their_formulas():
     logp = np.log(np.array([[0.5, 0.25]], np.float32))
-    terms = TokenTerms(*[jnp.array(logp)] * 4, jnp.ones((1, 2), bool), jnp.array(logp))
+    terms = TokenTerms(x := jnp.array(logp), x, x, x, jnp.ones((1, 2), bool), x)
     assert [*SUPERVISED_LOSSES] == [*get_args(SFTLossType)]
     found = {name: loss(terms, ObjectiveSettings()) for name, loss in SUPERVISED_LOSSES.items()}
     np.testing.assert_allclose(found["nll"], -logp, rtol=1e-6)

@@ -97,7 +97,8 @@ def _spans_of_prefixes(
     def rendered(shift: int, add_generation_prompt: bool) -> list[str]:
         parts = [list(conversations[index][: number + shift]) for index, number in turns]
         own = [names[index] for index, _ in turns]
-        kwargs, schemas = ([values[index] for index, _ in turns] for values in (template_kwargs, tools))
+        kwargs = [template_kwargs[index] for index, _ in turns]
+        schemas = [tools[index] for index, _ in turns]
         return render_all(tokenizer, parts, own, add_generation_prompt, kwargs, schemas)
 
     spans: list[Spans] = [[] for _ in conversations]
