@@ -83,7 +83,7 @@ CASES = (
     Case("examples/notebooks/openenv_sudoku_grpo.ipynb", "sudoku"),
     Case("examples/notebooks/openenv_wordle_grpo.ipynb", "wordle"),
     *(
-        Case(f"docs/source/{page}.md", "counter")
+        Case(f"docs/source/{page}.md", "docs")
         for page in ("grpo_trainer", "rloo_trainer", "quickstart", "peft_integration", "rewards", "openenv")
     ),
 )

@@ -66,7 +66,7 @@ tool2 = tool1
 
 
 class Filled(ast.NodeTransformer):
-    """The filling of what a snippet leaves out: the arguments behind `...`, and small sizes."""
+    """The filling of what a snippet leaves out: the arguments that it needs, and small sizes."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -75,7 +75,6 @@ class Filled(ast.NodeTransformer):
         """Fills the arguments of a config or of a trainer."""
         self.generic_visit(node)
         name = getattr(node.func, "id", "")
-        node.args = [each for each in node.args if not (isinstance(each, ast.Constant) and each.value is ...)]
         if name in CONFIGS:
             self._set(node, max_steps="1", output_dir=repr(f"run_{self.index}"), max_completion_length="48")
             self._set(node, learning_rate="1e-3", report_to="'none'", save_strategy="'no'", push_to_hub="False")
@@ -111,7 +110,14 @@ def snippets(page: str) -> Iterator[tuple[int, str]]:
     for index, block in enumerate(BLOCK.findall(page), 1):
         names = "|".join((*CONFIGS, *TRAINERS))
         if re.search(rf"\b({names})\(", block) and not any(each in block for each in ABSENT):
-            yield index, inspect.cleandoc(block)
+            yield index, _without_ellipses(inspect.cleandoc(block))
+
+
+def _without_ellipses(source: str) -> str:
+    """Returns a snippet without the arguments `...`, which are no Python after keyword arguments."""
+    source = re.sub(r"^\s*\.\.\.,\s*$", "", source, flags=re.M)
+    source = re.sub(r"\(\s*\.\.\.,\s*", "(", source)
+    return re.sub(r",\s*\.\.\.\s*,?\s*\)", ")", source)
 
 
 def filled(source: str, index: int) -> str:
@@ -119,13 +125,20 @@ def filled(source: str, index: int) -> str:
     return ast.unparse(ast.fix_missing_locations(Filled(index).visit(ast.parse(source))))
 
 
-def run_snippet(index: int, source: str, library: str) -> Path:
+def run_snippet(index: int, source: str, library: str, space: dict[str, Any]) -> Path:
     """Runs a snippet, and trains what it ends with.
+
+    Args:
+        index: Its number.
+        source: Its text.
+        library: What it imports.
+        space: The names of the snippets before it, and afterwards also its own.
 
     Returns:
         The folder of the trained model.
     """
-    space: dict[str, Any] = {"__name__": "__main__"}
+    for name in [name for name, value in space.items() if type(value).__name__ in (*CONFIGS, *TRAINERS)]:
+        del space[name]
     exec(compile(PRELUDE.format(library=library), f"prelude {index}", "exec"), space)
     exec(compile(filled(source, index), f"snippet {index}", "exec"), space)
     trainer = space.get("trainer")
@@ -167,12 +180,13 @@ def run_page(folder: Path, text: str, path: str, library: str) -> dict[str, Any]
 
 def main(page: str, library: str) -> None:
     """Runs the snippets of a page in this process."""
+    space: dict[str, Any] = {"__name__": "__main__"}
     with Path("outcomes.json").open("w") as file:
         for index, source in snippets(Path(page).read_text()):
             changed = re.sub(r"^(\s*from\s+)trl\b", rf"\1{library}", source, flags=re.M)
             failure, saved = None, ""
             try:
-                saved = str(run_snippet(index, changed, library))
+                saved = str(run_snippet(index, changed, library, space))
             except Exception as error:  # noqa: BLE001  # whatever it is, it becomes a line of the table
                 traceback.print_exc()
                 failure = f"{type(error).__name__}: {error}".partition("\n")[0]
