@@ -140,7 +140,7 @@ class GRPOTrainer(Run):
         while True:
             if self._evaluation_is_due:
                 self._evaluate(log, stop)
-            saver.save_if_due(self.cursor, self.experience)
+            self._save_if_due(saver)
             if self.cursor.step >= self.num_steps or any(processes.all_gather_object(log.ends)):
                 return
             stop.check()
@@ -152,6 +152,9 @@ class GRPOTrainer(Run):
             self._log(log, rows, update, scores)
             if not update.applied:
                 self._stop_if_diverged(stop, rows, update)
+
+    def _save_if_due(self, saver: RunSaver) -> None:
+        saver.save_if_due(self.cursor, self.experience)
 
     def _next_rows(self, log: RunLog, stop: PreemptionHandler) -> list[Row]:
         """Returns the rows of the next update; collects a rollout if the last one is used up."""

@@ -1,7 +1,8 @@
 """An adapter that calls transformers' callbacks on run events. Imports no jax."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from groupax.compat.fields import warn
@@ -27,6 +28,17 @@ class State:
     best_model_checkpoint: str | None = None
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
+
+    def to_json(self) -> str:
+        """Returns the content of `trainer_state.json`, which transformers' class reads."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
+
+    def restore(self, text: str) -> None:
+        """Takes the values of a `trainer_state.json`; names that this class does not have are skipped."""
+        names = {field.name for field in fields(self)}
+        for name, value in json.loads(text).items():
+            if name in names:
+                setattr(self, name, value)
 
 
 @dataclass

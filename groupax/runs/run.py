@@ -1,7 +1,7 @@
 """A run: its model, data and parts, and what is written of it."""
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -65,6 +65,7 @@ from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, identity_of, process_of
 from groupax.runs.checkpoints.record import read_policies, read_rollout, stored_dtype, with_scores
 from groupax.runs.checkpoints.saver import RunSaver, remove_download, retry_while_disk_full
+from groupax.runs.checkpoints.store import LocalStore
 from groupax.runs.diagnostics import setup_diagnostics
 from groupax.runs.files import free_name
 from groupax.runs.folder import RunFolder
@@ -261,6 +262,14 @@ class Run:
             if is_taken:
                 self.run_folder.unlock()
 
+    def checkpoints_in(self, folder: Path) -> LocalStore:
+        """Returns the checkpoints of the run in a local run folder."""
+        return LocalStore(folder / "checkpoints")
+
+    def checkpoint_files(self) -> Callable[[Path], None] | None:
+        """Returns what writes further files next to a checkpoint's folder, if any. All processes call this."""
+        return None
+
     def _describe(self) -> Identity:
         """Returns everything that a resumed run must have in common with this one."""
         names = [reward.name for reward in self.rewards]
@@ -273,7 +282,8 @@ class Run:
             if self._model.adapter is None:  # the learner has its own copies
                 self._model = replace(self._model, params={})
         policies = self.pipeline.policies if self.pipeline else lambda _: {}
-        saver = RunSaver(self.args, self._identity, self._model, self.run_folder, self.learner, log, policies)
+        parts = self._identity, self._model, self.run_folder, self.learner, log, policies
+        saver = RunSaver(self.args, *parts, self.checkpoints_in, self.checkpoint_files)
         model_folder = self.run_folder.path / "model"
         metrics = self.run_folder.path / "metrics.jsonl"  # an earlier run may be moved aside, with its model
         processes.run_on_primary(

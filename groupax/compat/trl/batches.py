@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import groupax.trainer as native
+from groupax.compat.trl.layout import TRLFolders
 from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rollouts.schedule import UpdateSchedule
@@ -70,7 +71,7 @@ def trl_schedule(rows: int, accumulated: int, generated: int, num_generations: i
     )
 
 
-class TRLBatchTrainer(native.GRPOTrainer):
+class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
     """A trainer whose optimizer steps may take rows of several rollouts.
 
     Args:
