@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 from groupax.errors import DivergedError, RewardError
 from groupax.evaluation.evaluate import Evaluation, evaluate
@@ -207,8 +208,11 @@ class GRPOTrainer(Run):
         staleness = step - 1 - sum(row.policy_version for row in rows) / len(rows)
         log.step(step, update.metrics | {"rollout/staleness": staleness}, scores, update.distributions)
         self.last_metrics = log.last
+        self._stop_if_nothing_is_scored(log)
+
+    def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
         names = [reward.name for reward in self.rewards]
-        stop_if_nothing_is_scored(log, step, self.num_steps, self.schedule.updates_per_rollout, names)
+        stop_if_nothing_is_scored(log, self.cursor.step, self.num_steps, self.schedule.updates_per_rollout, names)
 
     def _stop_if_diverged(self, stop: PreemptionHandler, rows: Sequence[Row], update: Update) -> None:
         report_skipped_update(self.cursor.step, update, rows, self.run_folder, self.emit)
@@ -246,14 +250,19 @@ class GRPOTrainer(Run):
         step, every = self.cursor.step, self.args.eval_steps
         return every > 0 and step % every == 0 and self.cursor.evaluated_step < step
 
-    def evaluate(self, params: SamplingParams | None = None) -> Evaluation:
+    def evaluate(self, params: SamplingParams | None = None, eval_dataset: Any = None) -> Evaluation:
         """Samples completions of all prompts of the `eval_dataset`s with the current policy, and scores them.
 
         Args:
             params: Sampling parameters; None takes the settings `eval_...`.
+            eval_dataset: Prompts to evaluate on instead of the trainer's, in any form that it takes.
+
+        Raises:
+            ValueError: There are no prompts, or they lack a column that a reward function takes.
         """
-        if not self.eval_prompts:
-            raise ValueError("there is no eval_dataset to evaluate on; give one to GRPOTrainer")
+        sets = self.eval_prompts if eval_dataset is None else self.encode_eval_sets(eval_dataset)
+        if not sets:
+            raise ValueError("there is no eval_dataset to evaluate on; give one to GRPOTrainer or to evaluate")
         if self.pipeline is not None:
             self.pipeline.settle()
         self.engine.params = self.learner.policy
@@ -275,9 +284,10 @@ class GRPOTrainer(Run):
                     f"evaluating {when}: {name}",
                     self.rules,
                 )
-                for name, prompts in self.eval_prompts.items()
+                for name, prompts in sets.items()
             }
         if self.pipeline is None:
             self.engine.release()
-        self.estimates[self.cursor.step] = {name: each.estimates for name, each in of_sets.items()}
+        if eval_dataset is None:  # the model's card compares the same sets before and after
+            self.estimates[self.cursor.step] = {name: each.estimates for name, each in of_sets.items()}
         return Evaluation(of_sets)

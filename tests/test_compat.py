@@ -343,7 +343,7 @@ def test_callbacks_learn_of_the_best_evaluation():
     assert seen == [(None, None), (0.5, 1), (0.5, 1), (0.7, 3)]
     args.greater_is_better = False
     listener(Evaluated(5, {"eval_reward": 0.1}))
-    listener(StepEnded(5, {}, {"eval_reward": 0.0}))
+    listener(StepEnded(5, {"loss": 0.0}, {"eval_reward": 0.0}))
     assert (listener.state.best_metric, listener.state.best_global_step) == (0.1, 5)
 
 
@@ -572,7 +572,9 @@ def test_a_trl_run_reports_trls_metrics(folder, tmp_path):
     config = a_config(tmp_path, max_steps=2, scale_rewards="batch", entropy_coef=0.01, mask_truncated_completions=True)
     trainer = trl.GRPOTrainer(str(folder), letters, config, PROMPTS)
     trainer.train()
-    for step, line in enumerate(trainer.state.log_history):
+    *lines, last = trainer.state.log_history
+    assert last["train_loss"] == pytest.approx(np.mean([line["loss"] for line in lines]))
+    for step, line in enumerate(lines):
         assert line["reward_std"] == pytest.approx(np.std(drawn[step], ddof=1))
         assert line["frac_reward_zero_std"] == float(np.std(drawn[step]) == 0)
         if line["loss_tokens"]:
@@ -606,9 +608,9 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
     trainer = trl.GRPOTrainer(str(folder), reward, a_config(tmp_path), PROMPTS, callbacks=[Watch()])
     out = trainer.train()
     assert out.global_step == trainer.state.global_step == 2
-    assert calls == ["begin", ("log", 1, True), ("log", 2, True)]
+    assert calls == ["begin", ("log", 1, True), ("log", 2, True), ("log", 2, False)]  # the last one is of the whole run
     assert states == [(0, 3), (1, 3)]
-    assert [line["step"] for line in trainer.state.log_history] == [1, 2]
+    assert [line["step"] for line in trainer.state.log_history] == [1, 2, 2]
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "notes.txt").write_text("mine")
     trainer.save_model(tmp_path / "saved")

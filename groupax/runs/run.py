@@ -160,10 +160,7 @@ class Run:
         if train_dataset is None:
             raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
         train_examples = load_examples(train_dataset)
-        eval_sets = {} if eval_dataset is None else named_sets(eval_dataset)
-        eval_examples = {
-            name: load_examples(dataset, f"eval_dataset {name!r}", EVAL_SPLITS) for name, dataset in eval_sets.items()
-        }
+        eval_examples = {} if eval_dataset is None else _load_eval_sets(eval_dataset)
         if self.args.eval_steps and not eval_examples:
             raise ValueError(f"eval_steps is {self.args.eval_steps}, but there is no eval_dataset")
         return train_examples, eval_examples
@@ -204,6 +201,17 @@ class Run:
         check_adapter(self.args, self._model, was_loaded=not isinstance(model, Model))
         if self._model.config.num_labels:
             raise ValueError(f"{self._model.source or 'the model'} classifies sequences; a policy needs a causal model")
+
+    def encode_eval_sets(self, dataset: Any) -> dict[str, PromptSet]:
+        """Returns the encoded prompts of an evaluation set, or of several by name.
+
+        Raises:
+            ValueError: There are no prompts, or they lack a column that a reward function takes.
+        """
+        sets, columns = _load_eval_sets(dataset), [name for name in self.prompts.examples[0] if name != "prompt"]
+        for name, examples in sets.items():
+            check_columns(self.rewards, columns, examples[0], f"eval_dataset {name!r}")
+        return {name: self._encode_eval_prompts(name, examples) for name, examples in sets.items()}
 
     def _encode_eval_prompts(self, name: str, examples: Examples) -> PromptSet:
         length, name = self.args.eval_max_completion_length, f"eval_dataset {name!r}"
@@ -446,3 +454,8 @@ class Run:
                 did = f"{prompts.num_dropped} dropped, {prompts.num_truncated} truncated, {len(prompts)} left"
                 self.emit(Message(f"{name} has prompts longer than {prompts.max_length} tokens: {did}", warning=True))
         log.diagnostics.report(self.cursor.step, setup_diagnostics(self.args, self.eos_ids))
+
+
+def _load_eval_sets(dataset: Any) -> dict[str, Examples]:
+    sets = named_sets(dataset)
+    return {name: load_examples(each, f"eval_dataset {name!r}", EVAL_SPLITS) for name, each in sets.items()}

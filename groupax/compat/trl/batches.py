@@ -10,13 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import groupax.trainer as native
+from groupax.compat.trl.evaluation import with_trl_metrics, with_trl_names
 from groupax.compat.trl.layout import TRLFolders
+from groupax.evaluation.evaluate import Evaluation
 from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.fingerprint import Identity
 from groupax.runs.log import RunLog
+from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Update
 from groupax.training.packing import Shape
 from groupax.types import Row
@@ -91,6 +94,16 @@ class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
     def make_schedule(self) -> TRLSchedule:
         """Returns TRL's schedule."""
         return self._schedule
+
+    def evaluate(self, params: SamplingParams | None = None, eval_dataset: Any = None) -> Evaluation:
+        """Evaluates like the native trainer, with TRL's metrics too: the loss, and what belongs to it."""
+        return with_trl_metrics(self, super().evaluate(params, eval_dataset))
+
+    def _log(self, log: RunLog, rows: Sequence[Row], update: Update, scores: dict[int, TokenScores]) -> None:
+        super()._log(log, rows, replace(update, metrics=with_trl_names(update.metrics)), scores)
+
+    def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
+        """Does nothing: TRL trains on, and `advice.warn_about_rewards` warns as it does."""
 
     def _describe(self) -> Identity:
         return {**super()._describe(), "schedule": asdict(self.schedule)}

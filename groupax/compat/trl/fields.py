@@ -93,9 +93,11 @@ MEANINGFUL: dict[str, Any] = {
     # evaluation, checkpoints, reports
     "eval_strategy": "no",
     "eval_steps": None,
+    "eval_delay": 0,
     "save_strategy": "steps",
     "save_steps": 500,
     "save_total_limit": None,
+    "load_best_model_at_end": False,
     "save_only_model": False,
     "metric_for_best_model": None,
     "greater_is_better": None,
@@ -205,7 +207,7 @@ _INERT_BY_REASON: dict[str, dict[str, Any]] = {
         "trackio_bucket_id": None,
         "trackio_static_space_id": None,
     },
-    "output_dir has metrics in metrics.jsonl, rollouts in rollouts/ and TensorBoard's files in tensorboard/": {
+    "output_dir/groupax has metrics.jsonl, rollouts/ and the files of TensorBoard in tensorboard/": {
         "logging_dir": None,
         "logging_first_step": False,
         "logging_nan_inf_filter": True,
@@ -218,7 +220,6 @@ _INERT_BY_REASON: dict[str, dict[str, Any]] = {
     },
     "evaluation uses every prompt once, with num_generations_eval completions and the settings of training": {
         "per_device_eval_batch_size": 8,
-        "eval_delay": 0,
         "eval_on_start": False,
         "eval_do_concat_batches": True,
         "eval_use_gather_object": False,
@@ -228,9 +229,6 @@ _INERT_BY_REASON: dict[str, dict[str, Any]] = {
         "fp16_full_eval": False,
     },
     "train() trains and evaluate() evaluates": {"do_train": False, "do_eval": False, "do_predict": False},
-    "the best checkpoint is kept (metric_for_best_model), and model/ has the final weights": {
-        "load_best_model_at_end": False
-    },
     "groupax has its own checkpoint format, and moves the output_dir of an earlier run aside": {
         "enable_jit_checkpoint": False,
         "restore_callback_states_from_checkpoint": False,

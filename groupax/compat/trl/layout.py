@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupax.compat.callbacks import State
+from groupax.compat.callbacks import Control, State
 from groupax.events import Message
 from groupax.parallel import processes
 from groupax.parallel.preemption import PreemptionHandler
@@ -21,29 +21,36 @@ from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.checkpoints.store import HF, LocalStore
 from groupax.runs.files import free_name
 from groupax.runs.log import RunLog
-from groupax.runs.run import Run
 from groupax.storage.buckets import is_remote
 from groupax.storage.folders import list_names
 from groupax.storage.replacing import foreign_model_files
+from groupax.trainer import GRPOTrainer
 
 TRAINER_STATE = "trainer_state.json"
+DEFAULT_OUTPUT_DIR = "trainer_output"
 
 
 @dataclass
-class Saving:
-    """When checkpoints are saved and which of them are kept, as transformers' trainer does.
+class Flow:
+    """When a run evaluates and saves, and which checkpoints it keeps, as transformers' trainer does.
 
     Attributes:
         output_dir: Folder of the checkpoints.
         state: Progress of the run, written to each checkpoint.
+        control: Requests of callbacks, which are taken back when they are met.
         only_best: Whether to save at evaluations that are the best so far, instead of at intervals.
+        evaluates_at_end: Whether to evaluate after the last step too.
+        eval_delay: Steps before the first evaluation at an interval.
         limit: Number of checkpoints to keep, of which the best is one; None for all.
         loads_best: Whether the policy becomes that of the best checkpoint at the end.
     """
 
     output_dir: Path
     state: State
+    control: Control
     only_best: bool = False
+    evaluates_at_end: bool = False
+    eval_delay: float = 0.0
     limit: int | None = None
     loads_best: bool = False
 
@@ -70,20 +77,20 @@ class Saving:
             self.store.delete(step)
 
 
-class TRLFolders(Run):
-    """A native run whose checkpoints have TRL's layout if `saving` says how."""
+class TRLFolders(GRPOTrainer):
+    """A native trainer that evaluates and saves as TRL's if `flow` says how."""
 
-    saving: Saving | None = None
+    flow: Flow | None = None
     _is_at_end = False
 
     def checkpoints_in(self, folder: Path) -> LocalStore:
         """Returns the checkpoints of the run, which do not depend on its folder."""
-        return super().checkpoints_in(folder) if self.saving is None else self.saving.store
+        return super().checkpoints_in(folder) if self.flow is None else self.flow.store
 
     def checkpoint_files(self) -> Callable[[Path], None] | None:
         """Returns what writes the model and `trainer_state.json` of a checkpoint."""
-        saving = self.saving
-        if saving is None:
+        flow = self.flow
+        if flow is None:
             return None
         params = self.learner.state.params
         params = to_host_on_primary(params) if processes.num_processes() > 1 else params
@@ -93,62 +100,89 @@ class TRLFolders(Run):
             for entry in model.iterdir():
                 entry.rename(folder.parent / entry.name)
             model.rmdir()
-            saving.note_best(self.cursor.step)
-            (folder.parent / TRAINER_STATE).write_text(saving.state.to_json(), encoding="utf-8")
+            flow.note_best(self.cursor.step)
+            flow.state.save_to_json(folder.parent / TRAINER_STATE)
 
         return write
 
     def _begin(self, log: RunLog) -> RunSaver:
         saver = super()._begin(log)
-        if self.saving is not None and (self.run_folder.moved_aside or not self.cursor.step):
+        if self.flow is not None and (self.run_folder.moved_aside or not self.cursor.step):
             processes.run_on_primary(self._move_checkpoints_aside)
         return saver
 
     def _move_checkpoints_aside(self) -> None:
         """Moves the checkpoints of an earlier run to its records."""
-        assert self.saving is not None, "the run has TRL's layout"
-        store = self.saving.store
+        assert self.flow is not None, "the run has TRL's layout"
+        store = self.flow.store
         if not store.steps():
             return
         place = Path(self.run_folder.moved_aside or free_name(self.run_folder.path))
         place.mkdir(exist_ok=True)
         for step in store.steps():
             Path(store.where(step)).rename(place / HF.name_of(step))
-        self.emit(Message(f"the earlier checkpoints in {self.saving.output_dir} are now in {place}"))
+        self.emit(Message(f"the earlier checkpoints in {self.flow.output_dir} are now in {place}"))
 
     def _save_if_due(self, saver: RunSaver) -> None:
-        saving, step = self.saving, self.cursor.step
-        if saving is None:
+        flow, step = self.flow, self.cursor.step
+        if flow is None:
             saver.save_if_due(self.cursor, self.experience)
             return
-        is_best = self.cursor.evaluated_step == step == saving.state.best_global_step
-        due = saver.writer.due(step) or (saving.only_best and is_best and saver.writer.last_step != step)
+        is_best = self.cursor.evaluated_step == step == flow.state.best_global_step
+        saver.writer.look()
+        due = saver.writer.due(step) or flow.control.take("should_save") or (flow.only_best and is_best and saver.writer.last_step != step)
         saver.save_if(due, self.cursor, self.experience)
         saver.writer.wait()  # callbacks see the checkpoint and the policy of the same step
-        processes.run_on_primary(lambda: saving.rotate(saving.limit))
+        processes.run_on_primary(lambda: flow.rotate(flow.limit))
+
+    @property
+    def _evaluation_is_due(self) -> bool:
+        flow, step, every = self.flow, self.cursor.step, self.args.eval_steps
+        if flow is None or self.cursor.evaluated_step >= step or not self.eval_prompts:
+            return flow is None and super()._evaluation_is_due
+        is_last = flow.evaluates_at_end and step == self.num_steps
+        is_timely = every > 0 and (step % every == 0 or is_last) and flow.eval_delay <= step
+        return flow.control.take("should_evaluate") or is_timely
 
     def _end(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
         self._is_at_end = True
         super()._end(log, saver, stop)
-        saving = self.saving
-        if saving is not None:
-            one = 1 if saving.limit == 1 and saving.state.best_model_checkpoint else None
-            processes.run_on_primary(lambda: saving.rotate(one or saving.limit))
+        flow = self.flow
+        if flow is not None:
+            one = 1 if flow.limit == 1 and flow.state.best_model_checkpoint else None
+            processes.run_on_primary(lambda: flow.rotate(one or flow.limit))
 
     def _save_result(self) -> None:
-        saving = self.saving
-        if saving is not None and saving.loads_best and self._is_at_end and saving.state.best_model_checkpoint:
-            step = saving.state.best_global_step
+        flow = self.flow
+        if flow is not None and flow.loads_best and self._is_at_end and flow.state.best_model_checkpoint:
+            step = flow.state.best_global_step
             assert step is not None, "the best checkpoint has one"
-            restore_params(self.learner, saving.store.local(step))
+            restore_params(self.learner, flow.store.local(step))
             self.engine.params = self.learner.policy
-            self.emit(Message(f"the policy is now that of the best checkpoint, {saving.store.where(step)}"))
+            self.emit(Message(f"the policy is now that of the best checkpoint, {flow.store.where(step)}"))
         super()._save_result()
 
 
 def run_folder(output_dir: str) -> str:
     """Returns the run folder in an output folder; a bucket is a run folder itself."""
     return output_dir if is_remote(output_dir) else str(Path(output_dir) / HF.inside)
+
+
+def flow_of(args: Any, output_dir: str, state: State) -> Flow | None:
+    """Returns when a run with TRL's settings evaluates and saves; None if its output folder is in a bucket."""
+    if is_remote(output_dir):
+        return None
+    saves, evaluates = (getattr(each, "value", each) for each in (args.save_strategy, args.eval_strategy))
+    return Flow(
+        Path(output_dir).expanduser(),
+        state,
+        Control(),
+        only_best=saves == "best",
+        evaluates_at_end=evaluates == "steps",
+        eval_delay=args.eval_delay if evaluates == "steps" else 0,
+        limit=args.save_total_limit,
+        loads_best=args.load_best_model_at_end,
+    )
 
 
 def check_output_dir(output_dir: Any) -> None:

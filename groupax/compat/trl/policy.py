@@ -8,7 +8,7 @@ from typing import Any
 from groupax.compat import hf
 from groupax.compat.fields import parse_mapping, warn
 from groupax.compat.trl.config import GRPOConfig
-from groupax.events import Event, Message, RunStarted, StepEnded
+from groupax.events import Event, Message, RunEnded, RunStarted, StepEnded
 from groupax.models.checkpoint import Model
 from groupax.models.lora import as_lora_config
 from groupax.parallel import processes
@@ -123,8 +123,8 @@ class TrainedModel:
             self.model.model = started
 
     def __call__(self, event: Event) -> bool:
-        """Updates the object when a step has ended, or a run resumes; never asks the run to stop."""
-        if isinstance(event, StepEnded) or (isinstance(event, RunStarted) and event.step):
+        """Updates the object when a step or the run has ended, or it resumes; never asks the run to stop."""
+        if isinstance(event, StepEnded | RunEnded) or (isinstance(event, RunStarted) and event.step):
             self.update()
         return False
 
