@@ -147,7 +147,7 @@ class CallbackListener:
 
     def _log(self, step: int, metrics: Metrics) -> None:
         logs = {"epoch": step / self.steps_per_epoch, **metrics}
-        self.state.log_history.append({"step": step, **logs})
+        self.state.log_history.append({**logs, "step": step})
         self._call_all("on_log", step, logs=logs)
 
     def _close(self, step: int) -> None:
@@ -165,8 +165,8 @@ class CallbackListener:
 
     def _remember_best(self, step: int, metrics: Metrics) -> None:
         # Runs after the callbacks, which compare an evaluation with the best one before it.
-        name = getattr(self.args, "metric_for_best_model", None)
-        if not name:
+        name = self.args.metric_for_best_model or ("loss" if self.args.load_best_model_at_end else None)
+        if name is None:
             return
         name = f"eval_{name.removeprefix('eval_')}"
         if name not in metrics:
@@ -176,7 +176,9 @@ class CallbackListener:
             )
         value = metrics[name]
         best = self.state.best_metric
-        if best is None or (value < best if self.args.greater_is_better is False else value > best):
+        given = self.args.greater_is_better
+        is_greater_better = not name.endswith("loss") if given is None else given
+        if best is None or (value > best if is_greater_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, step
 
     def _call(self, callback: Any, method: str, more: dict[str, Any] | None = None) -> None:

@@ -331,10 +331,8 @@ class GRPOConfig(ForeignConfig):
             ValueError: They contradict each other.
         """
         saves, evaluates = (getattr(each, "value", each) for each in (self.save_strategy, self.eval_strategy))
-        if (saves == "best" or self.load_best_model_at_end) and self.metric_for_best_model is None:
-            raise ValueError(
-                "save_strategy 'best' and load_best_model_at_end need metric_for_best_model, e.g. 'reward', or 'loss'"
-            )
+        if saves == "best" and self.metric_for_best_model is None:
+            raise ValueError("save_strategy 'best' needs metric_for_best_model, e.g. 'reward', or 'loss'")
         if not self.load_best_model_at_end or saves == "best":
             return
         if evaluates != saves:

@@ -130,7 +130,11 @@ class TRLFolders(GRPOTrainer):
             return
         is_best = self.cursor.evaluated_step == step == flow.state.best_global_step
         saver.writer.look()
-        due = saver.writer.due(step) or flow.control.take("should_save") or (flow.only_best and is_best and saver.writer.last_step != step)
+        due = (
+            saver.writer.due(step)
+            or flow.control.take("should_save")
+            or (flow.only_best and is_best and saver.writer.last_step != step)
+        )
         saver.save_if(due, self.cursor, self.experience)
         saver.writer.wait()  # callbacks see the checkpoint and the policy of the same step
         processes.run_on_primary(lambda: flow.rotate(flow.limit))

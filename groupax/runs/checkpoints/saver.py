@@ -31,6 +31,7 @@ from groupax.runs.folder import RunFolder
 from groupax.runs.log import RunLog
 from groupax.settings.checkpoints import CheckpointSettings
 from groupax.settings.fields import nearest
+from groupax.storage.buckets import is_remote
 from groupax.training.learner import Learner
 
 PATIENCE_S = 1800.0  # that the end of a run waits for disk space
@@ -215,7 +216,7 @@ class RunSaver:
         Raises:
             ValueError: A process cannot read it.
         """
-        if not processes.is_primary() and str(saved.folder) != saved.where:  # it is a download of that process
+        if not processes.is_primary() and is_remote(saved.where):  # the folder is a download of that process
             run, _ = split_path(saved.where)
             saved = replace(saved, folder=store_of(run, self.scratch).local(saved.step))
         seen = processes.all_gather_object((saved.folder / STATE).is_file())
@@ -285,7 +286,7 @@ class RunSaver:
 
 def remove_download(saved: Saved) -> None:
     """Deletes the local copy of a checkpoint from a bucket."""
-    if str(saved.folder) != saved.where:
+    if is_remote(saved.where):
         shutil.rmtree(saved.folder, ignore_errors=True)
 
 

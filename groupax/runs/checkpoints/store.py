@@ -155,8 +155,9 @@ class LocalStore:
         shutil.rmtree(hidden)
 
     def set_aside(self, step: int) -> str:
-        place = self.folder / f"{self.layout.name_of(step)}.aside"
+        place = self.folder / self.layout.inside / f"{self.layout.name_of(step)}.aside"
         shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(exist_ok=True)
         return str(self._place(step).rename(place))
 
     def free_bytes(self) -> int:
