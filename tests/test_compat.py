@@ -103,7 +103,9 @@ def test_the_defaults_make_a_native_config(make):
         ({"metric_for_best_model": "eval_loss"}, {"metric_for_best_model": "eval_loss", "greater_is_better": False}),
         ({"metric_for_best_model": "kl", "greater_is_better": False}, {"greater_is_better": False}),
         ({"bf16": True}, {"dtype": "bfloat16"}),
-        ({"gradient_checkpointing": True}, {"gradient_checkpointing": "full"}),
+        ({"gradient_checkpointing": True}, {"gradient_checkpointing": "auto"}),
+        ({"activation_checkpointing": True}, {"gradient_checkpointing": "full"}),
+        ({"activation_checkpointing": False}, {"gradient_checkpointing": "none"}),
         ({"gradient_checkpointing": False}, {"gradient_checkpointing": "none"}),
         ({}, {"gradient_checkpointing": "auto", "dtype": "auto", "prompts_per_step": 1, "drop_last": True}),
         ({"evaluation_strategy": "steps", "eval_steps": 250}, {"eval_steps": 250}),
@@ -156,7 +158,6 @@ def test_a_constant_schedule_has_no_warm_up():
         ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "are not supported; choose from min_lr"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs has 'num_beams'"),
         ({"eval_strategy": "sometimes"}, "eval_strategy must be no, steps or epoch"),
-        ({"loss_type": "cispo"}, "epsilon_high caps the ratio itself"),
     ],
     ids=str,
 )
@@ -615,9 +616,9 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
     (tmp_path / "saved" / "notes.txt").write_text("mine")
     trainer.save_model(tmp_path / "saved")
     assert (tmp_path / "saved" / "notes.txt").is_file()
-    with pytest.warns(CompatWarning, match="is the run's folder"):
-        trainer.save_model(tmp_path / "run")
-    assert (tmp_path / "run" / "metrics.jsonl").is_file()
+    trainer.save_model()
+    assert (tmp_path / "run" / "groupax" / "metrics.jsonl").is_file()
+    assert (tmp_path / "run" / "model.safetensors").is_file()
     np.testing.assert_array_equal(load_model(tmp_path / "saved").params["embed"], trainer.model.model.params["embed"])
 
 
@@ -726,18 +727,6 @@ def test_an_easydel_dataset_of_questions(folder, tmp_path):
             train_dataset=dataset,
         )  # fmt: skip
     assert trainer.native.prompts.token_ids[0].tolist() == [3, 4, 5]
-
-
-@pytest.mark.parity
-@pytest.mark.filterwarnings("default")
-def test_the_fields_of_trl_are_all_known_with_their_defaults():
-    import dataclasses
-
-    theirs = pytest.importorskip("trl").GRPOConfig
-    known = trl.GRPOConfig.FIELDS.defaults
-    for field in dataclasses.fields(theirs):
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        assert known[field.name] == default, field.name
 
 
 @pytest.mark.parity

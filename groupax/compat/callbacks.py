@@ -165,7 +165,7 @@ class CallbackListener:
 
     def _remember_best(self, step: int, metrics: Metrics) -> None:
         # Runs after the callbacks, which compare an evaluation with the best one before it.
-        name = self.args.metric_for_best_model or ("loss" if self.args.load_best_model_at_end else None)
+        name = self.args.metric_for_best_model
         if name is None:
             return
         name = f"eval_{name.removeprefix('eval_')}"
@@ -176,9 +176,7 @@ class CallbackListener:
             )
         value = metrics[name]
         best = self.state.best_metric
-        given = self.args.greater_is_better
-        is_greater_better = not name.endswith("loss") if given is None else given
-        if best is None or (value > best if is_greater_better else value < best):
+        if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, step
 
     def _call(self, callback: Any, method: str, more: dict[str, Any] | None = None) -> None:

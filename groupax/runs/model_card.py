@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from groupax.config import GRPOConfig
+from groupax.storage.folders import split_revision
 from groupax.terminal.printable import one_line
 from groupax.types import Metrics
 
@@ -129,8 +130,8 @@ def derived_card(how: str, base: str | None, of_source: str | None, is_chat: boo
 def card(title: str, text: str, base: str | None, is_adapter: bool = False, license_id: str | None = None) -> str:
     """Returns a card with the metadata that the hub reads."""
     front = ["tags:", "- groupax", "- grpo", f"library_name: {'peft' if is_adapter else 'transformers'}"]
-    if base and shown_name(base) == base and _HUB_ID.fullmatch(base):
-        front += [f"base_model: {json.dumps(base)}"]
+    if base and shown_name(base) == base and _HUB_ID.fullmatch(hub_id := split_revision(base)[0]):
+        front += [f"base_model: {json.dumps(hub_id)}"]
     if license_id:
         front += [f"license: {license_id}"]
     return "\n".join(["---", *front, "pipeline_tag: text-generation", "---", "", f"# {title}", "", text, ""])

@@ -27,7 +27,6 @@ from groupax.storage.replacing import foreign_model_files
 from groupax.trainer import GRPOTrainer
 
 TRAINER_STATE = "trainer_state.json"
-DEFAULT_OUTPUT_DIR = "trainer_output"
 
 
 @dataclass
@@ -183,7 +182,7 @@ def flow_of(args: Any, output_dir: str, state: State) -> Flow | None:
         Control(),
         only_best=saves == "best",
         evaluates_at_end=evaluates == "steps",
-        eval_delay=args.eval_delay if evaluates == "steps" else 0,
+        eval_delay=float(args.eval_delay) if evaluates == "steps" else 0.0,
         limit=args.save_total_limit,
         loads_best=args.load_best_model_at_end,
     )
@@ -217,7 +216,7 @@ def checkpoint_to_resume(resume: bool | str | Path, output_dir: str) -> str:
     Raises:
         ValueError: There is none, or another program wrote it.
     """
-    if resume is not True:
+    if not isinstance(resume, bool):
         folder = Path(resume).expanduser()
         if (folder / TRAINER_STATE).is_file() and not (folder / HF.inside).is_dir():
             raise ValueError(

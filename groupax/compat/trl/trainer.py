@@ -17,7 +17,6 @@ from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
 from groupax.compat.trl.layout import (
-    DEFAULT_OUTPUT_DIR,
     TRAINER_STATE,
     check_output_dir,
     checkpoint_to_resume,
@@ -94,7 +93,7 @@ class GRPOTrainer(Attributes):
     ) -> None:
         self.args = args = args or GRPOConfig(f"{Path(str(getattr(model, 'name', model))).name}-GRPO")
         warn_about_losses(args)
-        check_output_dir(args.output_dir or DEFAULT_OUTPUT_DIR)
+        check_output_dir(args.output_dir)
         policy = policy_of(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
         self._agents = agents = Agents(tools, environment_factory)
@@ -107,7 +106,7 @@ class GRPOTrainer(Attributes):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         streams = Streams(args, num_devices)
         train_dataset, eval_dataset = streams.training_rows(train_dataset), streams.evaluation_rows(eval_dataset)
-        train_dataset, has_prompts = agents.rows(train_dataset, args.given.get("max_steps", -1), num_prompts)
+        train_dataset, has_prompts = agents.rows(train_dataset, args.max_steps, num_prompts)
         examples = load_examples(train_dataset)
         self.rollout_func, self.rollout_request = rollout_func, None
         self._unknown_environments = agents.unknown(examples)
