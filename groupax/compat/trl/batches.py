@@ -105,6 +105,12 @@ class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
     def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
         """Does nothing: TRL trains on, and `advice.warn_about_rewards` warns as it does."""
 
+    def _has_eval_sets(self) -> bool:
+        return bool(self.eval_prompts)
+
+    def _policy_was_replaced(self) -> None:
+        self.engine.params = self.learner.policy
+
     def _describe(self) -> Identity:
         return {**super()._describe(), "schedule": asdict(self.schedule)}
 

@@ -21,10 +21,10 @@ from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.checkpoints.store import HF, LocalStore
 from groupax.runs.files import free_name
 from groupax.runs.log import RunLog
+from groupax.runs.run import Run
 from groupax.storage.buckets import is_remote
 from groupax.storage.folders import list_names
 from groupax.storage.replacing import foreign_model_files
-from groupax.trainer import GRPOTrainer
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -76,11 +76,22 @@ class Flow:
             self.store.delete(step)
 
 
-class TRLFolders(GRPOTrainer):
-    """A native trainer that evaluates and saves as TRL's if `flow` says how."""
+class TRLFolders(Run[Any]):
+    """A native trainer that evaluates and saves as TRL's if `flow` says how.
+
+    Attributes:
+        flow: When it evaluates and saves; None leaves that to the native settings.
+    """
 
     flow: Flow | None = None
     _is_at_end = False
+
+    def _has_eval_sets(self) -> bool:
+        """Returns whether there are evaluation sets."""
+        return True
+
+    def _policy_was_replaced(self) -> None:
+        """Is called after the learner's weights have become those of a checkpoint."""
 
     def checkpoints_in(self, folder: Path) -> LocalStore:
         """Returns the checkpoints of the run, which do not depend on its folder."""
@@ -141,7 +152,7 @@ class TRLFolders(GRPOTrainer):
     @property
     def _evaluation_is_due(self) -> bool:
         flow, step, every = self.flow, self.cursor.step, self.args.eval_steps
-        if flow is None or self.cursor.evaluated_step >= step or not self.eval_prompts:
+        if flow is None or self.cursor.evaluated_step >= step or not self._has_eval_sets():
             return flow is None and super()._evaluation_is_due
         is_last = flow.evaluates_at_end and step == self.num_steps
         is_timely = every > 0 and (step % every == 0 or is_last) and flow.eval_delay <= step
@@ -161,7 +172,7 @@ class TRLFolders(GRPOTrainer):
             step = flow.state.best_global_step
             assert step is not None, "the best checkpoint has one"
             restore_params(self.learner, flow.store.local(step))
-            self.engine.params = self.learner.policy
+            self._policy_was_replaced()
             self.emit(Message(f"the policy is now that of the best checkpoint, {flow.store.where(step)}"))
         super()._save_result()
 
