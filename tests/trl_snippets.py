@@ -51,7 +51,8 @@ reward_func1 = reward_func2 = my_reward_func = format_reward = reward_func
 async def async_reward_func1(completions, **kwargs):
     return reward_func(completions)
 
-async_reward_func2 = async_reward_func1
+async def async_reward_func2(completions, **kwargs):
+    return reward_func(completions)
 
 def tool1(text: str) -> str:
     \"\"\"Repeats.
@@ -61,7 +62,13 @@ def tool1(text: str) -> str:
     \"\"\"
     return text
 
-tool2 = tool1
+def tool2(text: str) -> str:
+    \"\"\"Repeats, too.
+
+    Args:
+        text: The text.
+    \"\"\"
+    return text
 """
 
 
@@ -106,16 +113,36 @@ class Filled(ast.NodeTransformer):
 
 
 def snippets(page: str) -> Iterator[tuple[int, str]]:
-    """Yields the number and the source of each snippet with a config or a trainer that can run here."""
+    """Yields the number and the source of each snippet with a config or a trainer that can run here.
+
+    The classes that earlier snippets define come before it.
+    """
+    definitions: list[str] = []
     for index, block in enumerate(BLOCK.findall(page), 1):
+        source = _without_ellipses(inspect.cleandoc(block))
         names = "|".join((*CONFIGS, *TRAINERS))
-        if re.search(rf"\b({names})\(", block) and not any(each in block for each in ABSENT):
-            yield index, _without_ellipses(inspect.cleandoc(block))
+        if any(each in block for each in ABSENT):
+            continue
+        if re.search(rf"\b({names})\(", block):
+            yield index, "\n".join([*definitions, source])
+        else:
+            definitions += _definitions(source)
+
+
+def _definitions(source: str) -> list[str]:
+    """Returns the classes of a snippet with its imports; nothing if it is no Python."""
+    try:
+        nodes = ast.parse(source).body
+    except SyntaxError:
+        return []
+    if not any(isinstance(node, ast.ClassDef) for node in nodes):
+        return []
+    return [ast.unparse(node) for node in nodes if isinstance(node, (ast.ClassDef, ast.Import, ast.ImportFrom))]
 
 
 def _without_ellipses(source: str) -> str:
     """Returns a snippet without the arguments `...`, which are no Python after keyword arguments."""
-    source = re.sub(r"^\s*\.\.\.,\s*$", "", source, flags=re.M)
+    source = re.sub(r"^\s*\.\.\.(,\s*$|\s*$(?=\n\s*\)))", "", source, flags=re.M)
     source = re.sub(r"\(\s*\.\.\.,\s*", "(", source)
     return re.sub(r",\s*\.\.\.\s*,?\s*\)", ")", source)
 
