@@ -48,6 +48,20 @@ class TRLSchedule(UpdateSchedule):
         """Optimizer steps on each rollout, in all passes."""
         return super().updates_per_rollout // self.minibatches_per_step
 
+    def prompts_per_epoch(self, num_examples: int) -> int:
+        """Returns the number of prompts that an epoch visits.
+
+        Raises:
+            ValueError: There are fewer prompts than a generation takes.
+        """
+        if num_examples < self.prompts_per_rollout:
+            raise ValueError(
+                f"the dataset has {num_examples} prompts and a generation takes {self.prompts_per_rollout} "
+                "(generation_batch_size / num_generations), so that an epoch has none; lower "
+                "per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation"
+            )
+        return super().prompts_per_epoch(num_examples)
+
     def num_steps(self, num_examples: int, num_epochs: float | int, max_steps: int) -> int:
         """Returns the optimizer steps of a run; every epoch ends with a step, however few minibatches are left."""
         rollouts = self.prompts_per_epoch(num_examples) // self.prompts_per_rollout

@@ -81,6 +81,10 @@ class Reports:
         if self.is_world_process_zero():
             self.state.save_to_json(self._report_folder() / TRAINER_STATE)
 
+    def end(self) -> None:
+        """Waits for the other processes; the trackers have been closed when training ended."""
+        self.accelerator.end_training()
+
     def _report_folder(self) -> Path:
         if is_remote(str(self.args.output_dir)):
             raise ValueError(f"output_dir is a bucket, {self.args.output_dir}; these files need a local folder")
