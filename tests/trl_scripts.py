@@ -43,6 +43,7 @@ ABSENT = (
     (r"push_to_hub\s*=\s*True", "push_to_hub=False"),
     (r"^(\s*)\w*\.push_to_hub\(.*\).*$", r"\1pass"),
     (r"^!.*$", ""),
+    (r'\[\s*\{"type": "text", "text": (\w+)\},?\s*\]', r"\1"),  # Qwen's template takes no parts
 )
 ABSENT_CELLS = (
     "notebook_login",
