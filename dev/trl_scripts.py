@@ -78,7 +78,7 @@ CASES = (
     Case("examples/scripts/openenv/opencode.py", "sql"),
     Case("examples/scripts/async_grpo.py", "math"),
     Case("examples/notebooks/grpo_agent.ipynb", "sql"),
-    Case("examples/notebooks/grpo_rnj_1_instruct.ipynb", "math"),
+    Case("examples/notebooks/grpo_rnj_1_instruct.ipynb", "answers"),
     Case("examples/notebooks/grpo_trl_lora_qlora.ipynb", "math"),
     Case("examples/notebooks/openenv_sudoku_grpo.ipynb", "sudoku"),
     Case("examples/notebooks/openenv_wordle_grpo.ipynb", "wordle"),
