@@ -65,7 +65,16 @@ CASES = (
     Case(
         "examples/scripts/openenv/sudoku.py",
         "sudoku",
-        (*GAME, "--max-completion-length", "64", "--system-prompt-path", "sudoku_prompt.txt", "--max-turns", "4"),
+        (
+            "--gradient-accumulation-steps",
+            "8",
+            "--dataset-size",
+            "2",
+            "--max-completion-length",
+            "64",
+            "--warmup-steps",
+            "0",
+        ),
     ),
     Case(
         "examples/scripts/openenv/browsergym_llm.py",
