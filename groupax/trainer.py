@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from groupax.engine.sampler import Sampler
 from groupax.errors import DivergedError, RewardError
 from groupax.evaluation.evaluate import Evaluation, evaluate
 from groupax.events import (
@@ -247,6 +248,10 @@ class GRPOTrainer(Run):
         step, every = self.cursor.step, self.args.eval_steps
         return every > 0 and step % every == 0 and self.cursor.evaluated_step < step
 
+    @property
+    def _eval_sampler(self) -> Sampler:
+        return self.engine
+
     def evaluate(self, params: SamplingParams | None = None, eval_dataset: Any = None) -> Evaluation:
         """Samples completions of all prompts of the `eval_dataset`s with the current policy, and scores them.
 
@@ -272,7 +277,7 @@ class GRPOTrainer(Run):
             inputs = self.tokenizer, runner, self.reward_weights
             of_sets = {
                 name: evaluate(
-                    self.engine,
+                    self._eval_sampler,
                     *inputs,
                     prompts,
                     params,

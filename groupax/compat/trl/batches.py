@@ -5,12 +5,14 @@ The core trains on whole minibatches of one rollout. TRL counts micro-batches: a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import groupax.trainer as native
 from groupax.compat.trl.evaluation import with_trl_metrics, with_trl_names
+from groupax.compat.trl.own_generate import ModelSampler
+from groupax.engine.sampler import Sampler
 from groupax.evaluation.evaluate import Evaluation
 from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler
@@ -88,11 +90,27 @@ class TRLBatchTrainer(native.GRPOTrainer):
         # while a step takes rows of several rollouts: the state at its start, with the known shapes
         self._step_start: tuple[Cursor, Experience | None, list[Shape]] | None = None
         self._num_earlier = 0  # rows of earlier rollouts in the step
+        self._own_sampler: ModelSampler | None = None
         super().__init__(*arguments, **named)
+        self._sampler = self.collector.engine
 
     def make_schedule(self) -> TRLSchedule:
         """Returns TRL's schedule."""
         return self._schedule
+
+    def sample_with(self, generate: Callable[..., Any] | None) -> None:
+        """Samples rollouts and evaluations with a model's own `generate` from now on; None for the engine."""
+        if generate is None:
+            self.collector.engine, self._own_sampler = self._sampler, None
+            return
+        pad_id = self.tokenizer.pad_token_id
+        pad_id = self.eos_ids[0] if pad_id is None else pad_id
+        self._own_sampler = ModelSampler(generate, self.engine, self.learner, self.args, pad_id)
+        self.collector.engine = self._own_sampler
+
+    @property
+    def _eval_sampler(self) -> Sampler:
+        return self._own_sampler or super()._eval_sampler
 
     def evaluate(self, params: SamplingParams | None = None, eval_dataset: Any = None) -> Evaluation:
         """Evaluates like the native trainer, with TRL's metrics too: the loss, and what belongs to it."""

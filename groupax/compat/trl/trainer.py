@@ -17,6 +17,7 @@ from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
 from groupax.compat.trl.optimizer import torch_optimizer_settings
+from groupax.compat.trl.own_generate import own_generate
 from groupax.compat.trl.policy import TrainedModel, adapter_settings, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import Streams, evaluation_rows
@@ -187,6 +188,7 @@ class GRPOTrainer(Attributes):
         trainer.args = replace(trainer.args, resume="auto" if resume is True else str(resume) if resume else "never")
         listener = self._callback_listener()
         self._listeners[:] = [self._trained, self._last_rollout, warn_about_rewards, listener]
+        self._choose_sampler()
         if args.eval_on_start and not resume:
             self.evaluate()
         result = trainer.train()
@@ -194,6 +196,10 @@ class GRPOTrainer(Attributes):
         if args.push_to_hub:
             self.push_to_hub()
         return TrainOutput(result.num_steps, listener.summary["train_loss"], {**result.metrics, **listener.summary})
+
+    def _choose_sampler(self) -> None:
+        """Has the model sample itself, as in TRL, if the script has given it a method `generate` of its own."""
+        self.native.sample_with(None if self.args.use_vllm else own_generate(self.model))
 
     def _callback_listener(self) -> CallbackListener:
         """Returns the listener that calls the callbacks and keeps the state."""
@@ -229,6 +235,7 @@ class GRPOTrainer(Attributes):
             metric_key_prefix: Beginning of the metrics' names, before the name of a set.
         """
         del ignore_keys
+        self._choose_sampler()
         if isinstance(eval_dataset, str):
             eval_dataset = self._eval_set(eval_dataset)
         chosen = None if eval_dataset is None else self._agents.eval_rows(evaluation_rows(eval_dataset))
