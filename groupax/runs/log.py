@@ -3,22 +3,42 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from groupax.config import GRPOConfig
-from groupax.evaluation.evaluate import Evaluation
+from groupax.config import RunConfig
 from groupax.events import Evaluated, Event, EventStream, Listener, RolloutScored, StepEnded, TokenScores
 from groupax.metrics.completions import merge_rollouts, window_mean, with_logged
 from groupax.parallel import processes
 from groupax.parallel.compilation import compilation
-from groupax.runs.diagnostics import LOGP_DRIFT, Diagnostics
+from groupax.runs.diagnostics import Diagnose, Diagnostics, step_diagnostics
 from groupax.runs.folder import RunFolder
 from groupax.runs.folder_sink import FolderSink
 from groupax.runs.profiling import Profile
 from groupax.runs.trackers.sink import Trackers
+from groupax.settings.reporting import RolloutLogSettings
 from groupax.types import Metrics, Rollout
+
+
+@runtime_checkable
+class Evaluation(Protocol):
+    """An evaluation of the policy: its metrics, and what it has of each evaluation set."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics of all sets."""
+        ...
+
+    @property
+    def sets(self) -> Mapping[str, Any]:
+        """The results by name of the set."""
+        ...
+
+    @property
+    def errors(self) -> Mapping[str, str]:
+        """The first error of each reward function that failed, by name."""
+        ...
 
 
 class RunLog:
@@ -35,7 +55,7 @@ class RunLog:
         events: The stream; it loses the run's sinks again when the log is closed.
         listeners: The user's sinks.
         memory: Measures the memory in use after every step.
-        logp_limit: See `Diagnostics`.
+        diagnose: See `Diagnostics`.
 
     Attributes:
         last: Metrics of the last logged step.
@@ -45,23 +65,24 @@ class RunLog:
 
     def __init__(
         self,
-        args: GRPOConfig,
+        args: RunConfig,
         folder: RunFolder,
         num_steps: int,
         events: EventStream,
         listeners: Sequence[Listener] = (),
         memory: Callable[[], Metrics] = dict,
-        logp_limit: float = LOGP_DRIFT,
+        diagnose: Diagnose = step_diagnostics,
     ) -> None:
+        completions = args.part(RolloutLogSettings)
         if not processes.is_primary():
-            args = replace(args, log_completions=False, report_to=(), profile=0)
+            args, completions = replace(args, report_to=(), profile=0), replace(completions, log_completions=False)
         self.args, self.num_steps, self.memory = args, num_steps, memory
         self.listeners, self.ends = listeners, False
         self.emit, self._events, self._earlier_sinks = events.emit, events, list(events.sinks)
-        self.diagnostics = Diagnostics(self.emit, logp_limit)
-        self.trackers = Trackers(args, folder, num_steps, self.emit)
+        self.diagnostics = Diagnostics(self.emit, diagnose)
+        self.trackers = Trackers(args, folder, num_steps, self.emit, completions.log_completions)
         self.profile = Profile(folder, args.profile, self.emit)
-        files = FolderSink(args, folder, num_steps)
+        files = FolderSink(completions, folder, args.logging_steps, num_steps)
         events.sinks += [self.diagnostics, files, self.trackers, self.profile, self._call_listeners]
 
         self.window: list[Metrics] = []

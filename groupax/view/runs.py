@@ -71,7 +71,8 @@ class Run:
         """Returns what changes during training: the last step, the latest values, the status, and counts."""
         steps = self.rollout_steps()
         with self._lock:
-            latest = {name: self._columns[name].values[-1] for name in ("reward", "kl") if name in self._columns}
+            names = ("reward", "kl") if "reward" in self._columns else ("loss",)
+            latest = {name: self._columns[name].values[-1] for name in names if name in self._columns}
             step_time = self._columns.get("step_time")
             patience_s = max(LIVE_S, 5 * step_time.values[-1]) if step_time else LIVE_S
             age_s = self._age_s()

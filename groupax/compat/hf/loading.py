@@ -9,7 +9,7 @@ from groupax.compat.hf.settings import base_weights, warn_inert
 from groupax.compat.hf.torch_models import is_torch_model, read_torch_model
 from groupax.models.checkpoint import Model, add_adapter, load_adapter, load_model
 from groupax.models.lora import as_lora_config
-from groupax.storage.folders import resolve_folder
+from groupax.storage.folders import at_revision, resolve_folder
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -19,7 +19,12 @@ class AutoModelForCausalLM:
 
     @staticmethod
     def from_pretrained(
-        name_or_path: Any, quantization_config: Any = None, dtype: Any = None, torch_dtype: Any = None, **inert: Any
+        name_or_path: Any,
+        quantization_config: Any = None,
+        dtype: Any = None,
+        torch_dtype: Any = None,
+        revision: str | None = None,
+        **inert: Any,
     ) -> CausalLM:
         """Loads a model from a folder or a hub id.
 
@@ -28,6 +33,7 @@ class AutoModelForCausalLM:
             quantization_config: Quantization of the layers' matrices while they are read.
             dtype: Dtype of the weights in memory; None and "auto" keep the stored one.
             torch_dtype: Former name of `dtype`.
+            revision: Branch, tag or commit of a hub id.
             inert: Arguments without effect; a warning gives the reason.
 
         Raises:
@@ -35,7 +41,8 @@ class AutoModelForCausalLM:
         """
         warn_inert(inert, set(), "from_pretrained")
         weights = base_weights(quantization_config)
-        return CausalLM(load_model(name_or_path, _dtype(dtype or torch_dtype), weights=weights))
+        named = name_or_path if revision in (None, "main") else at_revision(str(name_or_path), revision)
+        return CausalLM(load_model(named, _dtype(dtype or torch_dtype), weights=weights))
 
 
 class PeftModel(CausalLM):

@@ -1,12 +1,12 @@
 """TRL's `GRPOConfig` and its translation to a native config."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from groupax.compat.arguments import arguments
 from groupax.compat.fields import (
     EVAL_SAMPLING,
-    Fields,
-    ForeignConfig,
     as_native,
     interval_steps,
     matching_eval_sampling,
@@ -17,7 +17,7 @@ from groupax.compat.fields import (
 )
 from groupax.compat.meshes import requested_mesh, requested_offload, warn_replicated, zero_stage
 from groupax.compat.trl.batches import TRLSchedule, trl_schedule
-from groupax.compat.trl.fields import ALIASES, DEFAULTS, INERT
+from groupax.compat.trl.fields import ALIASES, INERT, REFUSED, GRPOFields
 from groupax.compat.trl.generation import generation_settings, vllm_settings
 from groupax.compat.trl.optimizer import optimizer_settings
 from groupax.models.checkpoint import Model
@@ -118,27 +118,21 @@ class Batches(NamedTuple):
     generated: int
 
 
-class GRPOConfig(ForeignConfig):
+@arguments("TRL", INERT, REFUSED, ALIASES)
+@dataclass
+class GRPOConfig(GRPOFields):
     """TRL's config. A setting without effect in groupax is accepted with a warning that gives the reason.
-
-    Args:
-        output_dir: Folder of the run.
-        settings: Values by TRL's field names.
 
     Raises:
         TypeError: A field is unknown.
+        ValueError: A field cannot be honoured.
     """
 
-    FIELDS: ClassVar[Fields] = Fields("TRL", DEFAULTS, INERT, ALIASES)
-
-    def __init__(self, output_dir: str | None = None, **settings: Any) -> None:
-        super().__init__(**({} if output_dir is None else {"output_dir": output_dir}), **settings)
-
-    @property
-    def greater_is_better(self) -> bool | None:
-        """The given value; by default, whether the name of the metric for the best model does not end in "loss"."""
-        given, metric = self.given.get("greater_is_better"), self.metric_for_best_model
-        return given if given is not None or metric is None else not metric.endswith("loss")
+    def __repr__(self) -> str:
+        given = (
+            f"{name}={value!r}" for name, value in self.to_dict().items() if value != self.FIELDS.defaults.get(name)
+        )
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def batches(self, num_devices: int = 1) -> Batches:
         """Resolves the batch settings for a number of devices.
@@ -148,7 +142,7 @@ class GRPOConfig(ForeignConfig):
         """
         for name in COUNTS:
             value = getattr(self, name)
-            if value != DEFAULTS[name] and not (isinstance(value, int) and 1 <= value <= MAX_COUNT):
+            if value != self.FIELDS.defaults[name] and not (isinstance(value, int) and 1 <= value <= MAX_COUNT):
                 raise ValueError(f"{name} must be a whole number between 1 and {MAX_COUNT:,}, got {shown(value)}")
         rows = self.per_device_train_batch_size * num_devices
         accumulated, generated = self.gradient_accumulation_steps, self.steps_per_generation
@@ -261,7 +255,9 @@ class GRPOConfig(ForeignConfig):
     def _compute(self) -> dict[str, Any]:
         """Returns the native settings for attention, dtype, sharding and offloading."""
         model_settings = parse_mapping(self.model_init_kwargs, "model_init_kwargs")
-        recomputes = self.given.get("gradient_checkpointing")
+        recomputes = self.activation_checkpointing
+        if recomputes is None and not self.gradient_checkpointing:
+            recomputes = False
         offload_optimizer, offload_weights = requested_offload(self.deepspeed, self.fsdp)
         if offload_weights:
             warn("offload_param: trained weights stay on the devices; groupax offloads the optimizer state only")

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from groupax.compat import hf
-from groupax.compat.fields import parse_mapping, warn
+from groupax.compat.fields import warn
 from groupax.compat.trl.config import GRPOConfig
+from groupax.compat.trl.model_kwargs import resolve_model
 from groupax.events import Event, Message, RunStarted, StepEnded
 from groupax.models.checkpoint import Model
 from groupax.models.lora import as_lora_config
 from groupax.parallel import processes
-from groupax.settings.fields import nearest
 from groupax.trainer import GRPOTrainer as NativeTrainer
 
 MUCH = 0.05  # of the time of training, which is reported
@@ -44,16 +44,7 @@ def policy_of(model: Any, args: GRPOConfig, quantization_config: Any, peft_confi
         ValueError: The arguments contradict each other or are not supported by groupax.
         ImportError: PEFT is needed and not installed.
     """
-    more = dict(parse_mapping(args.model_init_kwargs, "model_init_kwargs"))
-    if quantization_config is not None and "quantization_config" in more:
-        raise ValueError("quantization_config is given twice: to the trainer and in model_init_kwargs")
-    quantization_config = quantization_config or more.pop("quantization_config", None)
-    more.pop("attn_implementation", None)  # read by `GRPOConfig.to_native`
-    for name, value in more.items():
-        if name not in (*hf.INERT, "dtype", "torch_dtype"):
-            raise ValueError(f"model_init_kwargs has {name!r}{nearest(name, [*hf.INERT, 'dtype'])}")
-        why = hf.INERT.get(name, "master weights are float32, and bf16 chooses the dtype of the computation")
-        warn(f"model_init_kwargs {name}={value!r} changes nothing in groupax: {why}")
+    model, quantization_config = resolve_model(model, args, quantization_config)
     weights = hf.base_weights(quantization_config)
     if hf.is_torch_model(model):
         _check_processes(model)

@@ -96,7 +96,7 @@ class GRPOTrainer(Attributes):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         streams = Streams(args, num_devices)
         train_dataset, eval_dataset = streams.training_rows(train_dataset), streams.evaluation_rows(eval_dataset)
-        train_dataset, has_prompts = agents.rows(train_dataset, args.given.get("max_steps", -1), num_prompts)
+        train_dataset, has_prompts = agents.rows(train_dataset, args.max_steps, num_prompts)
         examples = load_examples(train_dataset)
         self.rollout_func, self.rollout_request = rollout_func, None
         self._unknown_environments = agents.unknown(examples)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from groupax.config import GRPOConfig
+from groupax.config import RunConfig
 from groupax.episodes.record import remove_records
 from groupax.errors import PreemptedError, RunError
 from groupax.events import Emit, Message
@@ -53,7 +53,7 @@ class RunSaver:
 
     def __init__(
         self,
-        args: GRPOConfig,
+        args: RunConfig,
         identity: Identity,
         model: Model,
         folder: RunFolder,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupax.config import GRPOConfig
+from groupax.config import config_class
 from groupax.evaluation.items import read_items
 from groupax.runs.rollout_log import prompt_text
 from groupax.types import Metrics
@@ -102,7 +102,7 @@ def read_run(folder: Path) -> RunRecord:
     if not metrics:
         raise ValueError(f"the run in {folder} has not come to a logged step yet; its metrics.jsonl has no line")
     config = _json(folder / "config.json") or {}
-    defaults = json.loads(json.dumps(GRPOConfig().to_dict()))
+    defaults = json.loads(json.dumps(config_class(config)().to_dict()))
     return RunRecord(
         name=folder.resolve().name,
         metrics=metrics,
