@@ -35,7 +35,7 @@ def _is_overridden(cls: type) -> bool:
 
 
 class ModelSampler:
-    """A sampler that calls a model's `generate` for everything that is to be sampled.
+    """A sampler that calls a model's `generate` for all that it samples.
 
     Args:
         generate: The method.
