@@ -256,7 +256,7 @@ def test_a_model_with_a_generate_of_its_own_samples_itself(folder, tmp_path):
     trainer.evaluate()
     assert len(calls) == 4
     trainer.model.generate = lambda **inputs: inputs["input_ids"]
-    with pytest.raises(ValueError, match="the model's own generate returned .* for 8 prompts"):
+    with pytest.raises(ValueError, match=r"the model's own generate returned .* for 8 prompts"):
         trainer.evaluate()
     del trainer.model.generate
     assert own_generate(trainer.model) is None
