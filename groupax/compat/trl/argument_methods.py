@@ -83,12 +83,12 @@ class ArgumentMethods:
 
     @property
     def should_log(self) -> bool:
-        """Whether this process prints."""
+        """True if this process prints."""
         return processes.is_primary()
 
     @property
     def should_save(self) -> bool:
-        """Whether this process writes."""
+        """True if this process writes."""
         return processes.is_primary()
 
     def get_process_log_level(self) -> int:
