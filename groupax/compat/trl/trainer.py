@@ -26,6 +26,7 @@ from groupax.compat.trl.layout import (
 )
 from groupax.compat.trl.optimizer import torch_optimizer_settings
 from groupax.compat.trl.overrides import check_overrides
+from groupax.compat.trl.own_generate import own_generate
 from groupax.compat.trl.policy import TrainedModel, adapter_settings, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import Streams, evaluation_rows
@@ -220,6 +221,7 @@ class GRPOTrainer(Overridable, Attributes):
             self.state.load_json(state)
         listener = self._callback_listener()
         self._listeners[:] = [self._trained, self._last_rollout, warn_about_rewards, listener]
+        self._choose_sampler()
         if args.eval_on_start and resume == "never":
             self.evaluate()
         result = trainer.train()
@@ -227,6 +229,10 @@ class GRPOTrainer(Overridable, Attributes):
         if args.push_to_hub:
             self.push_to_hub()
         return TrainOutput(result.num_steps, listener.summary["train_loss"], {**result.metrics, **listener.summary})
+
+    def _choose_sampler(self) -> None:
+        """Has the model sample itself, as in TRL, if the script has given it a method `generate` of its own."""
+        self.native.sample_with(None if self.args.use_vllm else own_generate(self.model))
 
     def _callback_listener(self) -> CallbackListener:
         """Returns the listener that calls the callbacks and keeps the state."""
@@ -264,6 +270,7 @@ class GRPOTrainer(Overridable, Attributes):
             metric_key_prefix: Beginning of the metrics' names, before the name of a set.
         """
         del ignore_keys
+        self._choose_sampler()
         if isinstance(eval_dataset, str):
             eval_dataset = self._eval_set(eval_dataset)
         chosen = None if eval_dataset is None else self._agents.eval_rows(evaluation_rows(eval_dataset))
