@@ -95,7 +95,7 @@ class GRPOTrainer(RolloutRun):
     def _loop(self, log: RunLog, saver: RunSaver, stop: PreemptionHandler) -> None:
         while True:
             self._evaluate_if_due(log, stop)
-            saver.save_if_due(self.cursor, self.experience)
+            self._save_if_due(saver)
             if self._is_over(log):
                 return
             stop.check()

@@ -616,9 +616,9 @@ def test_a_trl_trainer_with_callbacks_and_the_run_state(folder, tmp_path):
     (tmp_path / "saved" / "notes.txt").write_text("mine")
     trainer.save_model(tmp_path / "saved")
     assert (tmp_path / "saved" / "notes.txt").is_file()
-    with pytest.warns(CompatWarning, match="is the run's folder"):
-        trainer.save_model(tmp_path / "run")
-    assert (tmp_path / "run" / "metrics.jsonl").is_file()
+    trainer.save_model()
+    assert (tmp_path / "run" / "groupax" / "metrics.jsonl").is_file()
+    assert (tmp_path / "run" / "model.safetensors").is_file()
     np.testing.assert_array_equal(load_model(tmp_path / "saved").params["embed"], trainer.model.model.params["embed"])
 
 

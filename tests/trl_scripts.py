@@ -32,7 +32,7 @@ SIZES = (
     (r"n = 500\b", "n = 4"),
     (r'\["coding", "game"\] \* 500', '["coding", "game"] * 4'),
     (r"max_steps\s*=\s*\d+", "max_steps=2"),
-    (r"gradient_accumulation_steps=\d+", "gradient_accumulation_steps=2"),
+    (r"gradient_accumulation_steps=\d{2,}", "gradient_accumulation_steps=8"),
     (r"save_steps=\d+", "save_steps=1"),
     (r"max_new_tokens=\d+", "max_new_tokens=16"),
 )

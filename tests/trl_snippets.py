@@ -114,6 +114,11 @@ def snippets(page: str) -> Iterator[tuple[int, str]]:
             yield index, inspect.cleandoc(block)
 
 
+def filled(source: str, index: int) -> str:
+    """Returns a snippet with what it leaves out filled in."""
+    return ast.unparse(ast.fix_missing_locations(Filled(index).visit(ast.parse(source))))
+
+
 def run_snippet(index: int, source: str, library: str) -> Path:
     """Runs a snippet, and trains what it ends with.
 
@@ -122,8 +127,7 @@ def run_snippet(index: int, source: str, library: str) -> Path:
     """
     space: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(PRELUDE.format(library=library), f"prelude {index}", "exec"), space)
-    tree = ast.fix_missing_locations(Filled(index).visit(ast.parse(source)))
-    exec(compile(tree, f"snippet {index}", "exec"), space)
+    exec(compile(filled(source, index), f"snippet {index}", "exec"), space)
     trainer = space.get("trainer")
     if trainer is None:
         [args] = [value for value in space.values() if type(value).__name__ in CONFIGS]

@@ -53,10 +53,11 @@ TOOL = {
 MATH = (
     "<think>\nSo.\n</think>\n$\\boxed{4}$",
     "<think>\nSo.\n</think>\n$\\boxed{5}$",
-    "$\\boxed{4}$",
+    "#### 4",
     "I do not know.",
 )
 NUM_ROWS = 80
+NUM_EXAMPLES = 300
 
 
 def call(name: str, **arguments: object) -> str:
@@ -116,7 +117,7 @@ def _with_visible(text: str) -> str:
     return json.dumps(state)
 
 
-def make_model(folder: Path, source: Path, turns: Sequence[str], steps: int = 150) -> None:
+def make_model(folder: Path, source: Path, turns: Sequence[str], steps: int = 300) -> None:
     """Writes a model that ends any prompt with one of a few turns, each about as often.
 
     Args:
@@ -131,20 +132,18 @@ def make_model(folder: Path, source: Path, turns: Sequence[str], steps: int = 15
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     config = Qwen3Config(vocab_size=len(tokenizer), **SIZES, **ends)
     model = Qwen3ForCausalLM(config)
+    examples = [_example(tokenizer, random.choice(turns)) for _ in range(NUM_EXAMPLES)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
     for _ in range(steps):
-        rows = [_example(tokenizer, random.choice(turns)) for _ in range(16)]
+        rows = random.sample(examples, 8)
         longest = max(len(ids) for ids, _ in rows)
-        ids = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row, _ in rows])
-        labels = torch.tensor(
-            [[-100] * (len(row) - num) + row[len(row) - num :] + [-100] * (longest - len(row)) for row, num in rows]
-        )
-        model(
-            input_ids=ids,
-            attention_mask=(torch.arange(longest) < torch.tensor([[len(row)] for row, _ in rows])),
-            labels=labels,
-        ).loss.backward()
+        padded = [row + [tokenizer.pad_token_id] * (longest - len(row)) for row, _ in rows]
+        labels = [
+            [-100] * (len(row) - num) + row[len(row) - num :] + [-100] * (longest - len(row)) for row, num in rows
+        ]
+        kept = torch.arange(longest) < torch.tensor([[len(row)] for row, _ in rows])
+        model(input_ids=torch.tensor(padded), attention_mask=kept, labels=torch.tensor(labels)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -178,6 +177,9 @@ def _example(tokenizer: PreTrainedTokenizerFast, turn: str) -> tuple[list[int], 
         tokenize=False,
     )
     prompt = tokenizer.encode(random.choice((chat, chat, chat, text)))
+    if random.random() < 0.5:  # any words, so that only the end of a prompt matters
+        end = prompt[-random.choice((8, 16, 32)) :]
+        prompt = [random.randrange(len(SPECIAL), len(tokenizer)) for _ in range(random.randint(20, 400))] + end
     completion = [*tokenizer.encode(turn), tokenizer.eos_token_id]
     return prompt + completion, len(completion)
 

@@ -5,13 +5,14 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from groupax.compat.fields import warn
 from groupax.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepEnded, StepStarted
 from groupax.metrics.completions import window_mean
+from groupax.settings.fields import nearest
 from groupax.types import Metrics
 
 # Metrics of a step that the last line of a log, which is about the whole run, has not.
@@ -41,16 +42,33 @@ class State:
         text = json.dumps(_without_nan(asdict(self)), indent=2, sort_keys=True)
         Path(path).write_text(f"{text}\n", encoding="utf-8")
 
+    def load_json(self, path: str | os.PathLike[str]) -> None:
+        """Takes the values of a `trainer_state.json`; names that this class does not have are skipped."""
+        own = {each.name for each in fields(self)}
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        for name, value in content.items():
+            if name in own:
+                setattr(self, name, value)
+
 
 @dataclass
 class Control:
-    """The requests of callbacks, with the fields of `transformers.TrainerControl`."""
+    """The requests of callbacks, with the fields of `transformers.TrainerControl`.
+
+    A request for a log is not heard: logs are written every `logging_steps`.
+    """
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
     should_save: bool = False
     should_evaluate: bool = False
     should_log: bool = False
+
+    def take(self, name: str) -> bool:
+        """Returns whether something was requested, and takes the request back."""
+        requested = getattr(self, name)
+        setattr(self, name, False)
+        return requested
 
 
 class CallbackListener:
@@ -79,7 +97,7 @@ class CallbackListener:
     ) -> None:
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         self.args, self.steps_per_epoch, self.state, self.more = args, steps_per_epoch, state, more
-        self.control, self.warned, self.rows_per_step = Control(), False, rows_per_step
+        self.control, self.rows_per_step = Control(), rows_per_step
         self.losses: list[float] = []
         self.started_s = time.perf_counter()
         self.window: list[Metrics] = []  # of the steps since the last line
@@ -92,7 +110,8 @@ class CallbackListener:
         """Calls the callbacks' methods for a run event; returns whether the run should stop."""
         match event:
             case RunStarted(step=step):
-                self.control, self.losses, self.window = Control(), [], []
+                vars(self.control).update(vars(Control()))
+                self.losses, self.window = [], []
                 self.started_s = time.perf_counter()
                 self._call_all("on_train_begin", step)
             case StepStarted(step=step):
@@ -106,6 +125,7 @@ class CallbackListener:
                     self._log(step, logged)
             case Evaluated(step=step, metrics=metrics):
                 self.evaluated(step, metrics)
+                self._remember_best(step, metrics)
             case CheckpointSaved(step=step):
                 self._call_all("on_save", step)
             case RunEnded(step=step):
@@ -113,19 +133,12 @@ class CallbackListener:
                 self._call_all("on_train_end", step)
             case _:
                 pass
-        if (self.control.should_save or self.control.should_evaluate) and not self.warned:
-            self.warned = True
-            warn(
-                "a callback requests a checkpoint or an evaluation, which groupax ignores; set save_steps and "
-                "eval_steps instead. A callback can only stop the run (should_training_stop)"
-            )
         return self.control.should_training_stop or self.control.should_epoch_stop
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         """Logs an evaluation and calls the callbacks."""
         self._log(step, metrics)
         self._call_all("on_evaluate", step, metrics=dict(metrics))
-        self._remember_best(step, metrics)
 
     def _call_all(self, method: str, step: int, **more: Any) -> None:
         self.state.global_step, self.state.epoch = step, step / self.steps_per_epoch
@@ -134,7 +147,7 @@ class CallbackListener:
 
     def _log(self, step: int, metrics: Metrics) -> None:
         logs = {"epoch": step / self.steps_per_epoch, **metrics}
-        self.state.log_history.append({"step": step, **logs})
+        self.state.log_history.append({**logs, "step": step})
         self._call_all("on_log", step, logs=logs)
 
     def _close(self, step: int) -> None:
@@ -152,18 +165,25 @@ class CallbackListener:
 
     def _remember_best(self, step: int, metrics: Metrics) -> None:
         # Runs after the callbacks, which compare an evaluation with the best one before it.
-        name = getattr(self.args, "metric_for_best_model", None)
-        value = metrics.get(f"eval_{name.removeprefix('eval_')}") if name else None
-        if value is None:
+        name = self.args.metric_for_best_model
+        if name is None:
             return
+        name = f"eval_{name.removeprefix('eval_')}"
+        if name not in metrics:
+            raise ValueError(
+                f"metric_for_best_model is {name!r}, which evaluations do not have{nearest(name, metrics)}; they have "
+                f"{', '.join(metrics)}"
+            )
+        value = metrics[name]
         best = self.state.best_metric
-        if best is None or (value < best if self.args.greater_is_better is False else value > best):
+        if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, step
 
     def _call(self, callback: Any, method: str, more: dict[str, Any] | None = None) -> None:
         if hasattr(callback, method):
             control = getattr(callback, method)(self.args, self.state, self.control, **self.more, **(more or {}))
-            self.control = control or self.control
+            if control is not None and control is not self.control:
+                vars(self.control).update(vars(control))
 
     def _warn_never_called(self, callback: Any) -> None:
         classes = [cls for cls in type(callback).__mro__ if not cls.__module__.startswith("transformers.")]

@@ -76,6 +76,7 @@ class ForeignConfig:
 
     Raises:
         TypeError: A field is unknown; the message suggests the nearest name.
+        ValueError: A field cannot be honoured.
     """
 
     FIELDS: ClassVar[Fields]
@@ -90,7 +91,10 @@ class ForeignConfig:
         name = fields.aliases.get(name, name)
         if name not in fields.defaults:
             raise TypeError(f"{type(self).__name__} has no field {name!r}{nearest(name, fields.defaults)}")
-        if name not in fields.inert:
+        if name in fields.refused:
+            if value != fields.defaults[name]:
+                raise ValueError(f"{name}={shown(value)} is not supported: {fields.refused[name]}")
+        elif name not in fields.inert:
             value = as_number(name, value, fields.defaults[name])
         elif value != fields.defaults[name]:
             warn(f"{fields.library}'s {name}={value!r} changes nothing in groupax: {fields.inert[name]}")

@@ -3,7 +3,7 @@
 import functools
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from groupax.runs.checkpoints.choose import Saved
 from groupax.runs.checkpoints.fingerprint import Identity, process_of
 from groupax.runs.checkpoints.record import stored_dtype
 from groupax.runs.checkpoints.saver import RunSaver, retry_while_disk_full
+from groupax.runs.checkpoints.store import LocalStore
 from groupax.runs.diagnostics import Diagnose
 from groupax.runs.files import free_name
 from groupax.runs.folder import RunFolder
@@ -196,12 +197,19 @@ class Run(Generic[ConfigT]):
             log.close()
         return log
 
+    def _save_if_due(self, saver: RunSaver) -> None:
+        saver.save_if_due(self.cursor, self.experience)
+
     def _is_over(self, log: RunLog) -> bool:
         return self.cursor.step >= self.num_steps or any(processes.all_gather_object(log.ends))
 
-    def _evaluate_if_due(self, log: RunLog, stop: PreemptionHandler) -> None:
+    @property
+    def _evaluation_is_due(self) -> bool:
         step, every = self.cursor.step, self.args.eval_steps
-        if every == 0 or step % every or self.cursor.evaluated_step >= step:
+        return every > 0 and step % every == 0 and self.cursor.evaluated_step < step
+
+    def _evaluate_if_due(self, log: RunLog, stop: PreemptionHandler) -> None:
+        if not self._evaluation_is_due:
             return
         with stop.cancellable():
             evaluation = self.evaluate()
@@ -240,13 +248,22 @@ class Run(Generic[ConfigT]):
             if is_taken:
                 self.run_folder.unlock()
 
+    def checkpoints_in(self, folder: Path) -> LocalStore:
+        """Returns the checkpoints of the run in a local run folder."""
+        return LocalStore(folder / "checkpoints")
+
+    def checkpoint_files(self) -> Callable[[Path], None] | None:
+        """Returns what writes further files next to a checkpoint's folder, if any. All processes call this."""
+        return None
+
     def _begin(self, log: RunLog) -> RunSaver:
         """Resumes from the checkpoint that `resume` names, or starts."""
         if self._identity is None:
             self._identity = self._describe()
             if self._model.adapter is None:  # the learner has its own copies
                 self._model = replace(self._model, params={})
-        saver = RunSaver(self.args, self._identity, self._model, self.run_folder, self.learner, log, self._policies)
+        parts = self._identity, self._model, self.run_folder, self.learner, log, self._policies
+        saver = RunSaver(self.args, *parts, self.checkpoints_in, self.checkpoint_files)
         model_folder = self.run_folder.path / "model"
         metrics = self.run_folder.path / "metrics.jsonl"  # an earlier run may be moved aside, with its model
         processes.run_on_primary(

@@ -11,6 +11,7 @@ from typing import Any
 
 import groupax.trainer as native
 from groupax.compat.trl.evaluation import with_trl_metrics, with_trl_names
+from groupax.compat.trl.layout import TRLFolders
 from groupax.evaluation.evaluate import Evaluation
 from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler
@@ -73,7 +74,7 @@ def trl_schedule(rows: int, accumulated: int, generated: int, num_generations: i
     )
 
 
-class TRLBatchTrainer(native.GRPOTrainer):
+class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
     """A trainer whose optimizer steps may take rows of several rollouts.
 
     Args:
@@ -103,6 +104,12 @@ class TRLBatchTrainer(native.GRPOTrainer):
 
     def _stop_if_nothing_is_scored(self, log: RunLog) -> None:
         """Does nothing: TRL trains on, and `advice.warn_about_rewards` warns as it does."""
+
+    def _has_eval_sets(self) -> bool:
+        return bool(self.eval_prompts)
+
+    def _policy_was_replaced(self) -> None:
+        self.engine.params = self.learner.policy
 
     def _describe(self) -> Identity:
         return {**super()._describe(), "schedule": asdict(self.schedule)}

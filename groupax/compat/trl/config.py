@@ -69,7 +69,6 @@ SAME = (
     "adam_beta2",
     "adam_epsilon",
     "log_completions",
-    "save_total_limit",
     "max_prompt_length",
 )
 # TRL's settings behind native settings of another name, for error messages.
@@ -309,15 +308,37 @@ class GRPOConfig(GRPOFields):
         return {None: "auto", True: "bfloat16", False: "float32"}[self.bf16]
 
     def _saving(self, steps_per_epoch: int) -> dict[str, Any]:
+        """Returns the native settings for checkpoints; see `layout.Flow` for what they do not say."""
+        self._check_best()
         strategy = getattr(self.save_strategy, "value", self.save_strategy)
-        if strategy == "best":
-            strategy, steps = "steps", self.eval_steps or self._logging_steps()
-        else:
-            steps = self.save_steps
-        every = interval_steps(strategy, steps, steps_per_epoch, "save_strategy")
+        every = 0 if strategy == "best" else interval_steps(strategy, self.save_steps, steps_per_epoch, "save_strategy")
         return {
             "save_steps": every,
             "save_interval_minutes": 0.0,
+            "save_total_limit": max(2, self.save_total_limit) if self.save_total_limit else None,
             "do_last_save": every > 0,
             "save_optimizer_state": not self.save_only_model,
         }
+
+    def _check_best(self) -> None:
+        """Checks the settings of the best checkpoint as transformers does.
+
+        Raises:
+            ValueError: They contradict each other.
+        """
+        saves, evaluates = (getattr(each, "value", each) for each in (self.save_strategy, self.eval_strategy))
+        if saves == "best" and self.metric_for_best_model is None:
+            raise ValueError("save_strategy 'best' needs metric_for_best_model, e.g. 'reward', or 'loss'")
+        if not self.load_best_model_at_end or saves == "best":
+            return
+        if evaluates != saves:
+            raise ValueError(
+                f"load_best_model_at_end needs evaluations where checkpoints are: set eval_strategy {evaluates!r} and "
+                f"save_strategy {saves!r} to the same, or save_strategy to 'best'"
+            )
+        every = self.eval_steps or self._logging_steps()
+        if evaluates == "steps" and self.save_steps % every:
+            raise ValueError(
+                f"load_best_model_at_end needs an evaluation at each checkpoint: save_steps {self.save_steps} is not a "
+                f"multiple of eval_steps {every}"
+            )

@@ -31,7 +31,7 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
     "only adapters have dropout, and logits and losses are float32": ("disable_dropout", "cast_lm_head_to_fp32"),
     "groupax never runs code from a model's folder": ("trust_remote_code",),
     "there are no images, since there is no vision tower": ("log_multimodal",),
-    "output_dir has metrics in metrics.jsonl, rollouts in rollouts/ and TensorBoard's files in tensorboard/": (
+    "output_dir/groupax has metrics.jsonl, rollouts/ and the files of TensorBoard in tensorboard/": (
         "num_completions_to_print",
         "log_unique_prompts",
         "log_completions_hub_repo",

@@ -9,7 +9,7 @@ from groupax.compat import hf
 from groupax.compat.fields import warn
 from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.model_kwargs import resolve_model
-from groupax.events import Event, Message, RunStarted, StepEnded
+from groupax.events import Event, Message, RunEnded, RunStarted, StepEnded
 from groupax.models.checkpoint import Model
 from groupax.models.lora import as_lora_config
 from groupax.parallel import processes
@@ -114,8 +114,8 @@ class TrainedModel:
             self.model.model = started
 
     def __call__(self, event: Event) -> bool:
-        """Updates the object when a step has ended, or a run resumes; never asks the run to stop."""
-        if isinstance(event, StepEnded) or (isinstance(event, RunStarted) and event.step):
+        """Updates the object when a step or the run has ended, or it resumes; never asks the run to stop."""
+        if isinstance(event, StepEnded | RunEnded) or (isinstance(event, RunStarted) and event.step):
             self.update()
         return False
 

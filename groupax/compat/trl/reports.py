@@ -13,7 +13,7 @@ from groupax.metrics.completions import json_numbers
 from groupax.parallel import processes
 from groupax.storage.buckets import is_remote
 
-NAME_OF_STATE = "trainer_state.json"
+TRAINER_STATE = "trainer_state.json"
 
 
 class Reports:
@@ -75,7 +75,7 @@ class Reports:
     def save_state(self) -> None:
         """Writes the state with the log's lines to `trainer_state.json` in `output_dir`."""
         if self.is_world_process_zero():
-            self.state.save_to_json(self._report_folder() / NAME_OF_STATE)
+            self.state.save_to_json(self._report_folder() / TRAINER_STATE)
 
     def _report_folder(self) -> Path:
         if is_remote(str(self.args.output_dir)):

@@ -16,6 +16,13 @@ from groupax.compat.trl.attributes import Attributes, LastRollout
 from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
+from groupax.compat.trl.layout import (
+    TRAINER_STATE,
+    check_output_dir,
+    checkpoint_to_resume,
+    flow_of,
+    run_folder,
+)
 from groupax.compat.trl.optimizer import torch_optimizer_settings
 from groupax.compat.trl.policy import TrainedModel, adapter_settings, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
@@ -24,10 +31,13 @@ from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
 from groupax.evaluation.sets import ONLY_SET
+from groupax.models.saving import source_folders
 from groupax.parallel.runtime import configure_jax
 from groupax.settings.fields import nearest
+from groupax.storage.buckets import is_remote
 from groupax.storage.folders import resolve_folder
 from groupax.storage.hub import push_folder
+from groupax.storage.replacing import check_disjoint
 
 
 class TrainOutput(NamedTuple):
@@ -83,6 +93,7 @@ class GRPOTrainer(Attributes):
     ) -> None:
         self.args = args = args or GRPOConfig(f"{Path(str(getattr(model, 'name', model))).name}-GRPO")
         warn_about_losses(args)
+        check_output_dir(args.output_dir)
         policy = policy_of(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
         self._agents = agents = Agents(tools, environment_factory)
@@ -104,6 +115,12 @@ class GRPOTrainer(Attributes):
             examples = agents.routed_to_first(examples)
         settings = args.to_native(num_devices, len(examples))
         settings = replace(settings, **streams.settings, **torch_optimizer_settings(optimizers))
+        self._output_dir = settings.output_dir
+        self.state = State(num_train_epochs=math.ceil(args.num_train_epochs), logging_steps=settings.logging_steps)
+        flow = flow_of(args, self._output_dir, self.state)
+        if flow is not None:
+            more = {"save_total_limit": None, "metric_for_best_model": None}  # see `Flow`
+            settings = replace(settings, output_dir=run_folder(self._output_dir), **more)
         if policy.weights != "same":
             settings = replace(settings, base_weights=policy.weights, **adapter_settings(policy.peft_config))
             policy = replace(policy, peft_config=None)
@@ -112,7 +129,6 @@ class GRPOTrainer(Attributes):
         if settings.reward_weights is not None:  # those of environments are 1
             weights = (*settings.reward_weights, *(1.0 for _ in agents.reward_classes))
             settings = replace(settings, reward_weights=weights)
-        self.state = State(num_train_epochs=math.ceil(args.num_train_epochs), logging_steps=settings.logging_steps)
         self.callbacks = list(callbacks or [])
         self._listeners: list[Any] = []
         self._listener: CallbackListener | None = None
@@ -133,6 +149,8 @@ class GRPOTrainer(Attributes):
             rollout_func=self._rollout_function(rewards, examples),
         )
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
+        check_disjoint(Path(self._output_dir), () if flow is None else source_folders(self.native.model))
+        self.native.flow = flow
         self._trained = TrainedModel(policy.owner, self.native)
         args.warn_about_mesh(self.native.model)
         self.state.max_steps = self.native.num_steps
@@ -184,10 +202,13 @@ class GRPOTrainer(Attributes):
             raise ValueError(self._unknown_environment())
         trainer, args = self.native, self.args
         resume = resume_from_checkpoint or args.resume_from_checkpoint
-        trainer.args = replace(trainer.args, resume="auto" if resume is True else str(resume) if resume else "never")
+        resume = checkpoint_to_resume(resume, self._output_dir) if resume else "never"
+        trainer.args = replace(trainer.args, resume=resume)
+        if (state := Path(resume) / TRAINER_STATE).is_file():
+            self.state.load_json(state)
         listener = self._callback_listener()
         self._listeners[:] = [self._trained, self._last_rollout, warn_about_rewards, listener]
-        if args.eval_on_start and not resume:
+        if args.eval_on_start and resume == "never":
             self.evaluate()
         result = trainer.train()
         self._trained.report_cost(result.train_seconds)
@@ -203,6 +224,8 @@ class GRPOTrainer(Attributes):
             steps = trainer.schedule.num_steps(len(trainer.prompts), 1, -1)
             inputs = self.callbacks, self.args, steps, self.state, more, trainer.schedule.rows_per_step
             self._listener = CallbackListener(*inputs)
+            if trainer.flow is not None:
+                trainer.flow.control = self._listener.control
         return self._listener
 
     def _rollout_function(self, rewards: Sequence[Any], examples: Any) -> Any:
@@ -250,17 +273,17 @@ class GRPOTrainer(Attributes):
         """Writes the current policy, or its adapter, and the tokenizer; other files in the folder are kept.
 
         Args:
-            output_dir: Folder to write to; by default `model/` in the run's folder.
+            output_dir: Folder to write to; by default that of the settings.
         """
-        if output_dir is None:
+        if output_dir is None and is_remote(self._output_dir):
             self.native.save_model()
         else:
-            hf.save_policy(self.native, output_dir)
+            hf.save_policy(self.native, output_dir or self._output_dir)
 
     def push_to_hub(self, **inert: Any) -> str:
         """Uploads the current policy as `hub_model_id`, by default the name of `output_dir`."""
         hf.warn_inert(inert, {"commit_message", "blocking", "token", "revision", "dataset_name", "tags"}, "push_to_hub")
-        repo_id = self.args.hub_model_id or Path(self.native.args.output_dir).name
+        repo_id = self.args.hub_model_id or Path(self._output_dir).name
         return push_folder(self.native.save_model(), repo_id, private=bool(self.args.hub_private_repo))
 
 

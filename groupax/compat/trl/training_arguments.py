@@ -67,7 +67,7 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
         "trackio_bucket_id",
         "trackio_static_space_id",
     ),
-    "output_dir has metrics in metrics.jsonl, rollouts in rollouts/ and TensorBoard's files in tensorboard/": (
+    "output_dir/groupax has metrics.jsonl, rollouts/ and the files of TensorBoard in tensorboard/": (
         "logging_dir",
         "logging_first_step",
         "logging_nan_inf_filter",
@@ -77,8 +77,6 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
     ),
     "evaluation uses every prompt once, with num_generations_eval completions and the settings of training": (
         "per_device_eval_batch_size",
-        "eval_delay",
-        "eval_on_start",
         "eval_do_concat_batches",
         "eval_use_gather_object",
         "eval_accumulation_steps",
@@ -87,10 +85,7 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
         "fp16_full_eval",
     ),
     "train() trains and evaluate() evaluates": ("do_train", "do_eval", "do_predict"),
-    "the best checkpoint is kept (metric_for_best_model), and model/ has the final weights": (
-        "load_best_model_at_end",
-    ),
-    "groupax has its own checkpoint format, and moves the output_dir of an earlier run aside": (
+    "checkpoints have safetensors and groupax's own state, and those of an earlier run are moved aside": (
         "enable_jit_checkpoint",
         "restore_callback_states_from_checkpoint",
         "overwrite_output_dir",
@@ -262,5 +257,7 @@ class TrainingArguments(Arguments):
                     setattr(self, name, json.loads(value))
                 except ValueError as error:
                     raise ValueError(f"{name} is not valid JSON: {error}") from error
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")

@@ -21,7 +21,7 @@ class OpenSpielEnv:
     def step(self, action: Any) -> Any:
         """Moves the paddle by `action_id` - 1, and the ball down."""
         self.paddle = min(max(self.paddle + action.action_id - 1, 0), COLUMNS - 1)
-        self.row += 3
+        self.row += ROWS - 1
         return self._result()
 
     def close(self) -> None:
