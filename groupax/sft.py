@@ -233,8 +233,11 @@ class SFTTrainer(Run[SFTConfig]):
         return load_examples(dataset, name, splits, columns_of_examples(self.args.part(ExampleSettings)))
 
     def _encode_sets(self, dataset: Any) -> dict[str, TrainingSet]:
-        labels = {name: f"eval_dataset {name!r}" for name in (sets := named_sets(dataset))}
-        return {name: self._encode(self._load(sets[name], labels[name], EVAL_SPLITS), labels[name]) for name in sets}
+        encoded = {}
+        for name, each in named_sets(dataset).items():
+            label = f"eval_dataset {name!r}"
+            encoded[name] = self._encode(self._load(each, label, EVAL_SPLITS), label)
+        return encoded
 
     def _encode(self, examples: Examples, name: str) -> TrainingSet:
         settings, config = self.args.part(ExampleSettings), self._model.config

@@ -1,4 +1,4 @@
-"""What every trainer of TRL has, whatever it trains on: callbacks, the trained model, resuming, saving and uploading."""
+"""The part of TRL's trainers that does not depend on their data: callbacks, the model, resuming, saving, uploading."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -7,13 +7,13 @@ from typing import Any
 
 from groupax.compat import hf
 from groupax.compat.fields import warn
-from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.model_kwargs import resolve_model
+from groupax.compat.trl.run_settings import RunArguments
 from groupax.events import Event, Message, RunEnded, RunStarted, StepEnded
 from groupax.models.checkpoint import Model
 from groupax.models.lora import as_lora_config
 from groupax.parallel import processes
-from groupax.trainer import GRPOTrainer as NativeTrainer
+from groupax.runs.run import Run
 
 MUCH = 0.05  # of the time of training, which is reported
 
@@ -35,7 +35,7 @@ class Policy:
     owner: Any
 
 
-def policy_of(model: Any, args: GRPOConfig, quantization_config: Any, peft_config: Any) -> Policy:
+def policy_of(model: Any, args: RunArguments, quantization_config: Any, peft_config: Any) -> Policy:
     """Returns what to train for the arguments of a trainer.
 
     A PyTorch model that is to have an adapter is wrapped by PEFT, as TRL does.
@@ -105,7 +105,7 @@ class TrainedModel:
         seconds: Time that the copies took.
     """
 
-    def __init__(self, owner: Any, trainer: NativeTrainer) -> None:
+    def __init__(self, owner: Any, trainer: Run[Any]) -> None:
         self._trainer, self.seconds = trainer, 0.0
         started = _master_model(trainer)
         self._torch = hf.TorchWeights(owner, started) if hf.is_torch_model(owner) else None
@@ -140,7 +140,7 @@ class TrainedModel:
             )
 
 
-def _master_model(trainer: NativeTrainer) -> Model:
+def _master_model(trainer: Run[Any]) -> Model:
     """Returns the present policy with the weights that updates change, in float32, not with those that sample."""
     model = trainer.model
     return model if model.adapter is not None else replace(model, params=trainer.learner.state.params)

@@ -33,6 +33,26 @@ REFUSED = {
     "optimizer_cls_and_kwargs": "set optim, learning_rate and the other fields of SFTConfig",
 }
 
+# Methods of TRL's trainer that groupax never calls.
+NEVER_CALLED = frozenset(
+    (
+        "_prepare_dataset",
+        "compute_loss",
+        "create_model_card",
+        "create_optimizer",
+        "create_optimizer_and_scheduler",
+        "create_scheduler",
+        "evaluation_loop",
+        "get_eval_dataloader",
+        "get_train_dataloader",
+        "log",
+        "prediction_step",
+        "training_step",
+        "_get_train_sampler",
+        "_save_checkpoint",
+    )
+)
+
 
 class TRLExamples(TRLFolders, NativeTrainer):
     """A native trainer with TRL's order and losses of held-out examples.
@@ -59,6 +79,9 @@ class TRLExamples(TRLFolders, NativeTrainer):
             return encoded
         order = np.random.default_rng(self._config.seed).permutation(len(encoded))  # as `datasets` shuffles
         return replace(encoded, sequences=[encoded.sequences[index] for index in order])
+
+    def _has_eval_sets(self) -> bool:
+        return bool(self.eval_examples)
 
     def _losses(self, name: str, examples: TrainingSet) -> Metrics:
         """Returns means over examples of the means over the tokens of their batches, as transformers computes them."""
@@ -258,13 +281,11 @@ def check_overrides_of_sft(cls: type) -> None:
     Raises:
         ValueError: It does.
     """
-    own = {"__init__", "__module__", "__doc__", "__qualname__", "__firstlineno__", "__static_attributes__"}
-    called = own | {name for base in SFTTrainer.__mro__ for name in vars(base) if not name.startswith("_")}
     for base in cls.__mro__[: cls.__mro__.index(SFTTrainer)]:
-        unheard = [name for name, value in vars(base).items() if callable(value) and name in OVERRIDABLE - called]
+        unheard = [name for name in vars(base) if name in NEVER_CALLED]
         if unheard:
             raise ValueError(
-                f"{base.__name__} overrides {', '.join(unheard)}, which groupax never calls: gradients come from JAX and "
-                "examples are encoded before training; give the loss as groupax.SFTConfig(loss_type=...), labels as a "
-                "column, and act in callbacks"
+                f"{base.__name__} overrides {', '.join(unheard)}, which groupax never calls: gradients come from JAX, "
+                "and examples are encoded before training; give the loss as groupax.SFTConfig(loss_type=...), labels "
+                "as a column, and act in callbacks"
             )
