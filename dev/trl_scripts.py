@@ -24,7 +24,7 @@ from tests import trl_scripts, trl_snippets
 MODEL = ("--model_name_or_path", "Qwen/Qwen3-0.6B", "--output_dir", "out")
 SMALL = ("--max_steps", "2", "--learning_rate", "1e-3", "--max_completion_length", "64", "--report_to", "none")
 QLORA = ("--reward_model_name_or_path", "reward_model", "--use_peft", "--lora_r", "4", "--load_in_4bit")
-GAME = ("--gradient-accumulation-steps", "8", "--dataset-size", "4")
+GAME = ("--gradient-accumulation-steps", "8", "--dataset-size", "16")
 INSTALLED = "trl/scripts"
 
 
@@ -83,7 +83,7 @@ CASES = (
     Case("examples/notebooks/openenv_sudoku_grpo.ipynb", "sudoku"),
     Case("examples/notebooks/openenv_wordle_grpo.ipynb", "wordle"),
     *(
-        Case(f"docs/source/{page}.md", "counter")
+        Case(f"docs/source/{page}.md", "docs")
         for page in ("grpo_trainer", "rloo_trainer", "quickstart", "peft_integration", "rewards", "openenv")
     ),
 )

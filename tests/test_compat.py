@@ -146,7 +146,7 @@ def test_a_constant_schedule_has_no_warm_up():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"top_p": None}, "top_p must be a number, got None"),
+        ({"temperature": None}, "temperature must be a number, got None"),
         (
             {"per_device_train_batch_size": 6, "steps_per_generation": 1},
             "6 completions.*not a multiple of num_generations 8.*counts completions",
@@ -191,6 +191,16 @@ def test_small_batches_generate_for_several_steps():
     config = trl.GRPOConfig(per_device_train_batch_size=4)
     with pytest.warns(CompatWarning, match="4 completions, .* steps_per_generation is 2, so that 2 steps train"):
         assert config.batches() == (4, 1, 2)
+
+
+def test_a_missing_top_p_keeps_all_tokens():
+    native = trl.GRPOConfig(top_p=None, top_k=None, bf16=False).to_native()
+    assert (native.top_p, native.top_k, native.eval_top_p) == (1.0, 0, 1.0)
+
+
+def test_a_dataset_that_is_smaller_than_a_generation_is_refused_in_trls_words():
+    with pytest.raises(ValueError, match=r"3 prompts and a generation takes 4 .*lower per_device_train_batch_size"):
+        trl.GRPOConfig(per_device_train_batch_size=8, num_generations=2).schedule().prompts_per_epoch(3)
 
 
 def test_the_sampler_is_reported():

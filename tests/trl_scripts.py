@@ -13,7 +13,8 @@ from . import trl_world
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT.parent / "shared" / "tokenizers" / "qwen"
-IMPORT = re.compile(r"^(\s*from\s+)trl\b", re.M)
+# Specs of environments are no trainers: their imports stay as they are.
+IMPORT = re.compile(r"^(\s*from\s+)trl\b(?!\.experimental\.(?:harbor|openreward))", re.M)
 MODELS = (
     "Qwen/Qwen3-0.6B",
     "Qwen/Qwen3-1.7B",

@@ -51,7 +51,8 @@ reward_func1 = reward_func2 = my_reward_func = format_reward = reward_func
 async def async_reward_func1(completions, **kwargs):
     return reward_func(completions)
 
-async_reward_func2 = async_reward_func1
+async def async_reward_func2(completions, **kwargs):
+    return reward_func(completions)
 
 def tool1(text: str) -> str:
     \"\"\"Repeats.
@@ -61,12 +62,18 @@ def tool1(text: str) -> str:
     \"\"\"
     return text
 
-tool2 = tool1
+def tool2(text: str) -> str:
+    \"\"\"Repeats, too.
+
+    Args:
+        text: The text.
+    \"\"\"
+    return text
 """
 
 
 class Filled(ast.NodeTransformer):
-    """The filling of what a snippet leaves out: the arguments behind `...`, and small sizes."""
+    """The filling of what a snippet leaves out: the arguments that it needs, and small sizes."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -75,7 +82,6 @@ class Filled(ast.NodeTransformer):
         """Fills the arguments of a config or of a trainer."""
         self.generic_visit(node)
         name = getattr(node.func, "id", "")
-        node.args = [each for each in node.args if not (isinstance(each, ast.Constant) and each.value is ...)]
         if name in CONFIGS:
             self._set(node, max_steps="1", output_dir=repr(f"run_{self.index}"), max_completion_length="48")
             self._set(node, learning_rate="1e-3", report_to="'none'", save_strategy="'no'", push_to_hub="False")
@@ -107,11 +113,38 @@ class Filled(ast.NodeTransformer):
 
 
 def snippets(page: str) -> Iterator[tuple[int, str]]:
-    """Yields the number and the source of each snippet with a config or a trainer that can run here."""
+    """Yields the number and the source of each snippet with a config or a trainer that can run here.
+
+    The classes that earlier snippets define come before it.
+    """
+    definitions: list[str] = []
     for index, block in enumerate(BLOCK.findall(page), 1):
+        source = _without_ellipses(inspect.cleandoc(block))
         names = "|".join((*CONFIGS, *TRAINERS))
-        if re.search(rf"\b({names})\(", block) and not any(each in block for each in ABSENT):
-            yield index, inspect.cleandoc(block)
+        if any(each in block for each in ABSENT):
+            continue
+        if re.search(rf"\b({names})\(", block):
+            yield index, "\n".join([*definitions, source])
+        else:
+            definitions += _definitions(source)
+
+
+def _definitions(source: str) -> list[str]:
+    """Returns the classes of a snippet with its imports; nothing if it is no Python."""
+    try:
+        nodes = ast.parse(source).body
+    except SyntaxError:
+        return []
+    if not any(isinstance(node, ast.ClassDef) for node in nodes):
+        return []
+    return [ast.unparse(node) for node in nodes if isinstance(node, (ast.ClassDef, ast.Import, ast.ImportFrom))]
+
+
+def _without_ellipses(source: str) -> str:
+    """Returns a snippet without the arguments `...`, which are no Python after keyword arguments."""
+    source = re.sub(r"^\s*\.\.\.(,\s*$|\s*$(?=\n\s*\)))", "", source, flags=re.M)
+    source = re.sub(r"\(\s*\.\.\.,\s*", "(", source)
+    return re.sub(r",\s*\.\.\.\s*,?\s*\)", ")", source)
 
 
 def filled(source: str, index: int) -> str:
@@ -119,13 +152,20 @@ def filled(source: str, index: int) -> str:
     return ast.unparse(ast.fix_missing_locations(Filled(index).visit(ast.parse(source))))
 
 
-def run_snippet(index: int, source: str, library: str) -> Path:
+def run_snippet(index: int, source: str, library: str, space: dict[str, Any]) -> Path:
     """Runs a snippet, and trains what it ends with.
+
+    Args:
+        index: Its number.
+        source: Its text.
+        library: What it imports.
+        space: The names of the snippets before it, and afterwards also its own.
 
     Returns:
         The folder of the trained model.
     """
-    space: dict[str, Any] = {"__name__": "__main__"}
+    for name in [name for name, value in space.items() if type(value).__name__ in (*CONFIGS, *TRAINERS)]:
+        del space[name]
     exec(compile(PRELUDE.format(library=library), f"prelude {index}", "exec"), space)
     exec(compile(filled(source, index), f"snippet {index}", "exec"), space)
     trainer = space.get("trainer")
@@ -167,12 +207,13 @@ def run_page(folder: Path, text: str, path: str, library: str) -> dict[str, Any]
 
 def main(page: str, library: str) -> None:
     """Runs the snippets of a page in this process."""
+    space: dict[str, Any] = {"__name__": "__main__"}
     with Path("outcomes.json").open("w") as file:
         for index, source in snippets(Path(page).read_text()):
             changed = re.sub(r"^(\s*from\s+)trl\b", rf"\1{library}", source, flags=re.M)
             failure, saved = None, ""
             try:
-                saved = str(run_snippet(index, changed, library))
+                saved = str(run_snippet(index, changed, library, space))
             except Exception as error:  # noqa: BLE001  # whatever it is, it becomes a line of the table
                 traceback.print_exc()
                 failure = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -77,7 +77,7 @@ TURNS = {
     "browser": (call("click", bid="13"), call("click", bid="7"), call("noop"), "Done."),
     "car": (call("observe"), call("emergency_stop"), call("lane_change", direction="left"), "Done."),
     "sql": (call("query_biogrid", sql_command="select * from interactions where a = 1"), "*Yes*", "*No*", "Perhaps"),
-    "counter": (call("increment", step=1), call("increment", step=3), "Done."),
+    "docs": (call("increment", step=1), call("increment", step=3), MATH[0], MATH[1], "Done."),
 }
 
 
@@ -117,7 +117,7 @@ def _with_visible(text: str) -> str:
     return json.dumps(state)
 
 
-def make_model(folder: Path, source: Path, turns: Sequence[str], steps: int = 300) -> None:
+def make_model(folder: Path, source: Path, turns: Sequence[str], steps: int = 400) -> None:
     """Writes a model that ends any prompt with one of a few turns, each about as often.
 
     Args:
@@ -193,7 +193,7 @@ def write_datasets(folder: Path) -> None:
     gsm8k = [{"question": text, "answer": f"Add them.\n#### {answer}"} for text, answer in sums[:8]]
     genes = [{"question": f"Does the gene A{n} interact?", "answer": "Yes" if n % 2 else "No"} for n in range(8)]
     tables: dict[str, dict[str, list[dict[str, object]]]] = {
-        "AI-MO/NuminaMath-TIR": {"train": numina, "test": numina[:40]},
+        "AI-MO/NuminaMath-TIR": {"train": numina, "test": numina[:50] * 2},
         "trl-lib/DeepMath-103K": {"train": math, "test": math[:2]},
         "trl-lib/tldr": {"train": [{"prompt": text, "completion": "4"} for text, _ in sums[:8]]},
         "openai/gsm8k": {"train": gsm8k, "test": gsm8k[:2]},

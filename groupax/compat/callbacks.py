@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,7 @@ class CallbackListener:
         state: Progress of the run, which the listener keeps up to date.
         more: Further keyword arguments of every callback method.
         rows_per_step: Number of completions of an optimizer step.
+        log: Function that receives each line of the log in the place of `record`, which it calls itself.
 
     Attributes:
         summary: Metrics of the whole run, once it has ended.
@@ -94,10 +95,12 @@ class CallbackListener:
         state: State,
         more: dict[str, Any],
         rows_per_step: int = 1,
+        log: Callable[[int, Metrics], None] | None = None,
     ) -> None:
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         self.args, self.steps_per_epoch, self.state, self.more = args, steps_per_epoch, state, more
         self.control, self.rows_per_step = Control(), rows_per_step
+        self.write_line = log or self.record
         self.losses: list[float] = []
         self.started_s = time.perf_counter()
         self.window: list[Metrics] = []  # of the steps since the last line
@@ -122,7 +125,7 @@ class CallbackListener:
                 self._call_all("on_step_end", step)
                 if logged is not None and step % max(1, self.state.logging_steps) == 0:  # `_close` logs what is left
                     self.window.clear()
-                    self._log(step, logged)
+                    self.write_line(step, logged)
             case Evaluated(step=step, metrics=metrics):
                 self.evaluated(step, metrics)
                 self._remember_best(step, metrics)
@@ -137,7 +140,7 @@ class CallbackListener:
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         """Logs an evaluation and calls the callbacks."""
-        self._log(step, metrics)
+        self.write_line(step, metrics)
         self._call_all("on_evaluate", step, metrics=dict(metrics))
 
     def _call_all(self, method: str, step: int, **more: Any) -> None:
@@ -145,7 +148,8 @@ class CallbackListener:
         for callback in self.callbacks:
             self._call(callback, method, more)
 
-    def _log(self, step: int, metrics: Metrics) -> None:
+    def record(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adds a line to the log and calls the callbacks."""
         logs = {"epoch": step / self.steps_per_epoch, **metrics}
         self.state.log_history.append({**logs, "step": step})
         self._call_all("on_log", step, logs=logs)
@@ -161,7 +165,7 @@ class CallbackListener:
             "train_loss": sum(self.losses) / max(num_steps, 1),
             **{name: value for name, value in rest.items() if name not in OF_ONE_STEP},
         }
-        self._log(step, self.summary)
+        self.write_line(step, self.summary)
 
     def _remember_best(self, step: int, metrics: Metrics) -> None:
         # Runs after the callbacks, which compare an evaluation with the best one before it.

@@ -60,6 +60,7 @@ class RunLog:
     Attributes:
         last: Metrics of the last logged step.
         evaluated: Metrics of the last evaluation.
+        revise: Function of a step and of the metrics to log, which returns those that replace them.
         ends: Whether a listener has asked for the end of the run.
     """
 
@@ -78,6 +79,7 @@ class RunLog:
             args, completions = replace(args, report_to=(), profile=0), replace(completions, log_completions=False)
         self.args, self.num_steps, self.memory = args, num_steps, memory
         self.listeners, self.ends = listeners, False
+        self.revise: Callable[[int, Metrics], Metrics] = lambda _, metrics: metrics
         self.emit, self._events, self._earlier_sinks = events.emit, events, list(events.sinks)
         self.diagnostics = Diagnostics(self.emit, diagnose)
         self.trackers = Trackers(args, folder, num_steps, self.emit, completions.log_completions)
@@ -178,7 +180,7 @@ class RunLog:
         self.window.append(metrics)
         logged = None
         if step % self.args.logging_steps == 0 or step == self.num_steps:
-            logged = self.last = window_mean(self.window, self.args.metric_definitions)
+            logged = self.last = self.revise(step, window_mean(self.window, self.args.metric_definitions))
             self.window = []
         self.rollout_metrics, self.sampled = _without_times(self.rollout_metrics), []
         self.totals_before = self.num_sampled_tokens, self.rollout_s
@@ -187,7 +189,7 @@ class RunLog:
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Emits that the policy was evaluated."""
-        self.evaluated = {f"eval_{name}": value for name, value in evaluation.metrics.items()}
+        self.evaluated = self.revise(step, {f"eval_{name}": value for name, value in evaluation.metrics.items()})
         self.emit(Evaluated(step, self.evaluated, evaluation.sets, evaluation.errors))
 
     def close_sinks(self) -> None:

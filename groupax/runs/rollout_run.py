@@ -145,9 +145,13 @@ class RolloutRun(Run[GRPOConfig]):
         self.rewards = [*given, *own]
         for name, examples in eval_examples.items():
             check_columns(self.rewards, columns, examples[0], f"eval_dataset {name!r}")
-        self.reward_runner = RewardRunner(self.rewards, args)
+        self.reward_runner = self.make_reward_runner()
         self.reward_weights = resolve_weights(args.reward_weights, self.rewards)
         self.correctness_reward = find_correctness_reward(args.correctness_reward, self.rewards)
+
+    def make_reward_runner(self) -> RewardRunner:
+        """Returns the runner of the rewards."""
+        return RewardRunner(self.rewards, self.args)
 
     def encode_eval_sets(self, dataset: Any) -> dict[str, PromptSet]:
         """Returns the encoded prompts of an evaluation set, or of several by name.

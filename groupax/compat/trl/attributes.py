@@ -10,6 +10,7 @@ from groupax.compat import hf
 from groupax.compat.trl.reports import Reports
 from groupax.compat.trl.tensors import high_entropy_mask, off_policy_mask
 from groupax.events import Event, RolloutScored
+from groupax.models.lora import count_params
 from groupax.settings.fields import nearest
 from groupax.training.step import router_loss_coef
 from groupax.types import Rollout
@@ -142,6 +143,11 @@ class Attributes(Reports):
     def _logs(self) -> Mapping[str, Any]:
         """The completions of the last rollout, as TRL's log of completions has them."""
         return self._last_rollout.as_columns()
+
+    def get_num_trainable_parameters(self) -> int:
+        """Returns the number of weights that are trained."""
+        model = self.native.model
+        return count_params(model.config, model.adapter and model.adapter.config)[0]
 
     def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> Any:
         """Returns which tokens have an entropy of at least a quantile of all of them, as PyTorch's booleans.

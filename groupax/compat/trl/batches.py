@@ -11,13 +11,16 @@ from typing import Any
 
 import groupax.trainer as native
 from groupax.compat.trl.evaluation import with_trl_metrics, with_trl_names
+from groupax.compat.trl.hooks import NO_HOOKS, Hooks, RevisedRewards
 from groupax.compat.trl.layout import TRLFolders
 from groupax.evaluation.evaluate import Evaluation
 from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler
+from groupax.rewards.runner import RewardRunner
 from groupax.rollouts.schedule import UpdateSchedule
 from groupax.rollouts.state import Cursor, Experience
 from groupax.runs.checkpoints.fingerprint import Identity
+from groupax.runs.checkpoints.saver import RunSaver
 from groupax.runs.log import RunLog
 from groupax.settings.sampling import SamplingParams
 from groupax.training.learner import Update
@@ -44,6 +47,20 @@ class TRLSchedule(UpdateSchedule):
     def updates_per_rollout(self) -> int:
         """Optimizer steps on each rollout, in all passes."""
         return super().updates_per_rollout // self.minibatches_per_step
+
+    def prompts_per_epoch(self, num_examples: int) -> int:
+        """Returns the number of prompts that an epoch visits.
+
+        Raises:
+            ValueError: There are fewer prompts than a generation takes.
+        """
+        if num_examples < self.prompts_per_rollout:
+            raise ValueError(
+                f"the dataset has {num_examples} prompts and a generation takes {self.prompts_per_rollout} "
+                "(generation_batch_size / num_generations), so that an epoch has none; lower "
+                "per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation"
+            )
+        return super().prompts_per_epoch(num_examples)
 
     def num_steps(self, num_examples: int, num_epochs: float | int, max_steps: int) -> int:
         """Returns the optimizer steps of a run; every epoch ends with a step, however few minibatches are left."""
@@ -79,13 +96,14 @@ class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
 
     Args:
         schedule: How rollouts become optimizer steps.
-        arguments: Those of `groupax.GRPOTrainer`.
+        arguments: Those of `groupax.GRPOTrainer`, as `named` are.
+        hooks: Changes by a subclass of TRL's trainer.
     """
 
     schedule: TRLSchedule
 
-    def __init__(self, schedule: TRLSchedule, *arguments: Any, **named: Any) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: TRLSchedule, *arguments: Any, hooks: Hooks = NO_HOOKS, **named: Any) -> None:
+        self._schedule, self._hooks = schedule, hooks
         # while a step takes rows of several rollouts: the state at its start, with the known shapes
         self._step_start: tuple[Cursor, Experience | None, list[Shape]] | None = None
         self._num_earlier = 0  # rows of earlier rollouts in the step
@@ -94,6 +112,16 @@ class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
     def make_schedule(self) -> TRLSchedule:
         """Returns TRL's schedule."""
         return self._schedule
+
+    def make_reward_runner(self) -> RewardRunner:
+        """Returns a runner whose scores a subclass may change."""
+        calculate = self._hooks.calculate_rewards
+        return super().make_reward_runner() if calculate is None else RevisedRewards(self.rewards, self.args, calculate)
+
+    def _begin(self, log: RunLog) -> RunSaver:
+        if self._hooks.revise is not None:
+            log.revise = self._hooks.revise
+        return super()._begin(log)
 
     def evaluate(self, params: SamplingParams | None = None, eval_dataset: Any = None) -> Evaluation:
         """Evaluates like the native trainer, with TRL's metrics too: the loss, and what belongs to it."""

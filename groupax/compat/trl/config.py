@@ -29,7 +29,6 @@ SAME = (
     "num_generations",
     "num_iterations",
     "temperature",
-    "top_p",
     "repetition_penalty",
     "loss_type",
     "beta",
@@ -190,6 +189,7 @@ class GRPOConfig(GRPOFields, RunArguments):
             "chat_template_kwargs": parse_mapping(self.chat_template_kwargs, "chat_template_kwargs"),
             "prompt_overflow": "truncate_left" if self.max_prompt_length else "error",
             "top_k": self.top_k if self.top_k and self.top_k > 0 else 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
             "min_p": self.min_p or 0.0,
             "scale_rewards": scale_rewards(self.scale_rewards),
             "reward_weights": tuple(self.reward_weights)

@@ -40,6 +40,10 @@ class Reports:
         """Returns whether this is the first process of its machine; groupax has one on each."""
         return True
 
+    def metrics_format(self, metrics: Mapping[str, Any]) -> dict[str, str]:
+        """Returns metrics as the texts that `log_metrics` prints."""
+        return {name: _text_of(name, value) for name, value in metrics.items()}
+
     def log_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
         """Prints metrics as transformers does.
 
@@ -49,7 +53,7 @@ class Reports:
         """
         if not self.is_world_process_zero():
             return
-        texts = {name: _text_of(name, metrics[name]) for name in sorted(metrics)}
+        texts = self.metrics_format(dict(sorted(metrics.items())))
         name_width, width = (max(map(len, each), default=0) for each in (texts, texts.values()))
         print(f"***** {split} metrics *****")
         for name, text in texts.items():
@@ -76,6 +80,10 @@ class Reports:
         """Writes the state with the log's lines to `trainer_state.json` in `output_dir`."""
         if self.is_world_process_zero():
             self.state.save_to_json(self._report_folder() / TRAINER_STATE)
+
+    def end(self) -> None:
+        """Waits for the other processes; the trackers have been closed when training ended."""
+        self.accelerator.end_training()
 
     def _report_folder(self) -> Path:
         if is_remote(str(self.args.output_dir)):

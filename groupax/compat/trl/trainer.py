@@ -16,6 +16,7 @@ from groupax.compat.trl.attributes import Attributes, LastRollout
 from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
+from groupax.compat.trl.hooks import Overridable, hooks_of
 from groupax.compat.trl.layout import (
     TRAINER_STATE,
     check_output_dir,
@@ -24,6 +25,7 @@ from groupax.compat.trl.layout import (
     run_folder,
 )
 from groupax.compat.trl.optimizer import torch_optimizer_settings
+from groupax.compat.trl.overrides import check_overrides
 from groupax.compat.trl.policy import TrainedModel, adapter_settings, policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import Streams, evaluation_rows
@@ -48,7 +50,7 @@ class TrainOutput(NamedTuple):
     metrics: Mapping[str, float]
 
 
-class GRPOTrainer(Attributes):
+class GRPOTrainer(Overridable, Attributes):
     """TRL's trainer, implemented with the native trainer in its attribute `native`.
 
     Args:
@@ -92,6 +94,7 @@ class GRPOTrainer(Attributes):
         rollout_func: Any = None,
     ) -> None:
         self.args = args = args or GRPOConfig(f"{Path(str(getattr(model, 'name', model))).name}-GRPO")
+        check_overrides(self, GRPOTrainer)
         warn_about_losses(args)
         check_output_dir(args.output_dir)
         policy = policy_of(model, args, quantization_config, peft_config)
@@ -147,6 +150,7 @@ class GRPOTrainer(Attributes):
             tools=agents.tools,
             environments=agents.environments(has_prompts),
             rollout_func=self._rollout_function(rewards, examples),
+            hooks=hooks_of(self, GRPOTrainer),
         )
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
         check_disjoint(Path(self._output_dir), () if flow is None else source_folders(self.native.model))
@@ -189,6 +193,14 @@ class GRPOTrainer(Attributes):
         self.callbacks = [own for own in self.callbacks if own is not callback and type(own) is not callback]
         self._listener = None
 
+    def pop_callback(self, callback: Any) -> Any:
+        """Removes a callback, or the first one of a class, and returns it; None if there is none."""
+        found = next((own for own in self.callbacks if own is callback or type(own) is callback), None)
+        if found is not None:
+            self.callbacks = [own for own in self.callbacks if own is not found]
+            self._listener = None
+        return found
+
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Trains the policy and saves it in the run's `model/`.
 
@@ -223,7 +235,7 @@ class GRPOTrainer(Attributes):
             more = {"model": self.model, "processing_class": trainer.tokenizer, "train_dataloader": None}
             steps = trainer.schedule.num_steps(len(trainer.prompts), 1, -1)
             inputs = self.callbacks, self.args, steps, self.state, more, trainer.schedule.rows_per_step
-            self._listener = CallbackListener(*inputs)
+            self._listener = CallbackListener(*inputs, log=self._write_line)
             if trainer.flow is not None:
                 trainer.flow.control = self._listener.control
         return self._listener

@@ -15,7 +15,7 @@ class OpenSpielEnv:
 
     def reset(self) -> Any:
         """Begins a game with the ball at the top."""
-        self.row, self.ball, self.paddle = 0, random.randrange(COLUMNS), COLUMNS // 2
+        self.row, self.ball, self.paddle = 0, random.choice((1, 2, 3)), COLUMNS // 2
         return self._result()
 
     def step(self, action: Any) -> Any:
