@@ -1,7 +1,7 @@
 """The part of TRL's trainers that does not depend on their data: callbacks, the model, resuming, saving, uploading."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from groupax.settings.fields import nearest
 from groupax.storage.buckets import is_remote
 from groupax.storage.hub import push_folder
 from groupax.storage.replacing import check_disjoint
+from groupax.types import Metrics
 
 
 class TrainOutput(NamedTuple):
@@ -88,6 +89,14 @@ class BaseTrainer(Reports):
         self.callbacks = [own for own in self.callbacks if own is not callback and type(own) is not callback]
         self._listener = None
 
+    def pop_callback(self, callback: Any) -> Any:
+        """Removes a callback, or the first one of a class, and returns it; None if there is none."""
+        found = next((own for own in self.callbacks if own is callback or type(own) is callback), None)
+        if found is not None:
+            self.callbacks = [own for own in self.callbacks if own is not found]
+            self._listener = None
+        return found
+
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Writes the current policy, or its adapter, and the tokenizer; other files in the folder are kept.
 
@@ -121,10 +130,13 @@ class BaseTrainer(Reports):
             self.push_to_hub()
         return TrainOutput(result.num_steps, listener.summary["train_loss"], {**result.metrics, **listener.summary})
 
-    def _new_listener(self, steps_per_epoch: int, rows_per_step: int) -> CallbackListener:
+    def _new_listener(
+        self, steps_per_epoch: int, rows_per_step: int, log: Callable[[int, Metrics], None] | None = None
+    ) -> CallbackListener:
         """Returns the listener that calls the callbacks and keeps the state."""
         more = {"model": self.model, "processing_class": self.processing_class, "train_dataloader": None}
-        listener = CallbackListener(self.callbacks, self.args, steps_per_epoch, self.state, more, rows_per_step)
+        inputs = self.callbacks, self.args, steps_per_epoch, self.state, more, rows_per_step
+        listener = CallbackListener(*inputs, log=log)
         if self._flow is not None:
             self._flow.control = listener.control
         return listener

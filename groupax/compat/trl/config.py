@@ -121,6 +121,8 @@ class GRPOConfig(GRPOFields, RunArguments):
         ValueError: A field cannot be honoured.
     """
 
+    __repr__ = RunArguments.__repr__  # with what differs from the defaults only
+
     def batches(self, num_devices: int = 1) -> Batches:
         """Resolves the batch settings for a number of devices.
 

@@ -47,6 +47,8 @@ class SFTConfig(SFTFields, RunArguments):
         ValueError: A field cannot be honoured.
     """
 
+    __repr__ = RunArguments.__repr__  # with what differs from the defaults only
+
     def batch_size(self, num_devices: int = 1) -> int:
         """Returns the number of sequences of an optimizer step on all devices."""
         return self.per_device_train_batch_size * num_devices * self.gradient_accumulation_steps

@@ -13,6 +13,7 @@ from groupax.compat.callbacks import CallbackListener
 from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
 from groupax.compat.trl.layout import TRLFolders, check_output_dir
 from groupax.compat.trl.optimizer import torch_optimizer_settings
+from groupax.compat.trl.overrides import check_overrides
 from groupax.compat.trl.policy import policy_of
 from groupax.compat.trl.sft_config import SFTConfig
 from groupax.compat.trl.streams import is_stream
@@ -33,25 +34,8 @@ REFUSED = {
     "optimizer_cls_and_kwargs": "set optim, learning_rate and the other fields of SFTConfig",
 }
 
-# Methods of TRL's trainer that groupax never calls.
-NEVER_CALLED = frozenset(
-    (
-        "_prepare_dataset",
-        "compute_loss",
-        "create_model_card",
-        "create_optimizer",
-        "create_optimizer_and_scheduler",
-        "create_scheduler",
-        "evaluation_loop",
-        "get_eval_dataloader",
-        "get_train_dataloader",
-        "log",
-        "prediction_step",
-        "training_step",
-        "_get_train_sampler",
-        "_save_checkpoint",
-    )
-)
+# Methods of TRL's trainer that groupax never calls, besides those of `overrides.REFUSED`.
+NEVER_CALLED = ("_prepare_dataset", "log")
 
 
 class TRLExamples(TRLFolders, NativeTrainer):
@@ -141,8 +125,9 @@ class SFTTrainer(BaseTrainer):
         for name, why in REFUSED.items():
             if given[name] is not None:
                 raise ValueError(f"{name} is not supported: {why}")
-        check_overrides_of_sft(type(self))
-        args = args or SFTConfig(f"{Path(str(getattr(model, 'name', model))).name}-SFT")
+        self.args = args = args or SFTConfig(f"{Path(str(getattr(model, 'name', model))).name}-SFT")
+        check_overrides(self, SFTTrainer)
+        _check_own_overrides(type(self))
         check_output_dir(args.output_dir)
         policy = policy_of(model, args, quantization_config, peft_config)
         num_devices = num_accelerators()
@@ -198,6 +183,16 @@ class SFTTrainer(BaseTrainer):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in evaluation.metrics.items()}
         self._callback_listener().evaluated(self.native.cursor.step, metrics)
         return {**metrics, "epoch": self.state.epoch}
+
+    def log(self, logs: Mapping[str, Any], start_time: float | None = None) -> None:
+        """Adds a line to `state.log_history` and calls the callbacks.
+
+        Args:
+            logs: Values by name.
+            start_time: Not used: the times are among the values.
+        """
+        del start_time
+        self._callback_listener().record(self.native.cursor.step, dict(logs))
 
     def _callback_listener(self) -> CallbackListener:
         if self._listener is None:
@@ -275,7 +270,7 @@ def _with_marks(tokenizer: Any) -> Any:
     return own
 
 
-def check_overrides_of_sft(cls: type) -> None:
+def _check_own_overrides(cls: type) -> None:
     """Checks that a subclass overrides no method that groupax would not call.
 
     Raises:
@@ -285,7 +280,6 @@ def check_overrides_of_sft(cls: type) -> None:
         unheard = [name for name in vars(base) if name in NEVER_CALLED]
         if unheard:
             raise ValueError(
-                f"{base.__name__} overrides {', '.join(unheard)}, which groupax never calls: gradients come from JAX, "
-                "and examples are encoded before training; give the loss as groupax.SFTConfig(loss_type=...), labels "
-                "as a column, and act in callbacks"
+                f"{base.__name__} overrides {', '.join(unheard)}, which groupax would never call: change the dataset "
+                "before training, and log in a callback's on_log"
             )
