@@ -13,6 +13,8 @@ from groupax.compat.callbacks import Control, State
 from groupax.compat.trl.layout import Flow, check_output_dir, checkpoint_to_resume
 from groupax.runs.checkpoints.choose import split_path, store_of
 from groupax.runs.checkpoints.store import HF, LocalStore
+from groupax.runs.report.record import read_run
+from groupax.view.runs import Runs
 
 from .conftest import TINY, one_device_mesh
 from .test_config_and_data import a_tokenizer
@@ -81,8 +83,12 @@ def test_checkpoints_are_models_with_the_state_of_the_trainer(folder, tmp_path):
     names = {path.name for path in out.iterdir()} - {".groupax_files.json"}
     model = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert names == {*model, "groupax", "checkpoint-2", "checkpoint-3"}
-    for run in (out, out / "groupax"):  # as `groupax checkpoints` finds them
+    for run in (out, out / "groupax"):  # as commands find them
         assert store_of(str(run), tmp_path).steps() == [2, 3]
+        assert len(read_run(run).metrics) == 3
+        runs = Runs([run, tmp_path])
+        runs.refresh()
+        assert [*runs.named()] == ["out/groupax"]
 
     trainer = a_trainer(folder, tmp_path, save_steps=2, max_steps=4, learning_rate=0.0)
     assert trainer.train(resume_from_checkpoint=str(out / "checkpoint-2")).global_step == 4

@@ -7,7 +7,7 @@ import pytest
 
 from . import trl_snippets
 
-SMALL = ("--output_dir", "out", "--max_steps", "2", "--learning_rate", "1e-3", "--max_completion_length", "32")
+SMALL = ("--max_steps", "2", "--learning_rate", "1e-3", "--max_completion_length", "32")
 ACCURACY = ("--dataset_name", "trl-lib/DeepMath-103K", "--reward_funcs", "accuracy_reward", "think_format_reward")
 REWARD_MODEL = ("--dataset_name", "trl-lib/tldr", "--reward_model_name_or_path", "reward_model")
 LORA = ("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj")
@@ -27,18 +27,20 @@ def world(tmp_path_factory):
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("arguments", [ACCURACY, (*REWARD_MODEL, *LORA)], ids=["functions", "reward_model_and_lora"])
-def test_trls_script_of_grpo_saves_a_trained_model(world, arguments):
+@pytest.mark.parametrize(
+    ("output_dir", "arguments"), [("functions", ACCURACY), ("reward_model_and_lora", (*REWARD_MODEL, *LORA))]
+)
+def test_trls_script_of_grpo_saves_a_trained_model(world, output_dir, arguments):
     from . import trl_scripts
 
     scripts = importlib.util.find_spec("trl.scripts.grpo")
     assert scripts is not None
     assert scripts.origin is not None
     source = trl_scripts.with_import_changed(Path(scripts.origin).read_text())
-    given = ("--model_name_or_path", "Qwen/Qwen3-0.6B", "--report_to", "none", *SMALL, *arguments)
-    outcome = trl_scripts.run_script(world, source, given)
+    given = ("--model_name_or_path", "Qwen/Qwen3-0.6B", "--output_dir", output_dir, "--report_to", "none")
+    outcome = trl_scripts.run_script(world, source, (*given, *SMALL, *arguments))
     assert outcome.failure is None, outcome.output[-3000:]
-    assert outcome.saved == "out"
+    assert outcome.saved == output_dir
     assert outcome.change > 1e-4
 
 

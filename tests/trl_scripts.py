@@ -20,6 +20,7 @@ MODELS = (
     "Qwen/Qwen3-1.7B",
     "Qwen/Qwen3-4B",
     "Qwen/Qwen2-7B-Instruct",
+    "Qwen/Qwen2-0.5B",
     "Qwen/Qwen2.5-0.5B",
     "Qwen/Qwen2.5-0.5B-Instruct",
     "EssentialAI/rnj-1-instruct",
@@ -42,6 +43,7 @@ ABSENT = (
     (r"push_to_hub\s*=\s*True", "push_to_hub=False"),
     (r"^(\s*)\w*\.push_to_hub\(.*\).*$", r"\1pass"),
     (r"^!.*$", ""),
+    (r'\[\s*\{"type": "text", "text": (\w+)\},?\s*\]', r"\1"),  # Qwen's template takes no parts
 )
 ABSENT_CELLS = (
     "notebook_login",
@@ -148,7 +150,18 @@ def judged(folder: Path, saved: Path, output: str) -> Outcome:
         change = largest_change(saved, folder / "tiny")
     except Exception as error:  # noqa: BLE001  # whatever it is, it becomes a line of the table
         return Outcome(f"what it saved does not load: {error!r:.200}", where, output=output)
-    return Outcome(None if change > 0 else "what it saved is not trained", where, change, output)
+    if change > 0:
+        return Outcome(None, where, change, output)
+    fault = "runs; all rewards of a group were equal" if had_equal_rewards(saved) else "what it saved is not trained"
+    return Outcome(fault, where, change, output)
+
+
+def had_equal_rewards(saved: Path) -> bool:
+    """Returns whether the log beside a saved model says that there was nothing to learn from."""
+    files = [*saved.glob("trainer_state.json"), *saved.glob("checkpoint-*/trainer_state.json")]
+    logged = [line for file in files for line in json.loads(file.read_text())["log_history"]]
+    fractions = [line["frac_reward_zero_std"] for line in logged if "frac_reward_zero_std" in line]
+    return bool(fractions) and min(fractions) == 1.0
 
 
 def saved_models(folder: Path) -> list[Path]:

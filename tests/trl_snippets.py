@@ -177,6 +177,7 @@ def run_snippet(index: int, source: str, library: str, space: dict[str, Any]) ->
         trainer.train()
     folder = Path(f"saved_{index}")
     trainer.save_model(str(folder))
+    trainer.state.save_to_json(str(folder / "trainer_state.json"))
     return folder
 
 

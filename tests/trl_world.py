@@ -72,12 +72,12 @@ TURNS = {
     "catch": (call("move", direction="left"), call("move", direction="right"), call("stay"), "Done."),
     "wordle": (*(call("guess", guess=f"[{each}]") for each in ("crane", "crown", "slate")), "crane"),
     "games": (call("guess", guess="[crane]"), call("move", direction="left"), call("stay"), call("stay"), "Done."),
-    "sudoku": (*(call("place", row=1, col=each, number=1) for each in (1, 2, 4)), "Done."),
+    "sudoku": tuple(call("place", row=1, col=each, number=1) for each in (1, 2, 4)),
     "echo": (call("echo", message="Hello World!"), call("echo", message="Hi"), "Hello"),
-    "browser": (call("click", bid="13"), call("click", bid="7"), call("noop"), "Done."),
+    "browser": (call("click", bid="13"), call("click", bid="7"), call("noop")),
     "car": (call("observe"), call("emergency_stop"), call("lane_change", direction="left"), "Done."),
     "sql": (call("query_biogrid", sql_command="select * from interactions where a = 1"), "*Yes*", "*No*", "Perhaps"),
-    "docs": (call("increment", step=1), call("increment", step=3), MATH[0], MATH[1], "Done."),
+    "docs": (call("increment", step=1), call("increment", step=3), MATH[0], MATH[1]),
 }
 
 

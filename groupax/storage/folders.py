@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ADAPTER_NAME = "adapter_config.json"  # marks a folder as an adapter's
+RECORDS = "groupax"  # folder with a run's records in a folder that other programs write to
 # Files to download from a hub repository: models, adapters and tokenizers, but not a second copy of the weights in
 # another layout (Meta's, Mistral's), nor those of checkpoints and exports. The hub's "*" also matches "/".
 FETCHED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model*", "tiktoken.model", "merges.txt", "vocab.txt"]
@@ -32,6 +33,13 @@ def at_revision(name: str, revision: str | None) -> str:
     """Returns a hub id with a revision; the name of a folder, or one that has a revision, unchanged."""
     named = f"{name}@{revision}"
     return name if not revision or Path(name).expanduser().is_dir() or not _HUB_ID.fullmatch(named) else named
+
+
+def run_folder_in(folder: Path) -> Path:
+    """Returns the run folder in an output folder of TRL's layout; any other folder unchanged."""
+    inside = folder / RECORDS
+    is_outside = (inside / "metrics.jsonl").is_file() and not (folder / "metrics.jsonl").is_file()
+    return inside if is_outside else folder
 
 
 def resolve_folder(name_or_path: str | os.PathLike[str]) -> Path:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from groupax.runs.checkpoints.files import CHECKSUMS, STATE, sync_to_disk
 from groupax.storage.buckets import RemoteFolder
+from groupax.storage.folders import RECORDS
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Layout:
 
 OWN = Layout()
 # Folders of transformers, each with a model and in it what a run continues from.
-HF = Layout("checkpoint-", 1, "groupax")
+HF = Layout("checkpoint-", 1, RECORDS)
 
 
 @runtime_checkable

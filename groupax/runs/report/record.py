@@ -10,6 +10,7 @@ from typing import Any
 from groupax.config import config_class
 from groupax.evaluation.items import read_items
 from groupax.runs.rollout_log import prompt_text
+from groupax.storage.folders import run_folder_in
 from groupax.types import Metrics
 
 MAX_SAMPLES = 4
@@ -95,6 +96,7 @@ def read_run(folder: Path) -> RunRecord:
     Raises:
         ValueError: The folder has no run, or its run has no logged step yet.
     """
+    folder = run_folder_in(folder)
     if not (folder / "metrics.jsonl").is_file():
         raise ValueError(f"{folder} is no run folder: it has no metrics.jsonl")
     lines = _json_lines(folder / "metrics.jsonl")
