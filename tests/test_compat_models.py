@@ -9,6 +9,7 @@ import pytest
 from groupax import init_model, save_model
 from groupax.compat import hf, trl
 from groupax.compat.hf.torch_models import read_torch_model
+from groupax.compat.trl.policy import policy_of
 
 from .conftest import TINY, one_device_mesh
 from .test_config_and_data import a_tokenizer
@@ -193,6 +194,16 @@ def test_the_given_model_of_compat_is_trained_in_place(folder, tmp_path):
         hf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").model.params["embed"],
         trainer.native.model.params["embed"],
     )
+
+
+def test_a_reference_with_another_meaning_than_trls_is_refused(folder, tmp_path):
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    model = hf.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(folder), hf.LoraConfig(**lora))
+    assert policy_of(model, a_config(tmp_path, beta=0.1), None, None).owner is model
+    model.model = changed(model.model)
+    assert policy_of(model, a_config(tmp_path), None, None).owner is model
+    with pytest.raises(ValueError, match=r"beta is 0\.1, and the model's adapter was trained before"):
+        policy_of(model, a_config(tmp_path, beta=0.1), None, None)
 
 
 @pytest.mark.parity

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import os
 import pickle
 import warnings
 from dataclasses import dataclass
@@ -68,10 +69,6 @@ def test_command_lines_and_files_fill_dataclasses(tmp_path, monkeypatch):
     assert script.dataset_name == "my/data"
     assert config == trl.GRPOConfig("from_line", learning_rate=1e-3, gradient_checkpointing=False)
     assert (model.use_peft, model.lora_target_modules) == (True, "all-linear")
-    assert trl.get_quantization_config(model).load_in_8bit
-    assert trl.get_peft_config(model).r == 16
-    import os
-
     assert os.environ["A_VARIABLE_OF_THE_SCRIPT"] == "3"
     assert "Has no effect in groupax: programs are compiled by XLA" in " ".join(parser.format_help().split())
 
@@ -96,14 +93,23 @@ def test_unknown_keys_of_a_parsers_file_are_refused_or_returned(tmp_path):
         trl.TrlParser(Clash)
 
 
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
 def test_a_model_config_describes_adapter_and_quantization():
     assert trl.get_peft_config(trl.ModelConfig()) is trl.get_quantization_config(trl.ModelConfig()) is None
+    adapted = trl.ModelConfig(use_peft=True, load_in_8bit=True, lora_r=4)
+    assert trl.get_peft_config(adapted).r == 4
+    assert trl.get_quantization_config(adapted).load_in_8bit
     quantization = trl.get_quantization_config(trl.ModelConfig(load_in_4bit=True, use_bnb_nested_quant=True))
     assert hf.base_weights(quantization) == "nf4"
+
+
+def test_a_model_is_quantized_once():
     with pytest.raises(ValueError, match="load_in_8bit and load_in_4bit are both set"):
         trl.ModelConfig(load_in_4bit=True, load_in_8bit=True)
 
 
+@pytest.mark.heavy
 def test_a_mixture_of_datasets_keeps_its_fractions(tmp_path):
     pytest.importorskip("datasets")
     for name, rows in (("a", 8), ("b", 2)):

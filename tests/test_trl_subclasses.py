@@ -43,6 +43,7 @@ class Doubled(trl.GRPOTrainer):
         super().log({**logs, "own/metric": 7.5, "note": "text"}, start_time)
 
 
+@pytest.mark.heavy
 def test_overrides_of_rewards_and_of_the_log_take_part(folder, tmp_path):  # noqa: F811
     trainer = trainer_of(Doubled, folder, tmp_path)
     trainer.train()
@@ -71,6 +72,7 @@ class Silent(trl.GRPOTrainer):
         pass
 
 
+@pytest.mark.heavy
 def test_overrides_need_not_call_those_of_groupax(folder, tmp_path):  # noqa: F811
     trainer = trainer_of(Silent, folder, tmp_path, max_steps=1)
     trainer.train()
@@ -78,6 +80,7 @@ def test_overrides_need_not_call_those_of_groupax(folder, tmp_path):  # noqa: F8
     assert trainer.native.last_metrics["reward"] == 1.5
 
 
+@pytest.mark.heavy
 def test_rewards_of_another_shape_and_of_other_completions_are_refused(folder, tmp_path):  # noqa: F811
     class Wrong(trl.GRPOTrainer):
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):

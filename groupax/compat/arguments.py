@@ -85,11 +85,24 @@ class Arguments:
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if why := self.why_absent(name):
+            raise AttributeError(f"{type(self).__name__} has no {name}: {why}")
         raise AttributeError(f"{type(self).__name__} has no field {name!r}{nearest(name, self.FIELDS.defaults)}")
+
+    @staticmethod
+    def why_absent(name: str) -> str | None:
+        """Returns why an attribute of the other library does not exist, and what to do; None if it has no such one."""
+        del name
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every field with its value."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Returns every field, those that are no numbers or texts as texts."""
+        plain = (bool, int, float, str)
+        return {name: value if type(value) in plain else str(value) for name, value in self.to_dict().items()}
 
     def to_json_string(self) -> str:
         """Returns the fields as JSON text; what JSON cannot express as its Python representation."""

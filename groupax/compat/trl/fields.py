@@ -28,13 +28,12 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
     ),
     "tokens are packed without padding": ("pad_to_multiple_of",),
     "programs are compiled by XLA": ("use_liger_loss",),
-    "only adapters have dropout, and logits and losses are float32": ("disable_dropout", "cast_lm_head_to_fp32"),
+    "logits and losses are float32": ("cast_lm_head_to_fp32",),
     "groupax never runs code from a model's folder": ("trust_remote_code",),
     "there are no images, since there is no vision tower": ("log_multimodal",),
     "output_dir/groupax has metrics.jsonl, rollouts/ and the files of TensorBoard in tensorboard/": (
         "num_completions_to_print",
         "log_unique_prompts",
-        "log_completions_hub_repo",
     ),
 }
 INERT = training_arguments.INERT | {name: why for why, names in _INERT_BY_REASON.items() for name in names}
@@ -43,6 +42,7 @@ _UNCONSTRAINED = "completions are not constrained to a grammar; leave it out and
 REFUSED = training_arguments.REFUSED | {
     "vllm_structured_outputs_regex": _UNCONSTRAINED,
     "vllm_guided_decoding_regex": _UNCONSTRAINED,
+    "log_completions_hub_repo": "log_completions=True writes them to output_dir; upload that folder after the run",
 }
 # Current names of fields that were renamed.
 ALIASES = training_arguments.ALIASES | {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}

@@ -5,13 +5,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from groupax.compat import hf
 from groupax.compat.fields import warn
 from groupax.compat.trl.model_kwargs import resolve_model
 from groupax.compat.trl.run_settings import RunArguments
 from groupax.events import Event, Message, RunEnded, RunStarted, StepEnded
+from groupax.models.adapted import LowRank
 from groupax.models.checkpoint import Model
-from groupax.models.lora import as_lora_config
+from groupax.models.lora import Adapter, as_lora_config
 from groupax.parallel import processes
 from groupax.runs.run import Run
 
@@ -45,6 +49,8 @@ def policy_of(model: Any, args: RunArguments, quantization_config: Any, peft_con
         ImportError: PEFT is needed and not installed.
     """
     model, quantization_config = resolve_model(model, args, quantization_config)
+    if args.disable_dropout and peft_config is not None and as_lora_config(peft_config).lora_dropout:
+        raise ValueError("disable_dropout=True would disable the adapter's lora_dropout; set one of them to 0")
     weights = hf.base_weights(quantization_config)
     if hf.is_torch_model(model):
         _check_processes(model)
@@ -60,8 +66,21 @@ def policy_of(model: Any, args: RunArguments, quantization_config: Any, peft_con
     if weights != "same" and not isinstance(given, (str, Path)):
         warn("quantization_config changes nothing: the model is already loaded")
         weights = "same"
+    if adapter is not None and args.beta:
+        _check_reference(adapter, args.beta)
     owner = model if hf.is_torch_model(model) or isinstance(model, hf.CausalLM) else None
     return Policy(given, peft_config, weights, owner)
+
+
+def _check_reference(adapter: Adapter, beta: float) -> None:
+    """Refuses an adapter that changes its base already, as a new one does not, if there is a reference."""
+    changes = jax.tree.leaves(adapter.trained, is_leaf=lambda node: isinstance(node, LowRank))
+    if any(bool(jnp.any(change.b != 0)) for change in changes if isinstance(change, LowRank)):
+        raise ValueError(
+            f"beta is {beta}, and the model's adapter was trained before: TRL's reference is a copy of that adapter, "
+            "groupax's is the base without it; merge it (model.merge_and_unload()) and pass peft_config for a new one, "
+            "or set beta to 0"
+        )
 
 
 def _check_processes(model: Any) -> None:

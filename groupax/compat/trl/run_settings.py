@@ -24,7 +24,7 @@ class RunArguments(TrainingArguments):
 
     def warn_about_mesh(self, model: Model) -> None:
         """Warns about the mesh that replaces DeepSpeed, FSDP and accelerate's parallelism."""
-        names = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
+        names = ("deepspeed", "fsdp", "parallelism_config")
         requested = {name: repr(getattr(self, name)) for name in names if getattr(self, name)}
         if not requested:
             return

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from groupax.compat.arguments import Arguments
+from groupax.compat.trl.argument_methods import ArgumentMethods, absence
 
 # Fields without effect in groupax, by reason.
 _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
@@ -34,7 +35,6 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
         "train_sampling_strategy",
         "length_column_name",
         "group_by_length",
-        "ignore_data_skip",
         "data_seed",
         "label_names",
     ),
@@ -43,6 +43,7 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
         "include_for_metrics",
         "prediction_loss_only",
     ),
+    "weights are sharded over a mesh, without units to wrap": ("fsdp_config",),
     "programs are compiled by XLA": (
         "torch_compile",
         "torch_compile_backend",
@@ -60,13 +61,7 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
         "gradient_checkpointing_kwargs",
         "activation_checkpointing_kwargs",
     ),
-    "only adapters have dropout, and logits and losses are float32": ("label_smoothing_factor", "neftune_noise_alpha"),
-    "the optimizer has no settings besides the named fields": ("optim_args", "optim_target_modules"),
-    "trackio reads these from its own environment variables, e.g. TRACKIO_SPACE_ID": (
-        "trackio_space_id",
-        "trackio_bucket_id",
-        "trackio_static_space_id",
-    ),
+    "only adapters have dropout, and logits and losses are float32": ("label_smoothing_factor",),
     "output_dir/groupax has metrics.jsonl, rollouts/ and the files of TensorBoard in tensorboard/": (
         "logging_dir",
         "logging_first_step",
@@ -87,7 +82,6 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
     "train() trains and evaluate() evaluates": ("do_train", "do_eval", "do_predict"),
     "checkpoints have safetensors and groupax's own state, and those of an earlier run are moved aside": (
         "enable_jit_checkpoint",
-        "restore_callback_states_from_checkpoint",
         "overwrite_output_dir",
         "save_safetensors",
     ),
@@ -102,19 +96,26 @@ INERT = {name: why for why, names in _INERT_BY_REASON.items() for name in names}
 # Fields that cannot be honoured, with the reason and what to do instead.
 REFUSED: dict[str, str] = {
     "auto_find_batch_size": "micro-batches are sized for the memory at hand; leave it out",
+    "ignore_data_skip": "a resumed run continues with the prompts after those of its checkpoint; leave it out",
+    "neftune_noise_alpha": "groupax adds no noise to embeddings; leave it out",
+    "optim_args": "set learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon",
+    "optim_target_modules": "groupax has no GaLore, APOLLO or LOMO; choose another optim, or train an adapter",
+    "restore_callback_states_from_checkpoint": "checkpoints do not have the state of callbacks; save it in on_save",
+    "trackio_space_id": "trackio reads it from the environment; set TRACKIO_SPACE_ID",
+    "trackio_bucket_id": "trackio reads it from the environment; set TRACKIO_BUCKET_ID",
+    "trackio_static_space_id": "trackio copies spaces itself; do so after the run",
 }
 # Current names of fields that were renamed.
 ALIASES = {"evaluation_strategy": "eval_strategy"}
 
 
 @dataclass
-class TrainingArguments(Arguments):
+class TrainingArguments(ArgumentMethods, Arguments):
     """The arguments of every trainer of TRL, in the order and with the defaults of TRL's own class."""
 
     # Fields that may be given as JSON text.
     MAPPINGS: ClassVar[tuple[str, ...]] = (
         "accelerator_config",
-        "fsdp_config",
         "deepspeed",
         "lr_scheduler_kwargs",
     )
@@ -241,6 +242,11 @@ class TrainingArguments(Arguments):
     overwrite_output_dir: bool = False
     save_safetensors: bool = True
     evaluation_strategy: str | None = None
+
+    @staticmethod
+    def why_absent(name: str) -> str | None:
+        """Returns why an attribute of transformers' class does not exist; None if that class has no such one."""
+        return absence(name)
 
     def __post_init__(self) -> None:
         """Reads JSON texts, and derives what transformers derives from other fields.
