@@ -49,7 +49,7 @@ def policy_of(model: Any, args: RunArguments, quantization_config: Any, peft_con
         ImportError: PEFT is needed and not installed.
     """
     model, quantization_config = resolve_model(model, args, quantization_config)
-    if args.disable_dropout and peft_config is not None and as_lora_config(peft_config).lora_dropout:
+    if getattr(args, "disable_dropout", False) and peft_config is not None and as_lora_config(peft_config).lora_dropout:
         raise ValueError("disable_dropout=True would disable the adapter's lora_dropout; set one of them to 0")
     weights = hf.base_weights(quantization_config)
     if hf.is_torch_model(model):
