@@ -65,7 +65,16 @@ CASES = (
     Case(
         "examples/scripts/openenv/sudoku.py",
         "sudoku",
-        (*GAME, "--max-completion-length", "64", "--system-prompt-path", "sudoku_prompt.txt", "--max-turns", "4"),
+        (
+            "--gradient-accumulation-steps",
+            "8",
+            "--dataset-size",
+            "2",
+            "--max-completion-length",
+            "64",
+            "--warmup-steps",
+            "0",
+        ),
     ),
     Case(
         "examples/scripts/openenv/browsergym_llm.py",
@@ -78,7 +87,7 @@ CASES = (
     Case("examples/scripts/openenv/opencode.py", "sql"),
     Case("examples/scripts/async_grpo.py", "math"),
     Case("examples/notebooks/grpo_agent.ipynb", "sql"),
-    Case("examples/notebooks/grpo_rnj_1_instruct.ipynb", "math"),
+    Case("examples/notebooks/grpo_rnj_1_instruct.ipynb", "answers"),
     Case("examples/notebooks/grpo_trl_lora_qlora.ipynb", "math"),
     Case("examples/notebooks/openenv_sudoku_grpo.ipynb", "sudoku"),
     Case("examples/notebooks/openenv_wordle_grpo.ipynb", "wordle"),

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from groupax.engine.sampler import Sampler
 from groupax.evaluation.evaluate import Evaluation, evaluate
 from groupax.events import PhaseStarted, StepStarted, TokenScores
 from groupax.parallel.preemption import PreemptionHandler
@@ -176,6 +177,10 @@ class GRPOTrainer(RolloutRun):
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
+    @property
+    def _eval_sampler(self) -> Sampler:
+        return self.engine
+
     def evaluate(self, params: SamplingParams | None = None, eval_dataset: Any = None) -> Evaluation:
         """Samples completions of all prompts of the `eval_dataset`s with the current policy, and scores them.
 
@@ -201,7 +206,7 @@ class GRPOTrainer(RolloutRun):
             inputs = self.tokenizer, runner, self.reward_weights
             of_sets = {
                 name: evaluate(
-                    self.engine,
+                    self._eval_sampler,
                     *inputs,
                     prompts,
                     params,

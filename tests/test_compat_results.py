@@ -11,6 +11,7 @@ from groupax.compat.callbacks import CallbackListener, State
 from groupax.compat.fields import CompatWarning
 from groupax.compat.trl.accelerator import Accelerator
 from groupax.compat.trl.advice import warn_about_losses
+from groupax.compat.trl.own_generate import own_generate
 from groupax.compat.trl.reports import Reports
 from groupax.compat.trl.streams import Streams, evaluation_rows
 from groupax.events import RunEnded, RunStarted, StepEnded
@@ -226,6 +227,39 @@ def test_what_scripts_read_of_a_trainer(folder, tmp_path, caplog):
         _ = trainer.bet
     with pytest.raises(ValueError, match="must match reward_funcs: it has 2 entries for 1"):
         trl.GRPOTrainer(folder, reward, trainer.args, PROMPTS, reward_processing_classes=[None, None])
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_a_model_with_a_generate_of_its_own_samples_itself(folder, tmp_path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    calls = []
+
+    def generate(input_ids, attention_mask, generation_config):
+        calls.append((tuple(input_ids.shape), generation_config.max_new_tokens))
+        assert attention_mask.sum(1).min() > 0
+        completions = torch.tensor([[3, 4, 5, 0], [5, 0, 1, 1], [3, 3, 3, 3], [4, 4, 0, 1]] * 2)
+        return torch.cat([input_ids, completions], 1)
+
+    settings = {"num_generations": 4, "num_generations_eval": 4, "per_device_train_batch_size": 8, "logging_steps": 1}
+    trainer = a_trainer(folder, tmp_path, eval_dataset=PROMPTS[:2], **settings)
+    trainer.model.generate = generate
+    trainer.train()
+    assert len(calls) == 3
+    assert {shape[0] for shape, _ in calls} == {8}
+    assert calls[0][1] == 8
+    rollouts = trainer._last_rollout.rollouts
+    assert rollouts[0].completion_ids.tolist() == [3, 4, 5, 0]
+    first = trainer.native.collector.cut([rollouts])[0][0]
+    assert (first.rollout_logp < 0).all()
+    trainer.evaluate()
+    assert len(calls) == 4
+    trainer.model.generate = lambda **inputs: inputs["input_ids"]
+    with pytest.raises(ValueError, match=r"the model's own generate returned .* for 8 prompts"):
+        trainer.evaluate()
+    del trainer.model.generate
+    assert own_generate(trainer.model) is None
 
 
 @pytest.mark.parity

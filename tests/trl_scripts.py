@@ -36,6 +36,8 @@ SIZES = (
     (r"max_steps\s*=\s*\d+", "max_steps=2"),
     (r"gradient_accumulation_steps=\d{2,}", "gradient_accumulation_steps=8"),
     (r"save_steps=\d+", "save_steps=1"),
+    (r"logging_steps=\d+", "logging_steps=1"),
+    (r"warmup_steps=\d+", "warmup_steps=0"),
     (r"max_new_tokens=\d+", "max_new_tokens=16"),
 )
 # What needs a network or a GPU: uploads, logins, and lines about a GPU's memory.

@@ -68,6 +68,7 @@ def call(name: str, **arguments: object) -> str:
 # What the model of a script writes at the end of any prompt, each with the same probability.
 TURNS = {
     "math": MATH,
+    "answers": (MATH[0], "<think>\nSo.\n</think>\n<answer>4</answer>", "I do not know."),
     "2048": tuple(call("move", direction=each) for each in ("up", "down", "left", "right")),
     "catch": (call("move", direction="left"), call("move", direction="right"), call("stay"), "Done."),
     "wordle": (*(call("guess", guess=f"[{each}]") for each in ("crane", "crown", "slate")), "crane"),

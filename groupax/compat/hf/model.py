@@ -20,15 +20,16 @@ from groupax.compat.hf.generation import (
     sampling_params,
     unpadded_prompts,
 )
-from groupax.compat.hf.parameters import as_parameter, parameters_of, tied_name
+from groupax.compat.hf.parameters import Layer, as_parameter, parameters_of, tied_name
 from groupax.compat.hf.saving import save_into
 from groupax.compat.hf.settings import warn_inert
 from groupax.engine.engine import Engine
 from groupax.models.checkpoint import Model
-from groupax.models.lora import count_params, trainable_params_line
+from groupax.models.lora import PREFIX, count_params, trainable_params_line
 from groupax.models.nf4 import Nf4
 from groupax.models.quantize import dense_params, is_quantized
 from groupax.models.saving import save_adapter, save_model, source_folders
+from groupax.models.specs import EMBEDDING, HEAD
 from groupax.settings.fields import nearest
 from groupax.storage.hub import push_folder
 
@@ -151,6 +152,23 @@ class CausalLM:
         """Returns the number of parameters, or of those that are trained."""
         adapter = self.model.adapter
         return count_params(self.model.config, adapter and adapter.config)[0 if only_trainable else 1]
+
+    @property
+    def lm_head(self) -> Layer:
+        """The output layer, whose `weight` is a copy (see `named_parameters`)."""
+        return Layer(self.get_parameter(self._prefix + HEAD))
+
+    def get_output_embeddings(self) -> Layer:
+        """Returns `lm_head`."""
+        return self.lm_head
+
+    def get_input_embeddings(self) -> Layer:
+        """Returns the embedding layer, whose `weight` is a copy (see `named_parameters`)."""
+        return Layer(self.get_parameter(self._prefix + EMBEDDING))
+
+    @property
+    def _prefix(self) -> str:
+        return "" if self.model.adapter is None else PREFIX
 
     def print_trainable_parameters(self) -> None:
         """Prints the number of trainable parameters in PEFT's format."""

@@ -1,6 +1,7 @@
 """The weights of a model as PyTorch tensors under the names of transformers and PEFT."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,17 @@ from groupax.models.quantize import dense
 from groupax.models.specs import EMBEDDING, HEAD, model_specs
 
 _CHANGING = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a model.
+
+    Attributes:
+        weight: Its weight, as a PyTorch parameter.
+    """
+
+    weight: Any
 
 
 def parameters_of(model: Model) -> Iterator[tuple[str, np.ndarray, bool]]:

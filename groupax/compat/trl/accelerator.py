@@ -2,11 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from groupax.parallel import processes
+
+
+@dataclass
+class AcceleratorConfig:
+    """The fields of accelerate's settings of data loaders, which TRL's trainer sets for streaming datasets."""
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = True
 
 
 class Accelerator:

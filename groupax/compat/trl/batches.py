@@ -5,7 +5,7 @@ The core trains on whole minibatches of one rollout. TRL counts micro-batches: a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ import groupax.trainer as native
 from groupax.compat.trl.evaluation import with_trl_metrics, with_trl_names
 from groupax.compat.trl.hooks import NO_HOOKS, Hooks, RevisedRewards
 from groupax.compat.trl.layout import TRLFolders
+from groupax.compat.trl.own_generate import ModelSampler
+from groupax.engine.sampler import Sampler
 from groupax.evaluation.evaluate import Evaluation
 from groupax.events import TokenScores
 from groupax.parallel.preemption import PreemptionHandler
@@ -107,11 +109,27 @@ class TRLBatchTrainer(TRLFolders, native.GRPOTrainer):
         # while a step takes rows of several rollouts: the state at its start, with the known shapes
         self._step_start: tuple[Cursor, Experience | None, list[Shape]] | None = None
         self._num_earlier = 0  # rows of earlier rollouts in the step
+        self._own_sampler: ModelSampler | None = None
         super().__init__(*arguments, **named)
+        self._sampler = self.collector.engine
 
     def make_schedule(self) -> TRLSchedule:
         """Returns TRL's schedule."""
         return self._schedule
+
+    def sample_with(self, generate: Callable[..., Any] | None) -> None:
+        """Samples rollouts and evaluations with a model's own `generate` from now on; None for the engine."""
+        if generate is None:
+            self.collector.engine, self._own_sampler = self._sampler, None
+            return
+        pad_id = self.tokenizer.pad_token_id
+        pad_id = self.eos_ids[0] if pad_id is None else pad_id
+        self._own_sampler = ModelSampler(generate, self.engine, self.learner, self.args, pad_id)
+        self.collector.engine = self._own_sampler
+
+    @property
+    def _eval_sampler(self) -> Sampler:
+        return self._own_sampler or super()._eval_sampler
 
     def make_reward_runner(self) -> RewardRunner:
         """Returns a runner whose scores a subclass may change."""

@@ -36,7 +36,9 @@ _INERT_BY_REASON: dict[str, tuple[str, ...]] = {
         "log_unique_prompts",
     ),
 }
-INERT = training_arguments.INERT | {name: why for why, names in _INERT_BY_REASON.items() for name in names}
+_HONOURED = ("eval_on_start",)  # by this trainer, if not by the others
+_INERT_OF_ALL = {name: why for name, why in training_arguments.INERT.items() if name not in _HONOURED}
+INERT = _INERT_OF_ALL | {name: why for why, names in _INERT_BY_REASON.items() for name in names}
 _UNCONSTRAINED = "completions are not constrained to a grammar; leave it out and reward the format instead"
 # Fields that cannot be honoured, with the reason and what to do instead.
 REFUSED = training_arguments.REFUSED | {

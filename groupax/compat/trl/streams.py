@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupax.compat.fields import parse_mapping, warn
+from groupax.compat.trl.accelerator import AcceleratorConfig
 from groupax.data.examples import MAX_ROWS
 
 NO_DISPATCH = (
@@ -82,6 +83,8 @@ class Streams:
         dispatch = given.get("dispatch_batches") if isinstance(given, Mapping) else given and given.dispatch_batches
         if dispatch:
             raise ValueError(NO_DISPATCH)
+        # as TRL's trainer leaves it, without the warning that it has no effect here
+        object.__setattr__(self.args, "accelerator_config", AcceleratorConfig(dispatch_batches=False))
 
 
 def _rows_of_run(stream: Any, prompts_per_rollout: int, num_rollouts: int, seed: int | None) -> list[Any]:

@@ -18,6 +18,7 @@ from groupax.compat.trl.hooks import Overridable, hooks_of
 from groupax.compat.trl.layout import check_output_dir
 from groupax.compat.trl.optimizer import torch_optimizer_settings
 from groupax.compat.trl.overrides import check_overrides
+from groupax.compat.trl.own_generate import own_generate
 from groupax.compat.trl.policy import policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import Streams, evaluation_rows
@@ -156,9 +157,14 @@ class GRPOTrainer(Overridable, Attributes, BaseTrainer):
         is_resumed = self._resume(resume_from_checkpoint)
         listener = self._callback_listener()
         self._listeners[:] = [self._trained, self._last_rollout, warn_about_rewards, listener]
+        self._choose_sampler()
         if self.args.eval_on_start and not is_resumed:
             self.evaluate()
         return self._output(self.native.train(), listener)
+
+    def _choose_sampler(self) -> None:
+        """Has the model sample itself, as in TRL, if the script has given it a method `generate` of its own."""
+        self.native.sample_with(None if self.args.use_vllm else own_generate(self.model))
 
     def _callback_listener(self) -> CallbackListener:
         """Returns the listener that calls the callbacks and keeps the state."""
@@ -192,6 +198,7 @@ class GRPOTrainer(Overridable, Attributes, BaseTrainer):
             metric_key_prefix: Beginning of the metrics' names, before the name of a set.
         """
         del ignore_keys
+        self._choose_sampler()
         if isinstance(eval_dataset, str):
             eval_dataset = self._eval_set(eval_dataset)
         chosen = None if eval_dataset is None else self._agents.eval_rows(evaluation_rows(eval_dataset))
