@@ -120,7 +120,6 @@ class SFTTrainer(Run[SFTConfig]):
             raise ValueError("train_dataset is missing; give a Dataset, a list of dicts, a file or a hub id")
         if args.eval_steps and eval_dataset is None:
             raise ValueError(f"eval_steps is {args.eval_steps}, but there is no eval_dataset")
-        eval_sets = {} if eval_dataset is None else named_sets(eval_dataset)
         self._open_folder()
         self.emit(PhaseStarted("loading the model"))
         self._load_model(model, lora)
@@ -129,17 +128,13 @@ class SFTTrainer(Run[SFTConfig]):
         rows = self._load(train_dataset, "train_dataset", TRAIN_SPLITS)
         self.first_prompt = prompt_of(rows[0], args.dataset_text_field)
         self.examples = self._encode(rows, describe_source(train_dataset, "train_dataset"))
-        self.eval_examples = {
-            name: self._encode(self._load(dataset, f"eval_dataset {name!r}", EVAL_SPLITS), f"eval_dataset {name!r}")
-            for name, dataset in eval_sets.items()
-        }
+        self.eval_examples = {} if eval_dataset is None else self._encode_sets(eval_dataset)
         self.emit(PhaseStarted("preparing the devices"))
         self.num_steps = self._num_steps()
         self._make_learner(settings, self._longest())
         self.dataset_name = (
             train_dataset if isinstance(train_dataset, str) else f"{self.examples.num_examples} examples"
         )
-        self.held_out: dict[int, Metrics] = {}  # by the step before the evaluation
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -174,7 +169,7 @@ class SFTTrainer(Run[SFTConfig]):
     def visited(self, step: int) -> list[int]:
         """Returns the indices of the sequences that a step trains on."""
         num, args = len(self.examples), self.args
-        epoch, batch = divmod(step, self._steps_per_epoch)
+        epoch, batch = divmod(step, self.steps_per_epoch)
         first = batch * args.batch_size
         order = visit_order(num, epoch * num, num, args.seed, args.example_order)
         return order[first : first + args.batch_size]
@@ -196,25 +191,28 @@ class SFTTrainer(Run[SFTConfig]):
 
     def _log(self, log: RunLog, update: Update) -> None:
         metrics = {name: value for name, value in update.metrics.items() if not name.startswith(OF_SAMPLING)}
-        metrics |= {"epoch": self.cursor.step / self._steps_per_epoch, "num_tokens": float(self.cursor.num_tokens)}
+        metrics |= {"epoch": self.cursor.step / self.steps_per_epoch, "num_tokens": float(self.cursor.num_tokens)}
         log.step(self.cursor.step, metrics, distributions=update.distributions)
         self.last_metrics = log.last
 
-    def evaluate(self) -> HeldOut:
+    def evaluate(self, eval_dataset: Any = None) -> HeldOut:
         """Computes the loss of the present policy on the `eval_dataset`s.
 
+        Args:
+            eval_dataset: Examples to evaluate on instead of the trainer's, in any form that it takes.
+
         Raises:
-            ValueError: there is none.
+            ValueError: there are no examples, or they cannot be encoded.
         """
-        if not self.eval_examples:
-            raise ValueError("there is no eval_dataset to evaluate on; give one to SFTTrainer")
+        sets = self.eval_examples if eval_dataset is None else self._encode_sets(eval_dataset)
+        if not sets:
+            raise ValueError("there is no eval_dataset to evaluate on; give one to SFTTrainer or to evaluate")
         metrics: Metrics = {}
         with self.progress:
             self._introduce()
-            for name, examples in self.eval_examples.items():
-                prefix = "" if set(self.eval_examples) == {ONLY_SET} else f"{name}_"
+            for name, examples in sets.items():
+                prefix = "" if set(sets) == {ONLY_SET} else f"{name}_"
                 metrics |= {f"{prefix}{key}": value for key, value in self._losses(name, examples).items()}
-        self.held_out[self.cursor.step] = metrics
         return HeldOut(metrics)
 
     def _losses(self, name: str, examples: TrainingSet) -> Metrics:
@@ -234,6 +232,13 @@ class SFTTrainer(Run[SFTConfig]):
     def _load(self, dataset: Any, name: str, splits: Sequence[str]) -> Examples:
         return load_examples(dataset, name, splits, columns_of_examples(self.args.part(ExampleSettings)))
 
+    def _encode_sets(self, dataset: Any) -> dict[str, TrainingSet]:
+        encoded = {}
+        for name, each in named_sets(dataset).items():
+            label = f"eval_dataset {name!r}"
+            encoded[name] = self._encode(self._load(each, label, EVAL_SPLITS), label)
+        return encoded
+
     def _encode(self, examples: Examples, name: str) -> TrainingSet:
         settings, config = self.args.part(ExampleSettings), self._model.config
         encoded = encode_training_set(examples, self.tokenizer, settings, config.max_positions, name)
@@ -246,12 +251,13 @@ class SFTTrainer(Run[SFTConfig]):
         return encoded
 
     @property
-    def _steps_per_epoch(self) -> int:
+    def steps_per_epoch(self) -> int:
+        """The number of optimizer steps that visit every example once."""
         num, size = len(self.examples), self.args.batch_size
         return num // size if self.args.drop_last else -(-num // size)
 
     def _num_steps(self) -> int:
-        args, steps = self.args, self._steps_per_epoch
+        args, steps = self.args, self.steps_per_epoch
         if not steps:
             raise ValueError(
                 f"the dataset has {len(self.examples)} sequences and a step takes {args.batch_size}, which leaves "

@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from groupax.config import GRPOConfig
+from groupax.config import GRPOConfig, SFTConfig
 from groupax.settings.compute import AttnImplementation
 from groupax.settings.fields import nearest, shown
 from groupax.settings.sampling import EvalSamplingSettings
 
+ConfigT = TypeVar("ConfigT", GRPOConfig, SFTConfig)
 MAX_NUMBER = 1e15  # largest magnitude of a numeric setting
 # Sampling parameters that evaluations do not inherit from rollouts.
 EVAL_SAMPLING = tuple(EvalSamplingSettings().eval_sampling)
@@ -139,20 +140,25 @@ def as_number(name: str, value: Any, default: Any) -> Any:
     return value
 
 
-def as_native(settings: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})) -> GRPOConfig:
+def as_native(
+    settings: Mapping[str, Any],
+    names: Mapping[str, str] = MappingProxyType({}),
+    kind: type[ConfigT] = GRPOConfig,
+) -> ConfigT:
     """Returns a native config, with integers converted to floats where the field is a float.
 
     Args:
         settings: Values by native field name.
         names: The user's settings behind native fields of another name, for error messages.
+        kind: Class of the config.
 
     Raises:
         ValueError: A value is invalid; the message also names the user's setting.
     """
-    floats = {own.name for own in fields(GRPOConfig) if own.type is float}
+    floats = {own.name for own in fields(kind) if own.type is float}
     integers = {name for name, value in settings.items() if isinstance(value, int) and not isinstance(value, bool)}
     try:
-        return GRPOConfig.from_mapping(
+        return kind.from_mapping(
             {name: float(value) if name in floats & integers else value for name, value in settings.items()}
         )
     except ValueError as error:

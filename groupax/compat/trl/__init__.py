@@ -1,6 +1,6 @@
-"""TRL's `GRPOConfig`, `GRPOTrainer` and arguments of scripts, implemented with groupax (interface of TRL 1.16).
+"""TRL's trainers, configs and arguments of scripts, implemented with groupax (interface of TRL 1.16).
 
-from groupax.compat.trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from groupax.compat.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer, ModelConfig, TrlParser
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ from groupax.compat.trl.rollout_func import generate_rollout_completions as gene
 from groupax.compat.trl.scripts import DatasetMixtureConfig as DatasetMixtureConfig
 from groupax.compat.trl.scripts import ScriptArguments as ScriptArguments
 from groupax.compat.trl.scripts import get_dataset as get_dataset
+from groupax.compat.trl.sft_config import SFTConfig as SFTConfig
+from groupax.compat.trl.sft_trainer import SFTTrainer as SFTTrainer
 from groupax.compat.trl.template import apply_chat_template as apply_chat_template
 from groupax.compat.trl.trainer import GRPOTrainer as GRPOTrainer
 

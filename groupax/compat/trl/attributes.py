@@ -101,11 +101,6 @@ class Attributes(Reports):
         return self.native.reward_weights
 
     @property
-    def processing_class(self) -> Any:
-        """The tokenizer of the policy."""
-        return self.native.tokenizer
-
-    @property
     def num_generations_eval(self) -> int:
         """The number of completions of a prompt in evaluations."""
         return self.native.args.eval_num_generations

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 
 from groupax.compat import hf
 from groupax.compat.fields import warn
-from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.model_kwargs import resolve_model
+from groupax.compat.trl.run_settings import RunArguments
 from groupax.events import Event, Message, RunEnded, RunStarted, StepEnded
 from groupax.models.adapted import LowRank
 from groupax.models.checkpoint import Model
 from groupax.models.lora import Adapter, as_lora_config
 from groupax.parallel import processes
-from groupax.trainer import GRPOTrainer as NativeTrainer
+from groupax.runs.run import Run
 
 MUCH = 0.05  # of the time of training, which is reported
 
@@ -39,7 +39,7 @@ class Policy:
     owner: Any
 
 
-def policy_of(model: Any, args: GRPOConfig, quantization_config: Any, peft_config: Any) -> Policy:
+def policy_of(model: Any, args: RunArguments, quantization_config: Any, peft_config: Any) -> Policy:
     """Returns what to train for the arguments of a trainer.
 
     A PyTorch model that is to have an adapter is wrapped by PEFT, as TRL does.
@@ -49,7 +49,7 @@ def policy_of(model: Any, args: GRPOConfig, quantization_config: Any, peft_confi
         ImportError: PEFT is needed and not installed.
     """
     model, quantization_config = resolve_model(model, args, quantization_config)
-    if args.disable_dropout and peft_config is not None and as_lora_config(peft_config).lora_dropout:
+    if getattr(args, "disable_dropout", False) and peft_config is not None and as_lora_config(peft_config).lora_dropout:
         raise ValueError("disable_dropout=True would disable the adapter's lora_dropout; set one of them to 0")
     weights = hf.base_weights(quantization_config)
     if hf.is_torch_model(model):
@@ -124,7 +124,7 @@ class TrainedModel:
         seconds: Time that the copies took.
     """
 
-    def __init__(self, owner: Any, trainer: NativeTrainer) -> None:
+    def __init__(self, owner: Any, trainer: Run[Any]) -> None:
         self._trainer, self.seconds = trainer, 0.0
         started = _master_model(trainer)
         self._torch = hf.TorchWeights(owner, started) if hf.is_torch_model(owner) else None
@@ -159,7 +159,7 @@ class TrainedModel:
             )
 
 
-def _master_model(trainer: NativeTrainer) -> Model:
+def _master_model(trainer: Run[Any]) -> Model:
     """Returns the present policy with the weights that updates change, in float32, not with those that sample."""
     model = trainer.model
     return model if model.adapter is not None else replace(model, params=trainer.learner.state.params)

@@ -1,57 +1,36 @@
 """TRL's `GRPOTrainer`, a wrapper around the native trainer."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import jax
+from typing import Any
 
 from groupax.compat import hf
-from groupax.compat.callbacks import CallbackListener, State
+from groupax.compat.callbacks import CallbackListener
 from groupax.compat.fields import warn
 from groupax.compat.trl.advice import warn_about_losses, warn_about_rewards
 from groupax.compat.trl.attributes import Attributes, LastRollout
+from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
 from groupax.compat.trl.batches import TRLBatchTrainer
 from groupax.compat.trl.config import GRPOConfig
 from groupax.compat.trl.environments import NO_REWARD, Agents, owned_reward
 from groupax.compat.trl.hooks import Overridable, hooks_of
-from groupax.compat.trl.layout import (
-    TRAINER_STATE,
-    check_output_dir,
-    checkpoint_to_resume,
-    flow_of,
-    run_folder,
-)
+from groupax.compat.trl.layout import check_output_dir
 from groupax.compat.trl.optimizer import torch_optimizer_settings
 from groupax.compat.trl.overrides import check_overrides
 from groupax.compat.trl.own_generate import own_generate
-from groupax.compat.trl.policy import TrainedModel, adapter_settings, policy_of
+from groupax.compat.trl.policy import policy_of
 from groupax.compat.trl.rollout_func import as_rollout_function, expected_columns
 from groupax.compat.trl.streams import Streams, evaluation_rows
 from groupax.data.chat import unknown_template_kwargs
 from groupax.data.examples import load_examples
 from groupax.data.tokenizer import load_tokenizer
 from groupax.evaluation.sets import ONLY_SET
-from groupax.models.saving import source_folders
-from groupax.parallel.runtime import configure_jax
 from groupax.settings.fields import nearest
-from groupax.storage.buckets import is_remote
 from groupax.storage.folders import resolve_folder
-from groupax.storage.hub import push_folder
-from groupax.storage.replacing import check_disjoint
 
 
-class TrainOutput(NamedTuple):
-    """The result of `train`, like transformers' class."""
-
-    global_step: int
-    training_loss: float
-    metrics: Mapping[str, float]
-
-
-class GRPOTrainer(Overridable, Attributes):
+class GRPOTrainer(Overridable, Attributes, BaseTrainer):
     """TRL's trainer, implemented with the native trainer in its attribute `native`.
 
     Args:
@@ -119,23 +98,12 @@ class GRPOTrainer(Overridable, Attributes):
             examples = agents.routed_to_first(examples)
         settings = args.to_native(num_devices, len(examples))
         settings = replace(settings, **streams.settings, **torch_optimizer_settings(optimizers))
-        self._output_dir = settings.output_dir
-        self.state = State(num_train_epochs=math.ceil(args.num_train_epochs), logging_steps=settings.logging_steps)
-        flow = flow_of(args, self._output_dir, self.state)
-        if flow is not None:
-            more = {"save_total_limit": None, "metric_for_best_model": None}  # see `Flow`
-            settings = replace(settings, output_dir=run_folder(self._output_dir), **more)
-        if policy.weights != "same":
-            settings = replace(settings, base_weights=policy.weights, **adapter_settings(policy.peft_config))
-            policy = replace(policy, peft_config=None)
+        settings, policy = self._prepare(args, settings, policy, callbacks)
         arguments = _template_kwargs(settings.chat_template_kwargs, processing_class, policy.model)
         settings = replace(settings, chat_template_kwargs=arguments)
         if settings.reward_weights is not None:  # those of environments are 1
             weights = (*settings.reward_weights, *(1.0 for _ in agents.reward_classes))
             settings = replace(settings, reward_weights=weights)
-        self.callbacks = list(callbacks or [])
-        self._listeners: list[Any] = []
-        self._listener: CallbackListener | None = None
         self._last_rollout = LastRollout()
         self.native = TRLBatchTrainer(
             args.schedule(num_devices),
@@ -154,11 +122,7 @@ class GRPOTrainer(Overridable, Attributes):
             hooks=hooks_of(self, GRPOTrainer),
         )
         self.reward_funcs = [*rewards, *map(owned_reward, agents.reward_classes)]
-        check_disjoint(Path(self._output_dir), () if flow is None else source_folders(self.native.model))
-        self.native.flow = flow
-        self._trained = TrainedModel(policy.owner, self.native)
-        args.warn_about_mesh(self.native.model)
-        self.state.max_steps = self.native.num_steps
+        self._finish(policy)
         if self.train_dataset is None:
             self.train_dataset = train_dataset
 
@@ -179,29 +143,6 @@ class GRPOTrainer(Overridable, Attributes):
         names = [self._agents.name_of(trainer.prompts.examples[index]) for index in visited]
         return pool.of(names, trainer.args.num_generations)
 
-    @property
-    def model(self) -> Any:
-        """The policy: the given model object, which is trained in place, or a `compat.hf` model of a given name."""
-        return self._trained.model
-
-    def add_callback(self, callback: Any) -> None:
-        """Adds a callback."""
-        self.callbacks.append(callback)
-        self._listener = None
-
-    def remove_callback(self, callback: Any) -> None:
-        """Removes a callback, or all callbacks of a class."""
-        self.callbacks = [own for own in self.callbacks if own is not callback and type(own) is not callback]
-        self._listener = None
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Removes a callback, or the first one of a class, and returns it; None if there is none."""
-        found = next((own for own in self.callbacks if own is callback or type(own) is callback), None)
-        if found is not None:
-            self.callbacks = [own for own in self.callbacks if own is not found]
-            self._listener = None
-        return found
-
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Trains the policy and saves it in the run's `model/`.
 
@@ -213,22 +154,13 @@ class GRPOTrainer(Overridable, Attributes):
         """
         if self._unknown_environments:
             raise ValueError(self._unknown_environment())
-        trainer, args = self.native, self.args
-        resume = resume_from_checkpoint or args.resume_from_checkpoint
-        resume = checkpoint_to_resume(resume, self._output_dir) if resume else "never"
-        trainer.args = replace(trainer.args, resume=resume)
-        if (state := Path(resume) / TRAINER_STATE).is_file():
-            self.state.load_json(state)
+        is_resumed = self._resume(resume_from_checkpoint)
         listener = self._callback_listener()
         self._listeners[:] = [self._trained, self._last_rollout, warn_about_rewards, listener]
         self._choose_sampler()
-        if args.eval_on_start and resume == "never":
+        if self.args.eval_on_start and not is_resumed:
             self.evaluate()
-        result = trainer.train()
-        self._trained.report_cost(result.train_seconds)
-        if args.push_to_hub:
-            self.push_to_hub()
-        return TrainOutput(result.num_steps, listener.summary["train_loss"], {**result.metrics, **listener.summary})
+        return self._output(self.native.train(), listener)
 
     def _choose_sampler(self) -> None:
         """Has the model sample itself, as in TRL, if the script has given it a method `generate` of its own."""
@@ -237,13 +169,9 @@ class GRPOTrainer(Overridable, Attributes):
     def _callback_listener(self) -> CallbackListener:
         """Returns the listener that calls the callbacks and keeps the state."""
         if self._listener is None:
-            trainer = self.native
-            more = {"model": self.model, "processing_class": trainer.tokenizer, "train_dataloader": None}
-            steps = trainer.schedule.num_steps(len(trainer.prompts), 1, -1)
-            inputs = self.callbacks, self.args, steps, self.state, more, trainer.schedule.rows_per_step
-            self._listener = CallbackListener(*inputs, log=self._write_line)
-            if trainer.flow is not None:
-                trainer.flow.control = self._listener.control
+            schedule = self.native.schedule
+            steps = schedule.num_steps(len(self.native.prompts), 1, -1)
+            self._listener = self._new_listener(steps, schedule.rows_per_step, self._write_line)
         return self._listener
 
     def _rollout_function(self, rewards: Sequence[Any], examples: Any) -> Any:
@@ -281,35 +209,6 @@ class GRPOTrainer(Overridable, Attributes):
             self._callback_listener().evaluated(self.native.cursor.step, own)
             metrics |= own
         return {**metrics, "epoch": self.state.epoch}
-
-    def _eval_set(self, name: str) -> Any:
-        if not isinstance(self.eval_dataset, Mapping) or name not in self.eval_dataset:
-            known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
-            raise ValueError(f"there is no evaluation set {name!r}{nearest(name, known)}; give a dataset, or its name")
-        return self.eval_dataset[name]
-
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Writes the current policy, or its adapter, and the tokenizer; other files in the folder are kept.
-
-        Args:
-            output_dir: Folder to write to; by default that of the settings.
-        """
-        if output_dir is None and is_remote(self._output_dir):
-            self.native.save_model()
-        else:
-            hf.save_policy(self.native, output_dir or self._output_dir)
-
-    def push_to_hub(self, **inert: Any) -> str:
-        """Uploads the current policy as `hub_model_id`, by default the name of `output_dir`."""
-        hf.warn_inert(inert, {"commit_message", "blocking", "token", "revision", "dataset_name", "tags"}, "push_to_hub")
-        repo_id = self.args.hub_model_id or Path(self._output_dir).name
-        return push_folder(self.native.save_model(), repo_id, private=bool(self.args.hub_private_repo))
-
-
-def num_accelerators() -> int:
-    """Returns the device count that `per_device_train_batch_size` refers to; a process on CPU counts as one device."""
-    configure_jax()
-    return jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
 
 
 def _one_per_reward(tokenizers: Any, num_rewards: int) -> list[Any]:

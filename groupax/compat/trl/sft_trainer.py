@@ -1,0 +1,285 @@
+"""TRL's `SFTTrainer`, a wrapper around the native trainer."""
+
+import copy
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from groupax.compat.callbacks import CallbackListener
+from groupax.compat.trl.base import BaseTrainer, TrainOutput, num_accelerators
+from groupax.compat.trl.layout import TRLFolders, check_output_dir
+from groupax.compat.trl.optimizer import torch_optimizer_settings
+from groupax.compat.trl.overrides import check_overrides
+from groupax.compat.trl.policy import policy_of
+from groupax.compat.trl.sft_config import SFTConfig
+from groupax.compat.trl.streams import is_stream
+from groupax.data.assistant import TAG
+from groupax.data.examples import Examples
+from groupax.data.supervised import TrainingSet
+from groupax.data.tokenizer import load_tokenizer
+from groupax.sft import SFTTrainer as NativeTrainer
+from groupax.storage.folders import resolve_folder
+from groupax.types import Metrics
+
+# Arguments of TRL's trainer that cannot be honoured, with what to do instead.
+REFUSED = {
+    "data_collator": "examples are packed without padding; give `labels` with -100 where a token is not learned",
+    "compute_loss_func": "gradients come from JAX: groupax.SFTConfig(loss_type=function) takes a function in JAX",
+    "compute_metrics": "evaluations compute no logits for the host; read eval_loss, or evaluate with groupax.Engine",
+    "preprocess_logits_for_metrics": "evaluations compute no logits for the host",
+    "optimizer_cls_and_kwargs": "set optim, learning_rate and the other fields of SFTConfig",
+}
+
+# Methods of TRL's trainer that groupax never calls, besides those of `overrides.REFUSED`.
+NEVER_CALLED = ("_prepare_dataset", "log")
+
+
+class TRLExamples(TRLFolders, NativeTrainer):
+    """A native trainer with TRL's order and losses of held-out examples.
+
+    Args:
+        config: TRL's config.
+        num_devices: Number of devices that its batch sizes apply to.
+        arguments: Those of `groupax.SFTTrainer`.
+    """
+
+    def __init__(self, config: SFTConfig, num_devices: int, *arguments: Any, **named: Any) -> None:
+        self._config, self._num_devices = config, num_devices
+        super().__init__(*arguments, **named)
+
+    def _encode(self, examples: Examples, name: str) -> TrainingSet:
+        own = self.tokenizer
+        if self._config.assistant_only_loss:
+            self.tokenizer = _with_marks(own)
+        try:
+            encoded = super()._encode(examples, name)
+        finally:
+            self.tokenizer = own
+        if not self._config.shuffle_dataset:
+            return encoded
+        order = np.random.default_rng(self._config.seed).permutation(len(encoded))  # as `datasets` shuffles
+        return replace(encoded, sequences=[encoded.sequences[index] for index in order])
+
+    def _has_eval_sets(self) -> bool:
+        return bool(self.eval_examples)
+
+    def _losses(self, name: str, examples: TrainingSet) -> Metrics:
+        """Returns means over examples of the means over the tokens of their batches, as transformers computes them."""
+        size, means = self._config.per_device_eval_batch_size * self._num_devices, []
+        for start in range(0, len(examples), size):
+            sequences = examples.sequences[start : start + size]
+            batch = replace(examples, sequences=sequences)
+            means.append((len(sequences), super()._losses(name, batch)))
+        weights = [count for count, _ in means]
+        return {key: float(np.average([each[key] for _, each in means], weights=weights)) for key in means[0][1]}
+
+
+class SFTTrainer(BaseTrainer):
+    """TRL's trainer, implemented with the native trainer in its attribute `native`.
+
+    Args:
+        model: Folder, hub id, or a model object: one of PyTorch or of `compat.hf` is trained in place.
+        args: Settings.
+        data_collator: Must be None, as `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics` and
+            `optimizer_cls_and_kwargs`.
+        train_dataset: Examples to train on.
+        eval_dataset: Examples to evaluate on.
+        processing_class: Tokenizer; by default the model's.
+        compute_loss_func: Must be None.
+        compute_metrics: Must be None.
+        callbacks: Callbacks of transformers.
+        optimizers: PyTorch optimizer, whose kind and hyperparameters are used, and None.
+        optimizer_cls_and_kwargs: Must be None.
+        preprocess_logits_for_metrics: Must be None.
+        peft_config: Settings of a LoRA adapter.
+        formatting_func: Function that returns the text of an example.
+        quantization_config: Quantization of a model that is not loaded yet.
+
+    Raises:
+        ValueError: An argument or a setting is not supported by groupax.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: SFTConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Any = None,
+        compute_metrics: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: Any = None,
+        preprocess_logits_for_metrics: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[[Any], str] | None = None,
+        quantization_config: Any = None,
+    ) -> None:
+        given = locals()
+        for name, why in REFUSED.items():
+            if given[name] is not None:
+                raise ValueError(f"{name} is not supported: {why}")
+        self.args = args = args or SFTConfig(f"{Path(str(getattr(model, 'name', model))).name}-SFT")
+        check_overrides(self, SFTTrainer)
+        _check_own_overrides(type(self))
+        check_output_dir(args.output_dir)
+        policy = policy_of(model, args, quantization_config, peft_config)
+        num_devices = num_accelerators()
+        settings = replace(args.to_native(num_devices), **torch_optimizer_settings(optimizers))
+        settings, policy = self._prepare(args, settings, policy, callbacks)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._formatting_func = formatting_func
+        if formatting_func is not None and args.completion_only_loss:
+            raise ValueError("formatting_func returns texts, which have no completions; leave completion_only_loss out")
+        self.native = TRLExamples(
+            args,
+            num_devices,
+            policy.model,
+            settings,
+            self._rows(train_dataset),
+            self._sets(eval_dataset),
+            _with_tokens(processing_class, policy.model, args),
+            policy.peft_config,
+            self._listeners,
+        )
+        every = args.to_native(num_devices, self.native.steps_per_epoch)
+        self.native.args = replace(self.native.args, save_steps=every.save_steps, eval_steps=every.eval_steps)
+        self._finish(policy)
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Trains the policy.
+
+        Args:
+            resume_from_checkpoint: True to resume from the newest checkpoint in `output_dir`, or a checkpoint's path.
+        """
+        is_resumed = self._resume(resume_from_checkpoint)
+        listener = self._callback_listener()
+        self._listeners[:] = [self._trained, listener]
+        if self.args.eval_on_start and not is_resumed:
+            self.evaluate()
+        return self._output(self.native.train(), listener)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Computes the loss of the current policy on held-out examples.
+
+        Args:
+            eval_dataset: Examples, or several sets by name, or the name of one of the trainer's sets; by default those
+                that the trainer was given.
+            ignore_keys: Not used: there are no outputs of a model to gather.
+            metric_key_prefix: Beginning of the metrics' names, before the name of a set.
+        """
+        del ignore_keys
+        if isinstance(eval_dataset, str):
+            eval_dataset = self._eval_set(eval_dataset)
+        evaluation = self.native.evaluate(None if eval_dataset is None else self._sets(eval_dataset))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in evaluation.metrics.items()}
+        self._callback_listener().evaluated(self.native.cursor.step, metrics)
+        return {**metrics, "epoch": self.state.epoch}
+
+    def log(self, logs: Mapping[str, Any], start_time: float | None = None) -> None:
+        """Adds a line to `state.log_history` and calls the callbacks.
+
+        Args:
+            logs: Values by name.
+            start_time: Not used: the times are among the values.
+        """
+        del start_time
+        self._callback_listener().record(self.native.cursor.step, dict(logs))
+
+    def _callback_listener(self) -> CallbackListener:
+        if self._listener is None:
+            self._listener = self._new_listener(self.native.steps_per_epoch, self.native.args.batch_size)
+        return self._listener
+
+    def _sets(self, dataset: Any) -> Any:
+        if isinstance(dataset, Mapping):
+            return {name: self._rows(each) for name, each in dataset.items()}
+        return self._rows(dataset)
+
+    def _rows(self, dataset: Any) -> Any:
+        """Returns a dataset as the native trainer takes it: texts formatted, conversations under `messages`.
+
+        Raises:
+            ValueError: It is a stream.
+        """
+        if dataset is None or isinstance(dataset, (str, Path)):
+            return dataset
+        if is_stream(dataset):
+            raise ValueError(
+                "a streaming dataset has no length; give rows that were taken from it, e.g. "
+                "Dataset.from_list(list(dataset.take(10_000)))"
+            )
+        if self._formatting_func is not None:
+            return [{self.args.dataset_text_field: self._formatting_func(row)} for row in dataset]
+        first = dataset[0] if len(dataset) else {}
+        if "conversations" in first:
+            return [_chatml(row) for row in dataset]
+        return dataset
+
+
+def _chatml(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row whose `conversations` have `from` and `value` as one whose `messages` have `role` and `content`."""
+    messages = [
+        {"role": message["from"], "content": message["value"]} if "from" in message else message
+        for message in row["conversations"]
+    ]
+    return {**{name: value for name, value in row.items() if name != "conversations"}, "messages": messages}
+
+
+def _with_tokens(tokenizer: Any, model: Any, args: SFTConfig) -> Any:
+    """Returns the tokenizer with the end-of-sequence token and the chat template that the settings ask for.
+
+    Raises:
+        ValueError: The vocabulary lacks the token.
+    """
+    if args.eos_token is None:
+        return tokenizer
+    if tokenizer is None:
+        source = model.source if hasattr(model, "source") else resolve_folder(model)
+        tokenizer = load_tokenizer(source, args.chat_template_path)
+    if args.eos_token not in tokenizer.get_vocab():
+        raise ValueError(f"eos_token {args.eos_token!r} is not in the vocabulary of the tokenizer")
+    tokenizer.eos_token = args.eos_token
+    return tokenizer
+
+
+def _with_marks(tokenizer: Any) -> Any:
+    """Returns the tokenizer with TRL's training template, which marks what the assistant wrote, if TRL has one for it.
+
+    Without TRL, and for templates that it does not know, groupax finds these parts itself.
+    """
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or TAG.search(template) or importlib.util.find_spec("trl") is None:
+        return tokenizer
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        marked = get_training_chat_template(tokenizer)
+    except ValueError:  # a template that TRL does not know
+        return tokenizer
+    own = copy.copy(tokenizer)
+    own.chat_template = marked
+    return own
+
+
+def _check_own_overrides(cls: type) -> None:
+    """Checks that a subclass overrides no method that groupax would not call.
+
+    Raises:
+        ValueError: It does.
+    """
+    for base in cls.__mro__[: cls.__mro__.index(SFTTrainer)]:
+        unheard = [name for name in vars(base) if name in NEVER_CALLED]
+        if unheard:
+            raise ValueError(
+                f"{base.__name__} overrides {', '.join(unheard)}, which groupax would never call: change the dataset "
+                "before training, and log in a callback's on_log"
+            )
