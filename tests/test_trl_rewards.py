@@ -67,3 +67,13 @@ def test_a_name_that_groupax_does_not_have_is_refused_with_the_remedy():
     with pytest.raises(ImportError, match="HarborSpec and OpenRewardSpec need no change"):
         import groupax.compat.trl.experimental  # noqa: F401
     assert not hasattr(trl, "never_heard_of")
+
+
+@pytest.mark.parity
+def test_every_public_name_of_trl_is_there_or_refused():
+    structure = pytest.importorskip("trl")._import_structure
+    for name in [each for names in structure.values() for each in names]:
+        try:
+            assert getattr(trl, name) is not None
+        except ImportError as error:
+            assert len(str(error)) > 60, name

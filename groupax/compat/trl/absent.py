@@ -2,7 +2,7 @@
 
 _DATA = "it only changes datasets, whichever trainer they are for: import it from trl itself"
 _PREFERENCES = (
-    "groupax trains on sampled completions (GRPOTrainer, RLOOTrainer) and on given ones (SFTTrainer), not on "
+    "groupax trains on sampled completions (GRPOTrainer) and on given ones (SFTTrainer), not on "
     "preferences; train with trl, and continue here with the model that it saves"
 )
 _DISTILLATION = "groupax has no teacher model; train with trl, and continue here with the model that it saves"
