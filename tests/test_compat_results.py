@@ -1,6 +1,7 @@
 """What scripts of TRL do with evaluations, streams, logs and reports of a trainer."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -212,13 +213,16 @@ def test_what_scripts_read_of_a_trainer(folder, tmp_path, caplog):
 
     adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_coef_delta": 0.005, "entropy_target": 99.0}
     trainer = a_trainer(folder, tmp_path, reward_funcs=reward, beta=0.1, epsilon=0.3, **adaptive)
-    before = np.asarray(trainer.ref_model.model.params["embed"])
+    reference = trainer.ref_model
+    assert reference is not None
+    before = np.asarray(reference.model.params["embed"])
     trainer.train()
     assert "All reward functions returned None for the following kwargs:" in caplog.text
     assert trainer.entropy_coef == pytest.approx(0.01 + 3 * 0.005)
     assert (trainer.epsilon_low, trainer.epsilon_high, trainer.beta) == (0.3, 0.3, 0.1)
     assert not trainer.aux_loss_enabled
     assert trainer.reward_processing_classes == [None]
+    assert trainer.ref_model is not None
     np.testing.assert_array_equal(trainer.ref_model.model.params["embed"], before)
     logged = trainer._logs
     assert len(logged["completion"]) == len(logged["extra"]["half"]) == len(logged["advantages"]) == 8
@@ -268,7 +272,7 @@ def test_masks_of_tensors_are_trls():
     trainer = pytest.importorskip("trl").GRPOTrainer
     draw = torch.Generator().manual_seed(0)
     entropies, mask = torch.rand((3, 7), generator=draw), (torch.rand((3, 7), generator=draw) < 0.8).int()
-    accelerated = Reports()
+    accelerated: Any = Reports()
     for threshold in (0.0, 0.3, 0.8, 1.0):
         theirs = trainer.get_high_entropy_mask(accelerated, entropies, mask, threshold)
         assert torch.equal(trl.GRPOTrainer.get_high_entropy_mask(accelerated, entropies, mask, threshold), theirs)
