@@ -147,7 +147,7 @@ class Tracer:
         prompt_slots = self._rows(after.num_prompt_slots) if has_prompts else None
         columns = {"num_columns": after.num_columns, "num_prompt_columns": after.num_prompt_columns}
         cache = self.cache(before)
-        calls = moves(cache, rows, prompt_slots, 0, **columns, mesh=self.mesh)
+        calls = moves(cache, rows, prompt_slots, **columns, mesh=self.mesh)
         pairs = zip(calls, jax.tree.leaves(cache), strict=True)
         for call, x in {(call, x.shape): (call, x) for call, x in pairs}.values():  # once for all layers
             if call is not None:

@@ -121,7 +121,7 @@ def usual_programs(core: EngineCore, plan: Plan, clients: Iterable[int], num_tok
         num_tokens: Maximum number of tokens of their prompts, and of their completions.
     """
     prompt_columns = in_steps(num_tokens, PROMPT_COLUMNS, PROMPT_STEP)
-    columns = in_steps(num_tokens + core.num_unread, CACHE_COLUMNS, COLUMNS_STEP)
+    columns = in_steps(num_tokens, CACHE_COLUMNS, COLUMNS_STEP)
     demands = [Demand((1,) * number, prompt_columns, columns) for number in sorted(set(clients))]
     demands = [demand for demand in demands if plan.allows(plan.smallest_shape(demand))]
     firsts = {plan.first_shape(demand, num_data_shards(core.mesh)): demand for demand in demands}

@@ -1,14 +1,12 @@
 """Attention while decoding: one query per row over the cache of its prompt and of its own tokens.
 
-A row's own columns are a ring: every row writes its newest keys and values into the same column, and the columns before
-it, modulo their number T, hold its earlier tokens. `attend_past` defines the computation;
-`models.fused_decode_attention` chooses between it and kernels that agree with it.
+A row's own tokens have its first columns, in their order, so that a row is computed alike whenever it started.
+`attend_past` defines the computation; `models.fused_decode_attention` chooses between it and kernels that agree with it.
 """
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.attention import MASKED, within_window
@@ -24,24 +22,17 @@ class Past:
 
     Attributes:
         prompt_starts: First column of each right-aligned prompt; its number of columns S for an empty prompt.
-        column: Column of the rows' newest tokens, in [0, T).
-        lengths: Number of own columns that each row sees, the newest included; 0 for an idle row, whose result is
-            undefined but finite.
+        lengths: Number of own columns that each row sees, up to that of its newest token; 0 for an idle row, whose
+            result is undefined but finite and whose columns stay as they are.
     """
 
     prompt_starts: Int[Array, "Q"]
-    column: Int[Array, ""]
     lengths: Int[Array, "B"]
-
-    def ages(self, num_columns: int) -> Int[Array, "T"]:
-        """Returns how many tokens before the newest one each own column was written, if it was."""
-        ages = self.column - jnp.arange(num_columns)
-        return jnp.where(ages < 0, ages + num_columns, ages)
 
     def visible(self, num_columns: int, window: int | None = None) -> Bool[Array, "B T"]:
         """Returns which own columns each row sees, with a window only the newest ones."""
-        ages = self.ages(num_columns)[None, :]
-        return (ages < self.lengths[:, None]) & within_window(ages, window)
+        distance = self.lengths[:, None] - 1 - jnp.arange(num_columns)[None, :]
+        return (distance >= 0) & within_window(distance, window)
 
     def prompt_visible(self, num_columns: int, window: int | None = None) -> Bool[Array, "Q S"] | Bool[Array, "B S"]:
         """Returns which columns of its prompt each row sees, with a window those that are near enough to the row."""
@@ -51,6 +42,12 @@ class Past:
             return visible
         distance = self.lengths[:, None] - 1 + num_columns - columns
         return jnp.repeat(visible, len(distance) // len(visible), axis=0) & within_window(distance, window)
+
+    def write(self, x: Array, newest: Array, axis: int) -> Array:
+        """Returns the rows' arrays `x`, whose columns are at `axis`, with the newest column of each busy row."""
+        column = jnp.where(self.lengths > 0, self.lengths - 1, x.shape[axis])  # beyond the last one nothing is written
+        index = (jnp.arange(len(x)), *[slice(None)] * (axis - 1), column)
+        return x.at[index].set(newest, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
 class LayerCache(NamedTuple):
@@ -79,9 +76,8 @@ def attend_past(
     v: Float[Array, "B K H"],
 ) -> tuple[Float[Array, "B N H"], LayerCache]:
     """Writes the newest tokens' keys and values into the cache, and computes their queries' attention."""
-    keys = lax.dynamic_update_index_in_dim(cache.k, to_cache(k, cache.k.dtype), past.column, axis=3)
-    values = lax.dynamic_update_index_in_dim(cache.v, to_cache(v, cache.v.dtype), past.column, axis=2)
-    cache = cache._replace(k=keys, v=values)
+    keys = past.write(cache.k, to_cache(k, cache.k.dtype), axis=3)
+    cache = cache._replace(k=keys, v=past.write(cache.v, to_cache(v, cache.v.dtype), axis=2))
     return attend_cached(attn, past, cache, q), cache
 
 
