@@ -128,7 +128,7 @@ class Tracer:
         """Returns the traced `decode_chunk` for caches of a shape and a kind of sampling."""
         cache, slots = self.cache(shape), self._slots(shape)
         static = {**self._static, "num_steps": self.chunk_steps, "sampling": sampling}
-        return decode_chunk.trace(self.params, cache, slots, np.int32(0), **static)
+        return decode_chunk.trace(self.params, cache, slots, **static)
 
     def admit(self, shape: CacheShape, has_known: bool = False) -> Traced:
         """Returns the traced `admit` for caches of a shape, with or without prompts of known beginnings."""

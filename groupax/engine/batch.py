@@ -140,6 +140,7 @@ class Batch:
             mesh=self.mesh,
             num_steps=self.chunk_steps,
             sampling=self._sampling(running),
+            by_block=self.plan.by_block,
         )
         grown = self.scheduler.append(_fetched(chunk, running))
         return [(sequence, lengths[id(sequence)]) for sequence in grown]
@@ -201,7 +202,7 @@ class Batch:
         Each number of slots needs its own programs, which do not pay off for the last few chunks.
         """
         scheduler = self.scheduler
-        if not self.plan.adapts:
+        if not self.plan.adapts or self.plan.conversations is not None:
             return
         needed = max(self._num_needed, power_of_two(scheduler.num_slots_needed()))
         self._num_idle, self._num_needed = self._num_idle + 1, needed
@@ -304,6 +305,7 @@ class Batch:
             self._known(prompts, starts, places),
             config=self.core.config,
             mesh=self.mesh,
+            by_block=self.plan.by_block,
         )
 
     def _row_of(self, prompt_slot: int, index: int) -> int:

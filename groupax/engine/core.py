@@ -97,8 +97,8 @@ class EngineCore:
 
     def demand(self, plan: Plan, sequences: Iterable[Sequence]) -> Demand:
         """Returns what these sequences, or those that are expected, need of the cache."""
-        demand = demand_of(sequences)
-        return demand if self.expected is None else plan.raised(demand, self.expected)
+        demand, expected = demand_of(sequences), plan.conversations or self.expected
+        return demand if expected is None else plan.raised(demand, expected)
 
     @property
     def bytes_per_token(self) -> int:

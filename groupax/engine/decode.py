@@ -56,7 +56,11 @@ class Chunk:
     alternative_logps: Float[Array, "B C A"] | None
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "num_steps", "sampling"), donate_argnames=("cache", "slots"))
+@partial(
+    jax.jit,
+    static_argnames=("config", "mesh", "num_steps", "sampling", "by_block"),
+    donate_argnames=("cache", "slots"),
+)
 def decode_chunk(
     params: Params,
     cache: Cache,
@@ -66,6 +70,7 @@ def decode_chunk(
     mesh: Mesh,
     num_steps: int,
     sampling: SamplingKind,
+    by_block: bool = False,
 ) -> tuple[Cache, Slots, Chunk]:
     """Samples up to `num_steps` tokens in every busy slot.
 
@@ -74,9 +79,10 @@ def decode_chunk(
         cache, slots: Donated. The cache must have as many columns as any slot will have fed tokens.
         config, mesh, num_steps: Static.
         sampling: Static: "plain" if all slots' settings are so (see `SamplingParams.is_plain`), else "general".
+        by_block: Static: whether attention is computed by blocks of columns (see `Plan.by_block`).
     """
     layout, of_cache = layout_of(config, mesh), jax.tree.map(pspec_of, cache)
-    attend_past = select_attend_past(mesh.devices.flat[0])
+    attend_past = select_attend_past(mesh.devices.flat[0], by_block)
 
     def local(params: Params, cache: Cache, slots: Slots) -> tuple[Cache, Slots, Chunk]:
         return _decode_chunk(config, attend_past, num_steps, sampling, params, cache, slots, layout)

@@ -12,7 +12,7 @@ from typing import get_args
 from groupax.engine.ahead_of_time import Admit, Change, Create, Decode, Program
 from groupax.engine.batch import Batch
 from groupax.engine.core import EngineCore
-from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan
+from groupax.engine.plan import CACHE_COLUMNS, CacheShape, Demand, Plan, in_steps
 from groupax.engine.programs import Programs
 from groupax.engine.sequence import Sequence
 from groupax.parallel.mesh import num_data_shards
@@ -137,11 +137,3 @@ def usual_programs(core: EngineCore, plan: Plan, clients: Iterable[int], num_tok
         for number in columns
     ]
     return needed
-
-
-def in_steps(size: int, smallest: int, step: int) -> int:
-    """Returns the smallest of 1, step, step^2, ... times `smallest` that is at least `size`."""
-    columns = smallest
-    while columns < size:
-        columns *= step
-    return columns

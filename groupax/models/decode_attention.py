@@ -1,7 +1,8 @@
 """Attention while decoding: one query per row over the cache of its prompt and of its own tokens.
 
 A row's own tokens have its first columns, in their order, so that a row is computed alike whenever it started.
-`attend_past` defines the computation; `models.fused_decode_attention` chooses between it and kernels that agree with it.
+`attend_past` defines the computation, and `models.fused_decode_attention` chooses between it and kernels that agree
+with it.
 """
 
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from groupax.models.attention import MASKED, within_window
+from groupax.models.column_blocks import key_scores, total_weights, weighted_values
 from groupax.models.config import AttentionConfig
 from groupax.models.layers import scaled, softcapped
 from groupax.models.matmul import matmul
@@ -74,15 +76,19 @@ def attend_past(
     q: Float[Array, "B N H"],
     k: Float[Array, "B K H"],
     v: Float[Array, "B K H"],
+    by_block: bool = False,
 ) -> tuple[Float[Array, "B N H"], LayerCache]:
-    """Writes the newest tokens' keys and values into the cache, and computes their queries' attention."""
+    """Writes the newest tokens' keys and values into the cache, and computes their queries' attention.
+
+    With `by_block` it computes by blocks of columns (see `column_blocks`).
+    """
     keys = past.write(cache.k, to_cache(k, cache.k.dtype), axis=3)
     cache = cache._replace(k=keys, v=past.write(cache.v, to_cache(v, cache.v.dtype), axis=2))
-    return attend_cached(attn, past, cache, q), cache
+    return attend_cached(attn, past, cache, q, by_block), cache
 
 
 def attend_cached(
-    attn: AttentionConfig, past: Past, cache: LayerCache, q: Float[Array, "B N H"]
+    attn: AttentionConfig, past: Past, cache: LayerCache, q: Float[Array, "B N H"], by_block: bool = False
 ) -> Float[Array, "B N H"]:
     """Computes attention of one query per row over its prompt's and its own visible columns.
 
@@ -91,6 +97,8 @@ def attend_cached(
     B, N, H = q.shape
     Q, K, S, _ = cache.prompt_v.shape
     R, G = B // Q, N // K  # rows per prompt, query heads per kv head
+    blocked = (key_scores, weighted_values, total_weights)
+    scores_of, values_of, sum_of = blocked if by_block else (matmul, matmul, _row_sum)
     common = max(q.dtype, cache.k.dtype, key=lambda dtype: dtype.itemsize)  # the cache may have its own dtype
     prompt_k, prompt_v, keys, values = (x.astype(common) for x in cache)
 
@@ -101,21 +109,21 @@ def attend_cached(
         return x.reshape(Q, K, R, G, -1).swapaxes(1, 2).reshape(B, K, G, -1)
 
     queries = scaled(q, attn.scale).reshape(B, K, G, H).astype(common)
-    prompt_scores = softcapped(matmul(to_prompts(queries), prompt_k), attn.softcap)
+    prompt_scores = softcapped(scores_of(to_prompts(queries), prompt_k), attn.softcap)
     prompt_visible = past.prompt_visible(S, attn.window)
     if len(prompt_visible) == Q:
         prompt_visible = prompt_visible[:, None, None]
     else:
         prompt_visible = jnp.repeat(prompt_visible.reshape(Q, 1, R, S), G, axis=2)
     prompt_scores = jnp.where(prompt_visible, prompt_scores, MASKED)
-    row_scores = softcapped(matmul(queries, keys), attn.softcap)
+    row_scores = softcapped(scores_of(queries, keys), attn.softcap)
     visible = past.visible(values.shape[2], attn.window)
     row_scores = jnp.where(visible[:, None, None], row_scores, MASKED)
     highest = jnp.maximum(to_rows(_row_max(prompt_scores)), _row_max(row_scores))
     prompt_weights, row_weights = jnp.exp(prompt_scores - to_prompts(highest)), jnp.exp(row_scores - highest)
-    prompt_out = matmul(prompt_weights.astype(values.dtype), prompt_v)
-    row_out = matmul(row_weights.astype(values.dtype), values)
-    out = (to_rows(prompt_out) + row_out) / (to_rows(_row_sum(prompt_weights)) + _row_sum(row_weights))
+    prompt_out = values_of(prompt_weights.astype(values.dtype), prompt_v)
+    row_out = values_of(row_weights.astype(values.dtype), values)
+    out = (to_rows(prompt_out) + row_out) / (to_rows(sum_of(prompt_weights)) + sum_of(row_weights))
     return out.astype(q.dtype).reshape(B, N, H)
 
 
